@@ -1,0 +1,109 @@
+"""Facts of machines, and refusals where there is none."""
+
+import datetime
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.hardware import failures_per_node_day, gpu, instance, instance_types, price
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "device", "efa", "network"),
+    [
+        ("ml.p5.48xlarge", 8, "H100", 32, 400),
+        ("ml.p5.4xlarge", 1, "H100", 1, 12.5),
+        ("p5en.48xlarge", 8, "H200", 16, 400),
+        ("p4d.24xlarge", 8, "A100", 4, 50),
+        ("p6-b200.48xlarge", 8, "B200", 8, 400),
+        ("p6-b300.48xlarge", 8, "B300", 16, 800),
+        ("g5.xlarge", 1, "A10G", 0, 0.3125),
+        ("g5.48xlarge", 8, "A10G", 1, 12.5),
+        ("g6e.48xlarge", 8, "L40S", 4, 50),
+    ],
+)
+def test_instances(name: str, gpus: int, device: str, efa: int, network: float) -> None:
+    found = instance(name)
+    assert found.gpu is not None
+    assert (found.num_gpus, found.gpu.name, found.efa_interfaces) == (gpus, device, efa)
+    assert found.network_gb_per_second == pytest.approx(network)
+
+
+def test_every_type_is_read_and_named_by_a_source() -> None:
+    for name in instance_types():
+        found = instance(name)
+        assert found.source and found.vcpus > 0 and found.memory_gib > 0
+        assert found.sagemaker_type == f"ml.{name}"
+
+
+def test_trainium_is_known_but_is_no_gpu() -> None:
+    assert instance("ml.trn1.32xlarge").gpu is None
+
+
+def test_an_unknown_type_is_refused_with_close_names() -> None:
+    with pytest.raises(InputError, match=r"unknown instance type 'ml.p5.44xlarge'; close to it: .*ml\.p5\.4"):
+        instance("ml.p5.44xlarge")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "gib"),
+    [
+        ("H100", "H100", 79.1),
+        ("NVIDIA H100 80GB HBM3", "H100", 79.1),
+        ("A100-SXM4-40GB", "A100", 39.55),
+        ("A100 (paper: Ampere)", "A100", 79.1),
+        ("H200", "H200", 139.4),
+        ("NVIDIA GeForce RTX 4080", "RTX 4080", 15.8),
+        ("GB200", "GB200", 171.3),
+    ],
+)
+def test_gpus_by_their_many_names(name: str, key: str, gib: float) -> None:
+    found = gpu(name)
+    assert found.name == key
+    assert found.memory_gib == pytest.approx(gib, rel=0.005)
+
+
+def test_peaks_by_precision() -> None:
+    assert gpu("H100").peak_tflops("bf16") == 989
+    assert gpu("H100").peak_tflops("fp8") == 1979
+    assert gpu("A100").peak_tflops("fp8") == 312, "no FP8 units: bf16 runs instead"
+    assert gpu("A100").peak_tflops("fp32") == 19.5
+
+
+def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"unknown GPU 'H1000'.*known: .*H200"):
+        gpu("H1000")
+
+
+def test_the_quickstarts_machine_has_a_real_price() -> None:
+    found = price("ml.p5.4xlarge")
+    assert found.usd_per_hour == 6.88
+    assert "EC2 on demand" in found.basis and "SageMaker" in found.basis
+    assert found.as_of == datetime.date(2025, 11, 1)
+    assert found.source.startswith("SkyPilot")
+
+
+def test_spot_is_the_median_of_the_regions_zones() -> None:
+    found = price("ml.p4de.24xlarge", "us-west-2", spot=True)
+    assert found.usd_per_hour == 10.9991
+    assert "not a forecast" in found.basis
+
+
+@pytest.mark.parametrize(
+    ("name", "region", "spot", "words"),
+    [
+        ("ml.p5.4xlarge", "us-east-1", True, "no spot price known for ml.p5.4xlarge in us-east-1; known for it"),
+        ("ml.p5.48xlarge", "eu-west-1", False, "known in us-east-1, us-west-2"),
+        ("ml.g5.xlarge", "us-east-1", False, "or anywhere else"),
+        ("p5e.48xlarge", "us-west-2", False, "capacity block"),
+    ],
+)
+def test_no_price_is_guessed(name: str, region: str, spot: bool, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        price(name, region, spot=spot)
+
+
+def test_failure_rate_is_llama_3s() -> None:
+    rate, source = failures_per_node_day()
+    assert rate == pytest.approx(419 / (2048 * 54), rel=0.01)
+    assert "Llama 3" in source

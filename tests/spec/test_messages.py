@@ -1,0 +1,139 @@
+"""Bad input gets one line: what is wrong, where, what is allowed, how to mend it."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainyard.errors import InputError
+from trainyard.spec.job import JobSpec, load_job
+from trainyard.spec.platform import load_environment
+
+JOB: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"train": [{"path": "text", "format": "text"}]},
+    "training": {"steps": 3, "global_batch_size": 4, "learning_rate": 1e-3},
+}
+ENVIRONMENT: dict[str, Any] = {
+    "name": "test",
+    "account": "111122223333",
+    "region": "us-east-1",
+    "availability_zones": ["us-east-1a"],
+    "max_instances": {"ml.p5.4xlarge": 4},
+    "tenants": {
+        name: {
+            "network_index": index,
+            "queues": {"train": {"instance_types": ["ml.p5.4xlarge"], "max_instances": 2}},
+            "budget": {"monthly_usd": 100, "notify": ["team@example.com"]},
+        }
+        for index, name in enumerate(("acme", "globex"))
+    },
+}
+
+
+def changed(content: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    result = copy.deepcopy(content)
+    target: Any = result
+    *parents, key = dotted.split(".")
+    for parent in parents:
+        target = target.setdefault(parent, {})
+    target[key] = value
+    return result
+
+
+def refusal(load: Any, content: dict[str, Any], folder: Path) -> str:
+    path = folder / "given.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(InputError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("training.stepz", 3, ["training.stepz", "unknown key", "did you mean 'steps'?"]),
+        ("training.steps", "many", ["training.steps", "integer", "'many'"]),
+        ("training.tokens", 3, ["exactly one of steps, tokens and epochs", "steps, tokens"]),
+        ("training.micro_batch_size", "big", ["training.micro_batch_size", "'big'"]),
+        ("training.optimizer", {"kind": "sgd"}, ["training.optimizer.kind", "'adamw'", "'sgd'"]),
+        ("parallelism", {"zero_stage": 2}, ["zero_stage belongs to engine: deepspeed", "data_shard"]),
+        ("parallelism", {"engine": "deepspeed", "data_shard": 2}, ["data_shard belongs to engine: torch"]),
+        ("parallelism", {"zero_stag": 2}, ["parallelism.zero_stag", "did you mean 'zero_stage'?"]),
+        ("parallelism", {"data_shard": 4, "expert": 3}, ["expert (3) must divide", "(4)"]),
+        ("parallelism", "automatic", ["parallelism", "'automatic'"]),
+        ("model.source", "s3://bucket/model", ["exactly one of source", "config"]),
+        ("data.train", [], ["data.train", "at least 1"]),
+        ("data.train", [{"path": "x", "formt": "text"}], ["data.train.0.formt", "did you mean 'format'?"]),
+        ("compute", {"backend": "sagemaker"}, ["compute", "needs instance_type", "ml.p5.48xlarge"]),
+        ("compute", {"backend": "sagemaker", "instance_type": "p5.48xlarge"}, ["ml.p5.48xlarge"]),
+        ("name", "My Job", ["name", "'My Job'"]),
+        ("version", 9, ["version", "upgrade"]),
+    ],
+)
+def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> None:
+    message = refusal(load_job, changed(JOB, field, value), tmp_path)
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("tenants.globex.network_index", 0, ["tenants.globex.network_index 0 is acme's already", "overlap"]),
+        ("tenants.globex.network_index", 5000, ["5000", "only 1024 blocks", "0 to 1023"]),
+        ("tenants.acme.queues.train.max_instances", 9, ["tenants.acme.queues.train", "9", "4 ml.p5.4xlarge"]),
+        ("tenants.acme.queues.train.instance_types", ["ml.p6.large"], ["ml.p6.large", "max_instances"]),
+        ("tenants.acme.bugdet", {}, ["tenants.acme.bugdet", "did you mean 'budget'?"]),
+        ("account", 111122223333, ["account", "string"]),
+        ("region", "mars", ["region", "'mars'"]),
+        ("availability_zones", ["eu-west-1a"], ["eu-west-1a", "us-east-1"]),
+        ("network", {"cidr": "8.8.0.0/10"}, ["cidr"]),
+        ("tenants.acme.file_system", {"storage_gib": 3000}, ["storage_gib", "multiple of 2400", "3000"]),
+    ],
+)
+def test_wrong_environment(field: str, value: Any, words: list[str], tmp_path: Path) -> None:
+    message = refusal(load_environment, changed(ENVIRONMENT, field, value), tmp_path)
+    assert [word for word in words if word not in message] == []
+
+
+def test_good_ones_load(tmp_path: Path) -> None:
+    for name, content in (("job.yaml", JOB), ("environment.yaml", ENVIRONMENT)):
+        (tmp_path / name).write_text(yaml.safe_dump(content))
+    assert load_job(tmp_path / "job.yaml", ["training.steps=20", "parallelism.data_shard=2"]).training.steps == 20
+    environment = load_environment(tmp_path / "environment.yaml")
+    blocks = [environment.network.block(tenant.network_index) for tenant in environment.tenants.values()]
+    assert blocks == ["10.64.0.0/20", "10.64.16.0/20"]
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: a\nname: b\n")
+    with pytest.raises(InputError, match="line 2: the key 'name' stands twice"):
+        load_job(tmp_path / "job.yaml")
+
+
+def test_broken_yaml_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: a\ndata: [1, 2\n")
+    with pytest.raises(InputError, match=r"job\.yaml: line \d+ is not valid YAML"):
+        load_job(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "training.steps=[1"])
+def test_wrong_override(override: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
+    with pytest.raises(InputError, match="--set"):
+        load_job(tmp_path / "job.yaml", [override])
+
+
+def test_world_size_is_the_product() -> None:
+    spec = JobSpec.model_validate(
+        {**JOB, "parallelism": {"data_replicate": 2, "data_shard": 3, "tensor": 2, "context": 2}}
+    )
+    assert spec.parallelism != "auto"
+    assert (spec.parallelism.world_size, spec.parallelism.data_parallel_size) == (24, 6)

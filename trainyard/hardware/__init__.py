@@ -1,0 +1,25 @@
+"""Facts about machines: GPUs, instance types, prices, failures. Every figure has a source, every price a date.
+
+- `instance("ml.p5.48xlarge")`: GPUs, memory, EFA interfaces, network, disks.
+- `gpu("H100")`: dense peaks, memory, links.
+- `price("ml.p5.48xlarge", "us-east-1", spot=False)`: USD per hour with basis, date and source; refused when unknown.
+- `failures_per_node_day()`: for goodput.
+"""
+
+from trainyard.hardware.gpus import GIB, Gpu, gpu
+from trainyard.hardware.instances import Instance, instance, instance_types
+from trainyard.hardware.prices import DEFAULT_REGION, Price, price
+from trainyard.hardware.reliability import failures_per_node_day
+
+__all__ = [
+    "DEFAULT_REGION",
+    "GIB",
+    "Gpu",
+    "Instance",
+    "Price",
+    "failures_per_node_day",
+    "gpu",
+    "instance",
+    "instance_types",
+    "price",
+]

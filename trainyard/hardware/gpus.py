@@ -1,0 +1,125 @@
+"""GPUs: peaks, memory and links, from the tables beside this file."""
+
+import difflib
+import functools
+import re
+from dataclasses import dataclass, replace
+
+from trainyard.errors import InputError
+from trainyard.hardware.tables import rows, specifications
+
+GIB = 2**30
+
+USABLE_MEMORY_SHARE = 0.9888
+"""What `torch.cuda.get_device_properties().total_memory` shows of the marketed GiB: 79.1 of an H100's 80; the
+driver and ECC keep the rest. Consumer and other data-centre parts lie within 1% of it."""
+
+PCIE_GB_PER_SECOND = 24.0
+"""One direction of PCIe 4 x16 as NCCL gets it (31.5 GB/s before protocol): for GPUs without NVLink."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator. Peaks are dense, without sparsity, in TFLOP/s."""
+
+    name: str
+    memory_gib: float
+    """What a process can allocate on an otherwise empty device."""
+    bf16_tflops: float
+    fp32_tflops: float
+    fp8_tflops: float | None
+    """None: the part has no FP8 units."""
+    memory_tb_per_second: float
+    link_gb_per_second: float
+    """One direction to the other GPUs of the node (NVLink, else PCIe)."""
+    nvlink: bool
+    achievable_bf16_tflops: float | None
+    """Measured ceiling of a large matrix product (MAMF), where it has been published."""
+    source: str
+
+    def peak_tflops(self, precision: str) -> float:
+        """Dense peak in a precision (bf16, fp16, fp8, fp32); FP8 on a part without it counts as bf16."""
+        if precision == "fp32":
+            return self.fp32_tflops
+        if precision == "fp8" and self.fp8_tflops is not None:
+            return self.fp8_tflops
+        return self.bf16_tflops
+
+
+def gpu(name: str, memory_gb: float | None = None) -> Gpu:
+    """The GPU of that name ("H100", "A100-SXM4-80GB", "NVIDIA H200"); `memory_gb` overrides the marketed size.
+
+    InputError names the GPUs that are known.
+    """
+    key = _key(name)
+    if key is None:
+        known = sorted(_known())
+        close = difflib.get_close_matches(name.upper(), known, n=2, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise InputError(f"unknown GPU {name!r}{hint} (known: {', '.join(known)})")
+    size = memory_gb if memory_gb is not None else _size_in(name)
+    return _build(key, size)
+
+
+@functools.cache
+def _known() -> frozenset[str]:
+    return frozenset(
+        name for name, metrics in specifications().items() if "bf16_dense_tflops_peak" in metrics and name != "Trn2"
+    )
+
+
+def _key(name: str) -> str | None:
+    text = " ".join(re.sub(r"[-_/]", " ", name.upper()).replace("NVIDIA", "").replace("GEFORCE", "").split())
+    text = text.replace("RTX PRO SERVER 6000", "RTX PRO 6000")
+    # The longest name first, so that "GB200" is not read as "B200".
+    for known in sorted(_known(), key=len, reverse=True):
+        if re.search(rf"(?<![A-Z0-9]){re.escape(known)}(?![A-Z0-9])", text):
+            return known
+    return None
+
+
+def _size_in(name: str) -> float | None:
+    match = re.search(r"(\d+)\s*G(?:I?B)\b", name.upper())
+    return float(match.group(1)) if match else None
+
+
+@functools.cache
+def _build(key: str, memory_gb: float | None) -> Gpu:
+    specs = specifications()
+    own = specs[key]
+    # The A100 was made with 40 and 80 GB; without a size the larger and commoner one.
+    sized = specs.get(f"{key}-{memory_gb:.0f}" if memory_gb else f"{key}-80", {})
+    metrics = {**specs.get(f"{key}-80", {}), **sized, **own}
+    capacity_gib = memory_gb if memory_gb is not None else _capacity_gib(key, metrics)
+    link = metrics.get("nvlink_unidirectional")
+    achievable = metrics.get("bf16_MAMF_achievable")
+    fp8 = metrics.get("fp8_dense_tflops_peak")
+    return Gpu(
+        name=key,
+        memory_gib=capacity_gib * USABLE_MEMORY_SHARE,
+        bf16_tflops=metrics["bf16_dense_tflops_peak"][0],
+        fp32_tflops=metrics["fp32_dense_tflops_peak"][0],
+        fp8_tflops=fp8[0] if fp8 else None,
+        memory_tb_per_second=metrics["hbm_bandwidth"][0],
+        link_gb_per_second=link[0] if link else PCIE_GB_PER_SECOND,
+        nvlink=link is not None,
+        achievable_bf16_tflops=achievable[0] if achievable else None,
+        source=metrics["bf16_dense_tflops_peak"][1],
+    )
+
+
+def _capacity_gib(key: str, metrics: dict[str, tuple[float, str]]) -> float:
+    """GiB of memory: from the instance table (in MiB, exact) where the GPU is in it, else the datasheet's size.
+
+    Vendors print 80 GB for 80 GiB up to Hopper's H100 but decimal GB from the H200 on.
+    """
+    sizes = [float(row["accel_mem_MiB_each"]) / 1024 for row in rows("aws_instances") if row["accel_name"] == key]
+    if sizes:
+        return max(sizes)
+    value = metrics["hbm_capacity"][0]
+    return value * 1e9 / GIB if value > 100 else value
+
+
+def with_memory(device: Gpu, memory_gib: float) -> Gpu:
+    """The same GPU with `memory_gib` marketed GiB of memory."""
+    return replace(device, memory_gib=memory_gib * USABLE_MEMORY_SHARE)

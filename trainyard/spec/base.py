@@ -1,0 +1,170 @@
+"""The base of every model here, YAML loading, and validation messages that a person can act on."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainyard.errors import InputError
+
+
+class SpecModel(BaseModel):
+    """Frozen, and an unknown key is an error: a misspelt setting must never be ignored."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,18}[a-z0-9]$")]
+"""Lower-case letters, digits and dashes, 2 to 20: it goes into ARNs, bucket prefixes and tags."""
+
+Spec = TypeVar("Spec", bound=SpecModel)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML says the last of two equal keys wins in silence; for a job or an environment that is a trap."""
+
+
+def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in seen:
+            raise InputError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice; keep one")
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; InputError names the file, and the line where the YAML is broken."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: can't be read: {error}") from None
+    try:
+        content = yaml.load(text, Loader=_UniqueKeyLoader)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise InputError(f"{path}:{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: must hold a mapping of settings, holds {type(content).__name__}")
+    return content
+
+
+def apply_overrides(content: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`content` with each `section.key=value` set; values are read as YAML, so 20 is a number and [a, b] a list."""
+    changed: dict[str, Any] = _deep_copy(content)
+    for override in overrides:
+        dotted, separator, value = override.partition("=")
+        if not separator or not dotted:
+            raise InputError(f"--set {override}: must look like section.key=value, e.g. training.steps=20")
+        *parents, key = dotted.split(".")
+        target = changed
+        for parent in parents:
+            child = target.get(parent)
+            if not isinstance(child, dict):
+                child = target[parent] = {}
+            target = child
+        try:
+            target[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"--set {override}: {value!r} is not a valid YAML value") from None
+    return changed
+
+
+def _deep_copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _deep_copy(item) for key, item in value.items()}
+    return [_deep_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def parse(model: type[Spec], content: Mapping[str, Any], where: str) -> Spec:
+    """`content` as `model`; InputError is one line with every problem: file, field, value given, what is allowed."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        problems = [_describe(model, problem) for problem in _without_union_noise(error.errors())]
+        raise InputError(f"{where}: " + "; ".join(dict.fromkeys(problems))) from None
+
+
+def _without_union_noise(problems: list[Any]) -> list[Any]:
+    """`X | "auto"` fails twice; the branch that the person meant is the one whose problem is worth a line."""
+    meant = [problem for problem in problems if problem["loc"][-1:] != ("literal['auto']",)]
+    fields = {_field(problem) for problem in meant}
+    return [
+        problem
+        for problem in problems
+        if problem in meant or not any(field.startswith(_field(problem)) for field in fields)
+    ]
+
+
+def _field(problem: Any) -> str:
+    return ".".join(str(part) for part in problem["loc"] if not (isinstance(part, str) and _is_union_branch(part)))
+
+
+def _describe(model: type[BaseModel], problem: Any) -> str:
+    location = [part for part in problem["loc"] if not (isinstance(part, str) and _is_union_branch(part))]
+    field = ".".join(str(part) for part in location) or "(whole file)"
+    given = problem.get("input")
+    if problem["type"] == "extra_forbidden":
+        allowed = _fields_at(model, location[:-1])
+        close = difflib.get_close_matches(str(location[-1]), allowed, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else "remove it"
+        return (
+            f"{field}: unknown key, {hint} (allowed: {', '.join(allowed)})"
+            if allowed
+            else f"{field}: unknown key, {hint}"
+        )
+    if problem["type"] == "missing":
+        return f"{field}: is missing and has no default"
+    message = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = message[:1].lower() + message[1:] if message[:1].isupper() and not message[1:2].isupper() else message
+    message = re.sub(r"a valid dictionary or instance of \w+", "a mapping of settings", message)
+    if not location:
+        return message
+    return f"{field}: {message}" + (f" (given: {given!r})" if isinstance(given, str | int | float | bool) else "")
+
+
+def _is_union_branch(part: str) -> bool:
+    # pydantic puts the branch of a union into the location: a class name, "literal['auto']", "int", ...
+    return (
+        part.startswith(("literal[", "constrained-", "function-"))
+        or part in {"int", "str", "float"}
+        or part[:1].isupper()
+    )
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[Any]) -> list[str]:
+    current: Any = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = current.model_fields.get(part) if isinstance(current, type) and issubclass(current, BaseModel) else None
+        if field is None:
+            current = _model_in(current) if current is not None else None
+            continue
+        current = _model_in(field.annotation)
+    return sorted(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _model_in(argument)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,277 @@
+"""What is deployed: an environment, its tenants, and the contract each tenant's stack publishes.
+
+Every field says what changing it does to a deployed tenant: `update` (in place), `replace` (replaces a stateful
+resource, so don't; nothing compares it with what is deployed yet), `none` (nothing is deployed from it).
+"""
+
+import ipaddress
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainyard.spec.base import Name, SpecModel, parse, read_yaml
+
+CONTRACT_VERSION = 1
+
+TRAINING_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+"""SageMaker writes every job's output here, whoever owns the job: streams are told apart by the job's name."""
+
+
+def on_change(effect: Literal["none", "update", "replace"]) -> dict[str, Any]:
+    """What changing a field does to a deployed tenant, kept in the field's JSON schema."""
+    return {"on_change": effect}
+
+
+class FileSystemSpec(SpecModel):
+    """The tenant's FSx for Lustre file system (PERSISTENT_2, SSD)."""
+
+    storage_gib: int = Field(default=1200, ge=1200, json_schema_extra=on_change("update"))
+    """GiB: 1200, or a multiple of 2400."""
+    throughput_mb_per_s_per_tib: Literal[125, 250, 500, 1000] = Field(
+        default=250, json_schema_extra=on_change("update")
+    )
+
+    @model_validator(mode="after")
+    def _size_allowed(self) -> Self:
+        if self.storage_gib != 1200 and self.storage_gib % 2400:
+            raise ValueError(f"storage_gib is 1200 or a multiple of 2400, not {self.storage_gib}")
+        return self
+
+
+class QueueSpec(SpecModel):
+    """A training queue: which machines, and how many of them at once."""
+
+    instance_types: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
+    """SageMaker types, `ml.` and all."""
+    max_instances: int = Field(ge=1, json_schema_extra=on_change("update"))
+    """Instances that the tenant's jobs in this queue may hold together. Launch and resume count the running jobs and
+    refuse what would go over; two at the same moment may pass each other, until jobs go through the Batch queue."""
+    multi_node: bool = Field(default=True, json_schema_extra=on_change("update"))
+    """Jobs over several hosts: every type must then have EFA."""
+
+
+class BudgetLimits(SpecModel):
+    """What the tenant may spend."""
+
+    monthly_usd: float = Field(gt=0, json_schema_extra=on_change("update"))
+    warn_at_percent: float = Field(default=80.0, gt=0, le=100, json_schema_extra=on_change("update"))
+    notify: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
+    """E-mail addresses."""
+
+
+class TenantSpec(SpecModel):
+    """One team's place: its own network, keys, roles, storage, queues and budget."""
+
+    network_index: int = Field(ge=0, json_schema_extra=on_change("replace"))
+    """Which block of the environment's address range the VPC takes: stated, so that it never moves."""
+    cost_center: str = Field(default="unassigned", json_schema_extra=on_change("update"))
+    file_system: FileSystemSpec = FileSystemSpec()
+    queues: dict[Name, QueueSpec] = Field(min_length=1)
+    budget: BudgetLimits
+    log_retention_days: Literal[30, 90, 180, 365, 731] = Field(default=365, json_schema_extra=on_change("update"))
+    max_job_hours: float = Field(default=120.0, gt=0, le=28 * 24, json_schema_extra=on_change("update"))
+    """The longest running time that a job may ask for."""
+
+
+class NetworkSpec(SpecModel):
+    """The address range from which tenants' VPCs are cut."""
+
+    cidr: str = Field(default="10.64.0.0/10", json_schema_extra=on_change("replace"))
+    vpc_prefix_length: int = Field(default=20, ge=16, le=24, json_schema_extra=on_change("replace"))
+
+    @model_validator(mode="after")
+    def _valid_range(self) -> Self:
+        try:
+            network = ipaddress.ip_network(self.cidr)
+        except ValueError as error:
+            raise ValueError(f"cidr {self.cidr!r} is not a network in CIDR notation: {error}") from None
+        if not network.is_private or network.version != 4:
+            raise ValueError(f"cidr {self.cidr} must be a private IPv4 range (10/8, 172.16/12 or 192.168/16)")
+        if network.prefixlen >= self.vpc_prefix_length:
+            raise ValueError(f"cidr {self.cidr} holds no /{self.vpc_prefix_length} block; give a larger range")
+        return self
+
+    @property
+    def num_blocks(self) -> int:
+        """How many tenants' VPCs fit."""
+        return int(2 ** (self.vpc_prefix_length - ipaddress.ip_network(self.cidr).prefixlen))
+
+    def block(self, index: int) -> str:
+        """The CIDR of VPC number `index`."""
+        network = ipaddress.ip_network(self.cidr)
+        size = 2 ** (32 - self.vpc_prefix_length)
+        return f"{network.network_address + index * size}/{self.vpc_prefix_length}"
+
+
+class EnvironmentSpec(SpecModel):
+    """One deployment of the platform into one account and region."""
+
+    name: Name
+    account: str = Field(pattern=r"^\d{12}$", json_schema_extra=on_change("replace"))
+    """The AWS account, as a quoted string: leading zeros count."""
+    region: str = Field(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$", json_schema_extra=on_change("replace"))
+    availability_zones: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("replace"))
+    """The first one is where EFA, FSx and training run; endpoints use all. Synthesis looks nothing up."""
+    emulated: bool = False
+    """AWS on this machine (trainyard.emulator) stands in for the account."""
+    retain_data: bool = Field(default=True, json_schema_extra=on_change("update"))
+    """Keys, buckets and file systems outlive the stack; stacks are protected from deletion."""
+    max_instances: dict[str, int] = Field(min_length=1, json_schema_extra=on_change("update"))
+    """The account's quota, instances by SageMaker type; the tenants' queues may not exceed it one by one."""
+    network: NetworkSpec = NetworkSpec()
+    tenants: dict[Name, TenantSpec] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        outside = [zone for zone in self.availability_zones if not zone.startswith(self.region)]
+        if outside:
+            raise ValueError(f"availability_zones {', '.join(outside)} are not in region {self.region}")
+        self._check_names()
+        owner: dict[int, str] = {}
+        num_blocks = self.network.num_blocks
+        for name, tenant in self.tenants.items():
+            if tenant.network_index >= num_blocks:
+                raise ValueError(
+                    f"tenants.{name}.network_index {tenant.network_index}: {self.network.cidr} has only "
+                    f"{num_blocks} blocks of /{self.network.vpc_prefix_length} (0 to {num_blocks - 1})"
+                )
+            if tenant.network_index in owner:
+                raise ValueError(
+                    f"tenants.{name}.network_index {tenant.network_index} is {owner[tenant.network_index]}'s already "
+                    f"({self.network.block(tenant.network_index)}): two VPCs would overlap"
+                )
+            owner[tenant.network_index] = name
+            self._check_queues(name, tenant)
+        return self
+
+    def _check_names(self) -> None:
+        """IAM tells jobs apart by `<tenant>-*`: acme's policies would also match the jobs of acme-labs."""
+        for name in sorted(self.tenants):
+            for other in sorted(self.tenants):
+                if other.startswith(f"{name}-"):
+                    raise ValueError(
+                        f"tenants {name} and {other}: policies for {name}'s jobs ({name}-*) would match {other}'s too; "
+                        "rename one so that neither begins with the other and a dash"
+                    )
+
+    def _check_queues(self, name: str, tenant: TenantSpec) -> None:
+        for queue_name, queue in tenant.queues.items():
+            for instance_type in queue.instance_types:
+                limit = self.max_instances.get(instance_type)
+                where = f"tenants.{name}.queues.{queue_name}"
+                if limit is None:
+                    allowed = ", ".join(sorted(self.max_instances))
+                    raise ValueError(f"{where}: {instance_type} is not in the environment's max_instances ({allowed})")
+                if queue.max_instances > limit:
+                    raise ValueError(
+                        f"{where}.max_instances {queue.max_instances} exceeds the environment's {limit} {instance_type}"
+                    )
+
+    def tenant(self, name: str) -> TenantSpec:
+        """The tenant of that name; KeyError is for callers that have checked."""
+        return self.tenants[name]
+
+    def contract_parameter(self, tenant: str) -> str:
+        """SSM parameter that holds the tenant's contract."""
+        return f"/trainyard/{self.name}/{tenant}/contract"
+
+    @property
+    def image_parameter(self) -> str:
+        """SSM parameter of the training image's URI with digest, apart so that a release redeploys no tenant."""
+        return f"/trainyard/{self.name}/image"
+
+
+class QueueContract(SpecModel):
+    """A queue as deployed."""
+
+    arn: str
+    instance_types: tuple[str, ...]
+    max_instances: int
+    multi_node: bool
+
+
+class FileSystemContract(SpecModel):
+    """The file system as deployed."""
+
+    id: str
+    mount_name: str
+    dns_name: str
+
+
+class KeyContract(SpecModel):
+    """ARNs of the tenant's customer-managed keys."""
+
+    data: str
+    checkpoints: str
+    logs: str
+
+
+class BucketContract(SpecModel):
+    """Names of the tenant's buckets."""
+
+    data: str
+    """Data sets, job specs and job records (`jobs/<job>/`)."""
+    checkpoints: str
+    """Checkpoints and outputs, by job."""
+
+
+class RoleContract(SpecModel):
+    """ARNs of the tenant's roles."""
+
+    job: str
+    """What a running training job is."""
+    launcher: str
+    """What people and CI assume to launch, watch and stop jobs."""
+    auditor: str
+    """Read-only."""
+
+
+class TenantContract(SpecModel):
+    """All that the launcher knows of a tenant: published by its stack in SSM, read by nothing else."""
+
+    version: int = CONTRACT_VERSION
+    environment: str
+    tenant: str
+    account: str
+    region: str
+    availability_zone: str
+    vpc_id: str
+    subnet_ids: tuple[str, ...]
+    """Private subnets of `availability_zone`, where training runs."""
+    security_group_ids: tuple[str, ...]
+    """The EFA group first, then the file system's client group where it is another."""
+    keys: KeyContract
+    buckets: BucketContract
+    file_system: FileSystemContract
+    roles: RoleContract
+    queues: dict[str, QueueContract]
+    log_group: str
+    """The tenant's own log group (SageMaker itself always writes jobs' output to /aws/sagemaker/TrainingJobs)."""
+    image_parameter: str
+    cost_center: str
+    max_job_hours: float
+    monthly_usd: float
+    emulated: bool = False
+
+
+def load_environment(path: Path) -> EnvironmentSpec:
+    """The environment in a YAML file; InputError names the file, the field and what is allowed."""
+    return parse(EnvironmentSpec, read_yaml(path), str(path))
+
+
+def parse_contract(text: str, where: str) -> TenantContract:
+    """A contract from its JSON; InputError where it is not one or is newer than this trainyard."""
+    import json
+
+    from trainyard.errors import InputError
+
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: is not JSON ({error}); deploy the tenant's stack again") from None
+    if content.get("version", 1) > CONTRACT_VERSION:
+        raise InputError(
+            f"{where}: contract version {content['version']} is above {CONTRACT_VERSION}; upgrade trainyard"
+        )
+    return parse(TenantContract, content, where)
