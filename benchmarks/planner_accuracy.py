@@ -1,0 +1,389 @@
+"""How wrong the planner is, on published and measured runs.
+
+    python benchmarks/planner_accuracy.py --rows DIR --dump FILE
+
+DIR holds train_rows.csv, vtrain_single.csv, vtrain_multi.csv, megatron_ci_memory.csv, finetune_memory.csv and
+nccl_measured.csv (those that exist are read). FILE gets one line per measured value: file,row,metric,measured,
+predicted; an empty prediction is a refusal. A row goes through `predict`, as `trainyard predict --jsonl` would
+answer it: whatever the row doesn't state is unknown to the planner too.
+"""
+
+import argparse
+import csv
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import InputError
+from trainyard.hardware import instance
+from trainyard.planner.communication import all_reduce_seconds, all_to_all_seconds, fabric_of, group, send_seconds
+from trainyard.planner.memory import GIB, WORKSPACE_BYTES
+from trainyard.planner.predict import predict
+
+Row = dict[str, str]
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One measured value and what the planner says; None: refused."""
+
+    file: str
+    row: int
+    source: str
+    metric: str
+    measured: float
+    predicted: float | None
+
+
+def number(text: str | None) -> float | None:
+    """The number in a cell, or None."""
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
+def whole(text: str | None) -> int | None:
+    """The whole number in a cell, or None."""
+    value = number(text)
+    return int(value) if value is not None and value == int(value) else None
+
+
+def answer(fields: dict[str, Any]) -> Answer | None:
+    """The planner's answer; None where it refuses."""
+    try:
+        return predict(fields)
+    except InputError:
+        return None
+
+
+def precision_of(text: str) -> str | None:
+    """The precision in a table's words; FP4 has no field and counts as unknown."""
+    lowered = text.lower()
+    for name in ("fp8", "bf16", "fp16"):
+        if name in lowered:
+            return name
+    return None
+
+
+def recompute_of(text: str) -> str | None:
+    """The recomputation in a table's words."""
+    lowered = text.lower()
+    for name in ("none", "selective", "full"):
+        if lowered.startswith(name):
+            return name
+    return "selective" if "sac" in lowered else None
+
+
+def sharding_of(text: str) -> str | None:
+    """The sharding in a table's words."""
+    lowered = text.lower()
+    if "zero-2" in lowered:
+        return "zero2"
+    if "dist" in lowered or "zero-1" in lowered:
+        return "zero1"
+    if "fsdp" in lowered or "zero-3" in lowered:
+        return "zero3"
+    return "none" if lowered.startswith(("none", "zero-0")) else None
+
+
+TRAIN_FIELDS = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "tp", "pp", "vp", "cp", "ep", "micro_batch")
+
+
+def train_fields(row: Row) -> dict[str, Any]:
+    """A row of train_rows.csv as `predict` reads it."""
+    fields: dict[str, Any] = {name: whole(row[name]) for name in TRAIN_FIELDS}
+    fields |= {"kv_heads": whole(row["kv_heads"]), "global_batch": whole(row["global_batch"])}
+    if row["family"] == "moe":
+        # The table prints the experts' width as ffn and leaves out their number: the name must tell.
+        fields |= {"model": row["model"], "moe_ffn": whole(row["ffn"])}
+    else:
+        fields["ffn"] = whole(row["ffn"])
+    fields |= {
+        "params_b": number(row["params_B"]),
+        "gpu": row["gpu"] or None,
+        "gpu_mem_gb": number(row["gpu_mem_GB"]),
+        "interconnect": row["interconnect"] or None,
+        "sharding": sharding_of(row["zero_or_fsdp"]),
+        "precision": precision_of(row["precision"]),
+        "recompute": recompute_of(row["recompute"]),
+        "framework": row["framework"] or None,
+        "method": "lora" if row["task"] == "lora" else None,
+    }
+    return fields
+
+
+def _hardware_share(row: Row) -> float:
+    """Hardware over model FLOPs: full recomputation runs the forward pass twice."""
+    return 4 / 3 if recompute_of(row["recompute"]) == "full" else 1.0
+
+
+def _tokens(row: Row, result: Answer) -> float:
+    gpus = whole(row["gpus"]) or 1
+    return float(result["tokens_per_second_per_gpu"]) * gpus
+
+
+TRAIN_METRICS: dict[str, Callable[[Row, Answer], float]] = {
+    "tokens_per_s_per_gpu": lambda row, result: result["tokens_per_second_per_gpu"],
+    "tokens_per_s_total": _tokens,
+    "samples_per_s_total_median": lambda row, result: _tokens(row, result) / (whole(row["seq"]) or 2048),
+    "step_time_s": lambda row, result: result["step_seconds"],
+    "iter_time_s": lambda row, result: result["step_seconds"],
+    "iter_time_ms": lambda row, result: result["step_seconds"] * 1000,
+    "model_tflops_per_gpu": lambda row, result: result["model_tflops_per_gpu"],
+    "tflops_per_gpu": lambda row, result: result["model_tflops_per_gpu"],
+    "hw_tflops_per_gpu": lambda row, result: result["model_tflops_per_gpu"] * _hardware_share(row),
+    "aggregate_pflops": lambda row, result: (
+        result["model_tflops_per_gpu"] * _hardware_share(row) * (whole(row["gpus"]) or 1) / 1000
+    ),
+    "MFU": lambda row, result: result["mfu"] * 100,
+    "pct_peak": lambda row, result: result["mfu"] * _hardware_share(row) * 100,
+    "HFU": lambda row, result: result["mfu"] * _hardware_share(row) * 100,
+    "peak_memory_GiB": lambda row, result: result["peak_memory_gib"],
+    "peak_memory_GB": lambda row, result: result["peak_memory_gib"] * GIB / 1e9,
+    "mem_activations_GiB_per_gpu": lambda row, result: result["activation_gib"],
+    "mem_params_opt_GiB_per_gpu": lambda row, result: result["model_state_gib"],
+}
+
+UNSCORED = {
+    "model_state_GB_ZeRO1": "a printed formula, no measurement",
+    "model_state_GB_ZeRO2": "a printed formula, no measurement",
+    "model_state_GB_ZeRO3": "a printed formula, no measurement",
+    "mem_activations_pct_of_TP_baseline": "a ratio of two configurations",
+    "OOM": "a flag",
+}
+
+
+def train_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
+    """train_rows.csv: throughput, step time, FLOPS and memory."""
+    for index, row in enumerate(rows):
+        metric, measured = row["reported_metric"], number(row["value"])
+        if metric in UNSCORED or measured is None:
+            continue
+        result = answer(train_fields(row))
+        predicted = TRAIN_METRICS[metric](row, result) if result is not None else None
+        yield Score(name, index, row["source"], metric, measured, predicted)
+
+
+def vtrain_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
+    """vtrain_*.csv: iteration times of Megatron-DeepSpeed on A100."""
+    for index, row in enumerate(rows):
+        fields: dict[str, Any] = {
+            key: whole(row[key])
+            for key in (
+                "layers",
+                "hidden",
+                "heads",
+                "seq",
+                "vocab",
+                "gpus",
+                "tp",
+                "pp",
+                "dp",
+                "micro_batch",
+                "global_batch",
+            )
+        }
+        result = answer(
+            fields
+            | {
+                "ffn": 4 * (whole(row["hidden"]) or 0),
+                "gpu": row["gpu"],
+                "precision": precision_of(row["precision"]),
+                "recompute": recompute_of(row["recompute"]),
+                "interconnect": row["interconnect"],
+                "framework": "Megatron-DeepSpeed",
+            }
+        )
+        predicted = result["step_seconds"] * 1000 if result else None
+        yield Score(name, index, row["source"], row["reported_metric"], float(row["value"]), predicted)
+
+
+def megatron_fields(row: Row) -> dict[str, Any]:
+    """A row of megatron_ci_memory.csv as `predict` reads it."""
+    fields: dict[str, Any] = {
+        key: whole(row[key])
+        for key in ("layers", "hidden", "heads", "kv_heads", "seq", "tp", "pp", "cp", "ep", "micro_batch")
+    }
+    layers, pipeline, chunk = whole(row["layers"]), whole(row["pp"]) or 1, whole(row["vpp_layers"])
+    return fields | {
+        "ffn": whole(row["ffn_hidden"]) or 4 * (whole(row["hidden"]) or 0),
+        "head_dim": whole(row["kv_channels"]),
+        "vocab": whole(row["vocab"]),
+        "gated_mlp": row["swiglu"] == "True",
+        "tied_embeddings": row["untied"] != "True",
+        "vp": layers // pipeline // chunk if layers and chunk else None,
+        "gpus": whole(row["gpus"]) or 8,
+        "global_batch": whole(row["global_batch"]),
+        "experts": whole(row["num_experts"]),
+        "experts_per_token": whole(row["topk"]),
+        "moe_ffn": whole(row["moe_ffn"]),
+        "sequence_parallel": row["sp"] == "True",
+        "sharding": "zero3" if row["fsdp"] == "True" else "zero1" if row["dist_opt"] == "True" else "none",
+        "precision": "fp8" if row["fp8"] else "bf16" if row["bf16"] == "True" else "fp16",
+        "recompute": row["recompute"] or "none",
+        "framework": "Megatron-Core",
+        "gpu": "H100" if "h100" in row["platform"] + row["suffix"] else "A100",
+    }
+
+
+def megatron_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
+    """megatron_ci_memory.csv: static and peak bytes of the last rank."""
+    for index, row in enumerate(rows):
+        covered = row["family"] in ("gpt", "moe") and not row["mla"]
+        result = answer(megatron_fields(row)) if covered else None
+        # Between steps the allocator holds the training state and the kernels' workspaces.
+        static = result["model_state_gib"] * GIB + WORKSPACE_BYTES if result else None
+        peak = result["peak_memory_gib"] * GIB if result else None
+        for metric, predicted in (("mem_allocated_bytes_last", static), ("mem_max_allocated_bytes_final", peak)):
+            measured = number(row[metric])
+            if measured is not None:
+                yield Score(name, index, row["family"], metric, measured, predicted)
+
+
+def finetune_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
+    """finetune_memory.csv: peaks in the row's unit (sums over GPUs where it says so) and whether it ran."""
+    for index, row in enumerate(rows):
+        method = row["method"].lower()
+        quantized = row["quant"].lower() not in ("", "none")
+        kind = "full" if method.startswith("full") else "qlora" if quantized or method.startswith("q") else "lora"
+        result = answer(
+            {
+                "model": re.sub(r"[\s]+", "-", row["model"]) if not row["params_B"] else None,
+                "params_b": number(row["params_B"]),
+                "gpu": row["gpu"],
+                "gpu_mem_gb": number(row["gpu_mem_GB"]),
+                "gpus": whole(row["gpus"]),
+                "seq": whole(row["seq"]),
+                "micro_batch": whole(row["micro_batch"]),
+                "precision": precision_of(row["precision"]),
+                "recompute": "full" if "checkpointing" in row["recompute"] else None,
+                "method": kind,
+                "framework": "litgpt" if row["id"].startswith("litgpt") else "transformers",
+            }
+        )
+        measured = number(row["peak_memory"])
+        if measured is not None:
+            unit = GIB if row["mem_unit"] == "GiB" else 1e9
+            copies = (whole(row["gpus"]) or 1) if "sum over" in row["mem_unit"] else 1
+            predicted = result["peak_memory_gib"] * GIB / unit * copies if result else None
+            yield Score(name, index, row["source"], "peak_memory", measured, predicted)
+        if row["outcome"] in ("ok", "OOM"):
+            fits = float(result["fits"]) if result else None
+            yield Score(name, index, row["source"], "fits", float(row["outcome"] == "ok"), fits)
+
+
+def nccl_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
+    """nccl_measured.csv: microseconds of one collective."""
+    for index, row in enumerate(rows):
+        measured, size = number(row["time_us"]), number(row["size_bytes"])
+        if measured is None or size is None:
+            continue
+        yield Score(name, index, row["source"], "time_us", measured, _collective_us(row, size))
+
+
+def _collective_us(row: Row, size: float) -> float | None:
+    try:
+        links = fabric_of(instance(row["instance"]))
+    except InputError:
+        return None
+    # Some rows say the number of ranks only through the ratio of their two bandwidths, which is that of 8.
+    members = group(whole(row["gpus"]) or 8, 1, links.gpus_per_node)
+    if row["collective"] == "all_reduce":
+        return all_reduce_seconds(size, members, links) * 1e6
+    if row["collective"] == "alltoall":
+        return all_to_all_seconds(size, members, links) * 1e6
+    return send_seconds(size, between_nodes=True, links=links) * 1e6
+
+
+FILES: dict[str, Callable[[Iterable[Row], str], Iterator[Score]]] = {
+    "train_rows": train_scores,
+    "vtrain_single": vtrain_scores,
+    "vtrain_multi": vtrain_scores,
+    "megatron_ci_memory": megatron_scores,
+    "finetune_memory": finetune_scores,
+    "nccl_measured": nccl_scores,
+}
+
+
+def error(score: Score) -> float:
+    """Relative error; a refusal is infinitely wrong."""
+    if score.predicted is None:
+        return math.inf
+    return abs(score.predicted / score.measured - 1)
+
+
+def line(title: str, scores: list[Score]) -> str:
+    """One line of a table: count, refusals, median, p90, worst answered, bias of the answered ones."""
+    answered = [score for score in scores if score.predicted is not None]
+    errors = sorted(error(score) for score in scores)
+    middle = f"{statistics.median(errors):7.1%}" if math.isfinite(statistics.median(errors)) else "refused"
+    ninth = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
+    p90 = f"{ninth:7.1%}" if math.isfinite(ninth) else "refused"
+    worst = max((error(score) for score in answered), default=math.nan)
+    ratios = [score.predicted / score.measured for score in answered if score.predicted]
+    bias = statistics.median(ratios) - 1 if ratios else math.nan
+    refused = len(scores) - len(answered)
+    return f"{title[:72]:72} {len(scores):5d} {refused:8d} {middle} {p90} {worst:8.1%} {bias:+7.1%}"
+
+
+def fits_line(title: str, scores: list[Score]) -> str:
+    """Verdicts on memory: what was called fitting and ran out, and the reverse."""
+    missed = sum(score.predicted == 1 and score.measured == 0 for score in scores)
+    alarms = sum(score.predicted == 0 and score.measured == 1 for score in scores)
+    refused = sum(score.predicted is None for score in scores)
+    ran = sum(score.measured == 1 for score in scores)
+    return (
+        f"{title[:72]:72} {len(scores):5d} {refused:8d} called fitting but out of memory: {missed} of "
+        f"{len(scores) - ran}; false alarms: {alarms} of {ran}"
+    )
+
+
+def report(scores: list[Score]) -> Iterator[str]:
+    """The tables: by file and metric, then by file and source."""
+    header = f"{'':72} {'rows':>5} {'refused':>8} {'median':>7} {'p90':>7} {'worst':>8} {'bias':>7}"
+    for by in ("metric", "source"):
+        heading = f"by file and {by}"
+        yield f"\n{heading}\n{header}"
+        groups: dict[str, list[Score]] = {}
+        for score in scores:
+            if score.metric == "fits" and by != "metric":
+                continue
+            groups.setdefault(f"{score.file}: {getattr(score, by)}", []).append(score)
+        for title, members in groups.items():
+            yield fits_line(title, members) if members[0].metric == "fits" else line(title, members)
+
+
+def main() -> int:
+    """Scores every file that is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, required=True, help="folder with the CSV files")
+    parser.add_argument("--dump", type=Path, required=True, help="CSV to write: file,row,metric,measured,predicted")
+    arguments = parser.parse_args()
+    scores: list[Score] = []
+    for name, scorer in FILES.items():
+        path = arguments.rows / f"{name}.csv"
+        if path.is_file():
+            with path.open(newline="", encoding="utf-8") as file:
+                scores += scorer(csv.DictReader(file), name)
+    if not scores:
+        print(f"{arguments.rows}: none of {', '.join(f'{name}.csv' for name in FILES)} is there", file=sys.stderr)
+        return 2
+    with arguments.dump.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["file", "row", "metric", "measured", "predicted"])
+        for score in scores:
+            predicted = "" if score.predicted is None else score.predicted
+            writer.writerow([score.file, score.row, score.metric, score.measured, predicted])
+    print("\n".join(report(scores)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

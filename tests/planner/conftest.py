@@ -1,0 +1,33 @@
+"""A job to vary."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec
+
+BASE: dict[str, Any] = {
+    "name": "test",
+    "model": {"source": "llama-3.1-8b"},
+    "data": {"train": [{"path": "corpus.txt", "format": "text"}], "sequence_length": 4096},
+    "training": {"steps": 100, "global_batch_size": 512, "learning_rate": 1e-4},
+    "compute": {"backend": "sagemaker", "instance_type": "ml.p5.48xlarge", "instance_count": 16},
+}
+
+
+@pytest.fixture(name="job")
+def make_job() -> Callable[..., JobSpec]:
+    """The base job with sections merged in; None removes a key."""
+
+    def make(**sections: Any) -> JobSpec:
+        content = dict(BASE)
+        for name, value in sections.items():
+            merged = {**content.get(name, {}), **value} if isinstance(value, dict) and name in BASE else value
+            if isinstance(merged, dict):
+                merged = {key: item for key, item in merged.items() if item is not None}
+            content[name] = merged
+        return parse(JobSpec, content, "job")
+
+    return make

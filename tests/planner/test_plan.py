@@ -1,0 +1,157 @@
+"""The plan: exact arithmetic, one chosen configuration, words for the others, honest gaps."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from trainyard.errors import InputError
+from trainyard.hardware import gpu, price
+from trainyard.planner import Plan, plan, resolve
+from trainyard.planner.render import print_plan
+from trainyard.spec.job import JobSpec
+
+MakeJob = Callable[..., JobSpec]
+LLAMA_70B = {"source": "llama-3.1-70b"}
+SPLIT = {"tensor": 8, "pipeline": 4, "data_shard": 4}
+
+
+def test_the_chosen_configuration_is_what_resolve_decides(job: MakeJob) -> None:
+    for spec in (job(), job(model=LLAMA_70B), job(model=LLAMA_70B, parallelism=SPLIT)):
+        chosen, resolved = plan(spec).chosen, resolve(spec)
+        assert chosen.parallelism == resolved.parallelism
+        assert chosen.micro_batch_size == resolved.micro_batch_size
+        assert chosen.gradient_accumulation_steps == resolved.gradient_accumulation_steps
+        assert chosen.activation_checkpointing == resolved.activation_checkpointing
+
+
+def test_configurations_that_fit_come_first_and_by_time(job: MakeJob) -> None:
+    found = plan(job(model=LLAMA_70B)).configurations
+    assert sum(item.chosen for item in found) == 1
+    assert len({item.layout for item in found}) == len(found) > 5
+    fitting = [item.time.step_seconds for item in found if item.fits and item.time]
+    assert fitting == sorted(fitting)
+    rejected = [item.fits is False for item in found]
+    assert rejected == sorted(rejected)
+
+
+def test_what_does_not_fit_says_so_in_words(job: MakeJob) -> None:
+    rejected = [item for item in plan(job(model=LLAMA_70B)).configurations if not item.fits]
+    replicated = next(item for item in rejected if item.parallelism.data_replicate == 128)
+    assert replicated.verdict.startswith("does not fit: ")
+    assert "GiB of 79.1; optimizer 525.7" in replicated.verdict
+    assert pytest.approx(525.7, abs=0.1) == 70.554e9 * 8 / 2**30
+
+
+def test_a_stated_layout_that_does_not_fit_is_planned_and_refused(job: MakeJob) -> None:
+    found = plan(job(model=LLAMA_70B, parallelism={"data_replicate": 128}))
+    assert found.fits is False
+    assert "as the job states, but does not fit" in found.chosen.verdict
+
+
+def test_memory_by_hand(job: MakeJob) -> None:
+    """A 70B model over TP8 x PP4 x FSDP4: every part of the state on a rank is counted once."""
+    spec = job(model=LLAMA_70B, parallelism=SPLIT, training={"micro_batch_size": 1})
+    use = plan(spec).chosen.memory
+    layers = 20 * ((4 * 8192 * 8192 * (1 + 1 / 8) / 2 + 3 * 8192 * 28672) / 8 + 2 * 8192)
+    on_rank = (layers + 128256 * 8192 / 8) / 4
+    assert use.parameters_gib == pytest.approx(4 * on_rank / 2**30)
+    assert use.gradients_gib == pytest.approx(4 * on_rank / 2**30)
+    assert use.optimizer_gib == pytest.approx(8 * on_rank / 2**30)
+    parts = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace")
+    assert use.total_gib == pytest.approx(sum(getattr(use, f"{part}_gib") for part in parts))
+
+
+def test_dollars_are_hours_times_machines_times_price(job: MakeJob) -> None:
+    found = plan(job())
+    assert found.cost is not None and found.checkpoint is not None and found.chosen.time is not None
+    assert found.chosen.time.hours == pytest.approx(100 * found.chosen.time.step_seconds / 3600)
+    assert found.chosen.time.hours is not None
+    hours = found.chosen.time.hours / found.checkpoint.goodput
+    assert found.cost.expected_hours == pytest.approx(hours)
+    assert found.cost.usd_on_demand == pytest.approx(hours * 16 * 55.04)
+    spot = price("ml.p5.48xlarge", spot=True).usd_per_hour
+    assert found.cost.usd_spot == pytest.approx(hours * 16 * spot)
+    assert found.cost.planned_usd == found.cost.usd_on_demand
+    assert "EC2 on demand" in found.cost.price_basis and found.cost.price_as_of is not None
+
+
+def test_a_spot_job_is_planned_at_the_spot_price_or_the_on_demand_one(job: MakeJob) -> None:
+    cheap = plan(job(compute={"spot": True}))
+    assert cheap.cost is not None and cheap.cost.planned_usd == cheap.cost.usd_spot
+    assert "not a forecast" in cheap.cost.price_basis
+    unknown = plan(job(model={"source": "gpt2"}, compute={"spot": True, "instance_type": "ml.p5.4xlarge"}))
+    assert unknown.cost is not None and unknown.cost.usd_spot is None
+    assert unknown.cost.planned_usd == unknown.cost.usd_on_demand
+    assert unknown.cost.price_basis.startswith("spot price unknown, counted on demand: ")
+    assert any("no spot price known" in note for note in unknown.notes)
+
+
+def test_budget_and_hours_decide_whether_it_is_affordable(job: MakeJob) -> None:
+    assert plan(job(budget={"max_usd": 1e6})).affordable is True
+    assert plan(job(budget={"max_usd": 1})).affordable is False
+    assert plan(job(budget={"max_usd": 1e6}, compute={"max_hours": 0.01})).affordable is False
+    small = {"instance_type": "ml.g5.48xlarge", "instance_count": 1}
+    unpriced = plan(job(model={"source": "gpt2"}, compute=small, budget={"max_usd": 1e6}))
+    assert unpriced.affordable is None, "no price is known for g5"
+    assert unpriced.cost is not None and unpriced.cost.planned_usd is None
+
+
+def test_a_job_in_epochs_has_no_cost_yet(job: MakeJob) -> None:
+    found = plan(job(training={"steps": None, "epochs": 3}))
+    assert found.cost is None and found.affordable is None and found.steps is None
+    assert found.chosen.time is not None and found.chosen.time.hours is None
+    assert any("epochs" in note for note in found.notes)
+
+
+def test_here_memory_is_all_that_is_known(job: MakeJob) -> None:
+    local = {"backend": "local", "instance_type": None, "instance_count": 1}
+    found = plan(job(model={"source": "gpt2"}, compute=local))
+    assert found.fits is None and found.cost is None and found.chosen.time is None
+    assert found.chosen.memory.total_gib > 1
+
+
+def test_lora_checkpoints_hold_the_adapters_alone(job: MakeJob) -> None:
+    adapter = {"kind": "lora", "rank": 16, "targets": ["q_proj", "v_proj"]}
+    full, lora = plan(job()), plan(job(model={"adapter": adapter}))
+    assert full.checkpoint is not None and lora.checkpoint is not None
+    assert full.checkpoint.size_gib == pytest.approx(8.0303e9 * 12 / 2**30, rel=1e-3)
+    assert lora.checkpoint.size_gib < full.checkpoint.size_gib / 100
+    assert lora.chosen.memory.total_gib < full.chosen.memory.total_gib
+
+
+def test_mfu_is_model_flops_over_the_peak(job: MakeJob) -> None:
+    time = plan(job(model={"source": "llama-2-7b"})).chosen.time
+    assert time is not None
+    per_token = 6 * (6.738e9 - 32000 * 4096) + 12 * 32 * 4096 * 4096
+    assert time.mfu == pytest.approx(
+        per_token * time.tokens_per_second / (128 * gpu("H100").bf16_tflops * 1e12), rel=1e-3
+    )
+
+
+def test_a_plan_survives_json(job: MakeJob) -> None:
+    found = plan(job())
+    assert Plan.model_validate_json(found.model_dump_json()) == found
+    assert json.loads(found.model_dump_json())["configurations"][0]["memory"]["activations_gib"] > 0
+
+
+def test_another_region_has_its_own_prices(job: MakeJob) -> None:
+    found = plan(job(), region="eu-west-1")
+    assert found.on_demand is None and found.cost is not None and found.cost.planned_usd is None
+    assert any("no on-demand price known for ml.p5.48xlarge in eu-west-1" in note for note in found.notes)
+
+
+def test_an_unknown_model_is_refused_with_what_would_help(job: MakeJob) -> None:
+    with pytest.raises(InputError, match=r"model.source 's3://x/mystery'.*config.json.*llama-3.1-8b"):
+        plan(job(model={"source": "s3://x/mystery"}))
+
+
+def test_the_table_marks_the_chosen_one_and_names_price_and_date(job: MakeJob) -> None:
+    console = Console(width=200, record=True, force_terminal=False)
+    print_plan(plan(job(model=LLAMA_70B, budget={"max_usd": 10})), console)
+    text = console.export_text()
+    assert "-> " in text and "FSDP128" in text
+    assert "as of 2026-11-09" in text
+    assert "NOT AFFORDABLE" in text
+    assert "does not fit: " in text

@@ -1,0 +1,155 @@
+"""`trainyard predict --jsonl`: every line answered, unknowns filled as their user would, nonsense refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.planner import Errors, predict, predict_jsonl
+from trainyard.planner.predict import understand
+
+OUTPUTS = {
+    "peak_memory_gib",
+    "model_state_gib",
+    "activation_gib",
+    "step_seconds",
+    "tokens_per_second_per_gpu",
+    "model_tflops_per_gpu",
+    "mfu",
+    "communication_fraction",
+    "bubble_fraction",
+    "fits",
+}
+
+LLAMA: dict[str, Any] = {"model": "llama-3.1-8b", "gpu": "H100", "gpus": 64, "seq": 8192, "sharding": "zero3"}
+
+EVERY_FIELD: dict[str, Any] = {
+    "layers": 32, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256, "seq": 8192,
+    "gated_mlp": True, "tied_embeddings": False, "experts": 8, "experts_per_token": 2, "gpu": "H100", "gpus": 64,
+    "gpus_per_node": 8, "interconnect": "p5.48xlarge EFA", "tp": 2, "pp": 2, "vp": 2, "cp": 1, "ep": 4, "dp": 16,
+    "sharding": "zero1", "micro_batch": 1, "global_batch": 256, "precision": "bf16", "recompute": "selective",
+    "framework": "Megatron-Core", "method": "full", "lora_rank": 8, "model": "mixtral-8x7b", "params_b": 46.7,
+    "head_dim": 128, "moe_ffn": 14336, "optimizer": "adamw", "offload": "none", "sequence_parallel": True,
+    "data_replicate": 1, "gpu_mem_gb": 80, "framework_version": "0.14",
+}  # fmt: skip
+
+
+def test_all_outputs_are_there_and_agree() -> None:
+    answer = predict(LLAMA)
+    assert set(answer) == OUTPUTS
+    assert answer["fits"] is True or answer["fits"] is False
+    assert answer["model_tflops_per_gpu"] == pytest.approx(answer["mfu"] * 989)
+    tokens = 64 * 8192
+    assert answer["tokens_per_second_per_gpu"] == pytest.approx(tokens / answer["step_seconds"] / 64)
+    assert answer["model_state_gib"] == pytest.approx(8.0303e9 * 16 / 64 / 2**30, rel=1e-3)
+
+
+def test_every_field_of_the_contract_is_taken() -> None:
+    assert set(predict(EVERY_FIELD)) == OUTPUTS
+
+
+def test_null_is_the_same_as_missing() -> None:
+    assert predict({**LLAMA, "tp": None, "recompute": None, "framework": None}) == predict(LLAMA)
+
+
+def test_a_model_name_fills_what_is_missing_and_stated_sizes_win() -> None:
+    assert understand(LLAMA).shape.params == pytest.approx(8.0303e9, rel=1e-4)
+    assert understand({**LLAMA, "layers": 16}).shape.layers == 16
+
+
+def test_a_size_alone_is_enough() -> None:
+    shape = understand({"params_b": 7, "gpu": "H100"}).shape
+    assert shape.params == pytest.approx(7e9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"ffn": 16384}, {"gated_mlp": False, "tied_embeddings": True, "vocab": 50257, "kv_heads": 32}),
+        ({"ffn": 11008}, {"gated_mlp": True, "tied_embeddings": False, "vocab": 32000}),
+        ({}, {"gated_mlp": True, "ffn": 11008, "head_dim": 128}),
+    ],
+)
+def test_unknown_sizes_are_the_familys(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    shape = understand({"layers": 32, "hidden": 4096, "gpu": "A100", **fields}).shape
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine"),
+    [
+        ({"framework": "NeMo/Megatron-Core"}, "megatron"),
+        ({"framework": "torchtitan 2025-06"}, "torch"),
+        ({"framework": "DeepSpeed", "sharding": "zero2"}, "deepspeed"),
+        ({"tp": 8}, "megatron"),
+        ({"sharding": "zero2"}, "deepspeed"),
+        ({"gpus": 1, "method": "lora"}, "plain"),
+    ],
+)
+def test_the_training_state_is_the_frameworks(fields: dict[str, Any], engine: str) -> None:
+    assert understand({**LLAMA, "sharding": None, **fields}).layout.engine == engine
+
+
+@pytest.mark.parametrize(
+    ("text", "gb_per_second"),
+    [
+        ("p4d.24xlarge x4", 50),
+        ("NVLink + 400 Gb/s RDMA per GPU", 400),
+        ("Selene: NVSwitch + 8x HDR200 IB/node", 200),
+        ("RoCE 1600 Gbps/node", 200),
+        ("DGX-H100 (NDR)", 400),
+        ("", 400),
+    ],
+)
+def test_the_network_is_read_from_words(text: str, gb_per_second: float) -> None:
+    assert understand({**LLAMA, "interconnect": text}).links.node_gb_per_second == gb_per_second
+
+
+def test_a_rack_of_nvlink_is_one_node() -> None:
+    assert understand({**LLAMA, "gpu": "GB200", "interconnect": "NVL72"}).links.gpus_per_node == 72
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"gpu": "H1000"}, "unknown GPU"),
+        ({"gpu": None}, "gpu: is needed"),
+        ({"layers": 0}, "layers: must be a whole number of at least 1"),
+        ({"tp": 5}, r"tp 5: does not divide the 32 heads \(allowed: 1, 2, 4"),
+        ({"micro_batch": -1}, "micro_batch: must be a whole number"),
+        ({"micro_batch": 1.5}, "micro_batch: must be a whole number"),
+        ({"gpus": 7, "tp": 2}, "gpus 7: is not a multiple"),
+        ({"dp": 3}, r"dp 3: gpus 64"),
+        ({"global_batch": 100}, "global_batch 100: is not a multiple of dp = 64"),
+        ({"precision": "int4"}, "precision: must be one of bf16, fp16, fp8, fp32"),
+        ({"sharding": True}, "sharding: must be a text"),
+        ({"gated_mlp": 1}, "gated_mlp: must be true or false"),
+        ({"model": "lama-3.1-8b"}, "close to it: .*llama-3.1-8b"),
+        ({"params_b": -3}, "params_b: must be a number above 0"),
+        ({"seq": float("nan")}, "seq: must be a whole number"),
+        ({"ep": 4}, "ep 4: must divide the number of experts"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        predict({**LLAMA, **fields})
+
+
+def test_a_field_that_nobody_knows_is_named() -> None:
+    assert predict({**LLAMA, "micro_bach": 2})["ignored_fields"] == ["micro_bach"]
+
+
+def test_lines_in_lines_out_and_bad_ones_are_answered_too() -> None:
+    errors = Errors()
+    lines = [json.dumps(LLAMA), "", "{", "[1]", json.dumps({**LLAMA, "gpu": "?"}), json.dumps(LLAMA)]
+    answers = [json.loads(line) for line in predict_jsonl(lines, errors)]
+    assert [set(answer) == {"error"} for answer in answers] == [False, True, True, True, False]
+    assert errors.any
+    assert answers[0] == answers[4]
+
+
+def test_good_lines_leave_no_error() -> None:
+    errors = Errors()
+    assert len(list(predict_jsonl([json.dumps(LLAMA)], errors))) == 1
+    assert not errors.any

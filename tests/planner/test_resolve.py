@@ -1,0 +1,172 @@
+"""Every `auto` decided alike each time, and contradictions refused in one line that says how to mend them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.hardware import instance
+from trainyard.planner import resolve
+from trainyard.planner.reading import machines_of
+from trainyard.planner.resolve import fits, micro_batch_sizes
+from trainyard.spec.job import JobSpec, ParallelismSpec
+
+MakeJob = Callable[..., JobSpec]
+
+LOCAL = {"backend": "local", "instance_type": None, "instance_count": 1}
+TINY = {"source": None, "config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}}
+
+
+def test_hosts_and_ranks_come_from_the_machines(job: MakeJob) -> None:
+    resolved = resolve(job())
+    assert (resolved.num_hosts, resolved.processes_per_host, resolved.world_size) == (16, 8, 128)
+
+
+def test_a_small_model_is_only_replicated(job: MakeJob) -> None:
+    resolved = resolve(job(model={"source": "gpt2"}))
+    assert resolved.parallelism == ParallelismSpec(data_replicate=128)
+    assert resolved.activation_checkpointing == "none"
+    assert (resolved.micro_batch_size, resolved.gradient_accumulation_steps) == (4, 1)
+
+
+def test_a_larger_one_is_sharded_within_hosts_and_the_largest_over_all(job: MakeJob) -> None:
+    assert resolve(job()).parallelism == ParallelismSpec(data_replicate=16, data_shard=8)
+    assert resolve(job(model={"source": "llama-3.1-70b"})).parallelism == ParallelismSpec(data_shard=128)
+
+
+def test_one_gpu_gets_recomputation_before_it_is_refused(job: MakeJob) -> None:
+    one = {"instance_type": "ml.p5.4xlarge", "instance_count": 1}
+    resolved = resolve(job(model={"source": "llama-3.2-3b"}, compute=one, data={"sequence_length": 8192}))
+    assert resolved.parallelism.world_size == 1
+    assert resolved.activation_checkpointing != "none"
+    with pytest.raises(InputError, match=r"nothing fits 1 x p5.4xlarge.*needs \d+\.\d GiB of 79\.1 per GPU"):
+        resolve(job(compute=one))
+
+
+def test_choices_are_deterministic(job: MakeJob) -> None:
+    assert resolve(job()) == resolve(job())
+
+
+def test_local_ranks_are_replicas(job: MakeJob) -> None:
+    resolved = resolve(job(compute=LOCAL), world_size=4)
+    assert resolved.parallelism == ParallelismSpec(data_replicate=4)
+    assert (resolved.num_hosts, resolved.processes_per_host) == (1, 4)
+    assert (resolved.micro_batch_size, resolved.gradient_accumulation_steps) == (8, 16)
+
+
+def test_without_anything_one_process_runs_here(job: MakeJob) -> None:
+    assert resolve(job(compute=LOCAL)).world_size == 1
+
+
+@pytest.mark.parametrize(("batch", "ranks", "micro"), [(12, 2, 6), (14, 2, 7), (26, 2, 1), (2, 2, 1), (48, 3, 8)])
+def test_micro_batch_on_an_unknown_machine_divides(job: MakeJob, batch: int, ranks: int, micro: int) -> None:
+    resolved = resolve(job(compute=LOCAL, training={"global_batch_size": batch}), world_size=ranks)
+    assert resolved.micro_batch_size == micro
+
+
+def test_the_chosen_micro_batch_fits_and_twice_as_much_does_not(job: MakeJob) -> None:
+    from trainyard.planner.reading import layout_of, required_shape
+
+    spec = job(compute={"instance_count": 1}, model={"source": "llama-2-7b"}, training={"global_batch_size": 1024})
+    resolved, machines, shape = resolve(spec), machines_of(spec), required_shape(spec)
+    for factor, expected in ((1, True), (2, False)):
+        layout = layout_of(
+            spec,
+            resolved.parallelism,
+            micro_batch=resolved.micro_batch_size * factor,
+            num_micro_batches=resolved.gradient_accumulation_steps // factor,
+            recompute=resolved.activation_checkpointing,
+        )
+        assert fits(shape, layout, machines) is expected
+
+
+def test_micro_batch_candidates_fill_the_pipeline() -> None:
+    assert list(micro_batch_sizes(32, 4, 1024)) == [8, 4, 2, 1]
+    assert list(micro_batch_sizes(24, 1, 1024)) == [8, 4, 2, 1]
+    assert list(micro_batch_sizes(64, 1, 65536)) == [1]
+
+
+def test_tokens_become_whole_steps(job: MakeJob) -> None:
+    per_step = 512 * 4096
+    assert resolve(job(training={"steps": None, "tokens": 10 * per_step + 1})).steps == 11
+    assert resolve(job(training={"steps": None, "tokens": 10 * per_step})).steps == 10
+    assert resolve(job(training={"steps": None, "epochs": 2})).steps is None
+
+
+def test_linear_scaling_of_the_learning_rate(job: MakeJob) -> None:
+    assert resolve(job(training={"base_batch_size": 256})).learning_rate == pytest.approx(2e-4)
+    assert resolve(job()).learning_rate == 1e-4
+
+
+def test_stated_choices_stand(job: MakeJob) -> None:
+    stated = {"tensor": 8, "pipeline": 4, "data_shard": 4}
+    training = {"micro_batch_size": 2, "activation_checkpointing": "selective"}
+    resolved = resolve(job(model={"source": "llama-3.1-70b"}, parallelism=stated, training=training))
+    assert resolved.parallelism == ParallelismSpec(**stated)
+    assert (resolved.micro_batch_size, resolved.gradient_accumulation_steps) == (2, 64)
+    assert resolved.activation_checkpointing == "selective"
+
+
+def test_a_task_without_formulas_is_replicated(job: MakeJob) -> None:
+    vision = job(task="image_classification", model={"source": None, "config": {"model_type": "resnet"}})
+    assert resolve(vision).parallelism == ParallelismSpec(data_replicate=128)
+
+
+def test_started_processes_decide_over_the_machines_of_the_spec(job: MakeJob) -> None:
+    """A job for two hosts of one GPU, tried with two processes and in the emulator."""
+    spec = job(model=TINY, compute={"instance_type": "ml.p5.4xlarge", "instance_count": 2})
+    resolved = resolve(spec, world_size=2)
+    assert (resolved.num_hosts, resolved.processes_per_host) == (2, 1)
+    fewer = resolve(job(model=TINY), world_size=32)
+    assert (fewer.num_hosts, fewer.processes_per_host) == (4, 8), "an elastic relaunch on four of sixteen hosts"
+    here = resolve(job(model=TINY), world_size=2)
+    assert here.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"training": {"global_batch_size": 100}, "parallelism": {"data_shard": 128}},
+            r"global_batch_size 100: is not divisible by the 128 data-parallel ranks; nearest allowed: 128$",
+        ),
+        (
+            {"training": {"micro_batch_size": 3}, "parallelism": {"data_shard": 128}},
+            r"not divisible by 384 \(128 data-parallel ranks x micro_batch_size 3\); nearest allowed: 384 or 768",
+        ),
+        (
+            {"parallelism": {"tensor": 8, "data_shard": 3}},
+            r"data_shard 3 x tensor 8 = 24 ranks, but 16 x ml.p5.48xlarge have 16 x 8 = 128 GPUs",
+        ),
+        (
+            {"parallelism": {"tensor": 16, "data_shard": 8}},
+            r"tensor 16: does not divide the model's 8 key/value heads; allowed: 1, 2, 4, 8",
+        ),
+        ({"parallelism": {"pipeline": 64, "data_shard": 2}}, r"pipeline 64: the model has only 32 layers"),
+        ({"parallelism": {"data_shard": 128, "expert": 2}}, r"expert 2: the model has no experts"),
+        (
+            {"parallelism": {"pipeline": 8, "data_shard": 16}, "training": {"micro_batch_size": 16}},
+            r"pipeline 8: needs at least that many micro-batches per step, there are 2",
+        ),
+        ({"compute": {"instance_type": "ml.g5.xlarge"}}, r"has no EFA, so a job can't span 16 .*ml.g5.12xlarge"),
+        ({"compute": {"instance_type": "ml.p5.47xlarge"}}, r"unknown instance type .*ml.p5.4xlarge"),
+        ({"compute": {"instance_type": "ml.trn1.32xlarge"}}, r"has Trainium, the trainer runs on NVIDIA GPUs"),
+        ({"model": {"source": None, "config": {"model_type": "llama", "num_hidden_layers": 0}}}, r"layers must be"),
+    ],
+)
+def test_contradictions_are_refused_in_one_line(job: MakeJob, sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        resolve(job(**sections))
+    assert "\n" not in str(caught.value)
+
+
+def test_started_processes_that_do_not_match_are_told_both_numbers(job: MakeJob) -> None:
+    with pytest.raises(InputError, match=r"data_replicate 2 = 2 ranks, but 3 processes were started"):
+        resolve(job(compute=LOCAL, parallelism={"data_replicate": 2}), world_size=3)
+
+
+def test_the_machine_without_efa_is_fine_alone(job: MakeJob) -> None:
+    assert instance("g5.2xlarge").efa_interfaces == 0
+    spec = job(model={"source": "gpt2"}, compute={"instance_type": "ml.g5.2xlarge", "instance_count": 1})
+    assert resolve(spec).world_size == 1

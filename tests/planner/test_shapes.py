@@ -1,0 +1,119 @@
+"""Parameter counts equal those of the real models, built on the meta device."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainyard.errors import InputError
+from trainyard.planner.families import (
+    FAMILIES,
+    known_name,
+    shape_from_config,
+    shape_from_source,
+    shape_of_known,
+)
+from trainyard.planner.known_models import KNOWN_CONFIGS
+
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "llama-biased": {"model_type": "llama", "hidden_size": 64, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"hidden_size": 64, "intermediate_size": 160, "head_dim": 24},
+    "qwen2": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 72, "n_head": 6, "n_layer": 3},
+    "gpt2-wide": {"model_type": "gpt2", "n_embd": 72, "n_head": 6, "n_layer": 3, "n_inner": 100, "n_positions": 77},
+    "gpt_neox": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 3},
+    "mixtral": {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5, "num_hidden_layers": 2},
+    "qwen3_moe": {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 6, "decoder_sparse_step": 2},
+    "gemma": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500},
+    "gemma2": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500},
+    "phi3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "opt": {"hidden_size": 64, "ffn_dim": 100, "num_attention_heads": 4, "word_embed_proj_dim": 64},
+}
+
+
+def real_parameters(config: dict[str, Any]) -> int:
+    rest = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **rest))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models_have_the_real_number_of_parameters(name: str) -> None:
+    config = {"model_type": name, **SMALL[name]}
+    assert shape_from_config(config).params == real_parameters(config)
+
+
+def test_every_family_is_among_the_small_models() -> None:
+    assert {config.get("model_type", name) for name, config in SMALL.items()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "llama-3.2-1b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-30b-a3b", "gpt2-xl", "gpt-neox-20b"]
+)
+def test_known_models_have_the_real_number_of_parameters(name: str) -> None:
+    assert shape_of_known(name).params == real_parameters(KNOWN_CONFIGS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3.1-70b", 70.554), ("llama-3.1-405b", 405.853), ("mixtral-8x22b", 140.630), ("qwen3-235b-a22b", 235.094)],
+)
+def test_published_sizes(name: str, billions: float) -> None:
+    assert shape_of_known(name).params / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_active_parameters_of_experts() -> None:
+    assert shape_of_known("mixtral-8x7b").active_params / 1e9 == pytest.approx(12.88, abs=0.01)
+    assert shape_of_known("llama-2-7b").active_params == shape_of_known("llama-2-7b").params
+
+
+def test_flops_per_token_by_hand() -> None:
+    shape = shape_of_known("llama-2-7b")
+    weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096 + 32000 * 4096
+    assert shape.flops_per_token(2048) == 6 * weights + 12 * 32 * 4096 * 2048
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("s3://models/Meta_Llama_3.1_70B/", "llama-3.1-70b"),
+        ("fsx://models/llama-3.1-70b-sft-v2", "llama-3.1-70b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("Qwen/Qwen2-57B-A14B", None),
+        ("s3://models/my-model", None),
+    ],
+)
+def test_known_models_in_paths(source: str, name: str | None) -> None:
+    assert known_name(source) == name
+
+
+def test_a_folder_with_a_config_is_read(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4}')
+    assert shape_from_source(str(tmp_path)).layers == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "lama"}, "did you mean llama"),
+        ({"model_type": "llama", "num_hidden_layers": 0}, "layers must be at least 1"),
+        ({"model_type": "llama", "hidden_size": "big"}, "hidden_size: must be a whole number"),
+        ({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 5}, "5 key/value heads must divide"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "experts per token must be 1 to 8"),
+    ],
+)
+def test_impossible_models_are_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        shape_from_config(config)

@@ -1,0 +1,12 @@
+"""What a job will need, before it costs anything: memory, time, money. Closed formulas, no torch.
+
+- `resolve(job, world_size=None)`: every `auto` decided -> `ResolvedJob`.
+- `plan(job)`: ranked configurations with memory, step time, dollars, goodput -> `Plan`; `planner.render` prints it.
+- `predict(dict)`, `predict_jsonl(lines, errors)`: one configuration in, one prediction out.
+"""
+
+from trainyard.planner.plan import Plan, plan
+from trainyard.planner.predict import Errors, predict, predict_jsonl
+from trainyard.planner.resolve import resolve
+
+__all__ = ["Errors", "Plan", "plan", "predict", "predict_jsonl", "resolve"]

@@ -1,0 +1,134 @@
+"""Collectives by an alpha-beta model: a latency, the filling of the pipeline, and bytes over a bandwidth.
+
+Volumes as in Thakur et al. (2005): all-reduce moves 2 (n-1)/n of the buffer through every link, all-gather and
+reduce-scatter half of that. Groups over several nodes work in both levels at once, as NCCL does: the slower level
+sets the time. The constants are those of nccl-tests on p5.48xlarge, 8 and 16 GPUs (awslabs/awsome-distributed-ai).
+"""
+
+import math
+from dataclasses import dataclass
+
+from trainyard.hardware import Gpu, Instance
+
+LINK_EFFICIENCY = 0.80
+"""Bus bandwidth of large messages within a node over the link's peak: 235 of 300 GB/s on A100."""
+
+SWITCH_REDUCTION_GAIN = 1.33
+"""All-reduce on Hopper and later, where the NVSwitch adds: 480 GB/s of 450."""
+
+SWITCH_REDUCTION_LINK_GB_PER_SECOND = 450
+"""GPUs with at least this link have switches that add."""
+
+NETWORK_EFFICIENCY = 0.80
+"""Bus bandwidth of large messages over the network's peak."""
+
+LINK_LATENCY_SECONDS = 13e-6
+"""All-reduce of 8 bytes within a node."""
+
+NETWORK_LATENCY_SECONDS = 56e-6
+"""What two nodes add to that; it grows with the logarithm of the nodes, as in NCCL's trees."""
+
+LINK_FILL_SECONDS = 50e-6
+"""What a large all-reduce within a node loses until all its links are busy."""
+
+NETWORK_FILL_SECONDS = 280e-6
+"""The same over the network."""
+
+FILL_BYTES = 12e6
+"""Messages of this size lose half of it."""
+
+SEND_LATENCY_SECONDS = 20e-6
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What connects the GPUs. GB/s are decimal, one direction."""
+
+    gpus_per_node: int
+    link_gb_per_second: float
+    """Of one GPU, to the others of its node."""
+    node_gb_per_second: float
+    """Of one node, to the others."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one collective: `size` of them, `per_node` in each node they touch."""
+
+    size: int
+    per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the group spans."""
+        return math.ceil(self.size / self.per_node)
+
+
+def fabric_of(machine: Instance) -> Fabric:
+    """The fabric of a cluster of one AWS instance type."""
+    assert machine.gpu is not None
+    return fabric(machine.gpu, machine.num_gpus, machine.network_gb_per_second)
+
+
+def fabric(device: Gpu, gpus_per_node: int, node_gb_per_second: float) -> Fabric:
+    """The fabric of nodes of `gpus_per_node` GPUs."""
+    return Fabric(gpus_per_node, device.link_gb_per_second, node_gb_per_second)
+
+
+def group(size: int, stride: int, gpus_per_node: int) -> Group:
+    """A group of ranks `stride` apart: those of the fast axes (tensor first) sit closest together."""
+    return Group(size, max(1, min(size, gpus_per_node // stride)))
+
+
+def _latency_seconds(total_bytes: float, members: Group) -> float:
+    """What an all-reduce costs beyond its bytes over bandwidth."""
+    hops = math.log2(members.num_nodes) if members.num_nodes > 1 else 0.0
+    latency = LINK_LATENCY_SECONDS + NETWORK_LATENCY_SECONDS * hops
+    fill = NETWORK_FILL_SECONDS if members.num_nodes > 1 else LINK_FILL_SECONDS
+    return latency + fill * total_bytes / (total_bytes + FILL_BYTES)
+
+
+def _volume_seconds(total_bytes: float, members: Group, links: Fabric, gain: float) -> float:
+    """Bytes over bandwidth of an all-gather or reduce-scatter: the slower of the two levels."""
+    within_bandwidth = links.link_gb_per_second * LINK_EFFICIENCY * gain * 1e9
+    within = total_bytes * (members.per_node - 1) / members.per_node / within_bandwidth
+    nodes = members.num_nodes
+    across = total_bytes / members.per_node * (nodes - 1) / nodes / _network_bandwidth(links)
+    return max(within, across)
+
+
+def _network_bandwidth(links: Fabric) -> float:
+    """Bytes/s between nodes for one GPU: the groups that share a node share its network cards."""
+    return links.node_gb_per_second * NETWORK_EFFICIENCY / links.gpus_per_node * 1e9
+
+
+def all_gather_seconds(total_bytes: float, members: Group, links: Fabric) -> float:
+    """All-gather of a result of `total_bytes` (or reduce-scatter of such an input)."""
+    if members.size <= 1 or total_bytes <= 0:
+        return 0.0
+    return _latency_seconds(total_bytes, members) / 2 + _volume_seconds(total_bytes, members, links, 1.0)
+
+
+def all_reduce_seconds(total_bytes: float, members: Group, links: Fabric) -> float:
+    """All-reduce of a buffer of `total_bytes`."""
+    if members.size <= 1 or total_bytes <= 0:
+        return 0.0
+    adds = links.link_gb_per_second >= SWITCH_REDUCTION_LINK_GB_PER_SECOND
+    gain = SWITCH_REDUCTION_GAIN if adds else 1.0
+    return _latency_seconds(total_bytes, members) + 2 * _volume_seconds(total_bytes, members, links, gain)
+
+
+def all_to_all_seconds(total_bytes: float, members: Group, links: Fabric) -> float:
+    """All-to-all where every rank holds `total_bytes`: only what leaves the node crosses the network."""
+    if members.size <= 1:
+        return 0.0
+    inside = total_bytes * (members.per_node - 1) / members.size
+    outside = total_bytes * (members.size - members.per_node) / members.size
+    within = links.link_gb_per_second * LINK_EFFICIENCY * 1e9
+    return _latency_seconds(total_bytes, members) / 2 + max(inside / within, outside / _network_bandwidth(links))
+
+
+def send_seconds(total_bytes: float, *, between_nodes: bool, links: Fabric) -> float:
+    """One rank to one other (pipeline stages); every GPU of the node sends at once."""
+    within = links.link_gb_per_second * LINK_EFFICIENCY * 1e9
+    return SEND_LATENCY_SECONDS + total_bytes / (_network_bandwidth(links) if between_nodes else within)

@@ -1,0 +1,326 @@
+"""From a Hugging Face configuration, or the name of a known model, to a `ModelShape`.
+
+A key that a configuration leaves out has the default of its family in transformers, as it will have in the trainer.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import InputError
+from trainyard.planner.known_models import KNOWN_CONFIGS
+from trainyard.planner.shapes import ModelShape
+
+Config = Mapping[str, Any]
+
+
+def _number(config: Config, default: int | None, *names: str) -> int:
+    """The first of `names` in the configuration, else the family's default."""
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InputError(f"model.config.{name}: must be a whole number of at least 0 (given: {value!r})")
+            return value
+    if default is None:
+        raise InputError(f"model.config: {names[0]} is missing")
+    return default
+
+
+def _common(config: Config, defaults: Mapping[str, int]) -> dict[str, Any]:
+    """Sizes that the Llama-like families name alike."""
+    hidden = _number(config, defaults["hidden_size"], "hidden_size")
+    heads = _number(config, defaults["num_attention_heads"], "num_attention_heads")
+    stated = "num_key_value_heads" in config and config["num_key_value_heads"] is None
+    kv_default = heads if stated else defaults.get("num_key_value_heads", heads)
+    if heads < 1 or hidden < 1:
+        raise InputError("model.config: hidden_size and num_attention_heads must be at least 1")
+    head_dim = _number(config, defaults.get("head_dim", hidden // heads), "head_dim")
+    return {
+        "layers": _number(config, defaults["num_hidden_layers"], "num_hidden_layers"),
+        "hidden": hidden,
+        "ffn": _number(config, defaults["intermediate_size"], "intermediate_size"),
+        "heads": heads,
+        "kv_heads": _number(config, kv_default, "num_key_value_heads"),
+        "head_dim": head_dim,
+        "vocab": _number(config, defaults["vocab_size"], "vocab_size"),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+LLAMA_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+}
+
+
+def _llama(config: Config) -> ModelShape:
+    bias = bool(config.get("attention_bias", False))
+    return ModelShape(
+        **_common(config, LLAMA_DEFAULTS), qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias", False))
+    )
+
+
+def _mistral(config: Config) -> ModelShape:
+    return ModelShape(**_common(config, {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8}))
+
+
+def _mixtral(config: Config) -> ModelShape:
+    sizes = _common(config, {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8})
+    return ModelShape(
+        **sizes,
+        experts=_number(config, 8, "num_local_experts"),
+        experts_per_token=_number(config, 2, "num_experts_per_tok"),
+        moe_ffn=sizes["ffn"],
+    )
+
+
+QWEN_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 32,
+    "intermediate_size": 22016,
+    "vocab_size": 151936,
+}
+
+
+def _qwen2(config: Config) -> ModelShape:
+    return ModelShape(**_common(config, QWEN_DEFAULTS), qkv_bias=True)
+
+
+def _qwen3(config: Config) -> ModelShape:
+    bias = bool(config.get("attention_bias", False))
+    sizes = _common(config, {**QWEN_DEFAULTS, "head_dim": 128})
+    return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, qk_norm_per_head=True)
+
+
+def _dense_layers(config: Config, layers: int) -> int:
+    """Layers of a Qwen MoE model without routed experts."""
+    named = set(config.get("mlp_only_layers") or ())
+    step = _number(config, 1, "decoder_sparse_step")
+    return sum(index in named or step == 0 or (index + 1) % step != 0 for index in range(layers))
+
+
+def _qwen3_moe(config: Config) -> ModelShape:
+    defaults = QWEN_DEFAULTS | {
+        "hidden_size": 2048,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 24,
+        "intermediate_size": 6144,
+    }
+    sizes = _common(config, defaults)
+    bias = bool(config.get("attention_bias", False))
+    return ModelShape(
+        **sizes,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm_per_head=True,
+        experts=_number(config, 128, "num_experts", "num_local_experts"),
+        experts_per_token=_number(config, 8, "num_experts_per_tok"),
+        moe_ffn=_number(config, 768, "moe_intermediate_size"),
+        dense_layers=_dense_layers(config, sizes["layers"]),
+    )
+
+
+def _qwen2_moe(config: Config) -> ModelShape:
+    defaults = QWEN_DEFAULTS | {
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 24,
+        "intermediate_size": 5632,
+    }
+    sizes = _common(config, defaults)
+    return ModelShape(
+        **sizes,
+        qkv_bias=bool(config.get("qkv_bias", True)),
+        experts=_number(config, 60, "num_experts", "num_local_experts"),
+        experts_per_token=_number(config, 4, "num_experts_per_tok"),
+        moe_ffn=_number(config, 1408, "moe_intermediate_size"),
+        shared_ffn=_number(config, 5632, "shared_expert_intermediate_size"),
+        shared_gate=True,
+        dense_layers=_dense_layers(config, sizes["layers"]),
+    )
+
+
+def _gemma(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 28,
+        "intermediate_size": 24576,
+        "vocab_size": 256000,
+        "head_dim": 256,
+    }
+    bias = bool(config.get("attention_bias", False))
+    return ModelShape(**_common({"tie_word_embeddings": True, **config}, defaults), qkv_bias=bias, output_bias=bias)
+
+
+def _gemma2(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 2304,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 26,
+        "intermediate_size": 9216,
+        "vocab_size": 256000,
+        "head_dim": 256,
+    }
+    bias = bool(config.get("attention_bias", False))
+    sizes = _common({"tie_word_embeddings": True, **config}, defaults)
+    return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, norms_per_layer=4)
+
+
+def _phi3(config: Config) -> ModelShape:
+    defaults = LLAMA_DEFAULTS | {"hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064}
+    return ModelShape(**_common(config, defaults))
+
+
+def _gpt2(config: Config) -> ModelShape:
+    hidden = _number(config, 768, "n_embd", "hidden_size")
+    heads = _number(config, 12, "n_head", "num_attention_heads")
+    return ModelShape(
+        layers=_number(config, 12, "n_layer", "num_hidden_layers"),
+        hidden=hidden,
+        ffn=_number(config, 4 * hidden, "n_inner"),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // max(heads, 1),
+        vocab=_number(config, 50257, "vocab_size"),
+        gated_mlp=False,
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        norm="layer",
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        learned_positions=_number(config, 1024, "n_positions", "max_position_embeddings"),
+    )
+
+
+def _gpt_neox(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 6144,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 44,
+        "intermediate_size": 24576,
+        "vocab_size": 50432,
+    }
+    bias = bool(config.get("attention_bias", True))
+    sizes = _common({**config, "num_key_value_heads": None}, defaults)
+    return ModelShape(**sizes, gated_mlp=False, norm="layer", qkv_bias=bias, output_bias=bias, mlp_bias=True)
+
+
+def _opt(config: Config) -> ModelShape:
+    hidden = _number(config, 768, "hidden_size")
+    if _number(config, hidden, "word_embed_proj_dim") != hidden:
+        raise InputError("model.config: an OPT whose word_embed_proj_dim differs from hidden_size is not covered")
+    heads = _number(config, 12, "num_attention_heads")
+    return ModelShape(
+        layers=_number(config, 12, "num_hidden_layers"),
+        hidden=hidden,
+        ffn=_number(config, 3072, "ffn_dim"),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // max(heads, 1),
+        vocab=_number(config, 50272, "vocab_size"),
+        gated_mlp=False,
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        norm="layer",
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        # OPT's position table starts at an offset of 2.
+        learned_positions=_number(config, 2048, "max_position_embeddings") + 2,
+    )
+
+
+FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "opt": _opt,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}
+"""model_type to reader; parameter counts are tested against transformers."""
+
+
+def shape_from_config(config: Config) -> ModelShape:
+    """The shape of a Hugging Face configuration; InputError for a family whose sizes aren't known or a size of 0."""
+    model_type = str(config.get("model_type"))
+    reader = FAMILIES.get(model_type)
+    if reader is None:
+        close = difflib.get_close_matches(model_type, FAMILIES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InputError(
+            f"model.config.model_type {model_type!r}: its sizes can't be planned{hint} (known: {', '.join(FAMILIES)})"
+        )
+    return checked(reader(config))
+
+
+def checked(shape: ModelShape) -> ModelShape:
+    """The shape itself, if a model can have it; InputError names the size that can't be."""
+    for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab"):
+        if getattr(shape, field) < 1:
+            raise InputError(f"model: {field} must be at least 1 (given: {getattr(shape, field)})")
+    if shape.ffn < 1 and not shape.experts:
+        raise InputError(f"model: the feed-forward width must be at least 1 (given: {shape.ffn})")
+    if shape.heads % shape.kv_heads:
+        raise InputError(f"model: {shape.kv_heads} key/value heads must divide the {shape.heads} heads")
+    if shape.experts and not 1 <= shape.experts_per_token <= shape.experts:
+        raise InputError(
+            f"model: experts per token must be 1 to {shape.experts}, the number of experts "
+            f"(given: {shape.experts_per_token})"
+        )
+    return shape
+
+
+def known_name(name: str) -> str | None:
+    """The known model that a hub id, an S3 prefix or a folder speaks of, e.g. `s3://x/Meta-Llama-3.1-70B-Instruct`."""
+    text = re.sub(r"[_\s]", "-", name.rstrip("/").rsplit("/", 1)[-1].lower())
+    # The longest name first: "llama-3.1-8b" before a shorter name inside it.
+    for known in sorted(KNOWN_CONFIGS, key=len, reverse=True):
+        if re.search(rf"(?<![a-z0-9.]){re.escape(known)}(?![a-z0-9.])", text):
+            return known
+    return None
+
+
+def shape_of_known(name: str) -> ModelShape:
+    """The shape of a known model by name; InputError offers close names."""
+    known = known_name(name)
+    if known is None:
+        close = difflib.get_close_matches(name.lower(), KNOWN_CONFIGS, n=3, cutoff=0.5)
+        hint = ", ".join(close) or ", ".join(sorted(KNOWN_CONFIGS))
+        raise InputError(f"unknown model {name!r}; {'close to it' if close else 'known'}: {hint}")
+    return shape_from_config(KNOWN_CONFIGS[known])
+
+
+def shape_from_source(source: str) -> ModelShape:
+    """The shape of `model.source`: a local folder's config.json, else a known name within the path."""
+    folder = Path(source)
+    if "://" not in source and (folder / "config.json").is_file():
+        try:
+            return shape_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except json.JSONDecodeError as error:
+            raise InputError(f"{folder / 'config.json'}: is not JSON ({error})") from None
+    if known_name(source) is None:
+        raise InputError(
+            f"model.source {source!r}: its sizes aren't known here; name a folder with config.json, or a path that "
+            f"ends in a known model's name, such as llama-3.1-8b (known: {', '.join(sorted(KNOWN_CONFIGS))})"
+        )
+    return shape_of_known(source)

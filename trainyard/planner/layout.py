@@ -1,0 +1,99 @@
+"""One configuration of a job over GPUs: what the memory and time formulas take."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["bf16", "fp16", "fp8", "fp32"]
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Method = Literal["full", "lora", "qlora"]
+Engine = Literal["torch", "deepspeed", "megatron", "plain"]
+"""Whose training state and kernels: FSDP2/DDP with fp32 weights; DeepSpeed; Megatron-Core; a plain loop whose
+weights, gradients and moments all have the training precision."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees, batch and numerics. Sequences in batches, elements elsewhere."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    """Model chunks per pipeline rank (virtual stages); 1: not interleaved."""
+    context: int = 1
+    expert: int = 1
+    data_parallel: int = 1
+    """Ranks that read different sequences."""
+    zero_stage: int = 0
+    """What is sharded: 1 optimizer, 2 and gradients, 3 and parameters (FSDP is stage 3)."""
+    shard_degree: int = 1
+    """Ranks over which it is sharded: a divisor of data_parallel x context."""
+    micro_batch: int = 1
+    num_micro_batches: int = 1
+    """Per optimizer step and data-parallel rank."""
+    sequence_length: int = 2048
+    precision: Precision = "bf16"
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    sequence_parallel: bool = True
+    """With tensor > 1: norms and residuals are split over the tensor ranks too."""
+    engine: Engine = "torch"
+    method: Method = "full"
+    lora_rank: int = 16
+    num_lora_targets: int = 2
+    """Adapted linear modules per layer, each taken as hidden x hidden."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    flash_attention: bool = True
+
+    @property
+    def world_size(self) -> int:
+        """GPUs."""
+        return self.tensor * self.pipeline * self.context * self.data_parallel
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.micro_batch * self.num_micro_batches * self.data_parallel
+
+    @property
+    def tokens_per_micro_batch(self) -> float:
+        """Tokens that one rank holds of a micro-batch: context parallelism splits the sequence."""
+        return self.micro_batch * self.sequence_length / self.context
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation element; FP8 matmuls still keep activations in bf16."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def norm_split(self) -> int:
+        """Over how many ranks norms and residuals are split."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def gathers_once(self) -> bool:
+        """FSDP under a pipeline keeps a stage's parameters gathered, and its gradients whole, until the step's end."""
+        return self.zero_stage == 3 and self.shard_degree > 1 and self.pipeline > 1
+
+    def words(self) -> str:
+        """The layout in a few words, for tables and messages."""
+        parts = []
+        if self.tensor > 1:
+            parts.append(f"TP{self.tensor}")
+        if self.pipeline > 1:
+            parts.append(f"PP{self.pipeline}" + (f"x{self.chunks}" if self.chunks > 1 else ""))
+        if self.context > 1:
+            parts.append(f"CP{self.context}")
+        if self.expert > 1:
+            parts.append(f"EP{self.expert}")
+        parts.append(self._data_words())
+        return " ".join(parts)
+
+    def _data_words(self) -> str:
+        ranks = self.data_parallel * self.context
+        if self.zero_stage == 3 and self.engine == "torch":
+            replicas = ranks // self.shard_degree
+            return f"FSDP{self.shard_degree}" + (f" x DDP{replicas}" if replicas > 1 else "")
+        if self.zero_stage:
+            return f"ZeRO-{self.zero_stage} over {self.shard_degree}"
+        return f"DDP{self.data_parallel}" if self.data_parallel > 1 else "one replica"

@@ -1,0 +1,366 @@
+"""One configuration in, one prediction out: the contract of `trainyard predict --jsonl`.
+
+A field that is missing or null is unknown, and taken as a user of that kind of run would have it.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+from trainyard.errors import InputError
+from trainyard.hardware import Gpu, gpu, instance, instance_types
+from trainyard.planner.communication import Fabric, fabric, fabric_of
+from trainyard.planner.families import checked, shape_of_known
+from trainyard.planner.layout import Engine, Layout, Method, Precision, Recompute
+from trainyard.planner.memory import GIB, memory
+from trainyard.planner.shapes import ModelShape
+from trainyard.planner.timing import DEFAULT_CONSTANTS, Constants, step_time
+
+KNOWN_FIELDS = frozenset(
+    (
+        *("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq", "gated_mlp", "tied_embeddings"),
+        *("experts", "experts_per_token", "moe_ffn", "model", "params_b"),
+        *("gpu", "gpu_mem_gb", "gpus", "gpus_per_node", "interconnect"),
+        *("tp", "pp", "vp", "cp", "ep", "dp", "data_replicate", "sharding", "sequence_parallel", "offload"),
+        *("micro_batch", "global_batch", "precision", "recompute", "optimizer", "method", "lora_rank"),
+        *("framework", "framework_version"),
+    )
+)
+
+SHARDING = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+NODE_GB_PER_SECOND = {"V100": 12.5, "A100": 200.0, "H100": 400.0, "H200": 400.0, "H800": 400.0}
+"""Network of a usual training node (8 cards of 200 Gb/s with the A100, of 400 with Hopper), where none is stated."""
+
+DEFAULT_NODE_GB_PER_SECOND = 400.0
+SLOW_NODE_GB_PER_SECOND = 12.5
+"""Nodes of GPUs without NVLink: one card of 100 Gb/s."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A configuration with nothing unknown left."""
+
+    shape: ModelShape
+    layout: Layout
+    device: Gpu
+    links: Fabric
+    causal_flops: bool
+    """The framework's own MFU counts half of the attention scores."""
+
+
+class _Fields:
+    """Typed access to one JSON object; InputError names the field, the value and what is allowed."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+
+    def given(self, name: str) -> bool:
+        return self._content.get(name) is not None
+
+    def whole(self, name: str, default: int, *, least: int = 1) -> int:
+        value = self._content.get(name)
+        if value is None:
+            return default
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value != int(value) or value < least:
+            raise InputError(f"{name}: must be a whole number of at least {least} (given: {value!r})")
+        return int(value)
+
+    def number(self, name: str) -> float | None:
+        value = self._content.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise InputError(f"{name}: must be a number above 0 (given: {value!r})")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._content.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise InputError(f"{name}: must be true or false (given: {value!r})")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._content.get(name)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise InputError(f"{name}: must be a text (given: {value!r})")
+        return value
+
+    def choice(self, name: str, default: str, allowed: Iterable[str]) -> str:
+        value = self.text(name).lower() or default
+        options = list(allowed)
+        if value not in options:
+            raise InputError(f"{name}: must be one of {', '.join(options)} (given: {self._content[name]!r})")
+        return value
+
+
+def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS) -> dict[str, Any]:
+    """The prediction for one configuration; InputError in one line for a field that can't be."""
+    question = understand(content)
+    shape, layout = question.shape, question.layout
+    use = memory(shape, layout)
+    time = step_time(shape, layout, question.device, question.links, constants)
+    tokens = layout.global_batch * layout.sequence_length
+    rate = tokens / time.total / layout.world_size
+    flops = shape.flops_per_token(layout.sequence_length, causal=question.causal_flops) * rate
+    if layout.method != "full":
+        # Frozen weights have no gradients of their own: two thirds of the work.
+        flops *= 2 / 3
+    ignored = sorted(set(content) - KNOWN_FIELDS)
+    return {
+        "peak_memory_gib": use.allocated / GIB,
+        "model_state_gib": use.state / GIB,
+        "activation_gib": use.activations / GIB,
+        "step_seconds": time.total,
+        "tokens_per_second_per_gpu": rate,
+        "model_tflops_per_gpu": flops / 1e12,
+        "mfu": flops / (question.device.peak_tflops(layout.precision) * 1e12),
+        "communication_fraction": time.communication / time.total,
+        "bubble_fraction": time.bubble / time.total,
+        "fits": use.needed <= question.device.memory_gib * GIB,
+        # A misspelt field must not pass unseen, and a caller's own label must not cost the prediction.
+        **({"ignored_fields": ignored} if ignored else {}),
+    }
+
+
+@dataclass
+class Errors:
+    """Whether any line was refused: the command then ends with 2."""
+
+    any: bool = False
+
+
+def predict_jsonl(lines: Iterable[str], errors: Errors | None = None) -> Iterator[str]:
+    """One JSON line out per line in (blank ones are skipped); a bad one gives {"error": ...} and sets `errors.any`."""
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+            if not isinstance(content, dict):
+                raise InputError(f"must be a JSON object, is {type(content).__name__}")
+            answer = predict(content)
+        except (json.JSONDecodeError, InputError) as error:
+            answer = {"error": f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)}
+            if errors is not None:
+                errors.any = True
+        yield json.dumps(answer)
+
+
+def understand(content: Mapping[str, Any]) -> Question:
+    """The configuration with every unknown filled in."""
+    fields = _Fields(content)
+    shape = _shape(fields)
+    device = _device(fields)
+    degrees = {name: fields.whole(name, 1) for name in ("tp", "pp", "cp", "ep")}
+    _check_divides(shape, degrees)
+    split = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    gpus = fields.whole("gpus", split * fields.whole("dp", 1))
+    data_parallel, rest = divmod(gpus, split)
+    if rest or not data_parallel:
+        raise InputError(f"gpus {gpus}: is not a multiple of tp x pp x cp = {split}")
+    if fields.whole("dp", data_parallel) != data_parallel:
+        raise InputError(f"dp {fields.whole('dp', 1)}: gpus {gpus} / (tp x pp x cp = {split}) is {data_parallel}")
+    engine = _engine(fields, shape, gpus, split)
+    layout = _layout(fields, shape, degrees, data_parallel, engine)
+    text = fields.text("framework").lower()
+    causal = "bridge" in text or "automodel" in text
+    return Question(shape, layout, device, _links(fields, device, gpus), causal)
+
+
+def _check_divides(shape: ModelShape, degrees: Mapping[str, int]) -> None:
+    if shape.heads % degrees["tp"]:
+        allowed = ", ".join(str(size) for size in range(1, shape.heads + 1) if shape.heads % size == 0)
+        raise InputError(f"tp {degrees['tp']}: does not divide the {shape.heads} heads (allowed: {allowed})")
+    if degrees["pp"] > shape.layers:
+        raise InputError(f"pp {degrees['pp']}: the model has only {shape.layers} layers")
+    if degrees["ep"] > 1 and (not shape.experts or shape.experts % degrees["ep"]):
+        raise InputError(f"ep {degrees['ep']}: must divide the number of experts, {shape.experts}")
+
+
+def _shape(fields: _Fields) -> ModelShape:
+    base = shape_of_known(fields.text("model")) if fields.given("model") else None
+    params = fields.number("params_b")
+    if base is None and not (fields.given("layers") and fields.given("hidden")):
+        if params is None:
+            raise InputError("layers and hidden (or model, or params_b) are needed to know the model's size")
+        base = _shape_of_size(params * 1e9)
+    hidden = fields.whole("hidden", base.hidden if base else 0)
+    heads = fields.whole("heads", base.heads if base else max(1, hidden // 128))
+    stated_ffn = fields.whole("ffn", base.ffn if base else 0)
+    # Two projections of 4 x hidden, or three of less: the width tells which, where nobody says.
+    gated = fields.flag("gated_mlp", base.gated_mlp if base else stated_ffn != 4 * hidden)
+    ffn = stated_ffn or (math.ceil(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden)
+    experts = fields.whole("experts", base.experts if base else 0, least=0)
+    experts = 0 if experts == 1 else experts
+    moe_ffn = fields.whole("moe_ffn", base.moe_ffn if base and base.moe_ffn else ffn) if experts else 0
+    fallback_vocab = 32000 if gated else 50257
+    return checked(
+        ModelShape(
+            layers=fields.whole("layers", base.layers if base else 0),
+            hidden=hidden,
+            ffn=ffn,
+            heads=heads,
+            kv_heads=fields.whole("kv_heads", base.kv_heads if base else heads),
+            head_dim=fields.whole("head_dim", base.head_dim if base else max(1, hidden // heads)),
+            vocab=fields.whole("vocab", base.vocab if base else fallback_vocab),
+            gated_mlp=gated,
+            tied_embeddings=fields.flag("tied_embeddings", base.tied_embeddings if base else not gated),
+            experts=experts,
+            experts_per_token=fields.whole("experts_per_token", (base.experts_per_token if base else 2) or 2)
+            if experts
+            else 0,
+            moe_ffn=moe_ffn,
+            shared_ffn=base.shared_ffn if base else 0,
+            shared_gate=base.shared_gate if base else False,
+            dense_layers=base.dense_layers if base else 0,
+            norm="rms" if gated else "layer",
+            qk_norm_per_head=base.qk_norm_per_head if base else False,
+            qkv_bias=base.qkv_bias if base else not gated,
+            output_bias=not gated,
+            mlp_bias=not gated,
+        )
+    )
+
+
+def _shape_of_size(params: float) -> ModelShape:
+    """A Llama-like model of about that many parameters: hidden = 128 x layers, so 12 x 128^2 x layers^3 of them."""
+    layers = max(1, round((params / (12 * 128**2)) ** (1 / 3)))
+    hidden = 128 * layers
+    ffn = math.ceil(8 * hidden / 3 / 256) * 256
+    return ModelShape(layers=layers, hidden=hidden, ffn=ffn, heads=layers, kv_heads=layers, head_dim=128, vocab=32000)
+
+
+def _device(fields: _Fields) -> Gpu:
+    name = fields.text("gpu")
+    if not name:
+        raise InputError("gpu: is needed, e.g. H100")
+    stated = fields.number("gpu_mem_gb")
+    # A bare number is the marketed size: keep the table's figure where it is the same part.
+    device = gpu(name)
+    if stated is not None and abs(stated - device.memory_gib) > 0.15 * stated:
+        return gpu(name, memory_gb=stated)
+    return device
+
+
+def _engine(fields: _Fields, shape: ModelShape, gpus: int, split: int) -> Engine:
+    text = fields.text("framework").lower()
+    known: tuple[tuple[str, Engine], ...] = (
+        ("automodel", "torch"),
+        ("deepspeed", "deepspeed"),
+        ("megatron", "megatron"),
+        ("nemo", "megatron"),
+        ("nanotron", "megatron"),
+        ("megascale", "megatron"),
+        ("litgpt", "plain"),
+        ("torchtune", "plain"),
+        ("unsloth", "plain"),
+        ("peft", "plain"),
+        ("transformers", "plain"),
+        ("hugging", "plain"),
+    )
+    if "megatron-deepspeed" in text:
+        return "megatron"
+    for word, engine in known:
+        if word in text:
+            return engine
+    if text:
+        return "torch"
+    if split > 1:
+        return "megatron"
+    sharding = fields.choice("sharding", "none", SHARDING)
+    if sharding in ("zero1", "zero2"):
+        return "deepspeed"
+    return "plain" if gpus == 1 or fields.text("method") in ("lora", "qlora") else "torch"
+
+
+def _flash(fields: _Fields) -> bool:
+    """Attention kept its matrix in frameworks before FlashAttention (2022)."""
+    text = f"{fields.text('framework')} {fields.text('framework_version')}".lower()
+    year = re.search(r"\b20(19|20|21|22)\b", text)
+    return not (year or "megatron-deepspeed" in text)
+
+
+def _layout(
+    fields: _Fields, shape: ModelShape, degrees: Mapping[str, int], data_parallel: int, engine: Engine
+) -> Layout:
+    ranks = data_parallel * degrees["cp"]
+    method = cast(Method, fields.choice("method", "full", get_args(Method)))
+    split = ranks > 1 and degrees["tp"] * degrees["pp"] == 1 and method == "full"
+    usual = "zero3" if split and engine == "torch" and shape.params > 1.5e9 else "none"
+    stage = SHARDING[fields.choice("sharding", usual, SHARDING)]
+    replicas = fields.whole("data_replicate", 1)
+    if ranks % replicas:
+        raise InputError(f"data_replicate {replicas}: does not divide the {ranks} data-parallel ranks")
+    micro = fields.whole("micro_batch", 1)
+    usual_count = 4 * degrees["pp"] if degrees["pp"] > 1 else 1
+    batch = fields.whole("global_batch", micro * data_parallel * usual_count)
+    if batch % (micro * data_parallel):
+        if fields.given("micro_batch"):
+            raise InputError(f"global_batch {batch}: is not a multiple of micro_batch x dp = {micro} x {data_parallel}")
+        raise InputError(f"global_batch {batch}: is not a multiple of dp = {data_parallel}")
+    chunks = fields.whole("vp", 1)
+    return Layout(
+        tensor=degrees["tp"],
+        pipeline=degrees["pp"],
+        chunks=chunks if degrees["pp"] > 1 else 1,
+        context=degrees["cp"],
+        expert=degrees["ep"],
+        data_parallel=data_parallel,
+        zero_stage=stage,
+        shard_degree=ranks // replicas if stage else 1,
+        micro_batch=micro,
+        num_micro_batches=batch // (micro * data_parallel),
+        sequence_length=fields.whole("seq", 4096 if shape.gated_mlp else 2048),
+        precision=cast(Precision, fields.choice("precision", "bf16", get_args(Precision))),
+        recompute=cast(Recompute, fields.choice("recompute", "none", get_args(Recompute))),
+        schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
+        sequence_parallel=fields.flag("sequence_parallel", _flash(fields)),
+        engine=engine,
+        method=method,
+        lora_rank=fields.whole("lora_rank", 16),
+        offload=cast(Any, fields.choice("offload", "none", ("none", "cpu", "nvme"))),
+        flash_attention=_flash(fields),
+    )
+
+
+def _links(fields: _Fields, device: Gpu, gpus: int) -> Fabric:
+    """Nodes and network, from the words of `interconnect` where they say something."""
+    text = fields.text("interconnect")
+    per_node = fields.whole("gpus_per_node", min(gpus, 8))
+    lowered = text.lower()
+    for name in instance_types():
+        if name in lowered and instance(name).gpu is not None:
+            return fabric_of(instance(name))
+    nvlink_domain = re.search(r"nvl(\d+)", lowered)
+    if nvlink_domain:
+        per_node = int(nvlink_domain.group(1))
+    usual = NODE_GB_PER_SECOND.get(
+        device.name, DEFAULT_NODE_GB_PER_SECOND if device.nvlink else SLOW_NODE_GB_PER_SECOND
+    )
+    return fabric(device, per_node, _stated_gb_per_second(lowered, per_node) or usual)
+
+
+def _stated_gb_per_second(text: str, gpus_per_node: int) -> float | None:
+    """GB/s of a node: "400 Gb/s per GPU", "8x200 Gb/s per node", "1600 Gbps/node", "NDR", "EFA 3200"."""
+    per_gpu = re.search(r"(\d+)\s*gb(?:/s|ps)?[^,;]*per gpu", text)
+    if per_gpu:
+        return float(per_gpu.group(1)) * gpus_per_node / 8
+    cards = re.search(r"(\d+)\s*x\s*(?:hdr)?(\d+)\s*g", text)
+    if cards:
+        return float(cards.group(1)) * float(cards.group(2)) / 8
+    node = re.search(r"(\d{2,5})\s*gb(?:/s|ps)", text) or re.search(r"efa\s*(\d{3,5})", text)
+    if node:
+        return float(node.group(1)) / 8
+    for word, gigabits in (("xdr", 800), ("ndr", 400), ("hdr", 200)):
+        if word in text:
+            return gigabits * gpus_per_node / 8
+    return None

@@ -1,0 +1,184 @@
+"""What a job spec means to the formulas: its model's shape, its machines, and its layout for given choices."""
+
+import math
+from dataclasses import dataclass
+
+from trainyard.errors import InputError
+from trainyard.hardware import Instance, instance, instance_types
+from trainyard.planner.families import FAMILIES, shape_from_config, shape_from_source
+from trainyard.planner.layout import Layout, Recompute
+from trainyard.planner.shapes import ModelShape
+from trainyard.spec.job import JobSpec, ParallelismSpec
+
+INTERLEAVED_CHUNKS = 2
+"""Model chunks per rank under the interleaved schedule."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where the ranks run."""
+
+    num_hosts: int
+    processes_per_host: int
+    instance: Instance | None
+    """None: this machine, or one of which nothing is known."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.num_hosts * self.processes_per_host
+
+
+def shape_of(job: JobSpec) -> ModelShape | None:
+    """The model's shape; None for tasks and families whose sizes the formulas don't cover."""
+    if job.task != "causal_lm":
+        return None
+    config = job.model.config
+    if config is not None:
+        # A covered family with an impossible size is an error; another family is only unknown.
+        return shape_from_config(config) if config["model_type"] in FAMILIES else None
+    try:
+        return required_shape(job)
+    except InputError:
+        return None
+
+
+def required_shape(job: JobSpec) -> ModelShape:
+    """The model's shape; InputError says why there is none."""
+    if job.task != "causal_lm":
+        raise InputError(
+            f"task {job.task}: only causal_lm can be planned; give the layout in parallelism and launch it"
+        )
+    if job.model.config is not None:
+        return shape_from_config(job.model.config)
+    assert job.model.source is not None
+    return shape_from_source(job.model.source)
+
+
+def machines_of(job: JobSpec, world_size: int | None = None) -> Machines:
+    """The machines a job asks for; `world_size` is the number of processes that have really been started."""
+    compute = job.compute
+    machine = instance(compute.instance_type) if compute.instance_type else None
+    if machine is not None and machine.gpu is None:
+        raise InputError(
+            f"compute.instance_type {compute.instance_type}: has {machine.accelerator}, the trainer runs on NVIDIA GPUs"
+        )
+    if machine is not None and compute.backend != "local":
+        _check_efa(machine, compute.instance_type or "", compute.instance_count)
+    hosts = compute.instance_count if compute.backend != "local" else 1
+    if world_size is None:
+        return Machines(hosts, _processes_per_host(job, machine, hosts), machine)
+    if world_size < 1:
+        raise InputError(f"world size must be at least 1 (given: {world_size})")
+    per_host = machine.num_gpus if machine is not None else world_size
+    if world_size % per_host == 0:
+        return Machines(world_size // per_host, per_host, machine)
+    # Fewer processes than the machine has GPUs: someone tries the job on another machine.
+    return (
+        Machines(hosts, world_size // hosts, machine) if world_size % hosts == 0 else Machines(1, world_size, machine)
+    )
+
+
+def _processes_per_host(job: JobSpec, machine: Instance | None, hosts: int) -> int:
+    if machine is not None:
+        return machine.num_gpus
+    if isinstance(job.parallelism, ParallelismSpec):
+        world = job.parallelism.world_size
+        if world % hosts:
+            raise InputError(
+                f"parallelism: {_product(job.parallelism)} = {world} ranks can't be spread evenly over "
+                f"compute.instance_count {hosts} hosts; use a multiple of {hosts}"
+            )
+        return world // hosts
+    return 1
+
+
+def _check_efa(machine: Instance, name: str, count: int) -> None:
+    if count > 1 and machine.efa_interfaces == 0:
+        family = machine.type.split(".")[0]
+        prefix = "ml." if name.startswith("ml.") else ""
+        with_efa = [other for other in instance_types() if instance(other).efa_interfaces and instance(other).gpu]
+        near = [other for other in with_efa if other.split(".")[0] == family] or ["p5.4xlarge", "p5.48xlarge"]
+        raise InputError(
+            f"compute.instance_type {name}: has no EFA, so a job can't span {count} of them; set instance_count: 1 "
+            f"or take {', '.join(prefix + other for other in near[:4])}"
+        )
+
+
+def _product(parallelism: ParallelismSpec) -> str:
+    degrees = ("data_replicate", "data_shard", "tensor", "pipeline", "context")
+    return (
+        " x ".join(f"{name} {getattr(parallelism, name)}" for name in degrees if getattr(parallelism, name) > 1) or "1"
+    )
+
+
+def check_world(job: JobSpec, parallelism: ParallelismSpec, machines: Machines, *, started: bool) -> None:
+    """InputError unless the degrees multiply to the number of ranks; the message says both products."""
+    if parallelism.world_size == machines.world_size:
+        return
+    if started:
+        have = f"{machines.world_size} processes were started"
+    elif machines.instance is not None:
+        have = (
+            f"{machines.num_hosts} x {job.compute.instance_type} have {machines.num_hosts} x "
+            f"{machines.processes_per_host} = {machines.world_size} GPUs"
+        )
+    else:
+        have = f"there are {machines.world_size} ranks"
+    raise InputError(
+        f"parallelism: {_product(parallelism)} = {parallelism.world_size} ranks, but {have}; make the two equal "
+        "(or parallelism: auto)"
+    )
+
+
+def check_shape(parallelism: ParallelismSpec, shape: ModelShape | None) -> None:
+    """InputError where a degree can't divide the model."""
+    if shape is None:
+        return
+    for what, count in (("attention heads", shape.heads), ("key/value heads", shape.kv_heads)):
+        if count % parallelism.tensor:
+            divisors = math.gcd(shape.heads, shape.kv_heads)
+            allowed = [str(degree) for degree in range(1, divisors + 1) if divisors % degree == 0]
+            raise InputError(
+                f"parallelism.tensor {parallelism.tensor}: does not divide the model's {count} {what}; "
+                f"allowed: {', '.join(allowed)}"
+            )
+    if parallelism.pipeline > shape.layers:
+        raise InputError(
+            f"parallelism.pipeline {parallelism.pipeline}: the model has only {shape.layers} layers; use at most that"
+        )
+    if parallelism.expert > 1 and (not shape.experts or shape.experts % parallelism.expert):
+        have = f"{shape.experts} experts, which it must divide" if shape.experts else "no experts; set 1"
+        raise InputError(f"parallelism.expert {parallelism.expert}: the model has {have}")
+
+
+def layout_of(
+    job: JobSpec, parallelism: ParallelismSpec, *, micro_batch: int, num_micro_batches: int, recompute: Recompute
+) -> Layout:
+    """The formulas' view of a job under given choices."""
+    deepspeed = parallelism.engine == "deepspeed"
+    sharded = parallelism.data_shard * parallelism.context
+    interleaved = parallelism.pipeline_schedule == "interleaved_1f1b" and parallelism.pipeline > 1
+    adapter = job.model.adapter
+    return Layout(
+        tensor=parallelism.tensor,
+        pipeline=parallelism.pipeline,
+        chunks=INTERLEAVED_CHUNKS if interleaved else 1,
+        context=parallelism.context,
+        expert=parallelism.expert,
+        data_parallel=parallelism.data_parallel_size,
+        zero_stage=parallelism.zero_stage if deepspeed else (3 if sharded > 1 else 0),
+        shard_degree=parallelism.data_replicate if deepspeed else sharded,
+        micro_batch=micro_batch,
+        num_micro_batches=num_micro_batches,
+        sequence_length=job.data.sequence_length,
+        precision=job.training.precision,
+        recompute=recompute,
+        schedule=parallelism.pipeline_schedule,
+        engine=parallelism.engine,
+        method=adapter.kind if adapter else "full",
+        lora_rank=adapter.rank if adapter else 16,
+        num_lora_targets=len(adapter.targets) if adapter else 2,
+        offload=parallelism.offload,
+        flash_attention=job.model.attention != "eager",
+    )

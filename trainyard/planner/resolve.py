@@ -1,0 +1,240 @@
+"""Every `auto` of a job decided, by fixed rules: the same job on the same machines always resolves alike.
+
+The rules, where the machine and the model are known: the least recomputation, then the least sharding, with which
+one sequence per rank fits; then the largest power-of-two micro-batch that fits. Elsewhere (this machine's CPU, a
+model family without formulas) plain data parallelism and small micro-batches.
+"""
+
+import math
+from collections.abc import Iterator
+
+from trainyard.errors import InputError
+from trainyard.planner.goodput import hours_between_failures
+from trainyard.planner.layout import Layout, Recompute
+from trainyard.planner.memory import GIB, memory
+from trainyard.planner.reading import Machines, check_shape, check_world, layout_of, machines_of, shape_of
+from trainyard.planner.shapes import ModelShape
+from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
+
+UNKNOWN_MACHINE_MICRO_BATCH = 8
+"""Sequences at most where nothing tells what fits: enough to keep a CPU busy."""
+
+MAX_MICRO_BATCH_TOKENS = 65536
+"""Above this a larger micro-batch makes a GPU no faster, and a smaller one leaves room."""
+
+LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+def resolve(job: JobSpec, *, world_size: int | None = None) -> ResolvedJob:
+    """The job with every `auto` decided; `world_size` overrides what the compute section says of ranks.
+
+    InputError in one line: degrees that don't multiply to the ranks, a batch that doesn't divide, a degree that
+    doesn't divide the model, a machine that can't do it, or nothing that fits.
+    """
+    machines = machines_of(job, world_size)
+    shape = shape_of(job)
+    if isinstance(job.parallelism, ParallelismSpec):
+        parallelism = job.parallelism
+        check_world(job, parallelism, machines, started=world_size is not None)
+        check_shape(parallelism, shape)
+        per_rank = sequences_per_rank(job, parallelism)
+        recompute, micro_batch = _explicit_choice(job, parallelism, machines, shape, per_rank)
+    else:
+        parallelism, recompute, micro_batch = _automatic_choice(job, machines, shape)
+        per_rank = sequences_per_rank(job, parallelism)
+    check_micro_batch(job, parallelism, micro_batch, per_rank)
+    return ResolvedJob(
+        spec=job,
+        parallelism=parallelism,
+        num_hosts=machines.num_hosts,
+        processes_per_host=machines.processes_per_host,
+        steps=num_steps(job),
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=per_rank // micro_batch,
+        activation_checkpointing=recompute,
+        learning_rate=scaled_learning_rate(job),
+        hours_between_failures=hours_between_failures(
+            machines.num_hosts * machines.processes_per_host, spot=job.compute.spot
+        ),
+    )
+
+
+def num_steps(job: JobSpec) -> int | None:
+    """Optimizer steps; tokens are rounded up to whole steps; None for a job in epochs, before its data is read."""
+    if job.training.steps is not None:
+        return job.training.steps
+    if job.training.tokens is not None:
+        return math.ceil(job.training.tokens / (job.training.global_batch_size * job.data.sequence_length))
+    return None
+
+
+def scaled_learning_rate(job: JobSpec) -> float:
+    """The linear scaling rule (Goyal et al., arXiv:1706.02677): the stated rate times global over base batch size."""
+    training = job.training
+    if training.base_batch_size is None:
+        return training.learning_rate
+    return training.learning_rate * training.global_batch_size / training.base_batch_size
+
+
+def sequences_per_rank(job: JobSpec, parallelism: ParallelismSpec) -> int:
+    """Sequences that one data-parallel rank reads per step; InputError unless the global batch divides."""
+    batch, size = job.training.global_batch_size, parallelism.data_parallel_size
+    if batch % size:
+        raise InputError(
+            f"training.global_batch_size {batch}: is not divisible by the {size} data-parallel ranks; "
+            f"nearest allowed: {_nearest(batch, size)}"
+        )
+    return batch // size
+
+
+def check_micro_batch(job: JobSpec, parallelism: ParallelismSpec, micro_batch: int, per_rank: int) -> None:
+    """InputError unless micro-batches divide the rank's share and fill the pipeline."""
+    if per_rank % micro_batch:
+        unit = parallelism.data_parallel_size * micro_batch
+        raise InputError(
+            f"training.global_batch_size {job.training.global_batch_size}: is not divisible by {unit} "
+            f"({parallelism.data_parallel_size} data-parallel ranks x micro_batch_size {micro_batch}); "
+            f"nearest allowed: {_nearest(job.training.global_batch_size, unit)}"
+        )
+    count = per_rank // micro_batch
+    if count < parallelism.pipeline:
+        raise InputError(
+            f"parallelism.pipeline {parallelism.pipeline}: needs at least that many micro-batches per step, there are "
+            f"{count}; lower micro_batch_size or pipeline, or raise global_batch_size"
+        )
+
+
+def _nearest(batch: int, unit: int) -> str:
+    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    return f"{below} or {above}" if below else str(above)
+
+
+def micro_batch_sizes(per_rank: int, pipeline: int, sequence_length: int) -> Iterator[int]:
+    """Power-of-two divisors of a rank's share, descending, that fill the pipeline; 1 always remains."""
+    size = 1 << (per_rank.bit_length() - 1)
+    while size >= 1:
+        small_enough = size * sequence_length <= MAX_MICRO_BATCH_TOKENS or size == 1
+        if per_rank % size == 0 and (per_rank // size >= pipeline or size == 1) and small_enough:
+            yield size
+        size //= 2
+
+
+def levels(job: JobSpec) -> tuple[Recompute, ...]:
+    """The recomputation that a job allows: the stated one, or for `auto` all, least first."""
+    stated = job.training.activation_checkpointing
+    return LEVELS if stated == "auto" else (stated,)
+
+
+def _unknown_choice(job: JobSpec, per_rank: int, pipeline: int) -> tuple[Recompute, int]:
+    """Recomputation and micro-batch where nothing is known of machine or model."""
+    recompute = levels(job)[0]
+    if job.training.micro_batch_size != "auto":
+        return recompute, job.training.micro_batch_size
+    largest = min(UNKNOWN_MACHINE_MICRO_BATCH, max(1, per_rank // pipeline))
+    return recompute, next(size for size in range(largest, 0, -1) if per_rank % size == 0)
+
+
+def _explicit_choice(
+    job: JobSpec, parallelism: ParallelismSpec, machines: Machines, shape: ModelShape | None, per_rank: int
+) -> tuple[Recompute, int]:
+    """(recomputation, micro-batch) for stated degrees; where nothing fits, the most frugal: `plan` tells."""
+    if shape is None or machines.instance is None:
+        return _unknown_choice(job, per_rank, parallelism.pipeline)
+    for recompute in levels(job):
+        found = largest_micro_batch(job, parallelism, machines, shape, recompute)
+        if found is not None:
+            return recompute, found
+    stated = job.training.micro_batch_size
+    return levels(job)[-1], 1 if stated == "auto" else stated
+
+
+def micro_batch_choices(job: JobSpec, parallelism: ParallelismSpec) -> list[int]:
+    """The stated micro-batch if it divides, or for `auto` every candidate, largest first."""
+    per_rank = sequences_per_rank(job, parallelism)
+    stated = job.training.micro_batch_size
+    if stated == "auto":
+        return list(micro_batch_sizes(per_rank, parallelism.pipeline, job.data.sequence_length))
+    return [stated] if per_rank % stated == 0 else []
+
+
+def largest_micro_batch(
+    job: JobSpec, parallelism: ParallelismSpec, machines: Machines, shape: ModelShape, recompute: Recompute
+) -> int | None:
+    """The stated micro-batch if it fits, else for `auto` the largest that does; None where none does."""
+    per_rank = sequences_per_rank(job, parallelism)
+    for size in micro_batch_choices(job, parallelism):
+        layout = layout_of(job, parallelism, micro_batch=size, num_micro_batches=per_rank // size, recompute=recompute)
+        if fits(shape, layout, machines):
+            return size
+    return None
+
+
+def fits(shape: ModelShape, layout: Layout, machines: Machines) -> bool:
+    """Whether the worst rank's need is within what a process gets of the GPU."""
+    assert machines.instance is not None and machines.instance.gpu is not None
+    return memory(shape, layout).needed <= machines.instance.gpu.memory_gib * GIB
+
+
+def data_parallel_layouts(machines: Machines) -> Iterator[ParallelismSpec]:
+    """Layouts without model parallelism, least sharding first: DDP, FSDP within a host, FSDP over all ranks."""
+    world, per_host = machines.world_size, machines.processes_per_host
+    yield ParallelismSpec(data_replicate=world)
+    if 1 < per_host < world:
+        yield ParallelismSpec(data_replicate=machines.num_hosts, data_shard=per_host)
+    if world > 1:
+        yield ParallelismSpec(data_shard=world)
+
+
+def model_parallel_layouts(machines: Machines, shape: ModelShape) -> Iterator[ParallelismSpec]:
+    """Tensor parallelism within a host and pipelines over hosts, FSDP over the rest; least splitting first."""
+    for pipeline in _powers(machines.num_hosts):
+        for tensor in _powers(machines.processes_per_host):
+            rest, remainder = divmod(machines.world_size, tensor * pipeline)
+            divides = shape.heads % tensor == 0 and shape.kv_heads % tensor == 0 and pipeline <= shape.layers
+            if tensor * pipeline > 1 and not remainder and divides:
+                yield ParallelismSpec(data_shard=rest, tensor=tensor, pipeline=pipeline)
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << exponent for exponent in range(limit.bit_length()) if limit % (1 << exponent) == 0]
+
+
+def _automatic_choice(
+    job: JobSpec, machines: Machines, shape: ModelShape | None
+) -> tuple[ParallelismSpec, Recompute, int]:
+    if shape is None or machines.instance is None:
+        parallelism = ParallelismSpec(data_replicate=machines.world_size)
+        return parallelism, *_unknown_choice(job, sequences_per_rank(job, parallelism), 1)
+    candidates = list(data_parallel_layouts(machines))
+    dividing = [item for item in candidates if job.training.global_batch_size % item.data_parallel_size == 0]
+    for recompute in levels(job):
+        for parallelism in dividing:
+            found = largest_micro_batch(job, parallelism, machines, shape, recompute)
+            if found is not None:
+                return parallelism, recompute, found
+    for parallelism in model_parallel_layouts(machines, shape):
+        if job.training.global_batch_size % parallelism.data_parallel_size:
+            continue
+        for recompute in levels(job):
+            found = largest_micro_batch(job, parallelism, machines, shape, recompute)
+            if found is not None:
+                return parallelism, recompute, found
+    if not dividing:
+        sequences_per_rank(job, candidates[0])
+    raise InputError(_nothing_fits(job, machines, shape, dividing[-1]))
+
+
+def _nothing_fits(job: JobSpec, machines: Machines, shape: ModelShape, parallelism: ParallelismSpec) -> str:
+    assert machines.instance is not None and machines.instance.gpu is not None
+    per_rank = sequences_per_rank(job, parallelism)
+    stated = job.training.micro_batch_size
+    size = 1 if stated == "auto" else stated
+    layout = layout_of(
+        job, parallelism, micro_batch=size, num_micro_batches=max(1, per_rank // size), recompute=levels(job)[-1]
+    )
+    needed = memory(shape, layout).needed / GIB
+    return (
+        f"nothing fits {machines.num_hosts} x {machines.instance.type}: the most frugal layout ({layout.words()}, "
+        f"{layout.recompute} recomputation, micro-batch {size}) needs {needed:.1f} GiB of "
+        f"{machines.instance.gpu.memory_gib:.1f} per GPU; take more or larger GPUs, or a shorter sequence_length"
+    )
