@@ -1,0 +1,131 @@
+"""LoRA under every engine equals one process; its checkpoint holds the adapter alone; peft reads what is exported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from trainer.adapters import add_adapter
+from trainer.checkpoint import Checkpointer
+from trainer.export import export
+from trainer.model import build_model
+from trainer_testing.families import FAMILIES, adapter
+from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+from trainer_testing.support_table import CASES, TOLERANCE, measure, save_sources, source_of
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+
+from trainyard.errors import InputError
+from trainyard.spec.job import AdapterSpec, ResolvedJob
+
+HALF, STEPS = 2, 4
+PAIRS = (("fsdp", "zero2"), ("zero2", "zero3"), ("zero3", "ddp"), ("ddp", "fsdp"))
+"""Saved by, gone on with."""
+
+
+def lora_job(folder: Path, family: str = "Llama", **adapter_changes: Any) -> dict[str, Any]:
+    """tiny_job's arguments for LoRA on the saved base model."""
+    return {"source": str(source_of(folder, family)), "adapter": adapter(family, "lora") | adapter_changes}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    save_sources(folder, ["Llama", "Llama, tied"])
+    return folder
+
+
+def test_lora_at_two_ranks_equals_one_process() -> None:
+    families = ("GPT-2, tied", "Mixtral", "DeepSeek-V3")
+    cases = [case for case in CASES if case.method == "lora" and case.family in families]
+    errors = measure([case for case in cases if case.engine in ("ddp", "fsdp", "zero2", "zero3")])
+    assert len(errors) == 4 * len(families)
+    assert {case: error for case, error in errors.items() if error > TOLERANCE} == {}
+
+
+def test_an_adapter_checkpoint_of_one_engine_goes_on_under_another(base: Path, tmp_path: Path) -> None:
+    job = lora_job(base)
+    saved = run(2, [RunRequest(name, 1, STEPS, save=str(tmp_path / name), save_after_step=HALF, job=job)
+                    for name, _ in PAIRS])  # fmt: skip
+    for name, _ in PAIRS:
+        names = FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata
+        assert {key.split(".")[-1] for key in names} >= {"exp_avg", "exp_avg_sq", "weight", "step"}
+        assert all(".lora_A." in key or ".lora_B." in key for key in names if key != "optim.step"), name
+    resumed = run(2, [RunRequest(target, HALF + 1, STEPS, load=str(tmp_path / name), job=job)
+                      for name, target in PAIRS])  # fmt: skip
+    for pair, whole, rest in zip(PAIRS, saved, resumed, strict=True):
+        assert worst_relative_error(rest, whole) < TOLERANCE, pair
+
+
+def test_peft_reads_the_exported_adapter(base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    job = tiny_job("single", 1, **lora_job(base, targets=("q_proj", "down_proj")))
+    model = build_model(job, vocab_size=VOCAB_SIZE).eval()
+    trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    for tensor in trained.values():
+        tensor.normal_()
+    save_checkpoint(tmp_path / "checkpoints", trained)
+    step = export(job, vocab_size=VOCAB_SIZE, checkpoints=str(tmp_path / "checkpoints"), out=tmp_path / "adapter")
+    assert step == 3
+    read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "Llama"), tmp_path / "adapter").eval()
+    tokens = torch.arange(8)[None]
+    plain = AutoModelForCausalLM.from_pretrained(base / "Llama")(tokens).logits
+    torch.testing.assert_close(read(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+    assert not torch.allclose(read(tokens).logits, plain, atol=1e-2)
+
+
+def test_a_whole_model_is_exported_and_read_back(tmp_path: Path) -> None:
+    job = tiny_job("single", 1, model=FAMILIES["Llama, tied"])
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    trained = {f"model.{name}": tensor.detach().normal_() for name, tensor in model.named_parameters()}
+    save_checkpoint(tmp_path / "checkpoints", trained)
+    export(job, vocab_size=VOCAB_SIZE, checkpoints=str(tmp_path / "checkpoints"), out=tmp_path / "model")
+    read = load_file(tmp_path / "model" / "model.safetensors")
+    assert {f"model.{name}" for name in read} == set(trained)
+    assert all(torch.equal(tensor, trained[f"model.{name}"]) for name, tensor in read.items())
+    with pytest.raises(InputError, match="no valid checkpoint"):
+        export(job, vocab_size=VOCAB_SIZE, checkpoints=str(tmp_path / "nothing"), out=tmp_path / "other")
+
+
+def test_the_running_average_is_exported_instead(tmp_path: Path) -> None:
+    plain = tiny_job("single", 1, model=FAMILIES["Llama"])
+    job = tiny_job("single", 1, model=FAMILIES["Llama"], optimizer={"average_decay": 0.9})
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    averages = {f"optim.{name}.average": torch.randn(tensor.shape) for name, tensor in model.named_parameters()}
+    save_checkpoint(tmp_path / "checkpoints", averages)
+    places = {"checkpoints": str(tmp_path / "checkpoints"), "out": tmp_path / "model"}
+    with pytest.raises(InputError, match="--average: the job keeps no average"):
+        export(plain, vocab_size=VOCAB_SIZE, average=True, **places)  # type: ignore[arg-type]
+    export(job, vocab_size=VOCAB_SIZE, average=True, **places)  # type: ignore[arg-type]
+    read = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, averages[f"optim.{name}.average"]) for name, tensor in read.items())
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A committed checkpoint of step 3."""
+    checkpointer = Checkpointer(
+        str(folder), rank=0, world_size=1, local_dir=folder.parent / "local", keep_last=1, asynchronous=False
+    )
+    checkpointer.save(3, tensors, {}, attachments={})
+    checkpointer.close()
+
+
+def test_an_adapter_begins_as_nothing_and_is_all_that_trains(base: Path) -> None:
+    job: ResolvedJob = tiny_job("single", 1, **lora_job(base))
+    adapted = build_model(job, vocab_size=VOCAB_SIZE).eval()
+    plain = build_model(tiny_job("single", 1, model=FAMILIES["Llama"]), vocab_size=VOCAB_SIZE).eval()
+    tokens = torch.arange(8)[None]
+    assert torch.equal(adapted(tokens).logits, plain(tokens).logits)
+    trained = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 2  # two layers, two linears, two matrices
+    assert sum(trained) == 2 * (4 * (32 + 32) + 4 * (32 + 16))
+
+
+@pytest.mark.parametrize(("family", "target"), [("Llama", "qq_proj"), ("Llama, tied", "lm_head"), ("Llama", "norm")])
+def test_a_target_that_can_not_be_adapted_is_one_line(base: Path, family: str, target: str) -> None:
+    model = build_model(tiny_job("single", 1, model=FAMILIES[family]), vocab_size=VOCAB_SIZE)
+    with pytest.raises(InputError, match=rf"model\.adapter\.targets: {target}: .* it has down_proj, gate_proj"):
+        add_adapter(model, AdapterSpec(kind="lora", targets=("q_proj", target)), seed=1)

@@ -1,0 +1,540 @@
+"""Checkpoints of one process: committed or not there, whatever breaks."""
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+from trainer.checkpoint import Checkpointer, checkpointer
+from trainer.checkpoint.destination import (
+    DestinationError,
+    LocalDestination,
+    S3Destination,
+    open_destination,
+    with_retries,
+)
+from trainer_testing.distributed import free_port
+
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+
+BUCKET = "acme-checkpoints"
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[str]:
+    """An S3 on this machine, in this process's environment."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    port = server.get_host_and_port()[1]
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{port}")
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "test"),
+        ("AWS_SECRET_ACCESS_KEY", "test"),
+        ("AWS_REGION", "us-east-1"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+        ("AWS_EC2_METADATA_DISABLED", "true"),
+    ):
+        patch.setenv(name, value)
+    boto3.client("s3").create_bucket(Bucket=BUCKET)
+    yield f"http://localhost:{port}"
+    patch.undo()
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "s3"])
+def destination(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place for checkpoints, of each kind."""
+    if request.param == "folder":
+        return str(tmp_path / "destination")
+    request.getfixturevalue("s3_endpoint")
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+class Job:
+    """A checkpointer and what it said."""
+
+    def __init__(self, destination: str, tmp_path: Path, **options: Any) -> None:
+        self.said: list[str] = []
+        settings: dict[str, Any] = {
+            "keep_last": 3,
+            "asynchronous": False,
+            "retry_delays_seconds": (0.0, 0.0),
+            **options,
+        }
+        self.checkpointer = Checkpointer(
+            destination, rank=0, world_size=1, local_dir=tmp_path / "local", report=self.said.append, **settings
+        )
+
+    def save(self, *steps: int) -> None:
+        """Checkpoints of these steps, and wait for them."""
+        for step in steps:
+            self.checkpointer.save(step, state(step), {"step": step, "data": {"sequences_consumed": 8 * step}})
+        self.checkpointer.wait()
+
+    def newest(self) -> int | None:
+        """The step that a fresh start would resume, after loading and comparing it; None if there is none."""
+        info = self.checkpointer.latest()
+        if info is None:
+            return None
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
+        extra = self.checkpointer.load(info, tensors)
+        expected = state(info.step)
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+        assert extra["step"] == info.step
+        return info.step
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    """Tensors that tell their step."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.a": torch.randn(64, 32, generator=generator),
+        "model.b": torch.randn(10, generator=generator).to(torch.bfloat16),
+        "optim.a.exp_avg": torch.randn(64, 32, generator=generator),
+        "optim.step": torch.tensor(float(step)),
+    }
+
+
+def step_names(destination: str) -> set[str]:
+    """Folders of steps that hold anything."""
+    return {name.split("/")[1] for name in open_destination(destination).sizes("checkpoints")}
+
+
+# ---------------------------------------------------------------- the good way
+
+
+def test_what_was_saved_comes_back(destination: str, tmp_path: Path) -> None:
+    job = Job(destination, tmp_path)
+    job.save(5, 10)
+    assert Job(destination, tmp_path).newest() == 10
+    assert f"checkpoint step=10 committed uri={job.checkpointer.uri}/checkpoints/step-00000010" in job.said[1]
+    names = open_destination(destination).sizes("checkpoints/step-00000010")
+    assert {name.rsplit("/", 1)[1] for name in names} == {"__0_0.distcp", ".metadata", "manifest.json", "COMMITTED"}
+    manifest = json.loads(open_destination(destination).get_bytes("checkpoints/step-00000010/manifest.json"))
+    assert manifest["step"] == 10 and manifest["extra"]["data"] == {"sequences_consumed": 80}
+    assert {shard["name"] for shard in manifest["shards"]} == {"__0_0.distcp", ".metadata"}
+    assert not list((tmp_path / "local").rglob("*.distcp")), "staging and fetched copies must go"
+
+
+def test_nothing_saved_is_nothing_found(destination: str, tmp_path: Path) -> None:
+    job = Job(destination, tmp_path)
+    assert job.newest() is None
+    assert job.said == []
+
+
+def test_a_large_file_goes_up_in_parts(s3_endpoint: str, tmp_path: Path) -> None:
+    assert s3_endpoint
+    path = tmp_path / "large"
+    path.write_bytes(random.Random(0).randbytes(40 << 20))
+    there = S3Destination(f"s3://{BUCKET}/parts")
+    there.put_file("large", path)
+    assert '-3"' in boto3.client("s3").head_object(Bucket=BUCKET, Key="parts/large")["ETag"]
+    there.get_file("large", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == path.read_bytes()
+
+
+def test_the_copy_is_of_the_moment_of_the_save(destination: str, tmp_path: Path) -> None:
+    job = Job(destination, tmp_path, asynchronous=True)
+    tensors = state(5)
+    for step in (5, 6):  # the second save uses the first one's buffers again
+        for name, tensor in state(step).items():
+            tensors[name].copy_(tensor)
+        job.checkpointer.save(step, tensors, {"step": step})
+        for tensor in tensors.values():
+            tensor.zero_()
+    job.checkpointer.wait()
+    assert Job(destination, tmp_path).newest() == 6
+
+
+def test_tensors_may_change_their_shapes_between_saves(tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "destination"), tmp_path)
+    job.save(1)
+    grown = state(2) | {"model.new": torch.ones(3)}
+    job.checkpointer.save(2, grown, {})
+    info = job.checkpointer.latest()
+    assert info is not None and info.step == 2
+    loaded = {"model.new": torch.zeros(3)}
+    job.checkpointer.load(info, loaded)
+    assert loaded["model.new"].tolist() == [1, 1, 1]
+
+
+def test_a_step_is_saved_once(destination: str, tmp_path: Path) -> None:
+    job = Job(destination, tmp_path)
+    job.save(5, 5)
+    assert len(job.said) == 1
+    later = Job(destination, tmp_path)
+    assert later.newest() == 5
+    later.save(5)
+    assert later.said == []
+
+
+def test_attachments_are_as_long_as_they_were(
+    destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(destination, tmp_path, asynchronous=True)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("1\n2\n")
+    _slow(monkeypatch, 0.3)
+    job.checkpointer.save(2, state(2), {"step": 2}, attachments={"metrics.jsonl": metrics, "absent": tmp_path / "no"})
+    with metrics.open("a") as handle:
+        handle.write("3\n")
+    job.checkpointer.wait()
+    assert job.checkpointer.last_error is None
+    assert open_destination(destination).get_bytes("metrics.jsonl") == b"1\n2\n"
+    assert job.checkpointer.publish_file("metrics.jsonl", metrics)
+    assert job.checkpointer.fetch_file("metrics.jsonl", tmp_path / "back")
+    assert (tmp_path / "back").read_text() == "1\n2\n3\n"
+    assert not job.checkpointer.fetch_file("nothing.json", tmp_path / "back")
+
+
+def test_an_attachment_that_lies_at_the_destination_is_left_alone(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("1\n")
+    inode = (tmp_path / "metrics.jsonl").stat().st_ino
+    job.checkpointer.save(1, state(1), {"step": 1}, attachments={"metrics.jsonl": tmp_path / "metrics.jsonl"})
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
+    assert Job(str(tmp_path), tmp_path).newest() == 1
+
+
+def _slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    for kind in (LocalDestination, S3Destination):
+        original = kind.put_bytes
+
+        def late(self: Any, name: str, content: bytes, original: Any = original) -> None:
+            time.sleep(seconds)
+            original(self, name, content)
+
+        monkeypatch.setattr(kind, "put_bytes", late)
+
+
+def test_training_waits_for_the_copy_alone_and_a_second_save_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(str(tmp_path / "destination"), tmp_path, asynchronous=True)
+    job.save(1)  # makes the plan and the buffers
+    slow_seconds = 2.0
+    _slow(monkeypatch, slow_seconds)  # twice a save: manifest and marker
+    job.checkpointer.save(2, state(2), {"step": 2})
+    assert job.checkpointer.is_saving
+    assert job.checkpointer.blocked_seconds < slow_seconds, "the caller waited for a write"
+    job.checkpointer.save(3, state(3), {"step": 3})
+    assert job.checkpointer.backpressure_seconds > 0.5, "the second save waits for the first"
+    assert not job.checkpointer.wait(timeout_seconds=0.01)
+    assert job.checkpointer.wait()
+    assert job.checkpointer.last_save_seconds is not None and job.checkpointer.last_save_seconds > 0.9
+
+
+# ---------------------------------------------------------------- broken checkpoints
+
+
+def _altered(change: Callable[[bytes], bytes], name: str) -> Callable[[str], None]:
+    def alter(destination: str) -> None:
+        there = open_destination(destination)
+        name_there = f"checkpoints/step-00000020/{name}"
+        there.put_bytes(name_there, change(there.get_bytes(name_there)))
+
+    return alter
+
+
+def _removed(name: str) -> Callable[[str], None]:
+    return lambda destination: open_destination(destination).delete([f"checkpoints/step-00000020/{name}"])
+
+
+def _flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+DAMAGES = {
+    "no marker": (_removed("COMMITTED"), "it has no COMMITTED marker (its save was interrupted)"),
+    "torn marker": (_altered(lambda content: content[:7], "COMMITTED"), "COMMITTED is torn"),
+    "missing shard": (_removed("__0_0.distcp"), "__0_0.distcp is missing"),
+    "truncated shard": (_altered(lambda content: content[:-100], "__0_0.distcp"), "the manifest says"),
+    "flipped bit": (_altered(_flip, "__0_0.distcp"), "__0_0.distcp is altered (its SHA-256 is not the manifest's)"),
+    "flipped bit in the index": (_altered(_flip, ".metadata"), ".metadata is altered"),
+    "missing manifest": (_removed("manifest.json"), "manifest.json is missing"),
+    "torn manifest": (_altered(lambda content: content[:50], "manifest.json"), "is not the one that was committed"),
+    "swapped manifest": (_altered(lambda content: content.replace(b"20", b"21"), "manifest.json"), "is not the one"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(destination: str, tmp_path: Path, damage: str) -> None:
+    job = Job(destination, tmp_path)
+    job.save(10, 20)
+    do_damage, words = DAMAGES[damage]
+    do_damage(destination)
+    resumed = Job(destination, tmp_path)
+    assert resumed.newest() == 10
+    (line,) = resumed.said
+    assert line.startswith("checkpoint step=20 skipped: ") and words in line
+    # The run goes on and comes to the same step again.
+    resumed.save(15, 20)
+    assert Job(destination, tmp_path).newest() == 20
+
+
+def test_when_none_is_whole_it_says_so(tmp_path: Path) -> None:
+    destination = str(tmp_path / "destination")
+    Job(destination, tmp_path).save(20)
+    DAMAGES["flipped bit"][0](destination)
+    job = Job(destination, tmp_path)
+    assert job.newest() is None
+    assert "none of 1" in job.said[-1] and "starting anew" in job.said[-1]
+
+
+def test_a_checkpoint_of_a_newer_trainer_is_not_guessed_at(tmp_path: Path) -> None:
+    destination = str(tmp_path / "destination")
+    Job(destination, tmp_path).save(10, 20)
+    there = open_destination(destination)
+    content = there.get_bytes("checkpoints/step-00000020/manifest.json").replace(b'"version": 1', b'"version": 9')
+    there.put_bytes("checkpoints/step-00000020/manifest.json", content)
+    from trainer.checkpoint.manifest import commit_marker
+
+    there.put_bytes("checkpoints/step-00000020/COMMITTED", commit_marker(20, content))
+    job = Job(destination, tmp_path)
+    assert job.newest() == 10
+    assert "version 9" in job.said[0]
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "destination"), tmp_path)
+    job.save(1)
+    info = job.checkpointer.latest()
+    assert info is not None
+    with pytest.raises(InputError, match=r"holds no model\.c; the job's model is not"):
+        job.checkpointer.load(info, {"model.c": torch.zeros(2)})
+    with pytest.raises(InputError, match=r"model\.a has shape \[64, 32\] in it and \[32, 64\] in the job"):
+        job.checkpointer.load(info, {"model.a": torch.zeros(32, 64)})
+
+
+# ---------------------------------------------------------------- retention
+
+
+def test_the_last_ones_are_kept(destination: str, tmp_path: Path) -> None:
+    Job(destination, tmp_path, keep_last=2).save(1, 2, 3, 4)
+    assert step_names(destination) == {"step-00000003", "step-00000004"}
+
+
+def test_damaged_and_interrupted_ones_do_not_count_and_go(tmp_path: Path) -> None:
+    destination = str(tmp_path / "destination")
+    Job(destination, tmp_path).save(1, 10, 20)
+    DAMAGES["flipped bit"][0](destination)
+    (tmp_path / "destination/checkpoints/step-00000015").mkdir()
+    (tmp_path / "destination/checkpoints/step-00000015/__0_0.distcp").write_text("half")
+    job = Job(destination, tmp_path, keep_last=2)
+    assert job.newest() == 10
+    job.save(21)
+    assert step_names(destination) == {"step-00000010", "step-00000021"}
+
+
+def test_the_promise_is_removed_before_what_it_promises(
+    destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[str] = []
+    for kind in (LocalDestination, S3Destination):
+        original = kind.delete
+
+        def noted(self: Any, names: Any, original: Any = original) -> None:
+            names = list(names)
+            removed.extend(name.rsplit("/", 1)[1] for name in names)
+            original(self, names)
+
+        monkeypatch.setattr(kind, "delete", noted)
+    Job(destination, tmp_path, keep_last=1).save(1, 2)
+    assert removed[:2] == ["COMMITTED", "manifest.json"]
+    assert set(removed[2:]) == {"__0_0.distcp", ".metadata"}
+
+
+def test_the_only_good_one_stays_when_a_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, keep_last=1)
+    job.save(1)
+    monkeypatch.setattr(LocalDestination, "put_bytes", _failing(99, permanent=True))
+    job.save(2)
+    assert job.checkpointer.num_failed_saves == 1
+    monkeypatch.undo()
+    assert Job(destination, tmp_path).newest() == 1
+
+
+# ---------------------------------------------------------------- failures
+
+
+def _failing(times: int, *, permanent: bool, original: Any = None) -> Any:
+    left = [times]
+
+    def fail(self: Any, *arguments: Any) -> Any:
+        if left[0] > 0:
+            left[0] -= 1
+            raise DestinationError("can't upload: SlowDown", permanent=permanent)
+        return original(self, *arguments)
+
+    return fail
+
+
+def test_an_upload_error_is_tried_again(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert s3_endpoint
+    destination = f"s3://{BUCKET}/{tmp_path.name}"
+    monkeypatch.setattr(S3Destination, "put_file", _failing(2, permanent=False, original=S3Destination.put_file))
+    job = Job(destination, tmp_path)
+    job.save(1)
+    assert [line for line in job.said if "next try in" in line and "SlowDown" in line]
+    assert job.checkpointer.last_error is None and Job(destination, tmp_path).newest() == 1
+
+
+def test_a_destination_that_stays_broken_is_reported_and_training_goes_on(
+    s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert s3_endpoint
+    destination = f"s3://{BUCKET}/{tmp_path.name}"
+    job = Job(destination, tmp_path, asynchronous=True)
+    monkeypatch.setattr(S3Destination, "put_file", _failing(99, permanent=False))
+    job.save(1, 2)
+    assert job.checkpointer.num_failed_saves == 2
+    assert job.checkpointer.last_error == "rank 0: can't upload: SlowDown"
+    assert job.said[-1] == "checkpoint step=2 not committed: rank 0: can't upload: SlowDown; training goes on"
+    assert not list((tmp_path / "local").rglob("*.distcp"))
+    monkeypatch.undo()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    assert Job(destination, tmp_path).newest() is None
+
+
+def test_a_refusal_is_not_tried_again(s3_endpoint: str, tmp_path: Path) -> None:
+    assert s3_endpoint
+    job = Job("s3://no-such-bucket-here/x", tmp_path, retry_delays_seconds=(60.0,))
+    job.save(1)
+    assert job.said == [f"checkpoint step=1 not committed: {job.checkpointer.last_error}; training goes on"]
+    assert "NoSuchBucket" in str(job.checkpointer.last_error)
+
+
+def test_an_unreachable_destination_never_means_starting_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{free_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    job = Job(f"s3://{BUCKET}/x", tmp_path, retry_delays_seconds=())
+    with pytest.raises(AwsRefusedError, match="nothing was started anew") as caught:
+        job.checkpointer.latest()
+    assert "\n" not in str(caught.value)
+    job.save(1)
+    assert job.checkpointer.num_failed_saves == 1
+
+
+def test_an_unreadable_folder_never_means_starting_anew(tmp_path: Path) -> None:
+    (tmp_path / "destination").write_text("a file where the folder should be")
+    job = Job(str(tmp_path / "destination"), tmp_path)
+    (tmp_path / "destination").unlink()
+    Job(str(tmp_path / "destination"), tmp_path).save(1)
+    folder = tmp_path / "destination/checkpoints/step-00000001/COMMITTED"
+    folder.unlink()
+    folder.mkdir()
+    (folder / "x").touch()
+    assert job.newest() is None
+    assert "no COMMITTED marker" in job.said[0]
+    with pytest.raises(DestinationError):
+        LocalDestination(tmp_path).get_bytes("destination")
+    assert issubclass(JobFailedError, Exception)
+
+
+def test_a_disk_that_is_too_full_is_foreseen(destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(destination, tmp_path, keep_last=1)
+    job.save(1)
+    monkeypatch.setattr(checkpointer, "free_bytes", lambda folder: 1 << 20)
+    job.save(2)
+    assert "needs 16 MiB" in job.said[1] and "has 1 MiB free" in job.said[1]
+    assert job.said[2].startswith("checkpoint step=2 not committed: a disk is too full")
+    monkeypatch.setattr(checkpointer, "free_bytes", lambda folder: 1 << 40)
+    assert Job(destination, tmp_path).newest() == 1
+    job.save(3)
+    assert Job(destination, tmp_path).newest() == 3
+
+
+def test_a_write_that_fails_half_way_leaves_the_one_before(destination: str, tmp_path: Path) -> None:
+    job = Job(destination, tmp_path)
+    job.save(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        job.save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert job.checkpointer.num_failed_saves == 1
+    assert Job(destination, tmp_path).newest() == 1
+
+
+def test_retries_stop_at_once_when_they_cannot_help() -> None:
+    tries: list[int] = []
+
+    def refuse() -> None:
+        tries.append(1)
+        raise DestinationError("denied", permanent=True)
+
+    with pytest.raises(DestinationError):
+        with_retries(refuse, what="upload", report=lambda line: None, delays_seconds=(0.0,) * 5)
+    assert len(tries) == 1
+
+
+def test_wrong_destinations_are_named() -> None:
+    for uri in ("gs://bucket/x", "s3:///x"):
+        with pytest.raises(InputError, match=r"checkpoint\.destination"):
+            open_destination(uri)
+
+
+# ---------------------------------------------------------------- killed at any moment
+
+
+def _save_until_killed(destination: str, tmp_path: str, said: Any, first: int) -> None:
+    torch.set_num_threads(1)
+    checkpoints = Checkpointer(
+        destination,
+        rank=0,
+        world_size=1,
+        local_dir=Path(tmp_path) / "local",
+        keep_last=2,
+        asynchronous=True,
+        report=said.put,
+    )
+    said.put("ready")
+    for step in range(first, first + 10_000):
+        checkpoints.save(step, state(step), {"step": step})
+
+
+def test_a_kill_at_any_moment_leaves_the_last_committed_one(destination: str, tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    moments = random.Random(int.from_bytes(os.urandom(4)))
+    torch.set_num_threads(1)
+    first, resumed = 1, None
+    for _ in range(12 if destination.startswith("s3") else 25):
+        # SimpleQueue: written in the caller's thread, so that a line is out before the next save begins.
+        said = fork.SimpleQueue()
+        process = fork.Process(target=_save_until_killed, args=(destination, str(tmp_path), said, first))
+        process.start()
+        assert said.get() == "ready"
+        time.sleep(moments.uniform(0.0, 0.6 if destination.startswith("s3") else 0.3))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        committed = [resumed or 0]
+        while not said.empty():
+            line = said.get()
+            assert "committed" in line, line
+            committed.append(int(line.split("step=")[1].split()[0]))
+        resumed = Job(destination, tmp_path).newest()
+        # The marker may have been written just before the line was.
+        assert (resumed or 0) in (max(committed), max(committed) + 1)
+        first = (resumed or 0) + 1
+    assert resumed is not None and resumed > 5
+    shutil.rmtree(tmp_path / "local", ignore_errors=True)

@@ -1,0 +1,450 @@
+"""Data: formats, the token cache, one global order for any number of ranks, packing, resume, validation."""
+
+import gzip
+import json
+import math
+import multiprocessing
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from trainer.data import IGNORED_LABEL, BatchStream, JobData, build_data
+from trainer.data import readers as readers_module
+from trainer.data.stream import Permutation, SequenceTable
+from trainer.data.token_cache import TokenCache, entropy_nats, open_token_cache
+from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer
+
+from trainyard.errors import InputError
+from trainyard.spec.job import DataSource, JobSpec, ParallelismSpec, ResolvedJob
+
+SEQUENCE_LENGTH = 16
+
+
+def resolved(
+    data: dict[str, Any], *, global_batch: int = 8, micro_batch: int = 2, ranks: int = 1, **training: Any
+) -> ResolvedJob:
+    """A job with this data section."""
+    spec = JobSpec.model_validate(
+        {
+            "name": "tiny",
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"sequence_length": SEQUENCE_LENGTH, **data},
+            "training": {"steps": 4, "global_batch_size": global_batch, "learning_rate": 1e-3, **training},
+        }
+    )
+    return ResolvedJob(
+        spec=spec,
+        parallelism=ParallelismSpec(data_replicate=ranks),
+        num_hosts=1,
+        processes_per_host=ranks,
+        steps=4,
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=global_batch // (micro_batch * ranks),
+        activation_checkpointing="none",
+        learning_rate=1e-3,
+    )
+
+
+def source(path: Path, kind: str = "jsonl", **more: Any) -> dict[str, Any]:
+    """A data source as a job writes it."""
+    return {"path": str(path), "format": kind, **more}
+
+
+def corpus(folder: Path, num_documents: int = 40) -> Path:
+    """Documents of different lengths, each of a character of its own."""
+    path = folder / "train.jsonl"
+    lines = [json.dumps({"text": chr(65 + number % 60) * (5 + 7 * (number % 9))}) for number in range(num_documents)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def build(job: ResolvedJob, tmp_path: Path, rank: int = 0, size: int = 1) -> JobData:
+    """The job's data for one rank."""
+    return build_data(job, data_parallel_rank=rank, data_parallel_size=size, cache_dir=tmp_path / "cache")
+
+
+def rows_of(batch: torch.Tensor) -> list[tuple[int, ...]]:
+    """Sequences as tuples, to be counted."""
+    return [tuple(row) for row in batch.tolist()]
+
+
+# ---------------------------------------------------------------- the global order
+
+
+def step_rows(job: ResolvedJob, tmp_path: Path, size: int, steps: int) -> list[list[tuple[int, ...]]]:
+    """The global batch of each step, put together from all ranks."""
+    streams = [build(job, tmp_path, rank, size).train for rank in range(size)]
+    return [
+        [row for stream in streams for batch in stream.next_step() for row in rows_of(batch.input_ids)]
+        for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_number_of_ranks_reads_the_same_global_batches(tmp_path: Path, size: int) -> None:
+    job = resolved({"train": [source(corpus(tmp_path))]})
+    alone = step_rows(job, tmp_path, 1, 20)
+    together = step_rows(job, tmp_path, size, 20)
+    assert [Counter(rows) for rows in together] == [Counter(rows) for rows in alone]
+
+
+def test_ranks_take_blocks_by_micro_step_then_rank(tmp_path: Path) -> None:
+    job = resolved({"train": [source(corpus(tmp_path))]})
+    alone = build(job, tmp_path).train.next_step()
+    flat = [row for batch in alone for row in rows_of(batch.input_ids)]
+    first, second = (build(job, tmp_path, rank, 2).train.next_step() for rank in (0, 1))
+    assert [rows_of(batch.input_ids) for batch in first] == [flat[0:2], flat[4:6]]
+    assert [rows_of(batch.input_ids) for batch in second] == [flat[2:4], flat[6:8]]
+
+
+def test_an_epoch_reads_every_sequence_once_and_the_next_in_another_order(tmp_path: Path) -> None:
+    job = resolved({"train": [source(corpus(tmp_path))]}, global_batch=1, micro_batch=1)
+    stream = build(job, tmp_path).train
+    epochs = [[rows_of(stream.next_step()[0].input_ids)[0] for _ in range(stream.num_sequences)] for _ in range(2)]
+    assert Counter(epochs[0]) == Counter(epochs[1])
+    assert epochs[0] != epochs[1]
+    assert stream.steps_per_epoch == stream.num_sequences
+    table = [int(token) for row in epochs[0] for token in row]
+    text = (tmp_path / "train.jsonl").read_text().splitlines()
+    expected = sum(len(json.loads(line)["text"]) + 1 for line in text)
+    assert abs(len(table) - expected) < SEQUENCE_LENGTH
+
+
+def test_another_seed_is_another_order_and_no_shuffle_is_file_order(tmp_path: Path) -> None:
+    path = corpus(tmp_path)
+    first, second = (step_rows(resolved({"train": [source(path)]}, seed=seed), tmp_path, 1, 1) for seed in (1, 2))
+    assert first != second
+    plain = build(resolved({"train": [source(path)], "shuffle": False}), tmp_path).train.next_step()
+    flat = [token for batch in plain for row in rows_of(batch.input_ids) for token in row]
+    text = [json.loads(line)["text"].encode() for line in path.read_text().splitlines()]
+    assert flat == [token for document in text for token in (*document, 256)][: len(flat)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 5))
+def test_the_permutation_is_one(size: int, seed: int, epoch: int) -> None:
+    shuffled = Permutation(size, seed, epoch)(np.arange(size, dtype=np.int64))
+    assert sorted(shuffled.tolist()) == list(range(size))
+
+
+def test_the_permutation_never_changes() -> None:
+    # A resume years later must find the same order: these numbers are part of the checkpoint format.
+    assert Permutation(10, 1234, 0)(np.arange(10, dtype=np.int64)).tolist() == GOLDEN_ORDER
+
+
+GOLDEN_ORDER = [1, 2, 5, 4, 9, 8, 6, 7, 3, 0]
+
+
+def test_the_permutation_mixes() -> None:
+    size = 20_000
+    shuffled = Permutation(size, 7, 0)(np.arange(size, dtype=np.int64))
+    correlation = np.corrcoef(np.arange(size), shuffled)[0, 1]
+    assert abs(correlation) < 0.03
+    neighbours = np.abs(np.diff(shuffled))
+    assert abs(neighbours.mean() / (size / 3) - 1) < 0.03
+
+
+# ---------------------------------------------------------------- resume
+
+
+def test_resume_continues_the_exact_stream_on_another_number_of_ranks(tmp_path: Path) -> None:
+    job = resolved({"train": [source(corpus(tmp_path))]})
+    expected = step_rows(job, tmp_path, 1, 12)
+    before = build(job, tmp_path).train
+    for _ in range(5):
+        before.next_step()
+    state = json.loads(json.dumps(before.state_dict()))
+    assert state["sequences_consumed"] == 40
+    streams = [build(job, tmp_path, rank, 4).train for rank in range(4)]
+    for stream in streams:
+        stream.load_state_dict(state)
+    for step in range(5, 12):
+        rows = [row for stream in streams for batch in stream.next_step() for row in rows_of(batch.input_ids)]
+        assert Counter(rows) == Counter(expected[step])
+
+
+@pytest.mark.parametrize(
+    ("data", "training", "word"),
+    [
+        ({"sequence_length": 8}, {}, "sequence_length"),
+        ({"shuffle": False}, {}, "shuffle"),
+        ({"packing": False}, {}, "packing"),
+        ({}, {"seed": 5}, "seed"),
+    ],
+)
+def test_another_order_is_refused(tmp_path: Path, data: dict[str, Any], training: dict[str, Any], word: str) -> None:
+    train = [source(corpus(tmp_path))]
+    state = build(resolved({"train": train}), tmp_path).train.state_dict()
+    other = build(resolved({"train": train, **data}, **training), tmp_path).train
+    with pytest.raises(InputError, match=word):
+        other.load_state_dict(state)
+
+
+def test_other_data_is_refused_but_another_place_is_not(tmp_path: Path) -> None:
+    path = corpus(tmp_path)
+    state = build(resolved({"train": [source(path)]}), tmp_path).train.state_dict()
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (moved / "part-1.jsonl").write_text(path.read_text())
+    build(resolved({"train": [source(moved)]}), tmp_path).train.load_state_dict(state)
+    (moved / "part-1.jsonl").write_text(path.read_text().replace("AAAAA", "AAAAB", 1))
+    changed = build(resolved({"train": [source(moved)]}), tmp_path).train
+    with pytest.raises(InputError, match=r"dataset_digest was .* the data or the tokenizer changed"):
+        changed.load_state_dict(state)
+
+
+# ---------------------------------------------------------------- sequences and labels
+
+
+def test_packed_sequences_are_full_and_labels_are_the_inputs(tmp_path: Path) -> None:
+    job = resolved({"train": [source(corpus(tmp_path))], "shuffle": False})
+    for batch in build(job, tmp_path).train.next_step():
+        assert batch.input_ids.shape == (2, SEQUENCE_LENGTH) and batch.input_ids.dtype == torch.int64
+        assert torch.equal(batch.input_ids, batch.labels)
+        assert batch.num_target_tokens == 2 * (SEQUENCE_LENGTH - 1)
+        assert batch.position_ids is None
+
+
+def test_unpacked_documents_are_padded_and_long_ones_continued(tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    texts = ["abc", "d" * 40, "e", ""]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    job = resolved({"train": [source(path)], "packing": False, "shuffle": False}, global_batch=5, micro_batch=5)
+    (batch,) = build(job, tmp_path).train.next_step()
+    # "abc" + end; 40 d + end = 41 = 16 + 16 + 9; "e" + end; then the first again.
+    lengths = (batch.labels != IGNORED_LABEL).sum(dim=1).tolist()
+    assert lengths == [4, 16, 16, 9, 2]
+    assert batch.num_target_tokens == int((batch.labels[:, 1:] != IGNORED_LABEL).sum())
+    assert batch.input_ids[0, :4].tolist() == [97, 98, 99, 256]
+    assert batch.labels[0, 4:].unique().tolist() == [IGNORED_LABEL]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    sequence_length=st.integers(2, 20),
+    packing=st.booleans(),
+)
+def test_no_token_is_lost_or_doubled(lengths: list[int], sequence_length: int, packing: bool) -> None:
+    tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
+    cache = TokenCache(tokens, np.cumsum(lengths), "digest", 0.0, len(tokens) + 1)
+    table = SequenceTable(cache, sequence_length=sequence_length, packing=packing)
+    read: list[int] = []
+    for row in range(len(table)):
+        batch = table.micro_batch(np.asarray([row]))
+        read += batch.labels[batch.labels != IGNORED_LABEL].tolist()
+        assert batch.num_target_tokens == int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) >= 1
+    assert read == sorted(set(read))
+    # Only a piece of a single token, which has nothing to predict, may be left out.
+    pieces = [sum(lengths)] if packing else lengths
+    assert len(tokens) - len(read) == sum(1 for length in pieces if length % sequence_length == 1)
+
+
+# ---------------------------------------------------------------- validation
+
+
+def test_validation_reads_each_sequence_once_and_fills_up_with_nothing(tmp_path: Path) -> None:
+    train = [source(corpus(tmp_path))]
+    held_back = tmp_path / "validation.txt"
+    held_back.write_text("x" * (10 * SEQUENCE_LENGTH - 1))  # 10 sequences with the end token
+    job = resolved({"train": train, "validation": [source(held_back, "text")]})
+    seen = []
+    for rank in range(2):
+        validation = build(job, tmp_path, rank, 2).validation
+        assert validation is not None and validation.num_steps == 2
+        batches = [batch for step in validation for batch in step]
+        assert len(batches) == 4
+        seen += batches
+        again = [batch for step in validation for batch in step]
+        assert [batch.num_target_tokens for batch in again] == [batch.num_target_tokens for batch in batches]
+    assert sum(batch.num_target_tokens for batch in seen) == 10 * (SEQUENCE_LENGTH - 1)
+    empty = [batch for batch in seen if batch.num_target_tokens == 0]
+    assert empty and all((batch.labels == IGNORED_LABEL).all() for batch in empty)
+
+
+def test_validation_is_bounded_and_ends(tmp_path: Path) -> None:
+    path = corpus(tmp_path)
+    job = resolved({"train": [source(path)], "validation": [source(path)]}, validation_batches=3)
+    validation = build(job, tmp_path).validation
+    assert validation is not None and validation.num_steps == 3
+    for _ in range(3):
+        validation.next_step()
+    with pytest.raises(IndexError):
+        validation.next_step()
+    validation.reset()
+    assert len(validation.next_step()) == 4
+
+
+def test_entropy_is_that_of_the_validation_tokens(tmp_path: Path) -> None:
+    (tmp_path / "validation.txt").write_text("aabb")
+    job = resolved({"train": [source(corpus(tmp_path))], "validation": [source(tmp_path / "validation.txt", "text")]})
+    data = build(job, tmp_path)
+    # a, a, b, b and the end token.
+    assert data.unigram_entropy_nats == pytest.approx(-(2 * 0.4 * math.log(0.4) + 0.2 * math.log(0.2)))
+    assert data.vocab_size == 257
+    assert entropy_nats(np.asarray([5, 0, 5, 5, 5])) == pytest.approx(math.log(4))
+
+
+# ---------------------------------------------------------------- formats
+
+
+def decoded(tmp_path: Path, *sources: dict[str, Any]) -> list[int]:
+    """All tokens of the sources, by the byte tokenizer."""
+    cache = open_token_cache([DataSource.model_validate(one) for one in sources], ByteTokenizer(), tmp_path / "cache")
+    return [int(token) for token in cache.tokens]
+
+
+def test_text_jsonl_gzip_and_parquet_hold_the_same(tmp_path: Path) -> None:
+    expected = [*b"one\ntwo", 256, *"drei ü".encode(), 256]
+    texts = ["one\ntwo", "drei ü"]
+    lines = "".join(json.dumps({"body": text, "n": 1}) + "\n" for text in texts)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    (folder / ".hidden").write_text("not this")
+    (tmp_path / "a.jsonl").write_text(lines + "\n")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "a.parquet")
+    assert decoded(tmp_path, source(folder, "text")) == expected
+    assert decoded(tmp_path, source(tmp_path / "a.jsonl", text_field="body")) == expected
+    assert decoded(tmp_path, source(tmp_path / "a.jsonl.gz", text_field="body")) == expected
+    assert decoded(tmp_path, source(tmp_path / "a.parquet", "parquet", text_field="body")) == expected
+    assert decoded(tmp_path, source(folder, "text"), source(folder, "text")) == expected * 2
+
+
+def test_a_large_text_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers_module, "TEXT_BLOCK_CHARACTERS", 10)
+    text = "".join(f"line {number}\n" for number in range(50)) + "no newline at the end"
+    (tmp_path / "a.txt").write_text(text)
+    pieces = list(readers_module.read_pieces(DataSource(path=str(tmp_path / "a.txt"), format="text")))
+    assert len(pieces) > 20
+    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert decoded(tmp_path, source(tmp_path / "a.txt", "text")) == [*text.encode(), 256]
+
+
+def test_ready_made_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.asarray([1, 2, 70_000], dtype=np.int64))
+    (tmp_path / "b.bin").write_bytes(np.asarray([5, 6], dtype="<u2").tobytes())
+    job = resolved({"train": [source(tmp_path, "tokens")], "packing": False, "shuffle": False}, global_batch=2)
+    data = build(job, tmp_path)
+    (batch,) = data.train.next_step()
+    assert batch.input_ids[:, :3].tolist() == [[1, 2, 70_000], [5, 6, 0]]
+    assert data.vocab_size == 70_001
+
+
+def json_tokenizer(folder: Path, text: str = "hello world " * 50) -> Path:
+    """A small BPE tokenizer with a BOS template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(4)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    return folder
+
+
+def test_a_tokenizers_own_bos_and_eos_frame_each_document_and_nothing_is_truncated(tmp_path: Path) -> None:
+    tokenizer = JsonTokenizer(json_tokenizer(tmp_path / "tokenizer") / "tokenizer.json")
+    assert (tokenizer.prefix_ids, tokenizer.eos_id) == ((0,), 1)
+    (tmp_path / "a.jsonl").write_text('{"text": "hello world hello world hello world"}\n{"text": "hello"}\n')
+    cache = open_token_cache(
+        [DataSource(path=str(tmp_path / "a.jsonl"), format="jsonl")], tokenizer, tmp_path / "cache"
+    )
+    documents = np.split(np.asarray(cache.tokens), cache.document_ends[:-1])
+    assert [(document[0], document[-1]) for document in documents] == [(0, 1), (0, 1)]
+    assert len(documents[0]) >= 6
+    assert cache.tokens.dtype == np.uint16
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        ("", "jsonl", "holds no text"),
+        ('{"text": "a"}\n{"text": \n', "jsonl", "line 2 is not JSON"),
+        ('{"body": "a"}\n', "jsonl", r"line 1 has no field 'text' \(it has: body\)"),
+        ('{"text": 3}\n', "jsonl", "must be a string, is int"),
+        ("x", "parquet", "is not a parquet file"),
+        ("x", "webdataset", "webdataset is for images"),
+    ],
+)
+def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str, kind: str, message: str) -> None:
+    path = tmp_path / "bad.file"
+    path.write_text(content)
+    with pytest.raises(InputError, match=message) as caught:
+        build(resolved({"train": [source(path, kind)]}), tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value) or kind == "jsonl"
+
+
+def test_wrong_paths_and_tokens_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    np.save(tmp_path / "a.npy", np.asarray([1, 999], dtype=np.int64))
+    tokenizer = str(json_tokenizer(tmp_path / "tokenizer"))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"train": [source(tmp_path / "nowhere")]}, "no such file or folder"),
+        ({"train": [source(tmp_path / "empty")]}, "no file that ends in .jsonl"),
+        ({"train": [{"path": "s3://bucket/x", "format": "text"}]}, "the trainer reads local files"),
+        ({"train": [source(tmp_path / "a.npy", "tokens")], "tokenizer": tokenizer}, "holds id 999"),
+        ({"train": [source(corpus(tmp_path))], "tokenizer": str(tmp_path / "empty")}, "holds no tokenizer.json"),
+    ]
+    for data, message in cases:
+        with pytest.raises(InputError, match=message):
+            build(resolved(data), tmp_path)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_a_second_opening_reads_the_cache_and_a_torn_cache_is_built_again(tmp_path: Path) -> None:
+    one = DataSource(path=str(corpus(tmp_path)), format="jsonl")
+    calls = []
+
+    class Counting(ByteTokenizer):
+        def encode_batch(self, texts: Any) -> Any:
+            calls.append(len(texts))
+            return super().encode_batch(texts)
+
+    first = open_token_cache([one], Counting(), tmp_path / "cache")
+    again = open_token_cache([one], Counting(), tmp_path / "cache")
+    assert len(calls) == 1 and again.digest == first.digest
+    assert isinstance(first.tokens, np.memmap)
+    (tokens,) = (tmp_path / "cache").glob("*/tokens.bin")
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    assert open_token_cache([one], Counting(), tmp_path / "cache").digest == first.digest
+    assert len(calls) == 2
+
+
+def _open_in_process(arguments: tuple[str, str]) -> str:
+    path, cache = arguments
+    return open_token_cache([DataSource(path=path, format="jsonl")], ByteTokenizer(), Path(cache)).digest
+
+
+def test_processes_that_open_it_at_once_agree(tmp_path: Path) -> None:
+    arguments = (str(corpus(tmp_path, 3000)), str(tmp_path / "cache"))
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        digests = pool.map(_open_in_process, [arguments] * 4)
+    assert len(set(digests)) == 1
+    assert len(list((tmp_path / "cache").glob("*/meta.json"))) == 1
+    assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def test_the_stream_is_what_the_seam_says() -> None:
+    assert {"next_step", "state_dict", "load_state_dict", "steps_per_epoch"} <= set(dir(BatchStream))

@@ -1,0 +1,363 @@
+"""The entrypoint, run for real: an /opt/ml tree, torchrun, and a small module in the trainer's place."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer import entrypoint
+from trainer_testing.distributed import free_port
+
+from trainyard.errors import InputError, JobFailedError
+from trainyard.spec.job import ResolvedJob
+
+CONTAINER = Path(entrypoint.__file__).resolve().parents[1]
+TRAIN_URI = "s3://acme-data/corpus/train"
+TOKENIZER_URI = "s3://acme-data/corpus/tokenizer.json"
+
+FAKE_TRAINER = '''
+"""Stands for the trainer: no torch; does what the file `behaviour` beside it says for this rank."""
+import json, os, pathlib, signal, sys, time
+place = pathlib.Path(__file__).parent
+rank = os.environ["RANK"]
+behaviour = json.loads((place / "behaviour.json").read_text())
+todo = behaviour.get(rank, behaviour.get("all", "done"))
+output = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1])
+job = json.loads(pathlib.Path(sys.argv[sys.argv.index("--resolved-job") + 1]).read_text())
+names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME".split()
+seen = {name: os.environ.get(name) for name in names}
+(output / f"seen-{rank}.json").write_text(json.dumps({"environment": seen, "job": job,
+    "pid": os.getpid(), "arguments": sys.argv}))
+def say(line):
+    """In one write: print's text and newline are two, and ranks share a pipe."""
+    os.write(1, f"{line}\\n".encode())
+say(f"step=1 rank={rank}")
+if todo == "raise":
+    raise ValueError("boom\\nsecond line")
+if todo == "peer loss":
+    time.sleep(0.3)
+    raise RuntimeError("Connection closed by peer [127.0.0.2]:1234")
+if todo == "bad input":
+    print("trainyard: data.train: no such file or folder", file=sys.stderr)
+    raise SystemExit(2)
+if todo == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if todo in ("wait", "save on stop", "ignore stop"):
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(time.time()))
+    signal.signal(signal.SIGUSR1, lambda *_: say(f"usr1 rank={rank}"))
+    (output / f"ready-{rank}").write_text("")
+    while not (stopped and todo == "save on stop"):
+        time.sleep(0.02)
+    time.sleep(0.5)
+    (output / f"saved-{rank}").write_text(str(stopped))
+    raise SystemExit(75)
+'''
+
+
+def job(num_hosts: int, processes_per_host: int) -> dict[str, Any]:
+    """A resolved job as launch writes it."""
+    world_size = num_hosts * processes_per_host
+    return {
+        "spec": {
+            "name": "tiny",
+            "model": {"config": {"model_type": "llama"}},
+            "data": {
+                "train": [{"path": TRAIN_URI, "format": "jsonl"}],
+                "tokenizer": TOKENIZER_URI,
+            },
+            "training": {"steps": 2, "global_batch_size": 4, "learning_rate": 1e-3},
+            "checkpoint": {"destination": "s3://acme-checkpoints/jobs/tiny"},
+            "recovery": {"max_restarts": 0},
+        },
+        "parallelism": {"data_replicate": world_size},
+        "num_hosts": num_hosts,
+        "processes_per_host": processes_per_host,
+        "steps": 2,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 4 // world_size,
+        "activation_checkpointing": "none",
+        "learning_rate": 1e-3,
+    }
+
+
+def opt_ml(
+    root: Path, *, host: str = "algo-1", hosts: Sequence[str] = ("algo-1",), processes_per_host: int = 2
+) -> Path:
+    """An /opt/ml tree as SageMaker makes it for one host."""
+    config = root / "input/config"
+    config.mkdir(parents=True)
+    resources = {
+        "current_host": host,
+        "hosts": list(hosts),
+        "network_interface_name": "lo",
+        "current_instance_type": "ml.p5.4xlarge",
+    }
+    (config / "resourceconfig.json").write_text(json.dumps(resources))
+    channels = {"job": "job", TRAIN_URI: "train-0", TOKENIZER_URI: "tokenizer"}
+    for name in channels.values():
+        (root / "input/data" / name).mkdir(parents=True)
+    (root / "input/data/train-0/part.jsonl").write_text('{"text": "a"}\n')
+    (root / "input/data/tokenizer/tokenizer.json").write_text("{}")
+    del channels["job"]
+    (root / "input/data/job/channels.json").write_text(json.dumps(channels))
+    (root / "input/data/job/resolved_job.json").write_text(json.dumps(job(len(hosts), processes_per_host)))
+    return root
+
+
+@contextmanager
+def running(tree: Path, behaviour: dict[str, str], **flags: str) -> Iterator[subprocess.Popen[str]]:
+    """The entrypoint over `tree`, with the fake trainer."""
+    fake = tree / "fake"
+    fake.mkdir()
+    (fake / "fake_trainer.py").write_text(FAKE_TRAINER)
+    (fake / "behaviour.json").write_text(json.dumps(behaviour))
+    paths = [flags.pop("PYTHONPATH", ""), str(fake), str(CONTAINER), str(CONTAINER.parent)]
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "TRAINYARD_OPT_ML": str(tree),
+        "TRAINYARD_RENDEZVOUS_PORT": str(free_port()),
+        "TRAINYARD_SKIP_EFA_CHECK": "1",
+        **flags,
+    }
+    program = "import sys; from trainer.entrypoint import main; sys.exit(main(module='fake_trainer'))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment,
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def run(tree: Path, behaviour: dict[str, str], **flags: str) -> tuple[int, str]:
+    """Exit code and output of a whole run."""
+    with running(tree, behaviour, **flags) as process:
+        output, _ = process.communicate(timeout=90)
+        return process.returncode, output
+
+
+def failure(tree: Path) -> list[str]:
+    """Lines of output/failure."""
+    return (tree / "output/failure").read_text().splitlines()
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Until `path` is there."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline and process.poll() is None, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie doesn't)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_ranks_get_local_paths_and_their_place(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml")
+    code, output = run(tree, {})
+    assert code == 0, output
+    seen = [json.loads((tree / f"output/data/seen-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [one["environment"]["RANK"] for one in seen] == ["0", "1"]
+    assert seen[0]["environment"]["WORLD_SIZE"] == "2"
+    assert seen[0]["environment"]["GLOO_SOCKET_IFNAME"] == "lo"
+    assert str(tree / "trainyard/scratch") in seen[0]["arguments"]
+    data = seen[0]["job"]["spec"]["data"]
+    assert data["train"][0]["path"] == str(tree / "input/data/train-0")
+    assert data["tokenizer"] == str(tree / "input/data/tokenizer/tokenizer.json")
+    assert seen[0]["job"]["spec"]["checkpoint"]["destination"] == "s3://acme-checkpoints/jobs/tiny"
+    assert not (tree / "output/failure").exists()
+    assert re.search("^step=1 rank=0$", output, re.M)
+
+
+def test_two_hosts_meet(tmp_path: Path) -> None:
+    port = str(free_port())
+    addresses = json.dumps({"algo-1": "127.0.0.2", "algo-2": "127.0.0.3"})
+    flags = {"TRAINYARD_HOST_ADDRESSES": addresses, "TRAINYARD_RENDEZVOUS_PORT": port}
+    hosts = ("algo-1", "algo-2")
+    first = opt_ml(tmp_path / "1", host="algo-1", hosts=hosts, processes_per_host=1)
+    second = opt_ml(tmp_path / "2", host="algo-2", hosts=hosts, processes_per_host=1)
+    with running(second, {}, **flags) as other:
+        code, output = run(first, {}, **flags)
+        other_output, _ = other.communicate(timeout=60)
+    assert (code, other.returncode) == (0, 0), output + other_output
+    there = json.loads((second / "output/data/seen-1.json").read_text())["environment"]
+    assert (there["RANK"], there["LOCAL_RANK"], there["WORLD_SIZE"]) == ("1", "0", "2")
+    assert (there["MASTER_ADDR"], there["MASTER_PORT"]) == ("127.0.0.2", port)
+
+
+def test_failure_names_rank_and_error_and_survivors_stop(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml")
+    code, output = run(tree, {"1": "raise", "0": "save on stop"})
+    assert code == 1
+    lines = failure(tree)
+    assert lines[0] == "rank 1 on algo-1: ValueError: boom second line"
+    assert any("Traceback" in line for line in lines[1:])
+    survivor = json.loads((tree / "output/data/seen-0.json").read_text())["pid"]
+    assert not is_alive(survivor), output
+
+
+def test_the_cause_is_named_and_not_its_consequence(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml")
+    assert run(tree, {"0": "peer loss", "1": "kill"})[0] == 1
+    assert failure(tree)[0].startswith("rank 1 on algo-1 was killed by SIGKILL")
+
+
+def test_wrong_input_is_exit_code_2(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml", processes_per_host=1)
+    assert run(tree, {"all": "bad input"})[0] == 2
+    assert failure(tree)[0] == "rank 0 on algo-1: data.train: no such file or folder"
+
+
+def test_sigterm_lets_the_ranks_save(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml")
+    with running(tree, {"all": "save on stop"}) as process:
+        for rank in (0, 1):
+            wait_for(tree / f"output/data/ready-{rank}", process)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75, output
+    assert (tree / "output/resume_me").exists() and not (tree / "output/failure").exists()
+    assert {"usr1 rank=0", "usr1 rank=1"} <= set(output.splitlines())
+    for rank in (0, 1):
+        # Once: torchrun's own SIGTERM would come on top of ours.
+        assert len(json.loads((tree / f"output/data/saved-{rank}").read_text())) == 1
+    assert "Traceback" not in output
+
+
+def test_sigterm_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml")
+    with running(tree, {"all": "wait"}) as process:
+        wait_for(tree / "trainyard/ranks", process)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75, output
+    assert "nothing new to save" in output and "step=1" not in output
+
+
+def test_ranks_that_do_not_stop_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml", processes_per_host=1)
+    with running(tree, {"all": "ignore stop"}, TRAINYARD_STOP_GRACE_SECONDS="1") as process:
+        wait_for(tree / "output/data/ready-0", process)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert failure(tree)[0] == "ranks 0 of algo-1 did not save and exit within 1 s after SIGTERM"
+
+
+def test_nothing_outlives_a_killed_entrypoint(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml", processes_per_host=1)
+    with running(tree, {"all": "wait"}) as process:
+        wait_for(tree / "output/data/ready-0", process)
+        rank = json.loads((tree / "output/data/seen-0.json").read_text())["pid"]
+        assert is_alive(rank)
+        process.kill()
+        process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while is_alive(rank) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(rank)
+
+
+def test_a_broken_torch_is_reported_as_such(tmp_path: Path) -> None:
+    broken = tmp_path / "broken/torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libtorch_cpu.so: cannot open shared object file')")
+    tree = opt_ml(tmp_path / "ml", processes_per_host=1)
+    assert run(tree, {}, PYTHONPATH=str(broken.parent))[0] == 1
+    assert failure(tree)[0] == (
+        "torch can't be imported on algo-1: ImportError: libtorch_cpu.so: cannot open shared object file"
+    )
+
+
+def test_the_entrypoint_imports_no_torch() -> None:
+    program = "import sys, trainer.entrypoint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_hosts_are_ordered_as_numbers(tmp_path: Path) -> None:
+    hosts = ("algo-1", "algo-10", "algo-2")
+    place = entrypoint.read_place(opt_ml(tmp_path, host="algo-10", hosts=hosts))
+    assert place.hosts == ("algo-1", "algo-2", "algo-10")
+    assert place.index == 2
+
+
+def test_fewer_hosts_than_planned_are_laid_out_anew(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path)
+    planned = job(2, 2)
+    del planned["parallelism"]
+    planned["parallelism"] = {"data_replicate": 4}
+    (tree / "input/data/job/resolved_job.json").write_text(json.dumps(planned))
+    here = entrypoint.read_job(tree, entrypoint.read_place(tree), {})
+    assert isinstance(here, ResolvedJob)
+    assert here.world_size == 2
+    assert here.gradient_accumulation_steps * here.micro_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda tree: (tree / "input/data/job/resolved_job.json").unlink(), "resolved_job.json: no such file"),
+        (lambda tree: (tree / "input/data/job/channels.json").write_text("{}"), "no input channel brings it"),
+        (lambda tree: (tree / "input/config/resourceconfig.json").write_text("["), "can't be read as JSON"),
+        (lambda tree: (tree / "input/config/resourceconfig.json").write_text("{}"), "has no usable 'hosts'"),
+    ],
+)
+def test_a_wrong_tree_is_one_line_and_exit_code_2(tmp_path: Path, break_it: Any, message: str) -> None:
+    tree = opt_ml(tmp_path)
+    break_it(tree)
+    assert entrypoint.main({"TRAINYARD_OPT_ML": str(tree)}) == 2
+    (line,) = failure(tree)
+    assert message in line
+
+
+def test_missing_efa_devices_fail_closed(tmp_path: Path) -> None:
+    with pytest.raises(JobFailedError, match=r"ml\.p5\.48xlarge has 32 interfaces, .* shows 1"):
+        (tmp_path / "rdmap0").mkdir()
+        entrypoint.check_efa("ml.p5.48xlarge", tmp_path)
+    for number in range(1, 32):
+        (tmp_path / f"rdmap{number}").mkdir()
+    entrypoint.check_efa("ml.p5.48xlarge", tmp_path)
+    with pytest.raises(InputError, match="has no EFA"):
+        entrypoint.check_efa("ml.g5.xlarge", tmp_path)
+
+
+def test_a_host_name_may_appear_late(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    place = entrypoint.Place("algo-2", ("algo-1", "algo-2"), "eth0", "ml.p5.48xlarge")
+    answers = [entrypoint.socket.gaierror("not known"), [(2, 1, 6, "", ("10.0.0.7", 0))]]
+
+    def answer(*_: Any, **__: Any) -> Any:
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(entrypoint.socket, "getaddrinfo", answer)
+    assert entrypoint.first_address(place, {}) == "10.0.0.7"
+    assert "algo-1 has no address yet" in capsys.readouterr().out
+    answers.append(entrypoint.socket.gaierror("not known"))
+    with pytest.raises(JobFailedError, match="host algo-1 has no address after 0 s"):
+        entrypoint.first_address(place, {}, patience_seconds=0)

@@ -1,0 +1,145 @@
+"""The bare trainer as a command: under torchrun, alone, and with wrong input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainer.__main__ import main
+from trainer_testing.distributed import TESTS, finish
+from trainer_testing.text_job import bits, read_until, rows_of, run_trainer, start_trainer, write_job
+
+from trainyard.planner import resolve
+from trainyard.spec.job import load_job
+
+REQUIRED = {"step", "attempt", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "breakdown"}
+PHASES = {"data", "forward", "backward", "communication", "optimizer", "checkpoint", "other"}
+
+
+def test_torchrun_trains_and_writes_what_the_contract_says(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "fsdp", steps=30)
+    output_dir = tmp_path / "out"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    options = ["--job", str(job), "--output-dir", str(output_dir), "--set", "training.steps=6"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *command, *options],
+        env=environment,
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = rows_of(output_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert set(row) >= REQUIRED
+        assert set(row["breakdown"]) == PHASES
+        assert row["breakdown"]["communication"] is None
+        parts = [value for value in row["breakdown"].values() if value is not None]
+        assert sum(parts) == pytest.approx(row["step_seconds"], rel=1e-6)
+        assert 8 * 31 - 32 < row["tokens"] <= 8 * 32, "all sequences are full but the file's last"
+    result = json.loads((output_dir / "result.json").read_text())
+    assert result["loss_first"] == rows[0]["loss"]
+    assert result["loss_last"] == rows[-1]["loss"]
+    assert result["validation_loss"] == rows[-1]["validation_loss"]
+    expected = {
+        "status": "completed",
+        "steps": 6,
+        "attempts": 1,
+        "strategy": "fsdp",
+        "world_size": 2,
+    }
+    assert {key: result[key] for key in expected} == expected
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("step=")] == [f"step={s}" for s in range(1, 7)]
+    assert any(line.startswith("checkpoint step=4 committed uri=") for line in lines)
+    assert any(line.startswith("validation step=6 loss=") for line in lines)
+
+
+def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=5, global_batch_size=4, deterministic=True)
+    path = tmp_path / "resolved.json"
+    path.write_text(resolve(load_job(job), world_size=1).model_dump_json())
+    command = [sys.executable, "-m", "trainer", "--resolved-job", str(path), "--output-dir", str(tmp_path / "out")]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert first.returncode == 0, first.stderr[-3000:]
+    rows = rows_of(tmp_path / "out")
+    assert len(rows) == 5
+    assert all(row["breakdown"]["communication"] == 0.0 for row in rows)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "resumed step=5 " in again.stdout
+    assert bits(rows_of(tmp_path / "out")) == bits(rows)
+    assert not any(line.startswith("step=") for line in again.stdout.splitlines())
+
+
+def test_a_diverged_job_fails_in_one_line_and_keeps_its_checkpoint(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=12, learning_rate=1e30, gradient_clip=None)
+    output, _ = run_trainer(1, job, tmp_path / "out", expected_code=1)
+    assert "training diverged; lower training.learning_rate" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--job", "{folder}/nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["--job", "{job}", "--set", "training.stepz=3"], "unknown key"),
+        (["--job", "{job}", "--set", "parallelism.data_replicate=2"], "2 ranks"),
+        (["--resolved-job", "{folder}/train.txt"], "is not valid JSON"),
+        (["--resolved-job", "{two_ranks}"], "parallelism asks for 2 ranks, but WORLD_SIZE is 1"),
+        (["--resolved-job", "{two_ranks}", "--set", "training.steps=3"], "a resolved job is final"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    job = write_job(tmp_path, "single")
+    two_ranks = tmp_path / "two_ranks.json"
+    two_ranks.write_text(resolve(load_job(write_job(tmp_path, "ddp", name="two.yaml")), world_size=2).model_dump_json())
+    places = {"folder": tmp_path, "job": job, "two_ranks": two_ranks}
+    code = main([argument.format(**places) for argument in arguments] + ["--output-dir", str(tmp_path / "out")])
+    error = capsys.readouterr().err
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_the_first_rank_of_a_host_speaks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["--job", str(tmp_path / "nowhere.yaml"), "--output-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stop_whose_save_fails_never_says_resume_me(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=5000)
+    (rank,) = start_trainer(1, job, tmp_path / "out", "--set", "checkpoint.every_steps=4000")
+    read_until(rank, "step=2 ")
+    shutil.rmtree(tmp_path / "out/checkpoints", ignore_errors=True)
+    (tmp_path / "out/checkpoints").write_text("a file where the folder of checkpoints should be")
+    rank.send_signal(signal.SIGTERM)
+    ((code, output),) = finish([rank], timeout_seconds=60)
+    assert code == 1, output
+    assert not (tmp_path / "out/resume_me").exists()
+    last = output.strip().splitlines()[-1]
+    assert "but the last checkpoint could not be saved" in last
+    assert "it continues from step 0" in last

@@ -1,0 +1,94 @@
+"""Rows of metrics.jsonl: phases sum to the step, a resume drops what came after its checkpoint."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer.metrics import PHASES, MetricsLog, Row, StepClock
+
+
+def row(step: int, attempt: int = 1, **changes: Any) -> Row:
+    values: dict[str, Any] = {
+        "step": step,
+        "attempt": attempt,
+        "loss": 1.0 / 3.0,
+        "learning_rate": 1e-3,
+        "grad_norm": 2.0,
+        "tokens": 100,
+        "step_seconds": 0.5,
+        "breakdown": dict.fromkeys(PHASES, 0.0),
+    }
+    return Row(**(values | changes))
+
+
+def test_phases_sum_to_the_step_and_validation_is_no_part_of_it() -> None:
+    excluded_seconds = 3.0
+    clock = StepClock(torch.device("cpu"), world_size=2)
+    with clock("forward"):
+        time.sleep(0.02)
+    with clock.excluded():
+        time.sleep(excluded_seconds)
+    with clock("forward"), clock("optimizer"):
+        time.sleep(0.01)
+    seconds, breakdown = clock.finish_row()
+    assert tuple(breakdown) == PHASES
+    assert breakdown["communication"] is None
+    assert breakdown["forward"] >= 0.03  # type: ignore[operator]  # only communication may be null
+    assert seconds < excluded_seconds
+    clock = StepClock(torch.device("cpu"), world_size=1)
+    with clock("backward"):
+        time.sleep(0.01)
+    time.sleep(0.01)
+    seconds, breakdown = clock.finish_row()
+    assert breakdown["communication"] == 0.0
+    assert breakdown["other"] >= 0.01  # type: ignore[operator]  # only communication may be null
+    assert sum(value for value in breakdown.values() if value is not None) == pytest.approx(seconds, abs=1e-9)
+
+
+def test_a_checkpoint_after_a_row_is_in_the_next_row() -> None:
+    clock = StepClock(torch.device("cpu"), world_size=1)
+    _, first = clock.finish_row()
+    with clock("checkpoint"):
+        time.sleep(0.01)
+    _, second = clock.finish_row()
+    assert first["checkpoint"] == 0.0
+    assert second["checkpoint"] >= 0.01  # type: ignore[operator]  # only communication may be null
+
+
+def test_rows_keep_full_precision_and_are_valid_json(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.begin_attempt(resumed_step=0)
+    log.append(row(1, grad_norm=math.inf, was_applied=False))
+    log.append(row(2, validation_loss=0.25))
+    first, second = log.rows()
+    assert first["loss"].hex() == (1.0 / 3.0).hex()
+    assert first["grad_norm"] is None
+    assert first["skipped"] is True
+    assert "validation_loss" not in first
+    assert second["validation_loss"] == 0.25
+    assert "Infinity" not in log.path.read_text()
+
+
+def test_a_resume_truncates_and_counts_attempts(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    assert log.begin_attempt(resumed_step=0) == 1
+    for step in range(1, 6):
+        log.append(row(step))
+    with log.path.open("a") as file:
+        file.write('{"step": 6, "att')  # killed while it wrote
+    assert log.begin_attempt(resumed_step=3) == 2
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2, 3]
+    assert log.begin_attempt(resumed_step=3) == 3, "an attempt that wrote no row counts too"
+    log.attempts_path.unlink()
+    log.append(row(4, attempt=3))
+    assert log.begin_attempt(resumed_step=3) == 4, "rows tell, where the counter was lost"
+
+
+def test_the_line_on_stdout_begins_with_what_filters_match() -> None:
+    line = row(12, tokens=1000, step_seconds=0.5).as_line()
+    assert line.startswith("step=12 loss=0.333333 learning_rate=0.001 ")
+    assert " tokens=1000 tokens_per_second=2000.0 step_seconds=0.5000" in line

@@ -1,0 +1,137 @@
+"""Schedule, loss, loss scaling, norms, random numbers: the small pure parts."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from trainer import loss as loss_module
+from trainer.loss import IGNORED_LABEL, next_token_loss_sum
+from trainer.loss_scaling import GROWTH_INTERVAL_STEPS, INITIAL_SCALE, LossScaler
+from trainer.optimizer import clip_factor, decay_groups, global_grad_norm
+from trainer.schedule import learning_rate_at
+from trainer.seeds import restore_rng_state, rng_state, seed_everything
+
+from trainyard.spec.job import ScheduleSpec
+
+
+def rates(num_steps: int = 10, **schedule: object) -> list[float]:
+    """The rate of each step, peak 1."""
+    spec = ScheduleSpec.model_validate(schedule)
+    return [learning_rate_at(s, num_steps=num_steps, peak=1.0, schedule=spec) for s in range(1, num_steps + 1)]
+
+
+def test_warm_up_is_a_line_from_zero_that_reaches_the_peak() -> None:
+    assert rates(kind="constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_the_last_step_has_the_final_fraction(kind: str) -> None:
+    values = rates(kind=kind, warmup_steps=2, final_fraction=0.1)
+    assert values[-1] == pytest.approx(0.1)
+    assert max(values) == 1.0
+    assert values[1:] == sorted(values[1:], reverse=True)
+
+
+def test_cosine_is_half_way_at_half_time_and_linear_is_a_line() -> None:
+    assert rates(kind="cosine")[4] == pytest.approx(0.5)
+    assert rates(kind="linear") == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+
+
+def test_wsd_holds_the_peak_until_its_decay() -> None:
+    assert rates(kind="wsd", decay_fraction=0.3) == pytest.approx([1, 1, 1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0])
+
+
+def test_a_warm_up_longer_than_the_job_never_passes_the_peak() -> None:
+    assert max(rates(kind="cosine", warmup_steps=50)) == pytest.approx(0.2)
+
+
+def test_loss_is_the_sum_over_counted_next_tokens() -> None:
+    logits = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[1, 2, 3, 4], [0, 1, IGNORED_LABEL, IGNORED_LABEL]])
+    log_probabilities = logits.log_softmax(-1)
+    counted = [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 1)]
+    expected = -sum(log_probabilities[b, i, token] for b, i, token in counted)
+    assert next_token_loss_sum(logits, labels) == pytest.approx(float(expected))
+
+
+def test_chunks_of_low_precision_logits_give_the_same_loss_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = torch.randint(0, 5, (3, 6), generator=torch.Generator().manual_seed(1))
+    values = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = []
+    for chunk in (1000, 4):
+        monkeypatch.setattr(loss_module, "CHUNK_TOKENS", chunk)
+        logits = values.clone().requires_grad_()
+        loss = next_token_loss_sum(logits, labels)
+        loss.backward()
+        assert logits.grad is not None
+        results.append((loss.item(), logits.grad))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_batch_of_padding_alone_costs_nothing_and_has_no_nan() -> None:
+    logits = torch.randn(1, 3, 4, requires_grad=True)
+    loss = next_token_loss_sum(logits, torch.full((1, 3), IGNORED_LABEL))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_the_fp16_scale_halves_on_overflow_and_grows_after_many_good_steps() -> None:
+    scaler = LossScaler.for_precision("fp16")
+    assert not scaler.accepts(math.inf)
+    assert not scaler.accepts(math.nan)
+    assert scaler.scale == INITIAL_SCALE / 4
+    assert all(scaler.accepts(1.0) for _ in range(GROWTH_INTERVAL_STEPS))
+    assert scaler.scale == INITIAL_SCALE / 2
+    resumed = LossScaler.for_precision("fp16")
+    resumed.restore(scaler.state())
+    assert resumed == scaler
+
+
+def test_other_precisions_are_never_scaled() -> None:
+    for precision in ("fp32", "bf16"):
+        scaler = LossScaler.for_precision(precision)
+        assert scaler.accepts(math.inf)
+        scaler.restore({"scale": 8.0, "num_good_steps": 3})
+        assert scaler.scale == 1.0
+
+
+def test_decay_pulls_on_matrices_alone() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3))
+    decayed, kept = decay_groups(model, 0.1)
+    assert decayed["weight_decay"] == 0.1
+    assert {tuple(p.shape) for p in decayed["params"]} == {(4, 3), (3, 3)}
+    assert kept["weight_decay"] == 0.0
+    assert all(p.ndim == 1 for p in kept["params"])
+    assert len(kept["params"]) == 3
+
+
+def test_the_norm_is_over_all_gradients_and_clipping_brings_it_to_the_limit() -> None:
+    gradients = [torch.full((3,), 2.0), torch.full((2, 2), 1.0)]
+    assert global_grad_norm(gradients, None) == pytest.approx(4.0)
+    assert clip_factor(4.0, 1.0) == pytest.approx(0.25, rel=1e-5)
+    assert clip_factor(0.5, 1.0) == 1.0
+    assert clip_factor(4.0, None) == 1.0
+    assert global_grad_norm([torch.tensor([math.nan])], None) == math.inf
+
+
+def test_random_numbers_go_on_where_they_were_and_differ_by_rank() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    seed_everything(5)
+    random.gauss(0, 1)  # leaves a cached value, part of Python's state
+    state = rng_state()
+    expected = [draw() for _ in range(3)] + [(random.gauss(0, 1),)]
+    seed_everything(6)
+    restore_rng_state(state)
+    assert [draw() for _ in range(3)] + [(random.gauss(0, 1),)] == expected
+    seed_everything(5, rank=1)
+    other = draw()
+    seed_everything(5)
+    assert all(a != b for a, b in zip(draw(), other, strict=True))

@@ -1,0 +1,173 @@
+"""Adafactor, Muon and the running average: torch's own numbers, equal under every layout, resumed bit for bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from trainer.matrix_optimizers import MUON_RMS, Adafactor, Muon, orthogonalized
+from trainer.model import build_model
+from trainer.optimizer import build_optimizer, moments_of
+from trainer.strategies import check_supported
+from trainer_testing.families import FAMILIES
+from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+
+from trainyard.errors import InputError
+
+HALF, STEPS = 3, 6
+KINDS: dict[str, dict[str, Any]] = {
+    "adafactor": {"kind": "adafactor"},
+    "muon": {"kind": "muon"},
+    "average": {"kind": "adamw", "average_decay": 0.9},
+    "muon of experts": {"kind": "muon"},
+}
+MODELS = {"muon of experts": FAMILIES["Mixtral"]}
+ENGINES = ("ddp", "fsdp")
+
+
+def job_of(name: str) -> dict[str, Any]:
+    """tiny_job's arguments."""
+    changes: dict[str, Any] = {"optimizer": KINDS[name]}
+    return changes | ({"model": MODELS[name]} if name in MODELS else {})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("optimizers")
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Result]:
+    names = [*KINDS]
+    results = run(1, [RunRequest("single", last_step=STEPS, job=job_of(name)) for name in names])
+    return dict(zip(names, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> dict[tuple[str, str], Result]:
+    cases = [(name, engine) for name in KINDS for engine in ENGINES]
+    requests = [
+        RunRequest(
+            engine, last_step=STEPS, save=str(folder / f"{name}-{engine}"), save_after_step=HALF, job=job_of(name)
+        )
+        for name, engine in cases
+    ]
+    results = run(2, requests)
+    return dict(zip(cases, results, strict=True))
+
+
+def test_every_layout_equals_one_process(one_rank: dict[str, Result], two_ranks: dict[tuple[str, str], Result]) -> None:
+    errors = {case: worst_relative_error(result, one_rank[case[0]]) for case, result in two_ranks.items()}
+    print({case: f"{error:.0e}" for case, error in errors.items()})
+    assert {case: error for case, error in errors.items() if error > 1e-5} == {}
+
+
+def test_the_kinds_are_others_than_adamw_and_learn(one_rank: dict[str, Result]) -> None:
+    losses = {name: result["loss"] for name, result in one_rank.items()}
+    assert losses["muon"][-1] < losses["muon"][0] - 0.05
+    assert abs(losses["adafactor"][-1] - losses["muon"][-1]) > 1e-3
+    assert abs(losses["average"][-1] - losses["muon"][-1]) > 1e-3
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_and_under_the_other_layout(
+    folder: Path, two_ranks: dict[tuple[str, str], Result]
+) -> None:
+    cases = [(name, source, target) for name in KINDS for source in ENGINES for target in ENGINES]
+    requests = [
+        RunRequest(target, HALF + 1, STEPS, load=str(folder / f"{name}-{source}"), job=job_of(name))
+        for name, source, target in cases
+    ]
+    for (name, source, target), result in zip(cases, run(2, requests), strict=True):
+        expected = two_ranks[name, source]
+        if source == target:
+            assert result["loss"] == expected["loss"][HALF:], (name, source)
+            assert result["validation"] == expected["validation"], (name, source)
+        assert worst_relative_error(result, expected) < 1e-5, (name, source, target)
+
+
+def test_the_average_is_saved_under_the_weights_names(folder: Path, two_ranks: dict[tuple[str, str], Result]) -> None:
+    saved = FileSystemReader(folder / "average-fsdp").read_metadata().state_dict_metadata
+    weights = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    assert {f"optim.{name}.average" for name in weights} <= set(saved)
+
+
+def run_steps(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    """Steps over the same made-up gradients every time."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(num_steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.1
+        optimizer.step()
+
+
+def after_steps(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *shapes: tuple[int, ...]) -> Any:
+    """The weights after 5 steps of an optimizer."""
+    generator = torch.Generator().manual_seed(2)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    run_steps(parameters, build(parameters), 5)
+    return [parameter.detach() for parameter in parameters]
+
+
+def test_adafactor_is_torchs() -> None:
+    shapes = ((6, 10), (10, 6), (7,), (3, 4, 5))
+    ours = after_steps(lambda p: Adafactor([{"params": p, "weight_decay": 0.1}], lr=0.02), *shapes)
+    theirs = after_steps(lambda p: torch.optim.Adafactor(p, lr=0.02, weight_decay=0.1), *shapes)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_muon_is_torchs_up_to_its_bf16_and_leaves_the_rest_to_adamw() -> None:
+    def muon(orthogonal: bool) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+        return lambda p: Muon(
+            [{"params": p, "weight_decay": 0.1, "orthogonal": orthogonal}], lr=0.02, betas=(0.9, 0.95), eps=1e-8
+        )
+
+    shapes = ((16, 10), (10, 16))
+    theirs = after_steps(lambda p: torch.optim.Muon(p, lr=0.02, adjust_lr_fn="match_rms_adamw"), *shapes)
+    torch.testing.assert_close(after_steps(muon(True), *shapes), theirs, rtol=0.05, atol=2e-3)
+    adamw = after_steps(lambda p: torch.optim.AdamW(p, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1), *shapes)
+    torch.testing.assert_close(after_steps(muon(False), *shapes), adamw, rtol=1e-5, atol=1e-7)
+
+
+def test_orthogonalized_singular_values_are_about_one() -> None:
+    matrices = torch.randn((3, 12, 20), generator=torch.Generator().manual_seed(1))
+    for tensor in (matrices, matrices.mT):
+        values = torch.linalg.svdvals(orthogonalized(tensor))
+        assert 0.6 < values.min() < values.max() < 1.3
+    assert pytest.approx(0.2) == MUON_RMS
+
+
+def test_muon_takes_the_blocks_matrices_alone() -> None:
+    job = tiny_job("single", 1, optimizer={"kind": "muon"}, model=FAMILIES["Llama"])
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    optimizer = build_optimizer(model, job)
+    muons = {name for name, p in model.named_parameters() if "momentum_buffer" in moments_of(optimizer, p)}
+    assert muons == {name for name, _ in model.named_parameters() if "_proj." in name}
+
+
+def test_the_average_follows_the_weights() -> None:
+    job = tiny_job("single", 1, optimizer={"average_decay": 0.5}, model=FAMILIES["Llama"])
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    optimizer, parameter = build_optimizer(model, job), model.get_input_embeddings().weight
+    before = parameter.detach().clone()
+    run_steps(list(model.parameters()), optimizer, 1)
+    torch.testing.assert_close(moments_of(optimizer, parameter)["average"], (before + parameter.detach()) / 2)
+    assert not torch.equal(before, parameter)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "message"),
+    [
+        ({"kind": "adamw_8bit"}, "fsdp", r"adamw_8bit needs 8-bit CUDA kernels"),
+        ({"kind": "muon"}, "zero2", r"kind: muon is not implemented with engine: deepspeed"),
+        ({"kind": "adafactor"}, "zero3", r"kind: adafactor is not implemented with engine: deepspeed"),
+        ({"average_decay": 0.9}, "zero1", r"average_decay is not implemented with engine: deepspeed"),
+    ],
+)
+def test_what_an_optimizer_can_not_do_is_one_line(optimizer: dict[str, Any], strategy: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        check_supported(tiny_job(strategy, 2, optimizer=optimizer), device_type="cpu")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,99 @@
+"""Ranks that die, raise or freeze: found, stopped, started again from the last checkpoint, and never a wrong loss."""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_testing.distributed import finish
+from trainer_testing.host import entrypoints, recoveries, write_trees
+from trainer_testing.text_job import bits, read_until, rows_of, run_trainer, start_trainer, write_job
+
+STEPS = 12
+SETTINGS = ["checkpoint.every_steps=3", "recovery.hang_seconds=4", "recovery.backoff_seconds=0.1"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The job's file, and what each of its steps gives when nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = write_job(folder, "ddp", steps=STEPS)
+    _, rows = run_trainer(2, job, folder / "out", "--set", "checkpoint.every_steps=3")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    return job, bits(rows)
+
+
+def run(
+    root: Path, job: Path, faults: Sequence[dict[str, Any]], *settings: str, num_hosts: int = 1
+) -> tuple[list[int], str, list[Path]]:
+    """Exit codes of the hosts, what they said, and their trees."""
+    overrides = [*SETTINGS, f"checkpoint.destination={root}/checkpoints", *settings]
+    trees = write_trees(root, job, num_hosts=num_hosts, overrides=overrides)
+    with entrypoints(trees, faults) as processes:
+        ended = finish(processes, timeout_seconds=240)
+    return [code for code, _ in ended], "\n".join(output for _, output in ended), trees
+
+
+def test_a_frozen_and_a_raising_rank_cost_a_few_steps_and_no_bit(
+    undisturbed: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    job, expected = undisturbed
+    faults = [{"rank": 1, "step": 5, "kind": "stop"}, {"rank": 0, "step": 12, "kind": "raise"}]
+    codes, output, (tree,) = run(tmp_path, job, faults)
+    assert codes == [0], output[-6000:]
+    assert bits(rows_of(tree / "output/data")) == expected
+    rows = recoveries(tree)
+    assert [(row["restart"], row["last_step"]) for row in rows] == [(1, 4), (2, 11)]
+    assert all(0 < row["seconds_to_next_step"] < 60 for row in rows)
+    assert "rank 1 on algo-1 hangs" in rows[0]["reason"] and "is stopped" in rows[0]["reason"]
+    assert rows[1]["reason"] == "rank 0 on algo-1: ValueError: injected"
+    # From the newest checkpoint, not from the beginning.
+    resumed = [line.split()[1] for line in output.splitlines() if line.startswith("resumed ")]
+    # Step 9's save may have been on its way when the rank raised.
+    assert resumed[0] == "step=3" and resumed[1:] in (["step=6"], ["step=9"])
+    assert "next_batch" in (tree / "output/data/stacks/rank-1.txt").read_text()
+    assert "most recent call first" in (tree / "output/data/stacks/rank-0.txt").read_text()
+    assert not (tree / "output/failure").exists()
+
+
+def test_two_hosts_restart_together(undisturbed: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    job, expected = undisturbed
+    faults = [{"rank": 1, "step": 5, "kind": "kill"}, {"rank": 1, "step": 8, "kind": "stop"}]
+    codes, output, trees = run(tmp_path, job, faults, num_hosts=2)
+    assert codes == [0, 0], output[-6000:]
+    assert bits(rows_of(trees[0] / "output/data")) == expected
+    rows = recoveries(trees[0])
+    assert [row["last_step"] for row in rows] == [4, 7]
+    assert "rank 1 on algo-2 was killed by SIGKILL" in rows[0]["reason"]
+    assert "rank 1 on algo-2 hangs" in rows[1]["reason"] and "is stopped" in rows[1]["reason"]
+    assert recoveries(trees[1]) == []
+
+
+def test_an_error_that_comes_back_at_the_same_step_ends_the_job_with_a_diagnosis(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=STEPS)
+    codes, output, (tree,) = run(tmp_path, job, [{"rank": 0, "step": 4, "kind": "raise", "always": True}])
+    assert codes == [1], output[-6000:]
+    assert (tree / "output/failure").read_text().splitlines()[0] == (
+        "rank 0 on algo-1: ValueError: injected; twice in a row at step 4 with the same error,"
+        " so another restart can't help: mend it, then `trainyard resume`"
+    )
+    assert output.count("recovery restart=1 last_step=3") == 1
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_batch(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "ddp", steps=STEPS)
+    # Dropout draws anew on another layout; all else must not change.
+    still = ("--set", "model.config.attention_dropout=0.0")
+    alone = (*still, "--set", "parallelism=auto")
+    _, whole = run_trainer(1, job, tmp_path / "whole", *alone)
+    ranks = start_trainer(2, job, tmp_path / "out", *still)
+    read_until(ranks[0], "step=5 ")
+    ranks[1].send_signal(signal.SIGTERM)
+    assert [code for code, _ in finish(ranks, timeout_seconds=60)] == [75, 75]
+    num_before = len(rows_of(tmp_path / "out"))
+    _, rows = run_trainer(1, job, tmp_path / "out", *alone)
+    assert 5 <= num_before < STEPS and [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in whole]
+    worst = max(abs(ours["loss"] / theirs["loss"] - 1) for ours, theirs in zip(rows, whole, strict=True))
+    assert worst < 1e-5

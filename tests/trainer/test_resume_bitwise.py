@@ -1,0 +1,80 @@
+"""Killed without notice, a job goes on in new processes as if nothing had happened: the same losses, bit for bit."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_testing.distributed import finish
+from trainer_testing.text_job import bits, read_until, rows_of, run_trainer, start_trainer, write_job
+
+STEPS, CHECKPOINT, KILLED_AFTER = 24, 4, 7
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero2"])
+def test_kill_9_and_resume_equal_the_uninterrupted_run(layout: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path, layout, steps=STEPS, validation_every_steps=3)
+    _, whole = run_trainer(2, job, tmp_path / "whole")
+    assert [row["step"] for row in whole] == list(range(1, STEPS + 1))
+
+    # fsdp: another machine, with the checkpoints' folder alone in common.
+    output_dir = tmp_path / ("fresh" if layout == "fsdp" else "killed")
+    shared = ("--set", f"checkpoint.destination={tmp_path}/shared") if layout == "fsdp" else ()
+    ranks = start_trainer(2, job, tmp_path / "killed", *shared)
+    read_until(ranks[0], f"step={KILLED_AFTER} ")
+    for rank in ranks:
+        rank.kill()
+    finish(ranks, timeout_seconds=20)
+    assert not (tmp_path / "killed" / "result.json").exists()
+
+    output, resumed = run_trainer(2, job, output_dir, *shared)
+    step = resumed_step(output)
+    assert CHECKPOINT <= step < STEPS
+    assert bits(resumed) == bits(whole)
+    assert [row["attempt"] for row in resumed] == [1] * step + [2] * (STEPS - step)
+    result = json.loads((output_dir / "result.json").read_text())
+    assert (result["attempts"], result["status"], result["strategy"]) == (2, "completed", layout)
+    assert result["loss_last"] == whole[-1]["loss"]
+    if layout == "fsdp":
+        assert json.loads((tmp_path / "shared" / "result.json").read_text()) == result
+        assert bits(rows_of(tmp_path / "shared")) == bits(whole)
+    if layout == "ddp":
+        stop_and_resume(job, tmp_path / "stopped", whole)
+    if layout == "zero2":
+        take_over_with_one_rank(job, output_dir, whole)
+
+
+def resumed_step(output: str) -> int:
+    lines = [line for line in output.splitlines() if line.startswith("resumed step=")]
+    assert len(lines) == 1, output
+    return int(lines[0].split()[1].removeprefix("step="))
+
+
+def stop_and_resume(job: Path, output_dir: Path, whole: list[dict[str, Any]]) -> None:
+    """SIGTERM to one rank alone: all save the same step, say that they want to be resumed, and are, bit for bit."""
+    ranks = start_trainer(2, job, output_dir)
+    read_until(ranks[0], "step=2 ")
+    ranks[1].send_signal(signal.SIGTERM)
+    outputs = finish(ranks, timeout_seconds=60)
+    assert [code for code, _ in outputs] == [75, 75], outputs
+    step = rows_of(output_dir)[-1]["step"]
+    assert step < STEPS
+    assert (output_dir / "resume_me").read_text() == f"step={step}\n"
+    assert json.loads((output_dir / "result.json").read_text())["status"] == "interrupted"
+    assert f"checkpoint step={step} committed" in outputs[0][1]
+
+    output, resumed = run_trainer(2, job, output_dir)
+    assert resumed_step(output) == step
+    assert bits(resumed) == bits(whole)
+    assert not (output_dir / "resume_me").exists()
+
+
+def take_over_with_one_rank(job: Path, output_dir: Path, whole: list[dict[str, Any]]) -> None:
+    """Another engine on one rank goes on: other bits (dropout is drawn per rank), the same past, and no jump."""
+    more = ("--set", "parallelism={}", "--set", f"training.steps={STEPS + 3}", "--set", "training.learning_rate=1e-5")
+    output, rows = run_trainer(1, job, output_dir, *more)
+    assert resumed_step(output) == STEPS
+    assert bits(rows[:STEPS]) == bits(whole)
+    assert len(rows) == STEPS + 3
+    assert abs(rows[-1]["loss"] - whole[-1]["loss"]) < 0.1 * whole[-1]["loss"]

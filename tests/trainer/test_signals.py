@@ -1,0 +1,57 @@
+"""Signals heard by one rank are agreed on by all."""
+
+import os
+import signal
+import sys
+
+import torch.distributed as dist
+from trainer.signals import StopFlag
+from trainer_testing.distributed import run_ranks
+
+
+def test_each_signal_is_one_decision() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopFlag(None) as flag:
+        assert flag.agreed(1) == "none"
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert flag.agreed(2) == "save"
+        assert flag.agreed(3) == "none"
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert flag.agreed(4) == "save_and_exit"
+        assert flag.agreed(5) == "save_and_exit"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_request_counts_like_a_signal() -> None:
+    flag = StopFlag(None)
+    flag.request("save")
+    flag.request("none")
+    assert flag.agreed(1) == "save"
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step() -> None:
+    outputs = run_ranks(3, "test_signals", timeout_seconds=60)
+    assert [output.split() for output in outputs] == [["2:save", "4:save_and_exit"]] * 3
+
+
+def rank_main() -> None:
+    """Rank 1 hears SIGUSR1 in step 2, rank 2 SIGTERM in step 4; every rank prints what was agreed on when."""
+    dist.init_process_group("gloo")
+    with StopFlag(dist.group.WORLD) as flag:
+        for step in range(1, 6):
+            if (dist.get_rank(), step) == (1, 2):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if (dist.get_rank(), step) == (2, 4):
+                os.kill(os.getpid(), signal.SIGTERM)
+            decision = flag.agreed(step)
+            if decision != "none":
+                print(f"{step}:{decision}", flush=True)
+            if decision == "save_and_exit":
+                break
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    rank_main()
+    sys.exit(0)

@@ -1,0 +1,70 @@
+"""Runs a module as N gloo ranks on this machine, as torchrun would, without torchrun's own start-up time."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_ranks(num_ranks: int, module: str, *arguments: str) -> list[subprocess.Popen[str]]:
+    """`python -m module arguments` once a rank, with torchrun's environment; stdout and stderr are one pipe."""
+    port = free_port()
+    base = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    ranks = []
+    for rank in range(num_ranks):
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                env=base | place,
+                cwd=TESTS,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return ranks
+
+
+def finish(ranks: Sequence[subprocess.Popen[str]], timeout_seconds: float) -> list[tuple[int, str]]:
+    """Waits for all ranks: (exit code, output) of each. When time runs out, the rest are killed."""
+    deadline = time.monotonic() + timeout_seconds
+    outputs: list[tuple[int, str]] = []
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            outputs.append((rank.returncode, output))
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.communicate()
+    return outputs
+
+
+def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 240) -> list[str]:
+    """Runs the ranks to a good end and returns their outputs; fails with the outputs of those that did not end well."""
+    outputs = finish(start_ranks(num_ranks, module, *arguments), timeout_seconds)
+    failed = [f"rank {rank} exited {code}:\n{text[-4000:]}" for rank, (code, text) in enumerate(outputs) if code != 0]
+    assert not failed, "\n".join(failed)
+    return [text for _, text in outputs]

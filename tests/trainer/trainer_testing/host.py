@@ -1,0 +1,83 @@
+"""A job under the real entrypoint: one or two hosts of this machine, each with its /opt/ml tree."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer import entrypoint
+
+from trainer_testing.distributed import TESTS, free_port
+from trainer_testing.faulty_trainer import FOLDER_VARIABLE
+from trainyard.planner import resolve
+from trainyard.spec.job import load_job
+
+CONTAINER = Path(entrypoint.__file__).resolve().parents[1]
+MODULE = "trainer_testing.faulty_trainer"
+
+
+def write_trees(root: Path, job: Path, *, num_hosts: int, overrides: Sequence[str]) -> list[Path]:
+    """One tree a host; the job's paths are this machine's own, so it needs no channels."""
+    resolved = resolve(load_job(job, overrides))
+    trees = []
+    hosts = [f"algo-{number + 1}" for number in range(num_hosts)]
+    per_host = resolved.world_size // num_hosts
+    resolved = resolved.model_copy(update={"num_hosts": num_hosts, "processes_per_host": per_host})
+    for host in hosts:
+        tree = root / host
+        (tree / "input/config").mkdir(parents=True)
+        (tree / "input/data/job").mkdir(parents=True)
+        resources = {"current_host": host, "hosts": hosts, "network_interface_name": "lo"}
+        (tree / "input/config/resourceconfig.json").write_text(json.dumps(resources))
+        (tree / "input/data/job/resolved_job.json").write_text(resolved.model_dump_json())
+        (tree / "input/data/job/channels.json").write_text("{}")
+        trees.append(tree)
+    return trees
+
+
+@contextmanager
+def entrypoints(trees: Sequence[Path], faults: Sequence[dict[str, Any]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """The hosts, running; whatever is left of them is killed at the end."""
+    folder = trees[0].parent / "faults"
+    folder.mkdir(exist_ok=True)
+    (folder / "faults.json").write_text(json.dumps(list(faults)))
+    addresses = {f"algo-{number + 1}": f"127.0.0.{number + 2}" for number in range(len(trees))}
+    common = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ.get("HOME", "/"),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(CONTAINER), str(CONTAINER.parent)]),
+        "TRAINYARD_RENDEZVOUS_PORT": str(free_port()),
+        "TRAINYARD_HOST_ADDRESSES": json.dumps(addresses),
+        "TRAINYARD_SKIP_EFA_CHECK": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        FOLDER_VARIABLE: str(folder),
+    }
+    program = f"import sys; from trainer.entrypoint import main; sys.exit(main(module={MODULE!r}))"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=common | {"TRAINYARD_OPT_ML": str(tree)},
+            cwd=tree,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for tree in trees
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def recoveries(tree: Path) -> list[dict[str, Any]]:
+    """recovery.jsonl of the first host."""
+    path = tree / "output/data/recovery.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,112 @@
+"""One rank: trains the tiny job under each strategy in turn and prints, on rank 0, what every step gave.
+
+`python -m trainer_testing.strategy_worker '[{"strategy": "ddp", "last_step": 20}, ...]'`; see `RunRequest`.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from trainer.leaving import leave
+from trainer.model import build_model
+from trainer.runtime import Runtime, distributed_runtime
+from trainer.schedule import learning_rate_at
+from trainer.strategies import Strategy, build_strategy
+
+from trainer_testing.distributed import run_ranks
+from trainer_testing.tiny import VOCAB_SIZE, global_targets, rank_batches, tiny_job
+from trainyard.spec.job import ResolvedJob
+
+MARK = "RESULT "
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One strategy's run over steps first_step..last_step."""
+
+    strategy: str
+    first_step: int = 1
+    last_step: int = 20
+    load: str | None = None
+    """Checkpoint folder read before the first step."""
+    save: str | None = None
+    """Checkpoint folder written after `save_after_step`."""
+    save_after_step: int = 0
+    job: dict[str, Any] = field(default_factory=dict)
+    """Changes to the tiny job."""
+
+
+def run(world_size: int, requests: Sequence[RunRequest], timeout_seconds: float = 240) -> list[Result]:
+    """All requests one after the other in one launch of `world_size` ranks: rank 0's results, in order."""
+    asked = json.dumps([asdict(request) for request in requests])
+    output = run_ranks(world_size, "trainer_testing.strategy_worker", asked, timeout_seconds=timeout_seconds)[0]
+    results = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+    assert [result["strategy"] for result in results] == [request.strategy for request in requests], output[-4000:]
+    return results
+
+
+def worst_relative_error(result: Result, reference: Result) -> float:
+    """Over losses, gradient norms and the validation loss; a reference of more steps is compared from its end."""
+    pairs = [
+        pair
+        for key in ("loss", "grad_norm", "validation")
+        for pair in zip(result[key], reference[key][-len(result[key]) :], strict=True)
+    ]
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+
+
+def no_clock(_: str) -> AbstractContextManager[None]:
+    """Times nothing."""
+    return nullcontext()
+
+
+def train(request: RunRequest, job: ResolvedJob, strategy: Strategy, runtime: Runtime) -> Result:
+    """Losses, gradient norms and the validation loss at the end, as every rank sees them."""
+    assert job.steps is not None
+    if request.load:
+        tensors = strategy.state_tensors()
+        dcp.load(tensors, checkpoint_id=request.load)
+        strategy.after_load(tensors)
+    losses, grad_norms, applied = [], [], []
+    for step in range(request.first_step, request.last_step + 1):
+        batches, targets = rank_batches(job, step, strategy.data_parallel_rank), global_targets(step)
+        loss_sum = strategy.forward_backward(batches, targets, no_clock)
+        rate = learning_rate_at(step, num_steps=job.steps, peak=job.learning_rate, schedule=job.spec.training.schedule)
+        update = strategy.optimizer_step(rate)
+        losses.append(runtime.sum_over_ranks(loss_sum.item())[0] / targets)
+        grad_norms.append(update.grad_norm)
+        applied.append(update.was_applied)
+        if request.save and step == request.save_after_step:
+            dcp.save(strategy.state_tensors(), checkpoint_id=request.save)
+    validation = strategy.evaluate(rank_batches(job, 999, strategy.data_parallel_rank))
+    total = runtime.sum_over_ranks(validation.item())[0] / global_targets(999)
+    return {"loss": losses, "grad_norm": grad_norms, "applied": applied, "validation": [total]}
+
+
+def main(requests: Sequence[RunRequest]) -> None:
+    """Every request, in one process group."""
+    with distributed_runtime(cpu_threads=1) as runtime:
+        for request in requests:
+            job = tiny_job(request.strategy, runtime.world_size, **request.job)
+            started = time.perf_counter()
+            strategy = build_strategy(job, model=build_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
+            assert strategy.name == request.strategy
+            built = time.perf_counter()
+            seen = train(request, job, strategy, runtime)
+            seconds = {"build": built - started, "train": time.perf_counter() - built}
+            strategy.close()
+            if runtime.is_first:
+                print(MARK + json.dumps({"strategy": request.strategy, "seconds": seconds, **seen}), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main([RunRequest(**request) for request in json.loads(sys.argv[1])])
+    leave(0)

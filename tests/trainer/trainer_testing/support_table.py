@@ -1,0 +1,150 @@
+"""docs/support.md: each model family under each engine, measured against one process or refused with the reason.
+
+`cd tests/trainer && python -m trainer_testing.support_table` runs every case at two ranks and writes the page: minutes.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.model import build_model
+from trainer.strategies import check_supported
+
+from trainer_testing.families import FAMILIES, adapter
+from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+from trainyard.errors import InputError
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "support.md"
+ENGINES = {
+    "ddp": "DDP",
+    "fsdp": "FSDP2",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "tensor2": "tensor",
+    "pipeline2": "pipeline",
+    "context2": "context",
+    "expert2-fsdp2": "expert, FSDP2",
+}
+"""Strategy name -> the table's column."""
+PRODUCTS: dict[str, dict[str, int]] = {
+    "tensor2": {"tensor": 2},
+    "pipeline2": {"pipeline": 2},
+    "context2": {"context": 2},
+    "expert2-fsdp2": {"data_shard": 2, "expert": 2},
+}
+"""Strategy name -> the job's parallelism section, for those that `tiny.LAYOUTS` leaves out."""
+METHODS = ("full", "lora", "qlora")
+STEPS = 4
+WORLD_SIZE = 2
+TOLERANCE = 1e-5
+
+
+class Case(NamedTuple):
+    """One cell of the table."""
+
+    family: str
+    method: str
+    engine: str
+
+
+CASES = [Case(family, method, engine) for method in METHODS for family in FAMILIES for engine in ENGINES]
+
+
+def request(case: Case, strategy: str, sources: Path) -> RunRequest:
+    """The case's run under `strategy`: its own engine, or one process. `sources`: base models, by `source_of`."""
+    if case.method == "full":
+        job: dict[str, Any] = {"model": FAMILIES[case.family]}
+    else:
+        job = {"source": str(source_of(sources, case.family)), "adapter": adapter(case.family, case.method)}
+    if strategy in PRODUCTS:
+        job["parallelism"] = PRODUCTS[strategy]
+    return RunRequest(strategy=strategy, last_step=STEPS, job=job)
+
+
+def source_of(sources: Path, family: str) -> Path:
+    """Where the family's base model lies."""
+    return sources / family.replace(", ", "-")
+
+
+def save_sources(sources: Path, families: Iterable[str]) -> None:
+    """Writes a base model of random weights for each family."""
+    for family in families:
+        model = build_model(tiny_job("single", 1, model=FAMILIES[family]), vocab_size=VOCAB_SIZE)
+        model.save_pretrained(source_of(sources, family))
+
+
+def refusal(case: Case) -> str | None:
+    """Why the trainer refuses the case before anything is read; None when it runs it."""
+    job = tiny_job(case.engine, WORLD_SIZE, **request(case, case.engine, Path("base")).job)
+    try:
+        check_supported(job, device_type="cpu")
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def measure(cases: Sequence[Case]) -> dict[Case, float]:
+    """The worst relative error over losses, gradient norms and validation loss, two ranks against one process."""
+    models = list({(case.family, case.method): case for case in cases}.values())
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(folder)
+        save_sources(sources, {case.family for case in models if case.method != "full"})
+        references = run(1, [request(case, "single", sources) for case in models])
+        results = run(WORLD_SIZE, [request(case, case.engine, sources) for case in cases], timeout_seconds=900)
+    by_model = {(case.family, case.method): result for case, result in zip(models, references, strict=True)}
+    return {
+        case: worst_relative_error(result, by_model[case.family, case.method])
+        for case, result in zip(cases, results, strict=True)
+    }
+
+
+def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
+    """The page's text."""
+    reasons = list(dict.fromkeys(refusals.values()))
+
+    def cell(case: Case) -> str:
+        return f"refused ({reasons.index(refusals[case]) + 1})" if case in refusals else f"{errors[case]:.0e}"
+
+    lines = [
+        "# Models and engines",
+        "",
+        "Each number is measured: the worst relative difference from one process, over losses, gradient norms and",
+        f"the validation loss of {STEPS} optimizer steps in float32 with accumulation, clipping and unequal sequences,",
+        f"of a tiny model of the family on {WORLD_SIZE} CPU ranks. At most {TOLERANCE:.0e} is allowed. What can't be",
+        "done is refused before anything is read.",
+        "",
+        "Written by `python -m trainer_testing.support_table` in `tests/trainer`.",
+    ]
+    for method in METHODS:
+        lines += ["", f"## {method}", "", f"| family | {' | '.join(ENGINES.values())} |"]
+        lines.append("|---" * (1 + len(ENGINES)) + "|")
+        for family in FAMILIES:
+            cells = [cell(Case(family, method, engine)) for engine in ENGINES]
+            lines.append(f"| {family} | {' | '.join(cells)} |")
+    if reasons:
+        lines += ["", "## Refusals", "", *(f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1))]
+    return "\n".join(lines) + "\n"
+
+
+def refusals_of(cases: Iterable[Case]) -> dict[Case, str]:
+    """The refused cases, each with its line."""
+    return {case: reason for case in cases if (reason := refusal(case)) is not None}
+
+
+def main() -> int:
+    """Measures everything and writes the page; 1 when a case is out of tolerance."""
+    refusals = refusals_of(CASES)
+    errors = measure([case for case in CASES if case not in refusals])
+    PAGE.write_text(page(errors, refusals), encoding="utf-8")
+    wrong = {case: error for case, error in errors.items() if error > TOLERANCE}
+    for case, error in wrong.items():
+        print(f"{case}: {error:.1e}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The bare trainer: `torchrun --nproc-per-node N -m trainer --job JOB.yaml --output-dir DIR`.
+
+Exit codes: 0 done; 75 stopped by a signal, progress saved, to be resumed (the file DIR/resume_me says so too, because
+torchrun exits 1 whatever its workers exit with); 1 the job failed; 2 the input was wrong.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.leaving import EXIT_RESUME_ME, leave
+from trainyard.errors import InputError, TrainyardError
+from trainyard.spec.base import parse
+from trainyard.spec.job import ResolvedJob, load_job
+
+RESUME_FILE = "resume_me"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one rank; returns its exit code."""
+    options = _options(arguments)
+    try:
+        return _run(options)
+    except TrainyardError as error:
+        # One line a host, not one a rank: what is wrong here is wrong for all of them.
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            sys.stderr.write(f"trainyard: {error}\n")
+        return error.exit_code
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer",
+        description="Train one job on this rank; start it under torchrun for more than one rank.",
+        epilog="example: torchrun --nproc-per-node 2 -m trainer --job job.yaml --output-dir out --set training.steps=9",
+    )
+    job = parser.add_mutually_exclusive_group(required=True)
+    job.add_argument("--job", type=Path, help="job spec (YAML); each auto is decided for this world size")
+    job.add_argument("--resolved-job", type=Path, help="resolved job (JSON), as launch writes it")
+    parser.add_argument("--output-dir", type=Path, required=True, help="gets metrics.jsonl, result.json, checkpoints/")
+    parser.add_argument(
+        "--scratch-dir", type=Path, help="token cache and checkpoints on their way (default: OUTPUT_DIR/scratch)"
+    )
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a value of --job"
+    )
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace) -> int:
+    world_size = _launched_world_size()
+    job = _resolved_job(options, world_size)
+    output_dir: Path = options.output_dir
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output-dir {output_dir}: can't be made: {error.strerror or error}") from None
+
+    # torch takes seconds to import: a wrong job is refused before that.
+    from trainer.loop import Outcome, train
+    from trainer.runtime import distributed_runtime
+    from trainer.session import Session
+
+    with distributed_runtime(cpu_threads=job.spec.training.cpu_threads) as runtime:
+        session = Session(
+            job, runtime, output_dir=output_dir, scratch_dir=options.scratch_dir or output_dir / "scratch"
+        )
+        if runtime.is_first:
+            (output_dir / RESUME_FILE).unlink(missing_ok=True)
+        outcome = train(session)
+        session.finish(outcome.value)
+        session.close()
+        if outcome is Outcome.INTERRUPTED and runtime.is_first:
+            (output_dir / RESUME_FILE).write_text(f"step={session.step}\n", encoding="utf-8")
+    return EXIT_RESUME_ME if outcome is Outcome.INTERRUPTED else 0
+
+
+def _launched_world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _resolved_job(options: argparse.Namespace, world_size: int) -> ResolvedJob:
+    """The job with nothing left to decide; InputError when it was made for another number of ranks."""
+    if options.resolved_job is not None:
+        if options.overrides:
+            raise InputError("--set: changes a job spec; a resolved job is final: give --job, or resolve it again")
+        job = _read_resolved(options.resolved_job)
+    else:
+        from trainyard.planner import resolve
+
+        job = resolve(load_job(options.job, options.overrides), world_size=world_size)
+    if job.world_size != world_size:
+        raise InputError(
+            f"parallelism asks for {job.world_size} ranks, but WORLD_SIZE is {world_size}:"
+            f" start it with torchrun --nproc-per-node {job.world_size}, or change the degrees"
+        )
+    return job
+
+
+def _read_resolved(path: Path) -> ResolvedJob:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: must hold a resolved job, holds {type(content).__name__}")
+    return parse(ResolvedJob, content, str(path))
+
+
+if __name__ == "__main__":
+    code = main()
+    if "trainer.entrypoint_rank" in sys.orig_argv:
+        sys.exit(code)  # it runs this module inside its own process, and has to write down how it went
+    leave(code)

@@ -1,0 +1,25 @@
+"""Checkpoints: committed or not there, readable at any layout, written while training goes on.
+
+`Checkpointer(destination, ...)` has `save(step, tensors, extra, attachments=)`, `wait`, `latest` and `load(info, ...)`.
+Every method is called by all ranks alike. A save blocks for the copy to host memory alone; writing, hashing and
+uploading happen behind. Whatever goes wrong there is one line on stdout and in `last_error`, and never stops a step.
+
+Layout under the destination (a folder or an s3:// prefix):
+
+    metrics.jsonl                         attachments, as of the last commit
+    checkpoints/step-00000010/__0_0.distcp, ...   shards, one per rank (torch.distributed.checkpoint)
+                              .metadata           its index
+                              manifest.json       sizes and SHA-256 of all files, step, and `extra`
+                              COMMITTED           written last, removed first; holds the manifest's SHA-256
+
+`best_interval_seconds` says how often to save where the job leaves that open.
+
+Inside: `destination` (where bytes go), `manifest` (what is promised), `host_copy` (plan and staging), `restore` (which
+one is good), `checkpointer` (the flow).
+"""
+
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.interval import best_interval_seconds
+from trainer.checkpoint.restore import CheckpointInfo
+
+__all__ = ["CheckpointInfo", "Checkpointer", "best_interval_seconds"]

@@ -1,0 +1,309 @@
+"""Where checkpoints lie: a folder, or a prefix of an S3 bucket. Names are relative, with slashes."""
+
+import errno
+import os
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainyard.errors import InputError
+
+RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses before each further try: about 15 s in all, longer than S3's usual 'slow down' and a network blip."""
+
+_MULTIPART_BYTES = 16 << 20
+
+_PERMANENT_S3_CODES = {
+    "AccessDenied",
+    "AllAccessDisabled",
+    "InvalidAccessKeyId",
+    "KMS.DisabledException",
+    "KMS.NotFoundException",
+    "NoSuchBucket",
+    "PermanentRedirect",
+    "SignatureDoesNotMatch",
+}
+_PERMANENT_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR}
+
+Result = TypeVar("Result")
+
+
+class DestinationError(Exception):
+    """The destination refused or could not be reached: one line. `permanent`: another try can't help."""
+
+    def __init__(self, message: str, *, permanent: bool) -> None:
+        super().__init__(message)
+        self.permanent = permanent
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # It travels between ranks, and pickle would forget a keyword-only argument.
+        return _destination_error, (str(self), self.permanent)
+
+
+def _destination_error(message: str, permanent: bool) -> DestinationError:
+    return DestinationError(message, permanent=permanent)
+
+
+class MissingFileError(Exception):
+    """There is no file of that name."""
+
+
+class Destination(ABC):
+    """Files under one root. Methods raise DestinationError; reads of what isn't there raise MissingFileError."""
+
+    uri: str
+    """The root, without a slash at the end."""
+
+    @abstractmethod
+    def put_file(self, name: str, path: Path) -> None:
+        """Copy a local file there; it appears whole or not at all."""
+
+    @abstractmethod
+    def put_bytes(self, name: str, content: bytes) -> None:
+        """Write a small file; it appears whole or not at all, and is durable when this returns."""
+
+    @abstractmethod
+    def get_file(self, name: str, path: Path) -> None:
+        """Copy a file from there to a local path."""
+
+    @abstractmethod
+    def get_bytes(self, name: str) -> bytes:
+        """Read a small file."""
+
+    @abstractmethod
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Name -> bytes of every file below the folder `prefix`."""
+
+    @abstractmethod
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove files; those that aren't there are no error."""
+
+    def folder(self, name: str) -> Path | None:
+        """The path of a folder that can be read and written in place; None where files must be copied."""
+        return None
+
+
+def open_destination(uri: str) -> Destination:
+    """The destination that `uri` names: s3://bucket/prefix or a local path."""
+    if uri.startswith("s3://"):
+        return S3Destination(uri)
+    if "://" in uri:
+        raise InputError(f"checkpoint.destination {uri}: must be an s3:// prefix or a folder")
+    return LocalDestination(Path(uri))
+
+
+def with_retries(
+    operation: Callable[[], Result],
+    *,
+    what: str,
+    report: Callable[[str], None],
+    delays_seconds: Sequence[float] = RETRY_DELAYS_SECONDS,
+) -> Result:
+    """`operation()`, tried again with growing pauses while DestinationError says that another try may help."""
+    for delay in delays_seconds:
+        try:
+            return operation()
+        except DestinationError as error:
+            if error.permanent:
+                raise
+            report(f"checkpoint {what} failed, next try in {delay:g} s: {error}")
+        time.sleep(delay)
+    return operation()
+
+
+class LocalDestination(Destination):
+    """A folder, shared by all hosts where there are several (FSx for Lustre)."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self.uri = str(self._root)
+
+    def put_file(self, name: str, path: Path) -> None:
+        target = self._root / name
+        with _os_errors(f"write {target}"):
+            if target.exists() and path.exists() and target.samefile(path):
+                return
+            with self._replacing(target) as partial:
+                shutil.copyfile(path, partial)
+
+    def put_bytes(self, name: str, content: bytes) -> None:
+        target = self._root / name
+        with _os_errors(f"write {target}"), self._replacing(target) as partial:
+            partial.write_bytes(content)
+
+    def get_file(self, name: str, path: Path) -> None:
+        source = self._root / name
+        with _os_errors(f"read {source}"):
+            if path.exists() and source.exists() and path.samefile(source):
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path)
+
+    def get_bytes(self, name: str) -> bytes:
+        with _os_errors(f"read {self._root / name}"):
+            return (self._root / name).read_bytes()
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with _os_errors(f"list {self._root / prefix}"):
+            for path in (self._root / prefix).rglob("*"):
+                try:
+                    if path.is_file():
+                        found[path.relative_to(self._root).as_posix()] = path.stat().st_size
+                except FileNotFoundError:  # removed meanwhile
+                    continue
+        return found
+
+    def delete(self, names: Iterable[str]) -> None:
+        folders = set()
+        for name in names:
+            with _os_errors(f"remove {self._root / name}"):
+                (self._root / name).unlink(missing_ok=True)
+                folders.add((self._root / name).parent)
+        for folder in folders:
+            # Only an empty one goes; somebody else's file keeps it.
+            if folder != self._root and folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def folder(self, name: str) -> Path | None:
+        return self._root / name
+
+    @staticmethod
+    @contextmanager
+    def _replacing(target: Path) -> Iterator[Path]:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            yield partial
+            sync(partial)
+            partial.replace(target)
+            sync(target.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Force a file's content, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _os_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingFileError(f"can't {what}: no such file") from error
+    except OSError as error:
+        raise DestinationError(
+            f"can't {what}: {error.strerror or error}", permanent=error.errno in _PERMANENT_ERRNOS
+        ) from error
+
+
+class S3Destination(Destination):
+    """A prefix of a bucket, by the SDK: multipart for large files, checksums that S3 verifies on arrival.
+
+    Encryption is the bucket's default key. The endpoint is AWS_ENDPOINT_URL where that is set, as for every SDK.
+    """
+
+    def __init__(self, uri: str) -> None:
+        import boto3
+        from boto3.s3.transfer import TransferConfig
+        from botocore.config import Config
+
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        if not bucket:
+            raise InputError(f"checkpoint.destination {uri}: must be s3://bucket/prefix")
+        self._bucket = bucket
+        self._prefix = prefix.strip("/")
+        self.uri = f"s3://{bucket}/{self._prefix}".rstrip("/")
+        # A private endpoint's bucket host names (bucket.localhost) resolve nowhere.
+        private = "AWS_ENDPOINT_URL" in os.environ or "AWS_ENDPOINT_URL_S3" in os.environ
+        self._client: Any = boto3.session.Session().client(
+            "s3",
+            config=Config(
+                retries={"mode": "standard", "total_max_attempts": 3},
+                connect_timeout=10,
+                read_timeout=60,
+                max_pool_connections=20,
+                s3={"addressing_style": "path" if private else "auto"},
+            ),
+        )
+        self._transfer = TransferConfig(
+            multipart_threshold=_MULTIPART_BYTES, multipart_chunksize=_MULTIPART_BYTES, max_concurrency=10
+        )
+
+    def put_file(self, name: str, path: Path) -> None:
+        with self._s3_errors("upload", name):
+            self._client.upload_file(str(path), self._bucket, self._key(name), Config=self._transfer)
+
+    def put_bytes(self, name: str, content: bytes) -> None:
+        with self._s3_errors("upload", name):
+            self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=content)
+
+    def get_file(self, name: str, path: Path) -> None:
+        with self._s3_errors("download", name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._client.download_file(self._bucket, self._key(name), str(path), Config=self._transfer)
+
+    def get_bytes(self, name: str) -> bytes:
+        with self._s3_errors("read", name):
+            body: bytes = self._client.get_object(Bucket=self._bucket, Key=self._key(name))["Body"].read()
+            return body
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        skip = len(self._key(""))
+        with self._s3_errors("list", prefix):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._key(prefix) + "/"
+            )
+            for page in pages:
+                found.update({entry["Key"][skip:]: entry["Size"] for entry in page.get("Contents", ())})
+        return found
+
+    def delete(self, names: Iterable[str]) -> None:
+        keys = [{"Key": self._key(name)} for name in names]
+        for start in range(0, len(keys), 1000):
+            with self._s3_errors("remove from", ""):
+                answer = self._client.delete_objects(
+                    Bucket=self._bucket, Delete={"Objects": keys[start : start + 1000], "Quiet": True}
+                )
+            for failed in answer.get("Errors", ()):
+                raise DestinationError(
+                    f"can't remove s3://{self._bucket}/{failed['Key']}: {failed['Code']}",
+                    permanent=failed["Code"] in _PERMANENT_S3_CODES,
+                )
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    @contextmanager
+    def _s3_errors(self, verb: str, name: str) -> Iterator[None]:
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        what = f"can't {verb} {self.uri}/{name}"
+        try:
+            yield
+        except ClientError as error:
+            code = str(error.response.get("Error", {}).get("Code", "unknown"))
+            if code in ("NoSuchKey", "404", "NotFound"):
+                raise MissingFileError(f"{what}: no such object") from error
+            raise DestinationError(f"{what}: {code}", permanent=code in _PERMANENT_S3_CODES) from error
+        except (BotoCoreError, Boto3Error) as error:
+            text = " ".join(str(error).split())[:300]
+            # upload_file wraps the service's answer in text alone.
+            permanent = any(f"({code})" in text for code in _PERMANENT_S3_CODES) or "credentials" in text.lower()
+            raise DestinationError(f"{what}: {text}", permanent=permanent) from error
+        except OSError as error:
+            raise DestinationError(
+                f"{what}: {error.strerror or error}", permanent=error.errno in _PERMANENT_ERRNOS
+            ) from error

@@ -1,0 +1,130 @@
+"""Which rank writes what, and this rank's part copied to host memory: all that a save does while training waits.
+
+The plan is torch.distributed.checkpoint's own. It is made together once and kept as long as every rank's tensors keep
+their names and shapes. So a later save needs no planning round, and a rank copies only what it is the one to write:
+with plain DDP a 1/N share of the replicated tensors, not all of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from trainer.checkpoint.group import Group
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class SharedPlan:
+    """The cached division of one set of tensors among the ranks."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._local_items: list[WriteItem] | None = None
+        self._mine: SavePlan | None = None
+        self._metadata: Metadata | None = None
+
+    def local_items(self, tensors: Tensors) -> list[WriteItem]:
+        """What this rank could write."""
+        return list(_planner(tensors, self._group.rank == 0).create_local_plan().items)
+
+    def holds(self, items: list[WriteItem]) -> bool:
+        """Whether the kept plan was made for these items (on this rank)."""
+        return self._local_items is not None and self._local_items == items
+
+    def make(self, tensors: Tensors, items: list[WriteItem]) -> None:
+        """Divide the items of all ranks; all ranks call this together."""
+        plans = self._group.gather(SavePlan(items))
+        divided: list[SavePlan] | None = None
+        if plans is not None:
+            planner = _planner(tensors, True)
+            divided, self._metadata = planner.create_global_plan(plans)
+            divided = FileSystemWriter("").prepare_global_plan(divided)
+        self._mine = self._group.scatter(divided)
+        self._local_items = items
+
+    @property
+    def mine(self) -> SavePlan:
+        """What this rank writes."""
+        assert self._mine is not None, "make() comes first"
+        return self._mine
+
+    @property
+    def num_bytes(self) -> int:
+        """Tensor bytes that this rank writes."""
+        return sum(_item_bytes(item) for item in self.mine.items)
+
+    def write_index(self, folder: Path, results: list[list[WriteResult]]) -> Path:
+        """Write DCP's `.metadata` over what all ranks wrote (first rank only); its path."""
+        assert self._metadata is not None, "only the first rank, after make()"
+        writer = FileSystemWriter(folder, sync_files=True)
+        # `finish` fills the object in: the kept one stays as planned.
+        writer.finish(dataclasses.replace(self._metadata), results)
+        return folder / ".metadata"
+
+
+class HostCopy:
+    """This rank's part of a checkpoint in host memory, in buffers that later saves use again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[MetadataIndex, torch.Tensor] = {}
+
+    def take(self, plan: SavePlan, tensors: Tensors) -> None:
+        """Copy the current values. Returns when the tensors may change again."""
+        planner = _planner(tensors, False)
+        wanted = {item.index for item in plan.items}
+        self._buffers = {index: buffer for index, buffer in self._buffers.items() if index in wanted}
+        on_device = False
+        for item in plan.items:
+            value = planner.resolve_data(item)
+            assert isinstance(value, torch.Tensor), f"{item.index.fqn}: only tensors are staged"
+            value = value.detach()
+            buffer = self._buffers.get(item.index)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                # Page-locked memory makes the copy from a GPU several times faster, and asynchronous.
+                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+                self._buffers[item.index] = buffer
+            buffer.copy_(value, non_blocking=value.is_cuda)
+            on_device = on_device or value.is_cuda
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+
+    def write(self, plan: SavePlan, folder: Path, *, durable: bool) -> list[WriteResult]:
+        """Write the copied values as this rank's shard files in `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        # No copy-ahead: the values are in host memory already.
+        writer = FileSystemWriter(folder, sync_files=durable, per_thread_copy_ahead=0)
+        results: list[WriteResult] = writer.write_data(plan, _Buffered(self._buffers)).wait()
+        return results
+
+
+class _Buffered(DefaultSavePlanner):
+    """Answers DCP's writer out of the buffers."""
+
+    def __init__(self, buffers: dict[MetadataIndex, torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._by_index = buffers
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The host copy of an item."""
+        return self._by_index[write_item.index]
+
+
+def _planner(tensors: Tensors, is_first: bool) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=is_first)
+    return planner
+
+
+def _item_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    assert data is not None, f"{item.index.fqn}: only tensors are checkpointed; give other values in `extra`"
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize

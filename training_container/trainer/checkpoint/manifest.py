@@ -1,0 +1,142 @@
+"""What a committed checkpoint promises: its files, sizes and hashes, and everything that is not a tensor."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT_VERSION = 1
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
+
+
+class ManifestError(Exception):
+    """A manifest or marker that is torn, altered or unreadable: one line."""
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One file of a checkpoint."""
+
+    name: str
+    """Relative to the step's folder."""
+    num_bytes: int
+    sha256: str
+    """Lower-case hex."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint's promise."""
+
+    step: int
+    world_size: int
+    """Ranks that wrote it; any number may read it."""
+    files: tuple[ShardFile, ...]
+    extra: dict[str, Any]
+    """JSON of rank 0: data position, RNG, strategy, ..."""
+    extra_by_rank: dict[str, dict[str, Any]]
+    """Rank -> its top-level keys of `extra` that differ from rank 0's (RNG states)."""
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        content = {
+            "version": FORMAT_VERSION,
+            "step": self.step,
+            "world_size": self.world_size,
+            "shards": [{"name": file.name, "bytes": file.num_bytes, "sha256": file.sha256} for file in self.files],
+            **self.extra_as_sections(),
+        }
+        return (json.dumps(content, indent=1) + "\n").encode()
+
+    def extra_as_sections(self) -> dict[str, Any]:
+        """`extra` under its own key, and the ranks' deviations where there are any."""
+        sections: dict[str, Any] = {"extra": self.extra}
+        if self.extra_by_rank:
+            sections["extra_by_rank"] = self.extra_by_rank
+        return sections
+
+    def extra_of(self, rank: int, world_size: int) -> dict[str, Any]:
+        """What `rank` gave when it saved; rank 0's when the number of ranks has changed since."""
+        own = self.extra_by_rank.get(str(rank), {}) if world_size == self.world_size else {}
+        return self.extra | own
+
+
+def combine_extra(by_rank: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Rank 0's values, and per rank only those that differ."""
+    first = dict(by_rank[0])
+    missing = object()
+    differing = {
+        str(rank): {key: value for key, value in extra.items() if first.get(key, missing) != value}
+        for rank, extra in enumerate(by_rank)
+    }
+    return first, {rank: values for rank, values in differing.items() if values}
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """The manifest in `content`; ManifestError where it isn't one, or is of a newer trainer."""
+    try:
+        raw = json.loads(content)
+        version = int(raw["version"])
+        if version > FORMAT_VERSION:
+            raise ManifestError(f"{MANIFEST} has version {version}, this trainer reads up to {FORMAT_VERSION}")
+        return Manifest(
+            step=int(raw["step"]),
+            world_size=int(raw["world_size"]),
+            files=tuple(ShardFile(str(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in raw["shards"]),
+            extra=dict(raw["extra"]),
+            extra_by_rank=dict(raw.get("extra_by_rank", {})),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestError(f"{MANIFEST} can't be read ({type(error).__name__}: {error})") from None
+
+
+def commit_marker(step: int, manifest: bytes) -> bytes:
+    """Content of COMMITTED: it binds the marker to one manifest, so that a torn or swapped one shows."""
+    return (json.dumps({"step": step, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}) + "\n").encode()
+
+
+def check_marker(marker: bytes, manifest: bytes) -> None:
+    """ManifestError unless `marker` belongs to `manifest`."""
+    try:
+        promised = json.loads(marker)["manifest_sha256"]
+    except (ValueError, KeyError, TypeError):
+        raise ManifestError(f"{COMMITTED} is torn") from None
+    if promised != hashlib.sha256(manifest).hexdigest():
+        raise ManifestError(f"{MANIFEST} is not the one that was committed (SHA-256 differs)")
+
+
+def step_folder(step: int) -> str:
+    """Folder of a step's checkpoint, under the destination."""
+    return f"{FOLDER}/step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose folder the file `name` (under the destination) lies in; None if in no step's."""
+    parts = name.split("/")
+    if len(parts) < 3 or parts[0] != FOLDER or not parts[1].startswith("step-"):
+        return None
+    digits = parts[1].removeprefix("step-")
+    return int(digits) if digits.isdecimal() else None
+
+
+def shard_file(path: Path) -> ShardFile:
+    """Size and hash of a file on disk."""
+    with path.open("rb") as handle:
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+        return ShardFile(path.name, handle.seek(0, 2), digest)
+
+
+def difference(promised: ShardFile, path: Path) -> str | None:
+    """What is wrong with the file at `path`: one phrase, or None."""
+    if not path.is_file():
+        return f"{promised.name} is missing"
+    size = path.stat().st_size
+    if size != promised.num_bytes:
+        return f"{promised.name} has {size} bytes, the manifest says {promised.num_bytes}"
+    if shard_file(path).sha256 != promised.sha256:
+        return f"{promised.name} is altered (its SHA-256 is not the manifest's)"
+    return None

@@ -1,0 +1,196 @@
+"""Which checkpoint is good: newest first, every byte hashed before it is believed."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.destination import Destination, DestinationError, MissingFileError
+from trainer.checkpoint.group import Group
+from trainer.checkpoint.manifest import (
+    COMMITTED,
+    FOLDER,
+    MANIFEST,
+    Manifest,
+    ManifestError,
+    ShardFile,
+    check_marker,
+    difference,
+    parse_manifest,
+    step_folder,
+    step_of,
+)
+from trainyard.errors import AwsRefusedError, JobFailedError
+
+Retry = Callable[[str, Callable[[], Any]], Any]
+"""`retry(what, operation)`: the operation's result, after as many tries as it takes (destination.with_retries)."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint whose files were all verified, and lie where this host can read them."""
+
+    step: int
+    uri: str
+    manifest: Manifest
+    folder: Path
+    """On this host."""
+    is_fetched: bool
+    """The folder is a copy that may go once it was read."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step's folder at the destination, before its files were looked at."""
+
+    step: int
+    manifest: Manifest | None
+    problem: str | None
+    """Why it can't be used; None: so far so good."""
+
+
+class Restorer:
+    """Finds the newest good checkpoint. All ranks call it together; the ranks of a host share the reading."""
+
+    def __init__(
+        self, destination: Destination, group: Group, local_dir: Path, retry: Retry, report: Callable[[str], None]
+    ) -> None:
+        self._destination = destination
+        self._group = group
+        self._local_dir = local_dir
+        self._retry = retry
+        self._report = report
+        # Without a launcher's word on hosts every rank reads all: slower, never wrong.
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "LOCAL_WORLD_SIZE" in os.environ else 0
+        self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def newest(self, bad_steps: set[int]) -> CheckpointInfo | None:
+        """The newest checkpoint whose every file is as promised; the steps passed over are added to `bad_steps`.
+
+        One line is reported for each that is passed over. A destination that can't be reached raises, on every rank: to
+        begin anew because the network was down would lose the job's work in silence.
+        """
+        try:
+            candidates = self._group.from_first(self._candidates)
+        except DestinationError as error:
+            raise self.unreachable(error) from None
+        for candidate in candidates:
+            problem = candidate.problem or self._problem_with_files(candidate)
+            if problem is None:
+                assert candidate.manifest is not None
+                return self._info(candidate.step, candidate.manifest)
+            bad_steps.add(candidate.step)
+            self._discard(candidate.step)
+            self._say(f"checkpoint step={candidate.step} skipped: {problem}; looking for the one before it")
+        if candidates:
+            self._say(f"checkpoint none of {len(candidates)} at {self._destination.uri} is whole: starting anew")
+        return None
+
+    def discard(self, info: CheckpointInfo) -> None:
+        """Remove the host's copy, once every rank has read it."""
+        if info.is_fetched:
+            self._group.wait_for_all()
+            self._discard(info.step)
+
+    def _candidates(self) -> list[Candidate]:
+        names = self._retry("listing", lambda: self._destination.sizes(FOLDER))
+        steps = sorted({step for step in map(step_of, names) if step is not None}, reverse=True)
+        return [self._candidate(step, names) for step in steps]
+
+    def _candidate(self, step: int, names: dict[str, int]) -> Candidate:
+        folder = step_folder(step)
+        if f"{folder}/{COMMITTED}" not in names:
+            return Candidate(step, None, f"it has no {COMMITTED} marker (its save was interrupted)")
+        try:
+            marker, content = (self._read(f"{folder}/{name}") for name in (COMMITTED, MANIFEST))
+            check_marker(marker, content)
+            manifest = parse_manifest(content)
+        except MissingFileError:
+            return Candidate(step, None, f"{MANIFEST} is missing")
+        except ManifestError as error:
+            return Candidate(step, None, str(error))
+        for file in manifest.files:
+            size = names.get(f"{folder}/{file.name}")
+            if size is None:
+                return Candidate(step, manifest, f"{file.name} is missing")
+            if size != file.num_bytes:
+                return Candidate(step, manifest, f"{file.name} has {size} bytes, the manifest says {file.num_bytes}")
+        return Candidate(step, manifest, None)
+
+    def _read(self, name: str) -> bytes:
+        content: bytes = self._retry(f"reading {name}", lambda: self._destination.get_bytes(name))
+        return content
+
+    def _problem_with_files(self, candidate: Candidate) -> str | None:
+        """Bring this rank's share of the files here and hash it; the first problem of any rank, the same on all."""
+        assert candidate.manifest is not None
+        problem: str | None = None
+        failure: DestinationError | None = None
+        try:
+            for file in candidate.manifest.files[self._local_rank :: self._local_world_size]:
+                problem = self._problem_with_file(candidate.step, file)
+                if problem is not None:
+                    break
+        except DestinationError as error:
+            failure = error
+        outcomes = self._group.gather_everywhere((problem, failure))
+        for _, failed in outcomes:
+            if failed is not None:
+                raise self.unreachable(failed)
+        return next((found for found, _ in outcomes if found is not None), None)
+
+    def _problem_with_file(self, step: int, file: ShardFile) -> str | None:
+        in_place = self._destination.folder(step_folder(step))
+        if in_place is not None:
+            return difference(file, in_place / file.name)
+        path = self._fetched_folder(step) / file.name
+        if path.exists() and difference(file, path) is None:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(path.parent).free
+        if free < file.num_bytes:
+            raise DestinationError(
+                f"no room for {file.name}: {path.parent} has {free >> 20} MiB free, it has {file.num_bytes >> 20} MiB",
+                permanent=True,
+            )
+        # Ranks that don't know of each other may fetch the same file: each under its own name until it is whole.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        name = f"{step_folder(step)}/{file.name}"
+        try:
+            self._retry(f"download of {name}", lambda: self._destination.get_file(name, partial))
+            partial.replace(path)
+        except MissingFileError:
+            return f"{file.name} is missing"
+        finally:
+            partial.unlink(missing_ok=True)
+        return difference(file, path)
+
+    def _info(self, step: int, manifest: Manifest) -> CheckpointInfo:
+        in_place = self._destination.folder(step_folder(step))
+        return CheckpointInfo(
+            step=step,
+            uri=f"{self._destination.uri}/{step_folder(step)}",
+            manifest=manifest,
+            folder=in_place or self._fetched_folder(step),
+            is_fetched=in_place is None,
+        )
+
+    def _fetched_folder(self, step: int) -> Path:
+        return self._local_dir / "fetched" / f"step-{step:08d}"
+
+    def _discard(self, step: int) -> None:
+        if self._local_rank == 0:
+            shutil.rmtree(self._fetched_folder(step), ignore_errors=True)
+
+    def _say(self, line: str) -> None:
+        if self._group.rank == 0:
+            self._report(line)
+
+    def unreachable(self, error: DestinationError) -> Exception:
+        """What to raise when the destination can't be read: one line, with what to do."""
+        advice = "a checkpoint may be there, so nothing was started anew; mend the access or set checkpoint.destination"
+        if self._destination.folder("") is None:
+            return AwsRefusedError(f"{error}; {advice}")
+        return JobFailedError(f"{error}; {advice}")

@@ -1,0 +1,15 @@
+"""Data: files -> tokens in a memory-mapped cache -> the global batches of every step, resumable on any number of ranks.
+
+`build_data(job, data_parallel_rank=, data_parallel_size=, cache_dir=)` gives a `JobData`:
+- `.train`: `BatchStream`. `next_step()` gives this rank's micro-batches of one optimizer step; `state_dict()` and
+  `load_state_dict()` hold its position: sequences over one global order, so that it outlives a change of ranks.
+- `.validation`: `ValidationStream` or None, the same batches at every validation.
+- `.vocab_size`, `.unigram_entropy_nats`, `.tokenizer_digest`.
+
+Inside: `readers` (formats) -> `tokenizer` -> `token_cache` (on disk, once per host) -> `stream` (order, batches).
+"""
+
+from trainer.data.build import JobData, build_data
+from trainer.data.stream import IGNORED_LABEL, BatchStream, MicroBatch, ValidationStream
+
+__all__ = ["IGNORED_LABEL", "BatchStream", "JobData", "MicroBatch", "ValidationStream", "build_data"]

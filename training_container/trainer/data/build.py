@@ -1,0 +1,73 @@
+"""A job's data, ready to read: the one composing place of this room."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
+from trainer.data.token_cache import TokenCache, open_token_cache
+from trainer.data.tokenizer import tokenizer_of
+from trainyard.errors import InputError
+from trainyard.spec.job import DataSource, ResolvedJob
+
+
+@dataclass(frozen=True)
+class JobData:
+    """What a job reads."""
+
+    train: BatchStream
+    validation: ValidationStream | None
+    vocab_size: int
+    """One more than the largest id that can occur: the model's embedding needs at least as many rows."""
+    unigram_entropy_nats: float
+    """Of the tokenized validation text, else of the training text: a model that has learnt anything is below it."""
+    tokenizer_digest: str
+
+
+def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path) -> JobData:
+    """Open the job's data for one data-parallel rank; the first call on a host tokenizes into `cache_dir`.
+
+    Every rank may call it at once (one of a host builds, the others wait). InputError names the file or field.
+    """
+    spec = job.spec
+    tokenizer = tokenizer_of(spec)
+
+    def tokens(sources: tuple[DataSource, ...]) -> TokenCache:
+        return open_token_cache(
+            sources, tokenizer, cache_dir, vocab_is_open=spec.data.tokenizer is None and spec.model.source is None
+        )
+
+    def table(cache: TokenCache, field: str) -> SequenceTable:
+        sequences = SequenceTable(cache, sequence_length=spec.data.sequence_length, packing=spec.data.packing)
+        if not len(sequences):
+            raise InputError(f"data.{field}: has no document of at least 2 tokens, so nothing to predict")
+        return sequences
+
+    train = tokens(spec.data.train)
+    validation = tokens(spec.data.validation) if spec.data.validation else None
+    stream = BatchStream(
+        table(train, "train"),
+        dataset_digest=train.digest,
+        global_batch_size=spec.training.global_batch_size,
+        micro_batch_size=job.micro_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        seed=spec.training.seed,
+        shuffle=spec.data.shuffle,
+    )
+    validation_stream = None
+    if validation is not None:
+        validation_stream = ValidationStream(
+            table(validation, "validation"),
+            global_batch_size=spec.training.global_batch_size,
+            micro_batch_size=job.micro_batch_size,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            max_steps=spec.training.validation_batches,
+        )
+    return JobData(
+        train=stream,
+        validation=validation_stream,
+        vocab_size=max(train.vocab_size, validation.vocab_size if validation else 0),
+        unigram_entropy_nats=(validation or train).unigram_entropy_nats,
+        tokenizer_digest=tokenizer.digest,
+    )

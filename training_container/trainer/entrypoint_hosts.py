@@ -1,0 +1,260 @@
+"""The hosts of one job agree on when its ranks stop and whether they start again. Imports no torch.
+
+Every start of the ranks is a round. Each host reports how its share of the round ended. The first failure stops the
+others' ranks; when all hosts have reported, one of them, the first, judges, and all do the same. The hosts talk over
+one TCP connection each to the first host, in lines of JSON; a host that falls silent is lost, and the job with it.
+"""
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Literal, Protocol
+
+from trainer.entrypoint_recovery import Ending, Restart, RestartPolicy, cause
+from trainyard.errors import JobFailedError
+
+PING_SECONDS = 5.0
+SILENCE_SECONDS = 30.0
+"""A host that said nothing for so long is lost: several pings."""
+
+Stop = Literal["failed", "hang", "told", "lost"]
+"""Why this host's ranks are to stop: one failed or hangs elsewhere, a host was told to stop, or a host is gone."""
+
+
+class Hosts(Protocol):
+    """What a host knows of the others."""
+
+    def wants_stop(self) -> Stop | None:
+        """Whether the ranks that run here now have to stop."""
+
+    def conclude(self, ending: Ending) -> Restart | Ending:
+        """Report how this host's ranks ended; what all hosts do now. Waits for the others."""
+
+    def close(self) -> None:
+        """Let go of the others."""
+
+
+class OneHost:
+    """A job of one host judges for itself."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+
+    def wants_stop(self) -> Stop | None:
+        """See Hosts."""
+        return None
+
+    def conclude(self, ending: Ending) -> Restart | Ending:
+        """See Hosts."""
+        return judged(self._policy, {"": ending})
+
+    def close(self) -> None:
+        """See Hosts."""
+
+
+def judged(policy: RestartPolicy, endings: dict[str, Ending]) -> Restart | Ending:
+    """What follows from all hosts' endings."""
+    ending = cause(endings)
+    if not ending.is_failure or any(one.was_told_to_stop for one in endings.values()):
+        return ending
+    return policy.judge(ending)
+
+
+class Judge:
+    """The first host's side: hears every host, tells every host."""
+
+    def __init__(self, hosts: Sequence[str], address: str, port: int, policy: RestartPolicy) -> None:
+        self._hosts = frozenset(hosts)
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._connections: dict[str, _Connection] = {}
+        self._endings: dict[str, Ending] = {}
+        self._has_stopped = False
+        self._is_over = False
+        try:
+            self._listener = socket.create_server((address, port))
+        except OSError as error:
+            raise JobFailedError(
+                f"port {port} of {address}, on which the hosts agree, can't be opened: {error.strerror}"
+            ) from None
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._hear, args=(_Connection(accepted),), daemon=True).start()
+
+    def _hear(self, connection: "_Connection") -> None:
+        hello = connection.receive()
+        host = str(hello.get("host")) if hello else ""
+        with self._lock:
+            if host not in self._hosts or host in self._connections:
+                connection.close()
+                return
+            self._connections[host] = connection
+        while (message := connection.receive()) is not None:
+            if "ending" in message:
+                with self._lock:
+                    self._note(host, _ending(message["ending"]))
+        with self._lock:
+            self._lost(host)
+
+    def _note(self, host: str, ending: Ending) -> None:
+        self._endings[host] = ending
+        if ending.exit_code != 0 and not self._has_stopped:
+            self._has_stopped = True
+            self._tell_all({"stop": _stop(ending)})
+        if set(self._endings) == self._hosts:
+            self._conclude(judged(self._policy, self._endings))
+
+    def _lost(self, host: str) -> None:
+        if self._is_over:
+            return
+        # Its own reason, where it gave one, says more; and what is done stays done.
+        known = dict(self._endings)
+        known.setdefault(host, Ending(1, f"host {host} is gone: its entrypoint was killed, or the network parted"))
+        self._tell_all({"stop": "lost"})
+        self._conclude(cause(known))
+
+    def _conclude(self, order: Restart | Ending) -> None:
+        self._endings, self._has_stopped = {}, False
+        kind = "restart" if isinstance(order, Restart) else "finish"
+        self._is_over = kind == "finish"
+        self._tell_all({kind: asdict(order)})
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for connection in self._connections.values():
+            connection.send(message)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()
+
+
+class ManyHosts:
+    """A host's side; the first host has the judge beside it."""
+
+    def __init__(self, host: str, address: str, port: int, *, judge: Judge | None, patience_seconds: float) -> None:
+        self._judge = judge
+        self._connection = _Connection(_connect(address, port, patience_seconds))
+        self._connection.send({"host": host})
+        self._first = address
+        self._stop: Stop | None = None
+        self._orders: queue.Queue[Restart | Ending] = queue.Queue()
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def _hear(self) -> None:
+        while (message := self._connection.receive()) is not None:
+            if "stop" in message:
+                self._stop = message["stop"]
+            elif "restart" in message:
+                values = message["restart"]
+                self._orders.put(Restart(**{**values, "failure": _ending(values["failure"])}))
+            elif "finish" in message:
+                self._orders.put(_ending(message["finish"]))
+        self._stop = "lost"
+        self._orders.put(
+            Ending(1, f"the first host ({self._first}) is gone: its entrypoint was killed, or the network parted")
+        )
+
+    def wants_stop(self) -> Stop | None:
+        """See Hosts."""
+        return self._stop
+
+    def conclude(self, ending: Ending) -> Restart | Ending:
+        """See Hosts."""
+        self._connection.send({"ending": asdict(ending)})
+        while True:
+            # Not for ever at once: signals are handled between two looks.
+            with contextlib.suppress(queue.Empty):
+                order = self._orders.get(timeout=0.2)
+                break
+        if isinstance(order, Restart):
+            self._stop = None
+            return order
+        # Done or saved stays so here whatever became of the others afterwards; a failure of its own says more.
+        return ending if self._stop == "lost" else order
+
+    def close(self) -> None:
+        """See Hosts."""
+        if self._judge is not None:
+            # The others have yet to read the last order.
+            time.sleep(0.2)
+            self._judge.close()
+        self._connection.close()
+
+
+def _connect(address: str, port: int, patience_seconds: float) -> socket.socket:
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=SILENCE_SECONDS)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise JobFailedError(
+                    f"the first host ({address} port {port}) does not answer after {patience_seconds:.0f} s:"
+                    f" {error.strerror or error}; does the security group let itself in?"
+                ) from None
+        time.sleep(0.25)
+
+
+class _Connection:
+    """Lines of JSON over a socket, with pings of its own both ways."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(SILENCE_SECONDS)
+        self._socket = connected
+        self._reader = connected.makefile("r", encoding="utf-8")
+        self._sending = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._ping, daemon=True).start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Say it; a lost peer shows in `receive`."""
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall((json.dumps(message) + "\n").encode())
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message that is no ping; None when the peer is gone or silent."""
+        while True:
+            try:
+                line = self._reader.readline()
+            except (OSError, ValueError):
+                return None
+            if not line.endswith("\n"):
+                return None
+            try:
+                message = json.loads(line)
+            except ValueError:
+                return None
+            if isinstance(message, dict) and "ping" not in message:
+                return message
+
+    def _ping(self) -> None:
+        while not self._closed.wait(PING_SECONDS):
+            self.send({"ping": 1})
+
+    def close(self) -> None:
+        """Hang up."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _stop(ending: Ending) -> Stop:
+    if ending.was_told_to_stop or not ending.is_failure:
+        return "told"
+    return "hang" if ending.is_hang else "failed"
+
+
+def _ending(values: dict[str, Any]) -> Ending:
+    return Ending(**{**values, "details": tuple(values["details"])})

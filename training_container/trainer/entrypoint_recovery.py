@@ -1,0 +1,173 @@
+"""Whether ranks that failed are started again: a budget, a backoff, and an eye for what can't get better. No torch."""
+
+import json
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.entrypoint_rank import RESUME_EXIT_CODE
+from trainer.speech import say
+from trainyard.spec.job import RecoverySpec
+
+LONGEST_BACKOFF_SECONDS = 300.0
+
+_REPEATS_OF_WORDS = 2
+"""The same error at the same step, again after a restart from a checkpoint: the program does that, not the machine."""
+_REPEATS_OF_STEP = 3
+"""The same step, whatever was said or not said (out of memory kills without a word)."""
+_WRONG_INPUT = 2
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a host's share of the job, or all of it, ended."""
+
+    exit_code: int
+    reason: str
+    """One line; empty when done."""
+    details: tuple[str, ...] = ()
+    """The end of what the failing rank, or torchrun, said."""
+    step: int = 0
+    """Last step that a rank of this start finished; 0: none."""
+    has_spoken: bool = False
+    """The reason is an error that a rank raised itself, not a death or a stand-still."""
+    is_consequence: bool = False
+    """Another host's rank was lost first, as far as this host can tell."""
+    is_hang: bool = False
+    """A rank stood still, so the other hosts look at their stacks too before theirs are killed."""
+    was_told_to_stop: bool = False
+    """A signal asked for the end, so nothing is started again."""
+
+    @property
+    def is_failure(self) -> bool:
+        """Neither done nor saved."""
+        return self.exit_code not in (0, RESUME_EXIT_CODE)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start all ranks again."""
+
+    delay_seconds: float
+    number: int
+    """Restarts so far, this one included."""
+    failure: Ending
+    """Of all hosts together: why."""
+
+
+class RestartPolicy:
+    """Judges one failure after the other."""
+
+    def __init__(self, spec: RecoverySpec, clock: Callable[[], float] = time.monotonic) -> None:
+        self._spec = spec
+        self._clock = clock
+        self._restarted_at: deque[float] = deque()
+        self._num_restarts = 0
+        self._in_a_row: list[Ending] = []
+        """Failures at one and the same step."""
+
+    def judge(self, failure: Ending) -> Restart | Ending:
+        """A restart, or the job's ending with the reason why there is none."""
+        assert failure.is_failure
+        if failure.exit_code == _WRONG_INPUT or self._spec.max_restarts == 0:
+            return failure
+        if self._in_a_row and self._in_a_row[-1].step != failure.step:
+            self._in_a_row.clear()
+        self._in_a_row.append(failure)
+        diagnosis = self._crash_loop()
+        if diagnosis:
+            return _with_words(failure, diagnosis)
+        now = self._clock()
+        while self._restarted_at and now - self._restarted_at[0] > 60 * self._spec.window_minutes:
+            self._restarted_at.popleft()
+        if len(self._restarted_at) >= self._spec.max_restarts:
+            return _with_words(
+                failure,
+                f"{len(self._restarted_at)} restarts within {self._spec.window_minutes:g} minutes are spent"
+                " (recovery.max_restarts)",
+            )
+        delay = min(self._spec.backoff_seconds * 2 ** len(self._restarted_at), LONGEST_BACKOFF_SECONDS)
+        self._restarted_at.append(now)
+        self._num_restarts += 1
+        return Restart(delay, self._num_restarts, failure)
+
+    def _crash_loop(self) -> str:
+        last = self._in_a_row[-1]
+        where = f"at step {last.step + 1}" if last.step else "before the first step"
+        same = 0
+        for earlier in reversed(self._in_a_row):
+            if not earlier.has_spoken or _without_numbers(earlier.reason) != _without_numbers(last.reason):
+                break
+            same += 1
+        advice = "so another restart can't help: mend it, then `trainyard resume`"
+        if same >= _REPEATS_OF_WORDS:
+            return f"{_times(same)} in a row {where} with the same error, {advice}"
+        if len(self._in_a_row) >= _REPEATS_OF_STEP:
+            return f"{_times(len(self._in_a_row))} in a row {where}, {advice}"
+        return ""
+
+
+def cause(endings: dict[str, Ending]) -> Ending:
+    """The ending of all hosts together, by host: a failure where there is one, and of those the one that was first."""
+    failures = [ending for ending in endings.values() if ending.is_failure]
+    if failures:
+        first = min(failures, key=lambda ending: (ending.is_consequence, ending.has_spoken, ending.step))
+        return replace(first, step=max(ending.step for ending in endings.values()))
+    return next((ending for ending in endings.values() if ending.exit_code), next(iter(endings.values())))
+
+
+def _with_words(failure: Ending, words: str) -> Ending:
+    return replace(failure, reason=f"{failure.reason}; {words}")
+
+
+def _without_numbers(text: str) -> str:
+    """Ranks, ports and addresses differ from one time to the next."""
+    return re.sub(r"(0x[0-9a-f]+|\d+)", "#", text)
+
+
+def _times(count: int) -> str:
+    return {2: "twice", 3: "three times"}.get(count, f"{count} times")
+
+
+class RecoveryLog:
+    """What the first host tells of restarts: a line each on stdout, a row each in recovery.jsonl."""
+
+    def __init__(self, folder: Path, *, is_first: bool) -> None:
+        self._path = folder / "recovery.jsonl"
+        self._is_first = is_first
+        self._open: dict[str, Any] | None = None
+        self._failed_at = 0.0
+
+    def failed(self, restart: Restart) -> None:
+        """The ranks failed, and are started again."""
+        ending = restart.failure
+        self._failed_at = time.monotonic()
+        self._open = {
+            "restart": restart.number,
+            "at": time.time(),
+            "last_step": ending.step,
+            "reason": ending.reason,
+            "backoff_seconds": restart.delay_seconds,
+        }
+        say(
+            f"recovery restart={restart.number} last_step={ending.step} backoff_seconds={restart.delay_seconds:g}"
+            f" reason={ending.reason}"
+        )
+
+    def progress(self, last_step: int) -> None:
+        """The newest finished step of the ranks that run now: the first one closes the row."""
+        if self._open is None or last_step == 0:
+            return
+        row = {**self._open, "seconds_to_next_step": time.monotonic() - self._failed_at}
+        self._open = None
+        say(
+            f"recovery restart={row['restart']} goes_on step={last_step}"
+            f" seconds_to_next_step={row['seconds_to_next_step']:.1f}"
+        )
+        if self._is_first:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")

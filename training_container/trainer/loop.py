@@ -1,0 +1,39 @@
+"""The training loop, written once: it never asks which engine runs, where data lies or how a checkpoint is stored."""
+
+from enum import Enum
+
+from trainer.session import Session
+
+
+class Outcome(Enum):
+    """How a run of the loop ended."""
+
+    COMPLETED = "completed"
+    INTERRUPTED = "interrupted"
+    """Asked to stop; progress is saved and the job wants to be resumed."""
+
+
+def train(session: Session) -> Outcome:
+    """Optimizer steps from where the session stands to the job's last, or to the step at which it is asked to stop."""
+    strategy, clock = session.strategy, session.clock
+    for step in range(session.step + 1, session.num_steps + 1):
+        with clock("data"):
+            batch = session.next_batch()
+        loss_sum = strategy.forward_backward(batch.local, batch.num_targets, clock)
+        with clock("optimizer"):
+            learning_rate = session.learning_rate(step)
+            update = strategy.optimizer_step(learning_rate)
+        loss = session.global_loss(loss_sum, batch, update)
+        step_seconds, breakdown = clock.finish_row()
+
+        session.step = step
+        validation_loss = session.validate() if session.is_validation_due() else None
+        session.record(batch, loss, learning_rate, update, step_seconds, breakdown, validation_loss)
+
+        request = session.stop_flag.agreed(step)
+        if session.is_checkpoint_due() or request != "none":
+            with clock("checkpoint"):
+                session.save()
+        if request == "save_and_exit" and step < session.num_steps:
+            return Outcome.INTERRUPTED
+    return Outcome.COMPLETED

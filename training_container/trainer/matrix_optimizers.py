@@ -1,0 +1,166 @@
+"""Adafactor and Muon for plain and sharded parameters alike.
+
+Both need a matrix as a whole: a sharded gradient is gathered, one parameter at a time, every rank computes the same
+update and applies its own part of it. That costs one all-gather of the gradients a step more than AdamW, and makes the
+numbers those of one process. torch's own classes are the reference of the tests; they know no shards, and torch's Muon
+iterates in bf16, where two layouts' rounding differs by percents.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+ADAFACTOR_BETA2_DECAY = -0.8
+ADAFACTOR_SMALLEST_RMS = 1e-3
+"""Steps are relative to a weight's size, at least this one: Shazeer and Stern 2018, as torch.optim.Adafactor."""
+
+MUON_MOMENTUM = 0.95
+NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""The quintic's coefficients of Jordan 2024: steepest at zero, so that five steps are enough."""
+MUON_RMS = 0.2
+"""An update's root mean square is brought to that of AdamW's (Liu et al. 2025), so that one rate fits both."""
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, on every rank: a collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(update: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole `update`, cut as `like` is; nothing is sent."""
+    if not isinstance(like, DTensor):
+        return update
+    return distribute_tensor(update, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor; shares memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Second moments kept as a row and a column a matrix: almost no optimizer state."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = self._new_state(parameter)
+
+    @staticmethod
+    def _new_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        *batch, rows, columns = (1, *parameter.shape) if parameter.ndim == 1 else parameter.shape
+        shapes = (
+            {"variance": tuple(parameter.shape)}
+            if parameter.ndim == 1
+            else {"row_var": (*batch, rows, 1), "col_var": (*batch, 1, columns)}
+        )
+        moments = {name: torch.zeros(shape, device=parameter.device) for name, shape in shapes.items()}
+        return {"step": torch.zeros((), device=parameter.device), **moments}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        state, gradient = self.state[parameter], whole(parameter.grad)
+        state["step"] += 1
+        step = float(state["step"])
+        smallest = torch.finfo(torch.float32).eps
+        share = step**ADAFACTOR_BETA2_DECAY
+        rate = min(group["lr"], 1 / math.sqrt(step))
+        size = float(whole(parameter.detach().norm(2))) / math.sqrt(parameter.numel())
+        variance = self._variance(state, gradient.square(), share, smallest)
+        update = variance.clamp_(min=smallest**2).rsqrt_().mul_(gradient)
+        excess = max(1.0, float(update.norm(2)) / math.sqrt(update.numel()))
+        weight = local(parameter)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(own_part(update, parameter), alpha=-max(ADAFACTOR_SMALLEST_RMS, size) * rate / excess)
+
+    @staticmethod
+    def _variance(state: dict[str, torch.Tensor], squares: torch.Tensor, share: float, smallest: float) -> torch.Tensor:
+        """The running second moment; of a matrix, the product of its row and column means over the rows' mean."""
+        if "variance" in state:
+            return state["variance"].lerp_(squares, share).clone()
+        row = state["row_var"].lerp_(squares.mean(dim=-1, keepdim=True), share)
+        column = state["col_var"].lerp_(squares.mean(dim=-2, keepdim=True), share)
+        return (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=smallest))
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum made orthogonal for matrices inside the blocks; AdamW for groups that say `orthogonal: False`."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "betas": betas, "eps": eps})
+        for group in self.param_groups:
+            names = ("momentum_buffer",) if group["orthogonal"] else ("exp_avg", "exp_avg_sq")
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter) for name in names}
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            update = self._orthogonal_update if group["orthogonal"] else self._adamw_update
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["step"] += 1
+                    weight = local(parameter)
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update(parameter, group), alpha=-group["lr"])
+
+    def _orthogonal_update(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Nesterov momentum, orthogonalized; this rank's part."""
+        assert parameter.grad is not None
+        momentum = self.state[parameter]["momentum_buffer"]
+        local(momentum).lerp_(local(parameter.grad), 1 - MUON_MOMENTUM)
+        direction = local(parameter.grad).lerp(local(momentum), MUON_MOMENTUM)
+        if isinstance(parameter, DTensor):
+            shards = DTensor.from_local(
+                direction,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            direction = shards.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim).to_local()
+        update = orthogonalized(direction) * (MUON_RMS * math.sqrt(max(parameter.shape[-2:])))
+        return own_part(update, parameter)
+
+    def _adamw_update(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        assert parameter.grad is not None
+        state, gradient = self.state[parameter], local(parameter.grad)
+        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        spread = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        update: torch.Tensor = (mean / (1 - beta1**step)).div_(spread)
+        return update
+
+
+def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
+    """U V^T of each matrix's singular value decomposition, about: singular values end between 0.7 and 1.2.
+
+    matrices: (..., rows, columns). In float32, so that every layout gets the same numbers.
+    """
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    result: torch.Tensor = x.mT if is_tall else x
+    return result

@@ -1,0 +1,146 @@
+"""The model: an unmodified Hugging Face class, from a configuration or from a directory."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trainer.adapters import add_adapter
+from trainer.seeds import seed_everything
+from trainer.sharded_source import is_read_sharded, stored_type, to_trained_type
+from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
+
+
+def build_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
+    """The job's causal language model on CPU, the same weights on every rank and under every strategy.
+
+    Trained weights are float32, unless the engine itself brings them there, block by block (`is_read_sharded`).
+    `vocab_size`: ids that the tokenizer can emit; a configuration that states none gets exactly that many.
+    """
+    seed_everything(job.spec.training.seed)
+    model = _from_config(job, vocab_size) if job.spec.model.config is not None else _from_source(job)
+    _check_fits(job, model, vocab_size)
+    if job.spec.model.adapter is not None:
+        add_adapter(model, job.spec.model.adapter, seed=job.spec.training.seed)
+    if not is_read_sharded(job):
+        to_trained_type(model.parameters(), job.spec.training.precision)
+    if job.activation_checkpointing != "none":
+        _checkpoint_activations(model, job.activation_checkpointing)
+    return model
+
+
+def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
+    assert job.spec.model.config is not None
+    settings: dict[str, Any] = {"vocab_size": vocab_size, **job.spec.model.config}
+    model_type = settings.pop("model_type")
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+        positions = getattr(config, "max_position_embeddings", None)
+        if "max_position_embeddings" not in settings and positions and positions < job.spec.data.sequence_length:
+            config.max_position_embeddings = job.spec.data.sequence_length
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(job), dtype=torch.float32)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+        raise InputError(
+            f"model.config: {_one_line(error)}; see the Hugging Face configuration of '{model_type}'"
+        ) from None
+    return _as_pretrained(model)
+
+
+def _from_source(job: ResolvedJob) -> PreTrainedModel:
+    source = job.spec.model.source
+    assert source is not None
+    if "://" in source:
+        raise InputError(
+            f"model.source: {source}: the trainer reads local folders; launch the job, or download it first"
+        )
+    if source.startswith(("/", ".")) and not (Path(source) / "config.json").is_file():
+        raise InputError(f"model.source: {source}: no config.json there; give a Hugging Face model directory")
+    load = partial(AutoModelForCausalLM.from_pretrained, source, attn_implementation=_attention(job))
+    try:
+        # A weight that is not converted stays a view of its file: see sharded_source.
+        model = load(dtype=stored_type(Path(source)) or torch.float32)
+        if any(buffer.is_floating_point() and buffer.dtype != torch.float32 for buffer in model.buffers()):
+            # A constant that the model rounds to the type it is loaded in (Gemma 3's embedding scale).
+            model = load(dtype=torch.float32)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise InputError(f"model.source: {source}: can't be loaded: {_one_line(error)}") from None
+    return _as_pretrained(model)
+
+
+def _as_pretrained(model: Any) -> PreTrainedModel:
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _attention(job: ResolvedJob) -> str:
+    return "sdpa" if job.spec.model.attention == "auto" else job.spec.model.attention
+
+
+def _check_fits(job: ResolvedJob, model: PreTrainedModel, vocab_size: int) -> None:
+    config = model.config.get_text_config()
+    if config.vocab_size < vocab_size:
+        raise InputError(
+            f"model vocab_size is {config.vocab_size}, but the tokenizer emits ids up to {vocab_size - 1}:"
+            f" set model.config.vocab_size to at least {vocab_size}, or give the model's own tokenizer"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < job.spec.data.sequence_length:
+        raise InputError(
+            f"data.sequence_length is {job.spec.data.sequence_length}, but the model has"
+            f" {positions} positions (max_position_embeddings): shorten the sequence"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise InputError(
+            "model.config.output_router_logits: the router's auxiliary loss is not part of this trainer's loss yet;"
+            " set it to false"
+        )
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, in order: FSDP's units. By the model's own `_no_split_modules`, else its longest list."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if blocks:
+        return blocks
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+_KEPT_OPERATIONS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""selective: results of matrix products and attention are kept, everything cheap is recomputed."""
+
+
+def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
+    """full: a block keeps its input alone; selective: also its expensive results. Names of parameters don't change."""
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+    try:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+    except ValueError as error:
+        raise InputError(f"training.activation_checkpointing: {mode}: {_one_line(error)}; set it to none") from None
+
+
+def _selective_policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

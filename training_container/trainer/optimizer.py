@@ -1,0 +1,157 @@
+"""The job's optimizer, with decay on matrices only, and the global gradient norm; for plain and sharded parameters."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from trainer.matrix_optimizers import Adafactor, Muon
+from trainyard.spec.job import ResolvedJob
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters that weight decay pulls on (matrices and embeddings), and those it must not (norms, biases).
+
+    Each split once more by the mesh that parameters are distributed over: torch's fused kernel takes the parameters
+    of a group together, and refuses a mixture of meshes, or of plain tensors and DTensors.
+    """
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
+    ]
+
+
+def build_adamw(model: nn.Module, job: ResolvedJob) -> torch.optim.AdamW:
+    """The job's optimizer over `model`'s parameters (plain or DTensor), as torch's fused kernel on CPU and GPU.
+
+    The rate is set at every step; fused measured 8.1 ms against 10.1 ms for a loop on a 0.36M-parameter model on CPU.
+    """
+    settings = job.spec.training.optimizer
+    return torch.optim.AdamW(
+        decay_groups(model, settings.weight_decay),
+        lr=job.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def build_optimizer(model: nn.Module, job: ResolvedJob) -> torch.optim.Optimizer:
+    """The job's optimizer over `model`'s parameters (plain or DTensor), its state made: a load can read into it."""
+    settings = job.spec.training.optimizer
+    optimizer: torch.optim.Optimizer
+    if settings.kind == "adafactor":
+        optimizer = Adafactor(decay_groups(model, settings.weight_decay), lr=job.learning_rate)
+    elif settings.kind == "muon":
+        groups = _muon_groups(model, settings.weight_decay)
+        optimizer = Muon(groups, lr=job.learning_rate, betas=settings.betas, eps=settings.eps)
+    else:
+        optimizer = build_adamw(model, job)
+        _create_moments(optimizer)
+    if settings.average_decay is not None:
+        _keep_average(optimizer, settings.average_decay)
+    return optimizer
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """What the optimizer keeps for one parameter, besides the count of its steps, under torch's names; live."""
+    return {name: tensor for name, tensor in optimizer.state[parameter].items() if name != "step"}
+
+
+def _create_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Creates the state that AdamW makes in its first step, so that a load has something to read into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                # The fused kernel wants the step on the parameter's device, as a plain tensor under FSDP too.
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                **{
+                    moment: torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    for moment in ("exp_avg", "exp_avg_sq")
+                },
+            }
+
+
+def _muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """`decay_groups`, the matrices that turn one hidden vector into another apart from embedding and head."""
+    ends = {id(parameter) for module in _ends(model) for parameter in module.parameters()}
+    groups = []
+    for group in decay_groups(model, weight_decay):
+        inside = [parameter for parameter in group["params"] if parameter.ndim >= 2 and id(parameter) not in ends]
+        outside = [parameter for parameter in group["params"] if parameter.ndim < 2 or id(parameter) in ends]
+        groups += [group | {"params": inside, "orthogonal": True}, group | {"params": outside, "orthogonal": False}]
+    return [group for group in groups if group["params"]]
+
+
+def _ends(model: nn.Module) -> list[nn.Module]:
+    """Embeddings (of positions too) and the head."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return [*embeddings, *([head] if isinstance(head, nn.Module) else [])]
+
+
+def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Adds `average` to each parameter's state: sharded, saved and resumed like every moment."""
+    for parameter, state in optimizer.state.items():
+        state["average"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def update(*_: Any) -> None:
+        averages = [local_tensor(state["average"]) for state in optimizer.state.values()]
+        torch._foreach_lerp_(averages, [local_tensor(parameter.detach()) for parameter in optimizer.state], 1 - decay)
+
+    optimizer.register_step_post_hook(update)
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """Sets the rate of every parameter group (of a torch optimizer or of DeepSpeed's wrapper)."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or the plain tensor itself; shares memory either way."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's gradient (shards) of the parameters that have one; empty shards are left out."""
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [gradient for gradient in gradients if gradient.numel()]
+
+
+@torch.no_grad()
+def global_grad_norm(gradients: Sequence[torch.Tensor], shard_group: dist.ProcessGroup | None) -> float:
+    """The 2-norm over all gradients; `shard_group`: the ranks that together hold them once, None when each holds all.
+
+    Norms of one tensor are taken in its own type, summed in float64: as many small terms as there are tensors.
+    """
+    if gradients:
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=dtype))
+        squares = norms.double().square().sum()
+    else:
+        squares = torch.zeros((), dtype=torch.float64)
+    if shard_group is not None:
+        if squares.device.type == "cpu" and dist.get_backend(shard_group) == "nccl":
+            squares = squares.cuda()
+        dist.all_reduce(squares, group=shard_group)
+    return math.sqrt(squares.item()) if torch.isfinite(squares) else math.inf
+
+
+def clip_factor(grad_norm: float, max_norm: float | None) -> float:
+    """What gradients are multiplied by so that their norm stays below `max_norm`; 1.0 when it already does."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (grad_norm + CLIP_EPSILON))

@@ -1,0 +1,51 @@
+"""An existing model's weights as files mapped into memory: a rank that shards the model reads no more than its part.
+
+A weight loaded in the type it is stored in is a view of its safetensors file: no memory is spent before it is touched,
+and ranks of one host share what is. Engines that shard bring one block at a time to the type it is trained in, keep
+their shard of it and drop the rest, so that no rank ever holds the whole model.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from trainyard.spec.job import ResolvedJob
+
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def stored_type(folder: Path) -> torch.dtype | None:
+    """The floating-point type that all weights in `folder` have; None when they differ, or it holds no safetensors."""
+    found = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  # not a dict
+    types = {_TYPES.get(name) for name in found}
+    return types.pop() if len(types) == 1 else None
+
+
+def is_read_sharded(job: ResolvedJob) -> bool:
+    """Whether the job's engine takes the model as it is stored and brings it to its type block by block."""
+    layout = job.parallelism
+    if job.spec.model.source is None:
+        return False
+    if layout.engine == "deepspeed":
+        return layout.zero_stage == 3
+    others = layout.tensor * layout.pipeline * layout.context * layout.expert
+    return layout.data_shard > 1 and others == 1
+
+
+@torch.no_grad()
+def to_trained_type(parameters: Iterable[nn.Parameter], precision: str) -> None:
+    """Trained weights become float32; frozen ones (under an adapter) the type that the job computes in.
+
+    A weight that has the type already is left alone, and stays a view of its file.
+    """
+    frozen_type = torch.bfloat16 if precision == "bf16" else torch.float32
+    for parameter in parameters:
+        wanted = torch.float32 if parameter.requires_grad else frozen_type
+        if parameter.dtype != wanted:
+            parameter.data = parameter.data.to(wanted)

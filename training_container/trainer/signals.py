@@ -1,0 +1,76 @@
+"""SIGTERM and SIGUSR1, heard by any rank, agreed on by all: SIGTERM saves and exits, SIGUSR1 saves and goes on."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+
+from trainer.heartbeat import beat
+
+Decision = Literal["none", "save", "save_and_exit"]
+
+_DECISIONS: tuple[Decision, ...] = ("none", "save", "save_and_exit")
+"""By rank of urgency: the number that is all-reduced is the place in here."""
+
+
+class StopFlag:
+    """What this process was told by signals, shared with all ranks once a step.
+
+    A handler only notes the signal: nothing is saved in the middle of a step, and all ranks save the same one.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        """`process_group`: a CPU (gloo) group of all ranks; None: this process is alone."""
+        self._process_group = process_group
+        self._wanted = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def install(self) -> Self:
+        """Listen from now on (main thread only)."""
+        for number, wanted in ((signal.SIGTERM, 2), (signal.SIGUSR1, 1)):
+            self._previous[number] = signal.signal(number, self._handler(wanted))
+        return self
+
+    def uninstall(self) -> None:
+        """Put back the handlers that were there before."""
+        while self._previous:
+            number, handler = self._previous.popitem()
+            signal.signal(number, handler)
+
+    def __enter__(self) -> Self:
+        return self.install()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+    def request(self, decision: Decision) -> None:
+        """Ask for it as a signal would."""
+        self._wanted = max(self._wanted, _DECISIONS.index(decision))
+
+    def agreed(self, step: int) -> Decision:
+        """The most urgent wish of any rank, the same on every rank; all ranks call it once after each step.
+
+        "save" is given once for each time it was asked for; "save_and_exit" stays.
+        """
+        # Before the others are waited for: who waits has beaten for this step, who is waited for has not.
+        beat(step)
+        mine = self._wanted
+        everyone = torch.tensor([mine, step, -step], dtype=torch.int64)
+        if self._process_group is not None:
+            dist.all_reduce(everyone, op=dist.ReduceOp.MAX, group=self._process_group)
+        most, latest_step, earliest_step = int(everyone[0]), int(everyone[1]), -int(everyone[2])
+        assert latest_step == earliest_step, f"ranks disagree on the step: {earliest_step} to {latest_step}"
+        # A signal that came after `mine` was read is for the next step.
+        if mine == 1 and self._wanted == 1:
+            self._wanted = 0
+        return _DECISIONS[most]
+
+    def _handler(self, wanted: int) -> Any:
+        def note(_: int, __: FrameType | None) -> None:
+            self._wanted = max(self._wanted, wanted)
+
+        return note

@@ -1,0 +1,255 @@
+"""Context parallel: every sequence is cut over the ranks of one axis, and attention still sees all of it.
+
+Each rank computes the keys and values of its own tokens, all-gathers the others', and attends from its own queries:
+exact, whatever the mask. A sequence is cut into twice as many equal pieces as there are ranks, and rank r of n holds
+pieces r and 2n - 1 - r: what causal attention spares the early piece it spends on the late one, so that ranks finish
+together. Everything else in a transformer block works on tokens one by one and needs no change.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from trainer.loss import IGNORED_LABEL
+from trainer.strategies.base import Batch
+from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
+
+FAMILIES = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "gemma",
+        "gpt2",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    }
+)
+"""Model types whose tokens meet in attention alone, and there through transformers' AttentionInterface (each tested).
+
+A state-space or convolution layer would silently see a cut sequence, so others are refused.
+"""
+
+OTHER_ATTENTION = ("softcap", "s_aux", "position_bias")
+"""Arguments by which some models ask for more than a mask, a scale and dropout; none of FAMILIES does."""
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """One rank's tokens of a micro-batch: a Batch, except that its labels are shifted already."""
+
+    input_ids: torch.Tensor
+    """(batch, sequence / ranks), int64."""
+    labels: torch.Tensor
+    """(batch, sequence / ranks), int64: the label of the token that follows, wherever that token lies; or -100."""
+    position_ids: torch.Tensor
+    """(batch, sequence / ranks), int64, counted from the document's start in the whole sequence."""
+
+
+def shard_batch(batch: Batch, axis: DeviceMesh) -> SequenceShard:
+    """This rank's tokens of `batch`, which every rank of `axis` (1-d) holds whole."""
+    num_tokens = batch.input_ids.size(1)
+    positions = batch.position_ids
+    if positions is None:
+        positions = torch.arange(num_tokens, device=batch.input_ids.device).expand_as(batch.input_ids)
+    last = torch.full_like(batch.labels[:, :1], IGNORED_LABEL)
+    targets = torch.cat([batch.labels[:, 1:], last], dim=1)
+    layout = SequenceLayout(rank=axis.get_local_rank(), size=axis.size())
+    return SequenceShard(
+        input_ids=layout.own_part(batch.input_ids, dim=1),
+        labels=layout.own_part(targets, dim=1),
+        position_ids=layout.own_part(positions, dim=1),
+    )
+
+
+def check(config: PretrainedConfig, job: ResolvedJob) -> None:
+    """InputError, in one line, unless the job's sequences, in a model of this configuration, can be cut as it asks."""
+    degree, length, attention = job.parallelism.context, job.spec.data.sequence_length, job.spec.model.attention
+    if config.model_type not in FAMILIES:
+        raise InputError(
+            f"parallelism.context: {degree} is not verified for model_type {config.model_type}: set it to 1, or use"
+            f" one of {', '.join(sorted(FAMILIES))}"
+        )
+    if attention not in ("auto", "sdpa"):
+        raise InputError(
+            f"model.attention: {attention} is not what parallelism.context {degree} computes, which is sdpa over"
+            " exchanged keys and values: set it to auto, or context to 1"
+        )
+    if length % (2 * degree):
+        below = max(length - length % (2 * degree), 2 * degree)
+        raise InputError(
+            f"parallelism.context: {degree} cuts a sequence into {2 * degree} equal pieces, but data.sequence_length is"
+            f" {length}: use {below}, or another multiple of {2 * degree}"
+        )
+
+
+def apply(model: PreTrainedModel, axis: DeviceMesh) -> None:
+    """Makes `model`, called with a SequenceShard's fields on each rank of `axis` (1-d), attend over whole sequences."""
+    attention = ContextAttention(axis)
+    # One name a group: a process may hold models of several layouts, as tests do.
+    name = f"context_parallel_{axis.get_group().group_name}"
+    AttentionInterface.register(name, attention.forward)
+    AttentionMaskInterface.register(name, attention.mask)
+    model.set_attn_implementation(name)
+    assert model.config._attn_implementation == name
+    # The base model, not the head around it: pipeline stages call the former.
+    model.base_model.register_forward_pre_hook(attention.before_forward, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Which pieces of a sequence each rank holds."""
+
+    rank: int
+    size: int
+
+    def pieces_of(self, rank: int) -> tuple[int, int]:
+        """The two of the 2 x size equal pieces that `rank` holds, in order."""
+        return rank, 2 * self.size - 1 - rank
+
+    def own_part(self, whole: torch.Tensor, *, dim: int) -> torch.Tensor:
+        """This rank's two pieces of a whole sequence, one after the other."""
+        pieces = whole.chunk(2 * self.size, dim=dim)
+        assert len(pieces) == 2 * self.size
+        return torch.cat([pieces[index] for index in self.pieces_of(self.rank)], dim=dim)
+
+    def in_order(self, parts: torch.Tensor, *, dim: int) -> torch.Tensor:
+        """The whole sequence from every rank's part, which `parts` (ranks, ...) stacks; `dim` counts within a part."""
+        pieces: dict[int, torch.Tensor] = {}
+        for rank, part in enumerate(parts.unbind(0)):
+            pieces.update(zip(self.pieces_of(rank), part.chunk(2, dim=dim), strict=True))
+        return torch.cat([pieces[index] for index in range(2 * self.size)], dim=dim)
+
+
+class ContextAttention:
+    """Attention of this rank's queries over all keys, as transformers' models call it, and the mask that goes with it.
+
+    Batch shapes: query (batch, heads, own tokens, head size), key and value likewise with their number of heads.
+    """
+
+    def __init__(self, axis: DeviceMesh) -> None:
+        self._group = axis.get_group()
+        self._layout = SequenceLayout(rank=axis.get_local_rank(), size=axis.size())
+        self._num_tokens = 0
+        self._documents: torch.Tensor | None = None
+
+    def before_forward(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Notes the whole sequence's documents, which `mask` will need in this forward pass of the model.
+
+        The all-ones attention mask says how long the sequence really is, and keeps transformers from looking for
+        documents itself: to it, this rank's two pieces would look like two.
+        """
+        positions = kwargs.get("position_ids")
+        assert positions is not None, "a rank's tokens don't begin at position 0: their positions must be given"
+        whole = self._layout.in_order(_all_gather(positions, self._group), dim=1)
+        self._num_tokens = whole.size(1)
+        restarts = whole.diff(dim=1, prepend=whole[:, :1] - 1) != 1
+        self._documents = restarts.cumsum(dim=1) if restarts.any() else None
+        return args, {**kwargs, "attention_mask": positions.new_ones(whole.shape)}
+
+    def mask(
+        self, *, mask_function: Any, device: torch.device, use_vmap: bool = False, **_: Any
+    ) -> torch.Tensor | None:
+        """(batch or 1, 1, own tokens, all tokens), true where a query may look; None: causal and nothing else.
+
+        `mask_function` is transformers' rule over positions (causal, sliding window), evaluated at this rank's.
+        """
+        assert not use_vmap, "a mask that is no rule over positions"
+        if self._documents is None and mask_function is causal_mask_function:
+            return None
+        keys = torch.arange(self._num_tokens, device=device)
+        queries = self._layout.own_part(keys, dim=0)
+        nothing = keys.new_zeros((1, 1, 1, 1))
+        allowed: torch.Tensor = mask_function(nothing, nothing, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+        if self._documents is None:
+            return allowed
+        own = self._layout.own_part(self._documents, dim=1)
+        return allowed & (own[:, None, :, None] == self._documents[:, None, None, :])
+
+    def forward(
+        self,
+        _: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' attention call: (batch, own tokens, heads, value size), and no weights."""
+        assert all(kwargs.get(name) is None for name in OTHER_ATTENTION)
+        num_repeats = query.size(1) // key.size(1)
+        # Repeated after the exchange: grouped queries' keys and values travel once.
+        key, value = (self._whole(tensor).repeat_interleave(num_repeats, dim=1) for tensor in (key, value))
+        if attention_mask is not None:
+            output = nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+            )
+        else:
+            output = self._causal(query, key, value, dropout, scaling)
+        return output.transpose(1, 2).contiguous(), None
+
+    def _causal(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None
+    ) -> torch.Tensor:
+        """Each piece over what precedes it and itself: no mask in memory where a flash kernel runs."""
+        outputs = []
+        own_pieces = self._layout.pieces_of(self._layout.rank)
+        for index, piece in zip(own_pieces, query.chunk(2, dim=2), strict=True):
+            end = (index + 1) * piece.size(2)
+            output = nn.functional.scaled_dot_product_attention(
+                piece,
+                key[:, :, :end],
+                value[:, :, :end],
+                attn_mask=causal_lower_right(piece.size(2), end),
+                dropout_p=dropout,
+                scale=scaling,
+            )
+            outputs.append(output)
+        return torch.cat(outputs, dim=2)
+
+    def _whole(self, own: torch.Tensor) -> torch.Tensor:
+        """All tokens of a key or value (batch, heads, own tokens, size), in order; gradients return to their ranks."""
+        parts: torch.Tensor = _AllGather.apply(own, self._group)  # type: ignore[no-untyped-call]
+        return self._layout.in_order(parts, dim=2)
+
+
+def _all_gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's tensor, stacked: (ranks, ...). gloo wants them one after the other in the first dimension."""
+    flat = own.new_empty((group.size() * own.size(0), *own.shape[1:]))
+    dist.all_gather_into_tensor(flat, own.contiguous(), group=group)
+    return flat.view(group.size(), *own.shape)
+
+
+class _AllGather(torch.autograd.Function):
+    """Stacks every rank's tensor; backward sums the ranks' gradients of one part at its owner.
+
+    torch's own differentiable all-gather changed its name between the versions that we run on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_gather(own, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        own = gradient.new_empty(gradient.shape[1:])
+        dist.reduce_scatter_tensor(own, gradient.contiguous().flatten(0, 1), group=ctx.group)
+        return own, None

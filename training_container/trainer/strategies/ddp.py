@@ -1,0 +1,61 @@
+"""One process, and plain data parallelism: every rank holds the whole model and optimizer state."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.runtime import Runtime
+from trainer.strategies.torch_engine import TorchStrategy
+from trainyard.spec.job import ResolvedJob
+
+AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ReplicatedStrategy(TorchStrategy):
+    """DistributedDataParallel over all ranks; with one rank the bare model.
+
+    bf16 and fp16 are torch.autocast over float32 weights.
+    """
+
+    def __init__(self, *, job: ResolvedJob, model: nn.Module, runtime: Runtime) -> None:
+        self.name = "single" if runtime.world_size == 1 else "ddp"
+        # DDP averages over ranks, and our loss is already divided by the global number of targets.
+        self.gradient_scale = float(runtime.world_size)
+        super().__init__(job=job, model=model, runtime=runtime)
+        if self.name == "ddp":
+            self._settle_buckets()
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if self.name == "single":
+            return model
+        device_ids = [self._device.index] if self._device.type == "cuda" else None
+        # Buffers are constants here (rotary frequencies), equal on every rank: nothing to broadcast at each step.
+        return DistributedDataParallel(
+            model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+    def _settle_buckets(self) -> None:
+        """Runs one throw-away pass, after which DDP has its final gradient buckets.
+
+        DDP reorders its buckets after the first backward pass it sees. With three ranks and more the order decides
+        in which order a gradient's terms are added, so without this the first step after a resume could differ in
+        the last bit from the same step of an uninterrupted run.
+        """
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
+        for _ in range(2):  # the new buckets are built at the start of the second forward pass
+            with self._autocast():
+                output = self._forward(input_ids=tokens, use_cache=False)
+            output.logits.float().sum().backward()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        if is_last or not isinstance(self._forward, DistributedDataParallel):
+            return nullcontext()
+        return self._forward.no_sync()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = AUTOCAST_TYPES.get(self._job.spec.training.precision)
+        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype)

@@ -1,0 +1,225 @@
+"""Expert parallel: each rank of an axis owns some of a layer's experts, and tokens travel to the experts they chose.
+
+Two all-to-all exchanges a layer, there and back, with as many rows as were routed: no token is dropped and none is
+padded, so the result is one process's. The axis lies inside data_shard x context, whose ranks hold different tokens;
+copies of an expert, on ranks of the same place along the axis, are sharded by FSDP like other weights.
+
+An expert weight stays one packed tensor (experts, out, in) under its Hugging Face name. The expert axis splits its
+first dimension and FSDP another one, so that a checkpoint describes it plainly and any other layout can load it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from trainyard.errors import InputError
+from trainyard.spec.job import ParallelismSpec
+
+FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"})
+"""Model types with packed experts that are called as (hidden states, chosen experts, their weights); each tested."""
+
+EXPERT_DIM = 0
+"""The dimension of an expert weight that the expert axis splits."""
+
+SHARD_DIMS = (1, 2)
+"""Those that FSDP may split: the first that its ranks divide, for it splits none but the first dimension unevenly."""
+
+
+def build_mesh(layout: ParallelismSpec, device_type: str) -> DeviceMesh:
+    """All ranks once more, with data_shard x context regrouped: copies of an expert (expert_shard) and experts.
+
+    Ranks are counted as in the mesh of the other weights, whose axes are (pipeline, data_replicate, data_shard,
+    context, tensor).
+    """
+    num_copies = layout.data_shard * layout.context // layout.expert
+    return init_device_mesh(
+        device_type,
+        (layout.pipeline, layout.data_replicate, num_copies, layout.expert, layout.tensor),
+        mesh_dim_names=("pipeline", "data_replicate", "expert_shard", "expert", "tensor"),
+    )
+
+
+def check(config: PretrainedConfig, layout: ParallelismSpec) -> None:
+    """InputError, in one line, unless a model of this configuration can have its experts spread as `layout` asks."""
+    degree = layout.expert
+    if layout.pipeline > 1 and layout.pipeline_schedule == "zero_bubble":
+        raise InputError(
+            "parallelism.pipeline_schedule: zero_bubble takes weight gradients apart from the others, which experts on"
+            f" {degree} ranks don't survive: use 1f1b, or set expert to 1"
+        )
+    if config.model_type not in FAMILIES:
+        raise InputError(
+            f"parallelism.expert: {degree} needs a mixture of experts that is verified for it, model_type"
+            f" {config.model_type} is not: set it to 1, or use one of {', '.join(sorted(FAMILIES))}"
+        )
+    num_experts = next(
+        getattr(config, name)
+        for name in ("num_local_experts", "n_routed_experts", "num_experts")
+        if hasattr(config, name)
+    )
+    if num_experts % degree:
+        raise InputError(
+            f"parallelism.expert: {degree} does not divide the model's {num_experts} experts: use a divisor"
+        )
+
+
+def apply(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[nn.Module]:
+    """Splits every experts module of `model` over `mesh` (of `build_mesh`) and lets tokens travel; returns them.
+
+    They are then FSDP modules: shard the blocks around them afterwards, and sum their gradients like the others'.
+    """
+    copies = mesh["data_replicate", "expert_shard"] if mesh["data_replicate"].size() > 1 else mesh["expert_shard"]
+    # Routing weights keep the type that the router gave them, as they do where experts are in their block's unit.
+    policy = replace(policy, cast_forward_inputs=False)
+    modules = expert_modules(model)
+    for module in modules:
+        _split(module, mesh["expert"])
+        placements = {weight: _shard_placement(weight, mesh["expert_shard"].size()) for weight in module.parameters()}
+        fully_shard(module, mesh=copies, mp_policy=policy, shard_placement_fn=placements.get)
+    return modules
+
+
+def _shard_placement(weight: nn.Parameter, num_ranks: int) -> Shard:
+    for dim in SHARD_DIMS:
+        if weight.size(dim) % num_ranks == 0:
+            return Shard(dim)
+    raise InputError(
+        f"parallelism: each expert's weight {tuple(weight.shape[1:])} can't be split over the {num_ranks} ranks that"
+        " hold a copy of it: raise expert, or move ranks from data_shard to data_replicate"
+    )
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold packed experts: whose every parameter has one slice an expert."""
+    return [module for module in model.modules() if _num_experts(module) is not None]
+
+
+def _num_experts(module: nn.Module) -> int | None:
+    number = getattr(module, "num_experts", None)
+    own = list(module.parameters(recurse=False))
+    is_packed = bool(own) and all(weight.ndim == 3 and weight.size(0) == number for weight in own)
+    return number if is_packed else None
+
+
+def _split(module: nn.Module, axis: DeviceMesh) -> None:
+    """Leaves this rank its slice of each weight, and puts the exchange in front of the experts' forward."""
+    num_experts = _num_experts(module)
+    assert num_experts is not None
+    for name, weight in list(module.named_parameters(recurse=False)):
+        # Every rank built the same weights, so each keeps its slice and nothing is sent.
+        part = distribute_tensor(weight.detach(), axis, [Shard(EXPERT_DIM)], src_data_rank=None)
+        setattr(module, name, nn.Parameter(part, requires_grad=weight.requires_grad))
+    exchange = TokenExchange(module, axis, num_local_experts=num_experts // axis.size())
+    module.num_experts = exchange.num_local_experts  # type: ignore[assignment]  # what their own forward counts to
+    module.forward = exchange.forward
+
+
+@dataclass(frozen=True)
+class _Route:
+    """How one layer's (token, choice) rows travelled."""
+
+    order: torch.Tensor
+    """Row i of what was sent is choice order[i] of the flat (token, choice) list."""
+    sent: list[int]
+    """Rows to each rank."""
+    received: list[int]
+    """Rows from each rank."""
+    local_experts: torch.Tensor
+    """(received rows,): the expert each is for, counted from this rank's first."""
+
+
+class TokenExchange:
+    """Stands in for an experts module's forward: sends rows to their experts' ranks, runs those here, sends back."""
+
+    def __init__(self, module: nn.Module, axis: DeviceMesh, *, num_local_experts: int) -> None:
+        self.num_local_experts = num_local_experts
+        self._module = module
+        self._forward_local = module.forward
+        self._group = axis.get_group()
+        self._size = axis.size()
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(tokens, hidden): the weighted sum of each token's experts.
+
+        hidden: (tokens, hidden), this rank's own; chosen: (tokens, choices), experts counted over all ranks; weights:
+        (tokens, choices), which are applied on the token's own rank, where their gradient is needed.
+        """
+        num_choices = chosen.size(1)
+        route = self._route(chosen)
+        rows = _exchange(hidden[route.order // num_choices], route.received, route.sent, self._group)
+        results = _exchange(self._run_experts(rows, route), route.sent, route.received, self._group)
+        by_choice = torch.empty_like(results).index_copy(0, route.order, results).view(*chosen.shape, -1)
+        return (by_choice * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+    def _route(self, chosen: torch.Tensor) -> _Route:
+        """Experts lie on ranks in order, so rows sorted by expert are sorted by rank too."""
+        flat = chosen.reshape(-1)
+        counts = torch.zeros(self._size * self.num_local_experts, dtype=torch.int64, device=flat.device)
+        counts = counts.scatter_add(0, flat, torch.ones_like(flat)).view(self._size, self.num_local_experts)
+        received = torch.empty_like(counts)  # (sending rank, local expert)
+        dist.all_to_all_single(received, counts, group=self._group)
+        sums = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()  # the layer's one wait for the device
+        local = torch.arange(self.num_local_experts, device=flat.device).repeat(self._size)
+        return _Route(
+            order=torch.argsort(flat, stable=True),
+            sent=sums[0],
+            received=sums[1],
+            local_experts=local.repeat_interleave(received.reshape(-1)),
+        )
+
+    def _run_experts(self, rows: torch.Tensor, route: _Route) -> torch.Tensor:
+        chosen = route.local_experts.unsqueeze(1)
+        num_rows = rows.size(0)
+        if num_rows == 0:
+            # Nobody chose these experts. One row of zeros keeps the weights in the graph: FSDP must reduce their
+            # gradients on every rank, and backward must reach the exchange that the other ranks wait in.
+            rows = torch.cat([rows, rows.new_zeros((1, rows.size(1)))])
+            chosen = chosen.new_zeros((1, 1))
+        with _local_weights(self._module):
+            results: torch.Tensor = self._forward_local(rows, chosen, rows.new_ones(chosen.shape))
+        return results[:num_rows]
+
+
+@contextmanager
+def _local_weights(module: nn.Module) -> Iterator[None]:
+    """Inside, the module's weights are plain tensors of this rank's experts; gradients reach the DTensors."""
+    weights = {name: weight for name, weight in module.named_parameters(recurse=False) if isinstance(weight, DTensor)}
+    module._parameters.update({name: weight.to_local() for name, weight in weights.items()})  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        module._parameters.update(weights)
+
+
+def _exchange(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    exchanged: torch.Tensor = _AllToAll.apply(rows.contiguous(), received, sent, group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends consecutive rows to consecutive ranks; backward sends their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        arrived = rows.new_empty((sum(received), rows.size(1)))
+        dist.all_to_all_single(arrived, rows, received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradient,) = gradients
+        returned = gradient.new_empty((sum(ctx.sent), gradient.size(1)))
+        dist.all_to_all_single(returned, gradient.contiguous(), ctx.sent, ctx.received, group=ctx.group)
+        return returned, None, None, None

@@ -1,0 +1,190 @@
+"""Products of tensor, pipeline, context, expert and data parallelism on one grid of ranks.
+
+Order matters: a stage is cut out of the model first, then its matrices are cut over the tensor axis and its experts
+over theirs, and last FSDP shards what is left over the data axes. FSDP is there even where those axes have one rank:
+then it moves nothing, but every parameter is a DTensor on the same grid and lower precision works the same everywhere.
+"""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from trainer.loss import next_token_loss_sum, target_loss_sum
+from trainer.model import transformer_blocks
+from trainer.optimizer import local_tensor
+from trainer.runtime import Runtime
+from trainer.strategies import context_parallel, expert_parallel, pipeline, tensor_parallel
+from trainer.strategies.base import Batch, Clock
+from trainer.strategies.fsdp import precision_policy, reshard, shard_weights
+from trainer.strategies.mesh import Mesh, data_parallel_rank
+from trainer.strategies.torch_engine import TorchStrategy, model_logits
+from trainyard.errors import InputError
+from trainyard.spec.job import ParallelismSpec, ResolvedJob
+
+
+class ProductStrategy(TorchStrategy):
+    """One rank's part of a model that is split over tensor and data axes."""
+
+    def __init__(self, *, job: ResolvedJob, model: nn.Module, runtime: Runtime) -> None:
+        # Tensor parallelism's modules end in `to_local`, a view; nothing is written into it, which FSDP warns of.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        self.name = name_of(job.parallelism)
+        self._mesh = Mesh.of(job.parallelism, runtime.device.type)
+        self._partial: list[nn.Parameter] = []
+        super().__init__(job=job, model=model, runtime=runtime)
+        self.data_parallel_rank = data_parallel_rank(job.parallelism, runtime.rank)
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        """Stays on CPU: a rank's device gets only what is left after all cuts."""
+        if self._job.parallelism.context > 1:
+            assert isinstance(model, PreTrainedModel)
+            context_parallel.apply(model, self._mesh.axis("context"))
+        return model
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, PreTrainedModel)
+        blocks = transformer_blocks(model)
+        partial = self._cut_matrices(model, blocks)
+        self._spread_experts(model)
+        wrapped = shard_weights(model, blocks, self._mesh.weights, self._job.spec.training.precision)
+        self._keep_partial(model, partial)
+        return wrapped
+
+    def _cut_matrices(self, model: PreTrainedModel, blocks: Sequence[nn.Module]) -> list[str]:
+        """Names of the parameters whose gradients are partial sums over the tensor axis."""
+        degree = self._job.parallelism.tensor
+        if degree == 1:
+            return []
+        split_sequence = self._job.spec.data.sequence_length // self._job.parallelism.context % degree == 0
+        return tensor_parallel.apply(
+            model,
+            blocks,
+            self._mesh.axis("tensor"),
+            split_sequence=split_sequence and tensor_parallel.can_split_sequence(model, blocks),
+        )
+
+    def _spread_experts(self, model: PreTrainedModel) -> None:
+        layout = self._job.parallelism
+        if layout.expert > 1:
+            experts = expert_parallel.build_mesh(layout, self._device.type)
+            expert_parallel.apply(model, experts, precision_policy(self._job.spec.training.precision))
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """What of `batch` goes through this rank's model; `_sum_of_losses` knows its labels."""
+        is_whole = self._job.parallelism.context == 1
+        return batch if is_whole else context_parallel.shard_batch(batch, self._mesh.axis("context"))
+
+    def _sum_of_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        is_whole = self._job.parallelism.context == 1
+        return next_token_loss_sum(logits, labels) if is_whole else target_loss_sum(logits, labels)
+
+    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+        own = self._own_part(batch)
+        return self._sum_of_losses(model_logits(self._forward, own, self._device), own.labels.to(self._device))
+
+    def _keep_partial(self, model: nn.Module, names: Sequence[str]) -> None:
+        parameters = dict(model.named_parameters())
+        self._partial += [parameters[name] for name in names]
+
+    def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """As FSDP alone: shards are summed after every micro-batch, copies of them once a step."""
+        assert isinstance(self._forward, FSDPModule)
+        self._forward.set_is_last_backward(is_last)
+        self._forward.set_requires_all_reduce(is_last)
+        return nullcontext()
+
+    def forward_backward(self, batches: Sequence[Batch], num_global_targets: int, clock: Clock) -> torch.Tensor:
+        """See Strategy. Every rank of a tensor group computes the whole loss; one of them reports it."""
+        return self._share(super().forward_backward(batches, num_global_targets, clock))
+
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """See Strategy."""
+        loss_sum = self._share(super().evaluate(batches))
+        reshard(self._forward)
+        return loss_sum
+
+    def _share(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        return loss_sum if self._mesh.place.tensor == 0 else torch.zeros_like(loss_sum)
+
+    @torch.no_grad()
+    def _finish_gradients(self) -> None:
+        """Sums partial gradients over the tensor axis, all in one message."""
+        gradients = [local_tensor(parameter.grad) for parameter in self._partial if parameter.grad is not None]
+        if not gradients:
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=self._mesh.group("tensor"))
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(own) for part, own in zip(parts, gradients, strict=True)])
+
+    @torch.no_grad()
+    def _grad_norm(self, gradients: Sequence[torch.Tensor]) -> float:
+        """The 2-norm over the whole grid, in one all-reduce: each shard counts once, however many ranks hold it."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for _, parameter in self._named_parameters():
+            if parameter.grad is not None:
+                gradient = local_tensor(parameter.grad)
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+                squares += norm.double().square() / self._num_copies(parameter)
+        dist.all_reduce(squares)
+        return float(squares.sqrt()) if torch.isfinite(squares) else float("inf")
+
+    def _num_copies(self, parameter: nn.Parameter) -> int:
+        """How many ranks hold the same shard of a parameter."""
+        assert isinstance(parameter, DTensor)
+        layout = self._job.parallelism
+        num_shards = 1
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            num_shards *= 1 if placement.is_replicate() else size
+        return layout.world_size // layout.pipeline // num_shards
+
+
+def check_product(job: ResolvedJob) -> None:
+    """InputError, in one line, for a product that this model or trainer can't do."""
+    layout = job.parallelism
+    if job.spec.model.adapter is not None:
+        raise InputError(
+            f"model.adapter: {job.spec.model.adapter.kind} is not implemented with tensor, pipeline, context"
+            " or expert parallelism; set them to 1 and use data_shard"
+        )
+    config = _configuration(job)
+    if config is None:
+        return  # what is wrong with it is said where the model is built
+    if layout.tensor > 1:
+        tensor_parallel.check(config, layout.tensor)
+    if layout.pipeline > 1:
+        pipeline.check(config, job)
+    if layout.context > 1:
+        context_parallel.check(config, job)
+    if layout.expert > 1:
+        expert_parallel.check(config, layout)
+
+
+def _configuration(job: ResolvedJob) -> PretrainedConfig | None:
+    """The model's configuration, read without making the model; None where it is no good."""
+    source, stated = job.spec.model.source, dict(job.spec.model.config or {})
+    try:
+        if source is not None:
+            return AutoConfig.from_pretrained(source).get_text_config()
+        return AutoConfig.for_model(stated.pop("model_type"), **stated).get_text_config()
+    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def name_of(layout: ParallelismSpec) -> str:
+    """The degrees above 1, as metrics and checkpoints name them: `tensor2-fsdp2`."""
+    data = {"ddp": layout.data_replicate} if layout.data_shard == 1 else {"fsdp": layout.data_shard}
+    if layout.data_shard > 1 and layout.data_replicate > 1:
+        data["replicate"] = layout.data_replicate
+    model = {axis: getattr(layout, axis) for axis in ("pipeline", "tensor", "context", "expert")}
+    degrees = {**model, **data}
+    return "-".join(f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1)

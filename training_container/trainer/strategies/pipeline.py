@@ -1,0 +1,254 @@
+"""Pipeline parallelism on unmodified Hugging Face models: how a model is cut into stages, and how stages take turns.
+
+A stage is the whole model with everything that is not its own replaced by a module that hands its input on. So the
+model's own forward pass runs on every stage (masks, positions, caches and all), names don't change, and a checkpoint
+of one layout is a checkpoint of every other. The schedules are torch.distributed.pipelining's.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from transformers import PretrainedConfig, PreTrainedModel
+
+from trainer.strategies.base import Clock
+from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
+
+FAMILIES = frozenset({"gemma", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+"""Models whose forward pass does nothing on the way in but embed, and nothing on the way out but norm and head, so
+that running it once a stage is the same as running it once. Each has a parity test. GPT-2, which adds positions on the
+way in, is not among them."""
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleZBVZeroBubble,
+}
+TWO_STAGES = frozenset({"interleaved_1f1b", "zero_bubble"})
+"""Schedules in which a rank has two stages."""
+
+
+def check(config: PretrainedConfig, job: ResolvedJob) -> None:
+    """InputError, in one line, unless the job's model and batch can go through its pipeline."""
+    layout = job.parallelism
+    asked = f"parallelism.pipeline: {layout.pipeline}"
+    if config.model_type not in FAMILIES:
+        raise InputError(
+            f"{asked}: {config.model_type} is not cut into stages by this trainer;"
+            f" set it to 1 and use data_shard, or take one of {', '.join(sorted(FAMILIES))}"
+        )
+    num_stages = layout.pipeline * (2 if layout.pipeline_schedule in TWO_STAGES else 1)
+    if config.num_hidden_layers < num_stages:
+        raise InputError(
+            f"{asked}: {layout.pipeline_schedule} makes {num_stages} stages, but the model has"
+            f" {config.num_hidden_layers} layers; lower it, or use 1f1b, which makes one stage a rank"
+        )
+    count = job.gradient_accumulation_steps
+    if count < layout.pipeline:
+        raise InputError(
+            f"{asked}: needs at least as many micro-batches a step, there are {count};"
+            " lower training.micro_batch_size or raise training.global_batch_size"
+        )
+    if layout.pipeline_schedule == "interleaved_1f1b" and count % (count // layout.pipeline):
+        raise InputError(
+            f"{asked}: interleaved_1f1b needs a multiple of {layout.pipeline} micro-batches a step, there are {count};"
+            " change training.micro_batch_size or training.global_batch_size, or use 1f1b"
+        )
+    if layout.pipeline_schedule == "zero_bubble" and job.activation_checkpointing != "none":
+        raise InputError(
+            f"parallelism.pipeline_schedule: zero_bubble computes two backward passes of each stage, and can't with"
+            f" training.activation_checkpointing: {job.activation_checkpointing}; set that to none, or use 1f1b"
+        )
+
+
+def stages_of_rank(schedule: str, place: int, num_ranks: int) -> list[int]:
+    """Which stages the pipeline's rank `place` has: zero_bubble goes through the ranks and back again, in a V."""
+    second = {"interleaved_1f1b": place + num_ranks, "zero_bubble": 2 * num_ranks - 1 - place}
+    return [place, second[schedule]] if schedule in TWO_STAGES else [place]
+
+
+class Absent(nn.Module):
+    """Stands where another stage's module was, and hands its input on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The first argument."""
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+class Stage(nn.Module):
+    """One stage: token ids or hidden states in, hidden states or logits out."""
+
+    def __init__(self, model: PreTrainedModel, index: int, num_stages: int) -> None:
+        """Takes its part of `model`, whose modules it shares; `model` itself is left as it was."""
+        super().__init__()
+        self.index = index
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.is_tied = False
+        self.blocks: list[nn.Module] = []
+        self.model = self._part(model, num_stages)
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """(batch, sequence) token ids on the first stage, else (batch, sequence, hidden)."""
+        name = "input_ids" if self.is_first else "inputs_embeds"
+        inputs = {name: hidden, "position_ids": position_ids, "use_cache": False}
+        if self.is_last:
+            logits: torch.Tensor = self.model(**inputs).logits
+            return logits
+        output: torch.Tensor = self.model.base_model(**inputs).last_hidden_state
+        # What is sent on is detached in place once it is used up, which torch does not allow for a view.
+        return output.clone() if output._is_view() else output
+
+    def _part(self, model: PreTrainedModel, num_stages: int) -> PreTrainedModel:
+        plan = list(model.config.get_text_config().base_model_pp_plan)
+        entry, exit_ = plan[: plan.index("layers")], plan[plan.index("layers") + 1 :]
+        part, base = _shallow_copy(model), _shallow_copy(model.base_model)
+        layers = _shallow_copy(base.layers)
+        setattr(part, model.base_model_prefix, base)
+        base.layers = layers
+        begin, end = (number * len(layers) // num_stages for number in (self.index, self.index + 1))
+        for number in range(len(layers)):
+            if not begin <= number < end:
+                layers[number] = Absent()
+        self.blocks = list(layers[begin:end])
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.is_tied = head.weight is embedding.weight
+        if not self.is_last:
+            for name in exit_:
+                setattr(base, name, Absent())
+            part.set_output_embeddings(Absent())
+        if not self.is_first:
+            for name in entry:
+                setattr(base, name, Absent())
+        if self.is_last and not self.is_first and self.is_tied:
+            self._own_tied_weight(part, embedding, head)
+        return part
+
+    @staticmethod
+    def _own_tied_weight(part: PreTrainedModel, embedding: nn.Module, head: nn.Module) -> None:
+        """The last stage keeps the embedding, which it doesn't use, so that its head's weight has the same name."""
+        own_embedding, own_head = copy.deepcopy(embedding), copy.deepcopy(head)
+        own_head.weight = own_embedding.weight
+        part.set_input_embeddings(own_embedding)
+        part.set_output_embeddings(own_head)
+
+
+def _shallow_copy(module: Any) -> Any:
+    """Another module of the same class that holds the same children, to be replaced one by one."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+class TimedStage(PipelineStage):
+    """A stage whose computation is measured; waiting for other stages is what remains of a step."""
+
+    clock: Clock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch forward."""
+        with self.clock("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch backward, or as much of it as the stage before waits for."""
+        with self.clock("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """The weights' part of a micro-batch's backward pass (zero_bubble)."""
+        with self.clock("backward"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+def timed_stage(
+    stage: Stage,
+    job: ResolvedJob,
+    *,
+    num_stages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> TimedStage:
+    """The stage as a schedule takes it; shapes are told, so that none has to be found out by a trial run."""
+    config = stage.model.config.get_text_config()
+    shape = (job.micro_batch_size, job.spec.data.sequence_length // job.parallelism.context)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    hidden = torch.empty((*shape, config.hidden_size), dtype=dtype, device="meta", requires_grad=True)
+    logits = torch.empty((*shape, config.vocab_size), dtype=dtype, device="meta", requires_grad=True)
+    return TimedStage(
+        stage,
+        stage.index,
+        num_stages,
+        device,
+        input_args=(tokens if stage.is_first else hidden,),
+        output_args=(logits if stage.is_last else hidden,),
+        group=group,
+    )
+
+
+def schedule_of(
+    job: ResolvedJob, stages: Sequence[TimedStage], loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> _PipelineSchedule:
+    """The job's schedule. Gradients stay sums: a mean over micro-batches is wrong when their token counts differ."""
+    name = job.parallelism.pipeline_schedule
+    taken: Any = list(stages) if name in TWO_STAGES else stages[0]
+    schedule: _PipelineSchedule = SCHEDULES[name](
+        taken, job.gradient_accumulation_steps, loss_fn=loss, scale_grads=False
+    )
+    return schedule
+
+
+@torch.no_grad()
+def forward_in_v(
+    stages: Sequence[Stage],
+    tokens: Sequence[torch.Tensor],
+    kwargs: Sequence[dict[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    on_logits: Callable[[int, torch.Tensor], object],
+) -> None:
+    """Every micro-batch down the V and up again, without gradients; `on_logits` gets number and logits at its end.
+
+    torch's zero-bubble schedule can't run forward alone (`eval` raises in 2.13): it asks for gradients between the
+    two stages of a rank.
+    """
+    place, last_place = dist.get_rank(group), dist.get_world_size(group) - 1
+    down, up = stages
+    turned: list[torch.Tensor] = []
+    for number, batch in enumerate(tokens):
+        hidden = batch if down.is_first else _receive(down, batch, dtype, place - 1, group)
+        hidden = down(hidden, **kwargs[number])
+        if place == last_place:
+            turned.append(hidden)
+        else:
+            dist.send(hidden.contiguous(), group=group, group_dst=place + 1)
+    for number, batch in enumerate(tokens):
+        hidden = turned[number] if place == last_place else _receive(up, batch, dtype, place + 1, group)
+        hidden = up(hidden, **kwargs[number])
+        if up.is_last:
+            on_logits(number, hidden)
+        else:
+            dist.send(hidden.contiguous(), group=group, group_dst=place - 1)
+
+
+def _receive(
+    stage: Stage, tokens: torch.Tensor, dtype: torch.dtype, source: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    size = stage.model.config.get_text_config().hidden_size
+    hidden = torch.empty((*tokens.shape, size), dtype=dtype, device=tokens.device)
+    dist.recv(hidden, group=group, group_src=source)
+    return hidden

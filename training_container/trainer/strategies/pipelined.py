@@ -1,0 +1,179 @@
+"""Products with pipeline parallelism: one rank's stages, and the schedule that drives them through a step."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainer.optimizer import local_tensor
+from trainer.runtime import Runtime
+from trainer.strategies import pipeline
+from trainer.strategies.base import Batch, Clock
+from trainer.strategies.fsdp import COMPUTE_TYPES, reshard, shard_weights
+from trainer.strategies.parallel import ProductStrategy
+from trainer.strategies.torch_engine import MOMENTS
+from trainyard.spec.job import ResolvedJob
+
+
+class PipelineStrategy(ProductStrategy):
+    """One or two stages of a pipeline, each split over tensor and data axes."""
+
+    _model: nn.ModuleList
+
+    def __init__(self, *, job: ResolvedJob, model: nn.Module, runtime: Runtime) -> None:
+        self._scale = 1.0
+        self._loss_total = torch.zeros((), dtype=torch.float64, device=runtime.device)
+        self._tied: list[nn.Parameter] = []
+        super().__init__(job=job, model=model, runtime=runtime)
+        self._tied_group = self._pair_ends()
+        self._has_first = any(stage.is_first for stage in self._stages)
+        self._has_last = any(stage.is_last for stage in self._stages)
+        self._dtype = COMPUTE_TYPES.get(job.spec.training.precision, torch.float32)
+        self._timed = [
+            pipeline.timed_stage(
+                stage,
+                job,
+                num_stages=self._num_stages,
+                dtype=self._dtype,
+                device=runtime.device,
+                group=self._mesh.group("pipeline"),
+            )
+            for stage in self._stages
+        ]
+        self._schedule = pipeline.schedule_of(job, self._timed, self._scaled_loss)
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        # Before it is cut into stages: they share what a forward pass of the whole model begins with.
+        model = super()._place(model)
+        assert isinstance(model, PreTrainedModel)
+        layout = self._job.parallelism
+        mine = pipeline.stages_of_rank(layout.pipeline_schedule, self._mesh.place.pipeline, layout.pipeline)
+        self._num_stages = layout.pipeline * len(mine)
+        return nn.ModuleList(pipeline.Stage(model, index, self._num_stages) for index in mine)
+
+    @property
+    def _stages(self) -> list[pipeline.Stage]:
+        return [stage for stage in self._model if isinstance(stage, pipeline.Stage)]
+
+    def _parts(self) -> Sequence[nn.Module]:
+        return [stage.model for stage in self._stages]
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        for stage in self._stages:
+            partial = self._cut_matrices(stage.model, stage.blocks)
+            self._spread_experts(stage.model)
+            # Weights stay gathered over a step's micro-batches: gathering them anew for each would cost more than
+            # a stage's share of the model takes.
+            shard_weights(
+                stage, stage.blocks, self._mesh.weights, self._job.spec.training.precision, keep_gathered=True
+            )
+            self._keep_partial(stage.model, partial)
+            if stage.is_tied and (stage.is_first or stage.is_last):
+                self._tied.append(stage.model.get_input_embeddings().weight)
+        return model
+
+    def _pair_ends(self) -> dist.ProcessGroup | None:
+        """The group of this rank and the one that holds the same tied weight at the pipeline's other end."""
+        layout = self._job.parallelism
+        places = range(layout.pipeline)
+        ends = [pipeline.stages_of_rank(layout.pipeline_schedule, place, layout.pipeline) for place in places]
+        first = next(place for place, stages in enumerate(ends) if 0 in stages)
+        last = next(place for place, stages in enumerate(ends) if self._num_stages - 1 in stages)
+        if first == last or not self._stages[0].is_tied:
+            return None
+        own = None
+        for pair in self._mesh.whole.mesh.flatten(start_dim=1)[[first, last]].T.tolist():
+            group = dist.new_group(pair)
+            own = group if dist.get_rank() in pair else own
+        return own
+
+    def forward_backward(self, batches: Sequence[Batch], num_global_targets: int, clock: Clock) -> torch.Tensor:
+        """See Strategy. Forward and backward passes interleave as the schedule says."""
+        self._model.train()
+        self._scale = self._scaler.scale / num_global_targets
+        return self._run(batches, self._schedule.step, clock)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """See Strategy."""
+        self._model.eval()
+        if self._job.parallelism.pipeline_schedule == "zero_bubble":
+            loss_sum = self._evaluate_in_v(batches)
+        else:
+            loss_sum = self._run(batches, self._schedule.eval, no_clock)
+        reshard(self._model)
+        return loss_sum
+
+    def _evaluate_in_v(self, batches: Sequence[Batch]) -> torch.Tensor:
+        self._loss_total.zero_()
+        batches = [self._own_part(batch) for batch in batches]
+        positions = [batch.position_ids for batch in batches]
+        pipeline.forward_in_v(
+            self._stages,
+            [batch.input_ids.to(self._device) for batch in batches],
+            [{} if ids is None else {"position_ids": ids.to(self._device)} for ids in positions],
+            dtype=self._dtype,
+            group=self._mesh.group("pipeline"),
+            on_logits=lambda number, logits: self._scaled_loss(logits, batches[number].labels.to(self._device)),
+        )
+        return self._share(self._loss_total.clone())
+
+    def _run(self, batches: Sequence[Batch], step: Callable[..., Any], clock: Clock) -> torch.Tensor:
+        self._loss_total.zero_()
+        for stage in self._timed:
+            stage.clock = clock
+        batches = [self._own_part(batch) for batch in batches]
+        tokens = torch.cat([batch.input_ids for batch in batches]).to(self._device)
+        labels = torch.cat([batch.labels for batch in batches]).to(self._device)
+        positions = [batch.position_ids for batch in batches if batch.position_ids is not None]
+        more = {"position_ids": torch.cat(positions).to(self._device)} if positions else {}
+        step(
+            *((tokens,) if self._has_first else ()),
+            target=labels if self._has_last else None,
+            losses=[] if self._has_last else None,
+            return_outputs=False,
+            **more,
+        )
+        return self._share(self._loss_total.clone())
+
+    def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """One micro-batch's part of what is differentiated; its sum of losses is noted."""
+        loss = self._sum_of_losses(logits, labels)
+        self._loss_total += loss.detach().double()
+        return loss * self._scale
+
+    @torch.no_grad()
+    def _finish_gradients(self) -> None:
+        super()._finish_gradients()
+        if not self._tied:
+            return
+        gradients = [local_tensor(weight.grad) for weight in self._tied if weight.grad is not None]
+        total = torch.stack(gradients).sum(dim=0)
+        if self._tied_group is not None:
+            dist.all_reduce(total, group=self._tied_group)
+        for gradient in gradients:
+            gradient.copy_(total)
+
+    def _num_copies(self, parameter: nn.Parameter) -> int:
+        is_tied = any(parameter is weight for weight in self._tied)
+        return super()._num_copies(parameter) * (2 if is_tied else 1)
+
+    def after_load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """See Strategy. A rank that has both ends of the pipeline read a tied weight into one of them."""
+        super().after_load(tensors)
+        if len(self._tied) == 2:
+            stale, read = self._tied
+            local_tensor(stale.detach()).copy_(local_tensor(read.detach()))
+            for moment in MOMENTS:
+                local_tensor(self._optimizer.state[stale][moment]).copy_(
+                    local_tensor(self._optimizer.state[read][moment])
+                )
+
+
+def no_clock(phase: str) -> AbstractContextManager[None]:
+    """Measures nothing."""
+    return nullcontext()

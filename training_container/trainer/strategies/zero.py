@@ -1,0 +1,286 @@
+"""DeepSpeed ZeRO 0 to 3: gradients, optimizer state and (3) weights are split over all data-parallel ranks.
+
+Weights and moments are read and written through flat views of DeepSpeed's own memory (`FlatShard`), so that its
+checkpoints are the same as everyone's. That leans on internals of the pinned DeepSpeed (0.19.8); the parity, resume
+and cross-engine tests hold them in place.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.loss import next_token_loss_sum
+from trainer.model import transformer_blocks
+from trainer.optimizer import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
+from trainer.runtime import Runtime
+from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
+from trainer.strategies.flat_shard import FlatShard
+from trainer.strategies.torch_engine import MOMENTS, model_logits, persistent_buffers
+from trainyard.spec.job import ResolvedJob
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # before the import, which already talks
+
+MAX_BUCKET_ELEMENTS = 100_000_000
+"""Elements reduced or gathered at once; DeepSpeed's default of 5e8 allocates 2 GB a rank for the smallest model."""
+
+
+@dataclass(frozen=True)
+class _Fragment:
+    """This rank's part of one parameter: a flat range, with live views of its float32 weight and moments."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    weight: torch.Tensor
+    moments: dict[str, torch.Tensor]
+
+
+class ZeroStrategy(Strategy):
+    """One DeepSpeed engine over all ranks. torch's AdamW is the inner optimizer, so no kernel has to be compiled."""
+
+    def __init__(self, *, job: ResolvedJob, model: nn.Module, runtime: Runtime) -> None:
+        self.name = f"zero{job.parallelism.zero_stage}"
+        self.data_parallel_rank = runtime.rank
+        self.data_parallel_size = runtime.world_size
+        self._stage = job.parallelism.zero_stage
+        self._job = job
+        self._device = runtime.device
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        optimizer = build_adamw(model, job)
+        self._engine = _initialize(model, optimizer, _configuration(job, model, runtime), runtime)
+        self._model: nn.Module = self._engine.module
+        self._create_moments()
+
+    def forward_backward(self, batches: Sequence[Batch], num_global_targets: int, clock: Clock) -> torch.Tensor:
+        """See Strategy. DeepSpeed averages over ranks, so the loss is scaled up by their number."""
+        self._engine.train()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        scale = self.data_parallel_size / num_global_targets
+        for index, batch in enumerate(batches):
+            self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            with clock("forward"):
+                loss = self._loss_sum(batch)
+            with clock("backward"):
+                self._engine.backward(loss * scale, scale_wrt_gas=False)
+            loss_sum += loss.detach().double()
+        return loss_sum
+
+    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+        return next_token_loss_sum(model_logits(self._engine, batch, self._device), batch.labels.to(self._device))
+
+    def optimizer_step(self, learning_rate: float) -> OptimizerStep:
+        """See Strategy. From stage 1 on, DeepSpeed measures and clips inside its step."""
+        set_learning_rate(self._engine.optimizer, learning_rate)
+        grad_norm = self._clip_whole_gradients() if self._stage == 0 else math.nan
+        self._engine.step()
+        if self._stage > 0:
+            grad_norm = float(self._engine.get_global_grad_norm())
+        return OptimizerStep(grad_norm=grad_norm, was_applied=not getattr(self._engine.optimizer, "overflow", False))
+
+    def _clip_whole_gradients(self) -> float:
+        gradients = local_gradients(self._model.parameters())
+        grad_norm = global_grad_norm(gradients, None)
+        factor = clip_factor(grad_norm, self._job.spec.training.gradient_clip)
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        return grad_norm
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """See Strategy."""
+        self._engine.eval()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for batch in batches:
+            loss_sum += self._loss_sum(batch).double()
+        return loss_sum
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """See Strategy: each a FlatShard over DeepSpeed's float32 memory."""
+        tensors: dict[str, torch.Tensor] = dict(persistent_buffers(self._model))
+        for fragment in self._fragments():
+            tensors[f"model.{fragment.name}"] = FlatShard(fragment.weight, fragment.shape, fragment.start)
+            for moment, values in fragment.moments.items():
+                tensors[f"optim.{fragment.name}.{moment}"] = FlatShard(values, fragment.shape, fragment.start)
+        tensors["optim.step"] = self._steps()[0].detach().clone().cpu()
+        return tensors
+
+    def after_load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """See Strategy. The float32 memory was read in place; the weights that compute are copied from it."""
+        for step in self._steps():
+            step.copy_(tensors["optim.step"])
+        optimizer = self._engine.optimizer
+        if self._stage in (1, 2):
+            optimizer.update_lp_params()
+        elif self._stage == 3:
+            optimizer._partition_all_parameters()
+            for sub_group in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+            if optimizer.persistent_parameters:
+                # Small parameters stay whole on every rank between steps: their copies are stale now.
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def engine_state(self) -> dict[str, Any]:
+        """See Strategy: DeepSpeed's own dynamic loss scaler, in fp16."""
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        if scaler is None or not scaler.dynamic:
+            return {}
+        names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        return {"deepspeed_loss_scaler": {name: getattr(scaler, name) for name in names}}
+
+    def load_engine_state(self, state: dict[str, Any]) -> None:
+        """See Strategy."""
+        for name, value in state.get("deepspeed_loss_scaler", {}).items():
+            setattr(self._engine.optimizer.loss_scaler, name, value)
+
+    def close(self) -> None:
+        """See Strategy. DeepSpeed's hooks keep the model alive until its engine is destroyed."""
+        self._engine.destroy()
+
+    def _inner(self) -> torch.optim.Optimizer:
+        optimizer = self._engine.optimizer
+        inner = optimizer if self._stage == 0 else optimizer.optimizer
+        assert isinstance(inner, torch.optim.AdamW)
+        return inner
+
+    def _steps(self) -> list[torch.Tensor]:
+        return [state["step"] for state in self._inner().state.values()]
+
+    def _flat_weights(self) -> list[torch.Tensor]:
+        """What the inner optimizer updates: parameters (0), or this rank's flat float32 partitions (1 to 3)."""
+        optimizer = self._engine.optimizer
+        if self._stage == 0:
+            return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if self._stage == 3:
+            return list(optimizer.fp32_partitioned_groups_flat)
+        return list(optimizer.single_partition_of_fp32_groups)
+
+    def _create_moments(self) -> None:
+        """Creates the state that AdamW makes in its first step, so that a load has something to read into."""
+        for weight in self._flat_weights():
+            self._inner().state[weight] = {
+                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                **{moment: torch.zeros_like(weight) for moment in MOMENTS},
+            }
+        if self._stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _fragments(self) -> Iterator[_Fragment]:
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                continue  # frozen under an adapter: it comes from the model's source
+            if self._stage == 0:
+                moments = {moment: self._inner().state[parameter][moment].flatten() for moment in MOMENTS}
+                yield _Fragment(name, self._shapes[name], 0, parameter.detach().flatten(), moments)
+            elif self._stage == 3:
+                yield self._partitioned_fragment(name, parameter)
+            else:
+                yield self._mapped_fragment(name, parameter)
+
+    def _mapped_fragment(self, name: str, parameter: Any) -> _Fragment:
+        """Stages 1 and 2: one flat tensor over all parameters is cut into equal parts, wherever that falls."""
+        mapping = parameter._hp_mapping
+        if mapping is None:  # none of it lies in this rank's part
+            empty = torch.empty(0, device=self._device)
+            return _Fragment(name, self._shapes[name], 0, empty, dict.fromkeys(MOMENTS, empty))
+        moments = {moment: mapping.get_hp_fragment(optim_state_key=moment).detach() for moment in MOMENTS}
+        return _Fragment(
+            name, self._shapes[name], mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach(), moments
+        )
+
+    def _partitioned_fragment(self, name: str, parameter: Any) -> _Fragment:
+        """Stage 3: each parameter is cut into equal parts, the last ones padded."""
+        part = parameter.ds_tensor.ds_numel if hasattr(parameter.ds_tensor, "ds_numel") else parameter.ds_tensor.numel()
+        start = min(self.data_parallel_rank * part, parameter.ds_numel)
+        num_elements = min(start + part, parameter.ds_numel) - start
+
+        def view(key: str | None) -> torch.Tensor:
+            values, _ = self._engine.optimizer._get_fp32_opt_state_partition(
+                parameter, release_swap_buffers=False, optim_state_key=key
+            )
+            flat: torch.Tensor = values.detach().flatten()[:num_elements]
+            return flat
+
+        return _Fragment(name, self._shapes[name], start, view(None), {moment: view(moment) for moment in MOMENTS})
+
+
+def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], runtime: Runtime) -> Any:
+    import deepspeed  # seconds to import: only jobs that use it pay
+
+    # DeepSpeed 0.19.8 calls collectives that torch 2.13 has renamed, thousands of times.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
+
+    # On CPU, DeepSpeed would compile a shared-memory collective here, with g++ and ninja that few machines have.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if runtime.device.type == "cuda" else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    if config["zero_optimization"]["stage"] == 3:
+        _shard_block_by_block(model, config)
+    elif runtime.device.type == "cuda":
+        model = model.to(runtime.device)
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine
+
+
+def _shard_block_by_block(model: nn.Module, config: dict[str, Any]) -> None:
+    """Stage 3: cuts each block's weights before the next one is touched, so that no rank holds the whole model."""
+    import deepspeed
+
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    compute_type = next((dtype for name, dtype in types.items() if name in config), torch.float32)
+    for module in (*transformer_blocks(model), model):
+        for parameter in module.parameters():
+            if not hasattr(parameter, "ds_id"):
+                parameter.data = parameter.data.to(compute_type)
+        deepspeed.zero.Init(module=module, config_dict_or_path=config, mem_efficient_linear=False)
+
+
+def _configuration(job: ResolvedJob, model: nn.Module, runtime: Runtime) -> dict[str, Any]:
+    training, layout = job.spec.training, job.parallelism
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    bucket = max(*sizes, min(sum(sizes), MAX_BUCKET_ELEMENTS))
+    zero: dict[str, Any] = {
+        "stage": layout.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "overlap_comm": runtime.device.type == "cuda",
+    }
+    if layout.zero_stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": max(bucket, 1_000_000_000)}
+    if layout.offload == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": runtime.device.type == "cuda"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.micro_batch_size,
+        "gradient_accumulation_steps": job.gradient_accumulation_steps,
+        # Stage 0 is clipped here: DeepSpeed does not report the norm there.
+        "gradient_clipping": (training.gradient_clip or 0.0) if layout.zero_stage else 0.0,
+        "zero_optimization": zero,
+        # Offload asks for DeepSpeed's own CPU Adam, which has to be compiled; torch's fused one needs no compiler.
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**12,
+        **_precision(job),
+    }
+    return config
+
+
+def _precision(job: ResolvedJob) -> dict[str, Any]:
+    """bf16 and fp16 weights with a float32 master copy; stage 0 has no master copy, so there it is autocast."""
+    precision, stage = job.spec.training.precision, job.parallelism.zero_stage
+    if precision == "bf16" and stage == 0:
+        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    if precision == "bf16":
+        # Gradients travel in float32. (Stage 1 also adds up micro-batches in bf16: with float32 there DeepSpeed
+        # takes another optimizer class, whose memory is laid out differently.)
+        accumulation = {} if stage == 1 else {"data_types": {"grad_accum_dtype": "fp32"}}
+        return {"bf16": {"enabled": True}, "communication_data_type": "fp32", **accumulation}
+    if precision == "fp16":
+        return {
+            "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+            "communication_data_type": "fp32",
+        }
+    return {}
