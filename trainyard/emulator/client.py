@@ -1,0 +1,49 @@
+"""Calls of the emulator's own endpoints, for programs on this machine."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from trainyard.emulator.info import ADMIN_HEADER, CONTROL_PREFIX, EmulatorInfo
+from trainyard.errors import AwsRefusedError, InputError
+
+_TIMEOUT_SECONDS = 30.0
+
+
+def reclaim_after(info: EmulatorInfo, training_job_name_prefix: str, *, log_pattern: str, notice: bool) -> None:
+    """The next job of that name prefix loses its spot capacity once its first host logs a line that matches.
+
+    With `notice` it gets SIGTERM and 120 s; without, every process is killed at once.
+    """
+    _call(
+        info,
+        "reclaim-plan",
+        {"training_job_name_prefix": training_job_name_prefix, "after_log_pattern": log_pattern, "notice": notice},
+    )
+
+
+def set_quota(info: EmulatorInfo, max_instances: Mapping[str, int]) -> None:
+    """How many instances of each SageMaker type the account may hold at once."""
+    _call(info, "quota", dict(max_instances))
+
+
+def job_attempts(info: EmulatorInfo, training_job_name: str) -> list[dict[str, Any]]:
+    """Per attempt of a job: `pids` by host, rendezvous `port`, and times."""
+    return list(_call(info, f"jobs/{training_job_name}")["attempts"])
+
+
+def _call(info: EmulatorInfo, path: str, body: dict[str, Any] | None = None) -> Any:
+    data, headers = None, {}
+    if body is not None:
+        data = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", ADMIN_HEADER: info.admin_secret_access_key}
+    request = urllib.request.Request(info.endpoint + CONTROL_PREFIX + path, data=data, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise InputError(f"emulator, {path}: {json.load(error).get('error', error.reason)}") from None
+    except OSError as error:
+        raise AwsRefusedError(f"the emulator at {info.endpoint} doesn't answer ({error}); start it again") from None

@@ -1,0 +1,60 @@
+"""Types that no API of the emulator stands behind: an id and ARN of the right shape, and nothing else.
+
+They are listed as `recorded-only`, so that nobody takes a green deploy for more than it is.
+"""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from trainyard.emulator.cloudformation.model import Created, Properties, ResourceType, Site
+
+
+def _recorded(
+    name: str, arn: str, *, name_property: str = "", ref_is_arn: bool = False, arn_attribute: str = "Arn"
+) -> ResourceType:
+    def create(site: Site, properties: Properties, generated: str) -> Created:
+        identifier = uuid.uuid4().hex[:17]
+        own_name = str(properties.get(name_property) or generated)
+        full = arn.format(region=site.region, account=site.account, name=own_name, id=identifier)
+        physical_id = full if ref_is_arn else own_name if name_property else full.rpartition("/")[2]
+        return Created(physical_id, {arn_attribute: full, "Arn": full, "Id": identifier})
+
+    def update(site: Site, physical_id: str, old: Properties, new: Properties) -> Mapping[str, Any] | None:
+        return None
+
+    return ResourceType(
+        name,
+        create,
+        exists=lambda site, physical_id: True,
+        delete=lambda site, physical_id, properties: None,
+        update=update,
+        replaced_by=(name_property,) if name_property else (),
+        name_property=name_property,
+        recorded=True,
+    )
+
+
+TYPES = (
+    # CDK's own usage marker: CloudFormation keeps it and does nothing either.
+    _recorded("AWS::CDK::Metadata", "arn:aws:cdk:{region}:{account}:metadata/{id}"),
+    _recorded(
+        "AWS::FSx::DataRepositoryAssociation",
+        "arn:aws:fsx:{region}:{account}:association/dra-{id}",
+        arn_attribute="ResourceARN",
+    ),
+    _recorded(
+        "AWS::EC2::PlacementGroup", "arn:aws:ec2:{region}:{account}:placement-group/{name}", name_property="GroupName"
+    ),
+    _recorded(
+        "AWS::CloudWatch::CompositeAlarm",
+        "arn:aws:cloudwatch:{region}:{account}:alarm:{name}",
+        name_property="AlarmName",
+    ),
+    _recorded(
+        "AWS::CE::AnomalyMonitor",
+        "arn:aws:ce::{account}:anomalymonitor/{id}",
+        ref_is_arn=True,
+        arn_attribute="MonitorArn",
+    ),
+)
