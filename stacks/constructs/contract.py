@@ -1,0 +1,84 @@
+"""The tenant contract: all that the launcher knows of a tenant, as one SSM parameter."""
+
+from aws_cdk import Stack
+from aws_cdk import aws_ssm as ssm
+from constructs import Construct
+
+from stacks.constructs.identity import TenantRoles
+from stacks.constructs.permissions import TenantResources
+from stacks.constructs.queues import TenantQueues
+from stacks.naming import TenantScope
+from trainyard.spec.platform import (
+    BucketContract,
+    FileSystemContract,
+    KeyContract,
+    QueueContract,
+    RoleContract,
+    TenantContract,
+)
+
+
+class PublishedContract(Construct):
+    """The parameter `/trainyard/<environment>/<tenant>/contract`."""
+
+    def __init__(
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        tenant: TenantScope,
+        roles: TenantRoles,
+        resources: TenantResources,
+        queues: TenantQueues,
+    ) -> None:
+        super().__init__(scope, construct_id)
+        contract = tenant_contract(tenant, roles, resources, queues)
+        ssm.StringParameter(
+            self,
+            "Parameter",
+            parameter_name=tenant.environment.contract_parameter(tenant.name),
+            description=f"Contract of tenant {tenant.name}: what trainyard launches with",
+            tier=ssm.ParameterTier.ADVANCED,  # a contract with several queues passes the Standard tier's 4 KB
+            string_value=Stack.of(self).to_json_string(contract.model_dump(mode="json")),
+        )
+
+
+def tenant_contract(
+    tenant: TenantScope, roles: TenantRoles, resources: TenantResources, queues: TenantQueues
+) -> TenantContract:
+    """The contract with CloudFormation's values still to come: they are strings to the model."""
+    environment, network = tenant.environment, resources.network
+    keys, buckets, file_system = resources.keys, resources.buckets, resources.file_system.resource
+    return TenantContract(
+        environment=environment.name,
+        tenant=tenant.name,
+        account=environment.account,
+        region=environment.region,
+        availability_zone=tenant.availability_zone,
+        vpc_id=network.vpc.vpc_id,
+        subnet_ids=(network.training_subnet.subnet_id,),
+        security_group_ids=(network.training_security_group.security_group_id,),
+        keys=KeyContract(data=keys.data.key_arn, checkpoints=keys.checkpoints.key_arn, logs=keys.logs.key_arn),
+        buckets=BucketContract(data=buckets.data.bucket_name, checkpoints=buckets.checkpoints.bucket_name),
+        file_system=FileSystemContract(
+            id=file_system.ref,
+            mount_name=file_system.attr_lustre_mount_name,
+            dns_name=file_system.attr_dns_name,
+        ),
+        roles=RoleContract(job=roles.job.role_arn, launcher=roles.launcher.role_arn, auditor=roles.auditor.role_arn),
+        queues={
+            name: QueueContract(
+                arn=queue.queue.attr_job_queue_arn,
+                instance_types=tenant.spec.queues[name].instance_types,
+                max_instances=tenant.spec.queues[name].max_instances,
+                multi_node=tenant.spec.queues[name].multi_node,
+            )
+            for name, queue in queues.queues.items()
+        },
+        log_group=resources.logs.group.log_group_name,
+        image_parameter=environment.image_parameter,
+        cost_center=tenant.spec.cost_center,
+        max_job_hours=tenant.spec.max_job_hours,
+        monthly_usd=tenant.spec.budget.monthly_usd,
+        emulated=environment.emulated,
+    )

@@ -1,0 +1,155 @@
+"""What no role of a tenant can do, whatever other policy somebody attaches to it: the permissions boundary.
+
+Explicit Denies, because a conditional Allow is defeated by any other Allow. The condition keys that exist for
+CreateTrainingJob are few: instance count, spot and output path have none (quotas, buckets and keys hold those).
+"""
+
+from collections.abc import Mapping
+
+from aws_cdk import aws_iam as iam
+from constructs import Construct
+
+from stacks.constructs.network import TenantNetwork
+from stacks.naming import TAG_TENANT, TenantScope
+from trainyard.hardware import instance
+
+Conditions = Mapping[str, Mapping[str, object]]
+
+CREATE_JOB = "sagemaker:CreateTrainingJob"
+
+ALLOWED_ACTIONS = [
+    "batch:Describe*",
+    "batch:List*",
+    "cloudwatch:Describe*",
+    "cloudwatch:Get*",
+    "cloudwatch:List*",
+    "cloudwatch:PutMetricData",
+    "ec2:CreateNetworkInterface",
+    "ec2:CreateNetworkInterfacePermission",
+    "ec2:DeleteNetworkInterface",
+    "ec2:DeleteNetworkInterfacePermission",
+    "ec2:Describe*",
+    "ecr:BatchCheckLayerAvailability",
+    "ecr:BatchGetImage",
+    "ecr:Describe*",
+    "ecr:GetAuthorizationToken",
+    "ecr:GetDownloadUrlForLayer",
+    "fsx:Describe*",
+    "iam:Get*",
+    "iam:List*",
+    "iam:PassRole",
+    "kms:CreateGrant",
+    "kms:Decrypt",
+    "kms:DescribeKey",
+    "kms:Encrypt",
+    "kms:GenerateDataKey*",
+    "kms:GetKey*",
+    "logs:CreateLogGroup",
+    "logs:CreateLogStream",
+    "logs:Describe*",
+    "logs:FilterLogEvents",
+    "logs:GetLogEvents",
+    "logs:PutLogEvents",
+    "s3:AbortMultipartUpload",
+    "s3:DeleteObject",
+    "s3:Get*",
+    "s3:List*",
+    "s3:PutObject",
+    "s3:PutObjectTagging",
+    "sagemaker:AddTags",
+    CREATE_JOB,
+    "sagemaker:Describe*",
+    "sagemaker:List*",
+    "sagemaker:StopTrainingJob",
+    "servicequotas:Get*",
+    "servicequotas:List*",
+    "ssm:GetParameter",
+    "ssm:GetParameters",
+    "sts:GetCallerIdentity",
+]
+"""The most that the roles' own policies, which also name the resources, can make use of. Not in it, among others:
+batch:SubmitServiceJob (Batch starts jobs by a service-linked role that no condition below binds, with an unchecked
+payload), sts:AssumeRole (no hop to another tenant's role), sagemaker:UpdateTrainingJob, and every other kind of job."""
+
+
+class TenantBoundary(Construct):
+    """The permissions boundary of all the tenant's roles."""
+
+    policy: iam.ManagedPolicy
+
+    def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, network: TenantNetwork) -> None:
+        super().__init__(scope, construct_id)
+        self.policy = iam.ManagedPolicy(
+            self,
+            "Policy",
+            path=tenant.iam_path,
+            description=f"The most that any role of tenant {tenant.name} can ever do",
+            statements=[
+                iam.PolicyStatement(sid="Services", actions=ALLOWED_ACTIONS, resources=["*"]),
+                *_unstated(tenant),
+                *_outside(tenant, network),
+                # Batch is not in the list above; said again so that no later list can let it in unseen.
+                deny("NoUncheckedQueue", ["batch:SubmitServiceJob"], {}),
+                deny("OwnAccount", ["s3:*"], {"StringNotEqualsIfExists": {"aws:ResourceAccount": _account(tenant)}}),
+                iam.PolicyStatement(
+                    sid="PassOwnRoles",
+                    effect=iam.Effect.DENY,
+                    actions=["iam:PassRole"],
+                    not_resources=[tenant.role_pattern],
+                ),
+            ],
+        )
+
+
+def deny(sid: str, actions: list[str], conditions: Conditions) -> iam.PolicyStatement:
+    """A Deny of `actions` on everything where all `conditions` hold."""
+    return iam.PolicyStatement(
+        sid=sid, effect=iam.Effect.DENY, actions=actions, resources=["*"], conditions=dict(conditions)
+    )
+
+
+def _account(tenant: TenantScope) -> str:
+    return tenant.environment.account
+
+
+def _unstated(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """What a job must say: an absent key matches none of the value conditions in `_outside`."""
+    required = {
+        "JobsSayVpc": "sagemaker:VpcSubnets",
+        "JobsSayGroups": "sagemaker:VpcSecurityGroupIds",
+        "JobsSayTypes": "sagemaker:InstanceTypes",
+        "JobsSayOutputKey": "sagemaker:OutputKmsKey",
+        "JobsSayTime": "sagemaker:MaxRuntimeInSeconds",
+    }
+    denials = [deny(sid, [CREATE_JOB], {"Null": {key: "true"}}) for sid, key in required.items()]
+    without_nvme = [kind for kind in tenant.instance_types if not instance(kind).local_nvme_gib]
+    if without_nvme:
+        # Types with local NVMe refuse a volume key (hardware encrypts those disks): demanding it of every type would
+        # forbid GPU training.
+        volume: Conditions = {
+            "Null": {"sagemaker:VolumeKmsKey": "true"},
+            "ForAnyValue:StringEquals": {"sagemaker:InstanceTypes": without_nvme},
+        }
+        denials.append(deny("JobsSayVolumeKey", [CREATE_JOB], volume))
+    return denials
+
+
+def _outside(tenant: TenantScope, network: TenantNetwork) -> list[iam.PolicyStatement]:
+    """What a job may not say. ForAnyValue with a negated operator: one foreign value among several is enough."""
+    values: dict[str, Conditions] = {
+        "JobsOwnSubnets": {
+            "ForAnyValue:StringNotEquals": {"sagemaker:VpcSubnets": [network.training_subnet.subnet_id]}
+        },
+        "JobsOwnGroups": {
+            "ForAnyValue:StringNotEquals": {
+                "sagemaker:VpcSecurityGroupIds": [network.training_security_group.security_group_id]
+            }
+        },
+        "JobsQueueTypes": {"ForAnyValue:StringNotEquals": {"sagemaker:InstanceTypes": tenant.instance_types}},
+        "JobsMaxTime": {"NumericGreaterThan": {"sagemaker:MaxRuntimeInSeconds": str(tenant.max_runtime_seconds)}},
+        # A negated operator also matches an absent key: an untagged job is denied too.
+        "JobsOwnTag": {"StringNotEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}},
+        # Remote debug opens a shell with the job's role.
+        "JobsNoShell": {"Bool": {"sagemaker:EnableRemoteDebug": "true"}},
+    }
+    return [deny(sid, [CREATE_JOB], conditions) for sid, conditions in values.items()]

@@ -1,0 +1,44 @@
+"""Who acts for a tenant: the job, the launcher, the auditor. What they may do is in `permissions`."""
+
+from aws_cdk import Duration
+from aws_cdk import aws_iam as iam
+from constructs import Construct
+
+from stacks.constructs.guard_rails import TenantBoundary
+from stacks.naming import TenantScope
+
+
+class TenantRoles(Construct):
+    """The principals that the tenant's key policies name, all under the tenant's path and boundary."""
+
+    job: iam.Role
+    """What a running training job is; only SageMaker, acting for this account, can take it."""
+    launcher: iam.Role
+    """What people and CI of this account assume to launch, watch and stop jobs."""
+    auditor: iam.Role
+    """Read-only."""
+
+    def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, boundary: TenantBoundary) -> None:
+        super().__init__(scope, construct_id)
+        account = tenant.environment.account
+
+        def role(name: str, trusts: iam.IPrincipal, description: str, hours: int) -> iam.Role:
+            return iam.Role(
+                self,
+                name,
+                path=tenant.iam_path,
+                assumed_by=trusts,
+                permissions_boundary=boundary.policy,
+                description=f"{description} of tenant {tenant.name}",
+                max_session_duration=Duration.hours(hours),
+            )
+
+        sagemaker = iam.ServicePrincipal(
+            "sagemaker.amazonaws.com", conditions={"StringEquals": {"aws:SourceAccount": account}}
+        )
+        self.job = role("Job", sagemaker, "Training jobs", hours=1)
+        # The account as principal: who in it may assume the role is for the account's own IAM to say (identity centre,
+        # CI). A tenant's roles can't: their boundary holds no sts:AssumeRole.
+        people = iam.AccountPrincipal(account)
+        self.launcher = role("Launcher", people, "Launches, watches and stops jobs", hours=12)
+        self.auditor = role("Auditor", people, "Reads and changes nothing", hours=4)

@@ -1,0 +1,150 @@
+"""A tenant's encryption keys. The key policy alone says who may decrypt: the account's administrators can manage a
+key, and change its policy under the eyes of CloudTrail, but can't use it."""
+
+from dataclasses import dataclass
+
+from aws_cdk import Duration, RemovalPolicy
+from aws_cdk import aws_iam as iam
+from aws_cdk import aws_kms as kms
+from constructs import Construct
+
+from stacks.constructs.identity import TenantRoles
+from stacks.naming import TenantScope
+
+READ = ["kms:Decrypt", "kms:DescribeKey"]
+READ_WRITE = [
+    "kms:Decrypt",
+    "kms:DescribeKey",
+    "kms:Encrypt",
+    "kms:GenerateDataKey",
+    "kms:GenerateDataKeyWithoutPlaintext",
+]
+ADMINISTER = [
+    "kms:CancelKeyDeletion",
+    "kms:DescribeKey",
+    "kms:DisableKey",
+    "kms:DisableKeyRotation",
+    "kms:EnableKey",
+    "kms:EnableKeyRotation",
+    "kms:GetKeyPolicy",
+    "kms:GetKeyRotationStatus",
+    "kms:ListGrants",
+    "kms:ListKeyPolicies",
+    "kms:ListResourceTags",
+    "kms:ListRetirableGrants",
+    "kms:PutKeyPolicy",
+    "kms:RevokeGrant",
+    "kms:RotateKeyOnDemand",
+    "kms:ScheduleKeyDeletion",
+    "kms:TagResource",
+    "kms:UntagResource",
+    "kms:UpdateKeyDescription",
+]
+"""Everything but use: no Decrypt, no GenerateDataKey, no CreateGrant."""
+
+
+@dataclass(frozen=True)
+class KeyUse:
+    """Who may use a key, and how far."""
+
+    readers: tuple[iam.Role, ...] = ()
+    writers: tuple[iam.Role, ...] = ()
+    volumes: bool = False
+    """The writers' training volumes are encrypted with it: SageMaker takes a grant on their behalf."""
+
+
+class TenantKeys(Construct):
+    """Three keys, so that a leaked log reader reads no data and a data reader changes no checkpoint."""
+
+    data: kms.Key
+    """Data bucket and file system."""
+    checkpoints: kms.Key
+    """Checkpoint bucket, job outputs and training volumes."""
+    logs: kms.Key
+    """Log group and notifications."""
+
+    def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, roles: TenantRoles) -> None:
+        super().__init__(scope, construct_id)
+        data = KeyUse(readers=(roles.job, roles.auditor), writers=(roles.launcher,))
+        checkpoints = KeyUse(readers=(roles.launcher, roles.auditor), writers=(roles.job,), volumes=True)
+        self.data = self._key("Data", tenant, "data", [*_roles(tenant, data), _file_system(tenant)])
+        self.checkpoints = self._key("Checkpoints", tenant, "checkpoints", _roles(tenant, checkpoints))
+        self.logs = self._key("Logs", tenant, "logs and notifications", [_log_service(tenant), *_notifiers(tenant)])
+
+    def _key(
+        self, construct_id: str, tenant: TenantScope, purpose: str, statements: list[iam.PolicyStatement]
+    ) -> kms.Key:
+        administration = iam.PolicyStatement(
+            sid="AccountAdministersButCannotUse",
+            principals=[iam.AccountRootPrincipal()],
+            actions=ADMINISTER,
+            resources=["*"],
+        )
+        retain = tenant.environment.retain_data
+        return kms.Key(
+            self,
+            construct_id,
+            description=f"trainyard {tenant.environment.name}, tenant {tenant.name}: {purpose}",
+            enable_key_rotation=True,
+            rotation_period=Duration.days(365),
+            pending_window=Duration.days(30 if retain else 7),
+            removal_policy=RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY,
+            policy=iam.PolicyDocument(statements=[administration, *statements]),
+        )
+
+
+def _roles(tenant: TenantScope, use: KeyUse) -> list[iam.PolicyStatement]:
+    def statement(sid: str, roles: tuple[iam.Role, ...], actions: list[str]) -> iam.PolicyStatement:
+        return iam.PolicyStatement(sid=sid, principals=list(roles), actions=actions, resources=["*"])
+
+    statements = [statement("Readers", use.readers, READ), statement("Writers", use.writers, READ_WRITE)]
+    if use.volumes:
+        grants = statement("TrainingVolumes", use.writers, ["kms:CreateGrant"])
+        grants.add_condition("Bool", {"kms:GrantIsForAWSResource": "true"})
+        grants.add_condition("StringEquals", {"kms:ViaService": [tenant.via("sagemaker"), tenant.via("ec2")]})
+        statements.append(grants)
+    return statements
+
+
+def _file_system(tenant: TenantScope) -> iam.PolicyStatement:
+    """FSx takes its grant in the name of whoever creates or restores the file system: CloudFormation, an operator."""
+    return iam.PolicyStatement(
+        sid="FileSystemService",
+        principals=[iam.AccountRootPrincipal()],
+        actions=["kms:CreateGrant", *READ_WRITE],
+        resources=["*"],
+        conditions={
+            "StringEquals": {
+                "kms:ViaService": tenant.via("fsx"),
+                "kms:CallerAccount": tenant.environment.account,
+            }
+        },
+    )
+
+
+def _log_service(tenant: TenantScope) -> iam.PolicyStatement:
+    """CloudWatch Logs, for log groups of the tenant's own stacks only: generated names begin with the stack's."""
+    groups = tenant.arn("logs", f"log-group:{tenant.stack_name('')}*")
+    return iam.PolicyStatement(
+        sid="LogService",
+        principals=[iam.ServicePrincipal(f"logs.{tenant.environment.region}.amazonaws.com")],
+        actions=READ_WRITE,
+        resources=["*"],
+        conditions={"ArnLike": {"kms:EncryptionContext:aws:logs:arn": groups}},
+    )
+
+
+def _notifiers(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """What publishes to the tenant's encrypted topic. EventBridge states no source account when it encrypts."""
+
+    def statement(sid: str, service: str) -> iam.PolicyStatement:
+        return iam.PolicyStatement(
+            sid=sid,
+            principals=[iam.ServicePrincipal(f"{service}.amazonaws.com")],
+            actions=["kms:Decrypt", "kms:GenerateDataKey"],
+            resources=["*"],
+        )
+
+    alarms = statement("Alarms", "cloudwatch")
+    alarms.add_condition("StringEquals", {"aws:SourceAccount": tenant.environment.account})
+    return [alarms, statement("Events", "events")]

@@ -1,0 +1,168 @@
+"""A tenant's network: no way in, no way out, EFA inside, AWS through endpoints that admit only this account."""
+
+import ipaddress
+from collections.abc import Sequence
+
+from aws_cdk import Acknowledgment, Validations
+from aws_cdk import aws_ec2 as ec2
+from aws_cdk import aws_iam as iam
+from aws_cdk import aws_s3 as s3
+from constructs import Construct
+
+from stacks.naming import PARTITION, TenantScope
+
+LUSTRE_PORTS = (ec2.Port.tcp(988), ec2.Port.tcp_range(1018, 1023))
+"""FSx for Lustre user guide, "File system access control": many templates open 1021-1023 only, and mounts then hang."""
+
+INTERFACE_ENDPOINTS = {
+    "SageMaker": ec2.InterfaceVpcEndpointAwsService.SAGEMAKER_API,
+    "Logs": ec2.InterfaceVpcEndpointAwsService.CLOUDWATCH_LOGS,
+    "Metrics": ec2.InterfaceVpcEndpointAwsService.CLOUDWATCH_MONITORING,
+    "EcrApi": ec2.InterfaceVpcEndpointAwsService.ECR,
+    "EcrDocker": ec2.InterfaceVpcEndpointAwsService.ECR_DOCKER,
+    "Kms": ec2.InterfaceVpcEndpointAwsService.KMS,
+    "Parameters": ec2.InterfaceVpcEndpointAwsService.SSM,
+    "Sts": ec2.InterfaceVpcEndpointAwsService.STS,
+}
+
+
+def subnet_blocks(vpc_cidr: str, num_zones: int) -> tuple[str, list[str]]:
+    """The VPC's first half for training, and one equal piece of the other half per zone for endpoints.
+
+    Training takes half because an instance with EFA needs an address per network card: up to 33 for p5.48xlarge.
+    """
+    training, rest = ipaddress.IPv4Network(vpc_cidr).subnets(prefixlen_diff=1)
+    pieces = list(rest.subnets(prefixlen_diff=max(0, (num_zones - 1).bit_length())))
+    assert pieces[0].prefixlen <= 28, f"AWS has no subnet smaller than /28; {vpc_cidr} can't serve {num_zones} zones"
+    return str(training), [str(piece) for piece in pieces[:num_zones]]
+
+
+class TenantNetwork(Construct):
+    """VPC without gateway or NAT; one training subnet in the first zone; endpoints in all zones."""
+
+    vpc: ec2.Vpc
+    training_subnet: ec2.PrivateSubnet
+    training_security_group: ec2.SecurityGroup
+    """EFA: everything within the group. Also the client group of the file system."""
+    file_system_security_group: ec2.SecurityGroup
+    s3_endpoint: ec2.GatewayVpcEndpoint
+    lustre_rules: list[Construct]
+    """Must exist before the file system: FSx checks them when it is created."""
+
+    def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope) -> None:
+        super().__init__(scope, construct_id)
+        cidr = tenant.environment.network.block(tenant.spec.network_index)
+        zones = list(tenant.environment.availability_zones)
+        self.vpc = ec2.Vpc(
+            self,
+            "Vpc",
+            ip_addresses=ec2.IpAddresses.cidr(cidr),
+            availability_zones=zones,
+            subnet_configuration=[],  # the subnets below: CDK's own are all of one size, in every zone
+            nat_gateways=0,
+            create_internet_gateway=False,
+            restrict_default_security_group=False,  # would need a custom resource's Lambda; nothing uses that group
+        )
+        training_block, endpoint_blocks = subnet_blocks(cidr, len(zones))
+        self.training_subnet = self._subnet("Training", zones[0], training_block)
+        endpoint_subnets = [
+            self._subnet(f"Endpoints{number}", zone, block)
+            for number, (zone, block) in enumerate(zip(zones, endpoint_blocks, strict=True), start=1)
+        ]
+        self._make_training_group()
+        self._make_file_system_group()
+        self._make_gateway_endpoints(tenant, [self.training_subnet, *endpoint_subnets])
+        self._make_interface_endpoints(tenant, endpoint_subnets)
+
+    def _subnet(self, name: str, zone: str, block: str) -> ec2.PrivateSubnet:
+        subnet = ec2.PrivateSubnet(
+            self, name, vpc_id=self.vpc.vpc_id, availability_zone=zone, cidr_block=block, map_public_ip_on_launch=False
+        )
+        reason = "The environment file states the zone: synthesis looks nothing up, and EFA stays in one zone."
+        Validations.of(subnet).acknowledge(Acknowledgment(id="CloudFormation-Validate::W3010", reason=reason))
+        return subnet
+
+    def _group(self, name: str, description: str) -> ec2.SecurityGroup:
+        # allow_all_outbound=True would swallow the self-egress rule that EFA needs: CDK then emits no egress resource.
+        return ec2.SecurityGroup(self, name, vpc=self.vpc, description=description, allow_all_outbound=False)
+
+    def _make_training_group(self) -> None:
+        group = self._group("TrainingGroup", "Training instances: EFA and TCP among themselves")
+        group.add_ingress_rule(group, ec2.Port.all_traffic(), "EFA needs every protocol from the group itself")
+        group.add_egress_rule(group, ec2.Port.all_traffic(), "EFA needs every protocol to the group itself")
+        # The VPC has no route out: this reaches the endpoints and, by prefix-list routes, S3 and DynamoDB.
+        group.add_egress_rule(ec2.Peer.any_ipv4(), ec2.Port.tcp(443), "AWS services through the VPC endpoints")
+        self.training_security_group = group
+
+    def _make_file_system_group(self) -> None:
+        clients, servers = self.training_security_group, self._group("FileSystemGroup", "FSx for Lustre file servers")
+        for port in LUSTRE_PORTS:
+            # Servers call clients back (lock recalls): both directions on both sides. Servers also talk to each other.
+            servers.add_ingress_rule(clients, port, "Lustre clients")
+            servers.add_egress_rule(clients, port, "Lustre clients")
+            servers.add_ingress_rule(servers, port, "Lustre servers among themselves")
+            servers.add_egress_rule(servers, port, "Lustre servers among themselves")
+            clients.add_ingress_rule(servers, port, "Lustre servers")
+            clients.add_egress_rule(servers, port, "Lustre servers")
+        self.file_system_security_group = servers
+        rule_types = (ec2.CfnSecurityGroupIngress, ec2.CfnSecurityGroupEgress)
+        self.lustre_rules = [
+            child for group in (clients, servers) for child in group.node.find_all() if isinstance(child, rule_types)
+        ]
+
+    def _make_gateway_endpoints(self, tenant: TenantScope, subnets: list[ec2.PrivateSubnet]) -> None:
+        selection = [ec2.SubnetSelection(subnets=list(subnets))]
+        service = ec2.GatewayVpcEndpointAwsService.S3
+        self.s3_endpoint = self.vpc.add_gateway_endpoint("S3", service=service, subnets=selection)
+        # ECR keeps image layers in a bucket of its own and fetches them by a presigned URL of its own.
+        layers = f"arn:{PARTITION}:s3:::prod-{tenant.environment.region}-starport-layer-bucket/*"
+        self.s3_endpoint.add_to_policy(
+            iam.PolicyStatement(
+                sid="EcrImageLayers", principals=[iam.AnyPrincipal()], actions=["s3:GetObject"], resources=[layers]
+            )
+        )
+        tables = self.vpc.add_gateway_endpoint(
+            "DynamoDb", service=ec2.GatewayVpcEndpointAwsService.DYNAMODB, subnets=selection
+        )
+        tables.add_to_policy(self._own_account_only(tenant, "dynamodb:*", own_resources=True))
+
+    def admit_buckets(self, tenant: TenantScope, buckets: Sequence[s3.IBucket]) -> None:
+        """Lets callers of this account reach these buckets from the network, and no other bucket, whoever owns it."""
+        account = tenant.environment.account
+        self.s3_endpoint.add_to_policy(
+            iam.PolicyStatement(
+                sid="OwnBuckets",
+                principals=[iam.AnyPrincipal()],
+                actions=["s3:*"],
+                resources=[arn for bucket in buckets for arn in (bucket.bucket_arn, bucket.arn_for_objects("*"))],
+                conditions={"StringEquals": {"aws:PrincipalAccount": account, "aws:ResourceAccount": account}},
+            )
+        )
+
+    def _make_interface_endpoints(self, tenant: TenantScope, subnets: list[ec2.PrivateSubnet]) -> None:
+        group = self._group("EndpointGroup", "Interface endpoints")
+        group.add_ingress_rule(self.training_security_group, ec2.Port.tcp(443), "Training instances")
+        for name, service in INTERFACE_ENDPOINTS.items():
+            endpoint = ec2.InterfaceVpcEndpoint(
+                self,
+                name,
+                vpc=self.vpc,
+                service=service,
+                subnets=ec2.SubnetSelection(subnets=list(subnets)),
+                security_groups=[group],
+                private_dns_enabled=True,
+                open=False,  # open=True would admit the VPC's whole range
+            )
+            endpoint.add_to_policy(self._own_account_only(tenant, "*", own_resources=False))
+
+    def _own_account_only(self, tenant: TenantScope, action: str, *, own_resources: bool) -> iam.PolicyStatement:
+        """Callers of this account only, so that foreign credentials carry nothing out; likewise foreign buckets."""
+        account = tenant.environment.account
+        conditions = {"aws:PrincipalAccount": account} | ({"aws:ResourceAccount": account} if own_resources else {})
+        return iam.PolicyStatement(
+            sid="OwnAccount",
+            principals=[iam.AnyPrincipal()],
+            actions=[action],
+            resources=["*"],
+            conditions={"StringEquals": conditions},
+        )

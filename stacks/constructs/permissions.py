@@ -1,0 +1,294 @@
+"""What a tenant's roles may do. Written out, not granted by the constructs: the least that each one needs is exact to
+the prefix, and a grant would widen the key policies without anybody reading it."""
+
+from dataclasses import dataclass
+
+from aws_cdk import aws_ecr as ecr
+from aws_cdk import aws_iam as iam
+from aws_cdk import aws_s3 as s3
+from constructs import Construct
+
+from stacks.constructs.guard_rails import CREATE_JOB, deny
+from stacks.constructs.identity import TenantRoles
+from stacks.constructs.keys import READ, READ_WRITE, TenantKeys
+from stacks.constructs.logs import TenantLogs
+from stacks.constructs.network import TenantNetwork
+from stacks.constructs.storage import TenantBuckets, TenantFileSystem
+from stacks.naming import TAG_TENANT, TenantScope
+from trainyard.spec.platform import TRAINING_LOG_GROUP
+
+LIST_BUCKET = ["s3:GetBucketLocation", "s3:ListBucket", "s3:ListBucketMultipartUploads"]
+READ_OBJECTS = ["s3:GetObject", "s3:GetObjectVersion"]
+WRITE_OBJECTS = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:ListMultipartUploadParts", "s3:PutObject"]
+
+ANYTHING = ["*"]
+"""Only for actions that AWS can't scope to a resource, or that give a name and nothing else."""
+
+
+@dataclass(frozen=True)
+class TenantResources:
+    """What the tenant's roles work on."""
+
+    network: TenantNetwork
+    keys: TenantKeys
+    buckets: TenantBuckets
+    file_system: TenantFileSystem
+    logs: TenantLogs
+    images: ecr.IRepository
+
+
+class TenantPermissions(Construct):
+    """The policies of the three roles, and the denials that must name a key."""
+
+    def __init__(
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        tenant: TenantScope,
+        roles: TenantRoles,
+        resources: TenantResources,
+    ) -> None:
+        super().__init__(scope, construct_id)
+
+        def attach(name: str, role: iam.Role, statements: list[iam.PolicyStatement]) -> None:
+            iam.Policy(self, name, roles=[role], statements=statements)
+
+        attach("Job", roles.job, _job(tenant, resources))
+        attach("Launcher", roles.launcher, _launcher(tenant, roles, resources))
+        attach("Auditor", roles.auditor, _auditor(tenant, resources))
+        attach("GuardRails", roles.launcher, _own_keys_and_files(resources))
+
+
+def _allow(
+    sid: str, actions: list[str], resources: list[str], conditions: dict[str, object] | None = None
+) -> iam.PolicyStatement:
+    return iam.PolicyStatement(sid=sid, actions=actions, resources=resources, conditions=conditions)
+
+
+def _log_group_arns(tenant: TenantScope, *names: str) -> list[str]:
+    """A log group, spelled both ways: IAM has compared the ARN with and without the trailing :* over the years."""
+    return [tenant.arn("logs", f"log-group:{name}{end}") for name in names for end in ("", ":*")]
+
+
+def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """A running job reads data, writes checkpoints and outputs of jobs, logs and metrics, and joins the network."""
+    buckets, keys = resources.buckets, resources.keys
+    return [
+        _allow("ListOwnBuckets", LIST_BUCKET, [buckets.data.bucket_arn, buckets.checkpoints.bucket_arn]),
+        _allow("ReadData", READ_OBJECTS, [buckets.data.arn_for_objects("*")]),
+        _allow("ReadWriteCheckpoints", READ_OBJECTS + WRITE_OBJECTS, [buckets.checkpoints.arn_for_objects("jobs/*")]),
+        _allow("DecryptData", READ, [keys.data.key_arn]),
+        _allow("EncryptCheckpoints", READ_WRITE, [keys.checkpoints.key_arn]),
+        _allow(
+            "EncryptVolumes",
+            ["kms:CreateGrant"],
+            [keys.checkpoints.key_arn],
+            {"Bool": {"kms:GrantIsForAWSResource": "true"}},
+        ),
+        _allow(
+            "OpenLogStreams",
+            ["logs:CreateLogStream", "logs:DescribeLogStreams"],
+            _log_group_arns(tenant, TRAINING_LOG_GROUP, resources.logs.group.log_group_name),
+        ),
+        _allow(
+            "WriteLogs",
+            ["logs:PutLogEvents"],
+            [tenant.job_log_streams, *_log_group_arns(tenant, resources.logs.group.log_group_name)],
+        ),
+        _allow("CreateTrainingLogGroup", ["logs:CreateLogGroup"], _log_group_arns(tenant, TRAINING_LOG_GROUP)),
+        _allow(
+            "WriteMetrics",
+            ["cloudwatch:PutMetricData"],
+            ANYTHING,
+            {"StringLike": {"cloudwatch:namespace": [f"trainyard/{tenant.name}", "/aws/sagemaker/*"]}},
+        ),
+        _allow("LogInToRegistry", ["ecr:GetAuthorizationToken"], ANYTHING),
+        _allow(
+            "PullImage",
+            ["ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"],
+            [resources.images.repository_arn],
+        ),
+        _allow("FindFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        *_network_interfaces(tenant, resources.network),
+    ]
+
+
+def _network_interfaces(tenant: TenantScope, network: TenantNetwork) -> list[iam.PolicyStatement]:
+    """SageMaker puts a job into a VPC by network interfaces that it makes as the job's role (developer guide,
+    "CreateTrainingJob API: execution role permissions"): here only in the own subnet with the own group."""
+    vpc = tenant.arn("ec2", f"vpc/{network.vpc.vpc_id}")
+    interfaces = tenant.arn("ec2", "network-interface/*")
+    return [
+        _allow(
+            "JoinNetwork",
+            ["ec2:CreateNetworkInterface"],
+            [
+                tenant.arn("ec2", f"subnet/{network.training_subnet.subnet_id}"),
+                tenant.arn("ec2", f"security-group/{network.training_security_group.security_group_id}"),
+                interfaces,
+            ],
+        ),
+        _allow(
+            "LeaveNetwork",
+            [
+                "ec2:CreateNetworkInterfacePermission",
+                "ec2:DeleteNetworkInterface",
+                "ec2:DeleteNetworkInterfacePermission",
+            ],
+            [interfaces],
+            {"ArnEquals": {"ec2:Vpc": vpc}},
+        ),
+        _allow(
+            "SeeNetwork",
+            [
+                "ec2:DescribeDhcpOptions",
+                "ec2:DescribeNetworkInterfaces",
+                "ec2:DescribeSecurityGroups",
+                "ec2:DescribeSubnets",
+                "ec2:DescribeVpcs",
+            ],
+            ANYTHING,
+        ),
+    ]
+
+
+def _launcher(tenant: TenantScope, roles: TenantRoles, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """People and CI: the tenant's jobs, data and job records; checkpoints to read."""
+    buckets, keys = resources.buckets, resources.keys
+    return [
+        _allow(
+            "CreateJobs",
+            [CREATE_JOB],
+            [tenant.training_jobs],
+            {
+                "StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name},
+                # ForAllValues alone is true of an absent key; ForAnyValue would let a second, foreign type through.
+                "ForAllValues:StringEquals": {"sagemaker:InstanceTypes": tenant.instance_types},
+                "Null": {"sagemaker:InstanceTypes": "false"},
+            },
+        ),
+        _allow(
+            "TagJobs",
+            ["sagemaker:AddTags"],
+            [tenant.training_jobs],
+            {"StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}},
+        ),
+        _allow(
+            "FollowJobs",
+            ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags", "sagemaker:StopTrainingJob"],
+            [tenant.training_jobs],
+        ),
+        _allow(
+            "PassJobRole",
+            ["iam:PassRole"],
+            [roles.job.role_arn],
+            {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
+        ),
+        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], _parameters(tenant)),
+        _allow("ListOwnBuckets", LIST_BUCKET, [buckets.data.bucket_arn, buckets.checkpoints.bucket_arn]),
+        _allow("ReadWriteData", READ_OBJECTS + WRITE_OBJECTS, [buckets.data.arn_for_objects("*")]),
+        _allow("ReadCheckpoints", READ_OBJECTS, [buckets.checkpoints.arn_for_objects("*")]),
+        _allow("UseDataKey", READ_WRITE, [keys.data.key_arn]),
+        _allow("DecryptCheckpoints", READ, [keys.checkpoints.key_arn]),
+        *_read_logs(tenant, resources),
+        _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        _allow("SeeImage", ["ecr:DescribeImages"], [resources.images.repository_arn]),
+        _see_account(),
+    ]
+
+
+def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """What was run, by which configuration, with which records: all to read, nothing to change."""
+    buckets, keys = resources.buckets, resources.keys
+    bucket_arns = [buckets.data.bucket_arn, buckets.checkpoints.bucket_arn]
+    configuration = [
+        "s3:GetBucketLogging",
+        "s3:GetBucketPolicy",
+        "s3:GetBucketPublicAccessBlock",
+        "s3:GetBucketTagging",
+        "s3:GetBucketVersioning",
+        "s3:GetEncryptionConfiguration",
+        "s3:GetLifecycleConfiguration",
+    ]
+    key_arns = [keys.data.key_arn, keys.checkpoints.key_arn, keys.logs.key_arn]
+    return [
+        _allow("SeeBuckets", [*LIST_BUCKET, *configuration], bucket_arns),
+        _allow("ReadJobRecords", READ_OBJECTS, [bucket.arn_for_objects("jobs/*") for bucket in _both(buckets)]),
+        _allow("DecryptJobRecords", READ, [keys.data.key_arn, keys.checkpoints.key_arn]),
+        _allow("SeeKeys", ["kms:DescribeKey", "kms:GetKeyPolicy", "kms:GetKeyRotationStatus"], key_arns),
+        _allow("SeeJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags"], [tenant.training_jobs]),
+        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], _parameters(tenant)),
+        _allow(
+            "SeeRoles",
+            ["iam:GetRole", "iam:GetRolePolicy", "iam:ListAttachedRolePolicies", "iam:ListRolePolicies"],
+            [tenant.role_pattern],
+        ),
+        *_read_logs(tenant, resources),
+        _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        _see_account(),
+    ]
+
+
+def _both(buckets: TenantBuckets) -> tuple[s3.Bucket, s3.Bucket]:
+    return buckets.data, buckets.checkpoints
+
+
+def _file_system_arn(tenant: TenantScope, resources: TenantResources) -> str:
+    return tenant.arn("fsx", f"file-system/{resources.file_system.resource.ref}")
+
+
+def _parameters(tenant: TenantScope) -> list[str]:
+    environment = tenant.environment
+    return [
+        tenant.parameter_arn(name)
+        for name in (environment.contract_parameter(tenant.name), environment.image_parameter)
+    ]
+
+
+def _read_logs(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """Own streams only. FilterLogEvents works on a whole group, so not on the one that all tenants share."""
+    own = _log_group_arns(tenant, resources.logs.group.log_group_name, resources.logs.flows.log_group_name)
+    return [
+        _allow("FindLogs", ["logs:DescribeLogStreams"], [*_log_group_arns(tenant, TRAINING_LOG_GROUP), *own]),
+        _allow("ReadJobLogs", ["logs:GetLogEvents"], [tenant.job_log_streams, *own]),
+        _allow("SearchOwnLogs", ["logs:FilterLogEvents"], own),
+    ]
+
+
+def _see_account() -> iam.PolicyStatement:
+    """Listings that IAM can't scope: they show that things exist, and nothing of what is in them."""
+    return _allow(
+        "SeeAccount",
+        [
+            "batch:DescribeJobQueues",
+            "batch:DescribeSchedulingPolicies",
+            "batch:DescribeServiceEnvironments",
+            "cloudwatch:DescribeAlarms",
+            "cloudwatch:GetMetricData",
+            "cloudwatch:ListMetrics",
+            "ec2:DescribeSecurityGroups",
+            "ec2:DescribeSubnets",
+            "ec2:DescribeVpcs",
+            "sagemaker:ListTrainingJobs",
+            "servicequotas:GetServiceQuota",
+            "servicequotas:ListServiceQuotas",
+            "sts:GetCallerIdentity",
+        ],
+        ANYTHING,
+    )
+
+
+def _own_keys_and_files(resources: TenantResources) -> list[iam.PolicyStatement]:
+    """In a policy of its own and not in the boundary: the key's policy names the role, and the role its boundary."""
+    key, file_system = resources.keys.checkpoints.key_arn, resources.file_system.resource.ref
+    return [
+        deny("OutputUnderOwnKey", [CREATE_JOB], {"ArnNotEquals": {"sagemaker:OutputKmsKey": key}}),
+        deny(
+            "VolumeUnderOwnKey",
+            [CREATE_JOB],
+            {"Null": {"sagemaker:VolumeKmsKey": "false"}, "ArnNotEquals": {"sagemaker:VolumeKmsKey": key}},
+        ),
+        # ForAnyValue: a job without a file system states none; one among several that is another's is enough.
+        deny("OwnFileSystem", [CREATE_JOB], {"ForAnyValue:StringNotEquals": {"sagemaker:FileSystemId": [file_system]}}),
+    ]

@@ -1,0 +1,54 @@
+"""A tenant's stateful half: network, keys, storage, and every principal that a key policy names.
+
+Every principal, so that nothing in the training stack has to be granted anything here: a grant from there would
+make the two stacks depend on each other.
+"""
+
+from aws_cdk import Stack
+from aws_cdk import aws_ecr as ecr
+from constructs import Construct
+
+from stacks.constructs.guard_rails import TenantBoundary
+from stacks.constructs.identity import TenantRoles
+from stacks.constructs.keys import TenantKeys
+from stacks.constructs.logs import TenantLogs
+from stacks.constructs.network import TenantNetwork
+from stacks.constructs.permissions import TenantPermissions, TenantResources
+from stacks.constructs.storage import TenantBuckets, TenantFileSystem
+from stacks.naming import TenantScope
+from stacks.settings import stack_settings
+
+
+class FoundationStack(Stack):
+    """What must not be lost, and who may touch it."""
+
+    roles: TenantRoles
+    resources: TenantResources
+
+    def __init__(self, scope: Construct, *, tenant: TenantScope, images: ecr.IRepository) -> None:
+        super().__init__(
+            scope,
+            tenant.stack_name("foundation"),
+            description=f"trainyard: network, keys, storage and roles of tenant {tenant.name}",
+            **stack_settings(tenant.environment, stateful=True),
+        )
+        self._zones = list(tenant.environment.availability_zones)
+        network = TenantNetwork(self, "Network", tenant=tenant)
+        boundary = TenantBoundary(self, "Boundary", tenant=tenant, network=network)
+        self.roles = TenantRoles(self, "Roles", tenant=tenant, boundary=boundary)
+        keys = TenantKeys(self, "Keys", tenant=tenant, roles=self.roles)
+        self.resources = TenantResources(
+            network=network,
+            keys=keys,
+            buckets=TenantBuckets(self, "Buckets", tenant=tenant, keys=keys),
+            file_system=TenantFileSystem(self, "FileSystem", tenant=tenant, network=network, keys=keys),
+            logs=TenantLogs(self, "Logs", tenant=tenant, network=network, keys=keys),
+            images=images,
+        )
+        network.admit_buckets(tenant, [self.resources.buckets.data, self.resources.buckets.checkpoints])
+        TenantPermissions(self, "Permissions", tenant=tenant, roles=self.roles, resources=self.resources)
+
+    @property
+    def availability_zones(self) -> list[str]:
+        """The environment file's zones: CDK's own property would ask AWS for them."""
+        return self._zones

@@ -1,0 +1,76 @@
+"""Names and ARN patterns that follow from the environment file alone, so that no template has to import them."""
+
+from dataclasses import dataclass
+
+from trainyard.spec.platform import TRAINING_LOG_GROUP, EnvironmentSpec, TenantSpec
+
+PARTITION = "aws"
+"""Written out: a token would make policies unreadable Fn::Joins. `preflight` refuses regions of other partitions."""
+
+TAG_ENVIRONMENT = "trainyard:environment"
+TAG_TENANT = "trainyard:tenant"
+TAG_COST_CENTER = "trainyard:cost-center"
+
+
+@dataclass(frozen=True)
+class TenantScope:
+    """One tenant in one environment: what constructs need to name the tenant's things, and nobody else's."""
+
+    environment: EnvironmentSpec
+    name: str
+
+    @property
+    def spec(self) -> TenantSpec:
+        """The tenant's part of the environment file."""
+        return self.environment.tenant(self.name)
+
+    @property
+    def availability_zone(self) -> str:
+        """Where EFA, the file system and training are: traffic between zones has no EFA and costs money."""
+        return self.environment.availability_zones[0]
+
+    @property
+    def iam_path(self) -> str:
+        """Roles live under a path of their own, so that a policy can name them all without a physical name."""
+        return f"/trainyard/{self.environment.name}/{self.name}/"
+
+    @property
+    def instance_types(self) -> list[str]:
+        """Every type that one of the tenant's queues admits, sorted."""
+        return sorted({kind for queue in self.spec.queues.values() for kind in queue.instance_types})
+
+    @property
+    def max_runtime_seconds(self) -> int:
+        """The longest running time that a job may ask for, as CreateTrainingJob takes it."""
+        return int(self.spec.max_job_hours * 3600)
+
+    def stack_name(self, part: str) -> str:
+        """The CloudFormation name of the tenant's stack `part`: foundation or training."""
+        return f"trainyard-{self.environment.name}-{self.name}-{part}"
+
+    def arn(self, service: str, resource: str) -> str:
+        """ARN, or pattern of ARNs, of this account and region."""
+        return f"arn:{PARTITION}:{service}:{self.environment.region}:{self.environment.account}:{resource}"
+
+    @property
+    def training_jobs(self) -> str:
+        """All jobs of the tenant: job names begin with the tenant's, and no tenant's name begins another's."""
+        return self.arn("sagemaker", f"training-job/{self.name}-*")
+
+    @property
+    def role_pattern(self) -> str:
+        """All roles of the tenant."""
+        return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.iam_path}*"
+
+    @property
+    def job_log_streams(self) -> str:
+        """The tenant's streams in SageMaker's shared log group."""
+        return self.arn("logs", f"log-group:{TRAINING_LOG_GROUP}:log-stream:{self.name}-*")
+
+    def parameter_arn(self, parameter: str) -> str:
+        """ARN of the SSM parameter with this absolute name."""
+        return self.arn("ssm", f"parameter{parameter}")
+
+    def via(self, service: str) -> str:
+        """The value of kms:ViaService for requests that come through `service`."""
+        return f"{service}.{self.environment.region}.amazonaws.com"

@@ -1,0 +1,48 @@
+"""What an environment's tenants share: the image repository, and which image they run."""
+
+from aws_cdk import RemovalPolicy, Stack
+from aws_cdk import aws_ecr as ecr
+from aws_cdk import aws_ssm as ssm
+from constructs import Construct
+
+from stacks.settings import stack_settings
+from trainyard.spec.platform import EnvironmentSpec
+
+UNRELEASED_DIGEST = "sha256:" + "0" * 64
+"""What the image parameter names until a first release is put there: no image has this digest."""
+
+KEPT_IMAGES = 50
+
+
+class PlatformStack(Stack):
+    """The ECR repository and the image parameter."""
+
+    images: ecr.Repository
+
+    def __init__(self, scope: Construct, *, environment: EnvironmentSpec) -> None:
+        name = f"trainyard-{environment.name}-platform"
+        super().__init__(
+            scope, name, description="trainyard: what all tenants share", **stack_settings(environment, stateful=True)
+        )
+        retain = environment.retain_data
+        self.images = ecr.Repository(
+            self,
+            "Images",
+            repository_name=f"trainyard-{environment.name}",  # in every image URI; generated names aren't lower-case
+            image_scan_on_push=True,
+            image_tag_mutability=ecr.TagMutability.IMMUTABLE,
+            lifecycle_rules=[
+                ecr.LifecycleRule(max_image_count=KEPT_IMAGES, description="Releases that can be rolled back to")
+            ],
+            removal_policy=RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY,
+            empty_on_delete=not retain,
+        )
+        # A release puts a new value here and deploys nothing: CloudFormation changes the parameter only if the value
+        # in the template changes, and this one never does.
+        ssm.StringParameter(
+            self,
+            "Image",
+            parameter_name=environment.image_parameter,
+            description="Training image, pinned by digest; a release overwrites it",
+            string_value=f"{self.images.repository_uri}@{UNRELEASED_DIGEST}",
+        )

@@ -1,0 +1,66 @@
+"""What the environment file alone can't be checked for: its values against each other and against the machines."""
+
+import re
+
+from trainyard.errors import InputError
+from trainyard.hardware import instance
+from trainyard.spec.platform import EnvironmentSpec, QueueSpec
+
+OTHER_PARTITIONS = ("cn-", "us-gov-", "us-iso", "eu-isoe-")
+
+MAX_BUDGET_ADDRESSES = 10
+"""AWS Budgets: subscribers of one notification."""
+
+
+def check_environment(environment: EnvironmentSpec) -> None:
+    """InputError for what AWS would refuse half-way through a deployment, or what would let tenants see each other."""
+    _check_region(environment)
+    _check_zones(environment)
+    for tenant_name, tenant in environment.tenants.items():
+        _check_addresses(f"tenants.{tenant_name}.budget.notify", tenant.budget.notify)
+        for queue_name, queue in tenant.queues.items():
+            _check_types(f"tenants.{tenant_name}.queues.{queue_name}", queue)
+
+
+def _check_region(environment: EnvironmentSpec) -> None:
+    if environment.region.startswith(OTHER_PARTITIONS):
+        raise InputError(
+            f"environment {environment.name}: region {environment.region} is in a partition of its own, with other "
+            "ARNs and without AWS Budgets; choose a commercial region"
+        )
+
+
+def _check_zones(environment: EnvironmentSpec) -> None:
+    zones = environment.availability_zones
+    twice = sorted({zone for zone in zones if zones.count(zone) > 1})
+    if twice:
+        raise InputError(
+            f"environment {environment.name}: availability_zones names {', '.join(twice)} twice; an endpoint takes one "
+            "subnet per zone, so name each zone once"
+        )
+
+
+def _check_addresses(where: str, addresses: tuple[str, ...]) -> None:
+    wrong = [address for address in addresses if not re.fullmatch(r"[^@\s]+@[^@\s]+\.[^@\s]+", address)]
+    if wrong:
+        raise InputError(f"{where}: {', '.join(wrong)}: not an e-mail address, e.g. team-leads@example.com")
+    if len(set(addresses)) != len(addresses) or len(addresses) > MAX_BUDGET_ADDRESSES:
+        raise InputError(
+            f"{where}: {len(addresses)} addresses, {len(set(addresses))} of them different; AWS Budgets takes up to "
+            f"{MAX_BUDGET_ADDRESSES} different ones, so use a mailing list"
+        )
+
+
+def _check_types(where: str, queue: QueueSpec) -> None:
+    for instance_type in queue.instance_types:
+        if not instance_type.startswith("ml."):
+            raise InputError(f"{where}: {instance_type!r} is not a SageMaker type; write ml.{instance_type}")
+        try:
+            machine = instance(instance_type)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        if queue.multi_node and not machine.efa_interfaces:
+            raise InputError(
+                f"{where}: {instance_type} has no EFA, so jobs over several hosts would run over plain TCP; choose a "
+                "type with EFA, or set multi_node: false for this queue"
+            )

@@ -1,0 +1,31 @@
+"""How every stack is made: where, protected or not, and without anything decided at deploy time."""
+
+from typing import Any
+
+from aws_cdk import DefaultStackSynthesizer, Environment, Tags
+from constructs import IConstruct
+
+from stacks.naming import TAG_COST_CENTER, TAG_ENVIRONMENT, TAG_TENANT, TenantScope
+from trainyard.spec.platform import EnvironmentSpec
+
+
+def stack_settings(environment: EnvironmentSpec, *, stateful: bool) -> dict[str, Any]:
+    """Keyword arguments for `Stack`. A stateful stack that keeps its data can't be deleted by one command."""
+    return {
+        "env": Environment(account=environment.account, region=environment.region),
+        "termination_protection": stateful and environment.retain_data,
+        # The rule would be the templates' only Parameter, and the CLI checks the bootstrap version anyway.
+        "synthesizer": DefaultStackSynthesizer(generate_bootstrap_version_rule=False),
+    }
+
+
+def tag_environment(scope: IConstruct, environment: EnvironmentSpec) -> None:
+    """Says of everything under `scope` which environment it belongs to."""
+    Tags.of(scope).add(TAG_ENVIRONMENT, environment.name)
+
+
+def tag_tenant(scope: IConstruct, tenant: TenantScope) -> None:
+    """Says of everything under `scope` whose it is and who pays."""
+    tag_environment(scope, tenant.environment)
+    Tags.of(scope).add(TAG_TENANT, tenant.name)
+    Tags.of(scope).add(TAG_COST_CENTER, tenant.spec.cost_center)

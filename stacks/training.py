@@ -1,0 +1,34 @@
+"""A tenant's stateless half: queues, budget, alarms, and the contract. It can be deleted and deployed again."""
+
+from aws_cdk import Stack
+from constructs import Construct
+
+from stacks.constructs.alarms import TenantAlarms
+from stacks.constructs.contract import PublishedContract
+from stacks.constructs.queues import TenantQueues
+from stacks.foundation import FoundationStack
+from stacks.naming import TenantScope
+from stacks.settings import stack_settings
+
+
+class TrainingStack(Stack):
+    """What runs and watches jobs on the foundation."""
+
+    def __init__(self, scope: Construct, *, tenant: TenantScope, foundation: FoundationStack) -> None:
+        super().__init__(
+            scope,
+            tenant.stack_name("training"),
+            description=f"trainyard: queues, budget, alarms and contract of tenant {tenant.name}",
+            **stack_settings(tenant.environment, stateful=False),
+        )
+        resources = foundation.resources
+        TenantAlarms(
+            self,
+            "Alarms",
+            tenant=tenant,
+            key=resources.keys.logs,
+            file_system=resources.file_system,
+            flows=resources.logs.flows,
+        )
+        queues = TenantQueues(self, "Queues", tenant=tenant)
+        PublishedContract(self, "Contract", tenant=tenant, roles=foundation.roles, resources=resources, queues=queues)

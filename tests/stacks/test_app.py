@@ -1,0 +1,168 @@
+"""app.py as the CDK CLI runs it, the refusals before synthesis, and where the process environment may be read."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stacks.preflight import check_environment
+from trainyard.errors import InputError
+from trainyard.spec.platform import EnvironmentSpec
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run_app(context: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """As the CDK CLI starts it: the context of cdk.json and of the command line in one variable."""
+    whole = json.loads((ROOT / "cdk.json").read_text())["context"] | context
+    environment = {"CDK_CONTEXT_JSON": json.dumps(whole), "CDK_OUTDIR": str(tmp_path / "out"), "HOME": str(tmp_path)}
+    # No node on PATH: app.py must find the one of the virtual environment.
+    return subprocess.run(
+        [sys.executable, str(ROOT / "app.py")],
+        cwd=ROOT,
+        env={**environment, "PATH": os.defpath},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_any_environment_file_wherever_it_lies(tmp_path: Path) -> None:
+    text = (ROOT / "environments" / "dev.yaml").read_text().replace("name: dev", "name: elsewhere")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    done = _run_app({"environment": str(path)}, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out" / "trainyard-elsewhere-platform.template.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("context", "fragments"),
+    [
+        ({}, ["-c environment=PATH"]),
+        ({"environment": "/nowhere.yaml"}, ["/nowhere.yaml: no such file"]),
+    ],
+)
+def test_a_wrong_environment_is_one_line_and_exit_code_2(
+    context: dict[str, str], fragments: list[str], tmp_path: Path
+) -> None:
+    done = _run_app(context, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert all(fragment in done.stderr for fragment in fragments)
+    assert list((tmp_path / "out").glob("*.template.json")) == []
+
+
+def test_a_region_without_a_resource_type_is_refused_at_synthesis(tmp_path: Path) -> None:
+    path = tmp_path / "far.yaml"
+    path.write_text((ROOT / "environments" / "local.yaml").read_text().replace("us-east-1", "ap-southeast-5"))
+    done = _run_app({"environment": str(path)}, tmp_path)
+    assert done.returncode == 2
+    assert "AWS::Budgets::Budget' does not exist in 'ap-southeast-5'" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"{path}: CloudFormation would refuse this")
+
+
+def _changed(environments: dict[str, Any], change: dict[str, Any]) -> EnvironmentSpec:
+    return EnvironmentSpec.model_validate({**environments["local"].model_dump(mode="json"), **change})
+
+
+def _tenants(environments: dict[str, Any], queue: dict[str, Any], **names: int) -> dict[str, Any]:
+    tenant = environments["local"].model_dump(mode="json")["tenants"]["acme"]
+    return {name: {**tenant, "network_index": index, "queues": {"gpu": queue}} for name, index in names.items()}
+
+
+def test_a_multi_node_queue_of_a_type_without_efa_is_refused(environments: dict[str, Any]) -> None:
+    queue = {"instance_types": ["ml.g6e.xlarge"], "max_instances": 2}
+    change = {"max_instances": {"ml.g6e.xlarge": 2}, "tenants": _tenants(environments, queue, acme=0)}
+    with pytest.raises(InputError, match=r"tenants\.acme\.queues\.gpu: ml\.g6e\.xlarge has no EFA.*multi_node: false"):
+        check_environment(_changed(environments, change))
+    queue["multi_node"] = False
+    check_environment(_changed(environments, {**change, "tenants": _tenants(environments, queue, acme=0)}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("p5.4xlarge", "write ml.p5.4xlarge"), ("ml.p5.5xlarge", "unknown instance type.*ml.p5.48xlarge")],
+)
+def test_a_type_that_sagemaker_does_not_know_is_refused(environments: dict[str, Any], kind: str, message: str) -> None:
+    queue = {"instance_types": [kind], "max_instances": 1}
+    change = {"max_instances": {kind: 1}, "tenants": _tenants(environments, queue, acme=0)}
+    with pytest.raises(InputError, match=rf"tenants\.acme\.queues\.gpu: .*{message}"):
+        check_environment(_changed(environments, change))
+
+
+def test_a_tenant_whose_name_begins_anothers_is_refused(environments: dict[str, Any]) -> None:
+    """`training-job/acme-*` would match the jobs of acme-labs."""
+    queue = {"instance_types": ["ml.p5.4xlarge"], "max_instances": 1}
+    names = {"acme": 0, "acme-labs": 1}
+    with pytest.raises(ValueError, match="tenants acme and acme-labs"):
+        _changed(environments, {"tenants": _tenants(environments, queue, **names)})
+    check_environment(_changed(environments, {"tenants": _tenants(environments, queue, acme=0, acmelabs=1)}))
+
+
+@pytest.mark.parametrize(("prefix", "zones"), [(16, 1), (24, 6)])
+def test_small_and_large_networks_synthesize(
+    synthesize: Any, environments: dict[str, Any], zones: int, prefix: int
+) -> None:
+    network = {"cidr": "10.64.0.0/10", "vpc_prefix_length": prefix}
+    names = [f"us-east-1{letter}" for letter in "abcdef"[:zones]]
+    queue = {"instance_types": ["ml.p5.4xlarge"], "max_instances": 1}
+    tenants = _tenants(environments, queue, acme=3)
+    made = synthesize(_changed(environments, {"availability_zones": names, "network": network, "tenants": tenants}))
+    resources = made["trainyard-local-acme-foundation"]["Resources"].values()
+    subnets = [item["Properties"] for item in resources if item["Type"] == "AWS::EC2::Subnet"]
+    assert sorted(subnet["AvailabilityZone"] for subnet in subnets) == sorted(["us-east-1a", *names])
+
+
+@pytest.mark.parametrize("region", ["cn-north-1", "us-gov-west-1"])
+def test_regions_of_other_partitions_are_refused(environments: dict[str, Any], region: str) -> None:
+    with pytest.raises(InputError, match=f"region {region} is in a partition of its own"):
+        check_environment(_changed(environments, {"region": region, "availability_zones": [f"{region}a"]}))
+
+
+def test_a_zone_named_twice_is_refused(environments: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="us-east-1a twice"):
+        check_environment(_changed(environments, {"availability_zones": ["us-east-1a", "us-east-1a"]}))
+
+
+@pytest.mark.parametrize(
+    ("notify", "message"),
+    [
+        (["nobody"], "nobody: not an e-mail address"),
+        (["a@example.com", "a@example.com"], "2 addresses, 1 of them different"),
+        ([f"a{number}@example.com" for number in range(11)], "11 addresses.*up to 10"),
+    ],
+)
+def test_addresses_that_aws_would_refuse_are_refused_here(
+    environments: dict[str, Any], notify: list[str], message: str
+) -> None:
+    content = environments["local"].model_dump(mode="json")
+    content["tenants"]["acme"]["budget"]["notify"] = notify
+    with pytest.raises(InputError, match=rf"tenants\.acme\.budget\.notify: {message}"):
+        check_environment(EnvironmentSpec.model_validate(content))
+
+
+def test_nothing_below_app_reads_the_process_environment() -> None:
+    readers = []
+    for path in sorted((ROOT / "stacks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            imported = isinstance(node, ast.Import) and any(alias.name == "os" for alias in node.names)
+            if imported or name in {"environ", "getenv"}:
+                readers.append(f"{path.name}:{getattr(node, 'lineno', 0)}")
+    assert readers == []
+
+
+def test_stack_modules_compose_constructs_and_make_no_raw_resources() -> None:
+    """Constructs model, stacks deploy."""
+    raw = []
+    for path in sorted((ROOT / "stacks").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("Cfn"):
+                raw.append(f"{path.name}: {node.attr}")
+    assert raw == []

@@ -1,0 +1,165 @@
+"""What a launcher may start, decided by an independent evaluator over the synthesized policies."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+STACK = "trainyard-local-acme-foundation"
+JOB = "arn:aws:sagemaker:us-east-1:123456789012:training-job/acme-llama-20260101000000-0a1b"
+EVERYTHING = {"Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
+
+
+@pytest.fixture(scope="module")
+def proper_job(account: Any) -> dict[str, Any]:
+    """The condition keys of a job that follows every rule."""
+    subnet = account.identifier(STACK, account.only(STACK, "AWS::EC2::Subnet", "Training"))
+    group = account.identifier(STACK, account.only(STACK, "AWS::EC2::SecurityGroup", "TrainingGroup"))
+    return {
+        "sagemaker:VpcSubnets": [subnet],
+        "sagemaker:VpcSecurityGroupIds": [f"{group}.GroupId"],
+        "sagemaker:InstanceTypes": ["ml.p5.4xlarge"],
+        "sagemaker:OutputKmsKey": account.arn(STACK, account.only(STACK, "AWS::KMS::Key", "KeysCheckpoints")),
+        "sagemaker:MaxRuntimeInSeconds": "86400",
+        "sagemaker:EnableRemoteDebug": "false",
+        "aws:RequestTag/trainyard:tenant": "acme",
+    }
+
+
+def test_a_job_that_follows_the_rules_starts(proper_job: dict[str, Any], decide: Callable[..., str]) -> None:
+    assert decide("acme", "Launcher", "sagemaker:CreateTrainingJob", JOB, keys=proper_job) == "Allow"
+
+
+CHANGES = {
+    "no VPC": {"sagemaker:VpcSubnets": None},
+    "a second, foreign subnet": {"sagemaker:VpcSubnets": ["own", "subnet-foreign"]},
+    "no security group": {"sagemaker:VpcSecurityGroupIds": None},
+    "a foreign security group": {"sagemaker:VpcSecurityGroupIds": ["sg-foreign"]},
+    "no instance type": {"sagemaker:InstanceTypes": None},
+    "a type of no queue": {"sagemaker:InstanceTypes": ["ml.p5.48xlarge"]},
+    "an allowed type and another": {"sagemaker:InstanceTypes": ["ml.p5.4xlarge", "ml.p5.48xlarge"]},
+    "no output key": {"sagemaker:OutputKmsKey": None},
+    "another tenant's output key": {"sagemaker:OutputKmsKey": "arn:aws:kms:us-east-1:123456789012:key/other"},
+    "another tenant's volume key": {"sagemaker:VolumeKmsKey": "arn:aws:kms:us-east-1:123456789012:key/other"},
+    "no running time": {"sagemaker:MaxRuntimeInSeconds": None},
+    "too long": {"sagemaker:MaxRuntimeInSeconds": "86401"},
+    "no tag": {"aws:RequestTag/trainyard:tenant": None},
+    "another tenant's tag": {"aws:RequestTag/trainyard:tenant": "globex"},
+    "a shell": {"sagemaker:EnableRemoteDebug": "true"},
+}
+
+
+@pytest.mark.parametrize("attached", [None, EVERYTHING], ids=["own policies", "plus an administrator's"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_job_that_breaks_one_rule_is_denied_whatever_else_is_attached(
+    change: str, attached: Any, proper_job: dict[str, Any], decide: Callable[..., str]
+) -> None:
+    subnet = proper_job["sagemaker:VpcSubnets"][0]
+    altered = {**proper_job, **CHANGES[change]}
+    keys = {key: value for key, value in altered.items() if value is not None}
+    keys["sagemaker:VpcSubnets"] = [subnet if s == "own" else s for s in keys.get("sagemaker:VpcSubnets", [])]
+    if not keys["sagemaker:VpcSubnets"]:
+        del keys["sagemaker:VpcSubnets"]
+    action = "sagemaker:CreateTrainingJob"
+    assert decide("acme", "Launcher", action, JOB, keys=keys, extra_policy=attached) == "Deny"
+
+
+def test_a_gpu_job_needs_no_volume_key_and_a_type_without_nvme_does(synthesize: Any, environments: Any) -> None:
+    """A volume key is refused by types with local NVMe: a rule that demands it of all would forbid GPU training."""
+    local = environments["local"].model_dump(mode="json")
+    ebs_only = {"instance_types": ["ml.p5.4xlarge", "ml.inf2.24xlarge"], "max_instances": 1, "multi_node": False}
+    local["max_instances"]["ml.inf2.24xlarge"] = 1
+    local["tenants"] = {"acme": {**local["tenants"]["acme"], "queues": {"gpu": ebs_only}}}
+    statements = _boundary(synthesize(type(environments["local"]).model_validate(local))[STACK])
+    condition = next(s["Condition"] for s in statements if s["Sid"] == "JobsSayVolumeKey")
+    assert condition == {
+        "Null": {"sagemaker:VolumeKmsKey": "true"},
+        "ForAnyValue:StringEquals": {"sagemaker:InstanceTypes": ["ml.inf2.24xlarge"]},
+    }
+
+
+def test_no_rule_on_volume_keys_where_every_type_has_nvme(foundation: dict[str, Any]) -> None:
+    assert "JobsSayVolumeKey" not in {s["Sid"] for s in _boundary(foundation)}
+
+
+def _boundary(template: dict[str, Any]) -> list[dict[str, Any]]:
+    (policy,) = [item for item in template["Resources"].values() if item["Type"] == "AWS::IAM::ManagedPolicy"]
+    statements: list[dict[str, Any]] = policy["Properties"]["PolicyDocument"]["Statement"]
+    return statements
+
+
+@pytest.mark.parametrize("role", ["Job", "Launcher", "Auditor"])
+@pytest.mark.parametrize(
+    ("action", "resource"),
+    [
+        ("batch:SubmitServiceJob", "arn:aws:batch:us-east-1:123456789012:job-queue/any"),
+        ("sts:AssumeRole", "arn:aws:iam::123456789012:role/trainyard/local/globex/any"),
+        ("iam:PassRole", "arn:aws:iam::123456789012:role/trainyard/local/globex/any"),
+        ("iam:PassRole", "arn:aws:iam::123456789012:role/Admin"),
+        ("iam:PutRolePolicy", "arn:aws:iam::123456789012:role/trainyard/local/acme/any"),
+        ("kms:PutKeyPolicy", "arn:aws:kms:us-east-1:123456789012:key/any"),
+        ("s3:PutBucketPolicy", "arn:aws:s3:::any"),
+        ("sagemaker:CreateProcessingJob", "arn:aws:sagemaker:us-east-1:123456789012:processing-job/acme-x"),
+        ("sagemaker:UpdateTrainingJob", JOB),
+        ("ssm:PutParameter", "arn:aws:ssm:us-east-1:123456789012:parameter/trainyard/local/image"),
+    ],
+)
+def test_an_administrators_policy_on_a_tenants_role_opens_no_way_round(
+    role: str, action: str, resource: str, decide: Callable[..., str]
+) -> None:
+    assert decide("acme", role, action, resource, extra_policy=EVERYTHING) in {"Deny", "ImplicitDeny"}
+
+
+def test_the_unchecked_queue_is_denied_by_name(decide: Callable[..., str]) -> None:
+    """Not only absent from the boundary's list: a wildcard that somebody adds to the list must not let it in."""
+    queue = "arn:aws:batch:us-east-1:123456789012:job-queue/any"
+    assert decide("acme", "Launcher", "batch:SubmitServiceJob", queue, extra_policy=EVERYTHING) == "Deny"
+
+
+def test_objects_go_to_no_other_account(decide: Callable[..., str]) -> None:
+    """The evaluator takes aws:ResourceAccount from the ARN, and of S3's only access points carry an account."""
+    arguments = ("acme", "Job", "s3:PutObject")
+    access_point = "arn:aws:s3:us-east-1:{}:accesspoint/shared/object/jobs/x"
+    assert decide(*arguments, access_point.format("123456789012"), extra_policy=EVERYTHING) == "Allow"
+    assert decide(*arguments, access_point.format("999900001111"), extra_policy=EVERYTHING) == "Deny"
+
+
+def test_every_role_of_a_tenant_is_under_the_boundary(account: Any) -> None:
+    boundary = account.arn(STACK, account.only(STACK, "AWS::IAM::ManagedPolicy"))
+    roles = account.resources(STACK, "AWS::IAM::Role")
+    tenants_roles = {name: role for name, role in roles.items() if name.startswith("Roles")}
+    assert len(tenants_roles) == 3
+    assert {role["PermissionsBoundary"] for role in tenants_roles.values()} == {boundary}
+    # What remains is the service role of the flow logs, which nobody of the tenant can take or pass.
+    (other,) = (role for name, role in roles.items() if name not in tenants_roles)
+    (trust,) = other["AssumeRolePolicyDocument"]["Statement"]
+    assert trust["Principal"] == {"Service": "vpc-flow-logs.amazonaws.com"}
+
+
+def test_policies_fit_into_iam(templates: dict[str, Any]) -> None:
+    """IAM counts no white space: 6,144 characters a managed policy, 10,240 all inline policies of a role."""
+    references = {"Ref": "x" * 40, "Fn::GetAtt": "x" * 75, "Fn::ImportValue": "x" * 75}
+
+    def length(document: Any) -> int:
+        def flat(value: Any) -> Any:
+            if isinstance(value, dict):
+                if len(value) == 1 and (found := references.get(next(iter(value)))):
+                    return found
+                if "Fn::Join" in value:
+                    return "".join(flat(part) for part in value["Fn::Join"][1])
+                return {key: flat(item) for key, item in value.items()}
+            return [flat(item) for item in value] if isinstance(value, list) else value
+
+        return len(json.dumps(flat(document), separators=(",", ":")))
+
+    for stacks in templates.values():
+        for template in stacks.values():
+            inline: dict[str, int] = {}
+            for item in template["Resources"].values():
+                if item["Type"] == "AWS::IAM::ManagedPolicy":
+                    assert length(item["Properties"]["PolicyDocument"]) <= 6144
+                if item["Type"] == "AWS::IAM::Policy":
+                    (role,) = item["Properties"]["Roles"]
+                    inline[role["Ref"]] = inline.get(role["Ref"], 0) + length(item["Properties"]["PolicyDocument"])
+            assert max(inline.values(), default=0) <= 10240, inline

@@ -1,0 +1,117 @@
+"""What each role may do on its own tenant's things, and that it may do none of it on another's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+REGIONAL = "us-east-1:123456789012"
+LOGS = f"arn:aws:logs:{REGIONAL}:log-group:/aws/sagemaker/TrainingJobs"
+
+# role, action, resource with {tenant}, {data} and {checkpoints} to fill in, context
+ALLOWED: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("Job", "s3:GetObject", "{data}/jobs/x/resolved_job.json", {}),
+    ("Job", "s3:GetObject", "{data}/corpus/train.jsonl", {}),
+    ("Job", "s3:ListBucket", "{data}", {}),
+    ("Job", "s3:PutObject", "{checkpoints}/jobs/x/checkpoints/step-00000010/COMMITTED", {}),
+    ("Job", "s3:DeleteObject", "{checkpoints}/jobs/x/checkpoints/step-00000010/COMMITTED", {}),
+    ("Job", "s3:ListBucket", "{checkpoints}", {}),
+    ("Job", "logs:CreateLogStream", LOGS + ":*", {}),
+    ("Job", "logs:PutLogEvents", LOGS + ":log-stream:{tenant}-x/algo-1-1", {}),
+    ("Launcher", "s3:PutObject", "{data}/jobs/x/record.json", {}),
+    ("Launcher", "s3:GetObject", "{checkpoints}/jobs/x/metrics.jsonl", {}),
+    ("Launcher", "ssm:GetParameter", f"arn:aws:ssm:{REGIONAL}:parameter/trainyard/local/{{tenant}}/contract", {}),
+    ("Launcher", "sagemaker:DescribeTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x", {}),
+    ("Launcher", "sagemaker:StopTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x", {}),
+    (
+        "Launcher",
+        "sagemaker:AddTags",
+        f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x",
+        {"aws:RequestTag/trainyard:tenant": "{tenant}"},
+    ),
+    ("Launcher", "logs:GetLogEvents", LOGS + ":log-stream:{tenant}-x/algo-1-1", {}),
+    ("Launcher", "iam:PassRole", "{job_role}", {"iam:PassedToService": "sagemaker.amazonaws.com"}),
+    ("Auditor", "s3:GetObject", "{data}/jobs/x/record.json", {}),
+    ("Auditor", "sagemaker:DescribeTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x", {}),
+    ("Auditor", "iam:GetRolePolicy", "{job_role}", {}),
+]
+
+
+def _names(account: Any, tenant: str) -> dict[str, str]:
+    stack = f"trainyard-local-{tenant}-foundation"
+    return {
+        "tenant": tenant,
+        "data": account.arn(stack, account.only(stack, "AWS::S3::Bucket", "BucketsData")),
+        "checkpoints": account.arn(stack, account.only(stack, "AWS::S3::Bucket", "BucketsCheckpoints")),
+        "job_role": account.arn(stack, account.only(stack, "AWS::IAM::Role", "RolesJob")),
+    }
+
+
+def _fill(text: str, names: dict[str, str]) -> str:
+    return text.format(**names)
+
+
+@pytest.mark.parametrize("case", ALLOWED, ids=lambda case: f"{case[0]} {case[1]} {case[2][-30:]}")
+@pytest.mark.parametrize(("tenant", "other"), [("acme", "globex"), ("globex", "acme")])
+def test_own_things_are_allowed_and_the_same_of_another_tenant_are_not(
+    account: Any, decide: Callable[..., str], case: Any, tenant: str, other: str
+) -> None:
+    role, action, resource, context = case
+    own, foreign = _names(account, tenant), _names(account, other)
+    own_keys = {key: _fill(value, own) for key, value in context.items()}
+    assert decide(tenant, role, action, _fill(resource, own), keys=own_keys) == "Allow"
+    if "{" in resource:
+        foreign_keys = {key: _fill(value, foreign) for key, value in context.items()}
+        assert decide(tenant, role, action, _fill(resource, foreign), keys=foreign_keys) != "Allow"
+
+
+@pytest.mark.parametrize(
+    ("role", "action", "resource"),
+    [
+        ("Job", "s3:PutObject", "{data}/jobs/x/record.json"),
+        ("Job", "s3:PutObject", "{checkpoints}/elsewhere/x"),
+        ("Job", "s3:DeleteObjectVersion", "{checkpoints}/jobs/x/checkpoints/step-00000010/COMMITTED"),
+        ("Job", "sagemaker:CreateTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x"),
+        ("Job", "iam:PassRole", "{job_role}"),
+        ("Job", "logs:GetLogEvents", LOGS + ":log-stream:{tenant}-x/algo-1-1"),
+        ("Launcher", "s3:PutObject", "{checkpoints}/jobs/x/checkpoints/step-00000010/COMMITTED"),
+        ("Launcher", "s3:DeleteObjectVersion", "{data}/corpus/train.jsonl"),
+        ("Launcher", "logs:FilterLogEvents", LOGS + ":*"),
+        ("Launcher", "iam:PassRole", "{job_role}"),  # to no service but SageMaker
+        ("Auditor", "s3:PutObject", "{data}/jobs/x/record.json"),
+        ("Auditor", "s3:GetObject", "{data}/corpus/train.jsonl"),
+        ("Auditor", "sagemaker:StopTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x"),
+        ("Auditor", "sagemaker:CreateTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x"),
+    ],
+)
+def test_each_role_stays_inside_its_work(
+    account: Any, decide: Callable[..., str], role: str, action: str, resource: str
+) -> None:
+    assert decide("acme", role, action, _fill(resource, _names(account, "acme"))) != "Allow"
+
+
+def test_only_sagemaker_acting_for_this_account_takes_the_job_role(account: Any) -> None:
+    stack = "trainyard-local-acme-foundation"
+    trust = account.resources(stack, "AWS::IAM::Role")[account.only(stack, "AWS::IAM::Role", "RolesJob")]
+    (statement,) = trust["AssumeRolePolicyDocument"]["Statement"]
+    assert statement["Principal"] == {"Service": "sagemaker.amazonaws.com"}
+    assert statement["Condition"] == {"StringEquals": {"aws:SourceAccount": "123456789012"}}
+
+
+def test_a_wildcard_resource_stands_only_with_actions_that_name_nothing(account: Any) -> None:
+    """Every action that a tenant's role has on `*`: none of them reads or changes what is in a resource."""
+    stack = "trainyard-local-acme-foundation"
+    found: set[str] = set()
+    for name, policy in account.resources(stack, "AWS::IAM::Policy").items():
+        for statement in policy["PolicyDocument"]["Statement"]:
+            if name.startswith("Permissions") and statement["Effect"] == "Allow" and statement["Resource"] == "*":
+                actions = statement["Action"]
+                found |= set(actions if isinstance(actions, list) else [actions])
+    listings = {action for action in found if action.split(":")[1].startswith(("Describe", "List"))}
+    assert found - listings == {
+        "cloudwatch:GetMetricData",
+        "cloudwatch:PutMetricData",
+        "ecr:GetAuthorizationToken",
+        "servicequotas:GetServiceQuota",
+        "sts:GetCallerIdentity",
+    }

@@ -1,0 +1,174 @@
+"""What holds of every template: the same twice, nothing decided at deploy time, tagged, valid, tenants apart."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ("local", "dev", "staging", "production")
+
+NAMED_BY_US = {
+    "AWS::ECR::Repository": "RepositoryName",  # in image URIs
+    "AWS::SSM::Parameter": "Name",  # how the launcher finds the contract and the image
+}
+NAME_PROPERTIES = {
+    "AWS::Batch::JobQueue": "JobQueueName",
+    "AWS::Batch::SchedulingPolicy": "Name",
+    "AWS::Batch::ServiceEnvironment": "ServiceEnvironmentName",
+    "AWS::CloudWatch::Alarm": "AlarmName",
+    "AWS::EC2::SecurityGroup": "GroupName",
+    "AWS::ECR::Repository": "RepositoryName",
+    "AWS::Events::Rule": "Name",
+    "AWS::IAM::ManagedPolicy": "ManagedPolicyName",
+    "AWS::IAM::Role": "RoleName",
+    "AWS::Logs::LogGroup": "LogGroupName",
+    "AWS::S3::Bucket": "BucketName",
+    "AWS::SNS::Topic": "TopicName",
+    "AWS::SSM::Parameter": "Name",
+}
+UNTAGGABLE = {
+    "AWS::EC2::SecurityGroupEgress",
+    "AWS::EC2::SecurityGroupIngress",
+    "AWS::EC2::SubnetRouteTableAssociation",
+    "AWS::IAM::ManagedPolicy",
+    "AWS::IAM::Policy",
+    "AWS::Logs::MetricFilter",
+    "AWS::S3::BucketPolicy",
+    "AWS::SNS::Subscription",
+    "AWS::SNS::TopicPolicy",
+}
+
+
+def _resources(templates: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (stack, name, resource)
+        for stacks in templates.values()
+        for stack, template in stacks.items()
+        for name, resource in template["Resources"].items()
+    ]
+
+
+def test_stacks_are_the_platform_and_two_per_tenant(templates: dict[str, Any], environments: dict[str, Any]) -> None:
+    for name, environment in environments.items():
+        expected = {f"trainyard-{name}-platform"}
+        expected |= {
+            f"trainyard-{name}-{tenant}-{part}" for tenant in environment.tenants for part in ("foundation", "training")
+        }
+        assert set(templates[name]) == expected
+
+
+def test_two_syntheses_are_equal(synthesize: Any, environments: dict[str, Any], templates: dict[str, Any]) -> None:
+    assert synthesize(environments["staging"]) == templates["staging"]
+
+
+def test_adding_a_tenant_changes_no_other_template(
+    synthesize: Any, environments: dict[str, Any], templates: dict[str, Any]
+) -> None:
+    content = environments["local"].model_dump(mode="json")
+    newcomer = {**content["tenants"]["globex"], "network_index": 2}
+    content["tenants"] = {"aardvark": newcomer, **content["tenants"]}
+    grown = synthesize(type(environments["local"]).model_validate(content))
+    assert set(grown) - set(templates["local"]) == {
+        "trainyard-local-aardvark-foundation",
+        "trainyard-local-aardvark-training",
+    }
+    assert {name: grown[name] for name in templates["local"]} == templates["local"]
+
+
+def test_nothing_is_decided_at_deploy_time(templates: dict[str, Any]) -> None:
+    for stacks in templates.values():
+        for name, template in stacks.items():
+            assert not set(template) & {"Parameters", "Conditions", "Rules", "Mappings"}, name
+
+
+def test_training_depends_on_its_own_foundation_and_nothing_else_crosses_tenants(templates: dict[str, Any]) -> None:
+    def imports(value: Any) -> set[str]:
+        if isinstance(value, dict):
+            here = {value["Fn::ImportValue"].split(":")[0]} if "Fn::ImportValue" in value else set()
+            return here.union(*(imports(item) for item in value.values()))
+        return set().union(*(imports(item) for item in value)) if isinstance(value, list) else set()
+
+    for environment, stacks in templates.items():
+        platform = f"trainyard-{environment}-platform"
+        for name, template in stacks.items():
+            allowed = set() if name == platform else {platform}
+            if name.endswith("-training"):
+                allowed = {name.removesuffix("training") + "foundation"}
+            assert imports(template) == allowed, name
+
+
+def test_names_are_generated_save_for_a_listed_few(templates: dict[str, Any]) -> None:
+    named = {
+        (resource["Type"], NAME_PROPERTIES[resource["Type"]])
+        for _, _, resource in _resources(templates)
+        if NAME_PROPERTIES.get(resource["Type"]) in resource.get("Properties", {})
+    }
+    assert named == set(NAMED_BY_US.items())
+
+
+def test_every_resource_says_whose_it_is(templates: dict[str, Any]) -> None:
+    for stack, name, resource in _resources(templates):
+        if resource["Type"] in UNTAGGABLE:
+            continue
+        properties = resource["Properties"]
+        tags = properties.get("Tags") or properties.get("ResourceTags") or []
+        keys = set(tags) if isinstance(tags, dict) else {tag["Key"] for tag in tags}
+        expected = {"trainyard:environment"}
+        if not stack.endswith("-platform"):
+            expected |= {"trainyard:tenant", "trainyard:cost-center"}
+        assert expected <= keys, f"{stack} {name} ({resource['Type']})"
+
+
+def test_no_custom_resources(templates: dict[str, Any]) -> None:
+    """They bring a Lambda with rights of its own beside the data."""
+    kinds = {resource["Type"] for _, _, resource in _resources(templates)}
+    assert not {kind for kind in kinds if kind.startswith(("Custom::", "AWS::CloudFormation::", "AWS::Lambda::"))}
+
+
+def test_stateful_stacks_are_protected_where_data_is_kept(tmp_path: Path, environments: dict[str, Any]) -> None:
+    from aws_cdk import App
+
+    from stacks import deploy_environment
+
+    for name, protected in (("production", {"platform", "foundation"}), ("local", set())):
+        app = App(outdir=str(tmp_path / name))
+        deploy_environment(app, environments[name])
+        stacks = app.synth().stacks
+        assert {s.stack_name.rpartition("-")[2] for s in stacks if s.termination_protection} == protected
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_cfn_lint_finds_no_error(environment: str, templates: dict[str, Any], tmp_path: Path) -> None:
+    from cfnlint.api import lint
+    from cfnlint.config import ManualArgs
+
+    found = []
+    for name, template in templates[environment].items():
+        region = "us-west-2" if environment == "staging" else "us-east-1"
+        matches = lint(json.dumps(template), config=ManualArgs(regions=[region]))
+        found += [f"{name}: {match}" for match in matches if match.rule.id.startswith("E")]
+    assert found == []
+
+
+def test_stateful_resources_keep_their_logical_ids(templates: dict[str, Any]) -> None:
+    """CloudFormation replaces a resource whose logical id changes: for these that is the loss of data or of a network.
+
+    The list changes only together with a plan for what is deployed.
+    """
+    stateful = {"AWS::EC2::Subnet", "AWS::EC2::VPC", "AWS::ECR::Repository", "AWS::FSx::FileSystem", "AWS::IAM::Role"}
+    stateful |= {"AWS::KMS::Key", "AWS::Logs::LogGroup", "AWS::S3::Bucket"}
+    found: dict[str, list[str]] = {}
+    for stack, name, resource in _resources({"local": templates["local"]}):
+        if resource["Type"] in stateful and "globex" not in stack:
+            found.setdefault(stack, []).append(name)
+    recorded = json.loads((Path(__file__).parent / "stateful_logical_ids.json").read_text())
+    assert {stack: sorted(names) for stack, names in found.items()} == recorded
+
+
+def test_image_parameter_names_a_pinned_image_that_no_release_can_be_mistaken_for(templates: dict[str, Any]) -> None:
+    resources = templates["local"]["trainyard-local-platform"]["Resources"]
+    (parameter,) = (item["Properties"] for item in resources.values() if item["Type"] == "AWS::SSM::Parameter")
+    assert parameter["Name"] == "/trainyard/local/image"
+    assert parameter["Value"]["Fn::Join"][1][-1] == "@sha256:" + "0" * 64

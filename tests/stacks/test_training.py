@@ -1,0 +1,111 @@
+"""The training stack: queues, budget, alarms, and a contract that the launcher can read."""
+
+from typing import Any
+
+from trainyard.spec.platform import parse_contract
+
+STACK = "trainyard-local-acme-training"
+FOUNDATION = "trainyard-local-acme-foundation"
+
+
+def _contract(account: Any, tenant: str = "acme") -> Any:
+    (parameter,) = account.resources(f"trainyard-local-{tenant}-training", "AWS::SSM::Parameter").values()
+    assert parameter["Name"] == f"/trainyard/local/{tenant}/contract"
+    assert parameter["Tier"] == "Advanced"
+    return parse_contract(parameter["Value"], parameter["Name"])
+
+
+def test_contract_names_the_deployed_things(account: Any) -> None:
+    contract = _contract(account)
+
+    def physical(type_name: str, part: str) -> str:
+        return str(account.identifier(FOUNDATION, account.only(FOUNDATION, f"AWS::{type_name}", part)))
+
+    def arn(type_name: str, part: str) -> str:
+        return str(account.arn(FOUNDATION, account.only(FOUNDATION, f"AWS::{type_name}", part)))
+
+    assert contract.subnet_ids == (physical("EC2::Subnet", "Training"),)
+    assert contract.security_group_ids == (physical("EC2::SecurityGroup", "TrainingGroup") + ".GroupId",)
+    assert contract.buckets.data == physical("S3::Bucket", "BucketsData")
+    assert contract.buckets.checkpoints == physical("S3::Bucket", "BucketsCheckpoints")
+    assert contract.keys.data == arn("KMS::Key", "KeysData")
+    assert contract.keys.checkpoints == arn("KMS::Key", "KeysCheckpoints")
+    assert contract.keys.logs == arn("KMS::Key", "KeysLogs")
+    assert contract.roles.job == arn("IAM::Role", "RolesJob")
+    assert contract.roles.launcher == arn("IAM::Role", "RolesLauncher")
+    assert contract.roles.auditor == arn("IAM::Role", "RolesAuditor")
+    assert contract.file_system.id == physical("FSx::FileSystem", "FileSystem")
+    assert contract.file_system.mount_name == contract.file_system.id + ".LustreMountName"
+    assert contract.log_group == physical("Logs::LogGroup", "Group")
+
+
+def test_contract_says_what_the_environment_file_says(account: Any, environments: dict[str, Any]) -> None:
+    contract, tenant = _contract(account), environments["local"].tenant("acme")
+    assert (contract.environment, contract.tenant, contract.account) == ("local", "acme", "123456789012")
+    assert (contract.availability_zone, contract.emulated) == ("us-east-1a", True)
+    assert contract.image_parameter == "/trainyard/local/image"
+    assert (contract.cost_center, contract.max_job_hours) == (tenant.cost_center, tenant.max_job_hours)
+    assert contract.monthly_usd == tenant.budget.monthly_usd
+    queue = contract.queues["gpu"]
+    assert (queue.instance_types, queue.max_instances, queue.multi_node) == (("ml.p5.4xlarge",), 4, True)
+
+
+def test_contracts_of_two_tenants_share_nothing_but_the_place(account: Any) -> None:
+    def leaves(value: Any) -> set[str]:
+        if isinstance(value, dict):
+            return {leaf for item in value.values() for leaf in leaves(item)}
+        if isinstance(value, list):
+            return {leaf for item in value for leaf in leaves(item)}
+        return {str(value)}
+
+    acme, globex = (leaves(_contract(account, tenant).model_dump(mode="json")) for tenant in ("acme", "globex"))
+    place = {"123456789012", "us-east-1", "us-east-1a", "local", "/trainyard/local/image"}
+    settings = {"1", "True", "24.0", "ml.p5.4xlarge"}
+    assert acme & globex == place | settings
+
+
+def test_a_queue_holds_back_what_its_share_does_not_fit(account: Any) -> None:
+    (capacity,) = account.resources(STACK, "AWS::Batch::ServiceEnvironment").values()
+    assert capacity["ServiceEnvironmentType"] == "SAGEMAKER_TRAINING"
+    assert capacity["CapacityLimits"] == [{"CapacityUnit": "NUM_INSTANCES", "MaxCapacity": 4}]
+    (queue,) = account.resources(STACK, "AWS::Batch::JobQueue").values()
+    assert queue["JobQueueType"] == "SAGEMAKER_TRAINING"
+    assert len(queue["ServiceEnvironmentOrder"]) == 1
+
+
+def test_queues_follow_the_environment_file(templates: dict[str, Any], environments: dict[str, Any]) -> None:
+    for name, environment in environments.items():
+        for tenant, spec in environment.tenants.items():
+            resources = templates[name][f"trainyard-{name}-{tenant}-training"]["Resources"].values()
+            queues = [item for item in resources if item["Type"] == "AWS::Batch::JobQueue"]
+            assert len(queues) == len(spec.queues)
+
+
+def test_budget_counts_the_tenants_tag_and_warns_before_and_at_the_limit(account: Any) -> None:
+    (budget,) = account.resources(STACK, "AWS::Budgets::Budget").values()
+    assert budget["Budget"]["CostFilters"] == {"TagKeyValue": ["user:trainyard:tenant$acme"]}
+    assert budget["Budget"]["BudgetLimit"] == {"Amount": 5000, "Unit": "USD"}
+    notifications = [item["Notification"] for item in budget["NotificationsWithSubscribers"]]
+    found = {(item["NotificationType"], item["Threshold"]) for item in notifications}
+    assert found == {("ACTUAL", 80), ("ACTUAL", 100), ("FORECASTED", 100)}
+    mail = [{"SubscriptionType": "EMAIL", "Address": "acme-leads@example.com"}]
+    assert all(item["Subscribers"] == mail for item in budget["NotificationsWithSubscribers"])
+
+
+def test_every_alarm_reaches_the_people_of_the_environment_file(account: Any) -> None:
+    topic = account.arn(STACK, account.only(STACK, "AWS::SNS::Topic"))
+    alarms = account.resources(STACK, "AWS::CloudWatch::Alarm")
+    assert len(alarms) == 2
+    assert all(alarm["AlarmActions"] == [topic] for alarm in alarms.values())
+    (subscription,) = account.resources(STACK, "AWS::SNS::Subscription").values()
+    assert (subscription["TopicArn"], subscription["Endpoint"]) == (topic, "acme-leads@example.com")
+    (rule,) = account.resources(STACK, "AWS::Events::Rule").values()
+    assert rule["EventPattern"]["detail"]["TrainingJobName"] == [{"prefix": "acme-"}]
+    assert [target["Arn"] for target in rule["Targets"]] == [topic]
+
+
+def test_rejected_traffic_is_counted_by_the_thirteenth_field_of_the_default_flow_log_format(account: Any) -> None:
+    (metric,) = account.resources(STACK, "AWS::Logs::MetricFilter").values()
+    fields = metric["FilterPattern"].strip("[]").split(", ")
+    assert len(fields) == 14
+    assert fields[12] == 'action="REJECT"'
