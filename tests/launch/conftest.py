@@ -1,0 +1,17 @@
+"""The fixtures of launch_testing, for every test of this room."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launch_testing import (  # noqa: F401
+    aws,
+    channels,
+    contract,
+    deployed,
+    environment,
+    environment_path,
+    job,
+    resolved,
+)

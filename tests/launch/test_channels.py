@@ -1,0 +1,76 @@
+"""Inputs: made absolute, checked to exist, one channel per distinct URI."""
+
+import pytest
+
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch.channels import absolute_job, build_inputs
+from trainyard.launch.session import Account
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec
+from trainyard.spec.platform import TenantContract
+
+
+def with_train(job: JobSpec, *paths: str) -> JobSpec:
+    content = job.model_dump(mode="json", exclude_none=True)
+    content["data"]["train"] = [{"path": path, "format": "jsonl"} for path in paths]
+    return parse(JobSpec, content, "job")
+
+
+def test_inputs_become_channels(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
+    inputs = build_inputs(job, deployed.client("s3"), contract)
+    assert [(channel.name, channel.location) for channel in inputs.channels] == [
+        ("train-0", "s3://acme-data/sets/train/"),  # a folder: with its slash, or it would match train-2 as well
+        ("validation-0", "s3://acme-data/sets/validation.jsonl"),
+        ("tokenizer", "s3://acme-data/sets/tokenizer.json"),
+    ]
+    uris = {channel.uri for channel in inputs.channels}
+    read = inputs.job.data
+    assert uris == {read.train[0].path, read.validation[0].path, read.tokenizer}
+
+
+def test_a_folder_does_not_take_in_its_neighbour(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
+    s3 = deployed.client("s3")
+    s3.put_object(Bucket=contract.buckets.data, Key="sets/train-2/part.jsonl", Body=b"{}")
+    s3.delete_object(Bucket=contract.buckets.data, Key="sets/train/part-0.jsonl")
+    with pytest.raises(AwsRefusedError, match="s3://acme-data/sets/train: there is nothing there"):
+        build_inputs(job, s3, contract)
+
+
+def test_one_uri_is_one_channel(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
+    twice = with_train(job, "tenant://sets/train", "s3://acme-data/sets/train/")
+    names = [channel.name for channel in build_inputs(twice, deployed.client("s3"), contract).channels]
+    assert names == ["train-0", "validation-0", "tokenizer"]
+
+
+def test_a_missing_bucket_is_named(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
+    with pytest.raises(AwsRefusedError, match="there is no bucket nowhere-at-all; the tenant's buckets are acme-data"):
+        build_inputs(with_train(job, "s3://nowhere-at-all/train"), deployed.client("s3"), contract)
+
+
+def test_file_system_paths_are_channels_without_a_look(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    inputs = build_inputs(with_train(job, "fsx://sets/train/"), deployed.client("s3"), contract)
+    assert (inputs.channels[0].kind, inputs.channels[0].location) == ("fsx", "sets/train")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/home/me/train", "can't be read from a training host"),
+        ("meta-llama/Llama-3.1-8B", "can't be read from a training host"),
+        ("http://example.com/train", "can't be read from a training host"),
+        ("tenant://", "names no path"),
+        ("s3://acme-data", "is a whole bucket"),
+    ],
+)
+def test_a_path_no_host_can_read_is_refused(job: JobSpec, contract: TenantContract, path: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as refused:
+        absolute_job(with_train(job, path), contract)
+    assert str(refused.value).startswith("data.train.0.path: ")
+
+
+def test_more_inputs_than_sagemaker_takes(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
+    many = with_train(job, *(f"fsx://sets/{index}" for index in range(20)))
+    with pytest.raises(InputError, match="put them under fewer folders"):
+        build_inputs(many, deployed.client("s3"), contract)

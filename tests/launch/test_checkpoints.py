@@ -1,0 +1,164 @@
+"""Looking after checkpoints: what is good, what is damaged, and a prune that never takes the last good one."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto import mock_aws
+
+from trainyard.errors import InputError, JobFailedError
+from trainyard.launch import checkpoints
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Two buckets."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    with mock_aws():
+        client = boto3.client("s3", region_name="us-east-1")
+        for bucket in ("one", "two"):
+            client.create_bucket(Bucket=bucket)
+        yield client
+
+
+def save(root: Path, step: int, *, marker: bool = True) -> Path:
+    """A checkpoint in the trainer's layout."""
+    folder = root / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    shards = []
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+        content = f"{name} of step {step}".encode() * 100
+        (folder / name).write_bytes(content)
+        shards.append({"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+    extra = {"strategy": "ddp", "step": step, "rng": {"torch": "long"}, "data": {"sequences_consumed": 8 * step}}
+    manifest = {"version": 1, "step": step, "world_size": 2, "shards": shards, "extra": extra}
+    content = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(content)
+    if marker:
+        (folder / "COMMITTED").write_text(json.dumps({"manifest_sha256": hashlib.sha256(content).hexdigest()}))
+    return folder
+
+
+def upload(root: Path, s3: Any, bucket: str, prefix: str) -> str:
+    """The folder's files as objects."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            s3.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(root).as_posix()}")
+    return f"s3://{bucket}/{prefix}/"
+
+
+def flip(path: Path) -> None:
+    """One bit, in place."""
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+
+
+def steps(found: Any) -> list[int]:
+    return [checkpoint.step for checkpoint in found]
+
+
+def test_list_tells_good_from_torn_and_from_broken(tmp_path: Path, s3: Any) -> None:
+    save(tmp_path, 10)
+    (save(tmp_path, 20) / "__1_0.distcp").unlink()
+    flip(save(tmp_path, 30) / "manifest.json")
+    save(tmp_path, 40, marker=False)
+    (tmp_path / "checkpoints" / "notes.txt").write_text("not a checkpoint")
+    for destination in (str(tmp_path), upload(tmp_path, s3, "one", "jobs/a")):
+        found = checkpoints.list_checkpoints(destination, s3)
+        assert steps(found) == [10, 20, 30, 40]
+        assert [one.is_good for one in found] == [True, False, False, False]
+        assert [one.committed for one in found] == [True, True, True, False]
+        assert (found[0].world_size, found[0].strategy, found[0].num_files) == (2, "ddp", 5)
+        assert found[1].problem == "__1_0.distcp is missing"
+        assert "SHA-256 differs" in found[2].problem
+        assert checkpoints.chosen(destination, s3, None).step == 10
+    with pytest.raises(InputError, match=r"--step 11: .* has no checkpoint of that step \(there: 10, 20, 30, 40\)"):
+        checkpoints.chosen(str(tmp_path), None, 11)
+    assert checkpoints.list_checkpoints(str(tmp_path / "nowhere"), None) == []
+
+
+def test_verify_reads_every_byte(tmp_path: Path, s3: Any) -> None:
+    folder = save(tmp_path, 10)
+    good = checkpoints.chosen(str(tmp_path), None, 10)
+    assert checkpoints.verified(str(tmp_path), None, good).is_good
+    flip(folder / "__1_0.distcp")
+    altered = checkpoints.chosen(str(tmp_path), None, 10)
+    assert altered.is_good, "sizes alone can't tell"
+    for destination in (str(tmp_path), upload(tmp_path, s3, "one", "a")):
+        told = checkpoints.verified(destination, s3, altered)
+        assert told.problem == "__1_0.distcp is altered (its SHA-256 is not the manifest's)"
+
+
+def test_show_leaves_out_what_nobody_reads(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    details = checkpoints.chosen(str(tmp_path), None, None).details()
+    assert details["extra"] == {"strategy": "ddp", "step": 10, "data": {"sequences_consumed": 80}}
+    assert [shard["name"] for shard in details["shards"]] == ["__0_0.distcp", "__1_0.distcp", ".metadata"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_prune_keeps_the_newest_good_ones_and_saves_on_their_way(tmp_path: Path, s3: Any, kind: str) -> None:
+    for step in (10, 20, 40, 50):
+        save(tmp_path, step)
+    save(tmp_path, 30, marker=False)
+    save(tmp_path, 60, marker=False)  # a save on its way: newer than the newest good one
+    destination = str(tmp_path) if kind == "folder" else upload(tmp_path, s3, "one", "jobs/a")
+    planned = checkpoints.prune(destination, s3, keep_last=2, dry_run=True)
+    assert (steps(planned.removed), steps(planned.kept)) == ([10, 20, 30], [40, 50, 60])
+    assert len(checkpoints.list_checkpoints(destination, s3)) == 6
+    checkpoints.prune(destination, s3, keep_last=2, dry_run=False)
+    assert steps(checkpoints.list_checkpoints(destination, s3)) == [40, 50, 60]
+
+
+def test_prune_never_takes_the_only_good_one(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    flip(save(tmp_path, 20) / "__0_0.distcp")  # whole by its sizes, altered inside
+    done = checkpoints.prune(str(tmp_path), None, keep_last=1, dry_run=False)
+    assert (steps(done.removed), steps(done.kept)) == ([], [10, 20])
+    flip(tmp_path / "checkpoints/step-00000010/__0_0.distcp")
+    with pytest.raises(JobFailedError, match="not one of 2 checkpoints is whole, so nothing was removed"):
+        checkpoints.prune(str(tmp_path), None, keep_last=1, dry_run=False)
+    assert len(checkpoints.list_checkpoints(str(tmp_path), None)) == 2
+
+
+def test_the_promise_is_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    removed: list[str] = []
+    original = Path.unlink
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        removed.append(self.name)
+        original(self, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    checkpoints.prune(str(tmp_path), None, keep_last=1, dry_run=False)
+    assert removed[:2] == ["COMMITTED", "manifest.json"] and len(removed) == 5
+
+
+@pytest.mark.parametrize(("source", "target"), [("folder", "folder"), ("folder", "s3"), ("s3", "folder"), ("s3", "s3")])
+def test_copy_is_whole_or_not_there(tmp_path: Path, s3: Any, source: str, target: str) -> None:
+    save(tmp_path / "a", 10)
+    flip(save(tmp_path / "a", 20) / "__0_0.distcp")
+    (tmp_path / "a/metrics.jsonl").write_text('{"step": 10}\n')
+    origin = str(tmp_path / "a") if source == "folder" else upload(tmp_path / "a", s3, "one", "jobs/a")
+    to = str(tmp_path / "b") if target == "folder" else "s3://two/kept/b"
+    found = checkpoints.list_checkpoints(origin, s3)
+    uris = checkpoints.copy(origin, s3, found[:1], to)
+    assert uris == [f"{to}/checkpoints/step-00000010/"]
+    there = checkpoints.chosen(to, s3, 10)
+    assert checkpoints.verified(to, s3, there).is_good
+    if target == "folder":
+        assert (tmp_path / "b/metrics.jsonl").read_text() == '{"step": 10}\n'
+    with pytest.raises(JobFailedError, match=r"checkpoint of step 20 is not copied: __0_0\.distcp is altered"):
+        checkpoints.copy(origin, s3, found[1:], to)
+    assert steps(checkpoints.list_checkpoints(to, s3)) == [10]
+    with pytest.raises(InputError, match="is where the checkpoints are"):
+        checkpoints.copy(origin, s3, found[:1], origin)

@@ -1,0 +1,76 @@
+"""What is refused before submitting: quotas always, the plan's refusals unless forced."""
+
+from typing import Any
+
+import pytest
+
+from trainyard import planner
+from trainyard.errors import InputError
+from trainyard.launch.checks import RunningJob, check_queue, refused_by_plan, refused_hours
+from trainyard.spec.job import JobSpec
+from trainyard.spec.platform import TenantContract
+
+
+def with_compute(job: JobSpec, **changes: Any) -> JobSpec:
+    return job.model_copy(update={"compute": job.compute.model_copy(update=changes)})
+
+
+def test_the_queue_that_offers_the_type_takes_the_job(job: JobSpec, contract: TenantContract) -> None:
+    assert check_queue(job, contract) == "gpu"
+    assert check_queue(with_compute(job, queue="gpu"), contract) == "gpu"
+    assert check_queue(with_compute(job, instance_type="ml.g6e.8xlarge", instance_count=1), contract) == "small"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"instance_count": 5}, r"instance_count 5: over the quota of tenant acme, which is 4 x ml.p5.4xlarge"),
+        ({"instance_type": "ml.p4d.24xlarge"}, "no queue of tenant acme offers it; it has: gpu .*small"),
+        ({"queue": "huge"}, "has no such queue; it has: gpu"),
+        ({"queue": "small"}, "no queue of tenant acme offers it"),
+        ({"instance_type": "ml.g6e.8xlarge"}, "one-host jobs only"),
+        ({"instance_type": "ml.g5.xlarge"}, "has no EFA"),
+    ],
+)
+def test_what_no_queue_takes(job: JobSpec, contract: TenantContract, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_queue(with_compute(job, **changes), contract)
+
+
+def test_running_jobs_count_against_their_queue(job: JobSpec, contract: TenantContract) -> None:
+    two = RunningJob("acme-a", "ml.p5.4xlarge", 2)
+    assert check_queue(job, contract, [two, RunningJob("acme-b", "ml.g6e.8xlarge", 2)]) == "gpu"
+    one = RunningJob("acme-c", "ml.g5.xlarge", 1)  # another type, but of the same queue
+    with pytest.raises(InputError, match=r"3 of the 4 instances of queue gpu are held by acme-a \(2\), acme-c \(1\)"):
+        check_queue(job, contract, [two, one])
+    spare = contract.queues["gpu"].model_copy(update={"max_instances": 2})
+    roomier = contract.model_copy(update={"queues": {**contract.queues, "spare": spare}})
+    with pytest.raises(InputError, match=r"queue gpu .*queue spare"):
+        check_queue(job, roomier, [two, one])
+    large = contract.model_copy(
+        update={"queues": {**contract.queues, "spare": spare.model_copy(update={"max_instances": 5})}}
+    )
+    assert check_queue(job, large, [two, one]) == "spare"
+
+
+def test_hours_over_the_tenants(job: JobSpec, contract: TenantContract) -> None:
+    assert refused_hours(with_compute(job, max_hours=24), contract) == []
+    (reason,) = refused_hours(with_compute(job, max_hours=25), contract)
+    assert "over the 24 hours" in reason
+
+
+def test_the_plan_refuses_memory_money_and_time(job: JobSpec) -> None:
+    plan = planner.plan(job)
+    assert refused_by_plan(plan) == []
+    assert plan.cost is not None
+    dear = plan.cost.model_copy(update={"planned_usd": 150.0, "expected_hours": 3.0})
+    too_much = plan.model_copy(update={"fits": False, "cost": dear})
+    memory, hours, money = refused_by_plan(too_much)
+    assert plan.chosen.layout in memory
+    assert "max_hours 2 is less than the 3.0 hours" in hours
+    assert "max_usd 100.00 is less than the 150.00 USD" in money
+
+
+def test_what_the_plan_does_not_know_refuses_nothing(job: JobSpec) -> None:
+    unknown = planner.plan(job).model_copy(update={"fits": None, "cost": None, "affordable": None})
+    assert refused_by_plan(unknown) == []

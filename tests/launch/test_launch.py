@@ -1,0 +1,117 @@
+"""launch(): against an AWS account by moto, through the real SageMaker SDK; and what a crash in between leaves."""
+
+import json
+from typing import Any
+
+import pytest
+from launch_testing import IMAGE, objects
+
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch import launch, watch
+from trainyard.launch.contract import read_contract, read_image
+from trainyard.launch.record import CREATED, SUBMITTED, S3RecordStore
+from trainyard.launch.sagemaker_backend import SageMakerBackend
+from trainyard.launch.session import Account, assume
+from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.platform import EnvironmentSpec, TenantContract
+
+
+def test_a_launched_job_is_recorded_submitted_and_readable(
+    deployed: Account, job: JobSpec, environment: EnvironmentSpec
+) -> None:
+    contract = read_contract(deployed, environment, "acme")
+    launcher = assume(deployed, contract.roles.launcher, session_name="test")
+    said: list[str] = []
+    record = launch(job, contract, account=deployed, launcher=launcher, say=said.append)
+
+    assert record.state == SUBMITTED
+    assert record.attempt.submitted_at is not None
+    assert record.image == IMAGE
+    assert record.plan["job"] == "tiny"
+    assert record.checkpoint_destination == f"s3://acme-checkpoints/jobs/{record.job_id}/"
+
+    s3 = deployed.client("s3")
+    files = objects(s3, contract.buckets.data, f"jobs/{record.job_id}/")
+    sent = ResolvedJob.model_validate(files[f"jobs/{record.job_id}/spec/resolved_job.json"])
+    assert sent == record.resolved
+    assert sent.spec.checkpoint.destination == record.checkpoint_destination
+    assert files[f"jobs/{record.job_id}/spec/channels.json"] == {
+        "s3://acme-data/sets/train": "train-0",
+        "s3://acme-data/sets/validation.jsonl": "validation-0",
+        "s3://acme-data/sets/tokenizer.json": "tokenizer",
+    }
+    described = deployed.client("sagemaker").describe_training_job(TrainingJobName=record.job_id)
+    assert described["RoleArn"] == contract.roles.job
+    assert described["VpcConfig"]["Subnets"] == list(contract.subnet_ids)
+    assert S3RecordStore(s3, contract.buckets.data).read(record.job_id).record == record
+    assert said, "a person sees what is being done"
+
+
+def test_the_record_is_there_before_the_job(
+    deployed: Account, job: JobSpec, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SageMakerBackend, "submit", crash)
+        with pytest.raises(KeyboardInterrupt):
+            launch(job, contract, account=deployed, launcher=deployed)
+
+    s3 = deployed.client("s3")
+    store, backend = S3RecordStore(s3, contract.buckets.data), SageMakerBackend(deployed, contract)
+    (job_id,) = store.job_ids()
+    status = watch.status(store, backend, job_id)
+    assert (status.state, status.observation) == (CREATED, None)
+    assert f"trainyard resume {job_id}" in status.advice
+
+    resumed = watch.resume(store, backend, job_id)
+    assert [attempt.training_job_name for attempt in resumed.attempts] == [job_id], "the same attempt, submitted late"
+    assert watch.status(store, backend, job_id).state == "Completed", "moto completes a job at once"
+
+
+def test_submitting_an_attempt_twice_starts_it_once(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
+    record = launch(job, contract, account=deployed, launcher=deployed)
+    # The confirmation of the first submit got lost: whoever repairs it submits again.
+    SageMakerBackend(deployed, contract).submit(record, lambda _: None)
+    names = [
+        item["TrainingJobName"] for item in deployed.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
+    ]
+    assert names == [record.job_id]
+
+
+def test_nothing_is_recorded_for_a_job_that_is_refused(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    poor = job.model_copy(update={"compute": job.compute.model_copy(update={"max_hours": 30.0})})
+    with pytest.raises(InputError, match=r"refused before anything was spent: .*24 hours.*--force"):
+        launch(poor, contract, account=deployed, launcher=deployed)
+    assert S3RecordStore(deployed.client("s3"), contract.buckets.data).job_ids() == []
+    forced = launch(poor, contract, account=deployed, launcher=deployed, force=True)
+    assert len(forced.forced) == 1
+
+
+def test_an_image_by_tag_is_refused(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
+    tagged = IMAGE.partition("@")[0] + ":latest"
+    deployed.client("ssm").put_parameter(Name=contract.image_parameter, Value=tagged, Overwrite=True)
+    with pytest.raises(AwsRefusedError, match="is not an image pinned by digest"):
+        launch(job, contract, account=deployed, launcher=deployed)
+
+
+def test_an_image_that_was_never_published_is_refused_on_aws(deployed: Account, contract: TenantContract) -> None:
+    nothing = IMAGE.partition(":")[0] + ":" + "0" * 64
+    deployed.client("ssm").put_parameter(Name=contract.image_parameter, Value=nothing, Overwrite=True)
+    with pytest.raises(
+        AwsRefusedError, match=r"no training image is published yet.*this version builds no image.*--backend local"
+    ):
+        read_image(deployed, contract.image_parameter, emulated=False)
+    assert read_image(deployed, contract.image_parameter, emulated=True) == nothing
+
+
+def test_a_foreign_contract_is_refused(
+    deployed: Account, contract: TenantContract, environment: EnvironmentSpec
+) -> None:
+    other = json.dumps({**contract.model_dump(mode="json"), "tenant": "globex"})
+    deployed.client("ssm").put_parameter(Name="/trainyard/test/acme/contract", Value=other, Overwrite=True)
+    with pytest.raises(AwsRefusedError, match=r"tenant globex.*which is not where it was read"):
+        read_contract(deployed, environment, "acme")

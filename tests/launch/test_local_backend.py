@@ -1,0 +1,276 @@
+"""Jobs on this machine: the supervisor's life, told apart from its death, with a trainer that plays a script."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from launch_testing import job_content
+
+from trainyard.errors import InputError
+from trainyard.launch import launch_here, local_backend, watch
+from trainyard.launch.local_backend import LocalBackend, is_running
+from trainyard.launch.local_supervisor import failure_reason
+from trainyard.launch.record import FolderRecordStore
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec
+
+TRAINER = """
+import argparse, json, os, pathlib, signal, sys, time
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--resolved-job")
+parser.add_argument("--output-dir")
+arguments = parser.parse_args()
+job = json.loads(pathlib.Path(arguments.resolved_job).read_text())
+destination = pathlib.Path(job["spec"]["checkpoint"]["destination"])
+mode = job["spec"]["name"]
+rank = int(os.environ["RANK"])
+
+def save_and_leave(*_):
+    time.sleep(0.2)  # torchrun would have killed us by now, had it been signalled as well
+    destination.mkdir(parents=True, exist_ok=True)
+    if mode == "stopping-badly":
+        raise OSError("no space left on device")
+    (destination / f"saved-{rank}").touch()
+    (pathlib.Path(arguments.output_dir) / "resume_me").touch()
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save_and_leave)
+ready = pathlib.Path(arguments.output_dir)
+ready.mkdir(parents=True, exist_ok=True)
+(ready / f"ready-{rank}").write_text(str(os.getpid()))
+with (ready / "starts").open("a") as starts:
+    starts.write(f"{rank}\\n")
+while len(list(ready.glob("ready-*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.02)
+resumed = (destination / "saved-0").exists()
+if resumed and rank == 0:
+    print("resumed step=1 uri=x", flush=True)
+for step in range(1, 4):
+    if rank == 0:
+        print(f"step={step} loss=1.5 tokens_per_second=10.0", flush=True)
+    if mode == "crashing":
+        raise RuntimeError("the loss is not a number at step 1")
+    while mode.startswith("stopping") and not resumed:
+        time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of jobs, and a `trainer` package that does as the job's name says."""
+    package = tmp_path / "image" / "trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(textwrap.dedent(TRAINER))
+    monkeypatch.setattr(local_backend, "trainer_root", lambda: tmp_path / "image")
+    folder = tmp_path / "jobs"
+    yield folder
+    for process in folder.glob("*/process.json"):
+        if is_running(process.parent):
+            os.kill(json.loads(process.read_text())["pid"], signal.SIGTERM)
+            wait_until(lambda directory=process.parent: not is_running(directory))  # type: ignore[misc]
+
+
+def local_spec(tmp_path: Path, name: str) -> JobSpec:
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "x"}\n')
+    content = job_content()
+    content |= {"name": name, "tenant": None, "compute": {"backend": "local"}}
+    content["data"] = {"train": [{"path": str(text), "format": "jsonl"}], "sequence_length": 64}
+    return parse(JobSpec, content, "job")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.05)
+
+
+def test_a_job_runs_to_its_end_and_its_lines_are_read(place: Path, tmp_path: Path) -> None:
+    record = launch_here(local_spec(tmp_path, "fine"), place)
+    assert record.resolved.world_size == 2
+    store, backend = FolderRecordStore(place), LocalBackend(place)
+    texts: list[str] = []
+    for _, lines in watch.watch(store, backend, record.job_id, sleep=lambda _: time.sleep(0.1)):
+        texts += [line.text for line in lines]
+    assert watch.status(store, backend, record.job_id).state == "Completed"
+    assert [text.split()[0] for text in texts if text.startswith("step=")] == ["step=1", "step=2", "step=3"]
+    assert [change.state for change in store.read(record.job_id).record.states] == [
+        "Created", "Submitted", "Training", "Completed",
+    ]  # fmt: skip
+
+
+def test_a_crash_is_told_by_the_ranks_own_words(place: Path, tmp_path: Path) -> None:
+    record = launch_here(local_spec(tmp_path, "crashing"), place)
+    store, backend = FolderRecordStore(place), LocalBackend(place)
+    wait_until(lambda: watch.status(store, backend, record.job_id).finished)
+    status = watch.status(store, backend, record.job_id)
+    assert status.state == "Failed"
+    assert status.record.attempt.failure == "RuntimeError: the loss is not a number at step 1"
+
+
+def test_a_stopped_job_has_saved_and_resumes(place: Path, tmp_path: Path) -> None:
+    record = launch_here(local_spec(tmp_path, "stopping"), place)
+    store, backend = FolderRecordStore(place), LocalBackend(place)
+    log = place / record.job_id / "log.txt"
+    wait_until(lambda: log.exists() and "step=1" in log.read_text())
+    watch.stop(store, backend, record.job_id)
+    wait_until(lambda: watch.status(store, backend, record.job_id).finished)
+    assert watch.status(store, backend, record.job_id).state == "Stopped"
+    saved = sorted(path.name for path in Path(record.checkpoint_destination).glob("saved-*"))
+    assert saved == ["saved-0", "saved-1"], "every rank had the time to save"
+
+    resumed = watch.resume(store, backend, record.job_id)
+    assert resumed.attempt.number == 2
+    wait_until(lambda: watch.status(store, backend, record.job_id).finished)
+    assert watch.status(store, backend, record.job_id).state == "Completed"
+    assert "resumed step=1" in log.read_text()
+
+
+def test_a_killed_supervisor_is_noticed_and_resumes(place: Path, tmp_path: Path) -> None:
+    record = launch_here(local_spec(tmp_path, "stopping"), place)
+    store, backend = FolderRecordStore(place), LocalBackend(place)
+    directory = place / record.job_id
+    log = directory / "log.txt"
+    wait_until(lambda: log.exists() and "step=1" in log.read_text())
+    assert watch.status(store, backend, record.job_id).state == "Training"
+    process = json.loads((directory / "process.json").read_text())
+    ranks = [int((directory / "output" / f"ready-{rank}").read_text()) for rank in range(2)]
+    assert all(lives(pid) for pid in (process["torchrun_pid"], *ranks))
+    os.kill(process["pid"], signal.SIGKILL)
+    wait_until(lambda: not is_running(directory))
+    # A rank that lived on would write into the folder that a resume reads.
+    wait_until(lambda: not any(lives(pid) for pid in (process["torchrun_pid"], *ranks)), seconds=5.0)
+    status = watch.status(store, backend, record.job_id)
+    assert status.state == "Failed"
+    assert "supervisor was killed" in status.record.attempt.failure
+    assert watch.resume(store, backend, record.job_id).attempt.number == 2
+    wait_until(lambda: watch.status(store, backend, record.job_id).state == "Training")
+
+
+def test_a_job_that_was_never_submitted_starts_once_though_two_resume_it(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalBackend, "submit", lambda *_: None)
+        record = launch_here(local_spec(tmp_path, "fine"), place)
+    store = FolderRecordStore(place)
+    stored = store.read(record.job_id)
+    store.replace(stored, stored.record.with_attempt(submitted_at=None))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: watch.resume(store, LocalBackend(place), record.job_id), range(2)))
+    wait_until(lambda: watch.status(store, LocalBackend(place), record.job_id).finished)
+    LocalBackend(place).submit(record, lambda _: None)  # one who comes late, after its end
+    directory = place / record.job_id
+    supervise(directory)
+    assert sorted((directory / "output" / "starts").read_text().split()) == ["0", "1"], "each rank once"
+
+
+def supervise(directory: Path) -> None:
+    """Another supervisor of attempt 1, to its end."""
+    command = [sys.executable, "-m", "trainyard.launch.local_supervisor", str(directory), "1"]
+    subprocess.run(command, env=local_backend.trainer_environment(), check=True, timeout=60)
+
+
+def test_a_second_supervisor_leaves_quietly(place: Path, tmp_path: Path) -> None:
+    record = launch_here(local_spec(tmp_path, "stopping"), place)
+    directory = place / record.job_id
+    wait_until(lambda: (directory / "log.txt").exists() and "step=1" in (directory / "log.txt").read_text())
+    supervise(directory)
+    assert is_running(directory)
+    assert sorted((directory / "output" / "starts").read_text().split()) == ["0", "1"]
+
+
+def test_a_rank_that_crashes_while_stopping_has_failed(place: Path, tmp_path: Path) -> None:
+    record = launch_here(local_spec(tmp_path, "stopping-badly"), place)
+    store, backend = FolderRecordStore(place), LocalBackend(place)
+    log = place / record.job_id / "log.txt"
+    wait_until(lambda: log.exists() and "step=1" in log.read_text())
+    watch.stop(store, backend, record.job_id)
+    wait_until(lambda: watch.status(store, backend, record.job_id).finished)
+    status = watch.status(store, backend, record.job_id)
+    assert (status.state, status.record.attempt.failure) == ("Failed", "OSError: no space left on device")
+
+
+CRASH = """
+import sys
+from trainyard.launch.local_rank import say_whole
+sys.excepthook = say_whole
+print("before", flush=False)
+raise OSError("no space left on device " + "x" * 20_000)
+"""
+
+
+def test_the_last_words_of_ranks_that_die_together_stay_whole(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    with log.open("ab") as shared:
+        ranks = [subprocess.Popen([sys.executable, "-c", CRASH], stdout=shared, stderr=shared) for _ in range(6)]
+        assert [rank.wait(timeout=60) for rank in ranks] == [1] * 6
+    lines = log.read_text().splitlines()
+    assert [line for line in lines if "space" in line and "raise" not in line] == [
+        "OSError: no space left on device " + "x" * 20_000
+    ] * 6
+    assert lines.count("Traceback (most recent call last):") == lines.count("before") == 6
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_inputs_are_made_absolute_and_missing_ones_named(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = local_spec(tmp_path, "fine")
+    monkeypatch.chdir(tmp_path)
+    relative = spec.data.train[0].model_copy(update={"path": "text.jsonl"})
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"train": (relative,)})})
+    monkeypatch.setattr(LocalBackend, "submit", lambda *_: None)
+    record = launch_here(spec, place)
+    assert record.resolved.spec.data.train[0].path == str(tmp_path / "text.jsonl")
+    (tmp_path / "text.jsonl").unlink()
+    with pytest.raises(InputError, match=r"data.train.0.path: text.jsonl: no such file or folder"):
+        launch_here(spec, place)
+
+
+SUMMARY = """E1121 05:41:10.000000 77 torch/distributed/elastic/multiprocessing/api.py:1018] failed (exitcode: 1) rank 0
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 77)
+  error_file: <N/A>
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("step=1\n[rank1]: ValueError: no such thing\n", "[rank1]: ValueError: no such thing"),
+        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\nlast\n", "last"),
+        ("trainyard: job.yaml: wrong\nTraceback\n  File x\n", "job.yaml: wrong"),
+        ("trainyard: data.train: no such file\n" + SUMMARY, "data.train: no such file"),
+        ("[default1]:OSError: no space\n", "[default1]:OSError: no space"),
+        ("hello\n" + SUMMARY, "hello"),
+        (SUMMARY.replace(": 1 ", ": -9 "), "a rank was killed by signal 9, perhaps for want of memory"),
+        ("", ""),
+    ],
+)
+def test_the_reason_is_the_telling_line(tmp_path: Path, log: str, reason: str) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(log)
+    assert failure_reason(path) == reason

@@ -1,0 +1,127 @@
+"""Job records: written under a condition, never overwritten in silence, the same in a bucket and in a folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.launch.launcher import new_record
+from trainyard.launch.record import (
+    CREATED,
+    FolderRecordStore,
+    JobRecord,
+    RecordConflictError,
+    RecordStore,
+    S3RecordStore,
+    StoredRecord,
+    newest_first,
+    update,
+)
+from trainyard.launch.session import Account
+from trainyard.spec.job import JobSpec, ResolvedJob
+
+JOB_ID = "acme-tiny-20260131120000-1a2b"
+MakeRecord = Callable[[str], JobRecord]
+
+
+@pytest.fixture
+def make_record(job: JobSpec, resolved: ResolvedJob) -> MakeRecord:
+    def make(job_id: str) -> JobRecord:
+        return new_record(
+            job,
+            resolved,
+            job_id=job_id,
+            backend="sagemaker",
+            environment="test",
+            plan={},
+            image="image",
+            channels=(),
+            forced=(),
+            launched_by="arn",
+        )
+
+    return make
+
+
+@pytest.fixture(params=["s3", "folder"])
+def store(request: pytest.FixtureRequest, aws: Account, tmp_path: Path) -> RecordStore:
+    if request.param == "folder":
+        return FolderRecordStore(tmp_path / "jobs")
+    s3 = aws.client("s3")
+    s3.create_bucket(Bucket="records")
+    return S3RecordStore(s3, "records")
+
+
+def test_a_record_comes_back_as_it_was_written(store: RecordStore, make_record: MakeRecord) -> None:
+    record = make_record(JOB_ID)
+    store.create(record)
+    assert store.read(JOB_ID).record == record
+    assert (record.state, record.attempt.submitted_at) == (CREATED, None)
+
+
+def test_a_job_id_is_taken_once(store: RecordStore, make_record: MakeRecord) -> None:
+    first = make_record(JOB_ID)
+    store.create(first)
+    with pytest.raises(InputError, match="exists already"):
+        store.create(first.with_state("Completed"))
+    assert store.read(JOB_ID).record == first
+
+
+def test_the_slower_of_two_writers_is_told(store: RecordStore, make_record: MakeRecord) -> None:
+    stored = store.create(make_record(JOB_ID))
+    store.replace(stored, stored.record.with_state("Training"))
+    with pytest.raises(RecordConflictError, match="somebody else"):
+        store.replace(stored, stored.record.with_state("Stopped"))
+    assert store.read(JOB_ID).record.state == "Training"
+
+
+def test_update_applies_its_change_to_what_the_other_wrote(store: RecordStore, make_record: MakeRecord) -> None:
+    stored = store.create(make_record(JOB_ID))
+    interrupted: list[StoredRecord] = []
+
+    def change(record: JobRecord) -> JobRecord:
+        if not interrupted:  # somebody writes between our read and our write
+            interrupted.append(store.replace(stored, stored.record.with_state("Starting")))
+        return record.with_state("Training")
+
+    result = update(store, JOB_ID, change).record
+    assert [item.state for item in result.states] == [CREATED, "Starting", "Training"]
+    assert store.read(JOB_ID).record == result
+
+
+def test_nothing_is_written_where_nothing_changes(store: RecordStore, make_record: MakeRecord) -> None:
+    stored = store.create(make_record(JOB_ID))
+    assert update(store, JOB_ID, lambda record: record).etag == stored.etag
+
+
+def test_a_missing_record_names_the_place(store: RecordStore) -> None:
+    with pytest.raises(InputError, match="there is no such job in"):
+        store.read(JOB_ID)
+
+
+def test_jobs_are_listed_newest_first(store: RecordStore, make_record: MakeRecord) -> None:
+    ids = ["acme-a-20260101000000-0001", "acme-b-20260301000000-0001", "acme-c-20260201000000-0001"]
+    for job_id in ids:
+        store.create(make_record(job_id))
+    assert store.job_ids() == [ids[1], ids[2], ids[0]] == newest_first(ids)
+
+
+def test_a_torn_record_is_one_line_not_a_traceback(tmp_path: Path) -> None:
+    folder = FolderRecordStore(tmp_path)
+    folder.directory(JOB_ID).mkdir()
+    path = folder.directory(JOB_ID) / "record.json"
+    path.write_text('{"version": 1, "job_')
+    with pytest.raises(InputError, match="is not JSON"):
+        folder.read(JOB_ID)
+    path.write_text('{"version": 99}')
+    with pytest.raises(InputError, match="newer than this trainyard"):
+        folder.read(JOB_ID)
+
+
+def test_next_attempt_keeps_the_job_and_its_checkpoints(make_record: MakeRecord) -> None:
+    record = make_record(JOB_ID).with_attempt(submitted_at="2026-01-31T12:00:01+00:00").with_state("Failed")
+    resumed = record.with_next_attempt()
+    assert [attempt.training_job_name for attempt in resumed.attempts] == [JOB_ID, f"{JOB_ID}-r2"]
+    assert resumed.checkpoint_destination == record.checkpoint_destination
+    assert (resumed.state, resumed.attempt.submitted_at) == (CREATED, None)

@@ -1,0 +1,121 @@
+"""What SageMaker and CloudWatch tell of a tenant's jobs, on clients that play a script and on moto."""
+
+from typing import Any
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.launch import launch, watch
+from trainyard.launch.backend import LogCursor
+from trainyard.launch.checks import RunningJob
+from trainyard.launch.record import S3RecordStore
+from trainyard.launch.sagemaker_backend import SageMakerBackend, _read_stream
+from trainyard.launch.session import Account
+from trainyard.spec.job import JobSpec
+from trainyard.spec.platform import TenantContract
+
+
+class PagedLogs:
+    """GetLogEvents over given pages: a token to the next one, and at the end the same token again."""
+
+    def __init__(self, *pages: list[int]) -> None:
+        self.pages = list(pages)
+
+    def get_log_events(self, *, nextToken: str = "0", **_: object) -> dict[str, Any]:
+        index = int(nextToken)
+        events = [{"message": str(number), "timestamp": number} for number in (self.pages[index:] or [[]])[0]]
+        return {"events": events, "nextForwardToken": str(min(index + 1, len(self.pages)))}
+
+
+def test_an_empty_page_does_not_end_a_log() -> None:
+    cursor, logs = LogCursor(), PagedLogs([1], [], [2])
+    assert [line.text for line in _read_stream(logs, "job/algo-1-17", cursor)] == ["1", "2"]
+    assert not cursor.more
+    logs.pages.append([3])
+    assert [line.text for line in _read_stream(logs, "job/algo-1-17", cursor)] == ["3"]
+
+
+def test_a_read_that_stops_short_says_so() -> None:
+    cursor, logs = LogCursor(), PagedLogs(*([] for _ in range(30)), [7])
+    assert _read_stream(logs, "job/algo-1-17", cursor) == []
+    assert cursor.more
+    cursor.more = False
+    assert [line.text for line in _read_stream(logs, "job/algo-1-17", cursor)] == ["7"]
+    assert not cursor.more
+
+
+class ListedJobs:
+    """An account whose training jobs are given: listed newest first, two on a page."""
+
+    def __init__(self, *jobs: tuple[str, str, str, int]) -> None:
+        self.jobs = jobs
+        self.num_pages = 0
+
+    def client(self, _: str) -> "ListedJobs":
+        return self
+
+    def get_paginator(self, _: str) -> "ListedJobs":
+        return self
+
+    def paginate(self, *, NameContains: str, StatusEquals: str = "", **_: str) -> Any:
+        found = [
+            {"TrainingJobName": name, "TrainingJobStatus": status, "SecondaryStatus": f"{status}, finely"}
+            for name, status, _, _ in self.jobs
+            if NameContains in name and StatusEquals in ("", status)
+        ]
+        for start in range(0, len(found), 2):
+            self.num_pages += 1
+            yield {"TrainingJobSummaries": found[start : start + 2]}
+
+    def describe_training_job(self, *, TrainingJobName: str) -> dict[str, Any]:
+        (job,) = (job for job in self.jobs if job[0] == TrainingJobName)
+        return {"ResourceConfig": {"InstanceType": job[2], "InstanceCount": job[3]}}
+
+
+P5 = "ml.p5.4xlarge"
+
+
+def test_running_jobs_are_the_tenants_own_and_hold_instances(contract: TenantContract) -> None:
+    account: Any = ListedJobs(
+        ("acme-a", "InProgress", P5, 2),
+        ("globex-acme-b", "InProgress", P5, 2),
+        ("acme-c", "Stopping", P5, 1),
+        ("acme-d", "Completed", P5, 4),
+    )
+    backend = SageMakerBackend(account, contract)
+    assert backend.running() == [RunningJob("acme-a", P5, 2), RunningJob("acme-c", P5, 1)]
+    assert backend.running(but="acme-a") == [RunningJob("acme-c", P5, 1)]
+
+
+def test_states_come_from_one_list_read_no_further_than_needed(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    record = launch(job, contract, account=deployed, launcher=deployed)
+    older = [(f"acme-old-{index}", "Completed", P5, 1) for index in range(9)]
+    account: Any = ListedJobs((record.job_id, "Failed", P5, 2), *older)
+    assert SageMakerBackend(account, contract).states([record]) == {record.job_id: "Failed"}
+    assert account.num_pages == 1
+    going: Any = ListedJobs((record.job_id, "InProgress", P5, 2))
+    assert SageMakerBackend(going, contract).states([record]) == {record.job_id: "InProgress, finely"}
+    ended = record.with_state("Completed")
+    assert SageMakerBackend(account, contract).states([ended]) == {}, "nobody asks about what has ended"
+    assert account.num_pages == 1
+
+
+def test_a_resume_counts_the_running_jobs_too(
+    deployed: Account, job: JobSpec, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = launch(job, contract, account=deployed, launcher=deployed)
+    store = S3RecordStore(deployed.client("s3"), contract.buckets.data)
+    asked: list[str] = []
+
+    def running(_: SageMakerBackend, *, but: str = "") -> list[RunningJob]:
+        asked.append(but)
+        return [RunningJob("acme-other", P5, 3)]
+
+    backend = SageMakerBackend(deployed, contract)
+    monkeypatch.setattr(SageMakerBackend, "running", running)
+    monkeypatch.setattr(SageMakerBackend, "observe", lambda *_: None)  # as if retention had dropped it
+    with pytest.raises(InputError, match="3 of the 4 instances of queue gpu are held by acme-other"):
+        watch.resume(store, backend, record.job_id)
+    assert asked == [f"{record.job_id}-r2"], "the attempt itself doesn't count"

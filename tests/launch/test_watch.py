@@ -1,0 +1,189 @@
+"""Status, stop, resume and following, on a backend that plays a script."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.launch import watch
+from trainyard.launch.backend import LogCursor, LogLine, Observation, Say, say_nothing
+from trainyard.launch.launcher import new_record
+from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange, StoredRecord
+from trainyard.spec.job import JobSpec, ResolvedJob
+
+JOB_ID = "acme-tiny-20260131120000-1a2b"
+
+
+class ScriptedBackend:
+    """Answers each look with the next observation of a script; the last one stays."""
+
+    def __init__(self, *script: Observation | None) -> None:
+        self.script = list(script)
+        self.submitted: list[str] = []
+        self.stopped: list[str] = []
+        self.lines: list[LogLine] = []
+
+    def submit(self, record: JobRecord, say: Say) -> None:
+        self.submitted.append(record.attempt.training_job_name)
+
+    def observe(self, record: JobRecord) -> Observation | None:
+        return self.script.pop(0) if len(self.script) > 1 else self.script[0]
+
+    def stop(self, record: JobRecord) -> None:
+        self.stopped.append(record.attempt.training_job_name)
+
+    def states(self, records: Sequence[JobRecord]) -> dict[str, str]:
+        return {record.job_id: seen.state for record in records if (seen := self.observe(record))}
+
+    def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+        start = int(cursor.positions.get("lines", "0"))
+        cursor.positions["lines"] = str(len(self.lines))
+        return self.lines[start:]
+
+
+def transition(state: str, second: int) -> StateChange:
+    return StateChange(state=state, at=f"2026-01-31T12:00:{second:02}+00:00")
+
+
+STARTING = Observation("Starting", transitions=(transition("Starting", 1),))
+TRAINING = Observation("Training", transitions=(transition("Starting", 1), transition("Training", 5)))
+RECLAIMED = Observation(
+    "Training",
+    transitions=(
+        *TRAINING.transitions,
+        transition("Interrupted", 9),
+        transition("Starting", 12),
+        transition("Training", 20),
+    ),
+    reclaims=1,
+)
+FAILED = Observation(
+    "Failed", failure="out of memory on rank 3", transitions=(*TRAINING.transitions, transition("Failed", 30))
+)
+COMPLETED = Observation("Completed", transitions=(*TRAINING.transitions, transition("Completed", 40)))
+
+
+@pytest.fixture
+def store(tmp_path: Path, job: JobSpec, resolved: ResolvedJob) -> FolderRecordStore:
+    """A store with one job, submitted."""
+    folder = FolderRecordStore(tmp_path)
+    record = new_record(
+        job,
+        resolved,
+        job_id=JOB_ID,
+        backend="local",
+        environment="test",
+        plan={},
+        image=None,
+        channels=(),
+        forced=(),
+        launched_by="",
+    )
+    folder.create(record.with_attempt(submitted_at="2026-01-31T12:00:00+00:00").with_state("Submitted"))
+    return folder
+
+
+def test_status_writes_what_is_new_into_the_record_once(store: FolderRecordStore) -> None:
+    backend = ScriptedBackend(RECLAIMED)
+    watch.status(store, backend, JOB_ID)
+    before = store.read(JOB_ID)
+    assert [change.state for change in before.record.states] == [
+        "Created", "Submitted", "Starting", "Training", "Interrupted", "Starting", "Training",
+    ]  # fmt: skip
+    assert before.record.attempt.reclaims == 1
+    watch.status(store, backend, JOB_ID)
+    assert store.read(JOB_ID).etag == before.etag, "a second look finds nothing new and writes nothing"
+
+
+def test_a_failed_job_says_why_and_what_to_do(store: FolderRecordStore) -> None:
+    status = watch.status(store, ScriptedBackend(FAILED), JOB_ID)
+    assert status.finished
+    assert status.record.attempt.failure == "out of memory on rank 3"
+    assert f"trainyard resume {JOB_ID}" in status.advice
+
+
+def test_following_ends_with_the_job_and_shows_its_last_lines(store: FolderRecordStore) -> None:
+    backend = ScriptedBackend(STARTING, TRAINING, COMPLETED)
+    backend.lines = [LogLine("algo-1", f"line {index}", index) for index in range(3)]
+    states, texts, slept = [], [], []
+    for status, lines in watch.watch(store, backend, JOB_ID, sleep=slept.append):
+        states.append(status.state)
+        texts += [line.text for line in lines]
+        if status.state == "Training":
+            backend.lines.append(LogLine("algo-1", "the end", 9))
+    assert states == ["Starting", "Training", "Completed"]
+    assert texts == ["line 0", "line 1", "line 2", "the end"]
+    assert len(slept) == 2 and max(slept) <= 2.0, "nobody looks at a still screen for more than 2 s"
+
+
+def test_resume_is_a_new_attempt_of_the_same_record(store: FolderRecordStore) -> None:
+    backend = ScriptedBackend(FAILED)
+    before = store.read(JOB_ID).record
+    resumed = watch.resume(store, backend, JOB_ID)
+    assert backend.submitted == [f"{JOB_ID}-r2"]
+    assert resumed.checkpoint_destination == before.checkpoint_destination
+    assert resumed.resolved == before.resolved
+    assert [(change.attempt, change.state) for change in resumed.states][-2:] == [(2, "Created"), (2, "Submitted")]
+
+
+def test_two_resumes_at_once_start_one_attempt(store: FolderRecordStore) -> None:
+    class RacingStore(FolderRecordStore):
+        """Somebody else resumes between our look and our write."""
+
+        raced = False
+
+        def replace(self, stored: StoredRecord, record: JobRecord) -> StoredRecord:
+            if not self.raced:
+                self.raced = True
+                watch.resume(store, ScriptedBackend(FAILED), JOB_ID)
+            return super().replace(stored, record)
+
+    backend = ScriptedBackend(FAILED)
+    watch.status(store, backend, JOB_ID)
+    with pytest.raises(InputError, match="somebody else has just resumed it"):
+        watch.resume(RacingStore(store.folder), backend, JOB_ID)
+    assert backend.submitted == []
+    assert store.read(JOB_ID).record.attempt.number == 2
+
+
+def test_a_status_never_takes_the_old_attempts_end_for_the_new_ones(store: FolderRecordStore) -> None:
+    class Racing(ScriptedBackend):
+        """Somebody else resumes while we look."""
+
+        def observe(self, record: JobRecord) -> Observation | None:
+            if record.attempt.number == 2:
+                return TRAINING
+            watch.resume(store, ScriptedBackend(FAILED), JOB_ID)
+            return FAILED
+
+    status = watch.status(store, Racing(None), JOB_ID)
+    assert (status.state, status.record.attempt.number) == ("Training", 2)
+    assert status.record.state == "Training"
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"), [(TRAINING, "is still going.*trainyard stop"), (COMPLETED, "has completed")]
+)
+def test_only_an_ended_job_resumes(store: FolderRecordStore, observation: Observation, message: str) -> None:
+    backend = ScriptedBackend(observation)
+    with pytest.raises(InputError, match=message):
+        watch.resume(store, backend, JOB_ID)
+    assert backend.submitted == []
+
+
+def test_stop_asks_a_running_job_and_no_other(store: FolderRecordStore) -> None:
+    backend = ScriptedBackend(TRAINING)
+    watch.stop(store, backend, JOB_ID)
+    assert backend.stopped == [JOB_ID]
+    with pytest.raises(InputError, match="has ended already"):
+        watch.stop(store, ScriptedBackend(FAILED), JOB_ID)
+
+
+def test_a_job_the_backend_lost_can_be_resumed(store: FolderRecordStore) -> None:
+    # An emulator that was restarted, or a training job that SageMaker's retention has dropped.
+    backend = ScriptedBackend(None)
+    status = watch.status(store, backend, JOB_ID)
+    assert "no longer knows" in status.advice
+    watch.resume(store, backend, JOB_ID, say=say_nothing)
+    assert backend.submitted == [f"{JOB_ID}-r2"]

@@ -1,0 +1,83 @@
+"""One way to say what AWS refused: every boto error becomes one line with the action, the resource and the mend."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trainyard.errors import AwsRefusedError
+
+_MENDS = {
+    "AccessDenied": "check the role's policy, or run `trainyard doctor`",
+    "AccessDeniedException": "check the role's policy, or run `trainyard doctor`",
+    "UnauthorizedOperation": "check the role's policy, or run `trainyard doctor`",
+    "ExpiredToken": "sign in again (`aws sso login`) and repeat the command",
+    "ExpiredTokenException": "sign in again (`aws sso login`) and repeat the command",
+    "InvalidClientTokenId": "the credentials are not valid here: sign in again, or check AWS_PROFILE",
+    "NoSuchBucket": "create it, or deploy the tenant's stack again",
+    "ResourceLimitExceeded": "ask for a higher quota in Service Quotas, or use fewer instances",
+    "ThrottlingException": "wait a moment and repeat the command",
+}
+
+DENIED_CODES = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403", "Forbidden"})
+"""A policy's no, in the words of every service that we ask; any other refusal proves nothing about isolation."""
+
+
+def error_code(error: BaseException) -> str:
+    """The service's code of a botocore ClientError ("NoSuchKey", "404", ...); "" for any other error."""
+    response: Any = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether a ClientError says that the object, bucket or job isn't there."""
+    return error_code(error) in {
+        "404",
+        "NoSuchKey",
+        "NoSuchBucket",
+        "NotFound",
+        "ParameterNotFound",
+        "ResourceNotFound",
+    }
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Whether a conditional write lost: the object exists already, or changed since it was read."""
+    return error_code(error) in {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
+
+
+@contextmanager
+def aws_errors(action: str, resource: str, mend: str = "") -> Iterator[None]:
+    """Turn boto's errors inside into AwsRefusedError: "<action> <resource>: <why>; <mend>".
+
+    `mend` is used where the service's own code suggests nothing better.
+    """
+    # botocore takes 0.1 s to import; verbs that never reach AWS must not pay for it.
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        code = error_code(error)
+        message = _one_line(str(error.response.get("Error", {}).get("Message", "")))
+        why = f"{code}: {message}" if message else code
+        advice = _MENDS.get(code, mend)
+        raise AwsRefusedError(f"{action} {resource}: AWS refused: {why}" + (f"; {advice}" if advice else "")) from error
+    except BotoCoreError as error:
+        raise AwsRefusedError(f"{action} {resource}: {_client_side(error)}") from error
+
+
+def _client_side(error: Exception) -> str:
+    name = type(error).__name__
+    if name in {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}:
+        return "no usable AWS credentials; run `aws sso login`, or set AWS_PROFILE"
+    if name in {"TokenRetrievalError", "SSOTokenLoadError", "UnauthorizedSSOTokenError", "LoginRefreshTokenExpired"}:
+        return "the AWS sign-in has expired; run `aws sso login`"
+    if name == "ProfileNotFound":
+        return f"{_one_line(str(error))}; set AWS_PROFILE to one of those in ~/.aws/config"
+    if name in {"EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError", "ReadTimeoutError"}:
+        return f"AWS can't be reached ({_one_line(str(error))}); check the network, or that the emulator still runs"
+    return _one_line(str(error)) or name
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

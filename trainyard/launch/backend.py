@@ -1,0 +1,75 @@
+"""What every place that runs jobs can do: the small protocol behind status, logs, stop and resume."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
+
+Say = Callable[[str], None]
+"""Tells the person what is being done, one short phrase at a time."""
+
+
+def say_nothing(_: str) -> None:
+    """For callers that print nothing."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a backend says about a job's newest attempt."""
+
+    state: str
+    """Completed, Failed, Stopped, or a state on the way (SageMaker's SecondaryStatus words)."""
+    note: str = ""
+    """The backend's own words about the state."""
+    failure: str = ""
+    """Why it failed, first line."""
+    transitions: tuple[StateChange, ...] = ()
+    """Every state since the attempt was submitted, oldest first."""
+    reclaims: int = 0
+    """How often spot capacity was taken away."""
+    running_seconds: float | None = None
+    billable_seconds: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the attempt has ended."""
+        return self.state in TERMINAL_STATES
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a job's output."""
+
+    host: str
+    text: str
+    at_ms: int
+    """Milliseconds since the epoch."""
+
+
+@dataclass
+class LogCursor:
+    """How far logs have been read: a backend's own position per stream."""
+
+    positions: dict[str, str] = field(default_factory=dict)
+    more: bool = False
+    """The last read stopped before the end of what is there: read again at once."""
+
+
+class Backend(Protocol):
+    """A place that runs jobs."""
+
+    def submit(self, record: JobRecord, say: Say) -> None:
+        """Start the newest attempt; doing it twice for one attempt is no error and starts nothing twice."""
+
+    def observe(self, record: JobRecord) -> Observation | None:
+        """The newest attempt as it is now; None where the backend has never heard of it."""
+
+    def stop(self, record: JobRecord) -> None:
+        """Ask the newest attempt to save and stop; returns at once."""
+
+    def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+        """Lines of the newest attempt since `cursor`, in time order; moves the cursor on, and sets its `more`."""
+
+    def states(self, records: Sequence[JobRecord]) -> dict[str, str]:
+        """The present state of newest attempts by job id, in as few calls as it takes; without those unknown."""

@@ -1,0 +1,118 @@
+"""What a job reads: its URIs made absolute, checked to exist, and turned into SageMaker input channels."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch.aws import aws_errors, error_code
+from trainyard.spec.job import DataSource, JobSpec
+from trainyard.spec.platform import TenantContract
+
+MAX_CHANNELS = 20
+"""SageMaker's limit (CreateTrainingJob, InputDataConfig)."""
+JOB_CHANNEL = "job"
+"""The channel that carries the spec: hyperparameters hold at most 256 characters each."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One input channel: an S3 prefix, or a directory of the tenant's file system."""
+
+    name: str
+    kind: Literal["s3", "fsx"]
+    location: str
+    """s3: the URI (a folder ends in "/", or its prefix would match its neighbours); fsx: the path below the mount."""
+    uri: str
+    """As it stands in the resolved job."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A job's inputs as SageMaker gets them."""
+
+    job: JobSpec
+    """The spec with every URI absolute (s3:// or fsx://)."""
+    channels: tuple[Channel, ...]
+    """One per distinct URI; the `job` channel is not among them."""
+
+
+def absolute_job(job: JobSpec, contract: TenantContract) -> JobSpec:
+    """`job` with tenant:// resolved; InputError names a URI that a training host can't read."""
+
+    def source(item: DataSource, where: str) -> DataSource:
+        return item.model_copy(update={"path": _absolute(item.path, where, contract)})
+
+    train = tuple(source(item, f"data.train.{index}.path") for index, item in enumerate(job.data.train))
+    validation = tuple(source(item, f"data.validation.{index}.path") for index, item in enumerate(job.data.validation))
+    tokenizer = _absolute(job.data.tokenizer, "data.tokenizer", contract) if job.data.tokenizer else None
+    model_source = _absolute(job.model.source, "model.source", contract) if job.model.source else None
+    data = job.data.model_copy(update={"train": train, "validation": validation, "tokenizer": tokenizer})
+    return job.model_copy(update={"data": data, "model": job.model.model_copy(update={"source": model_source})})
+
+
+def _absolute(uri: str, where: str, contract: TenantContract) -> str:
+    scheme, separator, rest = uri.partition("://")
+    if not separator or scheme not in {"s3", "tenant", "fsx"}:
+        raise InputError(
+            f"{where}: {uri!r} can't be read from a training host, which has no internet and none of your files; "
+            f"copy it to the tenant's data bucket (aws s3 cp --recursive ... s3://{contract.buckets.data}/...) and "
+            "write tenant://<path>, s3://<bucket>/<path> or fsx://<path>"
+        )
+    if not rest.strip("/"):
+        raise InputError(f"{where}: {uri!r} names no path; write {scheme}://<path>")
+    if scheme == "tenant":
+        return f"s3://{contract.buckets.data}/{rest.strip('/')}"
+    if scheme == "s3" and "/" not in rest.strip("/"):
+        raise InputError(f"{where}: {uri!r} is a whole bucket; name a folder or a file in it: {uri.rstrip('/')}/<path>")
+    return f"{scheme}://{rest.strip('/')}"
+
+
+def build_inputs(job: JobSpec, s3: Any, contract: TenantContract) -> Inputs:
+    """Every input of `job` as a channel; asks S3 whether each exists (AwsRefusedError where one doesn't)."""
+    absolute = absolute_job(job, contract)
+    channels: dict[str, Channel] = {}
+    for name, uri in _named_uris(absolute):
+        if uri in channels:
+            continue
+        if uri.startswith("fsx://"):
+            channels[uri] = Channel(name, "fsx", uri.removeprefix("fsx://"), uri)
+        else:
+            channels[uri] = Channel(name, "s3", existing_s3_location(s3, uri, contract), uri)
+    if len(channels) + 1 > MAX_CHANNELS:
+        raise InputError(
+            f"data: {len(channels)} different inputs; SageMaker takes {MAX_CHANNELS - 1} beside the job's own: "
+            "put them under fewer folders"
+        )
+    return Inputs(absolute, tuple(channels.values()))
+
+
+def _named_uris(job: JobSpec) -> list[tuple[str, str]]:
+    named = [(f"train-{index}", source.path) for index, source in enumerate(job.data.train)]
+    named += [(f"validation-{index}", source.path) for index, source in enumerate(job.data.validation)]
+    if job.data.tokenizer:
+        named.append(("tokenizer", job.data.tokenizer))
+    if job.model.source:
+        named.append(("model", job.model.source))
+    return named
+
+
+def existing_s3_location(s3: Any, uri: str, contract: TenantContract) -> str:
+    """`uri` itself where it is an object, `uri/` where it is a folder; AwsRefusedError where it is neither."""
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    allowed = f"the tenant's buckets are {contract.buckets.data} and {contract.buckets.checkpoints}"
+    with aws_errors("looking for", uri, f"is the bucket right? {allowed}"):
+        try:
+            # The listing is in key order: the object itself (if any) comes before everything below it.
+            exact = s3.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1).get("Contents", [])
+            if exact and exact[0]["Key"] == key:
+                return uri
+            if s3.list_objects_v2(Bucket=bucket, Prefix=f"{key}/", MaxKeys=1).get("Contents"):
+                return f"{uri}/"
+        except s3.exceptions.ClientError as error:
+            if error_code(error) == "NoSuchBucket":
+                raise AwsRefusedError(f"{uri}: there is no bucket {bucket}; {allowed}") from None
+            raise
+    raise AwsRefusedError(
+        f"{uri}: there is nothing there in bucket {bucket}; upload it (aws s3 cp FILE {uri}, or aws s3 cp --recursive "
+        f"DIR {uri}/), or correct the path"
+    )

@@ -1,0 +1,174 @@
+"""Files under one root, a folder or a prefix of a bucket: what looking after checkpoints needs of either."""
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainyard.errors import InputError, JobFailedError
+from trainyard.launch.aws import aws_errors, is_missing
+
+_BLOCK_BYTES = 8 << 20
+
+
+class Files(Protocol):
+    """Names are relative to the root, with slashes."""
+
+    root: str
+    """As given, without a slash at the end."""
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Name -> bytes of every file below the folder `prefix`; empty where there is none."""
+
+    def read(self, name: str) -> bytes | None:
+        """A small file's content; None where it isn't there."""
+
+    def blocks(self, name: str) -> Iterator[bytes]:
+        """A file's content, block by block."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """A small file, whole or not at all."""
+
+    def take(self, name: str, source: "Files") -> None:
+        """Copy the file of that name from another root."""
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove files, in this order."""
+
+
+def open_files(root: str, s3: Any) -> Files:
+    """The files under an s3:// prefix or a folder; `s3`: the client for the former."""
+    if root.startswith("s3://"):
+        if s3 is None:
+            raise InputError(f"{root}: is on S3, and this job runs on this machine: give a folder")
+        return _S3Files(root, s3)
+    if "://" in root:
+        raise InputError(f"{root}: must be an s3:// prefix or a folder")
+    return _FolderFiles(root)
+
+
+def sha256(files: Files, name: str) -> str:
+    """A file's hash, lower-case hex; it is read block by block."""
+    digest = hashlib.sha256()
+    for block in files.blocks(name):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+class _FolderFiles:
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+        self.root = str(self._root)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        folder = self._root / prefix
+        with _os_errors("list", folder):
+            paths = [path for path in folder.rglob("*") if path.is_file()]
+            return {path.relative_to(self._root).as_posix(): path.stat().st_size for path in paths}
+
+    def read(self, name: str) -> bytes | None:
+        path = self._root / name
+        with _os_errors("read", path):
+            return path.read_bytes() if path.is_file() else None
+
+    def blocks(self, name: str) -> Iterator[bytes]:
+        path = self._root / name
+        with _os_errors("read", path), path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
+
+    def write(self, name: str, content: bytes) -> None:
+        path = self._root / name
+        with _os_errors("write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.partial")
+            partial.write_bytes(content)
+            partial.replace(path)
+
+    def take(self, name: str, source: Files) -> None:
+        path = self._root / name
+        with _os_errors("write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.partial")
+            with partial.open("wb") as file:
+                for block in source.blocks(name):
+                    file.write(block)
+            partial.replace(path)
+
+    def delete(self, names: Iterable[str]) -> None:
+        folders = set()
+        for name in names:
+            with _os_errors("remove", self._root / name):
+                (self._root / name).unlink(missing_ok=True)
+                folders.add((self._root / name).parent)
+        for folder in folders:
+            # Only an empty one goes; somebody else's file keeps it.
+            if folder.is_dir() and not any(folder.iterdir()):
+                shutil.rmtree(folder)
+
+
+class _S3Files:
+    def __init__(self, root: str, s3: Any) -> None:
+        self._s3 = s3
+        self._bucket, _, prefix = root.removeprefix("s3://").partition("/")
+        if not self._bucket:
+            raise InputError(f"{root}: must be s3://bucket/prefix")
+        self._prefix = prefix.strip("/")
+        self.root = f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        skip = len(self._key(""))
+        with aws_errors("listing", f"{self.root}/{prefix}"):
+            pages = self._s3.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._key(prefix) + "/"
+            )
+            return {item["Key"][skip:]: int(item["Size"]) for page in pages for item in page.get("Contents", [])}
+
+    def read(self, name: str) -> bytes | None:
+        from botocore.exceptions import ClientError
+
+        with aws_errors("reading", f"{self.root}/{name}"):
+            try:
+                body: bytes = self._s3.get_object(Bucket=self._bucket, Key=self._key(name))["Body"].read()
+            except ClientError as error:
+                if is_missing(error):
+                    return None
+                raise
+            return body
+
+    def blocks(self, name: str) -> Iterator[bytes]:
+        with aws_errors("reading", f"{self.root}/{name}"):
+            body = self._s3.get_object(Bucket=self._bucket, Key=self._key(name))["Body"]
+            yield from body.iter_chunks(_BLOCK_BYTES)
+
+    def write(self, name: str, content: bytes) -> None:
+        with aws_errors("writing", f"{self.root}/{name}"):
+            self._s3.put_object(Bucket=self._bucket, Key=self._key(name), Body=content)
+
+    def take(self, name: str, source: Files) -> None:
+        with aws_errors("writing", f"{self.root}/{name}"):
+            if isinstance(source, _S3Files):
+                # Inside S3, in parts where it is large: nothing passes through this machine.
+                origin = {"Bucket": source._bucket, "Key": source._key(name)}
+                self._s3.copy(origin, self._bucket, self._key(name))
+                return
+            assert isinstance(source, _FolderFiles)
+            self._s3.upload_file(str(Path(source.root) / name), self._bucket, self._key(name))
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with aws_errors("removing", f"{self.root}/{name}"):
+                self._s3.delete_object(Bucket=self._bucket, Key=self._key(name))
+
+
+@contextmanager
+def _os_errors(verb: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise JobFailedError(f"can't {verb} {path}: {error.strerror or error}") from None

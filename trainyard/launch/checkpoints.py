@@ -1,0 +1,240 @@
+"""What a job has saved: its checkpoints listed, verified against their manifests, pruned and copied. No torch.
+
+The layout is the trainer's (`trainer.checkpoint`): `checkpoints/step-<8 digits>/` holds the shards, `manifest.json`
+with their sizes and hashes, and `COMMITTED`, written last, with the manifest's own hash.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainyard.errors import InputError, JobFailedError
+from trainyard.launch.checkpoint_files import Files, open_files, sha256
+
+_FOLDER = "checkpoints"
+_MARKER = "COMMITTED"
+"""Written last: a checkpoint without it is torn, and never read."""
+_MANIFEST = "manifest.json"
+_MANIFEST_VERSION = 1
+_BESIDE = ("metrics.jsonl", "attempts.json")
+"""What a resume at another destination wants to find beside the checkpoints."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One saved step, as a look at names, sizes and its manifest tells it."""
+
+    step: int
+    uri: str
+    num_files: int
+    size_bytes: int
+    committed: bool
+    problem: str = ""
+    """Why a resume would pass it over, as far as sizes and manifest tell; empty: nothing is wrong."""
+    world_size: int | None = None
+    strategy: str | None = None
+    shards: tuple[tuple[str, int, str], ...] = field(default=(), repr=False)
+    """(name, bytes, SHA-256) as the manifest promises."""
+    extra: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What the trainer saved beside the tensors."""
+
+    @property
+    def is_good(self) -> bool:
+        """Committed, and nothing wrong to be seen without reading the shards."""
+        return self.committed and not self.problem
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        names = ("step", "uri", "num_files", "size_bytes", "committed", "problem", "world_size", "strategy")
+        return {name: getattr(self, name) for name in names}
+
+    def details(self) -> dict[str, Any]:
+        """For `show --json`: with every shard, and where the run stood (not the random numbers' long states)."""
+        position = {name: value for name, value in self.extra.items() if name not in ("rng", "model_config")}
+        shards = [{"name": name, "bytes": size, "sha256": digest} for name, size, digest in self.shards]
+        return {**self.as_json(), "shards": shards, "extra": position}
+
+
+def list_checkpoints(destination: str, s3: Any) -> list[Checkpoint]:
+    """The checkpoints under an s3:// prefix or a folder, oldest step first."""
+    files = open_files(destination.rstrip("/"), s3)
+    by_step = _by_step(files.sizes(_FOLDER))
+    return [_look_at(files, step, by_step[step]) for step in sorted(by_step)]
+
+
+def _by_step(names: dict[str, int]) -> dict[int, dict[str, int]]:
+    """Step -> name within its folder -> bytes."""
+    found: dict[int, dict[str, int]] = {}
+    for path, size in names.items():
+        folder, separator, name = path.removeprefix(f"{_FOLDER}/").partition("/")
+        digits = folder.removeprefix("step-")
+        if separator and folder.startswith("step-") and digits.isdecimal():
+            found.setdefault(int(digits), {})[name] = size
+    return found
+
+
+def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
+    folder = _step_folder(step)
+    seen = Checkpoint(
+        step=step,
+        uri=f"{files.root}/{folder}/",
+        num_files=len(names),
+        size_bytes=sum(names.values()),
+        committed=_MARKER in names,
+        problem="" if _MARKER in names else f"it has no {_MARKER} marker (its save was interrupted)",
+    )
+    if not seen.committed:
+        return seen
+    try:
+        manifest = _manifest(files, folder)
+        shards = tuple((str(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in manifest["shards"])
+        extra = dict(manifest["extra"])
+        world_size = int(manifest["world_size"])
+    except _ManifestError as error:
+        return _with(seen, problem=str(error))
+    except (KeyError, TypeError, ValueError) as error:
+        return _with(seen, problem=f"{_MANIFEST} can't be read ({type(error).__name__}: {error})")
+    problem = ""
+    for name, size, _ in shards:
+        if name not in names:
+            problem = f"{name} is missing"
+        elif names[name] != size:
+            problem = f"{name} has {names[name]} bytes, the manifest says {size}"
+        if problem:
+            break
+    return _with(
+        seen, problem=problem, world_size=world_size, strategy=extra.get("strategy"), shards=shards, extra=extra
+    )
+
+
+def _with(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
+    return Checkpoint(**{**checkpoint.__dict__, **changes})
+
+
+class _ManifestError(Exception):
+    """A manifest or marker that is torn, altered or too new."""
+
+
+def _manifest(files: Files, folder: str) -> dict[str, Any]:
+    content, marker = files.read(f"{folder}/{_MANIFEST}"), files.read(f"{folder}/{_MARKER}")
+    if content is None:
+        raise _ManifestError(f"{_MANIFEST} is missing")
+    try:
+        promised = json.loads(marker or b"")["manifest_sha256"]
+    except (ValueError, KeyError, TypeError):
+        raise _ManifestError(f"{_MARKER} is torn") from None
+    if promised != hashlib.sha256(content).hexdigest():
+        raise _ManifestError(f"{_MANIFEST} is not the one that was committed (SHA-256 differs)")
+    manifest: dict[str, Any] = json.loads(content)
+    if int(manifest["version"]) > _MANIFEST_VERSION:
+        raise _ManifestError(f"{_MANIFEST} has version {manifest['version']}, this trainyard reads {_MANIFEST_VERSION}")
+    return manifest
+
+
+def chosen(destination: str, s3: Any, step: int | None) -> Checkpoint:
+    """The checkpoint of a step, whatever its state, or the newest good one; InputError lists the steps there are."""
+    found = list_checkpoints(destination, s3)
+    if step is None:
+        good = [checkpoint for checkpoint in found if checkpoint.is_good]
+        if not good:
+            raise InputError(f"{destination}: has no good checkpoint (of {len(found)}); `trainyard checkpoints list`")
+        return good[-1]
+    for checkpoint in found:
+        if checkpoint.step == step:
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+    raise InputError(f"--step {step}: {destination} has no checkpoint of that step (there: {steps})")
+
+
+def verified(destination: str, s3: Any, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint after every shard was read and hashed: `problem` names the first that is not as promised."""
+    if not checkpoint.is_good:
+        return checkpoint
+    files = open_files(destination.rstrip("/"), s3)
+    for name, _, digest in checkpoint.shards:
+        if sha256(files, f"{_step_folder(checkpoint.step)}/{name}") != digest:
+            return _with(checkpoint, problem=f"{name} is altered (its SHA-256 is not the manifest's)")
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What a prune removes, and what it keeps."""
+
+    removed: tuple[Checkpoint, ...]
+    kept: tuple[Checkpoint, ...]
+    freed_bytes: int
+
+
+def prune(destination: str, s3: Any, *, keep_last: int, dry_run: bool) -> Pruning:
+    """Remove all but the newest `keep_last` good checkpoints, and broken ones that are older than the newest good one.
+
+    Nothing is removed before a checkpoint that stays was read and found whole; those that turn out altered don't count
+    as kept. A folder newer than the newest good one may be a save on its way, and stays.
+    JobFailedError where not one is whole.
+    """
+    found = list_checkpoints(destination, s3)
+    good = [checkpoint for checkpoint in found if checkpoint.is_good]
+    while good:
+        newest = verified(destination, s3, good[-1])
+        if newest.is_good:
+            break
+        good.pop()
+    if not good:
+        if not found:
+            return Pruning((), (), 0)
+        raise JobFailedError(f"{destination}: not one of {len(found)} checkpoints is whole, so nothing was removed")
+    kept_steps = {checkpoint.step for checkpoint in good[-keep_last:]}
+    removed = tuple(one for one in found if one.step < good[-1].step and one.step not in kept_steps)
+    if not dry_run:
+        files = open_files(destination.rstrip("/"), s3)
+        for checkpoint in removed:
+            files.delete(_in_order_of_removal(files.sizes(_step_folder(checkpoint.step))))
+    kept = tuple(one for one in found if one not in removed)
+    return Pruning(removed, kept, sum(checkpoint.size_bytes for checkpoint in removed))
+
+
+def _in_order_of_removal(names: Iterable[str]) -> list[str]:
+    """The promise goes first: a removal that is interrupted leaves a torn checkpoint, not a broken one."""
+    first = (_MARKER, _MANIFEST)
+    return sorted(names, key=lambda name: first.index(tail) if (tail := name.rsplit("/", 1)[1]) in first else 2)
+
+
+def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: str) -> list[str]:
+    """Copy checkpoints, and the metrics beside them, to another prefix or folder; the URIs there.
+
+    Each is verified before it is copied, and its marker is written when sizes and manifest arrived as they left.
+    A resume of a job with `checkpoint.destination: <target>` goes on from there.
+    """
+    source, sink = open_files(destination.rstrip("/"), s3), open_files(target.rstrip("/"), s3)
+    if source.root == sink.root:
+        raise InputError(f"--to {target}: is where the checkpoints are; give another prefix or folder")
+    uris = []
+    for checkpoint in checkpoints:
+        whole = verified(destination, s3, checkpoint)
+        if not whole.is_good:
+            raise JobFailedError(f"checkpoint of step {whole.step} is not copied: {whole.problem}")
+        folder = _step_folder(checkpoint.step)
+        sink.delete(_in_order_of_removal(sink.sizes(folder)))
+        for name, _, _ in whole.shards:
+            sink.take(f"{folder}/{name}", source)
+        sink.take(f"{folder}/{_MANIFEST}", source)
+        there = sink.sizes(folder)
+        for name, size, _ in whole.shards:
+            if there.get(f"{folder}/{name}") != size:
+                raise JobFailedError(f"{sink.root}/{folder}/{name} did not arrive whole; copy it again")
+        marker = source.read(f"{folder}/{_MARKER}")
+        assert marker is not None, "a good checkpoint has its marker"
+        sink.write(f"{folder}/{_MARKER}", marker)
+        uris.append(f"{sink.root}/{folder}/")
+    for name in _BESIDE:
+        content = source.read(name)
+        if content is not None:
+            sink.write(name, content)
+    return uris
+
+
+def _step_folder(step: int) -> str:
+    return f"{_FOLDER}/step-{step:08d}"

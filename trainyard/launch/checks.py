@@ -1,0 +1,112 @@
+"""What is refused before anything is submitted, each in one line that says how to mend it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainyard import hardware
+from trainyard.errors import InputError
+from trainyard.planner.plan import Plan
+from trainyard.spec.job import JobSpec
+from trainyard.spec.platform import QueueContract, TenantContract
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """What one of the tenant's jobs holds, or waits for."""
+
+    name: str
+    instance_type: str
+    instance_count: int
+
+
+def check_queue(job: JobSpec, contract: TenantContract, running: Sequence[RunningJob] = ()) -> str:
+    """The name of the tenant's queue that takes the job; InputError where none does (no --force overrides a quota).
+
+    A queue's max_instances bounds the tenant's jobs together: those `running` on a queue's types count against it (a
+    type that two queues offer counts in both). Two launches in the same second can still pass each other.
+    """
+    compute = job.compute
+    instance_type = compute.instance_type
+    assert instance_type is not None, "a job for SageMaker has an instance type"
+    offers = "; ".join(_describe(name, queue) for name, queue in sorted(contract.queues.items()))
+    if compute.queue is not None and compute.queue not in contract.queues:
+        raise InputError(
+            f"compute.queue '{compute.queue}': tenant {contract.tenant} has no such queue; it has: {offers}"
+        )
+    wanted = {compute.queue: contract.queues[compute.queue]} if compute.queue else dict(contract.queues)
+    typed = {name: queue for name, queue in wanted.items() if instance_type in queue.instance_types}
+    if not typed:
+        raise InputError(
+            f"compute.instance_type {instance_type}: no queue of tenant {contract.tenant} offers it; it has: {offers}"
+        )
+    roomy = {name: queue for name, queue in typed.items() if compute.instance_count <= queue.max_instances}
+    if not roomy:
+        largest = max(queue.max_instances for queue in typed.values())
+        raise InputError(
+            f"compute.instance_count {compute.instance_count}: over the quota of tenant {contract.tenant}, which is "
+            f"{largest} x {instance_type}; use fewer, or raise max_instances of the queue in the environment file"
+        )
+    if compute.instance_count == 1:
+        return _with_room(job, roomy, running)
+    multi_node = [name for name, queue in roomy.items() if queue.multi_node]
+    if not multi_node:
+        raise InputError(
+            f"compute.instance_count {compute.instance_count}: queue {next(iter(roomy))} takes one-host jobs only; "
+            f"use instance_count 1 or another queue: {offers}"
+        )
+    if not hardware.instance(instance_type).efa_interfaces:
+        raise InputError(
+            f"compute.instance_type {instance_type}: has no EFA: {compute.instance_count} hosts would talk over "
+            "TCP; use one host, or a type with EFA such as ml.p5.4xlarge"
+        )
+    return _with_room(job, {name: roomy[name] for name in multi_node}, running)
+
+
+def _with_room(job: JobSpec, queues: Mapping[str, QueueContract], running: Sequence[RunningJob]) -> str:
+    count, full = job.compute.instance_count, []
+    for name, queue in queues.items():
+        holders = [other for other in running if other.instance_type in queue.instance_types]
+        held = sum(other.instance_count for other in holders)
+        if held + count <= queue.max_instances:
+            return name
+        jobs = ", ".join(f"{other.name} ({other.instance_count})" for other in holders)
+        full.append(f"{held} of the {queue.max_instances} instances of queue {name} are held by {jobs}")
+    raise InputError(
+        f"compute.instance_count {count}: over the quota of tenant {job.tenant}: {'; '.join(full)}; wait until one "
+        "ends, stop one (trainyard stop), or raise max_instances of the queue in the environment file"
+    )
+
+
+def _describe(name: str, queue: QueueContract) -> str:
+    return f"{name} ({', '.join(queue.instance_types)}, up to {queue.max_instances})"
+
+
+def refused_hours(job: JobSpec, contract: TenantContract) -> list[str]:
+    """The reason, where the job asks to run longer than the tenant's jobs may."""
+    if job.compute.max_hours <= contract.max_job_hours:
+        return []
+    return [
+        f"compute.max_hours {job.compute.max_hours:g} is over the {contract.max_job_hours:g} hours that tenant "
+        f"{contract.tenant}'s jobs may run: lower it (a stopped job resumes from its checkpoint)"
+    ]
+
+
+def refused_by_plan(plan: Plan) -> list[str]:
+    """What the plan says can't work: memory, running time, money. What it doesn't know is no reason."""
+    refusals = []
+    if plan.fits is False:
+        chosen = plan.chosen
+        refusals.append(f"{chosen.layout}: {chosen.verdict}: shard more, recompute activations, or use larger GPUs")
+    if plan.cost is None:
+        return refusals
+    if plan.cost.expected_hours > plan.max_hours:
+        refusals.append(
+            f"compute.max_hours {plan.max_hours:g} is less than the {plan.cost.expected_hours:.1f} hours that the plan "
+            "expects: raise it, or use more instances"
+        )
+    if plan.max_usd is not None and plan.cost.planned_usd is not None and plan.cost.planned_usd > plan.max_usd:
+        refusals.append(
+            f"budget.max_usd {plan.max_usd:,.2f} is less than the {plan.cost.planned_usd:,.2f} USD that the plan "
+            f"expects ({plan.cost.price_basis}): raise it, or train for fewer steps"
+        )
+    return refusals

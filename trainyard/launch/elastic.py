@@ -1,0 +1,58 @@
+"""A job that goes on with other machines or another layout: same data, same global batch, same weights.
+
+Any layout reads any other's checkpoint, and the order of the samples doesn't depend on the number of ranks. So all that
+has to be decided anew is what `planner.resolve` decides: micro-batch, accumulation, recomputation.
+"""
+
+from collections.abc import Callable, Sequence
+
+from trainyard import planner
+from trainyard.errors import InputError
+from trainyard.launch.record import JobRecord
+from trainyard.spec.base import apply_overrides, parse
+from trainyard.spec.job import JobSpec
+
+_CHANGEABLE = ("compute", "parallelism", "checkpoint", "recovery", "budget")
+_CHANGEABLE_FIELDS = (
+    "training.micro_batch_size",
+    "training.activation_checkpointing",
+    "training.validation_every_steps",
+    "training.validation_batches",
+)
+_FIXED_FIELDS = ("checkpoint.destination", "compute.backend")
+
+
+def reviser(overrides: Sequence[str], num_processes: int | None) -> Callable[[JobRecord], JobRecord] | None:
+    """What changes a record before its next attempt; None where nothing is asked for.
+
+    InputError names a setting that would make another run of it (data, model, batch, learning rate, seed).
+    """
+    for override in overrides:
+        key = override.partition("=")[0]
+        allowed = key.split(".")[0] in _CHANGEABLE or key in _CHANGEABLE_FIELDS
+        if not allowed or key in _FIXED_FIELDS:
+            raise InputError(
+                f"--set {override}: a resume keeps the job's data, model, batch and checkpoints; it may change"
+                f" {', '.join(f'{section}.*' for section in _CHANGEABLE)}, {', '.join(_CHANGEABLE_FIELDS)};"
+                " launch a new job for anything else"
+            )
+    if not overrides and num_processes is None:
+        return None
+    return lambda record: revised(record, overrides, num_processes)
+
+
+def revised(record: JobRecord, overrides: Sequence[str], num_processes: int | None) -> JobRecord:
+    """The record with its spec changed and resolved again; InputError where that can't run."""
+    if num_processes is not None and record.backend != "local":
+        raise InputError("--processes is for jobs on this machine; on SageMaker each GPU has its process")
+    where = f"--set for job {record.job_id}"
+    spec, absolute = (
+        parse(JobSpec, apply_overrides(given.model_dump(mode="json"), overrides), where)
+        for given in (record.spec, record.resolved.spec)
+    )
+    if record.backend == "local" and num_processes is None:
+        # Compute says nothing about this machine: as many as before, unless a stated layout asks for its own.
+        stated = None if absolute.parallelism == "auto" else absolute.parallelism.world_size
+        num_processes = stated or record.resolved.world_size
+    resolved = planner.resolve(absolute, world_size=num_processes)
+    return record.model_copy(update={"spec": spec, "resolved": resolved})

@@ -1,0 +1,211 @@
+"""From one job spec to a running job: check, write the record, submit; in that order, so that nothing is lost."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainyard import planner
+from trainyard.errors import InputError
+from trainyard.hardware import DEFAULT_REGION
+from trainyard.launch import checks, names
+from trainyard.launch.aws import aws_errors
+from trainyard.launch.backend import Backend, Say, say_nothing
+from trainyard.launch.channels import build_inputs
+from trainyard.launch.contract import read_image
+from trainyard.launch.local_backend import LocalBackend, check_trainer
+from trainyard.launch.record import (
+    CREATED,
+    SUBMITTED,
+    Attempt,
+    FolderRecordStore,
+    JobRecord,
+    RecordedChannel,
+    RecordStore,
+    S3RecordStore,
+    StateChange,
+    update,
+    utc_now,
+)
+from trainyard.launch.sagemaker_backend import SageMakerBackend
+from trainyard.launch.session import Account
+from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.platform import TenantContract
+
+
+def launch(
+    job: JobSpec,
+    contract: TenantContract,
+    *,
+    account: Account,
+    launcher: Account,
+    force: bool = False,
+    say: Say = say_nothing,
+) -> JobRecord:
+    """Launch `job` on SageMaker as the tenant's launcher role; returns once SageMaker has taken it.
+
+    InputError where the spec, the quota or the plan refuses it (the plan's refusals yield to `force`),
+    AwsRefusedError where something it needs isn't there. `account` reads the image parameter only.
+    """
+    assert job.tenant == contract.tenant
+    backend = SageMakerBackend(launcher, contract)
+    # Asked again by the backend; here so that nothing is recorded of a job that can't start.
+    checks.check_queue(job, contract)
+    checks.check_queue(job, contract, backend.running())
+    say("planning")
+    plan, refusals = planned(job, region=contract.region)
+    forced = _refuse_or_force([*checks.refused_hours(job, contract), *refusals], force)
+    say("looking for the data")
+    image = read_image(account, contract.image_parameter, emulated=contract.emulated)
+    s3 = launcher.client("s3")
+    inputs = build_inputs(job, s3, contract)
+    job_id = names.new_job_id(contract.tenant, job.name)
+    destination = names.checkpoint_destination(contract.buckets.checkpoints, job_id)
+    record = new_record(
+        job,
+        _resolved(inputs.job, destination),
+        job_id=job_id,
+        backend="sagemaker",
+        environment=contract.environment,
+        plan=plan,
+        image=image,
+        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in inputs.channels],
+        forced=forced,
+        launched_by=_caller(account),
+    )
+    store = S3RecordStore(s3, contract.buckets.data)
+    return _record_and_submit(record, store, backend, say)
+
+
+def launch_here(
+    job: JobSpec, folder: Path, *, num_processes: int | None = None, force: bool = False, say: Say = say_nothing
+) -> JobRecord:
+    """Launch `job` on this machine, in a new directory under `folder`; returns once its processes are starting."""
+    check_trainer()
+    here = local_job(job)
+    say("planning")
+    plan, refusals = planned(job, world_size=num_processes)
+    forced = _refuse_or_force(refusals, force)
+    job_id = names.new_job_id(job.tenant or "local", job.name)
+    destination = job.checkpoint.destination or str((folder / job_id).resolve())
+    record = new_record(
+        job,
+        _resolved(here, destination, world_size=num_processes),
+        job_id=job_id,
+        backend="local",
+        environment=None,
+        plan=plan,
+        image=None,
+        channels=(),
+        forced=forced,
+        launched_by="",
+    )
+    return _record_and_submit(record, FolderRecordStore(folder), LocalBackend(folder), say)
+
+
+def planned(
+    job: JobSpec, *, region: str = DEFAULT_REGION, world_size: int | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """The plan as JSON, and what it refuses. A model that can't be planned can be launched with a stated layout."""
+    planner.resolve(job, world_size=world_size)
+    try:
+        plan = planner.plan(job, region=region)
+    except InputError as error:
+        return {"job": job.name, "unplanned": str(error)}, []
+    return plan.model_dump(mode="json"), checks.refused_by_plan(plan)
+
+
+def local_job(job: JobSpec) -> JobSpec:
+    """`job` with absolute paths: a resume from another folder reads the same. InputError where one isn't here."""
+    data = job.data
+    changes: dict[str, Any] = {
+        kind: tuple(
+            source.model_copy(update={"path": _local_path(source.path, f"data.{kind}.{index}.path")})
+            for index, source in enumerate(getattr(data, kind))
+        )
+        for kind in ("train", "validation")
+    }
+    if data.tokenizer:
+        changes["tokenizer"] = _local_path(data.tokenizer, "data.tokenizer")
+    model = job.model
+    if model.source is not None and Path(model.source).exists():
+        model = model.model_copy(update={"source": str(Path(model.source).resolve())})
+    return job.model_copy(update={"data": data.model_copy(update=changes), "model": model})
+
+
+def _local_path(path: str, where: str) -> str:
+    if "://" in path:
+        raise InputError(f"{where}: {path} is not on this machine, and --backend local reads files only: download it")
+    if not Path(path).exists():
+        raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()})")
+    return str(Path(path).resolve())
+
+
+def new_record(
+    job: JobSpec,
+    resolved: ResolvedJob,
+    *,
+    job_id: str,
+    backend: str,
+    environment: str | None,
+    plan: dict[str, Any],
+    image: str | None,
+    channels: Sequence[RecordedChannel],
+    forced: Sequence[str],
+    launched_by: str,
+) -> JobRecord:
+    """The record of a job about to be submitted for the first time."""
+    now = utc_now()
+    destination = resolved.spec.checkpoint.destination
+    assert destination is not None
+    return JobRecord(
+        job_id=job_id,
+        tenant=job.tenant,
+        environment=environment,
+        backend="sagemaker" if backend == "sagemaker" else "local",
+        spec=job,
+        resolved=resolved,
+        plan=plan,
+        image=image,
+        checkpoint_destination=destination,
+        channels=tuple(channels),
+        forced=tuple(forced),
+        launched_by=launched_by,
+        attempts=(Attempt(number=1, training_job_name=job_id, created_at=now),),
+        states=(StateChange(state=CREATED, at=now),),
+    )
+
+
+def submit_attempt(store: RecordStore, backend: Backend, job_id: str, say: Say) -> JobRecord:
+    """Submit the newest attempt of a written record, and write down that the backend took it."""
+    record = store.read(job_id).record
+    backend.submit(record, say)
+    number = record.attempt.number
+
+    def confirmed(current: JobRecord) -> JobRecord:
+        if current.attempt.number != number or current.attempt.submitted_at is not None:
+            return current
+        return current.with_attempt(submitted_at=utc_now()).with_state(SUBMITTED)
+
+    return update(store, job_id, confirmed).record
+
+
+def _record_and_submit(record: JobRecord, store: RecordStore, backend: Backend, say: Say) -> JobRecord:
+    say(f"writing the record of {record.job_id}")
+    store.create(record)
+    return submit_attempt(store, backend, record.job_id, say)
+
+
+def _resolved(job: JobSpec, destination: str, world_size: int | None = None) -> ResolvedJob:
+    checkpoint = job.checkpoint.model_copy(update={"destination": destination})
+    return planner.resolve(job.model_copy(update={"checkpoint": checkpoint}), world_size=world_size)
+
+
+def _refuse_or_force(refusals: Sequence[str], force: bool) -> tuple[str, ...]:
+    if refusals and not force:
+        raise InputError(f"refused before anything was spent: {'; '.join(refusals)}; --force launches it all the same")
+    return tuple(refusals)
+
+
+def _caller(account: Account) -> str:
+    with aws_errors("reading", "the caller's identity"):
+        return str(account.client("sts").get_caller_identity()["Arn"])

@@ -1,0 +1,151 @@
+"""Looking after a job that was launched: refresh, wait, stop, resume; all on the record and its backend."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from trainyard.errors import InputError
+from trainyard.launch.backend import Backend, LogCursor, LogLine, Observation, Say, say_nothing
+from trainyard.launch.launcher import submit_attempt
+from trainyard.launch.record import CREATED, JobRecord, RecordConflictError, RecordStore, update
+
+POLL_SECONDS = 1.0
+"""Between two looks at a job: DescribeTrainingJob allows far more, and nobody stares at a still screen."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A job as its record and its backend tell it together."""
+
+    record: JobRecord
+    observation: Observation | None
+    """None: the backend has never heard of the newest attempt."""
+
+    @property
+    def state(self) -> str:
+        """Created, Submitted, SageMaker's words on the way, Completed, Failed or Stopped."""
+        return self.observation.state if self.observation else self.record.state
+
+    @property
+    def finished(self) -> bool:
+        """Whether the newest attempt has ended."""
+        return self.observation.finished if self.observation else self.record.finished
+
+    @property
+    def advice(self) -> str:
+        """What a person can do now; "" where nothing needs doing."""
+        job_id = self.record.job_id
+        if self.observation is None and self.record.attempt.submitted_at is None:
+            return (
+                f"the record was written at {self.record.attempt.created_at}, but the job isn't submitted: unless its "
+                f"launcher is still at work, `trainyard resume {job_id}` submits it"
+            )
+        if self.observation is None:
+            return f"the backend no longer knows it: `trainyard resume {job_id}` starts it from its newest checkpoint"
+        if self.state in {"Failed", "Stopped"}:
+            return f"`trainyard resume {job_id}` starts it from its newest checkpoint"
+        return ""
+
+
+def merged(record: JobRecord, observation: Observation) -> JobRecord:
+    """The record with what the backend says about its newest attempt; the same record where that is nothing new."""
+    known = {(change.attempt, change.state, change.at) for change in record.states}
+    current = record
+    for change in observation.transitions:
+        if (change.attempt, change.state, change.at) not in known:
+            current = current.model_copy(update={"states": (*current.states, change)})
+    # The status may be ahead of the transitions, or be coarser than they are (Stopped over MaxRuntimeExceeded).
+    current = current.with_state(observation.state, note=observation.note)
+    return current.with_attempt(reclaims=observation.reclaims, failure=observation.failure)
+
+
+def status(store: RecordStore, backend: Backend, job_id: str) -> Status:
+    """The job as it is now; what is new goes into its record."""
+    while True:
+        record = store.read(job_id).record
+        observation = backend.observe(record)
+        if observation is None:
+            return Status(record, None)
+        refreshed = _refreshed(store, record, observation)
+        if refreshed.attempt.number == record.attempt.number:
+            return Status(refreshed, observation)
+        # Somebody resumed the job in between: what was seen is of the attempt before.
+
+
+def _refreshed(store: RecordStore, record: JobRecord, observation: Observation) -> JobRecord:
+    number = record.attempt.number
+
+    def change(current: JobRecord) -> JobRecord:
+        return merged(current, observation) if current.attempt.number == number else current
+
+    try:
+        return update(store, record.job_id, change).record
+    except RecordConflictError:
+        # The next look writes it; a status must not fail because somebody else looks too.
+        return merged(record, observation)
+
+
+def watch(
+    store: RecordStore, backend: Backend, job_id: str, *, sleep: Callable[[float], None]
+) -> Iterator[tuple[Status, list[LogLine]]]:
+    """The job's state and its new log lines, again and again, until it has ended and its logs are read."""
+    cursor = LogCursor()
+    attempt = 0
+    while True:
+        current = status(store, backend, job_id)
+        if current.record.attempt.number != attempt:
+            attempt, cursor = current.record.attempt.number, LogCursor()
+        # Asked before the logs are read: lines written before the end are then always seen.
+        finished = current.finished or current.observation is None
+        yield current, backend.read_logs(current.record, cursor)
+        if cursor.more:
+            continue
+        if finished:
+            return
+        sleep(POLL_SECONDS)
+
+
+def stop(store: RecordStore, backend: Backend, job_id: str) -> Status:
+    """Ask a running job to save and stop; InputError where it has ended already."""
+    current = status(store, backend, job_id)
+    if current.observation is None:
+        raise InputError(f"job {job_id}: there is nothing to stop: {current.advice}")
+    if current.finished:
+        raise InputError(f"job {job_id}: has ended already ({current.state}); there is nothing to stop")
+    backend.stop(current.record)
+    return status(store, backend, job_id)
+
+
+def resume(
+    store: RecordStore,
+    backend: Backend,
+    job_id: str,
+    *,
+    revise: Callable[[JobRecord], JobRecord] | None = None,
+    say: Say = say_nothing,
+) -> JobRecord:
+    """Start a stopped, failed or never-submitted job again: same record, same inputs, newest checkpoint.
+
+    `revise`: the record with which it goes on (`launch.elastic`), for other machines or another layout.
+    The checkpoint destination is the record's, so the trainer finds its newest valid checkpoint there by itself.
+    InputError where the job runs or has completed.
+    """
+    current = status(store, backend, job_id)
+    if current.observation is None and current.record.attempt.submitted_at is None:
+        if revise is not None:
+            raise InputError(f"job {job_id}: was never submitted, so there is nothing to change: launch it anew")
+        return submit_attempt(store, backend, job_id, say)
+    if current.state == "Completed":
+        raise InputError(f"job {job_id}: has completed; there is nothing to resume (launch it again for a new run)")
+    if not current.finished and current.observation is not None:
+        raise InputError(f"job {job_id}: is still going ({current.state}); stop it first: trainyard stop {job_id}")
+    number = current.record.attempt.number
+
+    def next_attempt(record: JobRecord) -> JobRecord:
+        if record.attempt.number != number:
+            raise InputError(f"job {job_id}: somebody else has just resumed it; trainyard status {job_id}")
+        return (revise(record) if revise else record).with_next_attempt()
+
+    record = update(store, job_id, next_attempt).record
+    assert record.state == CREATED
+    say(f"attempt {record.attempt.number} of {job_id}")
+    return submit_attempt(store, backend, job_id, say)
