@@ -1,0 +1,128 @@
+"""`trainyard isolation` as a person and a program meet it."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainyard.cli.app import run
+from trainyard.isolation import open_site, proof, prove
+
+ROOT = Path(__file__).parents[2]
+LOCAL = ROOT / "environments" / "local.yaml"
+
+
+@pytest.fixture
+def synthesized(monkeypatch: pytest.MonkeyPatch, templates: Any) -> None:
+    """The local templates at hand: the command's own synthesis is the ten tenants' test's."""
+    monkeypatch.setattr(proof, "synthesize", lambda environment, checkout: templates)
+
+
+@pytest.mark.usefixtures("synthesized")
+def test_json_holds_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["isolation", str(LOCAL), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["pairs"] == 2
+    assert document["requests"] > 10_000
+    assert document["allowed_cross_tenant"] == []
+    assert document["denied_own"] == []
+    assert document["holds"] is True
+
+
+@pytest.mark.usefixtures("synthesized")
+def test_the_page_says_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "isolation.html"
+    assert run(["isolation", "local", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert '<span class="holds">isolated</span>' in text
+    assert "sagemaker:ListTrainingJobs" in text
+    assert "local: 2 tenants, 2 pairs, " in capsys.readouterr().out
+
+
+def test_a_hole_ends_with_1_and_names_it(
+    monkeypatch: pytest.MonkeyPatch, templates: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = json.loads(json.dumps(templates))
+    (policy,) = (
+        item
+        for name, item in changed["trainyard-local-acme-foundation"]["Resources"].items()
+        if name.startswith("PermissionsAuditor")
+    )
+    first = policy["Properties"]["PolicyDocument"]["Statement"][0]
+    first["Resource"] = "*"
+    monkeypatch.setattr(proof, "synthesize", lambda environment, checkout: changed)
+    page = tmp_path / "isolation.html"
+    assert run(["isolation", str(LOCAL), "--html", str(page)]) == 1
+    out = capsys.readouterr().out
+    assert "NOT PROVEN" in out
+    assert f"statement {first['Sid']}" in out
+    assert "not proven isolated" in page.read_text()
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no such file": (["isolation", "nowhere.yaml"], "nowhere.yaml"),
+    "no such name": (["isolation", "nowhere"], "no such environment"),
+    "no such folder": (["isolation", str(LOCAL), "--html", "/nowhere/at/all.html"], "is no directory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, expected = BAD[case]
+    assert run(arguments) == 2
+    err = capsys.readouterr().err
+    assert expected in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ({"acme": 0, "acme-labs": 1}, "policies for acme's jobs (acme-*) would match acme-labs's too"),
+        ({"acme": 0, "globex": 0}, "two VPCs would overlap"),
+    ],
+)
+def test_a_wrong_environment_is_refused_before_synthesis(
+    names: dict[str, int], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _environment(tmp_path, names)
+    assert run(["isolation", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert expected in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_what_only_the_app_knows_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The stacks' own checks run in the synthesis; their line comes through with its exit code."""
+    path = _environment(tmp_path, {"acme": 0}, kind="ml.p5.5xlarge")
+    assert run(["isolation", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert "unknown instance type" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_ten_tenants_in_a_minute(tmp_path: Path) -> None:
+    """The whole proof, synthesis included; its processes share whatever cores there are."""
+    names = {f"team{letter}": index for index, letter in enumerate("abcdefghij")}
+    path = _environment(tmp_path, names)
+    start = time.process_time()
+    result = prove(open_site(path, ROOT))
+    print(f"{result.requests:,} requests of {result.pairs} pairs: {result.seconds}")
+    assert result.holds
+    assert (result.tenants, result.pairs) == (10, 90)
+    assert sum(result.seconds.values()) < 60
+    assert time.process_time() - start < 30  # without the synthesis, on one core
+
+
+def _environment(folder: Path, names: dict[str, int], kind: str = "ml.p5.4xlarge") -> Path:
+    content = yaml.safe_load(LOCAL.read_text())
+    tenant = content["tenants"]["acme"]
+    tenant["queues"]["gpu"]["instance_types"] = [kind]
+    content["max_instances"][kind] = 4
+    content["tenants"] = {name: {**tenant, "network_index": index} for name, index in names.items()}
+    path = folder / "environment.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path

@@ -1,0 +1,277 @@
+"""Actions by the kind of thing that they act on: what could read, write, use, delete or impersonate.
+
+From the service authorization reference. A list like this is never complete: `every_action` adds what any policy of
+the environment names, so that an Allow for an action that is missing here is still asked about.
+"""
+
+from collections.abc import Iterable
+
+from trainyard.isolation.conditions import glob
+
+KIND_OF_TYPE = {
+    "AWS::S3::Bucket": "bucket",
+    "AWS::KMS::Key": "key",
+    "AWS::FSx::FileSystem": "file system",
+    "AWS::EFS::FileSystem": "file system",
+    "AWS::IAM::Role": "role",
+    "AWS::IAM::ManagedPolicy": "managed policy",
+    "AWS::Batch::JobQueue": "queue",
+    "AWS::Batch::SchedulingPolicy": "queue",
+    "AWS::Batch::ServiceEnvironment": "queue",
+    "AWS::SQS::Queue": "message queue",
+    "AWS::SSM::Parameter": "parameter",
+    "AWS::Logs::LogGroup": "log group",
+    "AWS::ECR::Repository": "image repository",
+    "AWS::SNS::Topic": "topic",
+    "AWS::EC2::VPC": "network",
+    "AWS::EC2::Subnet": "network",
+    "AWS::EC2::SecurityGroup": "network",
+    "AWS::EC2::RouteTable": "network",
+    "AWS::EC2::VPCEndpoint": "network",
+    "AWS::EC2::FlowLog": "network",
+    "AWS::CloudWatch::Alarm": "alarm",
+    "AWS::Events::Rule": "rule",
+    "AWS::Budgets::Budget": "budget",
+    "AWS::Lambda::Function": "function",
+    "AWS::StepFunctions::StateMachine": "state machine",
+    "AWS::DynamoDB::Table": "table",
+    "AWS::SecretsManager::Secret": "secret",
+    "AWS::PCS::Cluster": "cluster",
+    "AWS::SageMaker::Cluster": "cluster",
+}
+"""What the proof tells apart. A type that isn't here holds nothing of a tenant's and can't be acted as."""
+
+FAMILIES: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
+    "bucket": (("object", "/", ("jobs/job-1/checkpoints/step-1/shard-0", "train/part-0.jsonl")),),
+    "log group": (("log stream", ":log-stream:", ("stream-1",)),),
+}
+"""What is in a thing: kind, what follows the thing's ARN, examples."""
+
+
+def _actions(service: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{service}:{name}" for name in names.split())
+
+
+ACTIONS: dict[str, tuple[str, ...]] = {
+    "bucket": _actions(
+        "s3",
+        "ListBucket ListBucketVersions ListBucketMultipartUploads GetBucketLocation GetBucketAcl "
+        "GetBucketPolicy GetBucketPolicyStatus GetBucketTagging GetBucketVersioning GetBucketLogging "
+        "GetBucketNotification GetBucketPublicAccessBlock GetBucketOwnershipControls "
+        "GetEncryptionConfiguration GetLifecycleConfiguration GetReplicationConfiguration "
+        "GetInventoryConfiguration GetBucketObjectLockConfiguration PutBucketAcl PutBucketPolicy "
+        "DeleteBucketPolicy PutBucketTagging PutBucketVersioning PutBucketLogging PutBucketNotification "
+        "PutBucketPublicAccessBlock PutBucketOwnershipControls PutEncryptionConfiguration "
+        "PutLifecycleConfiguration PutReplicationConfiguration PutInventoryConfiguration "
+        "PutBucketObjectLockConfiguration PutBucketCORS PutBucketWebsite PutAnalyticsConfiguration "
+        "PutMetricsConfiguration DeleteBucket CreateAccessPoint",
+    ),
+    "object": _actions(
+        "s3",
+        "GetObject GetObjectVersion GetObjectAcl GetObjectAttributes GetObjectTagging "
+        "GetObjectVersionTagging GetObjectRetention GetObjectLegalHold GetObjectTorrent "
+        "ListMultipartUploadParts AbortMultipartUpload PutObject PutObjectAcl PutObjectVersionAcl "
+        "PutObjectTagging PutObjectRetention PutObjectLegalHold DeleteObject DeleteObjectVersion "
+        "DeleteObjectTagging RestoreObject ReplicateObject ReplicateDelete BypassGovernanceRetention "
+        "ObjectOwnerOverrideToBucketOwner UpdateObjectEncryption",
+    ),
+    "key": _actions(
+        "kms",
+        "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext GenerateDataKeyPair "
+        "GenerateDataKeyPairWithoutPlaintext GenerateMac VerifyMac Sign Verify ReEncryptFrom ReEncryptTo "
+        "DeriveSharedSecret CreateGrant RevokeGrant RetireGrant ListGrants DescribeKey GetKeyPolicy "
+        "PutKeyPolicy GetKeyRotationStatus ListKeyPolicies ListResourceTags DisableKey EnableKey "
+        "DisableKeyRotation EnableKeyRotation RotateKeyOnDemand ScheduleKeyDeletion CancelKeyDeletion "
+        "CreateAlias UpdateAlias DeleteAlias TagResource UntagResource UpdateKeyDescription GetPublicKey "
+        "ReplicateKey ImportKeyMaterial DeleteImportedKeyMaterial",
+    ),
+    "file system": _actions(
+        "fsx",
+        "DescribeFileSystems UpdateFileSystem DeleteFileSystem CreateBackup CreateFileSystemFromBackup "
+        "CreateDataRepositoryAssociation DeleteDataRepositoryAssociation CreateDataRepositoryTask "
+        "ReleaseFileSystemNfsV3Locks AssociateFileSystemAliases ManageCrossAccountDataReplication "
+        "TagResource UntagResource ListTagsForResource",
+    ),
+    "role": _actions(
+        "iam",
+        "PassRole GetRole GetRolePolicy ListRolePolicies ListAttachedRolePolicies ListRoleTags "
+        "PutRolePolicy DeleteRolePolicy AttachRolePolicy DetachRolePolicy UpdateRole UpdateRoleDescription "
+        "UpdateAssumeRolePolicy PutRolePermissionsBoundary DeleteRolePermissionsBoundary DeleteRole "
+        "TagRole UntagRole",
+    )
+    + _actions("sts", "AssumeRole AssumeRoleWithWebIdentity AssumeRoleWithSAML TagSession SetSourceIdentity"),
+    "managed policy": _actions(
+        "iam", "GetPolicy GetPolicyVersion CreatePolicyVersion SetDefaultPolicyVersion DeletePolicyVersion DeletePolicy"
+    ),
+    "queue": _actions(
+        "batch",
+        "SubmitServiceJob SubmitJob TerminateServiceJob TerminateJob CancelJob UpdateJobQueue "
+        "DeleteJobQueue UpdateSchedulingPolicy DeleteSchedulingPolicy UpdateServiceEnvironment "
+        "DeleteServiceEnvironment TagResource UntagResource",
+    ),
+    "message queue": _actions(
+        "sqs", "SendMessage ReceiveMessage DeleteMessage PurgeQueue DeleteQueue SetQueueAttributes AddPermission"
+    ),
+    "parameter": _actions(
+        "ssm",
+        "GetParameter GetParameters GetParametersByPath GetParameterHistory PutParameter DeleteParameter "
+        "DeleteParameters LabelParameterVersion AddTagsToResource ListTagsForResource",
+    ),
+    "log group": _actions(
+        "logs",
+        "DescribeLogStreams FilterLogEvents StartQuery StartLiveTail CreateLogGroup CreateLogStream "
+        "CreateExportTask DeleteLogGroup PutRetentionPolicy DeleteRetentionPolicy PutMetricFilter "
+        "DeleteMetricFilter PutSubscriptionFilter DeleteSubscriptionFilter AssociateKmsKey "
+        "DisassociateKmsKey GetLogGroupFields PutDataProtectionPolicy TagResource",
+    ),
+    "log stream": _actions("logs", "GetLogEvents PutLogEvents DeleteLogStream Unmask"),
+    "training job": _actions(
+        "sagemaker",
+        "CreateTrainingJob DescribeTrainingJob StopTrainingJob UpdateTrainingJob DeleteTrainingJob AddTags "
+        "DeleteTags ListTags",
+    ),
+    "image repository": _actions(
+        "ecr",
+        "BatchCheckLayerAvailability BatchGetImage GetDownloadUrlForLayer DescribeImages ListImages "
+        "PutImage InitiateLayerUpload UploadLayerPart CompleteLayerUpload BatchDeleteImage "
+        "DeleteRepository SetRepositoryPolicy DeleteRepositoryPolicy PutImageTagMutability "
+        "PutLifecyclePolicy StartImageScan ReplicateImage TagResource",
+    ),
+    "topic": _actions(
+        "sns",
+        "Publish Subscribe ListSubscriptionsByTopic SetTopicAttributes GetTopicAttributes AddPermission DeleteTopic",
+    ),
+    "network": _actions(
+        "ec2",
+        "CreateNetworkInterface RunInstances AuthorizeSecurityGroupIngress AuthorizeSecurityGroupEgress "
+        "RevokeSecurityGroupIngress RevokeSecurityGroupEgress DeleteSecurityGroup ModifySecurityGroupRules "
+        "ModifyVpcEndpoint DeleteVpcEndpoints CreateVpcEndpoint CreateRoute ReplaceRoute DeleteRoute "
+        "AssociateRouteTable CreateVpcPeeringConnection CreateSubnet DeleteSubnet ModifySubnetAttribute "
+        "DeleteVpc ModifyVpcAttribute CreateFlowLogs DeleteFlowLogs AttachInternetGateway CreateNatGateway "
+        "CreateTags DeleteTags",
+    ),
+    "network interface": _actions(
+        "ec2",
+        "AttachNetworkInterface DetachNetworkInterface DeleteNetworkInterface "
+        "ModifyNetworkInterfaceAttribute CreateNetworkInterfacePermission DeleteNetworkInterfacePermission "
+        "AssignPrivateIpAddresses",
+    ),
+    "alarm": _actions("cloudwatch", "DeleteAlarms PutMetricAlarm SetAlarmState DisableAlarmActions EnableAlarmActions"),
+    "rule": _actions("events", "PutRule DeleteRule DisableRule EnableRule PutTargets RemoveTargets"),
+    "budget": _actions("budgets", "ViewBudget ModifyBudget CreateBudgetAction DeleteBudgetAction ExecuteBudgetAction"),
+    "function": _actions(
+        "lambda",
+        "InvokeFunction GetFunction UpdateFunctionCode UpdateFunctionConfiguration AddPermission DeleteFunction",
+    ),
+    "state machine": _actions("states", "StartExecution StopExecution UpdateStateMachine DeleteStateMachine"),
+    "table": _actions(
+        "dynamodb",
+        "GetItem Query Scan BatchGetItem PutItem UpdateItem DeleteItem BatchWriteItem DeleteTable ExportTable",
+    ),
+    "secret": _actions("secretsmanager", "GetSecretValue PutSecretValue UpdateSecret DeleteSecret PutResourcePolicy"),
+    "cluster": _actions("pcs", "GetCluster UpdateCluster DeleteCluster CreateQueue CreateComputeNodeGroup")
+    + _actions("sagemaker", "DescribeCluster UpdateCluster DeleteCluster BatchDeleteClusterNodes ListClusterNodes"),
+    "stack": _actions(
+        "cloudformation",
+        "UpdateStack DeleteStack CreateChangeSet ExecuteChangeSet SetStackPolicy ContinueUpdateRollback",
+    ),
+}
+
+SHARED_ALLOWED: dict[str, frozenset[str]] = {
+    "image repository": frozenset(
+        _actions(
+            "ecr",
+            "BatchCheckLayerAvailability BatchGetImage GetDownloadUrlForLayer DescribeImages ListImages",
+        )
+    ),
+    "parameter": frozenset(_actions("ssm", "GetParameter GetParameters")),
+    "log group": frozenset(_actions("logs", "DescribeLogStreams CreateLogGroup CreateLogStream")),
+}
+"""What tenants may do to what the platform shares with all of them: pull the image, read which one it is, and open
+streams in the log group where SageMaker writes everybody's output (IAM scopes that to the group, not to the stream)."""
+
+ESCAPES: tuple[str, ...] = (
+    *_actions(
+        "iam",
+        "CreateRole CreateUser CreateAccessKey CreateLoginProfile CreatePolicy CreatePolicyVersion "
+        "SetDefaultPolicyVersion PutRolePolicy AttachRolePolicy DetachRolePolicy DeleteRolePolicy "
+        "UpdateAssumeRolePolicy PutRolePermissionsBoundary DeleteRolePermissionsBoundary PutUserPolicy "
+        "AttachUserPolicy AddUserToGroup CreateInstanceProfile AddRoleToInstanceProfile "
+        "CreateServiceLinkedRole CreateOpenIDConnectProvider UpdateSAMLProvider",
+    ),
+    *_actions("sts", "AssumeRole AssumeRoleWithWebIdentity AssumeRoleWithSAML GetFederationToken"),
+    *_actions(
+        "sagemaker",
+        "CreateProcessingJob CreateHyperParameterTuningJob CreateTransformJob CreateAutoMLJob "
+        "CreateAutoMLJobV2 CreateNotebookInstance CreatePresignedNotebookInstanceUrl CreateDomain "
+        "CreatePresignedDomainUrl CreateSpace CreateApp CreateCluster UpdateCluster CreatePipeline "
+        "StartPipelineExecution CreateModel CreateEndpoint CreateTrialComponent UpdateTrainingJob "
+        "CreateTrainingPlan",
+    ),
+    *_actions("batch", "SubmitServiceJob SubmitJob RegisterJobDefinition CreateJobQueue CreateServiceEnvironment"),
+    *_actions(
+        "ec2",
+        "RunInstances CreateVpcPeeringConnection AcceptVpcPeeringConnection CreateRoute "
+        "CreateInternetGateway AttachInternetGateway CreateNatGateway AuthorizeSecurityGroupIngress "
+        "AuthorizeSecurityGroupEgress ModifyVpcEndpoint CreateTransitGatewayVpcAttachment "
+        "AssociateIamInstanceProfile",
+    ),
+    *_actions("lambda", "CreateFunction UpdateFunctionCode AddPermission CreateFunctionUrlConfig"),
+    *_actions("cloudformation", "CreateStack UpdateStack CreateChangeSet CreateStackSet"),
+    *_actions("events", "PutRule PutTargets PutPermission"),
+    *_actions("states", "CreateStateMachine StartExecution"),
+    *_actions("ssm", "SendCommand StartSession StartAutomationExecution CreateAssociation"),
+    *_actions("logs", "PutResourcePolicy PutDestinationPolicy PutSubscriptionFilter"),
+    *_actions("cloudtrail", "StopLogging DeleteTrail UpdateTrail PutEventSelectors"),
+    *_actions("organizations", "LeaveOrganization DetachPolicy"),
+    *_actions("s3", "CreateAccessPoint PutAccessPointPolicy CreateJob PutAccountPublicAccessBlock"),
+    *_actions("kms", "PutKeyPolicy ScheduleKeyDeletion ReplicateKey"),
+    *_actions("glue", "CreateDevEndpoint CreateJob"),
+    *_actions("codebuild", "CreateProject StartBuild"),
+    *_actions("ecs", "RunTask RegisterTaskDefinition"),
+    *_actions("ram", "CreateResourceShare"),
+    *_actions("datasync", "CreateTask StartTaskExecution"),
+    *_actions("fsx", "CreateFileSystemFromBackup CreateDataRepositoryAssociation CreateDataRepositoryTask CopyBackup"),
+    *_actions("ecr", "PutImage BatchDeleteImage SetRepositoryPolicy PutReplicationConfiguration"),
+)
+"""What no tenant's role may do to anything: raise its own rights, start compute that no guard-rail binds, open its
+network, hand rights or data to somebody else."""
+
+LISTINGS: tuple[str, ...] = (
+    *_actions("batch", "DescribeJobQueues DescribeSchedulingPolicies DescribeServiceEnvironments DescribeServiceJob"),
+    *_actions("cloudwatch", "DescribeAlarms GetMetricData GetMetricStatistics ListMetrics"),
+    *_actions(
+        "ec2", "DescribeDhcpOptions DescribeNetworkInterfaces DescribeSecurityGroups DescribeSubnets DescribeVpcs"
+    ),
+    *_actions("sagemaker", "ListTrainingJobs"),
+    *_actions("servicequotas", "GetServiceQuota ListServiceQuotas"),
+    *_actions("iam", "ListRoles ListPolicies"),
+    *_actions("kms", "ListKeys ListAliases"),
+    *_actions("s3", "ListAllMyBuckets"),
+    *_actions("logs", "DescribeLogGroups"),
+    *_actions("ecr", "GetAuthorizationToken DescribeRegistry"),
+    *_actions("tag", "GetResources"),
+    *_actions("ce", "GetCostAndUsage"),
+    *_actions("cloudtrail", "LookupEvents"),
+)
+"""Actions that IAM scopes to no resource: they show that things exist. Which of them a tenant has is reported, because
+no policy can hide one tenant's names there from another."""
+
+
+WITHOUT_RESOURCE = frozenset({"sts:getcalleridentity", "cloudwatch:putmetricdata"})
+"""Neither on a thing nor a listing: who am I, and metrics, which the proof asks about by their namespace."""
+
+
+def every_action(kind: str, patterns: Iterable[str]) -> tuple[str, ...]:
+    """The kind's actions, and those of its services that some policy names and this page doesn't know."""
+    own = ACTIONS[kind]
+    services = {action.partition(":")[0] for action in own}
+    known = {action.lower() for actions in (*ACTIONS.values(), ESCAPES, LISTINGS) for action in actions}
+    known |= WITHOUT_RESOURCE
+    extra = set()
+    for pattern in patterns:
+        service, _, _ = pattern.partition(":")
+        wild = glob(pattern, ignore_case=True)
+        if service in services and not any(wild.fullmatch(action) for action in known):
+            extra.add(pattern.replace("*", "Any").replace("?", "x"))
+    return (*own, *sorted(extra))

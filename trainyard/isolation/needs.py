@@ -1,0 +1,310 @@
+"""What a tenant's own work asks of AWS, exactly as it asks: a wall without doors would prove isolation too.
+
+Here a key that a request doesn't state is absent, as for IAM. A key that a policy reads and that neither `stated`
+nor `absent` mentions is noted: nobody then knows what AWS would answer.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from trainyard.hardware import instance
+from trainyard.isolation.account import SHARED_LOG_GROUP, TENANT_TAG, Account, Role, Thing
+from trainyard.isolation.conditions import Context, Value
+from trainyard.isolation.crossings import CREATE_JOB, OUTSIDER, image_layers, somebody
+from trainyard.isolation.evaluator import Caller, Request
+
+_ABSENT = frozenset({"aws:principaltag/*", "aws:resourcetag/*", "aws:requesttag/*"})
+_SDK_UPLOAD = frozenset({"s3:x-amz-server-side-encryption", "s3:x-amz-server-side-encryption-aws-kms-key-id"})
+"""The SageMaker SDK and the trainer send no encryption header: the bucket's default encrypts."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A request that must be allowed."""
+
+    tenant: str
+    principal: str
+    what: str
+    request: Request
+
+
+class Needs:
+    """What the roles of a tenant do in a day."""
+
+    def __init__(self, account: Account, tenant: str) -> None:
+        self._account, self._tenant = account, tenant
+        self._contract = account.contracts[tenant]
+        environment = account.environment
+        self._place = f"{environment.region}:{environment.account}"
+        self._id = environment.account
+        self._job = f"arn:aws:sagemaker:{self._place}:training-job/{tenant}-llama-20260101000000-0a1b"
+        self._stream = f"{self._group(SHARED_LOG_GROUP)}:log-stream:{self._job.rsplit('/', 1)[-1]}/algo-1-1700000000"
+        self._endpoints = {item.service: item for item in account.endpoints if item.tenant == tenant}
+
+    def all(self) -> Iterator[Need]:
+        """Everything that must be allowed."""
+        yield from self._launcher()
+        yield from self._jobs()
+        yield from self._job_role()
+        yield from self._job_network()
+        yield from self._in_the_network()
+        yield from self._auditor()
+        yield from self._services()
+
+    def _group(self, name: str) -> str:
+        return f"arn:aws:logs:{self._place}:log-group:{name}"
+
+    def _of(self, arn: str) -> Thing | None:
+        """The thing with a policy that this ARN is, or is in."""
+        bucket = arn.partition("/")[0] if arn.startswith("arn:aws:s3:") else arn
+        return next((thing for thing in self._account.things if thing.pattern in {arn, bucket}), None)
+
+    def _may(
+        self,
+        label: str,
+        what: str,
+        actions: str,
+        *resources: str,
+        stated: Mapping[str, Value] | None = None,
+        absent: frozenset[str] = frozenset(),
+        endpoint: str = "",
+    ) -> Iterator[Need]:
+        """Every action on every resource. `endpoint`: the service whose VPC endpoint the request comes through."""
+        role = self._account.role(self._tenant, label)
+        for action in actions.split():
+            for resource in resources:
+                thing = self._of(resource)
+                context = self._context(role, {**(thing.context if thing else {}), **(stated or {})}, absent)
+                policy = self._account.policy_of(thing) if thing else None
+                passage = self._account.endpoint_policy(self._endpoints[endpoint]) if endpoint else None
+                request = Request(
+                    self._account.caller(role), action, resource, context, policy, endpoint_policy=passage
+                )
+                yield Need(self._tenant, label, what, request)
+
+    def _context(self, role: Role, stated: Mapping[str, Value], absent: frozenset[str]) -> Context:
+        return Context(
+            {
+                "aws:principalarn": role.arn,
+                "aws:principalaccount": self._id,
+                "aws:resourceaccount": self._id,
+                "aws:securetransport": "true",
+                "kms:calleraccount": self._id,
+                **{f"aws:principaltag/{key.lower()}": value for key, value in role.tags.items()},
+                **stated,
+            },
+            absent=_ABSENT | absent,
+        )
+
+    def _bucket(self, name: str, key: str = "") -> str:
+        return f"arn:aws:s3:::{name}" + (f"/{key}" if key else "")
+
+    def _via_s3(self, bucket: str) -> dict[str, Value]:
+        """How S3 asks KMS for a caller; with bucket keys the encryption context is the bucket."""
+        region = self._account.environment.region
+        return {
+            "kms:viaservice": f"s3.{region}.amazonaws.com",
+            "kms:encryptioncontext:aws:s3:arn": self._bucket(bucket),
+            "kms:grantisforawsresource": "false",
+        }
+
+    def _launcher(self) -> Iterator[Need]:
+        contract, buckets, keys = self._contract, self._contract.buckets, self._contract.keys
+        parameters = [
+            f"arn:aws:ssm:{self._place}:parameter{name}"
+            for name in (self._account.environment.contract_parameter(self._tenant), contract.image_parameter)
+        ]
+        yield from self._may("launcher", "read the contract and the image", "ssm:GetParameter", *parameters)
+        both = [self._bucket(buckets.data), self._bucket(buckets.checkpoints)]
+        yield from self._may("launcher", "list the buckets", "s3:ListBucket s3:GetBucketLocation", *both)
+        data = [self._bucket(buckets.data, key) for key in ("train/part-0.jsonl", "jobs/job-1/record.json")]
+        yield from self._may("launcher", "read and remove data", "s3:GetObject s3:DeleteObject", *data)
+        yield from self._may(
+            "launcher", "upload data", "s3:PutObject s3:AbortMultipartUpload", *data, absent=_SDK_UPLOAD
+        )
+        checkpoint = self._bucket(buckets.checkpoints, "jobs/job-1/checkpoints/step-1/COMMITTED")
+        yield from self._may("launcher", "read checkpoints", "s3:GetObject", checkpoint)
+        encrypt = "kms:GenerateDataKey kms:Decrypt"
+        yield from self._may("launcher", "encrypt data", encrypt, keys.data, stated=self._via_s3(buckets.data))
+        via = self._via_s3(buckets.checkpoints)
+        yield from self._may("launcher", "decrypt checkpoints", "kms:Decrypt", keys.checkpoints, stated=via)
+        yield from self._logs("launcher")
+        repository = next(thing.pattern for thing in self._account.things_of(None, "image repository"))
+        yield from self._may("launcher", "check the image", "ecr:DescribeImages", repository)
+        yield from self._may("launcher", "find the file system", "fsx:DescribeFileSystems", self._file_system())
+        yield from self._may(
+            "launcher", "see jobs and quotas", "sagemaker:ListTrainingJobs servicequotas:GetServiceQuota", "*"
+        )
+
+    def _file_system(self) -> str:
+        return f"arn:aws:fsx:{self._place}:file-system/{self._contract.file_system.id}"
+
+    def _logs(self, label: str) -> Iterator[Need]:
+        own = self._group(self._contract.log_group)
+        groups = [self._group(SHARED_LOG_GROUP), own]
+        both = [name for group in groups for name in (group, f"{group}:*")]
+        yield from self._may(label, "find logs", "logs:DescribeLogStreams", *both)
+        yield from self._may(label, "read logs", "logs:GetLogEvents", self._stream, f"{own}:log-stream:tool")
+        yield from self._may(label, "search the own log group", "logs:FilterLogEvents", own, f"{own}:*")
+
+    def _jobs(self) -> Iterator[Need]:
+        """A job on each type of each queue, as trainyard.launch asks for it."""
+        contract = self._contract
+        tag = {f"aws:requesttag/{TENANT_TAG}": self._tenant}
+        for kind in sorted({kind for queue in contract.queues.values() for kind in queue.instance_types}):
+            volume: dict[str, Value] = {}
+            if not instance(kind).local_nvme_gib:
+                volume = {"sagemaker:volumekmskey": contract.keys.checkpoints}
+            stated: dict[str, Value] = {
+                **tag,
+                **volume,
+                "sagemaker:vpcsubnets": contract.subnet_ids,
+                "sagemaker:vpcsecuritygroupids": contract.security_group_ids,
+                "sagemaker:instancetypes": (kind,),
+                "sagemaker:outputkmskey": contract.keys.checkpoints,
+                "sagemaker:maxruntimeinseconds": str(int(contract.max_job_hours * 3600)),
+            }
+            absent = {"sagemaker:enableremotedebug", "sagemaker:volumekmskey", "sagemaker:filesystemid"}
+            what = f"train on {kind}"
+            yield from self._may("launcher", what, CREATE_JOB, self._job, stated=stated, absent=frozenset(absent))
+            with_files = {**stated, "sagemaker:filesystemid": contract.file_system.id}
+            what += " with the own file system"
+            yield from self._may("launcher", what, CREATE_JOB, self._job, stated=with_files, absent=frozenset(absent))
+        yield from self._may("launcher", "tag the job", "sagemaker:AddTags", self._job, stated=tag)
+        passed: dict[str, Value] = {"iam:passedtoservice": "sagemaker.amazonaws.com"}
+        yield from self._may("launcher", "hand over the job role", "iam:PassRole", contract.roles.job, stated=passed)
+        follow = "sagemaker:DescribeTrainingJob sagemaker:StopTrainingJob"
+        yield from self._may("launcher", "follow and stop the job", follow, self._job)
+
+    def _job_role(self) -> Iterator[Need]:
+        """A running job, through its network's endpoints."""
+        contract, buckets, keys = self._contract, self._contract.buckets, self._contract.keys
+        data, objects = self._bucket(buckets.data), self._bucket(buckets.data, "train/part-0.jsonl")
+        mine = self._bucket(buckets.checkpoints, "jobs/job-1/checkpoints/step-1/shard-0")
+        where = self._bucket(buckets.checkpoints)
+        yield from self._may("job", "list the buckets", "s3:ListBucket", data, where, endpoint="s3")
+        yield from self._may("job", "read data", "s3:GetObject", objects, endpoint="s3")
+        yield from self._may("job", "read and prune checkpoints", "s3:GetObject s3:DeleteObject", mine, endpoint="s3")
+        write = "s3:PutObject s3:AbortMultipartUpload s3:ListMultipartUploadParts"
+        yield from self._may("job", "write checkpoints", write, mine, absent=_SDK_UPLOAD, endpoint="s3")
+        via = self._via_s3(buckets.data)
+        yield from self._may("job", "decrypt data", "kms:Decrypt", keys.data, stated=via, endpoint="kms")
+        encrypt = "kms:GenerateDataKey kms:Decrypt"
+        via = self._via_s3(buckets.checkpoints)
+        yield from self._may("job", "encrypt checkpoints", encrypt, keys.checkpoints, stated=via, endpoint="kms")
+        grant: dict[str, Value] = {
+            "kms:viaservice": f"sagemaker.{self._account.environment.region}.amazonaws.com",
+            "kms:grantisforawsresource": "true",
+        }
+        yield from self._may("job", "encrypt volumes", "kms:CreateGrant", keys.checkpoints, stated=grant)
+        shared, own = self._group(SHARED_LOG_GROUP), self._group(contract.log_group)
+        groups = (shared, f"{shared}:*", own, f"{own}:*")
+        yield from self._may("job", "open log streams", "logs:CreateLogStream", *groups, endpoint="logs")
+        yield from self._may("job", "make SageMaker's log group", "logs:CreateLogGroup", shared, f"{shared}:*")
+        streams = (self._stream, f"{own}:log-stream:job-1")
+        yield from self._may("job", "write logs", "logs:PutLogEvents", *streams, endpoint="logs")
+        space: dict[str, Value] = {"cloudwatch:namespace": f"trainyard/{self._tenant}"}
+        publish = "cloudwatch:PutMetricData"
+        yield from self._may("job", "write metrics", publish, "*", stated=space, endpoint="monitoring")
+        pull = "ecr:BatchCheckLayerAvailability ecr:BatchGetImage ecr:GetDownloadUrlForLayer"
+        repository = next(thing.pattern for thing in self._account.things_of(None, "image repository"))
+        yield from self._may("job", "log in to the registry", "ecr:GetAuthorizationToken", "*", endpoint="ecr.api")
+        yield from self._may("job", "pull the image", pull, repository, endpoint="ecr.dkr")
+        yield from self._may("job", "find the file system", "fsx:DescribeFileSystems", self._file_system())
+
+    def _job_network(self) -> Iterator[Need]:
+        """SageMaker puts the job into the VPC as the job's role."""
+        contract = self._contract
+        ec2 = f"arn:aws:ec2:{self._place}"
+        vpc: dict[str, Value] = {"ec2:vpc": f"{ec2}:vpc/{contract.vpc_id}"}
+        joined = (
+            *(f"{ec2}:subnet/{name}" for name in contract.subnet_ids),
+            *(f"{ec2}:security-group/{name}" for name in contract.security_group_ids),
+            f"{ec2}:network-interface/*",
+        )
+        yield from self._may("job", "join the network", "ec2:CreateNetworkInterface", *joined, stated=vpc)
+        leave = "ec2:CreateNetworkInterfacePermission ec2:DeleteNetworkInterface ec2:DeleteNetworkInterfacePermission"
+        yield from self._may("job", "leave the network", leave, f"{ec2}:network-interface/eni-0", stated=vpc)
+        see = "ec2:DescribeNetworkInterfaces ec2:DescribeVpcs ec2:DescribeSubnets ec2:DescribeSecurityGroups"
+        yield from self._may("job", "see the network", f"{see} ec2:DescribeDhcpOptions", "*")
+
+    def _in_the_network(self) -> Iterator[Need]:
+        """From a machine in the VPC: who am I, what is running, what is the contract; and ECR's own image layers."""
+        yield from self._may("launcher", "ask who it is", "sts:GetCallerIdentity", "*", endpoint="sts")
+        yield from self._may(
+            "launcher", "follow the job", "sagemaker:DescribeTrainingJob", self._job, endpoint="sagemaker.api"
+        )
+        name = self._account.environment.contract_parameter(self._tenant)
+        parameter = f"arn:aws:ssm:{self._place}:parameter{name}"
+        yield from self._may("launcher", "read the contract", "ssm:GetParameter", parameter, endpoint="ssm")
+        registry, stated = somebody(OUTSIDER), {"aws:principalaccount": OUTSIDER, "aws:resourceaccount": OUTSIDER}
+        request = Request(
+            registry,
+            "s3:GetObject",
+            image_layers(self._account.environment.region),
+            Context(stated, absent=_ABSENT),
+            endpoint_policy=self._account.endpoint_policy(self._endpoints["s3"]),
+        )
+        yield Need(self._tenant, "ECR", "pull image layers", request)
+
+    def _auditor(self) -> Iterator[Need]:
+        contract, buckets, keys = self._contract, self._contract.buckets, self._contract.keys
+        both = [self._bucket(buckets.data), self._bucket(buckets.checkpoints)]
+        see = "s3:ListBucket s3:GetBucketPolicy s3:GetEncryptionConfiguration s3:GetBucketPublicAccessBlock"
+        yield from self._may("auditor", "see the buckets' configuration", see, *both)
+        for bucket, key in ((buckets.data, keys.data), (buckets.checkpoints, keys.checkpoints)):
+            yield from self._may(
+                "auditor", "read job records", "s3:GetObject", self._bucket(bucket, "jobs/j/record.json")
+            )
+            via = self._via_s3(bucket)
+            yield from self._may("auditor", "decrypt job records", "kms:Decrypt", key, stated=via)
+        examine = "kms:DescribeKey kms:GetKeyPolicy kms:GetKeyRotationStatus"
+        yield from self._may("auditor", "examine the keys", examine, keys.data, keys.checkpoints, keys.logs)
+        yield from self._may("auditor", "see jobs", "sagemaker:DescribeTrainingJob", self._job)
+        roles = (contract.roles.job, contract.roles.launcher, contract.roles.auditor)
+        yield from self._may("auditor", "see the roles", "iam:GetRole iam:GetRolePolicy", *roles)
+        yield from self._logs("auditor")
+
+    def _services(self) -> Iterator[Need]:
+        """Services and people that act for the tenant."""
+        contract, region = self._contract, self._account.environment.region
+        own: dict[str, Value] = {"aws:sourceaccount": self._id, "aws:principalaccount": self._id}
+        yield self._service("sagemaker.amazonaws.com", "take the job role", "sts:AssumeRole", contract.roles.job, own)
+        people = somebody(self._id)
+        at_hand: dict[str, Value] = {"aws:principalaccount": self._id, "aws:principalarn": people.arn}
+        for role in (contract.roles.launcher, contract.roles.auditor):
+            yield self._somebody(people, "take the role", "sts:AssumeRole", role, at_hand)
+        files = {**at_hand, "kms:viaservice": f"fsx.{region}.amazonaws.com", "kms:calleraccount": self._id}
+        for action in ("kms:CreateGrant", "kms:GenerateDataKey"):
+            yield self._somebody(people, "make the file system", action, contract.keys.data, files)
+        yield self._somebody(people, "administer the key", "kms:PutKeyPolicy", contract.keys.data, at_hand)
+        group: dict[str, Value] = {"kms:encryptioncontext:aws:logs:arn": self._group(contract.log_group)}
+        yield self._service(
+            f"logs.{region}.amazonaws.com", "encrypt logs", "kms:GenerateDataKey", contract.keys.logs, group
+        )
+        for thing in self._account.things_of(self._tenant, "topic"):
+            for service, source in (("cloudwatch", "alarm:any"), ("events", "rule/any")):
+                name = f"{service}.amazonaws.com"
+                arn = f"arn:aws:{service}:{self._place}:{source}"
+                stated: dict[str, Value] = {**own, "aws:sourcearn": self._source(service) or arn}
+                yield self._service(name, "notify", "sns:Publish", thing.pattern, stated)
+                yield self._service(name, "encrypt notices", "kms:GenerateDataKey", contract.keys.logs, stated)
+
+    def _source(self, service: str) -> str:
+        """ARN of the tenant's own rule or alarm."""
+        kind = {"events": "rule", "cloudwatch": "alarm"}[service]
+        return next((thing.pattern for thing in self._account.things_of(self._tenant, kind)), "")
+
+    def _service(self, name: str, what: str, action: str, resource: str, stated: Mapping[str, Value]) -> Need:
+        return self._somebody(Caller(name, self._id, service=True), what, action, resource, stated)
+
+    def _somebody(self, caller: Caller, what: str, action: str, resource: str, stated: Mapping[str, Value]) -> Need:
+        thing = self._of(resource)
+        assert thing is not None, f"{resource} is nothing of the account"
+        context = Context(stated, absent=_ABSENT | {"kms:viaservice"})
+        return Need(
+            self._tenant,
+            caller.arn.rsplit("/", 1)[-1],
+            what,
+            Request(caller, action, resource, context, self._account.policy_of(thing)),
+        )
