@@ -1,0 +1,195 @@
+"""The bad inputs that people really give: one line that says what, where and how to mend it, and the right code."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launch_testing import environment_content, job_content
+
+from trainyard.cli.app import run
+from trainyard.launch.checks import RunningJob
+from trainyard.launch.record import S3RecordStore
+from trainyard.launch.sagemaker_backend import SageMakerBackend
+from trainyard.launch.session import Account
+
+WriteJob = Callable[..., str]
+Refusal = Callable[[list[str], int], str]
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test sees this machine's emulator or jobs."""
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def write_job(tmp_path: Path) -> WriteJob:
+    """job_content() with changes, as a file."""
+
+    def write(**changes: Any) -> str:
+        path = tmp_path / "job.yaml"
+        path.write_text(yaml.safe_dump({**job_content(), **changes}), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Runs a command that must be refused with a code; its one line."""
+
+    def refused(arguments: list[str], code: int) -> str:
+        assert run(arguments) == code
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert "Traceback" not in printed.err
+        # Progress may come before it; the error itself is one line, the last.
+        lines = [line for line in printed.err.splitlines() if line.startswith("trainyard: ")]
+        assert len(lines) == 1 and printed.err.rstrip().endswith(lines[0])
+        return lines[0]
+
+    return refused
+
+
+def test_an_unknown_key(refusal: Refusal, write_job: WriteJob, environment_path: Path) -> None:
+    line = refusal(["launch", write_job(trainning={"steps": 3}), "-e", str(environment_path)], 2)
+    assert "job.yaml: trainning: unknown key, did you mean 'training'?" in line
+    assert "trainning" in refusal(["plan", write_job(trainning={"steps": 3})], 2)
+
+
+def test_a_missing_job_file(refusal: Refusal) -> None:
+    assert "nowhere.yaml: no such file" in refusal(["plan", "nowhere.yaml"], 2)
+
+
+def test_a_malformed_override(refusal: Refusal, write_job: WriteJob) -> None:
+    assert "must look like section.key=value" in refusal(["plan", write_job(), "--set", "training.steps"], 2)
+
+
+def test_no_tenant(refusal: Refusal, write_job: WriteJob, environment_path: Path) -> None:
+    line = refusal(["launch", write_job(tenant=None), "-e", str(environment_path)], 2)
+    assert "tenant is missing; environment test has: acme, globex" in line
+
+
+def test_an_unknown_tenant(refusal: Refusal, write_job: WriteJob, environment_path: Path) -> None:
+    line = refusal(["launch", write_job(tenant="initech"), "-e", str(environment_path)], 2)
+    assert "tenant 'initech' is not in environment test, which has: acme, globex" in line
+
+
+def test_a_tenant_that_is_not_deployed(
+    refusal: Refusal, write_job: WriteJob, environment_path: Path, deployed: Account
+) -> None:
+    line = refusal(["launch", write_job(tenant="globex"), "-e", str(environment_path)], 3)
+    assert "/trainyard/test/globex/contract doesn't exist; deploy the stacks: cdk deploy" in line
+
+
+def test_an_unknown_environment(refusal: Refusal, write_job: WriteJob) -> None:
+    line = refusal(["launch", write_job(), "-e", "moon"], 2)
+    assert "no such environment" in line and "local" in line
+
+
+def test_more_machines_than_the_quota(
+    refusal: Refusal, write_job: WriteJob, environment_path: Path, deployed: Account
+) -> None:
+    many = {**job_content()["compute"], "instance_count": 16}
+    line = refusal(["launch", write_job(compute=many), "-e", str(environment_path), "--force"], 2)
+    assert "compute.instance_count 16: over the quota of tenant acme, which is 4 x ml.p5.4xlarge" in line
+
+
+def test_a_bucket_that_is_not_there(
+    refusal: Refusal, write_job: WriteJob, environment_path: Path, deployed: Account
+) -> None:
+    data = {**job_content()["data"], "train": [{"path": "s3://no-such-bucket-anywhere/train", "format": "jsonl"}]}
+    line = refusal(["launch", write_job(data=data), "-e", str(environment_path)], 3)
+    assert "there is no bucket no-such-bucket-anywhere; the tenant's buckets are acme-data and acme-checkpoints" in line
+
+
+def test_a_path_that_is_not_there(
+    refusal: Refusal, write_job: WriteJob, environment_path: Path, deployed: Account
+) -> None:
+    data = {**job_content()["data"], "train": [{"path": "tenant://sets/typo", "format": "jsonl"}]}
+    assert "s3://acme-data/sets/typo: there is nothing there" in refusal(
+        ["launch", write_job(data=data), "-e", str(environment_path)], 3
+    )
+
+
+def test_the_wrong_account(refusal: Refusal, write_job: WriteJob, tmp_path: Path, aws: Account) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump({**environment_content(), "account": "999999999999"}), encoding="utf-8")
+    line = refusal(["launch", write_job(), "-e", str(other)], 3)
+    assert "wrong AWS account: the credentials belong to 123456789012, environment test is account 999999999999" in line
+    assert "AWS_PROFILE" in line
+
+
+def test_no_credentials(
+    refusal: Refusal, write_job: WriteJob, environment_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    assert "no AWS credentials found" in refusal(["launch", write_job(), "-e", str(environment_path)], 3)
+
+
+def test_an_unknown_profile(
+    refusal: Refusal, write_job: WriteJob, environment_path: Path, aws: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
+    assert "no-such-profile" in refusal(["launch", write_job(), "-e", str(environment_path)], 3)
+
+
+def test_no_emulator_for_an_emulated_environment(refusal: Refusal, write_job: WriteJob, tmp_path: Path) -> None:
+    emulated = tmp_path / "emulated.yaml"
+    emulated.write_text(yaml.safe_dump({**environment_content(), "emulated": True}), encoding="utf-8")
+    line = refusal(["launch", write_job(), "-e", str(emulated)], 3)
+    assert "no emulator is running; start it with `scripts/quickstart`" in line
+
+
+def test_a_tenant_too_long_for_a_jobs_name(refusal: Refusal, write_job: WriteJob) -> None:
+    line = refusal(["launch", write_job(), "--backend", "local", "--set", f"tenant={'a' * 60}"], 2)
+    assert "job.yaml: tenant: " in line and "{0,18}" in line
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_a_number_that_is_none(refusal: Refusal, write_job: WriteJob, value: str) -> None:
+    assert "training.learning_rate: " in refusal(["plan", write_job(), "--set", f"training.learning_rate={value}"], 2)
+    assert "budget.max_usd: " in refusal(["plan", write_job(), "--set", f"budget.max_usd={value}"], 2)
+
+
+def test_a_queue_that_is_full(
+    refusal: Refusal, write_job: WriteJob, environment_path: Path, deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [RunningJob("acme-other", "ml.p5.4xlarge", 3)]
+    monkeypatch.setattr(SageMakerBackend, "running", lambda *_, **__: held)
+    line = refusal(["launch", write_job(), "-e", str(environment_path), "--force"], 2)
+    assert "3 of the 4 instances of queue gpu are held by acme-other (3); wait until one ends" in line
+    assert S3RecordStore(deployed.client("s3"), "acme-data").job_ids() == [], "nothing was recorded"
+
+
+def test_an_occupied_port(refusal: Refusal) -> None:
+    with socket.socket() as occupant:
+        occupant.bind(("127.0.0.1", 0))
+        occupant.listen()
+        port = occupant.getsockname()[1]
+        assert str(port) in refusal(["emulator", "start", "--port", str(port)], 2)
+
+
+def test_a_job_that_does_not_exist(refusal: Refusal, environment_path: Path, deployed: Account) -> None:
+    for verb in ("status", "logs", "stop", "resume", "checkpoints"):
+        line = refusal([verb, "acme-none-20260131120000-1a2b", "-e", str(environment_path)], 2)
+        assert "there is no such job in s3://acme-data/jobs/" in line
+        assert "must look like" in refusal([verb, "Not_A_Job", "-e", str(environment_path)], 2)
+    line = refusal(["status", "initech-none-20260131120000-1a2b", "-e", str(environment_path)], 2)
+    assert "begins with no tenant of environment test (acme, globex)" in line
+
+
+def test_slurm_is_refused_honestly(refusal: Refusal, write_job: WriteJob) -> None:
+    assert "backend slurm is not supported by this version" in refusal(["launch", write_job(), "--backend", "slurm"], 2)
+
+
+def test_data_elsewhere_for_a_local_job(refusal: Refusal, write_job: WriteJob) -> None:
+    line = refusal(["launch", write_job(), "--backend", "local"], 2)
+    assert "data.train.0.path: tenant://sets/train is not on this machine" in line

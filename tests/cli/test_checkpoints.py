@@ -1,0 +1,78 @@
+"""`trainyard checkpoints` on a folder of the bare trainer: output, JSON and exit codes."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from trainyard.cli.app import run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Steps 10, 20 and 30; the newest is altered."""
+    for step in (10, 20, 30):
+        place = tmp_path / f"out/checkpoints/step-{step:08d}"
+        place.mkdir(parents=True)
+        (place / "__0_0.distcp").write_bytes(b"weights!")
+        shard = {"name": "__0_0.distcp", "bytes": 8, "sha256": hashlib.sha256(b"weights!").hexdigest()}
+        manifest = json.dumps({"version": 1, "step": step, "world_size": 1, "shards": [shard], "extra": {"step": step}})
+        (place / "manifest.json").write_text(manifest)
+        digest = hashlib.sha256(manifest.encode()).hexdigest()
+        (place / "COMMITTED").write_text(json.dumps({"manifest_sha256": digest}))
+    (tmp_path / "out/checkpoints/step-00000030/__0_0.distcp").write_bytes(b"Weights!")
+    return tmp_path / "out"
+
+
+def test_each_verb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = str(folder)
+    assert run(["checkpoints", where, "--json"]) == 0
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)] == [10, 20, 30]
+    assert run(["checkpoints", "list", where]) == 0
+    assert capsys.readouterr().out.count("committed") == 3
+    assert run(["checkpoints", "show", where, "--step", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["shards"][0]["bytes"] == 8
+
+    assert run(["checkpoints", "verify", where]) == 1
+    told = capsys.readouterr()
+    assert told.out.splitlines() == [
+        "step 10: whole",
+        "step 20: whole",
+        "step 30: __0_0.distcp is altered (its SHA-256 is not the manifest's)",
+    ]
+    assert told.err == f"trainyard: {where}: 1 of 3 checkpoints are broken (step 30)\n"
+    assert run(["checkpoints", "verify", where, "--step", "20"]) == 0
+
+    target = str(folder.parent / "kept")
+    assert run(["checkpoints", "copy", where, "--step", "20", "--to", target, "--json"]) == 0
+    capsys.readouterr()
+    assert run(["checkpoints", "verify", target]) == 0
+    assert run(["checkpoints", "copy", where, "--step", "30", "--to", target]) == 1
+    capsys.readouterr()
+    assert run(["checkpoints", "prune", where, "--keep-last", "1", "--json"]) == 0
+    pruned = json.loads(capsys.readouterr().out)
+    assert pruned.pop("freed_bytes") > 200
+    assert pruned == {
+        "removed": [10],
+        "kept": [20, 30],
+        "dry_run": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["list", "./nowhere"], "./nowhere: no such folder; give a job's id, or the folder"),
+        (["show", "{folder}", "--step", "7"], "has no checkpoint of that step (there: 10, 20, 30)"),
+        (["prune", "{folder}"], "Missing option '--keep-last'"),
+        (["copy", "{folder}", "--to", "gs://a/b"], "gs://a/b: must be an s3:// prefix or a folder"),
+        (["copy", "{folder}", "--step", "20", "--to", "s3://a/b"], "s3://a/b: is on S3, and this job runs on this"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    folder: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["checkpoints", *(one.replace("{folder}", str(folder)) for one in arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line

@@ -1,0 +1,264 @@
+"""The verbs on a job, one after the other, as a person and as a program use them."""
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launch_testing import IMAGE, job_content
+from rich.console import Console
+
+from trainyard.cli import live
+from trainyard.cli.app import run
+from trainyard.cli.live import Seen, follow
+from trainyard.launch import watch
+from trainyard.launch.backend import LogCursor, LogLine, Observation
+from trainyard.launch.place import place_of
+from trainyard.launch.record import JobRecord
+from trainyard.launch.session import Account
+from trainyard.launch.watch import Status
+from trainyard.spec.platform import TenantContract
+
+
+@pytest.fixture
+def job_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job_content()), encoding="utf-8")
+    return str(path)
+
+
+def output_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    assert run(arguments) == code
+    return capsys.readouterr().out
+
+
+def launch_json(job_path: str, environment: str, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    launched: dict[str, Any] = json.loads(output_of(["launch", job_path, "-e", environment, "--json", *more], capsys))
+    return launched
+
+
+def test_launch_status_jobs_checkpoints(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    contract: TenantContract,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # globex is in the environment file too: `jobs` lists every tenant.
+    other = contract.model_copy(update={"tenant": "globex"})
+    deployed.client("ssm").put_parameter(
+        Name="/trainyard/test/globex/contract", Value=other.model_dump_json(), Type="String"
+    )
+    where = str(environment_path)
+    launched = launch_json(job_path, where, capsys, "--set", "training.steps=7")
+    job_id = launched["job_id"]
+    assert launched["state"] == "Submitted" and launched["tenant"] == "acme"
+    described = deployed.client("sagemaker").describe_training_job(TrainingJobName=job_id)
+    assert described["AlgorithmSpecification"]["TrainingImage"] == IMAGE
+
+    status = json.loads(output_of(["status", job_id, "-e", where, "--json"], capsys))
+    assert (status["job_id"], status["state"], status["finished"]) == (job_id, "Completed", True)
+    assert job_id in output_of(["status", job_id, "-e", where], capsys)
+    assert job_id in output_of(["jobs", "-e", where, "-t", "acme"], capsys)
+    assert [
+        item["job_id"] for item in json.loads(output_of(["jobs", "-e", where, "-t", "acme", "--json"], capsys))
+    ] == [job_id]
+
+    assert json.loads(output_of(["checkpoints", job_id, "-e", where, "--json"], capsys)) == []
+    s3 = deployed.client("s3")
+    for key in ("step-00000005/shard-0", "step-00000005/COMMITTED", "step-00000010/shard-0"):
+        s3.put_object(Bucket=contract.buckets.checkpoints, Key=f"jobs/{job_id}/checkpoints/{key}", Body=b"12345678")
+    found = json.loads(output_of(["checkpoints", job_id, "-e", where, "--json"], capsys))
+    assert [(item["step"], item["committed"], item["size_bytes"]) for item in found] == [(5, True, 16), (10, False, 8)]
+    assert "torn" in output_of(["checkpoints", job_id, "-e", where], capsys)
+
+
+def test_a_completed_job_neither_stops_nor_resumes(
+    job_path: str, environment_path: Path, deployed: Account, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = launch_json(job_path, str(environment_path), capsys)["job_id"]
+    output_of(["resume", job_id, "-e", str(environment_path)], capsys, code=2)
+    output_of(["stop", job_id, "-e", str(environment_path)], capsys, code=2)
+
+
+def test_wait_ends_with_the_jobs_own_result(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched = launch_json(job_path, str(environment_path), capsys, "--wait")
+    assert launched["state"] == "Completed"
+
+    failed = Observation("Failed", failure="CapacityError: no ml.p5.4xlarge")
+    monkeypatch.setattr("trainyard.launch.sagemaker_backend.SageMakerBackend.observe", lambda *_: failed)
+    assert run(["launch", job_path, "-e", str(environment_path), "--wait"]) == 1
+    assert "Failed: CapacityError: no ml.p5.4xlarge" in capsys.readouterr().err
+
+
+def test_stop_ends_with_how_the_job_ended(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where = str(environment_path)
+    job_id = launch_json(job_path, where, capsys)["job_id"]
+    backend = "trainyard.launch.sagemaker_backend.SageMakerBackend"
+    seen = [Observation("Training"), Observation("Stopping"), Observation("Stopped")]
+    monkeypatch.setattr(f"{backend}.stop", lambda *_: None)
+    monkeypatch.setattr(f"{backend}.observe", lambda *_: seen.pop(0) if len(seen) > 1 else seen[0])
+    stopping = json.loads(output_of(["stop", job_id, "-e", where, "--json"], capsys))
+    assert (stopping["job_id"], stopping["state"], stopping["finished"]) == (job_id, "Stopping", False)
+
+    seen[:] = [Observation("Training"), Observation("Stopping"), Observation("Stopped")]
+    stopped = json.loads(output_of(["stop", job_id, "-e", where, "--wait", "--json"], capsys))
+    assert (stopped["state"], stopped["finished"]) == ("Stopped", True)
+
+    seen[:] = [Observation("Training"), Observation("Stopping"), Observation("Failed", failure="OSError: disk full")]
+    assert run(["stop", job_id, "-e", where, "--wait"]) == 1
+    assert f"job {job_id}: Failed: OSError: disk full" in capsys.readouterr().err
+
+
+def test_jobs_are_listed_in_their_present_state(
+    job_path: str, environment_path: Path, deployed: Account, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(environment_path)
+    job_id = launch_json(job_path, where, capsys)["job_id"]  # moto completes it at once; its record says Submitted
+    (listed,) = json.loads(output_of(["jobs", "-e", where, "-t", "acme", "--json"], capsys))
+    assert (listed["job_id"], listed["state"], listed["finished"]) == (job_id, "Completed", True)
+    table = output_of(["jobs", "-e", where, "-t", "acme"], capsys)
+    assert "Completed" in table and "Submitted" not in table
+
+
+def test_logs_go_on_over_a_read_without_lines(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where = str(environment_path)
+    job_id = launch_json(job_path, where, capsys)["job_id"]
+    reads = [["one"], [], ["two"]]
+
+    def read_logs(_: object, __: object, cursor: LogCursor) -> list[LogLine]:
+        texts = reads.pop(0)
+        cursor.more = bool(reads)
+        return [LogLine("algo-1", text, 0) for text in texts]
+
+    monkeypatch.setattr("trainyard.launch.sagemaker_backend.SageMakerBackend.read_logs", read_logs)
+    assert output_of(["logs", job_id, "-e", where], capsys) == "algo-1 one\nalgo-1 two\n"
+    reads[:] = [["one"], [], ["two"]]
+    assert output_of(["logs", job_id, "-e", where, "--follow"], capsys) == "algo-1 one\nalgo-1 two\n"
+
+
+def test_the_emulators_types_need_no_emulator(job_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    known = json.loads(output_of(["emulator", "types", "--json"], capsys))
+    assert known["AWS::KMS::Key"] == "api-backed"
+
+
+def test_two_who_resume_a_local_job_at_once(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where = str(environment_path)
+    job_id = launch_json(job_path, where, capsys)["job_id"]
+    monkeypatch.setattr(
+        "trainyard.launch.sagemaker_backend.SageMakerBackend.observe", lambda *_: Observation("Stopped")
+    )
+    first = watch.update
+
+    def other_first(store: Any, job: str, change: Any) -> Any:
+        if "next_attempt" in change.__qualname__:
+            stored = store.read(job)
+            store.replace(stored, stored.record.with_next_attempt())
+        return first(store, job, change)
+
+    monkeypatch.setattr(watch, "update", other_first)
+    assert run(["resume", job_id, "-e", where]) == 2
+    assert "somebody else has just resumed it" in capsys.readouterr().err
+
+
+def test_plan_and_predict_speak_json(
+    job_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = json.loads(output_of(["plan", job_path, "--json"], capsys))
+    assert plan["job"] == "tiny" and plan["configurations"]
+    configuration = {"model": "llama-3.1-8b", "gpu": "H100", "gpus": 8, "global_batch": 64, "seq": 4096}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(configuration) + "\nnonsense\n"))
+    lines = output_of(["predict", "--jsonl"], capsys, code=2).splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[0])["peak_memory_gib"] > 0
+    assert "error" in json.loads(lines[1])
+
+
+def test_interrupting_is_quiet(
+    job_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainyard.planner.plan", interrupt)
+    assert run(["plan", job_path]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_step_line_is_understood() -> None:
+    seen = Seen()
+    line = "step=12 loss=3.2145 learning_rate=0.001 tokens=2048 tokens_per_second=1590.4 step_seconds=1.2"
+    assert seen.read(LogLine("algo-1", line, 0))
+    assert str(seen) == "step 12  loss 3.2145  1,590 tokens/s"
+    assert not seen.read(LogLine("algo-1", "checkpoint step=10 committed uri=x", 0))
+    assert seen.step == 12
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+def test_following_shows_steps_states_and_checkpoints(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+) -> None:
+    job_id = launch_json(job_path, str(environment_path), capsys)["job_id"]
+
+    place = place_of(job_id, str(environment_path), None)
+    record = place.store.read(job_id).record
+
+    def script(*_: object, **__: object) -> Iterator[tuple[Status, list[LogLine]]]:
+        training = LogLine("algo-1", "step=3 loss=2.5 tokens_per_second=10.0", 0)
+        saved = LogLine("algo-1", "checkpoint step=3 committed uri=s3://x", 1)
+        yield _status(record, "Training"), [training, saved, LogLine("algo-1", "[a] noise", 2)]
+        yield _status(record.with_attempt(reclaims=1), "Training"), []
+        time.sleep(0.5)  # as long as a look at AWS takes: the spinner's own thread draws meanwhile
+        yield _status(record, "Completed"), []
+
+    shown = io.StringIO()
+    monkeypatch.setattr(watch, "watch", script)
+    monkeypatch.setattr(
+        live, "console", lambda **_: Console(file=shown, force_terminal=terminal, width=200, highlight=False)
+    )
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    assert follow(place, job_id, quiet=False).state == "Completed"
+    text = shown.getvalue()
+    assert "step 3  loss 2.5  10 tokens/s" in text
+    assert "checkpoint step=3 committed" in text
+    assert "Training" in text
+    assert "noise" not in text
+    assert text.count("spot capacity reclaimed") == 1
+
+
+def _status(record: JobRecord, state: str) -> Status:
+    return Status(record, Observation(state))

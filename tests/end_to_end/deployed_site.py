@@ -1,0 +1,82 @@
+"""A platform deployed by the quickstart, and how to run commands beside it as a new shell would."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainyard import emulator
+from trainyard.emulator import EmulatorInfo
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def bare_environment(state_dir: Path) -> dict[str, str]:
+    """What a new shell on a new machine has, and where this test's emulator keeps its state."""
+    python_folder = Path(sys.base_prefix) / "bin"
+    return {
+        "HOME": str(state_dir),
+        "PATH": f"/usr/bin:/bin:{python_folder}",
+        "TRAINYARD_STATE_DIR": str(state_dir),
+    }
+
+
+@dataclass(frozen=True)
+class Site:
+    """A deployed platform and what the quickstart said of it."""
+
+    state_dir: Path
+    report: dict[str, Any]
+    output: str
+
+    @property
+    def info(self) -> EmulatorInfo:
+        """The running emulator."""
+        found = emulator.find(self.state_dir / "emulator")
+        assert found is not None
+        return found
+
+    def trainyard(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """The CLI, as a person would run it."""
+        return subprocess.run(
+            [str(CHECKOUT / ".venv/bin/trainyard"), *arguments],
+            cwd=CHECKOUT,
+            env=bare_environment(self.state_dir),
+            capture_output=True,
+            text=True,
+        )
+
+
+def start_quickstart(state_dir: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """`scripts/quickstart` in a session of its own, so that a signal reaches it alone."""
+    return subprocess.Popen(
+        ["scripts/quickstart", *arguments],
+        cwd=CHECKOUT,
+        env=bare_environment(state_dir),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def processes_of(state_dir: Path) -> list[str]:
+    """Command lines of all processes that belong to a state directory, by their command line or environment.
+
+    The daemon and the jobs get a minimal environment, but their arguments and folders lie in the state directory.
+    """
+    mark = str(state_dir).encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if not folder.name.isdigit() or int(folder.name) == os.getpid():
+                continue
+            command = (folder / "cmdline").read_bytes()
+            if mark in command or mark in (folder / "environ").read_bytes():
+                found.append(command.decode(errors="replace").replace("\0", " ")[:150])
+        except OSError:
+            continue
+    return [line for line in found if line]

@@ -1,0 +1,115 @@
+"""The doctor: what is wrong is found and comes with its mend; what must be denied and isn't, fails."""
+
+from pathlib import Path
+
+import pytest
+from launch_testing import IMAGE
+
+from trainyard.cli.app import run
+from trainyard.errors import InputError
+from trainyard.launch.session import Account
+from trainyard.operate import doctor
+from trainyard.operate.doctor import Check, examine
+from trainyard.spec.platform import EnvironmentSpec, TenantContract
+
+
+def by_name(environment: EnvironmentSpec, tenant: str | None = None) -> dict[str, Check]:
+    return {check.name: check for check in examine(environment, tenant)}
+
+
+def test_an_empty_account_fails_with_a_mend_on_every_line(aws: Account, environment: EnvironmentSpec) -> None:
+    checks = by_name(environment)
+    assert checks["account"].level == "pass"
+    for name in ("stacks", "image", "acme: contract", "globex: contract"):
+        assert (checks[name].level, bool(checks[name].mend)) == ("fail", True), name
+    assert "trainyard-test-acme-foundation (not deployed)" in checks["stacks"].finding
+
+
+def test_a_refusal_in_any_services_words_is_a_denial() -> None:
+    from botocore.exceptions import ClientError
+
+    def refused(code: str) -> Check:
+        def attempt() -> None:
+            raise ClientError({"Error": {"Code": code, "Message": "no"}}, "Operation")
+
+        return doctor._denied("acme: denied globex's network", attempt)
+
+    assert refused("UnauthorizedOperation").level == "pass", "EC2's word for it"
+    assert refused("Throttling").level == "fail"
+
+
+def test_without_credentials_the_rest_is_left_out(
+    environment: EnvironmentSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    checks = by_name(environment)
+    assert checks["account"].level == "fail" and "aws sso login" in checks["account"].mend
+    assert "stacks" not in checks and "python" in checks
+
+
+def test_a_deployed_tenant_passes_and_what_is_allowed_to_all_fails(
+    deployed: Account, contract: TenantContract, environment: EnvironmentSpec
+) -> None:
+    other = contract.model_copy(
+        update={"tenant": "globex", "buckets": contract.buckets.model_copy(update={"data": "globex-data"})}
+    )
+    deployed.client("ssm").put_parameter(
+        Name="/trainyard/test/globex/contract", Value=other.model_dump_json(), Type="String"
+    )
+    deployed.client("s3").create_bucket(Bucket="globex-data")
+    checks = by_name(environment, "acme")
+    assert checks["image"].finding == IMAGE
+    assert checks["acme: data bucket"].level == "pass"
+    # moto judges no policy, so acme reads globex's bucket: exactly what the doctor must not pass over.
+    assert checks["acme: denied globex's data bucket"].level == "fail"
+    assert "was ALLOWED" in checks["acme: denied globex's data bucket"].finding
+    assert not any(name.startswith("globex:") for name in checks), "only the tenant that was asked for"
+
+
+def test_a_missing_bucket_is_no_denial(
+    deployed: Account, contract: TenantContract, environment: EnvironmentSpec
+) -> None:
+    gone = contract.model_copy(
+        update={"tenant": "globex", "buckets": contract.buckets.model_copy(update={"data": "gone-bucket"})}
+    )
+    deployed.client("ssm").put_parameter(
+        Name="/trainyard/test/globex/contract", Value=gone.model_dump_json(), Type="String"
+    )
+    check = by_name(environment, "acme")["acme: denied globex's data bucket"]
+    assert check.level == "fail" and "NoSuchBucket, which is no denial" in check.finding
+
+
+def test_an_unknown_tenant_is_named_at_once(environment: EnvironmentSpec) -> None:
+    with pytest.raises(InputError, match="'initech' is not in environment test"):
+        next(examine(environment, "initech"))
+
+
+def test_old_and_missing_prices_are_warnings(environment: EnvironmentSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MAX_PRICE_AGE_DAYS", -1)
+    old = doctor.prices(environment)
+    assert (old.level, "days old" in old.finding) == ("warn", True)
+    monkeypatch.setattr(doctor, "MAX_PRICE_AGE_DAYS", 100_000)
+    assert doctor.prices(environment).level == "pass"
+    unpriced = environment.model_copy(update={"max_instances": {"ml.none.large": 1}})
+    assert doctor.prices(unpriced).level == "warn"
+
+
+def test_a_cdk_that_is_not_the_pinned_one_fails(tmp_path: Path) -> None:
+    (tmp_path / "node_modules" / "aws-cdk").mkdir(parents=True)
+    (tmp_path / "node_modules" / "aws-cdk" / "package.json").write_text('{"version": "3.0.0"}')
+    (tmp_path / "package.json").write_text('{"devDependencies": {"aws-cdk": "2.1148.1"}}')
+    check = doctor._cdk(tmp_path)
+    assert check.level == "fail" and "3.0.0 is installed, 2.1148.1 is pinned" in check.finding
+    assert doctor._cdk(tmp_path / "elsewhere").level == "fail"
+
+
+def test_the_verb_ends_with_1_where_something_fails(
+    aws: Account, environment_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["doctor", "-e", str(environment_path)]) == 1
+    out = capsys.readouterr().out
+    assert "fail stacks" in out and "mend: deploy the stacks: cdk deploy" in out

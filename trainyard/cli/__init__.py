@@ -1,0 +1,16 @@
+"""The `trainyard` command: one file per group of verbs, each verb thin over trainyard.planner, .launch, .operate.
+
+Exit codes: 0 done, 1 the job or check failed, 2 the input was wrong, 3 AWS refused, 130 interrupted. Errors are one
+line on stderr. Libraries that take long to import are imported by the verb that needs them: `--help` is instant.
+"""
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line (sys.argv by default) and exit with its code."""
+    import sys
+
+    from trainyard.cli.app import run
+
+    sys.exit(run(arguments))

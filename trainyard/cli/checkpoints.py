@@ -1,0 +1,285 @@
+"""`checkpoints list|show|verify|prune|copy` and `export`: what a job has saved."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption
+from trainyard.cli.output import console, print_json
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+
+if TYPE_CHECKING:
+    from trainyard.launch.checkpoints import Checkpoint
+
+DEFAULT_VERB = "list"
+
+
+class _ListByDefault(typer.core.TyperGroup):
+    """`trainyard checkpoints JOB` lists, as it always did."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = [DEFAULT_VERB, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_ListByDefault,
+    help="List, show, verify, prune or copy a job's checkpoints. Without a verb: list. Every verb knows --json.",
+    no_args_is_help=True,
+)
+
+CheckpointsOf = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB|FOLDER", help="The job's id, or the folder that holds checkpoints/.", show_default=False
+    ),
+]
+StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Of this step; default: the newest good one.")]
+
+
+def register(parent: typer.Typer) -> None:
+    """Put the verbs of this file into the command line."""
+    parent.add_typer(app, name="checkpoints")
+    parent.command()(export)
+
+
+@app.command("list")
+def list_(
+    job: CheckpointsOf,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List a job's checkpoints: step, size, and whether a resume would take it (it takes the newest good one).
+
+    Example: trainyard checkpoints list acme-stdlib-llama-20260131120000-1a2b
+    """
+    from trainyard.launch.checkpoints import list_checkpoints
+
+    with console(stderr=True).status("asking"):
+        destination, s3 = _destination(job, environment, tenant)
+        found = list_checkpoints(destination, s3)
+    if as_json:
+        print_json([checkpoint.as_json() for checkpoint in found])
+        return
+    from trainyard.cli.tables import checkpoints_table
+
+    console().print(checkpoints_table(found) if found else "no checkpoint yet")
+
+
+@app.command()
+def show(
+    job: CheckpointsOf,
+    step: StepOption = None,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one checkpoint: its shards with their hashes, and where the run stood.
+
+    Example: trainyard checkpoints show acme-stdlib-llama-20260131120000-1a2b --step 500
+    """
+    from trainyard.launch.checkpoints import chosen
+
+    with console(stderr=True).status("asking"):
+        destination, s3 = _destination(job, environment, tenant)
+        details = chosen(destination, s3, step).details()
+    if as_json:
+        print_json(details)
+        return
+    for name, value in details.items():
+        if name == "shards":
+            for shard in value:
+                print(f"shard {shard['name']}  {shard['bytes']} bytes  sha256 {shard['sha256']}")
+        elif name == "extra":
+            for key, part in value.items():
+                print(f"{key}: {part}")
+        elif value not in ("", None):
+            print(f"{name}: {value}")
+
+
+@app.command()
+def verify(
+    job: CheckpointsOf,
+    step: StepOption = None,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read every shard again and compare it with its manifest; exit code 1 where a committed one is not whole.
+
+    A save that was interrupted (no marker) is told, but no failure: a resume never reads it. Without --step: all.
+
+    Example: trainyard checkpoints verify acme-stdlib-llama-20260131120000-1a2b
+    """
+    from trainyard.launch.checkpoints import chosen, list_checkpoints, verified
+
+    with console(stderr=True).status("reading") as spinner:
+        destination, s3 = _destination(job, environment, tenant)
+        asked = list_checkpoints(destination, s3) if step is None else [chosen(destination, s3, step)]
+        found = []
+        for checkpoint in asked:
+            spinner.update(f"reading step {checkpoint.step}")
+            found.append(verified(destination, s3, checkpoint))
+    broken = [one for one in found if one.problem and (one.committed or step is not None)]
+    if as_json:
+        print_json([checkpoint.as_json() for checkpoint in found])
+    else:
+        for checkpoint in found:
+            print(f"step {checkpoint.step}: {checkpoint.problem or 'whole'}")
+    if broken:
+        steps = ", ".join(str(one.step) for one in broken)
+        raise JobFailedError(f"{job}: {len(broken)} of {len(found)} checkpoints are broken (step {steps})")
+
+
+@app.command()
+def prune(
+    job: CheckpointsOf,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="How many good ones stay, the newest.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove old checkpoints, and broken ones older than the newest good one, which is read and verified first.
+
+    Example: trainyard checkpoints prune acme-stdlib-llama-20260131120000-1a2b --keep-last 2 --dry-run
+    """
+    from trainyard.launch import checkpoints
+
+    with console(stderr=True).status("pruning"):
+        destination, s3 = _destination(job, environment, tenant)
+        done = checkpoints.prune(destination, s3, keep_last=keep_last, dry_run=dry_run)
+    removed = [checkpoint.step for checkpoint in done.removed]
+    kept = [checkpoint.step for checkpoint in done.kept]
+    if as_json:
+        print_json({"removed": removed, "kept": kept, "freed_bytes": done.freed_bytes, "dry_run": dry_run})
+        return
+    verb = "would remove" if dry_run else "removed"
+    print(f"{verb} {_steps(removed)} ({done.freed_bytes / 2**20:.1f} MiB), kept {_steps(kept)}")
+
+
+@app.command()
+def copy(
+    job: CheckpointsOf,
+    to: Annotated[str, typer.Option("--to", metavar="S3-PREFIX|FOLDER", help="Where to.")],
+    step: StepOption = None,
+    every: Annotated[bool, typer.Option("--all", help="Every good one instead of the newest.")] = False,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a checkpoint to another prefix, bucket or folder, verified first, its marker last.
+
+    Example: trainyard checkpoints copy acme-stdlib-llama-20260131120000-1a2b --to s3://acme-checkpoints/kept/one
+    """
+    from trainyard.launch import checkpoints
+
+    with console(stderr=True).status("copying"):
+        destination, s3 = _destination(job, environment, tenant)
+        if every:
+            asked = [one for one in checkpoints.list_checkpoints(destination, s3) if one.is_good]
+        else:
+            asked = [checkpoints.chosen(destination, s3, step)]
+        uris = checkpoints.copy(destination, s3, asked, to)
+    if as_json:
+        print_json({"copied": uris})
+        return
+    for uri in uris:
+        print(uri)
+
+
+def export(
+    job: CheckpointsOf,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A folder that is empty or not there yet.")],
+    step: StepOption = None,
+    max_shard_gib: Annotated[float, typer.Option("--max-shard-gib", min=0.001, help="Largest file of weights.")] = 5.0,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face model: safetensors, sharded, one tensor in memory at a time.
+
+    The result can be the model.source of another job. Needs the trainer (torch) on this machine.
+
+    Example: trainyard export acme-stdlib-llama-20260131120000-1a2b --step 500 --to exported
+    """
+    from trainyard.launch import checkpoints
+    from trainyard.launch.local_backend import check_trainer
+
+    check_trainer()
+    with console(stderr=True).status("asking") as spinner:
+        destination, s3 = _destination(job, environment, tenant)
+        found = checkpoints.chosen(destination, s3, step)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the result: where the model has room, its checkpoint most likely has too.
+        with tempfile.TemporaryDirectory(prefix=".trainyard-export-", dir=to.parent) as scratch:
+            spinner.update(f"reading step {found.step}")
+            folder = _local_folder(destination, s3, found, scratch)
+            spinner.update(f"writing {to}")
+            written = _run_export(folder, to, max_shard_gib)
+    if as_json:
+        print_json(written)
+        return
+    print(f"{to}: {written['num_tensors']} tensors, {written['num_bytes'] / 2**20:.1f} MiB, step {found.step}")
+    print(f"  a job reads it with model: {{source: {to}}}")
+
+
+def _local_folder(destination: str, s3: Any, found: "Checkpoint", scratch: str) -> Path:
+    """The checkpoint's folder on this machine, verified: its own, or a copy that is."""
+    from trainyard.launch import checkpoints
+
+    if destination.startswith("s3://"):
+        checkpoints.copy(destination, s3, [found], scratch)
+        return Path(scratch) / "checkpoints" / f"step-{found.step:08d}"
+    whole = checkpoints.verified(destination, s3, found)
+    if not whole.is_good:
+        raise JobFailedError(f"checkpoint of step {whole.step} is not exported: {whole.problem}")
+    return Path(whole.uri)
+
+
+def _run_export(folder: Path, to: Path, max_shard_gib: float) -> dict[str, Any]:
+    """What `python -m trainer.export_weights` says it wrote; its one-line error as ours."""
+    import json
+
+    from trainyard.launch.local_backend import trainer_environment
+
+    command = [sys.executable, "-m", "trainer.export_weights", "--checkpoint", str(folder), "--to", str(to)]
+    done = subprocess.run(
+        [*command, "--max-shard-bytes", str(int(max_shard_gib * 2**30))],
+        env=trainer_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        written: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return written
+    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
+    words = last.strip().removeprefix("error: ")
+    kinds = {kind.exit_code: kind for kind in (InputError, AwsRefusedError)}
+    raise kinds.get(done.returncode, JobFailedError)(words)
+
+
+def _destination(job: str, environment: str, tenant: str | None) -> tuple[str, Any]:
+    """Where the checkpoints of a job, or of a folder of the bare trainer, lie; and a client for S3."""
+    from trainyard.launch.names import job_id_of
+    from trainyard.launch.place import place_of
+
+    if ("/" in job and "://" not in job) or job in (".", ".."):
+        if not Path(job).is_dir():
+            raise InputError(f"{job}: no such folder; give a job's id, or the folder that holds checkpoints/")
+        return job, None
+    job_id = job_id_of(job)
+    place = place_of(job_id, environment, tenant)
+    return place.store.read(job_id).record.checkpoint_destination, place.s3
+
+
+def _steps(steps: list[int]) -> str:
+    return f"step {', '.join(str(step) for step in steps)}" if steps else "nothing"

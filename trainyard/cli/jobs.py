@@ -1,0 +1,317 @@
+"""`launch`, `status`, `logs`, `stop`, `resume`, `jobs`: a job from its spec to its end."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trainyard.cli.options import (
+    DEFAULT_ENVIRONMENT,
+    EnvironmentOption,
+    JobFile,
+    JobId,
+    JsonOption,
+    SetOption,
+    TenantOption,
+)
+from trainyard.cli.output import console, print_json
+from trainyard.errors import InputError, JobFailedError
+
+if TYPE_CHECKING:
+    from trainyard.launch.place import Place
+    from trainyard.launch.record import JobRecord
+    from trainyard.launch.watch import Status
+    from trainyard.spec.job import JobSpec
+
+BackendOption = Annotated[
+    Literal["sagemaker", "slurm", "local"] | None,
+    typer.Option("--backend", help="Where it runs; default: compute.backend of the job file."),
+]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the job to its end; exit code 1 where it fails.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Launch although the plan refuses (memory, budget, hours).")]
+ProcessesOption = Annotated[
+    int | None, typer.Option("--processes", min=1, help="--backend local: how many processes; default: as planned.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Put the verbs of this file into the command line."""
+    for verb in (launch, status, logs, stop, resume, jobs):
+        app.command()(verb)
+
+
+def launch(
+    job: JobFile,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    backend: BackendOption = None,
+    overrides: SetOption = None,
+    processes: ProcessesOption = None,
+    force: ForceOption = False,
+    wait: WaitOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Launch a job: on AWS, on AWS's stand-in here, or as processes of this machine.
+
+    Example: trainyard launch jobs/quickstart.yaml --environment local --wait
+    """
+    spec = load_for_backend(job, overrides or [], backend)
+    place, record = _launch(spec, environment, processes=processes, force=force)
+    if wait:
+        record = _follow(place, record.job_id, quiet=as_json).record
+    if as_json:
+        print_json(summary(record))
+    else:
+        _say_launched(record)
+    if wait and record.state != "Completed":
+        raise JobFailedError(f"job {record.job_id}: {record.state}: {record.attempt.failure or 'see its logs'}")
+
+
+def load_for_backend(path: Path, overrides: list[str], backend: str | None) -> "JobSpec":
+    """The job of a file, moved to another backend where one is asked for."""
+    from trainyard.spec.job import load_job
+
+    moved = list(overrides)
+    if backend is not None:
+        moved.append(f"compute.backend={backend}")
+    if backend == "local":
+        # This machine has neither the type nor the number of the hosts that the file names.
+        moved += ["compute.instance_type=null", "compute.instance_count=1", "compute.spot=false"]
+        moved += ["compute.max_wait_hours=null", "compute.queue=null"]
+    spec = load_job(path, moved)
+    if spec.compute.backend == "slurm":
+        raise InputError(f"{path}: backend slurm is not supported by this version; use sagemaker or local")
+    return spec
+
+
+def _launch(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
+    from trainyard.launch import launch as launch_on_sagemaker
+    from trainyard.launch import launch_here
+    from trainyard.launch.place import environment_file, local_jobs_folder, local_place, open_tenant
+    from trainyard.spec.platform import load_environment
+
+    with console(stderr=True).status("launching") as spinner:
+        if spec.compute.backend == "local":
+            return local_place(), launch_here(
+                spec, local_jobs_folder(), num_processes=processes, force=force, say=spinner.update
+            )
+        if processes is not None:
+            raise InputError("--processes is for --backend local; on SageMaker each GPU has its process")
+        file = environment_file(environment)
+        spinner.update("opening the account")
+        access = open_tenant(load_environment(file), spec.tenant, f"job {spec.name}")
+        record = launch_on_sagemaker(
+            spec, access.contract, account=access.account, launcher=access.launcher, force=force, say=spinner.update
+        )
+        return access.place, record
+
+
+def _say_launched(record: "JobRecord") -> None:
+    print(f"{record.job_id}: {record.state}")
+    for reason in record.forced:
+        print(f"  forced: {reason}")
+    print(f"  checkpoints {record.checkpoint_destination}")
+    if not record.finished:
+        print(f"  trainyard logs {record.job_id} --follow")
+        print(f"  trainyard status {record.job_id}")
+
+
+def status(
+    job: JobId,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how a job is doing, and what to do where it isn't.
+
+    Example: trainyard status acme-stdlib-llama-20260131120000-1a2b
+    """
+    from trainyard.launch import watch
+
+    with console(stderr=True).status("asking"):
+        place, job_id = _place(job, environment, tenant)
+        current = watch.status(place.store, place.backend, job_id)
+    if as_json:
+        print_json(summary(current.record, current))
+        return
+    from trainyard.cli.tables import status_table
+
+    console().print(status_table(current))
+
+
+def logs(
+    job: JobId,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+) -> None:
+    """Print a job's output, every host's lines in time order.
+
+    Example: trainyard logs acme-stdlib-llama-20260131120000-1a2b --follow
+    """
+    from trainyard.launch import watch
+    from trainyard.launch.backend import LogCursor
+
+    with console(stderr=True).status("asking"):
+        place, job_id = _place(job, environment, tenant)
+        record = place.store.read(job_id).record
+    if not follow:
+        _print_all_lines(place, record, LogCursor())
+        return
+    for _, lines in watch.watch(place.store, place.backend, job_id, sleep=time.sleep):
+        for line in lines:
+            print(f"{line.host} {line.text}", flush=True)
+
+
+def _print_all_lines(place: "Place", record: "JobRecord", cursor: Any) -> None:
+    # What ends it is the cursor's word, not an empty read: CloudWatch's pages may be empty before the end.
+    while True:
+        for line in place.backend.read_logs(record, cursor):
+            print(f"{line.host} {line.text}")
+        if not cursor.more:
+            return
+
+
+def stop(
+    job: JobId,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    wait: WaitOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop a job: it gets 120 seconds to save a checkpoint, and can be resumed.
+
+    --wait ends with exit code 1 where the job fails instead of stopping.
+
+    Example: trainyard stop acme-stdlib-llama-20260131120000-1a2b --wait
+    """
+    from trainyard.launch import watch
+
+    with console(stderr=True).status("asking"):
+        place, job_id = _place(job, environment, tenant)
+        current = watch.stop(place.store, place.backend, job_id)
+    if wait:
+        current = _follow(place, job_id, quiet=as_json)
+    if as_json:
+        print_json(summary(current.record, current))
+    else:
+        print(f"{job_id}: {current.state}")
+        if current.state != "Completed":
+            print(f"  trainyard resume {job_id}")
+    if wait and current.state == "Failed":
+        raise JobFailedError(f"job {job_id}: Failed: {current.record.attempt.failure or 'see its logs'}")
+
+
+def resume(
+    job: JobId,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    overrides: SetOption = None,
+    processes: ProcessesOption = None,
+    wait: WaitOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a stopped or failed job again from its newest checkpoint, or submit one that never was.
+
+    --set compute.* or parallelism.* goes on with other machines or another layout, and the same global batch.
+
+    Example: trainyard resume acme-stdlib-llama-20260131120000-1a2b --set compute.instance_count=1 --wait
+    """
+    from trainyard.launch import watch
+    from trainyard.launch.elastic import reviser
+
+    with console(stderr=True).status("resuming") as spinner:
+        place, job_id = _place(job, environment, tenant)
+        revise = reviser(overrides or [], processes)
+        record = watch.resume(place.store, place.backend, job_id, revise=revise, say=spinner.update)
+    if wait:
+        record = _follow(place, job_id, quiet=as_json).record
+    if as_json:
+        print_json(summary(record))
+    else:
+        print(f"{record.job_id}: {record.state}, attempt {record.attempt.number}")
+    if wait and record.state != "Completed":
+        raise JobFailedError(f"job {record.job_id}: {record.state}: {record.attempt.failure or 'see its logs'}")
+
+
+def jobs(
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="How many, newest first.")] = 20,
+    local: Annotated[bool, typer.Option("--local", help="Jobs on this machine instead.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List jobs, newest first, in their present state.
+
+    Example: trainyard jobs --tenant acme
+    """
+    from trainyard.launch.place import environment_file, local_place, open_tenant
+    from trainyard.spec.platform import load_environment
+
+    with console(stderr=True).status("asking"):
+        if local:
+            places = [local_place()]
+        else:
+            spec = load_environment(environment_file(environment))
+            tenants = [tenant] if tenant else sorted(spec.tenants)
+            places = [open_tenant(spec, name, "--tenant").place for name in tenants]
+        ids = [(job_id, place) for place in places for job_id in place.store.job_ids()[:limit]]
+        ids.sort(key=lambda item: item[0].split("-")[-2:], reverse=True)
+        records = [place.store.read(job_id).record for job_id, place in ids[:limit]]
+        shown = {job_id for job_id, _ in ids[:limit]}
+        states = {record.job_id: record.state for record in records}
+        for place in places:
+            here = {job_id for job_id, owner in ids if owner is place and job_id in shown}
+            # A record is as old as the last look at its job.
+            states |= place.backend.states([record for record in records if record.job_id in here])
+    if as_json:
+        print_json([summary(record, state=states[record.job_id]) for record in records])
+        return
+    from trainyard.cli.tables import jobs_table
+
+    console().print(jobs_table(records, states) if records else "no jobs yet: trainyard launch JOB.yaml")
+
+
+def _place(job: str, environment: str, tenant: str | None) -> "tuple[Place, str]":
+    from trainyard.launch.names import job_id_of
+    from trainyard.launch.place import place_of
+
+    job_id = job_id_of(job)
+    return place_of(job_id, environment, tenant), job_id
+
+
+def _follow(place: "Place", job_id: str, *, quiet: bool) -> "Status":
+    from trainyard.cli.live import follow
+
+    return follow(place, job_id, quiet=quiet)
+
+
+def summary(record: "JobRecord", current: "Status | None" = None, *, state: str | None = None) -> dict[str, Any]:
+    """What --json prints of a job: the record without its bulky parts, and what to do next.
+
+    `state`: what is known of it now, where that is all (`jobs`).
+    """
+    from trainyard.launch.record import TERMINAL_STATES
+
+    state = state or (current.state if current else record.state)
+    observation = current.observation if current else None
+    return {
+        "job_id": record.job_id,
+        "name": record.spec.name,
+        "tenant": record.tenant,
+        "environment": record.environment,
+        "backend": record.backend,
+        "state": state,
+        "finished": state in TERMINAL_STATES,
+        "training_job_name": record.attempt.training_job_name,
+        "attempt": record.attempt.number,
+        "reclaims": record.attempt.reclaims,
+        "failure": record.attempt.failure,
+        "submitted_at": record.attempt.submitted_at,
+        "checkpoint_destination": record.checkpoint_destination,
+        "forced": list(record.forced),
+        "running_seconds": observation.running_seconds if observation else None,
+        "billable_seconds": observation.billable_seconds if observation else None,
+        "states": [change.model_dump() for change in record.states],
+        "advice": current.advice if current else "",
+    }

@@ -1,0 +1,88 @@
+"""Rich tables of jobs, states and checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from trainyard.launch.checkpoints import Checkpoint
+from trainyard.launch.record import JobRecord
+from trainyard.launch.watch import Status
+
+_COLOURS = {"Completed": "green", "Failed": "red", "Stopped": "yellow", "Interrupted": "yellow", "Created": "yellow"}
+
+
+def status_table(current: Status) -> Group:
+    """A job on one screen: what it is, what happened to it and when, what to do."""
+    record, observation = current.record, current.observation
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("job", record.job_id)
+    facts.add_row("state", state_text(current.state))
+    compute = record.resolved.spec.compute
+    where = "this machine" if record.backend == "local" else f"{record.resolved.num_hosts} x {compute.instance_type}"
+    facts.add_row("runs on", f"{where}, {record.resolved.world_size} processes{', spot' if compute.spot else ''}")
+    if record.attempt.number > 1:
+        facts.add_row("attempt", f"{record.attempt.number} ({record.attempt.training_job_name})")
+    if record.attempt.reclaims:
+        facts.add_row("reclaimed", f"{record.attempt.reclaims} x, resumed by itself")
+    if observation and observation.running_seconds is not None:
+        facts.add_row("running", f"{observation.running_seconds:.0f} s")
+    if record.attempt.failure:
+        facts.add_row("failure", Text(record.attempt.failure, style="red"))
+    if record.forced:
+        facts.add_row("forced", "; ".join(record.forced))
+    facts.add_row("checkpoints", record.checkpoint_destination)
+    parts: list[Table | Text] = [facts, _history(record)]
+    if current.advice:
+        parts.append(Text(f"next: {current.advice}"))
+    return Group(*parts)
+
+
+def _history(record: JobRecord) -> Table:
+    history = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("at", "state", "attempt", "note"):
+        history.add_column(heading, style="dim" if heading == "at" else "")
+    for change in record.states:
+        at = datetime.fromisoformat(change.at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        history.add_row(at, state_text(change.state), str(change.attempt), change.note)
+    return history
+
+
+def jobs_table(records: Sequence[JobRecord], states: Mapping[str, str]) -> Table:
+    """Jobs, one a row; `states`: each one's present state by job id."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    # A job's id is what the other verbs are given: it is never cut short, however narrow the terminal.
+    table.add_column("job", no_wrap=True, min_width=max(len(record.job_id) for record in records))
+    for heading in ("tenant", "state", "attempts", "created"):
+        table.add_column(heading)
+    for record in records:
+        created = datetime.fromisoformat(record.attempts[0].created_at).astimezone().strftime("%Y-%m-%d %H:%M")
+        state = state_text(states[record.job_id])
+        table.add_row(record.job_id, record.tenant or "-", state, str(len(record.attempts)), created)
+    return table
+
+
+def checkpoints_table(found: Sequence[Checkpoint]) -> Table:
+    """Checkpoints, one a row."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("step", "MiB", "files", "state", "where"):
+        right = heading in {"step", "MiB"}
+        table.add_column(heading, no_wrap=heading != "where", overflow="fold", justify="right" if right else "left")
+    for item in found:
+        if not item.committed:
+            state = Text("torn: never read", style="yellow")
+        elif item.problem:
+            state = Text(f"broken: {item.problem}", style="red")
+        else:
+            state = Text("committed", style="green")
+        table.add_row(str(item.step), f"{item.size_bytes / 2**20:.1f}", str(item.num_files), state, item.uri)
+    return table
+
+
+def state_text(state: str) -> Text:
+    """A state in its colour."""
+    return Text(state, style=_COLOURS.get(state, ""))

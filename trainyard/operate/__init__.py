@@ -1,0 +1,1 @@
+"""What the runbooks do, as functions: checks, deployment, the quickstart."""
