@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import Checkpointer, CheckpointInfo, best_interval_seconds
-from trainer.data import IGNORED_LABEL, JobData, MicroBatch, build_data
+from trainer.data import JobData, MicroBatch
 from trainer.heartbeat import beat
 from trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row, StepClock
-from trainer.model import build_model
 from trainer.runtime import Runtime
 from trainer.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything, use_deterministic_kernels
@@ -22,6 +21,7 @@ from trainer.signals import StopFlag
 from trainer.speech import say
 from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_supported
 from trainer.strategies.mesh import data_parallel_rank, random_stream
+from trainer.tasks import task_of
 from trainyard.errors import JobFailedError
 from trainyard.spec.job import ResolvedJob
 
@@ -55,14 +55,15 @@ class Session:
         if job.spec.training.deterministic:
             use_deterministic_kernels()
         self.stop_flag = StopFlag(runtime.control_group).install()
-        self.data: JobData = build_data(
+        task = task_of(job)
+        self.data: JobData = task.build_data(
             job,
             data_parallel_rank=data_parallel_rank(job.parallelism, runtime.rank),
             data_parallel_size=job.parallelism.data_parallel_size,
             cache_dir=scratch_dir / "token_cache",
         )
         self.num_steps = job.steps or _steps_of_epochs(job, self.data)
-        model = build_model(job, vocab_size=self.data.vocab_size)
+        model = task.build_model(job, self.data)
         self._model_config = json.loads(model.config.to_json_string(use_diff=False))
         self.strategy: Strategy = build_strategy(job, model=model, runtime=runtime)
         assert self.strategy.data_parallel_rank == data_parallel_rank(job.parallelism, runtime.rank)
@@ -121,7 +122,7 @@ class Session:
         """The next optimizer step's sequences."""
         local = self.data.train.next_step()
         targets = sum(batch.num_target_tokens for batch in local)
-        tokens = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in local)
+        tokens = sum(batch.num_tokens for batch in local)
         num_targets, num_tokens = self._count(targets, tokens)
         return GlobalBatch(local=local, num_targets=num_targets, num_tokens=num_tokens)
 

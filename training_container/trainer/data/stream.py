@@ -35,6 +35,8 @@ class MicroBatch:
     """(B, S) int64, or None where positions simply count from 0."""
     num_target_tokens: int
     """Labels that count in the next-token loss: those of labels[:, 1:] that are not IGNORED_LABEL."""
+    num_tokens: int
+    """Tokens without padding."""
 
 
 class Permutation:
@@ -105,7 +107,7 @@ class SequenceTable:
         """The sequences `rows` as one micro-batch; a negative row is an empty sequence (all padding)."""
         input_ids = np.zeros((len(rows), self.sequence_length), dtype=np.int64)
         labels = np.full_like(input_ids, IGNORED_LABEL)
-        num_targets = 0
+        num_targets = num_tokens = 0
         for index, row in enumerate(rows):
             if row < 0:
                 continue
@@ -113,7 +115,8 @@ class SequenceTable:
             input_ids[index, :length] = self._tokens[start : start + length]
             labels[index, :length] = input_ids[index, :length]
             num_targets += length - 1
-        return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels), None, num_targets)
+            num_tokens += length
+        return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels), None, num_targets, num_tokens)
 
 
 def _cut(begins: Positions, ends: Positions, length: int) -> tuple[Positions, Positions]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer.runtime import Runtime
 from trainer.strategies.base import OptimizerStep, Strategy
+from trainer.tasks import task_of
 from trainyard.errors import InputError
 from trainyard.spec.job import OptimizerSpec, ParallelismSpec, ResolvedJob
 
@@ -18,8 +19,7 @@ __all__ = ["OptimizerStep", "Strategy", "build_strategy", "check_supported"]
 def check_supported(job: ResolvedJob, *, device_type: str) -> None:
     """Refuses, in one line and before anything is read, what this trainer does not do; never does it half."""
     spec, layout = job.spec, job.parallelism
-    if spec.task != "causal_lm":
-        raise InputError(f"task: {spec.task} is not implemented in this trainer; it trains causal_lm")
+    task_of(job).check(job)
     if spec.model.adapter is not None:
         _check_adapter(spec.model.adapter.kind, layout)
     _check_optimizer(spec.training.optimizer, layout)

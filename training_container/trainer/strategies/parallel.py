@@ -26,7 +26,8 @@ from trainer.strategies import context_parallel, expert_parallel, pipeline, tens
 from trainer.strategies.base import Batch, Clock
 from trainer.strategies.fsdp import precision_policy, reshard, shard_weights
 from trainer.strategies.mesh import Mesh, data_parallel_rank
-from trainer.strategies.torch_engine import TorchStrategy, model_logits
+from trainer.strategies.torch_engine import TorchStrategy
+from trainer.tasks.causal_lm import model_logits
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec, ResolvedJob
 

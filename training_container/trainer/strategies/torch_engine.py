@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.loss import next_token_loss_sum
 from trainer.loss_scaling import LossScaler
 from trainer.optimizer import (
     build_optimizer,
@@ -20,6 +19,7 @@ from trainer.optimizer import (
 )
 from trainer.runtime import Runtime
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
+from trainer.tasks import task_of
 from trainyard.spec.job import ResolvedJob
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,6 +40,7 @@ class TorchStrategy(Strategy):
         self.data_parallel_size = job.parallelism.data_parallel_size
         self._job = job
         self._device = runtime.device
+        self._task = task_of(job)
         self._scaler = LossScaler.for_precision(job.spec.training.precision)
         self._model = self._place(model)
         self._forward = self._wrap(self._model)
@@ -86,8 +87,7 @@ class TorchStrategy(Strategy):
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
         with self._autocast():
-            logits = model_logits(self._forward, batch, self._device)
-        return next_token_loss_sum(logits, batch.labels.to(self._device))
+            return self._task.loss_sum(self._forward, batch, self._device)
 
     def optimizer_step(self, learning_rate: float) -> OptimizerStep:
         """See Strategy."""
@@ -151,14 +151,6 @@ class TorchStrategy(Strategy):
         """See Strategy."""
         if "loss_scaler" in state:
             self._scaler.restore(state["loss_scaler"])
-
-
-def model_logits(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
-    """(batch, sequence, vocabulary). Position ids that restart keep packed documents from seeing each other."""
-    position_ids = None if batch.position_ids is None else batch.position_ids.to(device)
-    output = model(input_ids=batch.input_ids.to(device), position_ids=position_ids, use_cache=False)
-    logits: torch.Tensor = output.logits
-    return logits
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

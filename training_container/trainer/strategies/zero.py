@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.loss import next_token_loss_sum
 from trainer.model import transformer_blocks
 from trainer.optimizer import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
 from trainer.runtime import Runtime
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
 from trainer.strategies.flat_shard import FlatShard
-from trainer.strategies.torch_engine import MOMENTS, model_logits, persistent_buffers
+from trainer.strategies.torch_engine import MOMENTS, persistent_buffers
+from trainer.tasks import task_of
 from trainyard.spec.job import ResolvedJob
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # before the import, which already talks
@@ -51,6 +51,7 @@ class ZeroStrategy(Strategy):
         self._stage = job.parallelism.zero_stage
         self._job = job
         self._device = runtime.device
+        self._task = task_of(job)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         optimizer = build_adamw(model, job)
         self._engine = _initialize(model, optimizer, _configuration(job, model, runtime), runtime)
@@ -72,7 +73,7 @@ class ZeroStrategy(Strategy):
         return loss_sum
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
-        return next_token_loss_sum(model_logits(self._engine, batch, self._device), batch.labels.to(self._device))
+        return self._task.loss_sum(self._engine, batch, self._device)
 
     def optimizer_step(self, learning_rate: float) -> OptimizerStep:
         """See Strategy. From stage 1 on, DeepSpeed measures and clips inside its step."""
