@@ -32,6 +32,12 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
     tokenizer = tokenizer_of(spec)
 
     def tokens(sources: tuple[DataSource, ...]) -> TokenCache:
+        for source in sources:
+            if source.format == "webdataset":
+                raise InputError(
+                    f"data path {source.path}: webdataset is for images; a causal_lm job reads text, jsonl, parquet or"
+                    " tokens"
+                )
         return open_token_cache(
             sources, tokenizer, cache_dir, vocab_is_open=spec.data.tokenizer is None and spec.model.source is None
         )

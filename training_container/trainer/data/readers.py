@@ -19,6 +19,7 @@ _SUFFIXES = {
     "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"),
     "parquet": (".parquet",),
     "tokens": (".npy", ".bin"),
+    "webdataset": (".tar",),
 }
 
 Piece = tuple[str, bool]
@@ -31,10 +32,6 @@ def source_files(source: DataSource) -> list[Path]:
         raise InputError(
             f"data path {source.path}: the trainer reads local files; launch the job (which brings them as a channel) "
             "or copy them here first"
-        )
-    if source.format == "webdataset":
-        raise InputError(
-            f"data path {source.path}: webdataset is for images; a causal_lm job reads text, jsonl, parquet or tokens"
         )
     root = Path(source.path)
     if root.is_file():

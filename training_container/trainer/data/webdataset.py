@@ -1,0 +1,223 @@
+"""Samples out of WebDataset shards: tar files whose members `KEY.EXTENSION`, one after the other, make up a sample.
+
+`ShardIndex.open(source, cache_dir)` knows where every member of every shard lies, so that any sample is read at random,
+without unpacking: `read_sample(number)` gives `{extension: bytes}`. Numbers run over the shards in the order of their
+names and, inside a shard, in the order of the tar: one global index, so that a stream over it can be resumed at any
+number of ranks. The index is made once per host, from the tar headers alone, and kept in `cache_dir`.
+"""
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import tarfile
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.readers import source_files
+from trainyard.errors import InputError
+from trainyard.spec.job import DataSource
+
+_FORMAT_VERSION = 1
+_MAX_OPEN_SHARDS = 64
+_MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("extension", "<u2")])
+
+
+class ShardIndex:
+    """Where every sample of a source lies. Reading is safe from several threads; a fork may use its parent's."""
+
+    def __init__(self, shards: list[Path], folder: Path) -> None:
+        """`folder`: an index that `open` has written for these shards."""
+        meta = json.loads((folder / "meta.json").read_text())
+        self._shards = shards
+        self._extensions: list[str] = meta["extensions"]
+        self.digest: str = meta["digest"]
+        """Of all keys, extensions and sizes, in order: a changed picture of the same size goes unnoticed."""
+        self._members = np.load(folder / "members.npy", mmap_mode="r")
+        self._first_member = np.load(folder / "first_member.npy", mmap_mode="r")
+        self._first_sample = np.load(folder / "first_sample.npy", mmap_mode="r")
+        self._keys = np.load(folder / "keys.npy", mmap_mode="r")
+        self._key_ends = np.load(folder / "key_ends.npy", mmap_mode="r")
+        self._files: OrderedDict[int, io.FileIO] = OrderedDict()
+        self._lock = Lock()
+
+    @classmethod
+    def open(cls, source: DataSource, cache_dir: Path) -> Self:
+        """The index of a source's shards, made now unless `cache_dir` holds it; InputError names a broken shard.
+
+        Processes of one host may call this at once: one builds, the others wait.
+        """
+        shards = source_files(source)
+        facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in shards]
+        key = hashlib.sha256(json.dumps([_FORMAT_VERSION, facts]).encode()).hexdigest()[:24]
+        folder = cache_dir / f"webdataset-{key}"
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            with (cache_dir / f"webdataset-{key}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not (folder / "meta.json").exists():
+                    _build(shards, folder)
+        except OSError as error:
+            raise InputError(
+                f"index of {source.path} in {cache_dir}: can't be written: {error.strerror or error}; free space or "
+                "give another folder"
+            ) from None
+        return cls(shards, folder)
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self._first_member) - 1
+
+    @property
+    def extensions(self) -> list[str]:
+        """Every extension that some sample has, without the dot, in lower case."""
+        return list(self._extensions)
+
+    def key(self, number: int) -> str:
+        """The sample's key: its members' path in the tar without extension."""
+        begin = int(self._key_ends[number - 1]) if number else 0
+        return bytes(self._keys[begin : int(self._key_ends[number])]).decode("utf-8", "replace")
+
+    def place(self, number: int) -> str:
+        """Where the sample is, for a message: `SHARD: KEY`."""
+        return f"{self._shards[self._shard_of(number)]}: {self.key(number)}"
+
+    def read_sample(self, number: int) -> dict[str, bytes]:
+        """The sample's members by extension (lower case, without the dot, e.g. `jpg`, `cls`, `seg.png`).
+
+        InputError if the shard can't be read or is shorter than when it was indexed.
+        """
+        shard = self._shard_of(number)
+        sample = {}
+        for member in self._members[int(self._first_member[number]) : int(self._first_member[number + 1])]:
+            content = self._read(shard, int(member["offset"]), int(member["size"]))
+            sample[self._extensions[int(member["extension"])]] = content
+        return sample
+
+    def close(self) -> None:
+        """Closes the shards; the next read opens them again."""
+        with self._lock:
+            while self._files:
+                self._files.popitem()[1].close()
+
+    def _shard_of(self, number: int) -> int:
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        return int(np.searchsorted(self._first_sample, number, side="right")) - 1
+
+    def _read(self, shard: int, offset: int, size: int) -> bytes:
+        try:
+            with self._lock:
+                # Under the lock, so that another thread can't close the file meanwhile; pread itself has no position.
+                content = os.pread(self._file(shard).fileno(), size, offset)
+        except OSError as error:
+            raise InputError(f"{self._shards[shard]}: can't be read: {error.strerror or error}") from None
+        if len(content) != size:
+            raise InputError(
+                f"{self._shards[shard]}: ends before byte {offset + size}: it changed since it was indexed"
+            )
+        return content
+
+    def _file(self, shard: int) -> io.FileIO:
+        file = self._files.pop(shard, None)
+        if file is None:
+            file = self._shards[shard].open("rb", buffering=0)
+            if len(self._files) >= _MAX_OPEN_SHARDS:
+                self._files.popitem(last=False)[1].close()
+        self._files[shard] = file
+        return file
+
+
+@dataclass
+class _Columns:
+    """The index while it is made: plain arrays, since a data set may have millions of samples."""
+
+    offsets: "array[int]" = field(default_factory=lambda: array("q"))
+    sizes: "array[int]" = field(default_factory=lambda: array("q"))
+    extensions: "array[int]" = field(default_factory=lambda: array("H"))
+    first_member: "array[int]" = field(default_factory=lambda: array("q"))
+    first_sample: "array[int]" = field(default_factory=lambda: array("q"))
+    keys: bytearray = field(default_factory=bytearray)
+    key_ends: "array[int]" = field(default_factory=lambda: array("q"))
+    extension_numbers: dict[str, int] = field(default_factory=dict)
+
+
+def _build(shards: list[Path], folder: Path) -> None:
+    columns = _Columns()
+    digest = hashlib.sha256()
+    for shard in shards:
+        columns.first_sample.append(len(columns.key_ends))
+        _index_shard(shard, columns, digest)
+    columns.first_member.append(len(columns.offsets))
+    if not columns.key_ends:
+        raise InputError(f"{shards[0]}: holds no sample; a shard's members are named KEY.EXTENSION")
+    members = np.empty(len(columns.offsets), dtype=_MEMBER)
+    members["offset"] = columns.offsets
+    members["size"] = columns.sizes
+    members["extension"] = columns.extensions
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "members": members,
+        "first_member": np.asarray(columns.first_member, dtype="<i8"),
+        "first_sample": np.asarray(columns.first_sample, dtype="<i8"),
+        "keys": np.frombuffer(bytes(columns.keys), dtype=np.uint8),
+        "key_ends": np.asarray(columns.key_ends, dtype="<i8"),
+    }
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.mkdir()
+    for name, values in arrays.items():
+        np.save(partial / f"{name}.npy", values)
+    meta = {"extensions": list(columns.extension_numbers), "digest": digest.hexdigest()}
+    (partial / "meta.json").write_text(json.dumps(meta))
+    partial.rename(folder)
+
+
+def _index_shard(shard: Path, columns: _Columns, digest: Any) -> None:
+    """Appends the shard's samples. Members of one sample lie side by side, as every writer of shards puts them."""
+    last_key: str | None = None
+    present: set[str] = set()
+    for key, extension, member in _members(shard):
+        if key != last_key:
+            columns.first_member.append(len(columns.offsets))
+            columns.keys += key.encode("utf-8", "replace")
+            columns.key_ends.append(len(columns.keys))
+            last_key, present = key, set()
+        if extension in present:
+            raise InputError(f"{shard}: {key}: has two members .{extension}; a sample has one of each extension")
+        present.add(extension)
+        columns.offsets.append(member.offset_data)
+        columns.sizes.append(member.size)
+        columns.extensions.append(columns.extension_numbers.setdefault(extension, len(columns.extension_numbers)))
+        digest.update(json.dumps([key, extension, member.size]).encode())
+
+
+def _members(shard: Path) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """(key, extension, header) of each file in the tar. Reads headers alone: what lies between is skipped."""
+    size = shard.stat().st_size
+    try:
+        with tarfile.open(shard, mode="r:") as tar:
+            for member in tar:
+                if not member.isreg() or member.issparse():
+                    continue
+                if member.offset_data + member.size > size:
+                    raise InputError(f"{shard}: is cut off inside {member.name}: copy it again")
+                folder, slash, name = member.name.rpartition("/")
+                stem, dot, extension = name.partition(".")
+                if not stem or not dot or (name.startswith("__") and name.endswith("__")):
+                    continue  # no KEY.EXTENSION: a tool's own notes
+                yield folder + slash + stem, extension.lower(), member
+    except tarfile.TarError as error:
+        packed = shard.name.endswith((".gz", ".tgz", ".zst", ".bz2"))
+        hint = "samples are read at random, so shards must not be compressed: unpack it once" if packed else str(error)
+        raise InputError(f"{shard}: is not a plain tar file ({hint})") from None
