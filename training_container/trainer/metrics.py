@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -88,30 +88,37 @@ class Row:
     learning_rate: float
     grad_norm: float
     tokens: int
+    """In the task's unit."""
     step_seconds: float
     breakdown: dict[str, float | None]
     was_applied: bool = True
     validation_loss: float | None = None
+    validation_measures: dict[str, float] = field(default_factory=dict)
+    """What the task measures besides the loss: validation_top1_accuracy, ..."""
+    unit: str = "tokens"
+    """Of `tokens`, and its key: a row of image_classification has `images` instead."""
 
     def as_json(self) -> dict[str, Any]:
         """JSON has no infinity: the norm of a step that overflowed is null. Rare fields are left out when empty."""
         values: dict[str, Any] = {
             name: getattr(self, name)
-            for name in ("step", "attempt", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "breakdown")
+            for name in ("step", "attempt", "loss", "learning_rate", "grad_norm")
         }
+        values |= {self.unit: self.tokens, "step_seconds": self.step_seconds, "breakdown": self.breakdown}
         values["grad_norm"] = self.grad_norm if math.isfinite(self.grad_norm) else None
         if not self.was_applied:
             values["skipped"] = True
         if self.validation_loss is not None:
             values["validation_loss"] = self.validation_loss
+            values |= self.validation_measures
         return values
 
     def as_line(self) -> str:
         """The line on stdout, which log filters match from its beginning."""
         return (
             f"step={self.step} loss={self.loss:.6f} learning_rate={self.learning_rate:.6g}"
-            f" grad_norm={self.grad_norm:.4f} tokens={self.tokens}"
-            f" tokens_per_second={self.tokens / self.step_seconds:.1f} step_seconds={self.step_seconds:.4f}"
+            f" grad_norm={self.grad_norm:.4f} {self.unit}={self.tokens}"
+            f" {self.unit}_per_second={self.tokens / self.step_seconds:.1f} step_seconds={self.step_seconds:.4f}"
         )
 
 

@@ -17,7 +17,7 @@ from trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row, StepCl
 from trainer.runtime import Runtime
 from trainer.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything, use_deterministic_kernels
-from trainer.signals import StopFlag
+from trainer.signals import Decision, StopFlag, urgency
 from trainer.speech import say
 from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_supported
 from trainer.strategies.mesh import data_parallel_rank, random_stream
@@ -55,7 +55,9 @@ class Session:
         if job.spec.training.deterministic:
             use_deterministic_kernels()
         self.stop_flag = StopFlag(runtime.control_group).install()
-        task = task_of(job)
+        self._task = task = task_of(job)
+        self._measured = tuple(f"validation_{name}" for name in task.measures)
+        self._validation_measures: dict[str, float] = {}
         self.data: JobData = task.build_data(
             job,
             data_parallel_rank=data_parallel_rank(job.parallelism, runtime.rank),
@@ -83,6 +85,9 @@ class Session:
         self._saved_step = 0
         self._attempt = self._resume()
         self._last_save_time = time.monotonic()
+        self._position = self.data.train.state_dict()
+        self._upcoming: GlobalBatch | None = None
+        self._checkpoint_is_late = False
         self.clock = StepClock(runtime.device, world_size=runtime.world_size)
 
     def _resume(self) -> int:
@@ -119,11 +124,20 @@ class Session:
             seed_everything(self._job.spec.training.seed + info.step, rank=stream)
 
     def next_batch(self) -> GlobalBatch:
-        """The next optimizer step's sequences."""
-        local = self.data.train.next_step()
-        targets = sum(batch.num_target_tokens for batch in local)
-        tokens = sum(batch.num_tokens for batch in local)
-        num_targets, num_tokens = self._count(targets, tokens)
+        """The next optimizer step's sequences; apart from the first, `end_step` has read and counted them."""
+        batch, self._upcoming = self._upcoming, None
+        if batch is None:
+            local = self._read()
+            batch = self._counted(local, self._runtime.sum_over_ranks(*_counts(local)))
+        return batch
+
+    def _read(self) -> Sequence[MicroBatch]:
+        """This rank's share of the batch after the last that was read, and what a checkpoint before it has to say."""
+        self._position = self.data.train.state_dict()
+        return self.data.train.next_step()
+
+    def _counted(self, local: Sequence[MicroBatch], totals: Sequence[float]) -> GlobalBatch:
+        num_targets, num_tokens = (int(total) // self._num_readers for total in totals)
         return GlobalBatch(local=local, num_targets=num_targets, num_tokens=num_tokens)
 
     def _count(self, *counts: int) -> list[int]:
@@ -139,9 +153,30 @@ class Session:
             schedule=self._job.spec.training.schedule,
         )
 
-    def global_loss(self, loss_sum: torch.Tensor, batch: GlobalBatch, update: OptimizerStep) -> float:
-        """Token-weighted mean over the global batch, nats; a loss that is no number any more ends the job."""
-        loss = self._runtime.sum_over_ranks(loss_sum.item())[0] / batch.num_targets
+    def end_step(
+        self, step: int, loss_sum: torch.Tensor, batch: GlobalBatch, update: OptimizerStep
+    ) -> tuple[float, Decision]:
+        """(the step's loss, what all ranks were asked for): the one message of a step that is not the engine's.
+
+        The loss is the token-weighted mean over the global batch, nats. In the same message the next batch is counted
+        (it is read while a GPU still works on this step) and the first rank says whether a checkpoint is late.
+        """
+        with self.clock("data"):
+            upcoming = self._read() if step < self.num_steps else []
+        votes, is_late = self.stop_flag.votes(step), float(self._runtime.is_first and self._is_checkpoint_late())
+        totals = self._runtime.sum_over_ranks(loss_sum.item(), is_late, *votes, *_counts(upcoming))
+        self._checkpoint_is_late = totals[1] > 0
+        if upcoming:
+            self._upcoming = self._counted(upcoming, totals[-2:])
+        return self._checked_loss(totals[0], batch, update), self.stop_flag.decision(step, totals[2:-2])
+
+    def asked_since(self, request: Decision) -> Decision:
+        """The more urgent of `request` and what came meanwhile: a validation takes longer than a step."""
+        return max(request, self.stop_flag.agreed(self.step), key=urgency)
+
+    def _checked_loss(self, loss_sum: float, batch: GlobalBatch, update: OptimizerStep) -> float:
+        """A loss that is no number any more ends the job."""
+        loss = loss_sum / batch.num_targets
         if update.was_applied and not (math.isfinite(loss) and math.isfinite(update.grad_norm)):
             raise JobFailedError(
                 f"step {self.step + 1}: loss is {loss}, gradient norm {update.grad_norm}: training diverged; lower"
@@ -161,15 +196,17 @@ class Session:
         """Token-weighted mean loss, nats, over the same validation batches every time."""
         assert self.data.validation is not None
         with self.clock.excluded():
-            loss_sum, num_targets = 0.0, 0
+            sums, num_targets = torch.zeros(1 + len(self._task.measures), dtype=torch.float64), 0
             for batches in self.data.validation:
                 beat()
-                loss_sum += self.strategy.evaluate(batches).item()
+                sums += self.strategy.evaluate(batches).cpu()
                 num_targets += sum(batch.num_target_tokens for batch in batches)
-            (total_loss,), (total_targets,) = self._runtime.sum_over_ranks(loss_sum), self._count(num_targets)
-        loss = total_loss / total_targets
+            totals, (total_targets,) = self._runtime.sum_over_ranks(*sums.tolist()), self._count(num_targets)
+        loss, *shares = (total / total_targets for total in totals)
+        self._validation_measures = dict(zip(self._measured, shares, strict=True))
         if self._runtime.is_first:
-            say(f"validation step={self.step} loss={loss:.6f}")
+            words = "".join(f" {name}={share:.6f}" for name, share in zip(self._task.measures, shares, strict=True))
+            say(f"validation step={self.step} loss={loss:.6f}{words}")
         return loss
 
     def record(
@@ -196,19 +233,21 @@ class Session:
             breakdown=breakdown,
             was_applied=update.was_applied,
             validation_loss=validation_loss,
+            validation_measures=self._validation_measures,
+            unit=self._task.unit,
         )
         self._metrics.append(row)
         say(row.as_line())
 
     def is_checkpoint_due(self) -> bool:
         """At the last step, every so many steps, and every so many minutes of the first rank's clock."""
-        settings = self._job.spec.checkpoint
-        if self.step == self.num_steps or (settings.every_steps and self.step % settings.every_steps == 0):
-            return True
-        if settings.every_minutes is None:
+        every = self._job.spec.checkpoint.every_steps
+        return self.step == self.num_steps or bool(every and self.step % every == 0) or self._checkpoint_is_late
+
+    def _is_checkpoint_late(self) -> bool:
+        if self._job.spec.checkpoint.every_minutes is None:
             return False
-        is_late = time.monotonic() - self._last_save_time >= self._save_interval_seconds()
-        return self._runtime.sum_over_ranks(float(is_late and self._runtime.is_first))[0] > 0
+        return time.monotonic() - self._last_save_time >= self._save_interval_seconds()
 
     def _save_interval_seconds(self) -> float:
         minutes = self._job.spec.checkpoint.every_minutes
@@ -233,7 +272,7 @@ class Session:
             "strategy": self.strategy.name,
             "model_config": self._model_config,  # what an export needs, whatever becomes of the job's file
             "world_size": self._runtime.world_size,
-            "data": self.data.train.state_dict(),
+            "data": self._position if self._upcoming else self.data.train.state_dict(),
             "engine": self.strategy.engine_state(),
             "rng": rng_state(),  # this rank's own: the checkpoint keeps what differs between ranks
         }
@@ -267,8 +306,9 @@ class Session:
             "loss_first": rows[0]["loss"] if rows else None,
             "loss_last": rows[-1]["loss"] if rows else None,
             "validation_loss": validated[-1]["validation_loss"] if validated else None,
-            "unigram_entropy_nats": self.data.unigram_entropy_nats,
-            "tokens": sum(row["tokens"] for row in rows),
+            **{name: validated[-1][name] if validated else None for name in self._measured},
+            **self.data.describe(),
+            self._task.unit: sum(row[self._task.unit] for row in rows),
             "seconds": time.perf_counter() - self._started,
             "step_seconds": sum(row["step_seconds"] for row in rows),
             "attempts": self._attempt,
@@ -281,6 +321,11 @@ class Session:
         self.stop_flag.uninstall()
         self._checkpointer.close()
         self.strategy.close()
+
+
+def _counts(batches: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Labels that count, and tokens without padding."""
+    return sum(batch.num_target_tokens for batch in batches), sum(batch.num_tokens for batch in batches)
 
 
 def _steps_of_epochs(job: ResolvedJob, data: JobData) -> int:

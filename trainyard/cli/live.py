@@ -15,7 +15,7 @@ from trainyard.launch.backend import LogLine
 from trainyard.launch.place import Place
 from trainyard.launch.watch import Status
 
-_STEP = re.compile(r"^step=(?P<step>\d+) loss=(?P<loss>\S+)(?:.* tokens_per_second=(?P<speed>\S+))?")
+_STEP = re.compile(r"^step=(?P<step>\d+) loss=(?P<loss>\S+)(?:.* (?P<unit>tokens|images)_per_second=(?P<speed>\S+))?")
 _NOTABLE = re.compile(r"^(checkpoint step=|resumed step=|validation step=)")
 
 
@@ -26,6 +26,7 @@ class Seen:
     step: int = 0
     loss: str = ""
     speed: str = ""
+    unit: str = "tokens"
     reclaims: int = 0
 
     def read(self, line: LogLine) -> bool:
@@ -36,6 +37,7 @@ class Seen:
         self.step = int(match["step"])
         self.loss = match["loss"]
         self.speed = match["speed"] or ""
+        self.unit = match["unit"] or self.unit
         return True
 
     def new_reclaim(self, current: Status) -> str:
@@ -46,7 +48,7 @@ class Seen:
         return "spot capacity reclaimed: the job comes back by itself, from its newest checkpoint"
 
     def __str__(self) -> str:
-        speed = f"  {float(self.speed):,.0f} tokens/s" if self.speed else ""
+        speed = f"  {float(self.speed):,.0f} {self.unit}/s" if self.speed else ""
         return f"step {self.step}  loss {self.loss}{speed}" if self.step else ""
 
 

@@ -59,21 +59,132 @@ class DataSource(SpecModel):
     """A file or a folder: s3://, tenant:// (the tenant's data bucket), fsx://, or a local path."""
     format: Literal["text", "jsonl", "parquet", "tokens", "webdataset"]
     text_field: str = "text"
-    """jsonl and parquet: the field that holds the text."""
+    """jsonl and parquet: the field that holds the text; with prompt_field, the answer."""
+    prompt_field: str | None = None
+    """jsonl and parquet: the field with a prompt. It is tokenized as it stands, before text_field (which then is what
+    the model shall answer), and without a chat template; write messages for a chat model."""
+    messages_field: str | None = None
+    """jsonl and parquet: the field with a conversation, a list of {role, content}, which the chat template renders. A
+    field `tools` beside it is given to the template."""
+    learn: Literal["assistant", "all"] = "assistant"
+    """With prompt_field or messages_field: what counts in the loss, the assistant's turns (the answer) or all."""
+
+    @model_validator(mode="after")
+    def _fields_of_records(self) -> Self:
+        given = [name for name in ("prompt_field", "messages_field") if getattr(self, name) is not None]
+        if len(given) == 2:
+            raise ValueError("prompt_field and messages_field: a record holds a prompt or a conversation; give one")
+        if given and self.format not in ("jsonl", "parquet"):
+            raise ValueError(f"{given[0]} belongs to format jsonl or parquet (given: {self.format})")
+        if self.learn == "all" and not given:
+            raise ValueError("learn: all is for records with prompt_field or messages_field; plain text is all learnt")
+        return self
+
+
+class ValidationSource(DataSource):
+    """Files to validate on. Those of one name make up one set, those without a name the default set."""
+
+    name: Name | None = None
+    """Names a further set: its loss and perplexity are recorded under this name."""
+    every_steps: PositiveInt | None = None
+    """Steps between validations on this named set; default: training.validation_every_steps."""
+    batches: PositiveInt | None = None
+    """Global batches read per validation on this named set; default: training.validation_batches."""
+
+    @model_validator(mode="after")
+    def _schedule_of_a_name(self) -> Self:
+        for field in ("every_steps", "batches"):
+            if self.name is None and getattr(self, field) is not None:
+                raise ValueError(
+                    f"{field} needs a name; sources without one follow training.validation_every_steps and"
+                    " training.validation_batches"
+                )
+        return self
 
 
 class DataSpec(SpecModel):
     """What the model reads. One global sample order, whatever the number of ranks."""
 
     train: tuple[DataSource, ...] = Field(min_length=1)
-    validation: tuple[DataSource, ...] = ()
+    validation: tuple[ValidationSource, ...] = ()
+    """Sources without a name are one set, whose loss is `validation_loss`; each name is a set of its own."""
     tokenizer: str | None = None
     """tokenizer.json or a Hugging Face tokenizer directory; default: the one beside model.source."""
+    chat_template: str | None = None
+    """Jinja file that renders messages_field; default: chat_template.jinja, else tokenizer_config.json's, beside the
+    tokenizer. `strftime_now` tells a fixed date, so that a resume on another day reads the same text."""
+    max_bad_records: int = Field(default=0, ge=0)
+    """Records of train, and of each validation set, that may be left out because they are broken (not JSON, not UTF-8,
+    a missing field, no message ...). One more ends the job; each is counted, the first few are named."""
     sequence_length: int = Field(default=1024, ge=2)
     """Tokens a sequence."""
     packing: bool = True
     """Concatenate documents into full sequences; otherwise one document a sequence, padded."""
+    document_masks: bool = True
+    """With packing: documents of one sequence don't see each other. Attention stays inside a document, positions restart
+    at each, and a document's first token is not predicted from the one before, so that packing changes no document's
+    loss or gradient. false: text runs on over document ends, as in much of pretraining. Needs a model that takes its
+    documents from position ids (the trainer refuses others); costs a mask where no variable-length kernel runs."""
     shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _one_schedule_a_name(self) -> Self:
+        schedules: dict[Name | None, tuple[int | None, int | None]] = {}
+        for source in self.validation:
+            schedule = (source.every_steps, source.batches)
+            if schedules.setdefault(source.name, schedule) != schedule:
+                raise ValueError(
+                    f"validation set {source.name}: its sources disagree on every_steps or batches; give all the same"
+                )
+        return self
+
+
+Channels = tuple[float, float, float]
+"""One number each for red, green and blue."""
+
+
+class ImageSpec(SpecModel):
+    """How images become tensors, and what is learnt of them. For task image_classification and vision_language.
+
+    Data is WebDataset: tar shards whose records are members of one name, an image (jpg, jpeg, png, webp) beside its
+    text. image_classification reads the class from `cls` (a number or a name) or from `json`'s `label`;
+    vision_language reads `json`: `messages`, or `question` and `answer`, or `caption`; or `txt`, a caption.
+    """
+
+    size: PositiveInt | None = None
+    """Pixels a side; default: what the model's configuration or preprocessor_config.json says, else 224."""
+    augment: bool = True
+    """Training images of image_classification: a crop of random size and place, flipped half the time. Drawn from
+    (training.seed, place in the global order), so it is the same for any number of ranks and after a resume."""
+    crop_area: tuple[float, float] = (0.08, 1.0)
+    """Share of the image that a random crop covers, from and to (0.08 to 1 are Inception's)."""
+    resize_ratio: float = Field(default=0.875, gt=0, le=1)
+    """Without augmentation, and in validation: the shorter side becomes size / this, then the centre is cut out."""
+    mean: Channels | None = None
+    """Subtracted from values in 0..1; default: the model's preprocessor_config.json, else ImageNet's."""
+    std: Channels | None = None
+    """Divided by, after mean; default: as mean's."""
+    num_classes: PositiveInt | None = None
+    """image_classification; default: the model's. Another number than model.source has gives it a new, random head."""
+    class_names: str | None = None
+    """image_classification: a text file with one class name a line, for labels that are names."""
+    label_smoothing: Fraction = 0.0
+    """image_classification: this share of the target is spread over all classes. Validation does without."""
+    batch_norm: Literal["synchronized", "local", "frozen"] = "synchronized"
+    """Models with batch normalization. synchronized: statistics over the micro-batches of all ranks, so that R ranks
+    with micro-batches of m equal one process with R x m. local: over a rank's own, without the communication; other
+    numbers on other layouts. frozen: model.source's running averages, never updated."""
+    decode_threads: PositiveInt = 4
+    """Threads a rank that read and decode images, one step ahead of the training."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        low, high = self.crop_area
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"crop_area {low}, {high}: must be two shares of the image, 0 < from <= to <= 1")
+        if self.std is not None and min(self.std) <= 0:
+            raise ValueError("std is divided by: every channel's must be above 0")
+        return self
 
 
 class ScheduleSpec(SpecModel):
@@ -90,13 +201,24 @@ class ScheduleSpec(SpecModel):
 class OptimizerSpec(SpecModel):
     """The optimizer and its constants."""
 
-    kind: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
-    """muon: for the matrices inside the blocks; embeddings, head, norms and biases stay with AdamW."""
+    kind: Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd"] = "adamw"
+    """muon: for the matrices inside the blocks; embeddings, head, norms and biases stay with AdamW. sgd: with momentum
+    and L2 regularization (weight_decay is added to the gradient), what ResNets are trained with."""
+    momentum: Fraction = 0.9
+    """sgd: how much of the last step's direction is kept."""
+    nesterov: bool = False
+    """sgd: look ahead along the momentum; needs momentum above 0."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     average_decay: Fraction | None = None
     """Keeps a running average of the weights beside them, which each step moves by 1 - this; null: none."""
+
+    @model_validator(mode="after")
+    def _momentum(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov looks ahead along the momentum: set momentum above 0, or nesterov: false")
+        return self
 
 
 class TrainingSpec(SpecModel):
@@ -118,7 +240,9 @@ class TrainingSpec(SpecModel):
     optimizer: OptimizerSpec = OptimizerSpec()
     gradient_clip: float | None = Field(default=1.0, gt=0)
     """Global norm above which gradients are scaled down; null: never."""
-    precision: Literal["bf16", "fp16", "fp8", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp8", "fp32", "fp64"] = "bf16"
+    """Matrix products; weights and moments are fp32 beside it. fp64: all of it, for proofs of numerics; torch engine
+    only, slow everywhere (an H100 does fp64 at less than a tenth of its bf16 rate)."""
     activation_checkpointing: Literal["none", "selective", "full"] | Auto = "auto"
     seed: int = Field(default=1234, ge=0)
     deterministic: bool = False
@@ -259,12 +383,28 @@ class JobSpec(SpecModel):
     task: Literal["causal_lm", "image_classification", "vision_language"] = "causal_lm"
     model: ModelSpec
     data: DataSpec
+    images: ImageSpec | None = None
+    """For the tasks with images; default: all defaults."""
     training: TrainingSpec
     parallelism: ParallelismSpec | Auto = "auto"
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
     compute: ComputeSpec = ComputeSpec()
     budget: BudgetSpec | None = None
+
+    @model_validator(mode="after")
+    def _images_for_image_tasks(self) -> Self:
+        if self.task == "causal_lm":
+            if self.images is not None:
+                raise ValueError("images belongs to task: image_classification or vision_language; this is causal_lm")
+            return self
+        for field in ("train", "validation"):
+            for number, source in enumerate(getattr(self.data, field)):
+                if source.format != "webdataset":
+                    raise ValueError(
+                        f"data.{field}.{number}.format: task {self.task} reads webdataset (given: {source.format})"
+                    )
+        return self
 
     @field_validator("version")
     @classmethod

@@ -9,7 +9,7 @@
 Inside: `readers` (formats) -> `tokenizer` -> `token_cache` (on disk, once per host) -> `stream` (order, batches).
 """
 
-from trainer.data.build import JobData, build_data
+from trainer.data.build import JobData, TextData, build_data
 from trainer.data.stream import IGNORED_LABEL, BatchStream, MicroBatch, ValidationStream
 
-__all__ = ["IGNORED_LABEL", "BatchStream", "JobData", "MicroBatch", "ValidationStream", "build_data"]
+__all__ = ["IGNORED_LABEL", "BatchStream", "JobData", "MicroBatch", "TextData", "ValidationStream", "build_data"]

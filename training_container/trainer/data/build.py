@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
 from trainer.data.token_cache import TokenCache, open_token_cache
@@ -12,18 +13,32 @@ from trainyard.spec.job import DataSource, ResolvedJob
 
 @dataclass(frozen=True)
 class JobData:
-    """What a job reads."""
+    """What a job reads, whatever its task."""
 
     train: BatchStream
     validation: ValidationStream | None
+
+    def describe(self) -> dict[str, Any]:
+        """What result.json says of the data."""
+        return {}
+
+
+@dataclass(frozen=True)
+class TextData(JobData):
+    """What a language job reads."""
+
     vocab_size: int
     """One more than the largest id that can occur: the model's embedding needs at least as many rows."""
     unigram_entropy_nats: float
     """Of the tokenized validation text, else of the training text: a model that has learnt anything is below it."""
     tokenizer_digest: str
 
+    def describe(self) -> dict[str, Any]:
+        """See JobData."""
+        return {"unigram_entropy_nats": self.unigram_entropy_nats}
 
-def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path) -> JobData:
+
+def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path) -> TextData:
     """Open the job's data for one data-parallel rank; the first call on a host tokenizes into `cache_dir`.
 
     Every rank may call it at once (one of a host builds, the others wait). InputError names the file or field.
@@ -43,7 +58,12 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         )
 
     def table(cache: TokenCache, field: str) -> SequenceTable:
-        sequences = SequenceTable(cache, sequence_length=spec.data.sequence_length, packing=spec.data.packing)
+        sequences = SequenceTable(
+            cache,
+            sequence_length=spec.data.sequence_length,
+            packing=spec.data.packing,
+            separate_documents=spec.data.document_masks,
+        )
         if not len(sequences):
             raise InputError(f"data.{field}: has no document of at least 2 tokens, so nothing to predict")
         return sequences
@@ -70,7 +90,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
             data_parallel_size=data_parallel_size,
             max_steps=spec.training.validation_batches,
         )
-    return JobData(
+    return TextData(
         train=stream,
         validation=validation_stream,
         vocab_size=max(train.vocab_size, validation.vocab_size if validation else 0),

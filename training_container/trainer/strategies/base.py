@@ -71,7 +71,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """This rank's share of the sum of losses over `batches`, float64, without gradients and with dropout off."""
+        """This rank's share of the sum of losses over `batches`, float64, without gradients and with dropout off.
+
+        Where the task measures more than the loss: one dimension, the loss and then `Task.measures`, each summed.
+        """
 
     @abstractmethod
     def state_tensors(self) -> dict[str, torch.Tensor]:

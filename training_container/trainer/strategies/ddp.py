@@ -44,11 +44,10 @@ class ReplicatedStrategy(TorchStrategy):
         in which order a gradient's terms are added, so without this the first step after a resume could differ in
         the last bit from the same step of an uninterrupted run.
         """
-        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self._device)
         for _ in range(2):  # the new buckets are built at the start of the second forward pass
             with self._autocast():
-                output = self._forward(input_ids=tokens, use_cache=False)
-            output.logits.float().sum().backward()
+                loss = self._task.probe_loss(self._model, self._forward, self._device)
+            torch.autograd.backward(loss)
         self._optimizer.zero_grad(set_to_none=True)
 
     def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.deferred_weights import fill
 from trainer.loss_scaling import LossScaler
 from trainer.optimizer import (
     build_optimizer,
@@ -48,7 +49,7 @@ class TorchStrategy(Strategy):
 
     def _place(self, model: nn.Module) -> nn.Module:
         """What this rank trains of `model`, on its device."""
-        return model.to(self._device)
+        return fill(model, device=self._device)
 
     def _parts(self) -> Sequence[nn.Module]:
         """What this rank trains, each a model in which names are Hugging Face's."""
@@ -118,8 +119,15 @@ class TorchStrategy(Strategy):
         self._forward.eval()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in batches:
-            loss_sum += self._loss_sum(batch).double()
+            loss_sum = loss_sum + self._validation_sums(batch).double()
         return loss_sum
+
+    def _validation_sums(self, batch: Batch) -> torch.Tensor:
+        """The loss of one micro-batch, and what else the task measures."""
+        if not self._task.measures:
+            return self._loss_sum(batch)
+        with self._autocast():
+            return self._task.validation_sums(self._forward, batch, self._device)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """See Strategy. Parameters and moments are plain tensors under DDP, DTensors under FSDP."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.deferred_weights import fill, fill_parameters, source_of
 from trainer.model import transformer_blocks
 from trainer.optimizer import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
 from trainer.runtime import Runtime
@@ -98,7 +99,8 @@ class ZeroStrategy(Strategy):
         self._engine.eval()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in batches:
-            loss_sum += self._loss_sum(batch).double()
+            sums = self._task.validation_sums(self._engine, batch, self._device)
+            loss_sum = loss_sum + (sums if self._task.measures else sums[0]).double()
         return loss_sum
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
@@ -222,8 +224,8 @@ def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     if config["zero_optimization"]["stage"] == 3:
         _shard_block_by_block(model, config)
-    elif runtime.device.type == "cuda":
-        model = model.to(runtime.device)
+    else:
+        model = fill(model, device=runtime.device)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     return engine
 
@@ -234,10 +236,14 @@ def _shard_block_by_block(model: nn.Module, config: dict[str, Any]) -> None:
 
     types = {"bf16": torch.bfloat16, "fp16": torch.float16}
     compute_type = next((dtype for name, dtype in types.items() if name in config), torch.float32)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in (*transformer_blocks(model), model):
-        for parameter in module.parameters():
-            if not hasattr(parameter, "ds_id"):
-                parameter.data = parameter.data.to(compute_type)
+        own = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
+        for parameter in own:
+            parameter.data = parameter.data.to(compute_type)
+        # On CPU: DeepSpeed moves a block to its device when it cuts it.
+        named = ((names[id(parameter)], parameter) for parameter in own)
+        fill_parameters(named, source_of(model), device=torch.device("cpu"))
         deepspeed.zero.Init(module=module, config_dict_or_path=config, mem_efficient_linear=False)
 
 

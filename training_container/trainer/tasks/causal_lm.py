@@ -1,19 +1,25 @@
 """Next-token prediction with an unmodified Hugging Face causal language model."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.data import JobData, build_data
+from trainer.data import JobData, TextData, build_data
 from trainer.loss import next_token_loss_sum
-from trainer.model import build_model
-from trainer.strategies.base import Batch
+from trainer.model import outline_model
+from trainer.tasks.base import Task
 from trainyard.spec.job import ResolvedJob
 
+if TYPE_CHECKING:  # the engines ask a job for its task: neither room can be imported before the other
+    from trainer.strategies.base import Batch
 
-class CausalLM:
+
+class CausalLM(Task):
     """See Task."""
 
     def check(self, job: ResolvedJob) -> None:
@@ -29,11 +35,18 @@ class CausalLM:
 
     def build_model(self, job: ResolvedJob, data: JobData) -> PreTrainedModel:
         """See Task."""
-        return build_model(job, vocab_size=data.vocab_size)
+        assert isinstance(data, TextData)
+        return outline_model(job, vocab_size=data.vocab_size)
 
     def loss_sum(self, forward: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
         """See Task."""
         return next_token_loss_sum(model_logits(forward, batch, device), batch.labels.to(device))
+
+    def probe_loss(self, model: nn.Module, forward: nn.Module, device: torch.device) -> torch.Tensor:
+        """See Task."""
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
+        logits: torch.Tensor = forward(input_ids=tokens, use_cache=False).logits
+        return logits.float().sum()
 
 
 def model_logits(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
