@@ -12,7 +12,7 @@ CHUNK_TOKENS = 2048
 
 
 def next_token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropy (nats, float32) of each position's prediction of the next label.
+    """Sum of the cross-entropy (nats, float32 or wider) of each position's prediction of the next label.
 
     logits: (batch, sequence, vocabulary), any float type; labels: (batch, sequence), not shifted:
     `labels[:, i]` is the token at i, so position i is scored against `labels[:, i + 1]`.
@@ -24,8 +24,8 @@ def target_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     """The same with `targets` (batch, sequence) shifted already: position i is scored against `targets[:, i]`."""
     predictions = logits.reshape(-1, logits.size(-1))
     targets = targets.reshape(-1)
-    if predictions.size(0) <= CHUNK_TOKENS or logits.dtype == torch.float32:
-        # Already in float32 there is no copy to save, and chunks would only recompute.
+    if predictions.size(0) <= CHUNK_TOKENS or logits.dtype in (torch.float32, torch.float64):
+        # Already that wide there is no copy to save, and chunks would only recompute.
         return _cross_entropy_sum(predictions, targets)
     chunks = zip(torch.split(predictions, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
     sums = [checkpoint(_cross_entropy_sum, part, wanted, use_reentrant=False) for part, wanted in chunks]
@@ -33,4 +33,5 @@ def target_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 
 def _cross_entropy_sum(predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(predictions.float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
+    wide = torch.promote_types(predictions.dtype, torch.float32)
+    return F.cross_entropy(predictions.to(wide), targets, ignore_index=IGNORED_LABEL, reduction="sum")

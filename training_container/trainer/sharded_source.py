@@ -40,12 +40,13 @@ def is_read_sharded(job: ResolvedJob) -> bool:
 
 @torch.no_grad()
 def to_trained_type(parameters: Iterable[nn.Parameter], precision: str) -> None:
-    """Trained weights become float32; frozen ones (under an adapter) the type that the job computes in.
+    """Trained weights become float32 (float64 in fp64); frozen ones (under an adapter) the type that the job computes in.
 
     A weight that has the type already is left alone, and stays a view of its file.
     """
-    frozen_type = torch.bfloat16 if precision == "bf16" else torch.float32
+    trained_type = torch.float64 if precision == "fp64" else torch.float32
+    frozen_type = torch.bfloat16 if precision == "bf16" else trained_type
     for parameter in parameters:
-        wanted = torch.float32 if parameter.requires_grad else frozen_type
+        wanted = trained_type if parameter.requires_grad else frozen_type
         if parameter.dtype != wanted:
             parameter.data = parameter.data.to(wanted)

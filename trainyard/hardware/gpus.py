@@ -38,8 +38,11 @@ class Gpu:
     source: str
 
     def peak_tflops(self, precision: str) -> float:
-        """Dense peak in a precision (bf16, fp16, fp8, fp32); FP8 on a part without it counts as bf16."""
-        if precision == "fp32":
+        """Dense peak in a precision (bf16, fp16, fp8, fp32, fp64); FP8 on a part without it counts as bf16.
+
+        fp64 counts as fp32, which is at least its peak on every part: nothing is planned by it but proofs.
+        """
+        if precision in ("fp32", "fp64"):
             return self.fp32_tflops
         if precision == "fp8" and self.fp8_tflops is not None:
             return self.fp8_tflops

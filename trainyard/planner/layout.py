@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Precision = Literal["bf16", "fp16", "fp8", "fp32"]
+Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Method = Literal["full", "lora", "qlora"]
@@ -63,7 +63,7 @@ class Layout:
     @property
     def element_bytes(self) -> int:
         """Bytes of an activation element; FP8 matmuls still keep activations in bf16."""
-        return 4 if self.precision == "fp32" else 2
+        return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
 
     @property
     def norm_split(self) -> int:

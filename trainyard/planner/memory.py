@@ -76,6 +76,8 @@ def state_bytes(layout: Layout) -> StateBytes:
     """AdamW's training state under the layout's engine and precision."""
     if layout.precision == "fp32":
         return StateBytes(4, 4, 8, 0)
+    if layout.precision == "fp64":
+        return StateBytes(8, 8, 16, 0)
     if layout.engine == "plain":
         return StateBytes(2, 2, 4, 0)
     if layout.engine == "deepspeed":
@@ -241,7 +243,7 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout, recompute: str) ->
 
 def _fused_norm(layout: Layout) -> bool:
     """Megatron fuses its norms; transformers' models, which the other engines train, compute them in fp32 by parts."""
-    return layout.engine == "megatron" or layout.precision == "fp32"
+    return layout.engine == "megatron" or layout.precision in ("fp32", "fp64")
 
 
 def _attention_activation_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float:

@@ -169,7 +169,7 @@ def matmul_flops_per_second(layout: Layout, device: Gpu, width: float, constants
     """What matrix products of this width reach: a ceiling of the peak, less where the product is small."""
     if layout.precision == "fp8" and device.fp8_tflops is not None:
         ceiling = constants.fp8_ceiling * device.fp8_tflops
-    elif layout.precision == "fp32" or device.achievable_bf16_tflops is None:
+    elif layout.precision in ("fp32", "fp64") or device.achievable_bf16_tflops is None:
         ceiling = constants.matmul_ceiling * device.peak_tflops(layout.precision)
     else:
         ceiling = device.achievable_bf16_tflops
@@ -206,7 +206,7 @@ def _product_seconds(weights: float, width: int, layout: Layout, device: Gpu, co
 def _score_seconds(shape: ModelShape, layout: Layout, tokens: float, device: Gpu, constants: Constants) -> float:
     """Attention's own products: causal and fused, or whole and through memory."""
     flops = 4.0 * layout.sequence_length * shape.query_dim * tokens / layout.tensor
-    peak = device.peak_tflops("fp32" if layout.precision == "fp32" else "bf16") * 1e12
+    peak = device.peak_tflops(layout.precision if layout.precision in ("fp32", "fp64") else "bf16") * 1e12
     if layout.flash_attention:
         return 0.5 * flops / (constants.flash_efficiency * peak)
     matrix = tokens * layout.sequence_length * shape.heads / layout.tensor * layout.element_bytes

@@ -74,6 +74,11 @@ def _check_deepspeed(job: ResolvedJob, *, device_type: str) -> None:
     layout = job.parallelism
     if layout.offload == "nvme":
         raise InputError("parallelism.offload: nvme needs DeepSpeed's compiled aio kernel; use cpu or none")
+    if job.spec.training.precision == "fp64":
+        raise InputError(
+            "training.precision: fp64 is not what DeepSpeed computes in, its optimizer states are float32;"
+            " use engine: torch, or fp32"
+        )
     if job.spec.training.precision != "fp16":
         return
     if layout.zero_stage == 0:

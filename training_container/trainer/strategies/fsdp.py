@@ -15,7 +15,7 @@ from trainer.sharded_source import to_trained_type
 from trainer.strategies.torch_engine import TorchStrategy
 from trainyard.spec.job import ResolvedJob
 
-COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 class FullyShardedStrategy(TorchStrategy):
@@ -52,8 +52,11 @@ class FullyShardedStrategy(TorchStrategy):
 
 
 def precision_policy(precision: str) -> MixedPrecisionPolicy:
-    """Compute in the job's type; sum gradients in float32."""
-    return MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES.get(precision), reduce_dtype=torch.float32)
+    """Compute in the job's type; sum gradients in float32, or wider where that is."""
+    compute_type = COMPUTE_TYPES.get(precision, torch.float32)
+    return MixedPrecisionPolicy(
+        param_dtype=COMPUTE_TYPES.get(precision), reduce_dtype=torch.promote_types(compute_type, torch.float32)
+    )
 
 
 def shard_weights(
