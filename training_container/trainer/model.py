@@ -27,6 +27,8 @@ def build_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
     seed_everything(job.spec.training.seed)
     model = _from_config(job, vocab_size) if job.spec.model.config is not None else _from_source(job)
     _check_fits(job, model, vocab_size)
+    if job.spec.training.precision == "fp64":
+        model.set_experts_implementation("eager")  # torch's grouped product takes float32 at most
     if job.spec.model.adapter is not None:
         add_adapter(model, job.spec.model.adapter, seed=job.spec.training.seed)
     if not is_read_sharded(job):
