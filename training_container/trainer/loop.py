@@ -23,14 +23,15 @@ def train(session: Session) -> Outcome:
         with clock("optimizer"):
             learning_rate = session.learning_rate(step)
             update = strategy.optimizer_step(learning_rate)
-        loss = session.global_loss(loss_sum, batch, update)
+        loss, request = session.end_step(step, loss_sum, batch, update)
         step_seconds, breakdown = clock.finish_row()
 
         session.step = step
         validation_loss = session.validate() if session.is_validation_due() else None
         session.record(batch, loss, learning_rate, update, step_seconds, breakdown, validation_loss)
 
-        request = session.stop_flag.agreed(step)
+        if validation_loss is not None:
+            request = session.asked_since(request)
         if session.is_checkpoint_due() or request != "none":
             with clock("checkpoint"):
                 session.save()

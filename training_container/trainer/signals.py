@@ -1,6 +1,7 @@
 """SIGTERM and SIGUSR1, heard by any rank, agreed on by all: SIGTERM saves and exits, SIGUSR1 saves and goes on."""
 
 import signal
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
@@ -12,7 +13,15 @@ from trainer.heartbeat import beat
 Decision = Literal["none", "save", "save_and_exit"]
 
 _DECISIONS: tuple[Decision, ...] = ("none", "save", "save_and_exit")
-"""By rank of urgency: the number that is all-reduced is the place in here."""
+"""By rank of urgency."""
+
+NUM_VOTES = 1 + len(_DECISIONS)
+"""Numbers that a rank says once a step: that it is there, its step, and one for each wish but `none`."""
+
+
+def urgency(decision: Decision) -> int:
+    """The more urgent, the larger."""
+    return _DECISIONS.index(decision)
 
 
 class StopFlag:
@@ -24,7 +33,7 @@ class StopFlag:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         """`process_group`: a CPU (gloo) group of all ranks; None: this process is alone."""
         self._process_group = process_group
-        self._wanted = 0
+        self._wanted = self._told = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> Self:
@@ -56,18 +65,29 @@ class StopFlag:
 
         "save" is given once for each time it was asked for; "save_and_exit" stays.
         """
+        votes = torch.tensor(self.votes(step), dtype=torch.float64)
+        if self._process_group is not None:
+            dist.all_reduce(votes, group=self._process_group)
+        return self.decision(step, votes.tolist())
+
+    def votes(self, step: int) -> list[float]:
+        """NUM_VOTES numbers that, summed over all ranks, say what all of them want; `decision` reads the sums."""
         # Before the others are waited for: who waits has beaten for this step, who is waited for has not.
         beat(step)
-        mine = self._wanted
-        everyone = torch.tensor([mine, step, -step], dtype=torch.int64)
-        if self._process_group is not None:
-            dist.all_reduce(everyone, op=dist.ReduceOp.MAX, group=self._process_group)
-        most, latest_step, earliest_step = int(everyone[0]), int(everyone[1]), -int(everyone[2])
-        assert latest_step == earliest_step, f"ranks disagree on the step: {earliest_step} to {latest_step}"
-        # A signal that came after `mine` was read is for the next step.
-        if mine == 1 and self._wanted == 1:
+        self._told = self._wanted
+        return [1.0, float(step), *(float(self._told == wish) for wish in range(1, len(_DECISIONS)))]
+
+    def decision(self, step: int, totals: Sequence[float]) -> Decision:
+        """See `agreed`; `totals`: the sums of what every rank's `votes(step)` gave."""
+        num_ranks, steps, *wishes = totals
+        # Of ranks that disagree at least two are not at the mean, and fail here.
+        assert steps == num_ranks * step, f"ranks disagree on the step: this one is at {step}, their sum is {steps:.0f}"
+        # A signal that came after the votes were given is for the next step.
+        if self._told == 1 and self._wanted == 1:
             self._wanted = 0
-        return _DECISIONS[most]
+        return max(
+            (_DECISIONS[wish] for wish, votes in enumerate(wishes, start=1) if votes), key=urgency, default="none"
+        )
 
     def _handler(self, wanted: int) -> Any:
         def note(_: int, __: FrameType | None) -> None:
