@@ -12,16 +12,25 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.adapters import add_adapter
+from trainer.deferred_weights import defer, fill, outline, source_of
+from trainer.quantized import quantize_blocks
 from trainer.seeds import seed_everything
-from trainer.sharded_source import is_read_sharded, stored_type, to_trained_type
+from trainer.sharded_source import stored_type, to_trained_type
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 
 
 def build_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
-    """The job's causal language model on CPU, the same weights on every rank and under every strategy.
+    """The job's causal language model on CPU, whole: `outline_model` with its weights."""
+    model = outline_model(job, vocab_size=vocab_size)
+    fill(model, device=torch.device("cpu"))
+    return model
 
-    Trained weights are float32, unless the engine itself brings them there, block by block (`is_read_sharded`).
+
+def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
+    """The job's causal language model without its weights, which `deferred_weights.fill` gives it once it is cut.
+
+    They are the same on every rank and under every strategy; trained ones are float32 (float64 in fp64).
     `vocab_size`: ids that the tokenizer can emit; a configuration that states none gets exactly that many.
     """
     seed_everything(job.spec.training.seed)
@@ -31,8 +40,11 @@ def build_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
         model.set_experts_implementation("eager")  # torch's grouped product takes float32 at most
     if job.spec.model.adapter is not None:
         add_adapter(model, job.spec.model.adapter, seed=job.spec.training.seed)
-    if not is_read_sharded(job):
-        to_trained_type(model.parameters(), job.spec.training.precision)
+    if source_of(model) is None:
+        defer(model)
+    to_trained_type(model.parameters(), job.spec.training.precision)
+    if job.spec.model.adapter is not None and job.spec.model.adapter.kind == "qlora":
+        quantize_blocks(model, transformer_blocks(model))
     if job.activation_checkpointing != "none":
         _checkpoint_activations(model, job.activation_checkpointing)
     return model
@@ -47,7 +59,10 @@ def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
         positions = getattr(config, "max_position_embeddings", None)
         if "max_position_embeddings" not in settings and positions and positions < job.spec.data.sequence_length:
             config.max_position_embeddings = job.spec.data.sequence_length
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(job), dtype=torch.float32)
+        make = partial(
+            AutoModelForCausalLM.from_config, config, attn_implementation=_attention(job), dtype=torch.float32
+        )
+        model = outline(make, seed=job.spec.training.seed)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
         raise InputError(
             f"model.config: {_one_line(error)}; see the Hugging Face configuration of '{model_type}'"

@@ -1,8 +1,7 @@
 """An existing model's weights as files mapped into memory: a rank that shards the model reads no more than its part.
 
 A weight loaded in the type it is stored in is a view of its safetensors file: no memory is spent before it is touched,
-and ranks of one host share what is. Engines that shard bring one block at a time to the type it is trained in, keep
-their shard of it and drop the rest, so that no rank ever holds the whole model.
+and ranks of one host share what is. `deferred_weights` copies a rank's part of it, in the type it is trained in.
 """
 
 from collections.abc import Iterable
@@ -11,8 +10,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-
-from trainyard.spec.job import ResolvedJob
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -27,26 +24,15 @@ def stored_type(folder: Path) -> torch.dtype | None:
     return types.pop() if len(types) == 1 else None
 
 
-def is_read_sharded(job: ResolvedJob) -> bool:
-    """Whether the job's engine takes the model as it is stored and brings it to its type block by block."""
-    layout = job.parallelism
-    if job.spec.model.source is None:
-        return False
-    if layout.engine == "deepspeed":
-        return layout.zero_stage == 3
-    others = layout.tensor * layout.pipeline * layout.context * layout.expert
-    return layout.data_shard > 1 and others == 1
-
-
 @torch.no_grad()
 def to_trained_type(parameters: Iterable[nn.Parameter], precision: str) -> None:
-    """Trained weights become float32 (float64 in fp64); frozen ones (under an adapter) the type that the job computes in.
+    """Trained weights become float32 (fp64: float64); frozen ones (under an adapter) the type that the job computes in.
 
-    A weight that has the type already is left alone, and stays a view of its file.
+    For parameters that have no values yet: the type is that in which they get them.
     """
     trained_type = torch.float64 if precision == "fp64" else torch.float32
     frozen_type = torch.bfloat16 if precision == "bf16" else trained_type
     for parameter in parameters:
         wanted = trained_type if parameter.requires_grad else frozen_type
-        if parameter.dtype != wanted:
+        if parameter.dtype != wanted and parameter.is_floating_point():
             parameter.data = parameter.data.to(wanted)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from trainer.leaving import leave
-from trainer.model import build_model
+from trainer.model import outline_model
 from trainer.runtime import Runtime, distributed_runtime
 from trainer.schedule import learning_rate_at
 from trainer.strategies import Strategy, build_strategy
@@ -130,7 +130,7 @@ def main(cases: Sequence[Case]) -> None:
     with distributed_runtime(cpu_threads=1) as runtime:
         for case in cases:
             job = job_of(case, runtime.world_size)
-            strategy = build_strategy(job, model=build_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
+            strategy = build_strategy(job, model=outline_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
             result = train(case, job, strategy, runtime)
             strategy.close()
             if runtime.is_first:

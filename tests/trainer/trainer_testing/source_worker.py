@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from trainer.leaving import leave
-from trainer.model import build_model
+from trainer.model import outline_model
 from trainer.runtime import distributed_runtime
 from trainer.strategies import build_strategy
 
@@ -53,7 +53,7 @@ def main(small: str, large: str, name: str) -> None:
         for source in (small, large):
             job = tiny_job(name, runtime.world_size, source=source)
             with Peak() as peak:
-                model = build_model(job, vocab_size=VOCAB_SIZE)
+                model = outline_model(job, vocab_size=VOCAB_SIZE)
                 num_elements = sum(parameter.numel() for parameter in model.parameters())
                 loaded = peak.num_bytes
                 # The moments of AdamW are no part of the source: they are made at the end.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from trainer.leaving import leave
-from trainer.model import build_model
+from trainer.model import outline_model
 from trainer.runtime import Runtime, distributed_runtime
 from trainer.schedule import learning_rate_at
 from trainer.strategies import Strategy, build_strategy
@@ -96,7 +96,7 @@ def main(requests: Sequence[RunRequest]) -> None:
         for request in requests:
             job = tiny_job(request.strategy, runtime.world_size, **request.job)
             started = time.perf_counter()
-            strategy = build_strategy(job, model=build_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
+            strategy = build_strategy(job, model=outline_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
             assert strategy.name == request.strategy
             built = time.perf_counter()
             seen = train(request, job, strategy, runtime)

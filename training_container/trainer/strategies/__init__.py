@@ -7,11 +7,12 @@ parallelism alone, `parallel` the one for every product with `tensor_parallel`, 
 
 from torch import nn
 
+from trainer.deferred_weights import source_of
 from trainer.runtime import Runtime
 from trainer.strategies.base import OptimizerStep, Strategy
 from trainer.tasks import task_of
 from trainyard.errors import InputError
-from trainyard.spec.job import OptimizerSpec, ParallelismSpec, ResolvedJob
+from trainyard.spec.job import AdapterSpec, OptimizerSpec, ParallelismSpec, ResolvedJob
 
 __all__ = ["OptimizerStep", "Strategy", "build_strategy", "check_supported"]
 
@@ -21,7 +22,7 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
     spec, layout = job.spec, job.parallelism
     task_of(job).check(job)
     if spec.model.adapter is not None:
-        _check_adapter(spec.model.adapter.kind, layout)
+        _check_adapter(spec.model.adapter, layout)
     _check_optimizer(spec.training.optimizer, layout)
     if spec.training.precision == "fp8":
         raise InputError("training.precision: fp8 is not implemented in this trainer; use bf16")
@@ -38,18 +39,17 @@ def _is_product(layout: ParallelismSpec) -> bool:
     return max(layout.tensor, layout.pipeline, layout.context, layout.expert) > 1
 
 
-def _check_adapter(kind: str, layout: ParallelismSpec) -> None:
-    if kind == "qlora":
+def _check_adapter(adapter: AdapterSpec, layout: ParallelismSpec) -> None:
+    if adapter.kind == "qlora" and layout.engine == "deepspeed":
         raise InputError(
-            "model.adapter: qlora needs 4-bit CUDA kernels that this image does not hold and that no engine here"
-            " shards; use lora"
+            "model.adapter: qlora is not implemented with engine: deepspeed, whose flat partitions mix the 4-bit weights"
+            " with others; use engine: torch, which shards them with data_shard"
         )
-    for degree in ("tensor", "pipeline", "context", "expert"):
-        if getattr(layout, degree) > 1:
-            raise InputError(
-                f"model.adapter: an adapter with parallelism.{degree}: {getattr(layout, degree)} is not implemented;"
-                " use data_replicate, data_shard, or engine: deepspeed with a zero_stage"
-            )
+    if layout.pipeline > 1 and set(adapter.targets) == {"lm_head"}:
+        raise InputError(
+            "model.adapter.targets: lm_head alone leaves the first pipeline stages nothing to train; add a layer of the"
+            " blocks, or set parallelism.pipeline to 1"
+        )
 
 
 def _check_optimizer(settings: OptimizerSpec, layout: ParallelismSpec) -> None:
@@ -90,9 +90,16 @@ def _check_deepspeed(job: ResolvedJob, *, device_type: str) -> None:
 
 
 def build_strategy(job: ResolvedJob, *, model: nn.Module, runtime: Runtime) -> Strategy:
-    """The job's engine around `model` (float32, on CPU, equal on every rank), ready for its first step."""
+    """The job's engine around `model` (equal on every rank: on CPU, or outlined), ready for its first step."""
     check_supported(job, device_type=runtime.device.type)
     assert job.world_size == runtime.world_size
+    strategy = _engine_around(model, job, runtime)
+    if (source := source_of(model)) is not None:
+        source.release()
+    return strategy
+
+
+def _engine_around(model: nn.Module, job: ResolvedJob, runtime: Runtime) -> Strategy:
     # Each engine is imported when it is used: DeepSpeed alone takes seconds.
     if job.parallelism.engine == "deepspeed":
         from trainer.strategies.zero import ZeroStrategy

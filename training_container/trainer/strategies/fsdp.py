@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from trainer.deferred_weights import fill_parameters, source_of
 from trainer.model import transformer_blocks
 from trainer.runtime import Runtime
-from trainer.sharded_source import to_trained_type
 from trainer.strategies.torch_engine import TorchStrategy
 from trainyard.spec.job import ResolvedJob
 
@@ -37,11 +37,14 @@ class FullyShardedStrategy(TorchStrategy):
         super().__init__(job=job, model=model, runtime=runtime)
 
     def _place(self, model: nn.Module) -> nn.Module:
-        """Stays on CPU, where it may be a view of files: `fully_shard` moves one block at a time."""
+        """Stays an outline: a shard gets its values when it is all that is left."""
         return model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        return shard_weights(model, transformer_blocks(model), self._mesh, self._job.spec.training.precision)
+        precision = self._job.spec.training.precision
+        wrapped = shard_weights(model, transformer_blocks(model), self._mesh, precision)
+        fill_shards(wrapped, model, self._device)
+        return wrapped
 
     def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Reduce-scatters after every micro-batch, so that no rank ever holds whole gradients; copies meet once."""
@@ -68,9 +71,7 @@ def shard_weights(
     """
     policy = precision_policy(precision)
     for block in blocks:
-        to_trained_type(block.parameters(), precision)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
-    to_trained_type(root.parameters(), precision)
     fully_shard(root, mesh=mesh, mp_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -79,6 +80,16 @@ def shard_weights(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def fill_shards(root: nn.Module, model: nn.Module, device: torch.device) -> None:
+    """Gives the shards of `model`, whose FSDP root is `root`, their values on `device`."""
+    fill_parameters(
+        model.named_parameters(),
+        source_of(model),
+        device=device,
+        settle=lambda: root.to(device),  # FSDP pads the memory that it finds
+    )
 
 
 def reshard(root: nn.Module) -> None:

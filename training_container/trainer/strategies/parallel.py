@@ -18,16 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from trainer.loss import next_token_loss_sum, target_loss_sum
 from trainer.model import transformer_blocks
 from trainer.optimizer import local_tensor
 from trainer.runtime import Runtime
 from trainer.strategies import context_parallel, expert_parallel, pipeline, tensor_parallel
 from trainer.strategies.base import Batch, Clock
-from trainer.strategies.fsdp import precision_policy, reshard, shard_weights
+from trainer.strategies.fsdp import fill_shards, precision_policy, reshard, shard_weights
 from trainer.strategies.mesh import Mesh, data_parallel_rank
 from trainer.strategies.torch_engine import TorchStrategy
-from trainer.tasks.causal_lm import model_logits
+from trainer.tasks.causal_lm import sequence_loss_sum
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec, ResolvedJob
 
@@ -45,7 +44,7 @@ class ProductStrategy(TorchStrategy):
         self.data_parallel_rank = data_parallel_rank(job.parallelism, runtime.rank)
 
     def _place(self, model: nn.Module) -> nn.Module:
-        """Stays on CPU: a rank's device gets only what is left after all cuts."""
+        """Stays an outline: a rank gets only what is left after all cuts."""
         if self._job.parallelism.context > 1:
             assert isinstance(model, PreTrainedModel)
             context_parallel.apply(model, self._mesh.axis("context"))
@@ -57,6 +56,7 @@ class ProductStrategy(TorchStrategy):
         partial = self._cut_matrices(model, blocks)
         self._spread_experts(model)
         wrapped = shard_weights(model, blocks, self._mesh.weights, self._job.spec.training.precision)
+        fill_shards(wrapped, model, self._device)
         self._keep_partial(model, partial)
         return wrapped
 
@@ -75,22 +75,18 @@ class ProductStrategy(TorchStrategy):
 
     def _spread_experts(self, model: PreTrainedModel) -> None:
         layout = self._job.parallelism
-        if layout.expert > 1:
+        if layout.expert > 1 or (layout.tensor > 1 and expert_parallel.num_experts_of(model.config.get_text_config())):
             experts = expert_parallel.build_mesh(layout, self._device.type)
             expert_parallel.apply(model, experts, precision_policy(self._job.spec.training.precision))
 
     def _own_part(self, batch: Batch) -> Batch:
-        """What of `batch` goes through this rank's model; `_sum_of_losses` knows its labels."""
+        """What of `batch` goes through this rank's model; under context parallelism its labels are shifted."""
         is_whole = self._job.parallelism.context == 1
         return batch if is_whole else context_parallel.shard_batch(batch, self._mesh.axis("context"))
 
-    def _sum_of_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        is_whole = self._job.parallelism.context == 1
-        return next_token_loss_sum(logits, labels) if is_whole else target_loss_sum(logits, labels)
-
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
         own = self._own_part(batch)
-        return self._sum_of_losses(model_logits(self._forward, own, self._device), own.labels.to(self._device))
+        return sequence_loss_sum(self._forward, own, self._device, is_shifted=self._job.parallelism.context > 1)
 
     def _keep_partial(self, model: nn.Module, names: Sequence[str]) -> None:
         parameters = dict(model.named_parameters())
@@ -152,21 +148,16 @@ class ProductStrategy(TorchStrategy):
 def check_product(job: ResolvedJob) -> None:
     """InputError, in one line, for a product that this model or trainer can't do."""
     layout = job.parallelism
-    if job.spec.model.adapter is not None:
-        raise InputError(
-            f"model.adapter: {job.spec.model.adapter.kind} is not implemented with tensor, pipeline, context"
-            " or expert parallelism; set them to 1 and use data_shard"
-        )
     config = _configuration(job)
     if config is None:
         return  # what is wrong with it is said where the model is built
     if layout.tensor > 1:
-        tensor_parallel.check(config, layout.tensor)
+        tensor_parallel.check(config, job)
     if layout.pipeline > 1:
         pipeline.check(config, job)
     if layout.context > 1:
         context_parallel.check(config, job)
-    if layout.expert > 1:
+    if layout.expert > 1 or (layout.tensor > 1 and expert_parallel.num_experts_of(config)):
         expert_parallel.check(config, layout)
 
 

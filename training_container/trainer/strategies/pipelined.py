@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from trainer.loss import shifted, target_loss_sum
 from trainer.optimizer import local_tensor
 from trainer.runtime import Runtime
 from trainer.strategies import pipeline
 from trainer.strategies.base import Batch, Clock
-from trainer.strategies.fsdp import COMPUTE_TYPES, reshard, shard_weights
+from trainer.strategies.fsdp import COMPUTE_TYPES, fill_shards, reshard, shard_weights
 from trainer.strategies.parallel import ProductStrategy
 from trainer.strategies.torch_engine import MOMENTS
 from trainyard.spec.job import ResolvedJob
@@ -41,6 +42,7 @@ class PipelineStrategy(ProductStrategy):
                 dtype=self._dtype,
                 device=runtime.device,
                 group=self._mesh.group("pipeline"),
+                gives_loss=self._loss_plan.kind != "logits",
             )
             for stage in self._stages
         ]
@@ -71,6 +73,7 @@ class PipelineStrategy(ProductStrategy):
             shard_weights(
                 stage, stage.blocks, self._mesh.weights, self._job.spec.training.precision, keep_gathered=True
             )
+            fill_shards(stage, stage.model, self._device)
             self._keep_partial(stage.model, partial)
             if stage.is_tied and (stage.is_first or stage.is_last):
                 self._tied.append(stage.model.get_input_embeddings().weight)
@@ -118,7 +121,7 @@ class PipelineStrategy(ProductStrategy):
             [{} if ids is None else {"position_ids": ids.to(self._device)} for ids in positions],
             dtype=self._dtype,
             group=self._mesh.group("pipeline"),
-            on_logits=lambda number, logits: self._scaled_loss(logits, batches[number].labels.to(self._device)),
+            on_output=lambda number, logits: self._scaled_loss(logits, self._targets(batches[number])),
         )
         return self._share(self._loss_total.clone())
 
@@ -128,21 +131,31 @@ class PipelineStrategy(ProductStrategy):
             stage.clock = clock
         batches = [self._own_part(batch) for batch in batches]
         tokens = torch.cat([batch.input_ids for batch in batches]).to(self._device)
-        labels = torch.cat([batch.labels for batch in batches]).to(self._device)
+        targets = torch.cat([self._targets(batch) for batch in batches])
         positions = [batch.position_ids for batch in batches if batch.position_ids is not None]
         more = {"position_ids": torch.cat(positions).to(self._device)} if positions else {}
+        if self._has_last and self._loss_plan.kind != "logits":
+            more["targets"] = targets
         step(
             *((tokens,) if self._has_first else ()),
-            target=labels if self._has_last else None,
+            target=targets if self._has_last else None,
             losses=[] if self._has_last else None,
             return_outputs=False,
             **more,
         )
         return self._share(self._loss_total.clone())
 
-    def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One micro-batch's part of what is differentiated; its sum of losses is noted."""
-        loss = self._sum_of_losses(logits, labels)
+    def _targets(self, batch: Batch) -> torch.Tensor:
+        """(batch, own tokens): the label of the token that follows each."""
+        labels = batch.labels.to(self._device)
+        return labels if self._job.parallelism.context > 1 else shifted(labels)
+
+    def _scaled_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """One micro-batch's part of what is differentiated; its sum of losses is noted.
+
+        output: what the last stage gives, logits or already the loss of `targets`.
+        """
+        loss = target_loss_sum(output, targets) if self._loss_plan.kind == "logits" else output
         self._loss_total += loss.detach().double()
         return loss * self._scale
 

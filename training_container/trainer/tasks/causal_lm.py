@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainer.data import JobData, TextData, build_data
-from trainer.loss import next_token_loss_sum
+from trainer.loss import next_token_loss_sum, shifted, target_loss_sum
+from trainer.loss_head import ScoringHead
 from trainer.model import outline_model
 from trainer.tasks.base import Task
 from trainyard.spec.job import ResolvedJob
@@ -40,7 +41,7 @@ class CausalLM(Task):
 
     def loss_sum(self, forward: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
         """See Task."""
-        return next_token_loss_sum(model_logits(forward, batch, device), batch.labels.to(device))
+        return sequence_loss_sum(forward, batch, device)
 
     def probe_loss(self, model: nn.Module, forward: nn.Module, device: torch.device) -> torch.Tensor:
         """See Task."""
@@ -49,9 +50,25 @@ class CausalLM(Task):
         return logits.float().sum()
 
 
-def model_logits(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
-    """(batch, sequence, vocabulary). Position ids that restart keep packed documents from seeing each other."""
+def sequence_loss_sum(
+    forward: nn.Module, batch: Batch, device: torch.device, *, is_shifted: bool = False
+) -> torch.Tensor:
+    """Sum of the losses of one micro-batch, from its logits or, where the model has a ScoringHead, without them.
+
+    `is_shifted`: the batch's labels are those of the next position already.
+    """
+    labels = batch.labels.to(device)
+    head = ScoringHead.of(forward)
+    if head is not None:
+        with head.scoring(labels if is_shifted else shifted(labels)):
+            return _head_output(forward, batch, device)
+    logits = _head_output(forward, batch, device)
+    return target_loss_sum(logits, labels) if is_shifted else next_token_loss_sum(logits, labels)
+
+
+def _head_output(forward: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+    """What the model's head gives. Position ids that restart keep packed documents from seeing each other."""
     position_ids = None if batch.position_ids is None else batch.position_ids.to(device)
-    output = model(input_ids=batch.input_ids.to(device), position_ids=position_ids, use_cache=False)
-    logits: torch.Tensor = output.logits
-    return logits
+    output = forward(input_ids=batch.input_ids.to(device), position_ids=position_ids, use_cache=False)
+    result: torch.Tensor = output.logits
+    return result
