@@ -39,10 +39,13 @@ def test_each_type_is_deployed_verified_missed_and_destroyed(site: Site, name: s
     listed = site("cloudformation").list_stack_resources(StackName=name)["StackResourceSummaries"]
     assert {item["LogicalResourceId"] for item in listed} == set(content["Resources"])
     physical = {item["LogicalResourceId"]: item["PhysicalResourceId"] for item in listed}
+    stack_id = site("cloudformation").describe_stacks(StackName=name)["Stacks"][0]["StackId"]
     site("cloudformation").delete_stack(StackName=name)
     for logical_id, item in content["Resources"].items():
         kind = RESOURCE_TYPES[item["Type"]]
-        assert not kind.exists(place, physical[logical_id]), f"{logical_id} outlived its stack"
+        assert not kind.exists(place, physical[logical_id]), (
+            f"{logical_id} outlived its stack: {site.failures(stack_id)}"
+        )
     with pytest.raises(JobFailedError, match="no such stack"):
         verify_deployment(site.info, [name], tmp_path)
 
