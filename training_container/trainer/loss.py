@@ -32,6 +32,11 @@ def target_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return torch.stack(sums).sum()
 
 
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """(batch, sequence) labels as targets: at each position the next one's label; the last has none."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
 def _cross_entropy_sum(predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(predictions.dtype, torch.float32)
     return F.cross_entropy(predictions.to(wide), targets, ignore_index=IGNORED_LABEL, reduction="sum")

@@ -121,10 +121,10 @@ class DataSpec(SpecModel):
     packing: bool = True
     """Concatenate documents into full sequences; otherwise one document a sequence, padded."""
     document_masks: bool = True
-    """With packing: documents of one sequence don't see each other. Attention stays inside a document, positions restart
-    at each, and a document's first token is not predicted from the one before, so that packing changes no document's
-    loss or gradient. false: text runs on over document ends, as in much of pretraining. Needs a model that takes its
-    documents from position ids (the trainer refuses others); costs a mask where no variable-length kernel runs."""
+    """With packing: documents of one sequence don't see each other. Attention stays inside a document, positions
+    restart at each, and a document's first token is not predicted from the one before, so that packing changes no
+    document's loss or gradient. false: text runs on over document ends, as in much of pretraining. Needs a model that
+    takes its documents from position ids (the trainer refuses others)."""
     shuffle: bool = True
 
     @model_validator(mode="after")
@@ -243,6 +243,12 @@ class TrainingSpec(SpecModel):
     precision: Literal["bf16", "fp16", "fp8", "fp32", "fp64"] = "bf16"
     """Matrix products; weights and moments are fp32 beside it. fp64: all of it, for proofs of numerics; torch engine
     only, slow everywhere (an H100 does fp64 at less than a tenth of its bf16 rate)."""
+    loss: Literal["auto", "logits", "chunked"] = "auto"
+    """How the cross-entropy is computed. logits: from the whole logits, micro-batch x sequence x vocabulary of them.
+    chunked: in the model's head, 1,024 positions at a time and with their gradients, so that a long sequence's logits
+    never exist; same loss and gradient. auto: chunked where a micro-batch is longer than a chunk and the model leaves
+    its head's output as it is; with parallelism.tensor above 1, each rank with its own part of the vocabulary. What was
+    chosen is said at the start and in result.json."""
     activation_checkpointing: Literal["none", "selective", "full"] | Auto = "auto"
     seed: int = Field(default=1234, ge=0)
     deterministic: bool = False
@@ -398,6 +404,8 @@ class JobSpec(SpecModel):
             if self.images is not None:
                 raise ValueError("images belongs to task: image_classification or vision_language; this is causal_lm")
             return self
+        if self.task == "image_classification" and self.training.tokens is not None:
+            raise ValueError("training.tokens: images have no tokens; give training.epochs or training.steps")
         for field in ("train", "validation"):
             for number, source in enumerate(getattr(self.data, field)):
                 if source.format != "webdataset":

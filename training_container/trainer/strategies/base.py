@@ -26,7 +26,7 @@ class Batch(Protocol):
 
 
 class Clock(Protocol):
-    """Times a phase of a step: `with clock("forward"): ...` (`trainer.metrics.StepClock`)."""
+    """Times a phase of a step: `with clock("forward"): ...` (`trainer.step_clock.StepClock`)."""
 
     def __call__(self, phase: str) -> AbstractContextManager[None]:
         """Adds the block's seconds to the phase."""
@@ -47,6 +47,9 @@ class Strategy(ABC):
 
     name: str
     """single, ddp, fsdp, hsdp, zero0, zero1, zero2, zero3, or a product's degrees: tensor2-fsdp2."""
+
+    choices: dict[str, str]
+    """What was chosen where the job says auto, each with its reason: `loss`. Said at the start, kept in result.json."""
 
     data_parallel_rank: int
     """Which share of each global batch this rank reads, from 0."""

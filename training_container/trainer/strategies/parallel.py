@@ -27,7 +27,6 @@ from trainer.strategies.fsdp import fill_shards, precision_policy, reshard, shar
 from trainer.strategies.mesh import Mesh, data_parallel_rank
 from trainer.strategies.torch_engine import TorchStrategy
 from trainer.tasks.causal_lm import sequence_loss_sum
-from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec, ResolvedJob
 
 

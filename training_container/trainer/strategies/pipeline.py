@@ -7,6 +7,7 @@ of one layout is a checkpoint of every other. The schedules are torch.distribute
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from transformers import PretrainedConfig, PreTrainedModel
 
+from trainer.loss_head import ScoringHead
 from trainer.strategies.base import Clock
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
@@ -100,13 +102,20 @@ class Stage(nn.Module):
         self.blocks: list[nn.Module] = []
         self.model = self._part(model, num_stages)
 
-    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """(batch, sequence) token ids on the first stage, else (batch, sequence, hidden)."""
+    def forward(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor | None = None, targets: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(batch, sequence) token ids on the first stage, else (batch, sequence, hidden).
+
+        `targets`: given where the last stage returns their loss in place of logits; the others don't look at them.
+        """
         name = "input_ids" if self.is_first else "inputs_embeds"
         inputs = {name: hidden, "position_ids": position_ids, "use_cache": False}
         if self.is_last:
-            logits: torch.Tensor = self.model(**inputs).logits
-            return logits
+            head = None if targets is None else ScoringHead.of(self.model)
+            with nullcontext() if head is None or targets is None else head.scoring(targets):
+                result: torch.Tensor = self.model(**inputs).logits
+            return result
         output: torch.Tensor = self.model.base_model(**inputs).last_hidden_state
         # What is sent on is detached in place once it is used up, which torch does not allow for a view.
         return output.clone() if output._is_view() else output
@@ -181,20 +190,29 @@ def timed_stage(
     dtype: torch.dtype,
     device: torch.device,
     group: dist.ProcessGroup,
+    gives_loss: bool,
 ) -> TimedStage:
-    """The stage as a schedule takes it; shapes are told, so that none has to be found out by a trial run."""
+    """The stage as a schedule takes it; shapes are told, so that none has to be found out by a trial run.
+
+    `gives_loss`: the last stage returns a micro-batch's loss, not its logits.
+    """
     config = stage.model.config.get_text_config()
     shape = (job.micro_batch_size, job.spec.data.sequence_length // job.parallelism.context)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     hidden = torch.empty((*shape, config.hidden_size), dtype=dtype, device="meta", requires_grad=True)
-    logits = torch.empty((*shape, config.vocab_size), dtype=dtype, device="meta", requires_grad=True)
+    loss_dtype = torch.promote_types(dtype, torch.float32)
+    result = (
+        torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
+        if gives_loss
+        else torch.empty((*shape, config.vocab_size), dtype=dtype, device="meta", requires_grad=True)
+    )
     return TimedStage(
         stage,
         stage.index,
         num_stages,
         device,
         input_args=(tokens if stage.is_first else hidden,),
-        output_args=(logits if stage.is_last else hidden,),
+        output_args=(result if stage.is_last else hidden,),
         group=group,
     )
 
@@ -219,9 +237,9 @@ def forward_in_v(
     *,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
-    on_logits: Callable[[int, torch.Tensor], object],
+    on_output: Callable[[int, torch.Tensor], object],
 ) -> None:
-    """Every micro-batch down the V and up again, without gradients; `on_logits` gets number and logits at its end.
+    """Every micro-batch down the V and up again, without gradients; `on_output` gets number and output at its end.
 
     torch's zero-bubble schedule can't run forward alone (`eval` raises in 2.13): it asks for gradients between the
     two stages of a rank.
@@ -240,7 +258,7 @@ def forward_in_v(
         hidden = turned[number] if place == last_place else _receive(up, batch, dtype, place + 1, group)
         hidden = up(hidden, **kwargs[number])
         if up.is_last:
-            on_logits(number, hidden)
+            on_output(number, hidden)
         else:
             dist.send(hidden.contiguous(), group=group, group_dst=place - 1)
 

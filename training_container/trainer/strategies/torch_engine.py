@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.deferred_weights import fill
+from trainer.loss_head import install as install_loss_head
+from trainer.loss_head import plan_loss
 from trainer.loss_scaling import LossScaler
 from trainer.optimizer import (
     build_optimizer,
@@ -43,8 +45,12 @@ class TorchStrategy(Strategy):
         self._device = runtime.device
         self._task = task_of(job)
         self._scaler = LossScaler.for_precision(job.spec.training.precision)
+        self._loss_plan = plan_loss(model, job)
+        self.choices = {"loss": str(self._loss_plan)}
         self._model = self._place(model)
         self._forward = self._wrap(self._model)
+        for part in self._parts():
+            install_loss_head(part, self._loss_plan)
         self._optimizer = build_optimizer(self._model, job)
 
     def _place(self, model: nn.Module) -> nn.Module:
