@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             average=options.average,
         )
     except TrainyardError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"trainyard: {error}", file=sys.stderr)
         return error.exit_code
     print(f"exported step={step} out={options.out}")
     return 0

@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         written = export(options.checkpoint, options.to, max_shard_bytes=options.max_shard_bytes)
     except TrainyardError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"trainyard: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     print(json.dumps(written), flush=True)
     return 0

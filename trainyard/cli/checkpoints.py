@@ -262,7 +262,7 @@ def _run_export(folder: Path, to: Path, max_shard_gib: float) -> dict[str, Any]:
         written: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return written
     last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
-    words = last.strip().removeprefix("error: ")
+    words = last.strip().removeprefix("trainyard: ")
     kinds = {kind.exit_code: kind for kind in (InputError, AwsRefusedError)}
     raise kinds.get(done.returncode, JobFailedError)(words)
 

@@ -199,7 +199,7 @@ def failure_reason(log: Path) -> str:
 def _names_a_failure(line: str) -> bool:
     # A rank's own words, not torchrun's ChildFailedError summary, which only repeats that some rank failed.
     text = _RANK_PREFIX.sub("", line).strip()
-    if text.startswith(("trainyard: ", "error: ")):
+    if text.startswith("trainyard: "):
         return True
     head = text.partition(":")[0]
     return head.endswith(("Error", "Exception")) and " " not in head and "ChildFailedError" not in head
