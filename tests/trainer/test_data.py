@@ -204,7 +204,7 @@ def test_other_data_is_refused_but_another_place_is_not(tmp_path: Path) -> None:
 
 
 def test_packed_sequences_are_full_and_labels_are_the_inputs(tmp_path: Path) -> None:
-    job = resolved({"train": [source(corpus(tmp_path))], "shuffle": False})
+    job = resolved({"train": [source(corpus(tmp_path))], "shuffle": False, "document_masks": False})
     for batch in build(job, tmp_path).train.next_step():
         assert batch.input_ids.shape == (2, SEQUENCE_LENGTH) and batch.input_ids.dtype == torch.int64
         assert torch.equal(batch.input_ids, batch.labels)
@@ -298,7 +298,7 @@ def test_entropy_is_that_of_the_validation_tokens(tmp_path: Path) -> None:
 def decoded(tmp_path: Path, *sources: dict[str, Any]) -> list[int]:
     """All tokens of the sources, by the byte tokenizer."""
     cache = open_token_cache([DataSource.model_validate(one) for one in sources], ByteTokenizer(), tmp_path / "cache")
-    return [int(token) for token in cache.tokens]
+    return [int(token) for token in cache.tokens[:]]
 
 
 def test_text_jsonl_gzip_and_parquet_hold_the_same(tmp_path: Path) -> None:
@@ -324,9 +324,11 @@ def test_a_large_text_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(readers_module, "TEXT_BLOCK_CHARACTERS", 10)
     text = "".join(f"line {number}\n" for number in range(50)) + "no newline at the end"
     (tmp_path / "a.txt").write_text(text)
-    pieces = list(readers_module.read_pieces(DataSource(path=str(tmp_path / "a.txt"), format="text")))
-    assert len(pieces) > 20
-    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+    (unit,) = readers_module.units_of(DataSource(path=str(tmp_path / "a.txt"), format="text"))
+    records = list(unit.records())
+    assert len(records) > 20
+    assert [record.begins for record in records] == [True] + [False] * (len(records) - 1)
+    assert [record.ends for record in records] == [False] * (len(records) - 1) + [True]
     assert decoded(tmp_path, source(tmp_path / "a.txt", "text")) == [*text.encode(), 256]
 
 
@@ -368,18 +370,18 @@ def test_a_tokenizers_own_bos_and_eos_frame_each_document_and_nothing_is_truncat
     cache = open_token_cache(
         [DataSource(path=str(tmp_path / "a.jsonl"), format="jsonl")], tokenizer, tmp_path / "cache"
     )
-    documents = np.split(np.asarray(cache.tokens), cache.document_ends[:-1])
+    documents = np.split(cache.tokens[:], cache.document_ends[:-1])
     assert [(document[0], document[-1]) for document in documents] == [(0, 1), (0, 1)]
     assert len(documents[0]) >= 6
-    assert cache.tokens.dtype == np.uint16
+    assert cache.tokens[:].dtype == np.uint16
 
 
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [
         ("", "jsonl", "holds no text"),
-        ('{"text": "a"}\n{"text": \n', "jsonl", "line 2 is not JSON"),
-        ('{"body": "a"}\n', "jsonl", r"line 1 has no field 'text' \(it has: body\)"),
+        ('{"text": "a"}\n{"text": \n', "jsonl", "bad.file:2: is not JSON"),
+        ('{"body": "a"}\n', "jsonl", r"bad.file:1: has no field 'text' \(it has: body\)"),
         ('{"text": 3}\n', "jsonl", "must be a string, is int"),
         ("x", "parquet", "is not a parquet file"),
         ("x", "webdataset", "webdataset is for images"),
@@ -426,7 +428,7 @@ def test_a_second_opening_reads_the_cache_and_a_torn_cache_is_built_again(tmp_pa
     again = open_token_cache([one], Counting(), tmp_path / "cache")
     assert len(calls) == 1 and again.digest == first.digest
     assert isinstance(first.tokens, np.memmap)
-    (tokens,) = (tmp_path / "cache").glob("*/tokens.bin")
+    (tokens,) = (tmp_path / "cache").glob("units/*.tokens")
     tokens.write_bytes(tokens.read_bytes()[:-2])
     assert open_token_cache([one], Counting(), tmp_path / "cache").digest == first.digest
     assert len(calls) == 2

@@ -1,12 +1,14 @@
 """A job's data, ready to read: the one composing place of this room."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.data.chat import chat_template_of
 from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
 from trainer.data.token_cache import TokenCache, open_token_cache
-from trainer.data.tokenizer import tokenizer_of
+from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource, ResolvedJob
 
@@ -21,6 +23,9 @@ class JobData:
     def describe(self) -> dict[str, Any]:
         """What result.json says of the data."""
         return {}
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,9 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
     """
     spec = job.spec
     tokenizer = tokenizer_of(spec)
+    template = chat_template_of(spec.data.chat_template, tokenizer_file_of(spec))
 
-    def tokens(sources: tuple[DataSource, ...]) -> TokenCache:
+    def tokens(sources: Sequence[DataSource], field: str) -> TokenCache:
         for source in sources:
             if source.format == "webdataset":
                 raise InputError(
@@ -54,7 +60,13 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
                     " tokens"
                 )
         return open_token_cache(
-            sources, tokenizer, cache_dir, vocab_is_open=spec.data.tokenizer is None and spec.model.source is None
+            sources,
+            tokenizer,
+            cache_dir,
+            vocab_is_open=spec.data.tokenizer is None and spec.model.source is None,
+            chat_template=template,
+            max_bad_records=spec.data.max_bad_records,
+            where=f"data.{field}",
         )
 
     def table(cache: TokenCache, field: str) -> SequenceTable:
@@ -68,8 +80,8 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
             raise InputError(f"data.{field}: has no document of at least 2 tokens, so nothing to predict")
         return sequences
 
-    train = tokens(spec.data.train)
-    validation = tokens(spec.data.validation) if spec.data.validation else None
+    train = tokens(spec.data.train, "train")
+    validation = tokens(spec.data.validation, "validation") if spec.data.validation else None
     stream = BatchStream(
         table(train, "train"),
         dataset_digest=train.digest,

@@ -1,164 +1,255 @@
-"""Documents out of files: text, jsonl, parquet, and ready-made token ids. A file is never held whole in memory."""
+"""Records out of files: text, jsonl, parquet, and ready-made token ids. A file is never held whole in memory.
+
+A source is read in units: whole files, or stretches of large jsonl and parquet files, which processes share between
+them. The records of all units, one after the other, are those of the source, however it is cut.
+"""
 
 import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.bad_records import BadRecordError
+from trainer.data.files import DataFile, LocalFile, files_of
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
 TEXT_BLOCK_CHARACTERS = 1 << 20
 """A text file is tokenized in blocks of about this size, cut at line ends, so that a file may be larger than memory."""
 
-_SUFFIXES = {
-    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"),
-    "parquet": (".parquet",),
-    "tokens": (".npy", ".bin"),
-    "webdataset": (".tar",),
-}
+UNIT_BYTES = 64 << 20
+"""A jsonl or parquet file larger than this is cut: a killed job loses no more than one unit's tokenization a rank."""
 
-Piece = tuple[str, bool]
-"""Some text, and whether its document ends with it."""
+_UNREADABLE = (OSError, EOFError, zlib.error)
 
 
-def source_files(source: DataSource) -> list[Path]:
-    """The files of a source, ordered by their path inside it: the same order on every machine."""
-    if "://" in source.path:
-        raise InputError(
-            f"data path {source.path}: the trainer reads local files; launch the job (which brings them as a channel) "
-            "or copy them here first"
-        )
-    root = Path(source.path)
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise InputError(f"data path {source.path}: no such file or folder")
-    suffixes = _SUFFIXES.get(source.format)
-    files = [
-        path
-        for path in root.rglob("*")
-        if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(root).parts)
-        and (suffixes is None or path.name.endswith(suffixes))
-    ]
-    if not files:
-        wanted = f"no file that ends in {', '.join(suffixes)}" if suffixes else "no file"
-        raise InputError(f"data path {source.path}: {wanted} (format: {source.format})")
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One document, or a block of a text file's."""
+
+    number: int
+    """Counted from 0 in its unit: what `Unit.place` names it by."""
+    value: Any
+    """A text file's block: str. Else the row: a dict, where the file is whole; BadRecordError where it is broken."""
+    begins: bool = True
+    """Whether its document begins with it."""
+    ends: bool = True
+    """Whether its document ends with it."""
 
 
-def read_pieces(source: DataSource) -> Iterator[Piece]:
-    """The text of a source in pieces, in order. Empty documents are left out."""
-    for path in source_files(source):
-        if source.format == "text":
-            yield from _text_pieces(path)
-        elif source.format == "jsonl":
-            yield from ((text, True) for text in _jsonl_texts(path, source.text_field) if text)
-        else:
-            assert source.format == "parquet", source.format
-            yield from ((text, True) for text in _parquet_texts(path, source.text_field) if text)
+@dataclass(frozen=True)
+class Unit:
+    """A stretch of one file: what one process tokenizes at a time."""
+
+    source: DataSource
+    file: DataFile
+    begin: int = 0
+    """jsonl: first byte; parquet: first row group. A line belongs to the unit in which it begins."""
+    end: int | None = None
+    """Exclusive; None: to the end of the file."""
+
+    def records(self) -> Iterator[Record]:
+        """Its records in order. A broken one is handed on as BadRecordError; InputError for a broken file.
+
+        A text file that isn't UTF-8 raises BadRecordError: it is one record, of which nothing may be kept.
+        """
+        try:
+            if self.source.format == "text":
+                yield from _text_records(self.file)
+            elif self.source.format == "jsonl":
+                yield from self._jsonl_records()
+            else:
+                assert self.source.format == "parquet", self.source.format
+                yield from self._parquet_records()
+        except _UNREADABLE as error:
+            raise InputError(f"{self.file.where}: can't be read: {_reason(error)}") from None
+
+    def place(self, number: int) -> str:
+        """Where a record is, for a message: FILE:LINE, or FILE: row N of parquet, both counted from 1."""
+        if self.source.format == "text":
+            return self.file.where
+        if self.source.format == "parquet":
+            metadata = _parquet_file(self.file).metadata
+            before = sum(metadata.row_group(group).num_rows for group in range(self.begin))
+            return f"{self.file.where}: row {before + number + 1}"
+        return f"{self.file.where}:{self._lines_before() + number + 1}"
+
+    def _jsonl_records(self) -> Iterator[Record]:
+        with self.file.open() as file, _plain(file, self.file.where) as handle:
+            if self.begin:
+                # A line that began before is another unit's; one that begins right here follows a line end.
+                handle.seek(self.begin - 1)
+                handle.readline()
+            position = handle.tell() if self.end is not None else 0
+            for number, line in enumerate(handle):
+                if self.end is not None and position >= self.end:
+                    return
+                position += len(line)
+                if line.strip():
+                    yield Record(number, _json_row(line))
+
+    def _lines_before(self) -> int:
+        """Lines of the file that begin before this unit's first."""
+        if not self.begin:
+            return 0
+        lines, position = 0, 0
+        with self.file.open() as handle:
+            while position < self.begin and (line := handle.readline()):
+                position += len(line)
+                lines += 1
+        return lines
+
+    def _parquet_records(self) -> Iterator[Record]:
+        table = _parquet_file(self.file)
+        source, names = self.source, table.schema_arrow.names
+        columns = [source.messages_field] if source.messages_field else [source.prompt_field, source.text_field]
+        wanted = [column for column in columns if column is not None]
+        for column in wanted:
+            if column not in names:
+                raise InputError(
+                    f"{self.file.where}: has no column {column!r} (it has: {', '.join(names[:8])}); set text_field,"
+                    " prompt_field or messages_field"
+                )
+        if source.messages_field and "tools" in names:
+            wanted.append("tools")
+        groups = list(range(self.begin, table.num_row_groups if self.end is None else self.end))
+        number = 0
+        try:
+            for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=wanted):
+                for row in batch.to_pylist():
+                    yield Record(number, self._row_of_parquet(row))
+                    number += 1
+        except ValueError as error:
+            if isinstance(error, InputError):
+                raise
+            raise _no_parquet(self.file, error) from None
+
+    def _row_of_parquet(self, row: dict[str, Any]) -> dict[str, Any]:
+        source = self.source
+        if source.messages_field is None and source.prompt_field is None and row[source.text_field] is None:
+            return {source.text_field: ""}  # a row without text is an empty document
+        return {name: _without_nulls(value) for name, value in row.items()}
 
 
-def read_token_files(source: DataSource) -> Iterator[tuple[Path, npt.NDArray[Any]]]:
-    """Each file of a `tokens` source as a memory-mapped 1-D array of ids: one document per file.
+def units_of(source: DataSource) -> list[Unit]:
+    """A source cut into units, in order; InputError names what can't be read."""
+    units = []
+    for file in files_of(source):
+        borders = _borders(source, file)
+        units += [Unit(source, file, begin, end) for begin, end in zip(borders, [*borders[1:], None], strict=True)]
+    return units
+
+
+def _borders(source: DataSource, file: DataFile) -> list[int]:
+    """Where the units of a file begin."""
+    if file.size <= UNIT_BYTES:
+        return [0]
+    if source.format == "jsonl" and not file.where.endswith(".gz"):
+        return list(range(0, file.size, UNIT_BYTES))
+    if source.format == "parquet":
+        try:
+            metadata = _parquet_file(file).metadata
+        except _UNREADABLE as error:
+            raise InputError(f"{file.where}: can't be read: {_reason(error)}") from None
+        borders, size = [0], 0
+        for group in range(metadata.num_row_groups):
+            if size >= UNIT_BYTES:
+                borders.append(group)
+                size = 0
+            size += metadata.row_group(group).total_byte_size
+        return borders
+    return [0]
+
+
+def read_token_file(file: DataFile) -> npt.NDArray[Any]:
+    """A file of a `tokens` source as a memory-mapped 1-D array of ids: one document.
 
     `.npy` carries its integer type; `.bin` is bare little-endian uint16.
     """
-    for path in source_files(source):
-        if path.name.endswith(".npy"):
-            try:
-                array = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (ValueError, OSError) as error:
-                raise InputError(f"{path}: is not a NumPy array file ({error})") from None
-        else:
-            if path.stat().st_size % 2:
-                raise InputError(
-                    f"{path}: {path.stat().st_size} bytes are no whole number of uint16 ids; use .npy for wider ids"
-                )
-            array = np.memmap(path, dtype="<u2", mode="r") if path.stat().st_size else np.empty(0, dtype="<u2")
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise InputError(f"{path}: must hold a 1-D array of integers, holds {array.ndim}-D {array.dtype}")
-        yield path, array
+    assert isinstance(file, LocalFile)
+    if file.where.endswith(".npy"):
+        try:
+            array = np.load(file.path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError) as error:
+            raise InputError(f"{file.where}: is not a NumPy array file ({error})") from None
+    else:
+        if file.size % 2:
+            raise InputError(
+                f"{file.where}: {file.size} bytes are no whole number of uint16 ids; use .npy for wider ids"
+            )
+        array = np.memmap(file.path, dtype="<u2", mode="r") if file.size else np.empty(0, dtype="<u2")
+    assert isinstance(array, np.ndarray)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InputError(f"{file.where}: must hold a 1-D array of integers, holds {array.ndim}-D {array.dtype}")
+    return array
 
 
-def _open_text(path: Path) -> IO[str]:
-    if path.name.endswith(".gz"):
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+def _plain(file: BinaryIO, name: str) -> Any:
+    return gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
 
 
-def _text_pieces(path: Path) -> Iterator[Piece]:
+def _text_records(file: DataFile) -> Iterator[Record]:
     try:
-        with _open_text(path) as handle:
-            block = _read_block(handle)
+        with file.open() as raw, io.TextIOWrapper(_plain(raw, file.where), encoding="utf-8", newline="") as handle:
+            block, number = _read_block(handle), 0
             while block:
                 following = _read_block(handle)
-                yield block, not following
-                block = following
+                yield Record(number, block, begins=number == 0, ends=not following)
+                block, number = following, number + 1
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start} of a block)") from None
-    except (OSError, EOFError) as error:
-        raise InputError(f"{path}: can't be read: {error}") from None
+        raise BadRecordError(f"is not UTF-8 text ({error.reason})") from None
 
 
-def _read_block(handle: IO[str]) -> str:
+def _read_block(handle: io.TextIOWrapper) -> str:
     block = handle.read(TEXT_BLOCK_CHARACTERS)
     return block + handle.readline() if block and not block.endswith("\n") else block
 
 
-def _jsonl_texts(path: Path, field: str) -> Iterator[str]:
+def _json_row(line: bytes) -> Any:
     try:
-        with _open_text(path) as handle:
-            for number, line in enumerate(handle, start=1):
-                if line.strip():
-                    yield _jsonl_text(path, number, line, field)
+        row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text ({error.reason})") from None
-    except (OSError, EOFError) as error:
-        raise InputError(f"{path}: can't be read: {error}") from None
+        return BadRecordError(f"is not UTF-8 ({error.reason} at byte {error.start + 1} of the line)")
+    except ValueError as error:
+        return BadRecordError(f"is not JSON ({str(error)[:100]}); jsonl holds one object a line")
+    except RecursionError:
+        return BadRecordError("is not JSON that can be read: nested too deeply")
+    if not isinstance(row, dict):
+        return BadRecordError(f"is no JSON object but {type(row).__name__}; jsonl holds one object a line")
+    return row
 
 
-def _jsonl_text(path: Path, number: int, line: str, field: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: line {number} is not JSON ({error.msg}); jsonl holds one object a line") from None
-    if not isinstance(row, dict) or field not in row:
-        present = ", ".join(sorted(row)[:8]) if isinstance(row, dict) else type(row).__name__
-        raise InputError(
-            f"{path}: line {number} has no field {field!r} (it has: {present}); set text_field to the one with the text"
-        )
-    text = row[field]
-    if not isinstance(text, str):
-        raise InputError(f"{path}: line {number}: field {field!r} must be a string, is {type(text).__name__}")
-    return text
-
-
-def _parquet_texts(path: Path, field: str) -> Iterator[str]:
+def _parquet_file(file: DataFile) -> Any:
     try:
         from pyarrow import parquet
     except ImportError:
         raise InputError(
-            f"{path}: reading parquet needs the package pyarrow; install it, or convert the data to jsonl"
+            f"{file.where}: reading parquet needs the package pyarrow; install it, or convert the data to jsonl"
         ) from None
     try:
-        table = parquet.ParquetFile(path)
-        names = table.schema_arrow.names
-        if field not in names:
-            raise InputError(f"{path}: has no column {field!r} (it has: {', '.join(names[:8])}); set text_field")
-        for batch in table.iter_batches(batch_size=1024, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                if text is not None and not isinstance(text, str):
-                    raise InputError(f"{path}: column {field!r} must hold strings, holds {type(text).__name__}")
-                yield text or ""
-    except OSError as error:  # pyarrow's ArrowInvalid is a ValueError, its ArrowIOError an OSError
-        raise InputError(f"{path}: can't be read: {error}") from None
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: is not a parquet file ({str(error).splitlines()[0]})") from None
+        return parquet.ParquetFile(file.path if isinstance(file, LocalFile) else file.open())
+    except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError, its ArrowIOError an OSError
+        raise _no_parquet(file, error) from None
+
+
+def _no_parquet(file: DataFile, error: ValueError) -> InputError:
+    return InputError(f"{file.where}: is not a parquet file ({str(error).splitlines()[0]})")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet's structs have all fields of the schema, null where a row has none; templates ask which are there."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)

@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.data.token_cache import TokenCache
+from trainer.data.token_cache import LearntTokens, TokenCache
 from trainyard.errors import InputError
 
 IGNORED_LABEL = -100
 """Label of a position that doesn't count in the loss (torch's cross_entropy default)."""
+
+_ROWS_AT_ONCE = 4096
 
 Positions = npt.NDArray[np.int64]
 
@@ -30,9 +32,12 @@ class MicroBatch:
     input_ids: torch.Tensor
     """(B, S) int64."""
     labels: torch.Tensor
-    """(B, S) int64: the input ids, not shifted (the loss shifts); IGNORED_LABEL where padded."""
+    """(B, S) int64: the input ids, not shifted (the loss shifts); IGNORED_LABEL where padded, on what is not learnt
+    (prompts), and on the first token of a document that follows another in its sequence, where documents are kept
+    apart."""
     position_ids: torch.Tensor | None
-    """(B, S) int64, or None where positions simply count from 0."""
+    """(B, S) int64: from 0 again at each document's start, which is how engines know that documents end there; or None
+    where positions simply count from 0."""
     num_target_tokens: int
     """Labels that count in the next-token loss: those of labels[:, 1:] that are not IGNORED_LABEL."""
     num_tokens: int
@@ -87,10 +92,17 @@ class SequenceTable:
 
     Packed: the token stream cut every `sequence_length` tokens; documents run on, each ends with the end token.
     Not packed: every document begins a sequence; a longer one is continued in the next, so that no text is lost.
+
+    `separate_documents`: packed documents are trained as if each stood alone: positions restart at each, attention
+    stays inside (the engines see to that), and no token is predicted from another document's.
     """
 
-    def __init__(self, cache: TokenCache, *, sequence_length: int, packing: bool) -> None:
+    def __init__(
+        self, cache: TokenCache, *, sequence_length: int, packing: bool, separate_documents: bool = False
+    ) -> None:
         self._tokens = cache.tokens
+        self._learnt = cache.learnt
+        self._document_ends = cache.document_ends if packing and separate_documents else None
         self.sequence_length = sequence_length
         if packing:
             total = np.asarray([len(cache.tokens)], dtype=np.int64)
@@ -99,6 +111,10 @@ class SequenceTable:
             ends = np.asarray(cache.document_ends)
             begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
             self._starts, self._lengths = _cut(begins, ends, sequence_length)
+        if cache.learnt is not None:
+            # A long prompt may fill whole sequences: without a target they'd cost a step and teach nothing.
+            kept = _with_targets(self._starts, self._lengths, cache.learnt)
+            self._starts, self._lengths = self._starts[kept], self._lengths[kept]
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -107,6 +123,7 @@ class SequenceTable:
         """The sequences `rows` as one micro-batch; a negative row is an empty sequence (all padding)."""
         input_ids = np.zeros((len(rows), self.sequence_length), dtype=np.int64)
         labels = np.full_like(input_ids, IGNORED_LABEL)
+        positions = np.tile(np.arange(self.sequence_length, dtype=np.int64), (len(rows), 1))
         num_targets = num_tokens = 0
         for index, row in enumerate(rows):
             if row < 0:
@@ -114,9 +131,29 @@ class SequenceTable:
             start, length = int(self._starts[row]), int(self._lengths[row])
             input_ids[index, :length] = self._tokens[start : start + length]
             labels[index, :length] = input_ids[index, :length]
-            num_targets += length - 1
+            begins = self._begins(start, length)
+            for begin in begins:
+                labels[index, begin] = IGNORED_LABEL
+                positions[index, begin:] = np.arange(self.sequence_length - begin)
+            if self._learnt is not None:
+                labels[index, :length][~self._learnt[start : start + length]] = IGNORED_LABEL
+            num_targets += int(np.count_nonzero(labels[index, 1:length] != IGNORED_LABEL))
             num_tokens += length
-        return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels), None, num_targets, num_tokens)
+        return MicroBatch(
+            torch.from_numpy(input_ids),
+            torch.from_numpy(labels),
+            None if self._document_ends is None else torch.from_numpy(positions),
+            num_targets,
+            num_tokens,
+        )
+
+    def _begins(self, start: int, length: int) -> Positions:
+        """Where in the sequence of tokens [start, start + length) further documents begin, counted from its start."""
+        ends = self._document_ends
+        if ends is None:
+            return np.zeros(0, dtype=np.int64)
+        first, last = np.searchsorted(ends, [start + 1, start + length])
+        return np.unique(np.asarray(ends[first:last], dtype=np.int64) - start)  # an empty document ends where one does
 
 
 def _cut(begins: Positions, ends: Positions, length: int) -> tuple[Positions, Positions]:
@@ -127,6 +164,18 @@ def _cut(begins: Positions, ends: Positions, length: int) -> tuple[Positions, Po
     starts = np.repeat(begins, pieces) + number * length
     lengths = np.minimum(np.repeat(ends, pieces) - starts, length)
     return starts[lengths >= 2], lengths[lengths >= 2]
+
+
+def _with_targets(starts: Positions, lengths: Positions, learnt: LearntTokens) -> npt.NDArray[np.bool_]:
+    """Whether each sequence has a learnt token after its first."""
+    kept = np.zeros(len(starts), dtype=bool)
+    for first in range(0, len(starts), _ROWS_AT_ONCE):
+        begins = starts[first : first + _ROWS_AT_ONCE]
+        ends = begins + lengths[first : first + _ROWS_AT_ONCE]
+        # Sequences lie one after the other in the tokens, with gaps at most.
+        before = np.concatenate([[0], np.cumsum(learnt[int(begins[0]) : int(ends[-1])])])
+        kept[first : first + len(begins)] = before[ends - begins[0]] > before[begins + 1 - begins[0]]
+    return kept
 
 
 class _RankBlocks:

@@ -1,7 +1,9 @@
-"""Tokens of a data split in a memory-mapped file: written once per host, then read at random without loading anything.
+"""Tokens of a data set in memory-mapped files: written once, then read at random without loading anything.
 
-A cache folder holds `tokens.bin` (uint16 or uint32), `document_ends.bin` (int64, exclusive) and `meta.json`. A
-half-written cache lies in a folder of another name, so that it can't be taken for a whole one.
+A data set is cut into units (see `readers`), and the processes of a host, which all call `open_token_cache`, share the
+work: each takes the next unit that nobody has finished or is at. Whoever is killed loses the unit that it was at; a
+changed file has other units. When all are there, one process reads them through once and writes `meta.json`
+(digest, frequencies) and `document_ends.bin` into the data set's folder. Order and digest don't depend on who did what.
 """
 
 import fcntl
@@ -9,31 +11,48 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.readers import Piece, read_pieces, read_token_files, source_files
+from trainer.data.bad_records import BadRecords
+from trainer.data.chat import ChatTemplate
+from trainer.data.documents import DocumentEncoder, encoder_of
+from trainer.data.readers import Unit, units_of
+from trainer.data.token_units import UnitTokens, Vocabulary, open_unit, unit_key, write_unit
 from trainer.data.tokenizer import TextTokenizer
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
-_FORMAT_VERSION = 1
-_BATCH_CHARACTERS = 1 << 20
-_COPY_TOKENS = 1 << 20
+_FORMAT_VERSION = 2
+_READ_TOKENS = 1 << 22
+
+
+class Tokens(Protocol):
+    """A read-only array of ids, of which slices are read: a memory map, or several one after the other."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, stretch: slice, /) -> npt.NDArray[Any]: ...
+
+
+class LearntTokens(Protocol):
+    """Which tokens count in the loss."""
+
+    def __getitem__(self, stretch: slice, /) -> npt.NDArray[np.bool_]: ...
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """One split's tokens. `digest` depends on the tokens and document ends alone: not on paths, times or machines."""
+    """One data set's tokens. `digest` depends on them, on document ends and what is learnt, not on paths or times."""
 
-    tokens: npt.NDArray[Any]
-    """(T,) uint16 or uint32, memory-mapped."""
+    tokens: Tokens
+    """T ids, uint16 or uint32."""
     document_ends: npt.NDArray[np.int64]
     """(D,) end of each document in `tokens`, exclusive, ascending; memory-mapped."""
     digest: str
@@ -41,28 +60,42 @@ class TokenCache:
     """Entropy of the token frequencies: the loss of a model that knows them and nothing else."""
     vocab_size: int
     """The tokenizer's, or with ready-made ids and no tokenizer one more than the largest."""
+    learnt: LearntTokens | None = None
+    """None: all of them."""
+    num_bad_records: int = 0
+    bad_records: tuple[str, ...] = field(default=())
+    """The first few that were left out: `place: reason`."""
 
 
 def open_token_cache(
-    sources: Sequence[DataSource], tokenizer: TextTokenizer, cache_dir: Path, *, vocab_is_open: bool = False
+    sources: Sequence[DataSource],
+    tokenizer: TextTokenizer,
+    cache_dir: Path,
+    *,
+    vocab_is_open: bool = False,
+    chat_template: ChatTemplate | None = None,
+    max_bad_records: int = 0,
+    where: str = "data",
 ) -> TokenCache:
     """The tokens of `sources`, one after the other; tokenized now if `cache_dir` doesn't hold them yet.
 
     `vocab_is_open`: no tokenizer was named, so ready-made ids (format: tokens) may exceed the fallback's vocabulary.
-    Processes of one host may call this at once: one builds, the others wait.
+    `where` names the data set in messages. Any number of processes may call this at once: they share the work.
     """
-    key = _cache_key(sources, tokenizer, vocab_is_open)
-    folder = cache_dir / key
-    cache = _open(folder)
-    if cache is not None:
-        return cache
+    vocabulary = Vocabulary(tokenizer.vocab_size, vocab_is_open)
+    parts = _parts(sources, tokenizer, chat_template, vocabulary)
+    key = hashlib.sha256(json.dumps([_FORMAT_VERSION, vocab_is_open, [part.key for part in parts]]).encode())
+    folder, units_folder = cache_dir / key.hexdigest()[:24], cache_dir / "units"
+    bad = BadRecords(max_bad_records, where)
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with _exclusive(cache_dir / f"{key}.lock"):
-            cache = _open(folder)
-            if cache is None:
-                _build(folder, sources, tokenizer, vocab_is_open)
-                cache = _open(folder)
+        cache = _open(folder, units_folder, bad)
+        if cache is None:
+            units_folder.mkdir(parents=True, exist_ok=True)
+            units = _tokenize(parts, units_folder, vocabulary, max_bad_records, where)
+            with _exclusive(folder.with_name(f"{folder.name}.lock")):
+                if _open(folder, units_folder, BadRecords(max_bad_records, where)) is None:
+                    _finish(folder, units, vocabulary, ", ".join(source.path for source in sources), bad)
+            cache = _open(folder, units_folder, BadRecords(max_bad_records, where))
     except OSError as error:
         raise InputError(
             f"token cache {cache_dir}: can't be written: {error.strerror or error}; free space or give another folder"
@@ -71,156 +104,208 @@ def open_token_cache(
     return cache
 
 
-@contextmanager
-def _exclusive(lock: Path) -> Iterator[None]:
-    with lock.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+@dataclass(frozen=True)
+class _Part:
+    """A unit to be tokenized."""
+
+    unit: Unit
+    encoder: DocumentEncoder | None
+    key: str
 
 
-def _cache_key(sources: Sequence[DataSource], tokenizer: TextTokenizer, vocab_is_open: bool) -> str:
-    parts: list[Any] = [_FORMAT_VERSION, tokenizer.digest, vocab_is_open]
+def _parts(
+    sources: Sequence[DataSource], tokenizer: TextTokenizer, template: ChatTemplate | None, vocabulary: Vocabulary
+) -> list[_Part]:
+    parts = []
     for source in sources:
-        # Absolute: a relative path names other files when the job starts from another folder.
-        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in source_files(source)]
-        parts.append([source.format, source.text_field, files])
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+        encoder = None if source.format == "tokens" else encoder_of(source, tokenizer, template)
+        parts += [_Part(unit, encoder, unit_key(unit, encoder, vocabulary)) for unit in units_of(source)]
+    return parts
 
 
-def _open(folder: Path) -> TokenCache | None:
+def _tokenize(
+    parts: Sequence[_Part], folder: Path, vocabulary: Vocabulary, max_bad_records: int, where: str
+) -> list[UnitTokens]:
+    """All units, those that were missing made by this process or by another that is at it too."""
+
+    def made(part: _Part) -> UnitTokens:
+        bad = BadRecords(max_bad_records, where)
+        return open_unit(folder, part.key) or write_unit(folder, part.key, part.unit, part.encoder, vocabulary, bad)
+
+    for part in parts:
+        if open_unit(folder, part.key) is None:
+            with _exclusive(folder / f"{part.key}.lock", wait=False) as is_mine:
+                if is_mine:
+                    made(part)
+    units = []
+    for part in parts:
+        unit = open_unit(folder, part.key)
+        if unit is None:
+            # Another process is at it: wait until it is done, or make it if that one was killed.
+            with _exclusive(folder / f"{part.key}.lock"):
+                unit = made(part)
+        units.append(unit)
+    return units
+
+
+@contextmanager
+def _exclusive(lock: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Holds the lock; False where another process does and there is no waiting."""
+    with lock.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _open(folder: Path, units_folder: Path, bad: BadRecords) -> TokenCache | None:
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
         ends = np.memmap(folder / "document_ends.bin", dtype="<i8", mode="r")
+        units = [open_unit(units_folder, key) for key in meta["units"]]
     except (OSError, ValueError, KeyError):
         return None
-    if len(tokens) != meta["num_tokens"] or len(ends) != meta["num_documents"]:
+    whole = [unit for unit in units if unit is not None]
+    if len(whole) != len(units) or len(ends) != meta["num_documents"]:
         return None
-    return TokenCache(tokens, ends, meta["digest"], meta["unigram_entropy_nats"], meta["vocab_size"])
+    _count_bad(whole, bad)
+    learnt = None if all(unit.all_learnt for unit in whole) else _LearntUnits(whole)
+    filled = [unit for unit in whole if unit.num_tokens]
+    tokens = filled[0].tokens() if len(filled) == 1 else _UnitsInARow(filled)
+    return TokenCache(
+        tokens,
+        ends,
+        meta["digest"],
+        meta["unigram_entropy_nats"],
+        meta["vocab_size"],
+        learnt,
+        bad.count,
+        tuple(bad.named),
+    )
 
 
-def _build(folder: Path, sources: Sequence[DataSource], tokenizer: TextTokenizer, vocab_is_open: bool) -> None:
-    # Whoever holds the lock is the only builder, so a leftover is from a killed one.
+def _count_bad(units: Sequence[UnitTokens], bad: BadRecords) -> None:
+    for unit in units:
+        bad.extend(unit.num_bad, unit.bad)
+
+
+def _finish(folder: Path, units: Sequence[UnitTokens], vocabulary: Vocabulary, paths: str, bad: BadRecords) -> None:
+    """Reads all units through once, and writes the data set's folder."""
+    _count_bad(units, bad)
+    # Whoever holds the lock is the only writer, so a leftover is from a killed one.
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     partial.mkdir()
-    writer = _Writer(partial, tokenizer.vocab_size, vocab_is_open)
-    try:
-        for source in sources:
-            if source.format == "tokens":
-                for path, ids in read_token_files(source):
-                    writer.add_ids(path, ids)
-            else:
-                writer.add_documents(read_pieces(source), tokenizer)
-        writer.finish(", ".join(source.path for source in sources))
-    except BaseException:
-        writer.close()
+    digest, ends_digest = hashlib.sha256(), hashlib.sha256()
+    counts = np.zeros(vocabulary.size, dtype=np.int64)
+    num_tokens = num_documents = 0
+    with (partial / "document_ends.bin").open("wb") as ends_file:
+        for unit in units:
+            counts = _read_through(unit.tokens(), counts, digest)
+            ends = (unit.ends() + num_tokens).astype("<i8").tobytes()
+            ends_file.write(ends)
+            ends_digest.update(ends)
+            num_tokens += unit.num_tokens
+            num_documents += unit.num_documents
+    if not num_tokens:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        raise InputError(f"{bad.where} {paths}: holds no text")
+    digest.update(ends_digest.digest())
+    _digest_learnt(units, digest)
+    meta = {
+        "version": _FORMAT_VERSION,
+        "units": [unit.key for unit in units],
+        "num_documents": num_documents,
+        "num_tokens": num_tokens,
+        "digest": digest.hexdigest(),
+        "unigram_entropy_nats": entropy_nats(counts),
+        "vocab_size": len(counts),
+    }
+    (partial / "meta.json").write_text(json.dumps(meta, indent=1))
     partial.rename(folder)
 
 
-class _Writer:
-    """Appends tokens to a cache folder while it hashes and counts them."""
+def _read_through(tokens: npt.NDArray[Any], counts: npt.NDArray[np.int64], digest: Any) -> npt.NDArray[np.int64]:
+    for start in range(0, len(tokens), _READ_TOKENS):
+        ids = np.asarray(tokens[start : start + _READ_TOKENS])
+        found = np.bincount(ids, minlength=len(counts))
+        if len(found) > len(counts):
+            counts = np.concatenate([counts, np.zeros(len(found) - len(counts), dtype=np.int64)])
+        counts += found
+        digest.update(ids.astype("<u4").tobytes())
+    return counts
 
-    def __init__(self, folder: Path, vocab_size: int, vocab_is_open: bool) -> None:
-        self._folder = folder
-        self._vocab_size = vocab_size
-        self._vocab_is_open = vocab_is_open
-        # Ready-made ids of an unknown vocabulary may turn out to be large.
-        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 and not vocab_is_open else "<u4")
-        self._tokens = (folder / "tokens.bin").open("wb")
-        self._ends = (folder / "document_ends.bin").open("wb")
-        self._hash = hashlib.sha256()
-        self._ends_hash = hashlib.sha256()
-        self._counts = np.zeros(vocab_size, dtype=np.int64)
-        self._num_tokens = 0
-        self._num_documents = 0
 
-    def add_documents(self, pieces: Iterable[Piece], tokenizer: TextTokenizer) -> None:
-        """Tokenize and append; each document gets the tokenizer's prefix and end."""
-        prefix = np.asarray(tokenizer.prefix_ids, dtype=np.uint32)
-        suffix = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype=np.uint32)
-        begins = True
-        for batch in _batches(pieces):
-            parts: list[npt.NDArray[np.uint32]] = []
-            ends: list[int] = []
-            position = self._num_tokens
-            for (_, is_end), ids in zip(batch, tokenizer.encode_batch([text for text, _ in batch]), strict=True):
-                added = [*([prefix] if begins else []), ids, *([suffix] if is_end else [])]
-                parts += added
-                position += sum(len(part) for part in added)
-                if is_end:
-                    ends.append(position)
-                begins = is_end
-            self._append(np.concatenate(parts))
-            self._end_documents(ends)
+def _digest_learnt(units: Sequence[UnitTokens], digest: Any) -> None:
+    """Nothing where all is learnt. A byte a token, so that it doesn't depend on where units are cut."""
+    if all(unit.all_learnt for unit in units):
+        return
+    learnt = _LearntUnits(units)
+    for start in range(0, len(learnt), _READ_TOKENS):
+        digest.update(learnt[start : start + _READ_TOKENS].tobytes())
 
-    def add_ids(self, path: Path, ids: npt.NDArray[Any]) -> None:
-        """Append one document of ready-made ids; InputError names the file if an id is outside the vocabulary."""
-        for start in range(0, len(ids), _COPY_TOKENS):
-            chunk = np.asarray(ids[start : start + _COPY_TOKENS])
-            largest, smallest = int(chunk.max()), int(chunk.min())
-            if smallest < 0 or largest >= 1 << 32 or (largest >= self._vocab_size and not self._vocab_is_open):
-                wrong = smallest if smallest < 0 else largest
-                raise InputError(f"{path}: holds id {wrong}, the tokenizer's ids are 0 to {self._vocab_size - 1}")
-            self._append(chunk.astype(np.uint32))
-        if len(ids):
-            self._end_documents([self._num_tokens])
 
-    def finish(self, where: str) -> None:
-        """Flush, and write meta.json."""
-        if not self._num_tokens:
-            raise InputError(f"data {where}: holds no text")
-        self.close()
-        self._hash.update(self._ends_hash.digest())
-        meta = {
-            "version": _FORMAT_VERSION,
-            "dtype": self._dtype.str,
-            "num_tokens": self._num_tokens,
-            "num_documents": self._num_documents,
-            "digest": self._hash.hexdigest(),
-            "unigram_entropy_nats": entropy_nats(self._counts),
-            "vocab_size": len(self._counts),
-        }
-        (self._folder / "meta.json").write_text(json.dumps(meta, indent=1))
+class _UnitsInARow:
+    """The tokens of several units as one array."""
 
-    def close(self) -> None:
-        """Close the files."""
-        self._tokens.close()
-        self._ends.close()
+    def __init__(self, units: Sequence[UnitTokens]) -> None:
+        self._arrays = [unit.tokens() for unit in units]
+        self._bounds = _bounds(units)
 
-    def _append(self, ids: npt.NDArray[np.uint32]) -> None:
-        if not len(ids):
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def __getitem__(self, stretch: slice) -> npt.NDArray[Any]:
+        parts = [self._arrays[unit][begin:end] for unit, begin, end in _pieces(self._bounds, stretch)]
+        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return self[:].astype(dtype) if dtype is not None else self[:]
+
+
+class _LearntUnits:
+    """Which tokens of several units are learnt."""
+
+    def __init__(self, units: Sequence[UnitTokens]) -> None:
+        self._bits = [unit.learnt() for unit in units]
+        self._bounds = _bounds(units)
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def __getitem__(self, stretch: slice) -> npt.NDArray[np.bool_]:
+        parts = [np.zeros(0, dtype=bool)]
+        for unit, begin, end in _pieces(self._bounds, stretch):
+            bits = self._bits[unit]
+            if bits is None:
+                parts.append(np.ones(end - begin, dtype=bool))
+            else:
+                first = begin // 8
+                content = np.unpackbits(bits[first : -(-end // 8)])
+                parts.append(content[begin - 8 * first : end - 8 * first].astype(bool))
+        return np.concatenate(parts)
+
+
+def _bounds(units: Sequence[UnitTokens]) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum([unit.num_tokens for unit in units], dtype=np.int64)]).astype(np.int64)
+
+
+def _pieces(bounds: npt.NDArray[np.int64], stretch: slice) -> Iterator[tuple[int, int, int]]:
+    """(part, first, one after the last) of each part's stretch; where nothing is asked, an empty one."""
+    begin, end, step = stretch.indices(int(bounds[-1]))
+    assert step == 1
+    part = int(np.searchsorted(bounds, begin, side="right")) - 1
+    part = min(part, len(bounds) - 2)
+    while True:
+        offset = int(bounds[part])
+        last = min(end, int(bounds[part + 1]))
+        yield part, begin - offset, max(begin, last) - offset
+        begin, part = last, part + 1
+        if begin >= end:
             return
-        counts = np.bincount(ids, minlength=len(self._counts))
-        if len(counts) > len(self._counts):
-            self._counts = np.concatenate([self._counts, np.zeros(len(counts) - len(self._counts), dtype=np.int64)])
-        self._counts += counts
-        self._hash.update(ids.astype("<u4").tobytes())
-        self._tokens.write(ids.astype(self._dtype).tobytes())
-        self._num_tokens += len(ids)
-
-    def _end_documents(self, ends: Sequence[int]) -> None:
-        """Each end is the number of tokens up to and with that document."""
-        content = np.asarray(ends, dtype="<i8").tobytes()
-        self._ends.write(content)
-        self._ends_hash.update(content)
-        self._num_documents += len(ends)
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece[0])
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def entropy_nats(counts: npt.NDArray[np.int64]) -> float:

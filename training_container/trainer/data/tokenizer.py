@@ -99,11 +99,15 @@ def _eos_token(path: Path, vocabulary: dict[str, int]) -> str | None:
 
 def tokenizer_of(job: JobSpec) -> TextTokenizer:
     """The job's tokenizer: `data.tokenizer`, else the one beside a local `model.source`, else bytes."""
+    file = tokenizer_file_of(job)
+    return ByteTokenizer() if file is None else JsonTokenizer(file)
+
+
+def tokenizer_file_of(job: JobSpec) -> Path | None:
+    """The tokenizer.json that `tokenizer_of` reads; None for bytes."""
     if job.data.tokenizer is not None:
-        return JsonTokenizer(_tokenizer_file(job.data.tokenizer, "data.tokenizer"))
-    if job.model.source is not None:
-        return JsonTokenizer(_tokenizer_file(job.model.source, "model.source"))
-    return ByteTokenizer()
+        return _tokenizer_file(job.data.tokenizer, "data.tokenizer")
+    return None if job.model.source is None else _tokenizer_file(job.model.source, "model.source")
 
 
 def _tokenizer_file(location: str, field: str) -> Path:

@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.readers import source_files
+from trainer.data.files import local_files
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
@@ -57,7 +57,7 @@ class ShardIndex:
 
         Processes of one host may call this at once: one builds, the others wait.
         """
-        shards = source_files(source)
+        shards = local_files(source)
         facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in shards]
         key = hashlib.sha256(json.dumps([_FORMAT_VERSION, facts]).encode()).hexdigest()[:24]
         folder = cache_dir / f"webdataset-{key}"

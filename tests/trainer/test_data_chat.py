@@ -1,0 +1,276 @@
+"""Conversations and prompts: rendered as transformers renders them, learnt where the assistant speaks, to the token."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from test_data import build, json_tokenizer, resolved, source
+from trainer.data import IGNORED_LABEL
+from trainer.data.bad_records import BadRecordError
+from trainer.data.chat import ChatTemplate, chat_template_of
+from trainer.data.token_cache import TokenCache, open_token_cache
+from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer
+
+from trainyard.errors import InputError
+from trainyard.spec.job import DataSource
+
+CHATML = """
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}"""
+
+MARKED = """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|assistant|>\n' }}{% generation %}{{ message.content | trim + '<|end|>' }}{% endgeneration %}{{- '\n' }}
+    {%- else %}
+        {{- '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}"""
+
+FORGETFUL = """
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' }}
+    {{- message.content if loop.last else message.content.split('</think>')[-1] }}{{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
+TURNS = [
+    {"role": "system", "content": "Be ü short."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "Bye?"},
+    {"role": "assistant", "content": "Bye."},
+]
+
+
+def chats(folder: Path, *conversations: list[dict[str, Any]], **more: Any) -> Path:
+    """A jsonl file of conversations."""
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages, **more}) + "\n" for messages in conversations))
+    return path
+
+
+def template(text: str) -> ChatTemplate:
+    """A template without a tokenizer's tokens, except for one."""
+    return ChatTemplate(text, special_tokens={"bos_token": "<s>"}, where="here")
+
+
+def cache_of(path: Path, text: str | None, **fields: Any) -> TokenCache:
+    """A jsonl file's tokens, bytes by bytes."""
+    return open_token_cache(
+        [DataSource(path=str(path), format="jsonl", **fields)],
+        ByteTokenizer(),
+        path.parent / "cache",
+        chat_template=None if text is None else template(text),
+    )
+
+
+def learnt_text(cache: TokenCache) -> list[str]:
+    """Each stretch that is learnt, of a cache of bytes."""
+    assert cache.learnt is not None
+    learnt = np.concatenate([[False], cache.learnt[0 : len(cache.tokens)], [False]]).astype(int)
+    borders = np.flatnonzero(np.diff(learnt))
+    return [
+        bytes(token for token in cache.tokens[begin:end] if token < 256).decode()
+        for begin, end in zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True)
+    ]
+
+
+def test_only_the_assistants_turns_are_learnt_without_markers_too(tmp_path: Path) -> None:
+    path = chats(tmp_path, TURNS, TURNS[1:3])
+    cache = cache_of(path, CHATML, messages_field="messages")
+    text = bytes(cache.tokens[:].astype(np.uint8)).decode()
+    rendered = "<|user|>\nHi<|end|>\n<|assistant|>\nHello!<|end|>\n"
+    assert text == (
+        f"<|system|>\nBe ü short.<|end|>\n{rendered}<|user|>\nBye?<|end|>\n<|assistant|>\nBye.<|end|>\n{rendered}"
+    )
+    assert learnt_text(cache) == ["Hello!<|end|>\n", "Bye.<|end|>\n", "Hello!<|end|>\n"]
+    assert cache.document_ends.tolist() == [len(text.encode()) - len(rendered), len(text.encode())]
+    everything = cache_of(path, CHATML, messages_field="messages", learn="all")
+    assert everything.learnt is None and everything.tokens[:].tolist() == cache.tokens[:].tolist()
+    assert everything.digest != cache.digest
+
+
+def test_generation_markers_say_it_themselves(tmp_path: Path) -> None:
+    cache = cache_of(chats(tmp_path, TURNS), MARKED, messages_field="messages")
+    assert learnt_text(cache) == ["Hello!<|end|>", "Bye.<|end|>"]
+    assert bytes(cache.tokens[:].astype(np.uint8)).startswith(b"<s><|system|>")
+    assert b"generation" not in bytes(cache.tokens[:].astype(np.uint8))
+    with_all = cache_of(chats(tmp_path, TURNS), MARKED, messages_field="messages", learn="all")
+    assert with_all.tokens[:].tolist() == cache.tokens[:].tolist()
+
+
+@pytest.mark.parametrize("text", [CHATML, MARKED])
+def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path, text: str) -> None:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    folder = json_tokenizer(tmp_path / "tokenizer", "Hello! Bye. <|assistant|>\n Hello! Hi\n" * 20)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|end|>", "<|assistant|>", "<|user|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": text}))
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>")
+    expected = theirs.apply_chat_template(
+        TURNS, chat_template=text, return_dict=True, return_assistant_tokens_mask=text == MARKED
+    )
+    ours = open_token_cache(
+        [DataSource(path=str(chats(tmp_path, TURNS)), format="jsonl", messages_field="messages")],
+        JsonTokenizer(folder / "tokenizer.json"),
+        tmp_path / "cache",
+        chat_template=chat_template_of(None, folder / "tokenizer.json"),
+    )
+    assert ours.tokens[:].tolist() == expected["input_ids"]
+    assert ours.learnt is not None
+    if text == MARKED:
+        assert ours.learnt[0 : len(ours.tokens)].astype(int).tolist() == expected["assistant_masks"]
+    else:
+        prompt = theirs.apply_chat_template(TURNS[:2], chat_template=text, return_dict=True, add_generation_prompt=True)
+        assert int(np.argmax(ours.learnt[0 : len(ours.tokens)])) == len(prompt["input_ids"])
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_has_markers(tmp_path: Path) -> None:
+    thinking = [{**turn, "content": "hm</think>" * (turn["role"] == "assistant") + turn["content"]} for turn in TURNS]
+    with pytest.raises(InputError, match=r"chats.jsonl:1: .* renders turn 3 differently .* or set learn: all"):
+        cache_of(chats(tmp_path, thinking), FORGETFUL, messages_field="messages")
+    assert cache_of(chats(tmp_path, thinking), FORGETFUL, messages_field="messages", learn="all").learnt is None
+    # A conversation of one answer is not rewritten, so its mask is exact.
+    assert learnt_text(cache_of(chats(tmp_path, thinking[:3]), FORGETFUL, messages_field="messages")) == [
+        "hm</think>Hello!<|end|>"
+    ]
+
+
+def test_a_border_inside_a_token_is_refused(tmp_path: Path) -> None:
+    folder = json_tokenizer(tmp_path / "tokenizer", "Bot: hello Bot: hello " * 50)
+    plain = "{% for m in messages %}{{ m.content if m.role == 'user' else 'Bot: ' + m.content }}{% endfor %}"
+    plain += "{% if add_generation_prompt %}Bot: {% endif %}"
+    with pytest.raises(InputError, match=r"joins what lies on both sides .*'Bot: ' \| 'hello'"):
+        open_token_cache(
+            [
+                DataSource(
+                    path=str(
+                        chats(tmp_path, [{"role": "user", "content": ""}, {"role": "assistant", "content": "hello"}])
+                    ),
+                    format="jsonl",
+                    messages_field="messages",
+                )
+            ],
+            JsonTokenizer(folder / "tokenizer.json"),
+            tmp_path / "cache",
+            chat_template=template(plain),
+        )
+
+
+def test_prompts_are_read_and_answers_learnt(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"question": "2+2=", "answer": "4"}\n{"question": "", "answer": "yes"}\n')
+    cache = cache_of(path, None, prompt_field="question", text_field="answer")
+    assert cache.tokens[:].tolist() == [*b"2+2=4", 256, *b"yes", 256]
+    assert cache.learnt is not None
+    assert cache.learnt[0:10].tolist() == [False] * 4 + [True] * 6
+    assert cache.learnt[3:5].tolist() == [False, True]
+    assert cache_of(path, None, prompt_field="question", text_field="answer", learn="all").learnt is None
+
+
+def test_labels_and_counts_follow_the_mask(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "p" * length, "text": "a" * (1 + length % 5)} for length in (3, 40, 7, 60, 1, 15, 22)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = [source(path, prompt_field="prompt")]
+    for packing in (True, False):
+        job = resolved({"train": train, "packing": packing, "document_masks": False, "shuffle": False})
+        stream = build(job, tmp_path).train
+        for batch in (batch for _ in range(3) for batch in stream.next_step()):
+            counted = batch.labels[:, 1:] != IGNORED_LABEL
+            assert batch.num_target_tokens == int(counted.sum()) > 0
+            assert bool((counted.sum(dim=1) > 0).all()), "a sequence without a target"
+            learnt = batch.input_ids[batch.labels != IGNORED_LABEL].tolist()
+            assert set(learnt) <= {ord("a"), 256}
+            assert batch.num_tokens >= batch.num_target_tokens
+
+
+def test_parquet_holds_conversations_too(tmp_path: Path) -> None:
+    calls = [None, None, [{"name": "look", "arguments": "{}"}]]
+    messages = [{**turn, "tool_calls": call} for turn, call in zip(TURNS[:3], calls, strict=True)]
+    parquet.write_table(pyarrow.table({"messages": [messages], "n": [1]}), tmp_path / "a.parquet")
+    text = CHATML.replace("message.content +", "message.content + ('!' if message.tool_calls is defined else '') +")
+    ours = open_token_cache(
+        [DataSource(path=str(tmp_path / "a.parquet"), format="parquet", messages_field="messages")],
+        ByteTokenizer(),
+        tmp_path / "cache",
+        chat_template=template(text),
+    )
+    assert learnt_text(ours) == ["Hello!!<|end|>\n"]
+
+
+def test_tools_dates_and_json_reach_the_template(tmp_path: Path) -> None:
+    text = (
+        "{{ strftime_now('%Y-%m-%d') }}{{ tools | tojson }}{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    )
+    path = chats(tmp_path, [{"role": "assistant", "content": "x"}], tools=[{"name": "<ü>"}])
+    cache = cache_of(path, text, messages_field="messages")
+    assert bytes(cache.tokens[:].astype(np.uint8)).decode() == '2024-07-26[{"name": "<ü>"}]x'
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": []}, "must be a list of messages with at least one, is empty"),
+        ({"chat": []}, r"has no field 'messages' \(it has: chat\)"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "has no turn of the assistant"),
+        ({"messages": [{"role": "user"}]}, r"message 1 \(user\) has no content"),
+        ({"messages": ["hello"]}, "message 1 must be an object with role and content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, r"refuses it \(no tools here\)"),
+    ],
+)
+def test_a_conversation_that_cannot_be_learnt_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": TURNS}) + "\n" + json.dumps(row) + "\n")
+    text = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}" + CHATML
+    with pytest.raises(InputError, match=rf"chats.jsonl:2: .*{message}") as caught:
+        cache_of(path, text, messages_field="messages")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_runs_in_a_sandbox() -> None:
+    for text in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include '/etc/passwd' %}"):
+        with pytest.raises(BadRecordError, match="refuses it"):
+            template(text).text(TURNS)
+
+
+def test_where_a_template_comes_from(tmp_path: Path) -> None:
+    tokenizer = json_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"
+    assert chat_template_of(None, tokenizer) is None and chat_template_of(None, None) is None
+    config = {"bos_token": {"content": "<s>"}, "chat_template": [{"name": "default", "template": "{{ bos_token }}1"}]}
+    tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.jinja").write_text("{{ bos_token }}3")
+    found = [chat_template_of(None, tokenizer)]
+    tokenizer.with_name("chat_template.jinja").write_text("{{ bos_token }}2")
+    found += [chat_template_of(None, tokenizer), chat_template_of(str(tmp_path / "mine.jinja"), tokenizer)]
+    assert [one and one.text([]) for one in found] == ["<s>1", "<s>2", "<s>3"]
+    with pytest.raises(InputError, match=r"data.chat_template .*nowhere: can't be read: No such file"):
+        chat_template_of(str(tmp_path / "nowhere"), tokenizer)
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    with pytest.raises(InputError, match=r"broken.jinja: is not a Jinja template"):
+        chat_template_of(str(tmp_path / "broken.jinja"), None)
+    path = chats(tmp_path, TURNS)
+    with pytest.raises(InputError, match="messages_field needs a chat template, and none is beside the tokenizer"):
+        build(resolved({"train": [source(path, messages_field="messages")]}), tmp_path)
+
+
+def test_fields_of_records_are_checked_in_the_spec() -> None:
+    for fields, message in (
+        ({"format": "text", "messages_field": "m"}, "messages_field belongs to format jsonl or parquet"),
+        ({"format": "jsonl", "messages_field": "m", "prompt_field": "p"}, "give one"),
+        ({"format": "jsonl", "learn": "all"}, "learn: all is for records with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DataSource.model_validate({"path": "x", **fields})

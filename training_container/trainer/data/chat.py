@@ -1,0 +1,193 @@
+"""Conversations -> text by a tokenizer's own chat template (Jinja), with the stretches that the assistant wrote.
+
+Which characters are the assistant's is said by the template's `{% generation %}` markers where it has them. Where it
+has none, it is the difference of two renderings: up to the turn with the generation prompt (what a model is given when
+it is asked to answer), and up to and with the turn. Both must be what the whole conversation begins with; a template
+that renders a turn otherwise once others follow (many leave out old reasoning) gives no exact mask, so such a record is
+refused with that reason.
+"""
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from trainer.data.bad_records import BadRecordError
+from trainyard.errors import InputError
+
+RENDERED_ON = datetime.datetime(2024, 7, 26)
+"""The day that `strftime_now` tells. Some templates write today's date into the system turn; training text must not
+depend on when it was tokenized. It is what Llama 3.1's template falls back to."""
+
+_FORMAT_VERSION = 1
+_BEGIN, _END = "\x00\x01generation\x02", "\x00\x03generation\x02"
+"""Stand in the rendered text where a generation block begins and ends; control characters that no text has."""
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_EVALUATION_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+Span = tuple[int, int]
+"""First character, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    learnt: tuple[Span, ...]
+    """The assistant's stretches, in order, none empty."""
+
+
+class ChatTemplate:
+    """A template, compiled once. It runs in Jinja's sandbox: a model's files are somebody else's code."""
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str], where: str) -> None:
+        """`special_tokens`: bos_token and such, as the template's variables; `where` names it in messages."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals.update(raise_exception=_raise, strftime_now=RENDERED_ON.strftime)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise InputError(f"{where}: is not a Jinja template ({_one_line(error)})") from None
+        self._special_tokens = dict(special_tokens)
+        self._has_markers = _MARKER.search(source) is not None
+        self.digest = hashlib.sha256(
+            json.dumps([_FORMAT_VERSION, source, sorted(self._special_tokens.items())]).encode()
+        ).hexdigest()
+        """Changes when a conversation would be rendered otherwise."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Rendered:
+        """The whole conversation; BadRecordError with the reason where the template refuses it or no mask is exact."""
+        marked = self._render(messages, tools)
+        if self._has_markers:
+            return _without_marks(marked)
+        spans = []
+        for turn, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                before = self._render(messages[:turn], tools, add_generation_prompt=True)
+                after = self._render(messages[: turn + 1], tools)
+                if not (after.startswith(before) and marked.startswith(after)):
+                    raise BadRecordError(
+                        f"the chat template renders turn {turn + 1} differently when it is asked to answer and in the"
+                        " whole conversation, so which tokens are the assistant's can't be told; give the template"
+                        " {% generation %} markers (data.chat_template), or set learn: all"
+                    )
+                spans.append((len(before), len(after)))
+        return Rendered(marked, tuple(span for span in spans if span[0] < span[1]))
+
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+        """The whole conversation where no mask is wanted."""
+        return self._render(messages, tools).replace(_BEGIN, "").replace(_END, "")
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._special_tokens
+            )
+        except _EVALUATION_ERRORS as error:
+            raise BadRecordError(f"the chat template refuses it ({_one_line(error)})") from None
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %} ... {% endgeneration %}`: what the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own way)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _without_marks(marked: str) -> Rendered:
+    parts, spans, length = [], [], 0
+    for number, stretch in enumerate(marked.split(_BEGIN)):
+        learnt, end, rest = stretch.partition(_END)
+        if bool(end) != bool(number) or _END in rest:
+            raise BadRecordError("the chat template's generation blocks lie inside each other")
+        if number and learnt:
+            spans.append((length, length + len(learnt)))
+        parts += [learnt, rest]
+        length += len(learnt) + len(rest)
+    return Rendered("".join(parts), tuple(spans))
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def chat_template_of(stated: str | None, tokenizer_file: Path | None) -> ChatTemplate | None:
+    """The template that `data.chat_template` names, else the one beside the tokenizer; None where there is none.
+
+    Beside it: `chat_template.jinja`, else the `chat_template` of tokenizer_config.json (its "default" one of several).
+    """
+    config: dict[str, Any] = {}
+    if tokenizer_file is not None and (path := tokenizer_file.with_name("tokenizer_config.json")).is_file():
+        config = _read_config(path)
+    tokens = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(config.get(name))) is not None}
+    if stated is not None:
+        return ChatTemplate(
+            _read_template(Path(stated), "data.chat_template "),
+            special_tokens=tokens,
+            where=f"data.chat_template {stated}",
+        )
+    if tokenizer_file is None:
+        return None
+    beside = tokenizer_file.with_name("chat_template.jinja")
+    if beside.is_file():
+        return ChatTemplate(_read_template(beside, ""), special_tokens=tokens, where=str(beside))
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    where = f"{tokenizer_file.with_name('tokenizer_config.json')}: chat_template"
+    return ChatTemplate(source, special_tokens=tokens, where=where)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: can't be read as JSON ({error})") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _token_text(stated: Any) -> str | None:
+    text = stated.get("content") if isinstance(stated, dict) else stated
+    return text if isinstance(text, str) else None
+
+
+def _read_template(path: Path, field: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InputError(f"{field}{path}: can't be read: {reason}; give a local Jinja file") from None

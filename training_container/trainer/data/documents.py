@@ -1,0 +1,223 @@
+"""Records -> token ids of whole documents, and which of them are learnt: plain text, prompts with answers, chats."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.bad_records import BadRecordError
+from trainer.data.chat import ChatTemplate
+from trainer.data.readers import Record
+from trainer.data.tokenizer import TextTokenizer, TokenIds
+from trainyard.errors import InputError
+from trainyard.spec.job import DataSource
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A document's tokens, or a part of them."""
+
+    ids: TokenIds
+    learnt: npt.NDArray[np.bool_] | None = None
+    """Same length; None: all of them."""
+    ends: bool = True
+    """Whether its document ends with it."""
+
+
+class DocumentEncoder(Protocol):
+    """How a source's records become tokens."""
+
+    facts: list[Any]
+    """JSON values that change when any record would be encoded otherwise."""
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded | BadRecordError | None]:
+        """Each record's tokens, or what is wrong with it; None for an empty document, which is left out."""
+
+
+def encoder_of(source: DataSource, tokenizer: TextTokenizer, template: ChatTemplate | None) -> DocumentEncoder:
+    """The encoder for a source; InputError where a conversation has no template to be rendered by."""
+    if source.messages_field is not None:
+        if template is None:
+            raise InputError(
+                f"data path {source.path}: messages_field needs a chat template, and none is beside the tokenizer; set"
+                " data.chat_template to a Jinja file"
+            )
+        return _Chats(source, tokenizer, template)
+    if source.prompt_field is not None:
+        return _Prompts(source, tokenizer)
+    return _Texts(source, tokenizer)
+
+
+class _Texts:
+    """A text between the tokenizer's prefix and end."""
+
+    def __init__(self, source: DataSource, tokenizer: TextTokenizer) -> None:
+        self._field = source.text_field
+        self._tokenizer = tokenizer
+        self._prefix, self._suffix = _frame(tokenizer)
+        self.facts = ["text", tokenizer.digest, self._field]
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded | BadRecordError | None]:
+        """See DocumentEncoder."""
+        texts = [_attempt(self._text, record.value) for record in records]
+        ids = iter(self._tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
+        return [
+            text if isinstance(text, BadRecordError) else self._framed(record, text, next(ids))
+            for record, text in zip(records, texts, strict=True)
+        ]
+
+    def _text(self, value: Any) -> str:
+        return value if isinstance(value, str) else _string(value, self._field, "text_field")
+
+    def _framed(self, record: Record, text: str, ids: TokenIds) -> Encoded | None:
+        if not text:
+            return None
+        parts = [*([self._prefix] if record.begins else []), ids, *([self._suffix] if record.ends else [])]
+        return Encoded(np.concatenate(parts), ends=record.ends)
+
+
+class _Prompts:
+    """A prompt and its answer, tokenized one by one: when the model is used, it is given the prompt's own tokens."""
+
+    def __init__(self, source: DataSource, tokenizer: TextTokenizer) -> None:
+        assert source.prompt_field is not None
+        self._prompt_field, self._answer_field = source.prompt_field, source.text_field
+        self._learns_all = source.learn == "all"
+        self._tokenizer = tokenizer
+        self._prefix, self._suffix = _frame(tokenizer)
+        self.facts = ["prompt", tokenizer.digest, self._prompt_field, self._answer_field, source.learn]
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded | BadRecordError | None]:
+        """See DocumentEncoder."""
+        pairs = [_attempt(self._pair, record.value) for record in records]
+        texts = [text for pair in pairs if not isinstance(pair, BadRecordError) for text in pair]
+        ids = iter(self._tokenizer.encode_batch(texts))
+        return [pair if isinstance(pair, BadRecordError) else self._document(next(ids), next(ids)) for pair in pairs]
+
+    def _pair(self, value: Any) -> tuple[str, str]:
+        prompt = _string(value, self._prompt_field, "prompt_field")
+        answer = _string(value, self._answer_field, "text_field")
+        if not answer:
+            raise BadRecordError(f"field {self._answer_field!r}, the answer, is empty: there is nothing to learn")
+        return prompt, answer
+
+    def _document(self, prompt: TokenIds, answer: TokenIds) -> Encoded:
+        ids = np.concatenate([self._prefix, prompt, answer, self._suffix])
+        if self._learns_all:
+            return Encoded(ids)
+        return Encoded(ids, np.arange(len(ids)) >= len(self._prefix) + len(prompt))
+
+
+class _Chats:
+    """A conversation as the chat template renders it: special tokens are the template's business, none are added."""
+
+    def __init__(self, source: DataSource, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
+        assert source.messages_field is not None
+        self._field = source.messages_field
+        self._learns_all = source.learn == "all"
+        self._tokenizer = tokenizer
+        self._template = template
+        self.facts = ["chat", tokenizer.digest, template.digest, self._field, source.learn]
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded | BadRecordError | None]:
+        """See DocumentEncoder."""
+        rendered = [_attempt(self._rendered, record.value) for record in records]
+        # A mask is exact where the text up to each border is tokenized, alone, to what the whole begins with.
+        texts = [text for one in rendered if not isinstance(one, BadRecordError) for text in one.texts]
+        ids = iter(self._tokenizer.encode_batch(texts))
+        return [
+            one if isinstance(one, BadRecordError) else one.encoded([next(ids) for _ in one.texts]) for one in rendered
+        ]
+
+    def _rendered(self, value: Any) -> "_Chat":
+        messages = _messages(value, self._field)
+        if self._learns_all:
+            text = self._template.text(messages, value.get("tools"))
+            if not text:
+                raise BadRecordError("the chat template renders it to nothing")
+            return _Chat(text, None)
+        rendered = self._template.render(messages, value.get("tools"))
+        if not rendered.learnt:
+            raise BadRecordError(
+                f"field {self._field!r} has no turn of the assistant: there is nothing to learn; leave it out, or set"
+                " learn: all"
+            )
+        borders = [border for span in rendered.learnt for border in span]
+        # What lies before the end is the whole: no need to tokenize it again.
+        return _Chat(rendered.text, borders[:-1] if borders[-1] == len(rendered.text) else borders)
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A conversation on its way to tokens."""
+
+    text: str
+    borders: list[int] | None
+    """Characters at which learnt stretches begin and end, in turn; None: all is learnt."""
+
+    @property
+    def texts(self) -> list[str]:
+        """What is to be tokenized: the whole, then what lies before each border."""
+        return [self.text, *(self.text[:border] for border in self.borders or ())]
+
+    def encoded(self, ids: list[TokenIds]) -> Encoded | BadRecordError:
+        """The document, from the tokens of `texts`."""
+        whole, *before = ids
+        if self.borders is None:
+            return Encoded(whole)
+        learnt = np.zeros(len(whole), dtype=bool)
+        for border, prefix in zip(self.borders, before, strict=True):
+            if not np.array_equal(whole[: len(prefix)], prefix):
+                around = f"{self.text[max(0, border - 12) : border]!r} | {self.text[border : border + 12]!r}"
+                return BadRecordError(
+                    f"the tokenizer joins what lies on both sides of a border of the assistant's turn ({around}), so no"
+                    " mask of whole tokens is exact; trim the content, or set learn: all"
+                )
+            learnt[len(prefix) :] ^= True
+        return Encoded(whole, learnt)
+
+
+def _attempt(read: Any, value: Any) -> Any:
+    """`read(value)`, or the BadRecordError that it raises or that the value already is."""
+    if isinstance(value, BadRecordError):
+        return value
+    try:
+        return read(value)
+    except BadRecordError as error:
+        return error
+
+
+def _string(row: dict[str, Any], field: str, setting: str) -> str:
+    if field not in row:
+        present = ", ".join(sorted(map(str, row))[:8])
+        raise BadRecordError(f"has no field {field!r} (it has: {present}); set {setting} to the one that is meant")
+    text = row[field]
+    if not isinstance(text, str):
+        raise BadRecordError(f"field {field!r} must be a string, is {type(text).__name__}")
+    return text
+
+
+def _messages(row: Any, field: str) -> list[dict[str, Any]]:
+    if field not in row:
+        present = ", ".join(sorted(map(str, row))[:8])
+        raise BadRecordError(f"has no field {field!r} (it has: {present}); set messages_field to the one that is meant")
+    messages = row[field]
+    if not isinstance(messages, list) or not messages:
+        raise BadRecordError(f"field {field!r} must be a list of messages with at least one, is {_shape(messages)}")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRecordError(f"field {field!r}: message {number} must be an object with role and content")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise BadRecordError(f"field {field!r}: message {number} ({message['role']}) has no content")
+    return messages
+
+
+def _shape(value: Any) -> str:
+    return "empty" if isinstance(value, list) else type(value).__name__
+
+
+def _frame(tokenizer: TextTokenizer) -> tuple[TokenIds, TokenIds]:
+    suffix = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    return np.asarray(tokenizer.prefix_ids, dtype=np.uint32), np.asarray(suffix, dtype=np.uint32)

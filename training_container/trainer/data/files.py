@@ -1,0 +1,96 @@
+"""The files of a source, wherever they lie: listed in one order, opened, told apart when they change."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from trainyard.errors import InputError
+from trainyard.spec.job import DataSource
+
+SUFFIXES = {
+    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"),
+    "parquet": (".parquet",),
+    "tokens": (".npy", ".bin"),
+    "webdataset": (".tar",),
+}
+"""What the names of a folder's files end in, by format; any name for text."""
+
+
+@dataclass(frozen=True)
+class DataFile(ABC):
+    """One file of a source."""
+
+    where: str
+    """Its path or URI, for messages."""
+    size: int
+    """Bytes."""
+    version: str
+    """Another one when the content changes, without reading it: modification time, or S3's ETag."""
+
+    @abstractmethod
+    def open(self) -> BinaryIO:
+        """Its bytes, seekable; OSError when it can't be read."""
+
+    @abstractmethod
+    def is_unchanged(self) -> bool:
+        """Whether it still is what was listed."""
+
+
+@dataclass(frozen=True)
+class LocalFile(DataFile):
+    """A file of this machine, or of a file system mounted here."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> "LocalFile":
+        """The file as it is now. Its place is absolute: a relative one names other files from another folder."""
+        facts = path.stat()
+        return cls(str(path), facts.st_size, f"{path.resolve()} {facts.st_mtime_ns}", path)
+
+    def open(self) -> BinaryIO:
+        """See DataFile."""
+        return self.path.open("rb")
+
+    def is_unchanged(self) -> bool:
+        """See DataFile."""
+        return LocalFile.at(self.path) == self
+
+
+def files_of(source: DataSource) -> list[DataFile]:
+    """The files of a source, ordered by their path inside it: the same order on every machine."""
+    return [LocalFile.at(path) for path in local_files(source)]
+
+
+def local_files(source: DataSource) -> list[Path]:
+    """The paths of a source on this machine, in order; InputError where there are none."""
+    if "://" in source.path:
+        raise InputError(
+            f"data path {source.path}: the trainer reads local files; launch the job (which brings them as a channel) "
+            "or copy them here first"
+        )
+    root = Path(source.path)
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise InputError(f"data path {source.path}: no such file or folder")
+    files = [
+        path for path in root.rglob("*") if path.is_file() and is_wanted(path.relative_to(root).as_posix(), source)
+    ]
+    if not files:
+        raise no_file(source)
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def is_wanted(name: str, source: DataSource) -> bool:
+    """Whether a file of a folder, by its path below it, belongs to the source: not hidden, and of its format."""
+    hidden = any(part.startswith(".") for part in name.split("/"))
+    return not hidden and name.endswith(SUFFIXES.get(source.format, ""))
+
+
+def no_file(source: DataSource) -> InputError:
+    """The error for a folder without a file of the format."""
+    suffixes = SUFFIXES.get(source.format)
+    wanted = f"no file that ends in {', '.join(suffixes)}" if suffixes else "no file"
+    return InputError(f"data path {source.path}: {wanted} (format: {source.format})")
