@@ -1,7 +1,8 @@
 """LoRA through peft: small trained matrices beside frozen linear layers, put in before any engine shards the model.
 
 The order matters: peft on a model that is sharded already leaves adapters that are never synchronized, silently wrong
-by 7e-3 in the loss after four steps. Frozen weights come from the model's source and are in no checkpoint.
+by 7e-3 in the loss after four steps. Frozen weights come from the model's source and are in no checkpoint; with QLoRA
+they are stored in 4 bits (`quantized`).
 """
 
 import json
@@ -18,6 +19,10 @@ from trainyard.errors import InputError
 from trainyard.spec.job import AdapterSpec
 
 _SHOWN_TARGETS = 12
+_MIXTURES = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"})
+"""Model types with packed experts."""
+_EXPERT_TARGETS = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""Linear layers of dense blocks and shared experts that in a mixture of experts peft takes for the experts' as well."""
 
 
 def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int) -> None:
@@ -25,7 +30,6 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int) -> N
 
     The pair starts as zero (its second matrix is), so the first loss is the base model's own.
     """
-    assert adapter.kind == "lora", "check_supported refuses the others"
     _check_targets(model, adapter)
     from peft import inject_adapter_in_model  # seconds to import: only jobs that use it pay
 
@@ -79,6 +83,11 @@ def _check_targets(model: PreTrainedModel, adapter: AdapterSpec) -> None:
     tied_head = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
     names = {path.rpartition(".")[2] for path, module in model.named_modules() if _is_linear(module)}
     names -= {path.rpartition(".")[2] for path, module in model.named_modules() if module is tied_head}
+    if model.config.get_text_config().model_type in _MIXTURES and (found := _EXPERT_TARGETS & set(adapter.targets)):
+        raise InputError(
+            f"model.adapter.targets: {', '.join(sorted(found))}: in {model.config.model_type} these are experts too,"
+            " whose weights are packed and get no adapter in this trainer; name layers of the attention"
+        )
     missing = [target for target in adapter.targets if target not in names]
     if missing:
         shown = ", ".join(sorted(names)[:_SHOWN_TARGETS])

@@ -42,8 +42,8 @@ def _is_product(layout: ParallelismSpec) -> bool:
 def _check_adapter(adapter: AdapterSpec, layout: ParallelismSpec) -> None:
     if adapter.kind == "qlora" and layout.engine == "deepspeed":
         raise InputError(
-            "model.adapter: qlora is not implemented with engine: deepspeed, whose flat partitions mix the 4-bit weights"
-            " with others; use engine: torch, which shards them with data_shard"
+            "model.adapter: qlora is not implemented with engine: deepspeed, whose partitions are of one floating-point"
+            " type; use engine: torch, which shards 4-bit weights with data_shard"
         )
     if layout.pipeline > 1 and set(adapter.targets) == {"lm_head"}:
         raise InputError(

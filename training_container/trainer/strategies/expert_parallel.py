@@ -4,8 +4,13 @@ Two all-to-all exchanges a layer, there and back, with as many rows as were rout
 padded, so the result is one process's. The axis lies inside data_shard x context, whose ranks hold different tokens;
 copies of an expert, on ranks of the same place along the axis, are sharded by FSDP like other weights.
 
-An expert weight stays one packed tensor (experts, out, in) under its Hugging Face name. The expert axis splits its
-first dimension and FSDP another one, so that a checkpoint describes it plainly and any other layout can load it.
+With tensor parallelism a layer's experts are divided over the tensor axis too, whole ones: narrow slices of every
+expert would be many small products, and slices of packed gate and up matrices are no boxes that a checkpoint can
+describe. Ranks of the tensor axis hold the same tokens, so each sends those alone that chose experts at its own place
+along it, and what its experts give is a part of a sum over the axis, which `tensor_parallel` takes.
+
+An expert weight stays one packed tensor (experts, out, in) under its Hugging Face name. The expert and tensor axes
+split its first dimension and FSDP another one, so that a checkpoint describes it plainly and any layout can load it.
 """
 
 from collections.abc import Iterator
@@ -28,7 +33,7 @@ FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"})
 """Model types with packed experts that are called as (hidden states, chosen experts, their weights); each tested."""
 
 EXPERT_DIM = 0
-"""The dimension of an expert weight that the expert axis splits."""
+"""The dimension of an expert weight that the expert and tensor axes split."""
 
 SHARD_DIMS = (1, 2)
 """Those that FSDP may split: the first that its ranks divide, for it splits none but the first dimension unevenly."""
@@ -50,26 +55,29 @@ def build_mesh(layout: ParallelismSpec, device_type: str) -> DeviceMesh:
 
 def check(config: PretrainedConfig, layout: ParallelismSpec) -> None:
     """InputError, in one line, unless a model of this configuration can have its experts spread as `layout` asks."""
-    degree = layout.expert
+    degree = layout.expert * layout.tensor
     if layout.pipeline > 1 and layout.pipeline_schedule == "zero_bubble":
         raise InputError(
             "parallelism.pipeline_schedule: zero_bubble takes weight gradients apart from the others, which experts on"
-            f" {degree} ranks don't survive: use 1f1b, or set expert to 1"
+            f" {degree} ranks don't survive: use 1f1b, or set expert and tensor to 1"
         )
     if config.model_type not in FAMILIES:
         raise InputError(
             f"parallelism.expert: {degree} needs a mixture of experts that is verified for it, model_type"
             f" {config.model_type} is not: set it to 1, or use one of {', '.join(sorted(FAMILIES))}"
         )
-    num_experts = next(
-        getattr(config, name)
-        for name in ("num_local_experts", "n_routed_experts", "num_experts")
-        if hasattr(config, name)
-    )
+    num_experts = num_experts_of(config)
     if num_experts % degree:
+        asked = f"{degree}" if layout.tensor == 1 else f"{layout.expert} x tensor {layout.tensor}"
         raise InputError(
-            f"parallelism.expert: {degree} does not divide the model's {num_experts} experts: use a divisor"
+            f"parallelism.expert: {asked} does not divide the model's {num_experts} experts: use a divisor"
         )
+
+
+def num_experts_of(config: PretrainedConfig) -> int:
+    """Routed experts a layer; 0 for a model without."""
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
 
 
 def apply(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[nn.Module]:
@@ -82,7 +90,7 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy
     policy = replace(policy, cast_forward_inputs=False)
     modules = expert_modules(model)
     for module in modules:
-        _split(module, mesh["expert"])
+        _split(module, mesh)
         placements = {weight: _shard_placement(weight, mesh["expert_shard"].size()) for weight in module.parameters()}
         fully_shard(module, mesh=copies, mp_policy=policy, shard_placement_fn=placements.get)
     return modules
@@ -110,15 +118,22 @@ def _num_experts(module: nn.Module) -> int | None:
     return number if is_packed else None
 
 
-def _split(module: nn.Module, axis: DeviceMesh) -> None:
+def _split(module: nn.Module, mesh: DeviceMesh) -> None:
     """Leaves this rank its slice of each weight, and puts the exchange in front of the experts' forward."""
     num_experts = _num_experts(module)
     assert num_experts is not None
+    names = tuple(name for name in ("expert", "tensor") if name == "expert" or mesh[name].size() > 1)
+    axes = mesh[names] if len(names) > 1 else mesh["expert"]
     for name, weight in list(module.named_parameters(recurse=False)):
         # Every rank built the same weights, so each keeps its slice and nothing is sent.
-        part = distribute_tensor(weight.detach(), axis, [Shard(EXPERT_DIM)], src_data_rank=None)
+        part = distribute_tensor(weight.detach(), axes, [Shard(EXPERT_DIM)] * axes.ndim, src_data_rank=None)
         setattr(module, name, nn.Parameter(part, requires_grad=weight.requires_grad))
-    exchange = TokenExchange(module, axis, num_local_experts=num_experts // axis.size())
+    exchange = TokenExchange(
+        module,
+        mesh["expert"],
+        mesh["tensor"],
+        num_local_experts=num_experts // mesh["expert"].size() // mesh["tensor"].size(),
+    )
     module.num_experts = exchange.num_local_experts  # type: ignore[assignment]  # what their own forward counts to
     module.forward = exchange.forward
 
@@ -140,15 +155,18 @@ class _Route:
 class TokenExchange:
     """Stands in for an experts module's forward: sends rows to their experts' ranks, runs those here, sends back."""
 
-    def __init__(self, module: nn.Module, axis: DeviceMesh, *, num_local_experts: int) -> None:
+    def __init__(self, module: nn.Module, axis: DeviceMesh, tensor: DeviceMesh, *, num_local_experts: int) -> None:
+        """`axis`: whose ranks hold different tokens; `tensor`: whose ranks hold the same ones and divide the experts
+        that are at one place of `axis`."""
         self.num_local_experts = num_local_experts
         self._module = module
         self._forward_local = module.forward
         self._group = axis.get_group()
         self._size = axis.size()
+        self._tensor_size, self._tensor_place = tensor.size(), tensor.get_local_rank()
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(tokens, hidden): the weighted sum of each token's experts.
+        """(tokens, hidden): the weighted sum of each token's experts, of those at this place of the tensor axis.
 
         hidden: (tokens, hidden), this rank's own; chosen: (tokens, choices), experts counted over all ranks; weights:
         (tokens, choices), which are applied on the token's own rank, where their gradient is needed.
@@ -157,20 +175,29 @@ class TokenExchange:
         route = self._route(chosen)
         rows = _exchange(hidden[route.order // num_choices], route.received, route.sent, self._group)
         results = _exchange(self._run_experts(rows, route), route.sent, route.received, self._group)
-        by_choice = torch.empty_like(results).index_copy(0, route.order, results).view(*chosen.shape, -1)
-        return (by_choice * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+        # Zeros: what experts at other places of the tensor axis are chosen for is their ranks' part.
+        by_choice = results.new_zeros((chosen.numel(), results.size(1))).index_copy(0, route.order, results)
+        return (by_choice.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
     def _route(self, chosen: torch.Tensor) -> _Route:
         """Experts lie on ranks in order, so rows sorted by expert are sorted by rank too."""
         flat = chosen.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        if self._tensor_size > 1:
+            order = order[flat[order] // self.num_local_experts % self._tensor_size == self._tensor_place]
+        mine = flat[order]
+        mine = (
+            mine // (self.num_local_experts * self._tensor_size) * self.num_local_experts
+            + mine % self.num_local_experts
+        )
         counts = torch.zeros(self._size * self.num_local_experts, dtype=torch.int64, device=flat.device)
-        counts = counts.scatter_add(0, flat, torch.ones_like(flat)).view(self._size, self.num_local_experts)
+        counts = counts.scatter_add(0, mine, torch.ones_like(mine)).view(self._size, self.num_local_experts)
         received = torch.empty_like(counts)  # (sending rank, local expert)
         dist.all_to_all_single(received, counts, group=self._group)
         sums = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()  # the layer's one wait for the device
         local = torch.arange(self.num_local_experts, device=flat.device).repeat(self._size)
         return _Route(
-            order=torch.argsort(flat, stable=True),
+            order=order,
             sent=sums[0],
             received=sums[1],
             local_experts=local.repeat_interleave(received.reshape(-1)),

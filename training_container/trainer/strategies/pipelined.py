@@ -76,7 +76,8 @@ class PipelineStrategy(ProductStrategy):
             fill_shards(stage, stage.model, self._device)
             self._keep_partial(stage.model, partial)
             if stage.is_tied and (stage.is_first or stage.is_last):
-                self._tied.append(stage.model.get_input_embeddings().weight)
+                weights = [stage.model.get_input_embeddings().weight]
+                self._tied += [weight for weight in weights if weight.requires_grad]  # frozen under an adapter
         return model
 
     def _pair_ends(self) -> dist.ProcessGroup | None:

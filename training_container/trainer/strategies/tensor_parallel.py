@@ -1,114 +1,287 @@
-"""Tensor parallelism by the model's own plan: which matrices are cut by columns, which by rows.
+"""Tensor parallelism: which matrices of a block are cut by columns, which by rows, and what has to be summed.
 
-transformers ships a plan with most model classes, and styles (`transformers.distributed`) that cut a parameter into a
-DTensor and hook its module. Everything taken from there is taken in this file, because 5.23 needs care in two places:
+transformers ships a plan with most model classes; DeepSeek's attention and GPT-2 have theirs here. A plan is carried
+out here too. Its unit is a *region*, an attention, feed-forward or mixture-of-experts module: hidden states enter it
+whole, each rank computes with its columns, rows and experts alone, on plain local tensors, and what leaves the region
+is the sum over ranks. So inside a region everything is linear in the ranks' parts: every gradient of what is not cut
+(the input, per-head norms, latent projections, the router, the uncut half of an adapter) is a sum over ranks as well.
+The input's is summed where the region begins, the parameters' once a step (`apply` names them).
 
-- `replicated_with_grad_allreduce` (per-head norms of Qwen3 and others) sums gradients over ranks in a hook after each
-  backward pass, so that with accumulated micro-batches what was summed before is summed again: wrong by 4 to 8 times
-  with four micro-batches. Those gradients are summed once a step instead: `apply` names them.
-- Every column-wise matrix sums its own input's gradient. Here the module around them makes one DTensor of its input,
-  so that attention sums one gradient and not three, and gathers one sequence and not three.
+transformers 5.23's own styles are used for the vocabulary alone. Theirs sum the gradient of a replicated norm in a hook
+after each backward pass, so that with accumulated micro-batches what was summed before is summed again (wrong by 4 to 8
+times with four of them), and they know neither adapters nor 4-bit weights.
 
-With sequence parallelism what lies between (norms, residuals) is split along the sequence over the same ranks: the
-same bytes travel, as a reduce-scatter and an all-gather in place of an all-reduce, and the activations between take
-1/N of the memory (Korthikanti et al., arXiv:2205.05198).
+With sequence parallelism what lies between regions (norms, residuals) is split along the sequence over the same ranks:
+the same bytes travel, as a reduce-scatter and an all-gather in place of an all-reduce, and the activations between
+take 1/N of the memory (Korthikanti et al., arXiv:2205.05198).
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.distributed.tensor_parallel import (
-    ColwiseParallel,
-    EmbeddingParallel,
-    RowwiseParallel,
-    TensorParallelLayer,
-)
+from transformers.distributed.tensor_parallel import ColwiseParallel, EmbeddingParallel
+from transformers.pytorch_utils import Conv1D
 
+from trainer.optimizer import local_tensor
+from trainer.quantized import QuantizedLinear, block_size_of
+from trainer.strategies import expert_parallel
 from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
 
-PARTIAL_STYLE = "replicated_with_grad_allreduce"
-HEAD_STYLES = ("colwise_gather_output", "colwise_rep")
-KNOWN_STYLES = frozenset({"colwise", "rowwise", PARTIAL_STYLE, *HEAD_STYLES})
+COLUMN, ROW, FUSED, EXPERTS = "colwise", "rowwise", "fused_qkv", "moe_tp_experts"
+"""Styles that make a region: columns, rows, query, key and value in one matrix, and experts on different ranks."""
+
+WHOLE_STYLES = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj"})
+"""Modules inside a region that every rank has whole."""
+
+_LATENT_ATTENTION = {
+    "layers.*.self_attn.q_proj": COLUMN,
+    "layers.*.self_attn.q_b_proj": COLUMN,
+    "layers.*.self_attn.kv_b_proj": COLUMN,
+    "layers.*.self_attn.o_proj": ROW,
+}
+_GPT2 = {
+    "h.*.attn.c_attn": FUSED,
+    "h.*.attn.c_proj": ROW,
+    "h.*.mlp.c_fc": COLUMN,
+    "h.*.mlp.c_proj": ROW,
+}
+OWN_PLANS: dict[str, dict[str, str]] = {
+    "deepseek_v2": _LATENT_ATTENTION,
+    "deepseek_v3": _LATENT_ATTENTION,
+    "gpt2": _GPT2,
+}
+"""By model type, what is missing in transformers' plan: V3's leaves its attention whole, GPT-2 has none."""
 
 
-def check(config: PretrainedConfig, degree: int) -> None:
-    """InputError, in one line, unless a model of this configuration can be split over `degree` ranks."""
-    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+def check(config: PretrainedConfig, job: ResolvedJob) -> None:
+    """InputError, in one line, unless the job's model, of this configuration, can be split as it asks."""
+    degree, plan = job.parallelism.tensor, plan_of(config)
     if not plan:
         raise InputError(
             f"parallelism.tensor: {degree}: transformers has no tensor-parallel plan for {config.model_type};"
             " set it to 1 and use data_shard or pipeline"
         )
-    if unknown := sorted(set(plan.values()) - KNOWN_STYLES):
+    known = {COLUMN, ROW, FUSED, *WHOLE_STYLES}
+    if config.model_type in expert_parallel.FAMILIES:
+        known |= {EXPERTS, "packed_colwise"}
+    if unknown := sorted(set(plan.values()) - known):
         raise InputError(
             f"parallelism.tensor: {degree}: the plan of {config.model_type} has parts that this trainer does not split"
             f" ({', '.join(unknown)}); set it to 1 and use data_shard, pipeline or expert"
         )
     sizes = {"num_attention_heads": None, "num_key_value_heads": "num_attention_heads", "intermediate_size": None}
+    if any("shared_experts" in name for name in plan):
+        sizes["moe_intermediate_size"] = None
     for field, fallback in sizes.items():
         size = getattr(config, field, None) or getattr(config, fallback or field, None)
         if size is not None and size % degree:
             raise InputError(
                 f"parallelism.tensor: {degree} does not divide the model's {field} ({size}); choose a divisor of it"
             )
+    if job.spec.model.adapter is not None and job.spec.model.adapter.kind == "qlora":
+        _check_blocks(config, degree)
+
+
+def _check_blocks(config: PretrainedConfig, degree: int) -> None:
+    """What goes into a row-wise matrix is cut where a block of 4-bit weights ends."""
+    head_size = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
+    head_size = head_size or config.hidden_size // config.num_attention_heads
+    widths = {"heads": config.num_attention_heads * head_size, "intermediate_size": config.intermediate_size}
+    if getattr(config, "n_shared_experts", None):
+        widths["shared experts"] = config.moe_intermediate_size * config.n_shared_experts
+    for name, width in widths.items():
+        if width is not None and width // degree % block_size_of(width):
+            raise InputError(
+                f"parallelism.tensor: {degree} cuts the model's {name} ({width}) inside a block of"
+                f" {block_size_of(width)} 4-bit weights; choose a smaller degree, or model.adapter.kind: lora"
+            )
+
+
+def plan_of(config: PretrainedConfig) -> dict[str, str]:
+    """Module name below the base model, with * for a layer's number -> style."""
+    return (getattr(config, "base_model_tp_plan", None) or {}) | OWN_PLANS.get(config.model_type, {})
 
 
 def can_split_sequence(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> bool:
-    """Whether blocks are attention and feed-forward by plan, with nothing but position-wise parameters between."""
-    plan = _plan_of(model)
-    modules = {module: name for name, module in model.named_modules()}
-    return all(
-        not isinstance(module, nn.Linear | nn.Embedding) or plan.get(modules[module]) in ("colwise", "rowwise")
-        for block in blocks
-        for module in block.modules()
-    )
+    """Whether blocks are regions, with nothing but position-wise parameters between."""
+    inside = {module for region in regions_of(model) for module in region.modules()}
+    matrices = (nn.Linear, nn.Embedding, Conv1D, QuantizedLinear)
+    return all(not isinstance(module, matrices) or module in inside for block in blocks for module in block.modules())
 
 
 def apply(model: PreTrainedModel, blocks: Sequence[nn.Module], axis: DeviceMesh, *, split_sequence: bool) -> list[str]:
     """Cuts the model's matrices over `axis`, in place; what a pipeline stage lacks is passed over.
 
-    Returns the names of the parameters whose gradients are sums over this rank's heads or positions alone: they have
-    to be summed over `axis` once a step.
+    Experts are left to `expert_parallel.apply`, which comes after. Returns the names of the parameters whose gradients
+    are sums over this rank's heads, experts or positions alone: they have to be summed over `axis` once a step.
     """
-    plan = _plan_of(model)
     between = Shard(1) if split_sequence else Replicate()
-    styles: dict[str, TensorParallelLayer] = {
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(output_layouts=between),
-    }
-    modules = dict(model.named_modules())
-    for name, style in plan.items():
-        if style in styles and isinstance(modules[name], nn.Linear):
-            _cut(modules[name], styles[style], axis)
+    modules, regions = dict(model.named_modules()), regions_of(model)
+    added_after: set[nn.Parameter] = set()
+    for name, style in _styles_of(model).items():
+        parent = modules[name.rpartition(".")[0]]
+        if style == COLUMN:
+            _cut_columns(modules[name], axis)
+        elif style == FUSED:
+            _cut_fused(parent, modules[name], axis)
+        elif style == ROW:
+            base = _cut_rows(modules[name], axis)
+            if parent in regions:
+                added_after |= {base.bias} if base.bias is not None else set()
+                _sum_output(modules[name], base, axis, between)
+        elif style == EXPERTS:
+            _sum_output(parent, None, axis, between)
+    for region in regions:
+        _gather_input(region, axis, between)
     _cut_vocabulary(model, axis)
-    _join_inputs(model, plan, axis, between)
     if split_sequence and blocks:
         _split_between(blocks[0], blocks[-1], axis)
-    return _partial_names(model, plan, blocks if split_sequence else ())
+    return _partial_names(model, regions, added_after, blocks if split_sequence else ())
 
 
-def _plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """Module name -> style, one entry a module."""
-    expanded: dict[str, str] = model._expand_parallel_plan(dict(model.tp_plan))
+def regions_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules around cut matrices and experts; of nested ones (shared experts) the outermost."""
     modules = dict(model.named_modules())
-    return {name: style for name, style in expanded.items() if name in modules}
+    cut = [name for name, style in _styles_of(model).items() if style not in WHOLE_STYLES]
+    names = {name.rpartition(".")[0] for name in cut}
+    return [modules[name] for name in sorted(names) if not any(name.startswith(f"{other}.") for other in names)]
 
 
-def _cut(module: nn.Module, style: TensorParallelLayer, axis: DeviceMesh) -> None:
-    for name in [name for name, _ in module.named_parameters(recurse=False)]:
-        style.shard_param(module, name, axis)
-    style.install_forward(module, axis)
+def _styles_of(model: PreTrainedModel) -> dict[str, str]:
+    """Name in `model` -> style, one entry a module that there is."""
+    plan, base = plan_of(model.config.get_text_config()), model.base_model
+    prefix = next(name for name, module in model.named_modules() if module is base)
+    prefix = f"{prefix}." if prefix else ""
+    found = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in base.named_modules()}
+    return {prefix + name: style for name, style in found.items() if style is not None}
+
+
+_OUTPUT_DIMS: dict[type, dict[str, int]] = {
+    QuantizedLinear: {"codes": 0, "scales": 0, "ranges": 0, "bias": 0},
+    nn.Linear: {"weight": 0, "bias": 0},
+    Conv1D: {"weight": 1, "bias": 0},
+}
+_INPUT_DIMS: dict[type, dict[str, int]] = {
+    QuantizedLinear: {"codes": 1, "scales": 1},
+    nn.Linear: {"weight": 1},
+    Conv1D: {"weight": 0},
+}
+"""Kind of linear layer -> which dimension of which parameter goes with its outputs, or its inputs."""
+
+
+def _adapted(module: Any) -> tuple[Any, list[nn.Module], list[nn.Module]]:
+    """The linear layer itself and, where peft put an adapter around it, the adapter's first and second matrices."""
+    if not hasattr(module, "base_layer"):
+        return module, [], []
+    return module.base_layer, list(module.lora_A.values()), list(module.lora_B.values())
+
+
+def _cut_columns(module: nn.Module, axis: DeviceMesh) -> None:
+    """Each rank has some outputs. Of an adapter B is cut, and A is whole."""
+    base, _, second = _adapted(module)
+    for linear in (base, *second):
+        _cut(linear, _OUTPUT_DIMS[type(linear)], axis)
+        linear.forward = _product_of(linear, with_bias=True)
+
+
+def _cut_rows(module: nn.Module, axis: DeviceMesh) -> Any:
+    """Each rank has some inputs, and its output is a part of a sum, to which the bias is not added yet.
+
+    Of an adapter A is cut, and B is whole: it maps a part of a sum to a part of a sum. Returns the layer itself.
+    """
+    base, first, _ = _adapted(module)
+    for linear in (base, *first):
+        _cut(linear, _INPUT_DIMS[type(linear)], axis)
+        linear.forward = _product_of(linear, with_bias=False)
+    return base
+
+
+def _cut_fused(attention: Any, module: nn.Module, axis: DeviceMesh) -> None:
+    """GPT-2's query, key and value in one matrix: kept whole, of which each rank uses its heads' columns.
+
+    A third of them is no box of the matrix, which is all that a checkpoint can describe.
+    """
+    base, _, second = _adapted(module)
+    size, place = axis.size(), axis.get_local_rank()
+    attention.split_size //= size
+
+    def own_columns(matrix: torch.Tensor) -> torch.Tensor:
+        return matrix.view(*matrix.shape[:-1], 3, size, -1)[..., place, :].flatten(-2)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(hidden, own_columns(base.weight).T, own_columns(base.bias))
+
+    if isinstance(base, Conv1D):
+        base.forward = forward
+    else:
+        base.register_forward_hook(lambda _, __, output: own_columns(output))
+    for linear in second:
+        linear.register_forward_hook(lambda _, __, output: own_columns(output))
+
+
+def _cut(linear: nn.Module, dims: Mapping[str, int], axis: DeviceMesh) -> None:
+    for name, dim in dims.items():
+        whole = linear._parameters.get(name)
+        if whole is not None:
+            # Every rank built the same weights, so each keeps its slice and nothing is sent.
+            part = distribute_tensor(whole.detach(), axis, [Shard(dim)], src_data_rank=None)
+            linear._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+
+
+def _product_of(linear: nn.Module, *, with_bias: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The layer's forward pass over this rank's part of its matrix."""
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        bias = getattr(linear, "bias", None) if with_bias else None
+        bias = None if bias is None else local_tensor(bias)
+        if isinstance(linear, QuantizedLinear):
+            return linear.product(hidden, bias)
+        assert isinstance(linear.weight, torch.Tensor)
+        weight = local_tensor(linear.weight)
+        return functional.linear(hidden, weight.T if isinstance(linear, Conv1D) else weight, bias)
+
+    return forward
+
+
+def _sum_output(module: nn.Module, base: Any, axis: DeviceMesh, between: Placement) -> None:
+    """Sums what `module` returns over the ranks; the bias of `base`, if there is one, is added once."""
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        own = output[0] if isinstance(output, tuple) else output
+        parts = DTensor.from_local(own, axis, [Partial()], run_check=False)
+        total: torch.Tensor = parts.redistribute(placements=[between]).to_local()
+        if base is not None and base.bias is not None:
+            total = total + base.bias
+        return (total, *output[1:]) if isinstance(output, tuple) else total
+
+    module.register_forward_hook(leave)
+
+
+def _gather_input(region: nn.Module, axis: DeviceMesh, between: Placement) -> None:
+    """Gives a region all positions, and sums the gradient of what it was given: once, not once a matrix."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        parts = DTensor.from_local(hidden, axis, [between], run_check=False)
+        whole = parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return (whole, *args[1:]), kwargs
+
+    region.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def _cut_vocabulary(model: PreTrainedModel, axis: DeviceMesh) -> None:
     """Cuts embedding and head by vocabulary where that divides; tied ones stay one parameter.
 
-    Plans leave the embedding whole; cut, it takes 1/N of the memory. An odd vocabulary stays whole on every rank.
+    Plans leave the embedding whole; cut, it takes 1/N of the memory. An odd vocabulary stays whole on every rank, and
+    so does a head with an adapter.
     """
     if model.config.get_text_config().vocab_size % axis.size():
         return
@@ -116,27 +289,14 @@ def _cut_vocabulary(model: PreTrainedModel, axis: DeviceMesh) -> None:
     style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     is_tied = getattr(head, "weight", None) is getattr(embedding, "weight", embedding)
     if isinstance(embedding, nn.Embedding):
-        _cut(embedding, EmbeddingParallel(shard_dim=0), axis)
-    if isinstance(head, nn.Linear) and is_tied:
-        head.weight = embedding.weight
+        _cut(embedding, {"weight": 0}, axis)
+        EmbeddingParallel(shard_dim=0).install_forward(embedding, axis)
+    if isinstance(head, nn.Linear):
+        if is_tied:
+            head.weight = embedding.weight
+        else:
+            _cut(head, _OUTPUT_DIMS[nn.Linear], axis)
         style.install_forward(head, axis)
-    elif isinstance(head, nn.Linear):
-        _cut(head, style, axis)
-
-
-def _join_inputs(model: nn.Module, plan: dict[str, str], axis: DeviceMesh, between: Replicate | Shard) -> None:
-    """Makes the hidden states one DTensor where they enter a module that feeds them to column-wise matrices alone."""
-    modules = dict(model.named_modules())
-    for parent in {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}:
-        linear = [name for name, child in modules[parent].named_children() if isinstance(child, nn.Linear)]
-        assert all(plan.get(f"{parent}.{name}") in ("colwise", "rowwise") for name in linear)
-
-        def join(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
-            joined = DTensor.from_local(hidden, axis, [between], run_check=False).redistribute(placements=[Replicate()])
-            return (joined, *args[1:]), kwargs
-
-        modules[parent].register_forward_pre_hook(join, with_kwargs=True)
 
 
 def _split_between(first: nn.Module, last: nn.Module, axis: DeviceMesh) -> None:
@@ -157,13 +317,15 @@ def _split_between(first: nn.Module, last: nn.Module, axis: DeviceMesh) -> None:
     last.register_forward_hook(gather)
 
 
-def _partial_names(model: nn.Module, plan: dict[str, str], split_blocks: Sequence[nn.Module]) -> list[str]:
-    modules = dict(model.named_modules())
-    partial = {
-        parameter for name, style in plan.items() if style == PARTIAL_STYLE for parameter in modules[name].parameters()
-    }
-    # Between the blocks' matrices a rank sees its own positions alone. A row-wise matrix's bias is a DTensor, which
-    # sums its gradient by itself.
-    for block in split_blocks:
-        partial |= {parameter for parameter in block.parameters() if not isinstance(parameter, DTensor)}
-    return [name for name, parameter in model.named_parameters() if parameter in partial]
+def _partial_names(
+    model: nn.Module, regions: Iterable[nn.Module], added_after: set[nn.Parameter], split_blocks: Sequence[nn.Module]
+) -> list[str]:
+    """What is whole inside a region, and, where positions are split, between regions too."""
+    cut = {weight for module in expert_parallel.expert_modules(model) for weight in module.parameters()}
+    inside = {parameter for region in regions for parameter in region.parameters()} - added_after
+    between = {parameter for block in split_blocks for parameter in block.parameters()}
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter in inside | between and parameter not in cut and not isinstance(parameter, DTensor)
+    ]
