@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CHUNK_ELEMENTS = 2**20
@@ -29,6 +30,8 @@ CHUNK_ELEMENTS = 2**20
 
 _KEPT_ELEMENTS = 2**16
 """A parameter of no more elements keeps the value it was constructed with, for a class that never initializes it."""
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property of C
 
 _aten = torch.ops.aten
 _OVERWRITING = frozenset(
@@ -162,7 +165,7 @@ def outline(build: Callable[[], nn.Module], *, seed: int) -> nn.Module:
     A class that initializes itself in a way that can't be made in parts is built whole, which takes the memory.
     """
     recorder = _Recorder()
-    with _constructed_on_meta(recorder), recorder:
+    with _constructed_on_meta(recorder), _Questions(recorder), recorder:
         model = build()
     recipes = {name: recorder.recipe(weight) for name, weight in model.named_parameters(remove_duplicate=False)}
     complete = {name: recipe for name, recipe in recipes.items() if recipe is not None}
@@ -285,7 +288,7 @@ def _constructed_on_meta(recorder: "_Recorder") -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
+        if parameter is not None and parameter.device.type != "meta":
             twin = _on_meta(parameter)
             twin.__dict__.update(parameter.__dict__)
             recorder.expect(twin, parameter.detach())
@@ -297,6 +300,22 @@ def _constructed_on_meta(recorder: "_Recorder") -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _Questions(TorchFunctionMode):
+    """Notices when a function asks whether a parameter is on meta: torch's `trunc_normal_`, `orthogonal_`, `sparse_`
+    and `dirac_` ask, and then silently leave it as it is."""
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs everything as it is."""
+        answer = func(*args, **(kwargs or {}))
+        if func == _IS_META and answer:
+            self._recorder.is_lost = True
+        return answer
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
@@ -328,7 +347,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation, and notes it when it changes a parameter."""
         result = func(*args, **(kwargs or {}))
-        target = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].is_meta else None
+        target = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].device.type == "meta" else None
         if target is None:
             return result
         alias = self._aliases.get(id(target))
