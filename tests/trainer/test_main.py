@@ -40,9 +40,8 @@ def test_torchrun_trains_and_writes_what_the_contract_says(tmp_path: Path) -> No
     for row in rows:
         assert set(row) >= REQUIRED
         assert set(row["breakdown"]) == PHASES
-        assert row["breakdown"]["communication"] is None
-        parts = [value for value in row["breakdown"].values() if value is not None]
-        assert sum(parts) == pytest.approx(row["step_seconds"], rel=1e-6)
+        assert row["breakdown"]["communication"] > 0
+        assert sum(row["breakdown"].values()) == pytest.approx(row["step_seconds"], rel=1e-6)
         assert 8 * 31 - 32 < row["tokens"] <= 8 * 32, "all sequences are full but the file's last"
     result = json.loads((output_dir / "result.json").read_text())
     assert result["loss_first"] == rows[0]["loss"]

@@ -1,81 +1,15 @@
-"""metrics.jsonl: one row an optimizer step, where its time went, and what a resume keeps of it."""
+"""metrics.jsonl: one row an optimizer step, and what a resume keeps of it."""
 
 import json
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PHASES = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
-_DEVICE_PHASES = frozenset({"forward", "backward", "optimizer"})
-
 METRICS_FILE = "metrics.jsonl"
 ATTEMPTS_FILE = "attempts.json"
-
-
-class StepClock:
-    """Splits the time between two rows into phases; the rest is `other`, so that phases always sum to the whole.
-
-    A row's time begins where the row before ended: a checkpoint taken after step s shows up in the row of s + 1.
-    On a GPU the phases are measured by events on its stream, without making it wait.
-    """
-
-    def __init__(self, device: torch.device, *, world_size: int) -> None:
-        self._uses_events = device.type == "cuda"
-        # Engines overlap communication with the backward pass, so its exposed part can't be told; alone there is none.
-        self._communication = 0.0 if world_size == 1 else None
-        self._restart()
-
-    def _restart(self) -> None:
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._excluded_seconds = 0.0
-        self._started = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Adds the block's time to `phase`."""
-        assert phase in self._seconds
-        if self._uses_events and phase in _DEVICE_PHASES:
-            begin, end = _event(), _event()
-            begin.record()
-            yield
-            end.record()
-            self._events.append((phase, begin, end))
-        else:
-            started = time.perf_counter()
-            yield
-            self._seconds[phase] += time.perf_counter() - started
-
-    @contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Keeps the block's time out of every row: validation is not part of a step."""
-        started = time.perf_counter()
-        yield
-        self._excluded_seconds += time.perf_counter() - started
-
-    def finish_row(self) -> tuple[float, dict[str, float | None]]:
-        """(seconds since the row before, the same by phase); starts the next row."""
-        if self._events:
-            self._events[-1][2].synchronize()
-            for phase, begin, end in self._events:
-                self._seconds[phase] += begin.elapsed_time(end) / 1000.0
-        breakdown: dict[str, float | None] = {**self._seconds, "communication": self._communication}
-        known = sum(seconds for seconds in breakdown.values() if seconds is not None)
-        # An event and the wall clock may differ by microseconds, so the whole is never less than its parts.
-        total = max(time.perf_counter() - self._started - self._excluded_seconds, known)
-        breakdown["other"] = total - known
-        self._restart()
-        return total, breakdown
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 @dataclass(frozen=True)
@@ -90,7 +24,7 @@ class Row:
     tokens: int
     """In the task's unit."""
     step_seconds: float
-    breakdown: dict[str, float | None]
+    breakdown: dict[str, float]
     was_applied: bool = True
     validation_loss: float | None = None
     validation_measures: dict[str, float] = field(default_factory=dict)

@@ -13,12 +13,13 @@ import torch
 from trainer.checkpoint import Checkpointer, CheckpointInfo, best_interval_seconds
 from trainer.data import JobData, MicroBatch
 from trainer.heartbeat import beat
-from trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row, StepClock
+from trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
 from trainer.runtime import Runtime
 from trainer.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything, use_deterministic_kernels
 from trainer.signals import Decision, StopFlag, urgency
 from trainer.speech import say
+from trainer.step_clock import StepClock
 from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_supported
 from trainer.strategies.mesh import data_parallel_rank, random_stream
 from trainer.tasks import task_of
@@ -216,7 +217,7 @@ class Session:
         learning_rate: float,
         update: OptimizerStep,
         step_seconds: float,
-        breakdown: dict[str, float | None],
+        breakdown: dict[str, float],
         validation_loss: float | None,
     ) -> None:
         """Writes the finished step's row, and says it on stdout."""

@@ -1,5 +1,6 @@
 """One process, and plain data parallelism: every rank holds the whole model and optimizer state."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer import waits
 from trainer.runtime import Runtime
+from trainer.strategies.base import Batch, Clock
 from trainer.strategies.torch_engine import TorchStrategy
 from trainyard.spec.job import ResolvedJob
 
@@ -33,9 +36,18 @@ class ReplicatedStrategy(TorchStrategy):
             return model
         device_ids = [self._device.index] if self._device.type == "cuda" else None
         # Buffers are constants here (rotary frequencies), equal on every rank: nothing to broadcast at each step.
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
         )
+        waits.log_every_step(wrapped)
+        return wrapped
+
+    def forward_backward(self, batches: Sequence[Batch], num_global_targets: int, clock: Clock) -> torch.Tensor:
+        """See Strategy. DDP waits for other ranks where only its own log sees it."""
+        loss_sum = super().forward_backward(batches, num_global_targets, clock)
+        if isinstance(self._forward, DistributedDataParallel):
+            waits.tell_ddp_wait(self._forward)
+        return loss_sum
 
     def _settle_buckets(self) -> None:
         """Runs one throw-away pass, after which DDP has its final gradient buckets.

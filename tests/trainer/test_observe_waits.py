@@ -1,0 +1,39 @@
+"""Where a step's time goes, on several ranks: waiting for a slow one is communication, under every engine."""
+
+import json
+from typing import Any
+
+from trainer_testing.distributed import run_ranks
+
+MARK = "RESULT "
+SLOW_SECONDS = 0.2
+TENSOR = {"parallelism": {"tensor": 2}}
+CONTEXT = {"parallelism": {"context": 2}}
+PIPELINE = {"parallelism": {"pipeline": 2}}
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("ddp", {}),
+    ("fsdp", {}),
+    ("tensor2", TENSOR),
+    ("context2", CONTEXT),
+    ("pipeline2", PIPELINE),
+    ("zero1", {}),
+    ("zero3", {}),
+]
+
+
+def test_waiting_for_a_slow_rank_is_communication_under_every_engine() -> None:
+    output = run_ranks(2, "trainer_testing.observe_worker", str(SLOW_SECONDS), json.dumps(LAYOUTS))[0]
+    results = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+    assert [name for name, _ in results] == [name for name, _ in LAYOUTS], output[-3000:]
+    for name, ranks in results:
+        for rows in ranks:
+            for row in rows:
+                total = row.pop("total")
+                assert abs(sum(row.values()) - total) < 1e-6, name
+                assert min(row.values()) >= 0.0, (name, row)
+        (_, waited), (_, slept) = ranks
+        # 4 micro-batches at least (8 sequences a rank, 2 at a time); with data apart one wait may do for all of them.
+        assert waited["communication"] > 2 * SLOW_SECONDS, (name, ranks)
+        assert slept["communication"] < waited["communication"] / 2, (name, ranks)
+        assert slept["forward"] > 3 * SLOW_SECONDS, (name, ranks)
+        assert waited["forward"] + waited["backward"] < waited["communication"], (name, ranks)
