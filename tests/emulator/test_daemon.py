@@ -126,7 +126,7 @@ def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
         ]
         served = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
     assert served.returncode == 2
-    assert served.stderr.strip().splitlines()[-1].startswith(f"error: port {port} ")
+    assert served.stderr.strip().splitlines()[-1].startswith(f"trainyard: port {port} ")
     assert "Traceback" not in served.stderr
 
 

@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(options)
     except TrainyardError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"trainyard: {error}", file=sys.stderr)
         return error.exit_code
 
 
