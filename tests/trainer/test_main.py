@@ -1,6 +1,7 @@
 """The bare trainer as a command: under torchrun, alone, and with wrong input."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,7 +25,10 @@ def test_torchrun_trains_and_writes_what_the_contract_says(tmp_path: Path) -> No
     job = write_job(tmp_path, "fsdp", steps=30)
     output_dir = tmp_path / "out"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
-    options = ["--job", str(job), "--output-dir", str(output_dir), "--set", "training.steps=6"]
+    own = {"path": str(tmp_path / "validation.txt"), "format": "text"}
+    seen = {"path": str(tmp_path / "train.txt"), "format": "text", "name": "seen", "every_steps": 2, "batches": 1}
+    sets = f"data.validation={json.dumps([own, seen])}"
+    options = ["--job", str(job), "--output-dir", str(output_dir), "--set", "training.steps=6", "--set", sets]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *command, *options],
@@ -59,6 +63,13 @@ def test_torchrun_trains_and_writes_what_the_contract_says(tmp_path: Path) -> No
     assert [line.split()[0] for line in lines if line.startswith("step=")] == [f"step={s}" for s in range(1, 7)]
     assert any(line.startswith("checkpoint step=4 committed uri=") for line in lines)
     assert any(line.startswith("validation step=6 loss=") for line in lines)
+    assert [row["step"] for row in rows if "validation_loss" in row] == [6]
+    assert [row["step"] for row in rows if "validation_sets" in row] == [2, 4, 6]
+    measured = rows[1]["validation_sets"]["seen"]
+    assert measured["perplexity"] == pytest.approx(math.exp(measured["loss"]))
+    assert f"validation step=2 set=seen loss={measured['loss']:.6f} perplexity={measured['perplexity']:.6f}" in lines
+    assert result["validation_sets"] == rows[-1]["validation_sets"]
+    assert result["validation_perplexity"] == pytest.approx(math.exp(result["validation_loss"]))
 
 
 def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(tmp_path: Path) -> None:

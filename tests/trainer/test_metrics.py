@@ -64,7 +64,7 @@ def test_rows_keep_full_precision_and_are_valid_json(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     log.begin_attempt(resumed_step=0)
     log.append(row(1, grad_norm=math.inf, was_applied=False))
-    log.append(row(2, validation_loss=0.25))
+    log.append(row(2, validation={"validation_loss": 0.25}))
     first, second = log.rows()
     assert first["loss"].hex() == (1.0 / 3.0).hex()
     assert first["grad_norm"] is None

@@ -22,15 +22,15 @@ def train(session: Session) -> Outcome:
         loss_sum = strategy.forward_backward(batch.local, batch.num_targets, clock)
         with clock("optimizer"):
             learning_rate = session.learning_rate(step)
-            update = strategy.optimizer_step(learning_rate)
+            update = strategy.optimizer_step(learning_rate, session.anomalies.gate(loss_sum, batch.num_targets))
         loss, request = session.end_step(step, loss_sum, batch, update)
         step_seconds, breakdown = clock.finish_row()
 
         session.step = step
-        validation_loss = session.validate() if session.is_validation_due() else None
-        session.record(batch, loss, learning_rate, update, step_seconds, breakdown, validation_loss)
+        validation = session.validate()
+        session.record(batch, loss, learning_rate, update, step_seconds, breakdown, validation)
 
-        if validation_loss is not None:
+        if validation:
             request = session.asked_since(request)
         if session.is_checkpoint_due() or request != "none":
             with clock("checkpoint"):

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 METRICS_FILE = "metrics.jsonl"
 ATTEMPTS_FILE = "attempts.json"
 
@@ -26,26 +24,25 @@ class Row:
     step_seconds: float
     breakdown: dict[str, float]
     was_applied: bool = True
-    validation_loss: float | None = None
-    validation_measures: dict[str, float] = field(default_factory=dict)
-    """What the task measures besides the loss: validation_top1_accuracy, ..."""
+    validation: dict[str, Any] = field(default_factory=dict)
+    """Where there was one: validation_loss, validation_perplexity, the task's measures, validation_sets by name."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """What few rows have: `observed`, `anomaly`."""
     unit: str = "tokens"
     """Of `tokens`, and its key: a row of image_classification has `images` instead."""
 
     def as_json(self) -> dict[str, Any]:
-        """JSON has no infinity: the norm of a step that overflowed is null. Rare fields are left out when empty."""
+        """JSON has no infinity: loss and norm of a step that overflowed are null. Rare fields are left out when empty."""
         values: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("step", "attempt", "loss", "learning_rate", "grad_norm")
+            name: getattr(self, name) for name in ("step", "attempt", "loss", "learning_rate", "grad_norm")
         }
         values |= {self.unit: self.tokens, "step_seconds": self.step_seconds, "breakdown": self.breakdown}
-        values["grad_norm"] = self.grad_norm if math.isfinite(self.grad_norm) else None
+        for name in ("loss", "grad_norm"):
+            values[name] = values[name] if math.isfinite(values[name]) else None
+        values |= self.more
         if not self.was_applied:
             values["skipped"] = True
-        if self.validation_loss is not None:
-            values["validation_loss"] = self.validation_loss
-            values |= self.validation_measures
-        return values
+        return values | self.validation
 
     def as_line(self) -> str:
         """The line on stdout, which log filters match from its beginning."""
@@ -72,6 +69,10 @@ class MetricsLog:
             except json.JSONDecodeError:
                 continue
         return rows
+
+    def recent(self, num_rows: int = 20) -> list[dict[str, Any]]:
+        """The last whole rows."""
+        return self.rows()[-num_rows:]
 
     def begin_attempt(self, *, resumed_step: int) -> int:
         """Drops rows past the checkpoint and returns this attempt's number, one more than any seen before."""

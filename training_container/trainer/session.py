@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from trainer.anomalies import AnomalyGuard
 from trainer.checkpoint import Checkpointer, CheckpointInfo, best_interval_seconds
 from trainer.data import JobData, MicroBatch
-from trainer.heartbeat import beat
 from trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
+from trainer.observe import Observer
 from trainer.runtime import Runtime
 from trainer.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything, use_deterministic_kernels
@@ -21,8 +22,9 @@ from trainer.signals import Decision, StopFlag, urgency
 from trainer.speech import say
 from trainer.step_clock import StepClock
 from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_supported
-from trainer.strategies.mesh import data_parallel_rank, random_stream
+from trainer.strategies.mesh import data_parallel_rank, place_of, random_stream
 from trainer.tasks import task_of
+from trainer.validation import Validation
 from trainyard.errors import JobFailedError
 from trainyard.spec.job import ResolvedJob
 
@@ -57,8 +59,6 @@ class Session:
             use_deterministic_kernels()
         self.stop_flag = StopFlag(runtime.control_group).install()
         self._task = task = task_of(job)
-        self._measured = tuple(f"validation_{name}" for name in task.measures)
-        self._validation_measures: dict[str, float] = {}
         self.data: JobData = task.build_data(
             job,
             data_parallel_rank=data_parallel_rank(job.parallelism, runtime.rank),
@@ -66,6 +66,7 @@ class Session:
             cache_dir=scratch_dir / "token_cache",
         )
         self.num_steps = job.steps or _steps_of_epochs(job, self.data)
+        self._validation = Validation(job, task, self.data, runtime)
         model = task.build_model(job, self.data)
         self._model_config = json.loads(model.config.to_json_string(use_diff=False))
         self.strategy: Strategy = build_strategy(job, model=model, runtime=runtime)
@@ -82,6 +83,7 @@ class Session:
             process_group=runtime.control_group,
         )
         self._metrics = MetricsLog(output_dir)
+        self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
         self.step = 0
         self._saved_step = 0
         self._attempt = self._resume()
@@ -89,7 +91,15 @@ class Session:
         self._position = self.data.train.state_dict()
         self._upcoming: GlobalBatch | None = None
         self._checkpoint_is_late = False
-        self.clock = StepClock(runtime.device, world_size=runtime.world_size)
+        training = job.spec.training
+        self._observer = Observer(
+            runtime,
+            every_steps=training.observe_every_steps,
+            group=place_of(job.parallelism, runtime.rank).pipeline,
+        )
+        self.clock = StepClock(
+            runtime.device, world_size=runtime.world_size, show_ranges=training.phase_ranges
+        )
 
     def _resume(self) -> int:
         """Continues from the newest valid checkpoint, if there is one; returns the attempt's number."""
@@ -116,6 +126,8 @@ class Session:
         self.strategy.after_load(tensors)
         self.strategy.load_engine_state(extra["engine"])
         self.data.train.load_state_dict(extra["data"])
+        if "anomalies" in extra:  # not in checkpoints of the first trainers
+            self.anomalies.watch.load_state(extra["anomalies"])
         self.step = self._saved_step = info.step
         if extra["world_size"] == self._runtime.world_size:
             restore_rng_state(extra["rng"])
@@ -130,6 +142,8 @@ class Session:
         if batch is None:
             local = self._read()
             batch = self._counted(local, self._runtime.sum_over_ranks(*_counts(local)))
+        self.anomalies.begin(self._position)
+        self._observer.copies.copy(batch.local[0])
         return batch
 
     def _read(self) -> Sequence[MicroBatch]:
@@ -140,10 +154,6 @@ class Session:
     def _counted(self, local: Sequence[MicroBatch], totals: Sequence[float]) -> GlobalBatch:
         num_targets, num_tokens = (int(total) // self._num_readers for total in totals)
         return GlobalBatch(local=local, num_targets=num_targets, num_tokens=num_tokens)
-
-    def _count(self, *counts: int) -> list[int]:
-        """Counts of this rank's sequences, summed; ranks that read the same ones count them once together."""
-        return [int(total) // self._num_readers for total in self._runtime.sum_over_ranks(*counts)]
 
     def learning_rate(self, step: int) -> float:
         """The rate that optimizer step `step` uses."""
@@ -169,46 +179,19 @@ class Session:
         self._checkpoint_is_late = totals[1] > 0
         if upcoming:
             self._upcoming = self._counted(upcoming, totals[-2:])
-        return self._checked_loss(totals[0], batch, update), self.stop_flag.decision(step, totals[2:-2])
+        loss = totals[0] / batch.num_targets
+        self.anomalies.check(step, loss, update, loss_sum.item())
+        return loss, self.stop_flag.decision(step, totals[2:-2])
 
     def asked_since(self, request: Decision) -> Decision:
         """The more urgent of `request` and what came meanwhile: a validation takes longer than a step."""
         return max(request, self.stop_flag.agreed(self.step), key=urgency)
 
-    def _checked_loss(self, loss_sum: float, batch: GlobalBatch, update: OptimizerStep) -> float:
-        """A loss that is no number any more ends the job."""
-        loss = loss_sum / batch.num_targets
-        if update.was_applied and not (math.isfinite(loss) and math.isfinite(update.grad_norm)):
-            raise JobFailedError(
-                f"step {self.step + 1}: loss is {loss}, gradient norm {update.grad_norm}: training diverged; lower"
-                " training.learning_rate or training.gradient_clip, lengthen the warm-up, or use bf16 or fp32;"
-                f" the newest checkpoint is of step {self._checkpointer.last_committed_step or 0}"
-            )
-        return loss
-
-    def is_validation_due(self) -> bool:
-        """At the configured steps, and after the last."""
-        if self.data.validation is None:
-            return False
-        every = self._job.spec.training.validation_every_steps
-        return self.step == self.num_steps or (every is not None and self.step % every == 0)
-
-    def validate(self) -> float:
-        """Token-weighted mean loss, nats, over the same validation batches every time."""
-        assert self.data.validation is not None
+    def validate(self) -> dict[str, Any]:
+        """What the row says of the validation sets that are due after this step; empty where none is."""
+        due = self._validation.due(self.step, self.num_steps)
         with self.clock.excluded():
-            sums, num_targets = torch.zeros(1 + len(self._task.measures), dtype=torch.float64), 0
-            for batches in self.data.validation:
-                beat()
-                sums += self.strategy.evaluate(batches).cpu()
-                num_targets += sum(batch.num_target_tokens for batch in batches)
-            totals, (total_targets,) = self._runtime.sum_over_ranks(*sums.tolist()), self._count(num_targets)
-        loss, *shares = (total / total_targets for total in totals)
-        self._validation_measures = dict(zip(self._measured, shares, strict=True))
-        if self._runtime.is_first:
-            words = "".join(f" {name}={share:.6f}" for name, share in zip(self._task.measures, shares, strict=True))
-            say(f"validation step={self.step} loss={loss:.6f}{words}")
-        return loss
+            return self._validation.run(self.strategy, due, self.step)
 
     def record(
         self,
@@ -218,9 +201,12 @@ class Session:
         update: OptimizerStep,
         step_seconds: float,
         breakdown: dict[str, float],
-        validation_loss: float | None,
+        validation: dict[str, Any],
     ) -> None:
         """Writes the finished step's row, and says it on stdout."""
+        more = self._observer.finish_step(self.step, step_seconds, breakdown)
+        if self.anomalies.found is not None:
+            more["anomaly"] = self.anomalies.found
         if not self._runtime.is_first:
             return
         row = Row(
@@ -233,9 +219,9 @@ class Session:
             step_seconds=step_seconds,
             breakdown=breakdown,
             was_applied=update.was_applied,
-            validation_loss=validation_loss,
-            validation_measures=self._validation_measures,
+            validation=validation,
             unit=self._task.unit,
+            more=more,
         )
         self._metrics.append(row)
         say(row.as_line())
@@ -275,6 +261,7 @@ class Session:
             "world_size": self._runtime.world_size,
             "data": self._position if self._upcoming else self.data.train.state_dict(),
             "engine": self.strategy.engine_state(),
+            "anomalies": self.anomalies.watch.state(),
             "rng": rng_state(),  # this rank's own: the checkpoint keeps what differs between ranks
         }
         attachments = {METRICS_FILE: self._metrics.path} if self._runtime.is_first else {}
@@ -292,6 +279,7 @@ class Session:
                 f"{ran}, but the last checkpoint could not be saved: {self._checkpointer.last_error}; mend it and start"
                 f" the job again: it continues from step {self._checkpointer.last_committed_step or 0}"
             )
+        self.data.gather(self._runtime.control_group)
         if self._runtime.is_first:
             path = self._output_dir / RESULT_FILE
             path.write_text(json.dumps(self._result(status), indent=1) + "\n", encoding="utf-8")
@@ -300,14 +288,12 @@ class Session:
 
     def _result(self, status: str) -> dict[str, Any]:
         rows = self._metrics.rows()
-        validated = [row for row in rows if "validation_loss" in row]
         return {
             "status": status,
             "steps": self.step,
             "loss_first": rows[0]["loss"] if rows else None,
             "loss_last": rows[-1]["loss"] if rows else None,
-            "validation_loss": validated[-1]["validation_loss"] if validated else None,
-            **{name: validated[-1][name] if validated else None for name in self._measured},
+            **self._validation.summary(rows),
             **self.data.describe(),
             self._task.unit: sum(row[self._task.unit] for row in rows),
             "seconds": time.perf_counter() - self._started,
@@ -321,6 +307,7 @@ class Session:
         """Frees what the engine and the checkpoints hold."""
         self.stop_flag.uninstall()
         self._checkpointer.close()
+        self.data.close()
         self.strategy.close()
 
 

@@ -39,7 +39,12 @@ class ModelSpec(SpecModel):
     config: dict[str, Any] | None = None
     """Hugging Face configuration with at least `model_type`: trains from random weights."""
     adapter: AdapterSpec | None = None
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_3"] = "auto"
+    attention: Literal["auto", "eager", "sdpa", "varlen", "flash_attention_3"] = "auto"
+    """Which attention runs; what really runs, and why, is said at the start and in result.json. sdpa: torch's own
+    choice of kernel, which is no flash kernel where packed documents need a mask. varlen: torch's flash kernel told
+    where documents begin, without a mask; NVIDIA GPUs alone, bf16 and fp16. flash_attention_3: the package of that
+    name, on Hopper GPUs. auto: varlen where it can be had and documents are kept apart, else sdpa, else eager. Nothing
+    but sdpa and eager has run yet: `pytest tests/trainer/test_attention.py -k gpu` compares varlen with sdpa."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -259,6 +264,18 @@ class TrainingSpec(SpecModel):
     """Global batches read per validation."""
     cpu_threads: PositiveInt = 1
     """Intra-op threads a rank on CPU: part of what must not change for a bitwise resume."""
+    observe_every_steps: PositiveInt = 50
+    """Every so many steps all ranks compare their times (a straggler is named) and the growth of their memory."""
+    phase_ranges: bool = False
+    """Marks the phases of each step as NVTX ranges, for Nsight Systems; they cost a few microseconds a step."""
+    on_anomaly: Literal["stop", "skip"] = "stop"
+    """A loss or gradient norm that is no number, or a spike: stop with a snapshot, or leave the batch out (its update
+    is made on no rank). skip looks at the loss before the update, two small messages more a step; torch engine only."""
+    spike_factor: float | None = Field(default=None, gt=1)
+    """A loss or gradient norm above so many times its running median, and far outside its usual spread, is a spike;
+    null: only what is no finite number any more is an anomaly."""
+    max_skips: PositiveInt = 5
+    """skip: so many batches left out in a row end the job: then it is no longer the batch."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -343,7 +360,17 @@ class RecoverySpec(SpecModel):
     hang_seconds: float | None = Field(default=300.0, gt=0)
     """A rank that finished no step for this long, and for ten times the median step, hangs; null: never."""
     start_minutes: float = Field(default=60.0, gt=0)
-    """How long the first step may take, from the start of the ranks."""
+    """How long the first step may take, from the start of the ranks; collectives wait as long until it is done."""
+    arrival_seconds: float = Field(default=600.0, gt=0)
+    """How long the ranks wait for each other at the start; then the ones that are missing are named."""
+    collective_seconds: float | None = Field(default=None, gt=0)
+    """After the first step, how long a collective waits for a rank before it fails; saves and the job's end keep the
+    start's limit. null: twice hang_seconds, at least 600, so that a hang is looked into before ranks give up."""
+
+    @property
+    def patience_seconds(self) -> float:
+        """`collective_seconds` with its default."""
+        return self.collective_seconds or max(600.0, 2 * (self.hang_seconds or 0.0))
 
 
 class ComputeSpec(SpecModel):
@@ -406,6 +433,12 @@ class JobSpec(SpecModel):
             return self
         if self.task == "image_classification" and self.training.tokens is not None:
             raise ValueError("training.tokens: images have no tokens; give training.epochs or training.steps")
+        for number, validated in enumerate(self.data.validation):
+            if validated.name is not None:
+                raise ValueError(
+                    f"data.validation.{number}.name: task {self.task} has one validation set; sets with names are for"
+                    " causal_lm"
+                )
         for field in ("train", "validation"):
             for number, source in enumerate(getattr(self.data, field)):
                 if source.format != "webdataset":

@@ -3,13 +3,23 @@
 `build_data(job, data_parallel_rank=, data_parallel_size=, cache_dir=)` gives a `JobData`:
 - `.train`: `BatchStream`. `next_step()` gives this rank's micro-batches of one optimizer step; `state_dict()` and
   `load_state_dict()` hold its position: sequences over one global order, so that it outlives a change of ranks.
-- `.validation`: `ValidationStream` or None, the same batches at every validation.
+- `.validation`: `ValidationStream` or None, the same batches at every validation; `.named_validation`: further sets.
 - `.vocab_size`, `.unigram_entropy_nats`, `.tokenizer_digest`.
 
-Inside: `readers` (formats) -> `tokenizer` -> `token_cache` (on disk, once per host) -> `stream` (order, batches).
+Inside: `files` -> `readers` (formats, units) -> `chat` and `documents` (text, tokens, masks) -> `token_units` and
+`token_cache` (on disk, once per host) -> `stream` (order, batches). `webdataset` reads shards of samples.
 """
 
-from trainer.data.build import JobData, TextData, build_data
+from trainer.data.build import JobData, TextData, ValidationSet, build_data
 from trainer.data.stream import IGNORED_LABEL, BatchStream, MicroBatch, ValidationStream
 
-__all__ = ["IGNORED_LABEL", "BatchStream", "JobData", "MicroBatch", "TextData", "ValidationStream", "build_data"]
+__all__ = [
+    "IGNORED_LABEL",
+    "BatchStream",
+    "JobData",
+    "MicroBatch",
+    "TextData",
+    "ValidationSet",
+    "ValidationStream",
+    "build_data",
+]

@@ -1,16 +1,31 @@
 """A job's data, ready to read: the one composing place of this room."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from trainer.data.chat import chat_template_of
 from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
 from trainer.data.token_cache import TokenCache, open_token_cache
 from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
+from trainer.speech import say
 from trainyard.errors import InputError
-from trainyard.spec.job import DataSource, ResolvedJob
+from trainyard.spec.job import DataSource, ResolvedJob, ValidationSource
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """What is validated on together."""
+
+    name: str | None
+    """None: the job's own set."""
+    stream: ValidationStream
+    every_steps: int | None
+    """None: training.validation_every_steps."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +34,15 @@ class JobData:
 
     train: BatchStream
     validation: ValidationStream | None
+    """The sources without a name."""
+    named_validation: tuple[ValidationSet, ...] = field(default=(), kw_only=True)
 
     def describe(self) -> dict[str, Any]:
         """What result.json says of the data."""
         return {}
+
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """At the job's end, on every rank: brings together what ranks have counted apart, for `describe`."""
 
     def close(self) -> None:
         """Ends the threads that read ahead."""
@@ -37,10 +57,13 @@ class TextData(JobData):
     unigram_entropy_nats: float
     """Of the tokenized validation text, else of the training text: a model that has learnt anything is below it."""
     tokenizer_digest: str
+    bad_records: dict[str, int] = field(default_factory=dict)
+    """Records left out because they are broken, by data set; none where nothing is."""
 
     def describe(self) -> dict[str, Any]:
         """See JobData."""
-        return {"unigram_entropy_nats": self.unigram_entropy_nats}
+        told = {"bad_records": self.bad_records} if self.bad_records else {}
+        return {"unigram_entropy_nats": self.unigram_entropy_nats, **told}
 
 
 def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path) -> TextData:
@@ -80,32 +103,51 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
             raise InputError(f"data.{field}: has no document of at least 2 tokens, so nothing to predict")
         return sequences
 
-    train = tokens(spec.data.train, "train")
-    validation = tokens(spec.data.validation, "validation") if spec.data.validation else None
+    place = {
+        "global_batch_size": spec.training.global_batch_size,
+        "micro_batch_size": job.micro_batch_size,
+        "data_parallel_rank": data_parallel_rank,
+        "data_parallel_size": data_parallel_size,
+    }
+    caches = {"train": tokens(spec.data.train, "train")}
     stream = BatchStream(
-        table(train, "train"),
-        dataset_digest=train.digest,
-        global_batch_size=spec.training.global_batch_size,
-        micro_batch_size=job.micro_batch_size,
-        data_parallel_rank=data_parallel_rank,
-        data_parallel_size=data_parallel_size,
+        table(caches["train"], "train"),
+        dataset_digest=caches["train"].digest,
         seed=spec.training.seed,
         shuffle=spec.data.shuffle,
+        **place,
     )
-    validation_stream = None
-    if validation is not None:
-        validation_stream = ValidationStream(
-            table(validation, "validation"),
-            global_batch_size=spec.training.global_batch_size,
-            micro_batch_size=job.micro_batch_size,
-            data_parallel_rank=data_parallel_rank,
-            data_parallel_size=data_parallel_size,
-            max_steps=spec.training.validation_batches,
-        )
+    validation: dict[str | None, ValidationSet] = {}
+    for name, sources in sources_by_name(spec.data.validation).items():
+        field = "validation" if name is None else f"validation ({name})"
+        caches[field] = tokens(sources, field)
+        max_steps = sources[0].batches or spec.training.validation_batches
+        of_name = ValidationStream(table(caches[field], field), max_steps=max_steps, **place)
+        validation[name] = ValidationSet(name, of_name, sources[0].every_steps)
+    own = validation.pop(None, None)
     return TextData(
         train=stream,
-        validation=validation_stream,
-        vocab_size=max(train.vocab_size, validation.vocab_size if validation else 0),
-        unigram_entropy_nats=(validation or train).unigram_entropy_nats,
+        validation=None if own is None else own.stream,
+        named_validation=tuple(validation.values()),
+        vocab_size=max(cache.vocab_size for cache in caches.values()),
+        unigram_entropy_nats=caches["train" if own is None else "validation"].unigram_entropy_nats,
         tokenizer_digest=tokenizer.digest,
+        bad_records=_told(caches),
     )
+
+
+def sources_by_name(sources: Sequence[ValidationSource]) -> dict[str | None, tuple[ValidationSource, ...]]:
+    """The sources of each validation set, in the order of the job."""
+    names = dict.fromkeys(source.name for source in sources)
+    return {name: tuple(source for source in sources if source.name == name) for name in names}
+
+
+def _told(caches: Mapping[str, TokenCache]) -> dict[str, int]:
+    """Bad records by data set; the first few are said on stdout, once."""
+    found = {f"data.{field}": cache.num_bad_records for field, cache in caches.items() if cache.num_bad_records}
+    if int(os.environ.get("RANK", "0")) == 0:
+        for field, cache in caches.items():
+            if cache.num_bad_records:
+                named = "; ".join(cache.bad_records)
+                say(f"data.{field} bad_records={cache.num_bad_records} left out: {named}")
+    return found

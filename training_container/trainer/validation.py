@@ -1,0 +1,80 @@
+"""Validation sets: when each is due, its loss, and what rows, stdout and result.json say of it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainer.data import JobData, ValidationSet
+from trainer.heartbeat import beat
+from trainer.runtime import Runtime
+from trainer.speech import say
+from trainer.strategies import Strategy
+from trainer.tasks import Task
+from trainyard.spec.job import ResolvedJob
+
+LARGEST_LOSS_NATS = 700.0
+"""Its perplexity is about the largest that a float holds; a larger one is told as null."""
+
+
+class Validation:
+    """Runs the sets of a job that are due. A set without a name is the job's own: its loss is `validation_loss`."""
+
+    def __init__(self, job: ResolvedJob, task: Task, data: JobData, runtime: Runtime) -> None:
+        self._measures = task.measures
+        self._tells_perplexity = task.unit == "tokens"
+        self._runtime = runtime
+        # Ranks that split one model read the same sequences: what they count, they count together.
+        self._num_readers = runtime.world_size // job.parallelism.data_parallel_size
+        own = [] if data.validation is None else [ValidationSet(None, data.validation, every_steps=None)]
+        self._sets = [*own, *data.named_validation]
+        self._default_every = job.spec.training.validation_every_steps
+
+    def due(self, step: int, num_steps: int) -> list[ValidationSet]:
+        """The sets to be validated on after `step`: each at its own steps, all after the last."""
+        every = {one.name: one.every_steps or self._default_every for one in self._sets}
+        return [one for one in self._sets if step == num_steps or _divides(every[one.name], step)]
+
+    def run(self, strategy: Strategy, sets: Sequence[ValidationSet], step: int) -> dict[str, Any]:
+        """What the step's row says: `validation_loss` and such, and `validation_sets` by name."""
+        row: dict[str, Any] = {}
+        for one in sets:
+            found = self._run_set(strategy, one)
+            if self._runtime.is_first:
+                words = [f"validation step={step}", *([] if one.name is None else [f"set={one.name}"])]
+                words += [f"{name}={'inf' if value is None else f'{value:.6f}'}" for name, value in found.items()]
+                say(" ".join(words))
+            if one.name is None:
+                row |= {f"validation_{name}": value for name, value in found.items()}
+            else:
+                row.setdefault("validation_sets", {})[one.name] = found
+        return row
+
+    def _run_set(self, strategy: Strategy, one: ValidationSet) -> dict[str, float | None]:
+        """Means over the targets of the same batches every time: loss (nats), perplexity, the task's measures."""
+        sums, num_targets = torch.zeros(1 + len(self._measures), dtype=torch.float64), 0
+        for batches in one.stream:
+            beat()
+            sums += strategy.evaluate(batches).cpu()
+            num_targets += sum(batch.num_target_tokens for batch in batches)
+        *totals, total_targets = self._runtime.sum_over_ranks(*sums.tolist(), num_targets)
+        loss, *shares = (total / (total_targets // self._num_readers) for total in totals)
+        found: dict[str, float | None] = {"loss": loss}
+        if self._tells_perplexity:
+            found["perplexity"] = math.exp(loss) if loss < LARGEST_LOSS_NATS else None
+        return found | dict(zip(self._measures, shares, strict=True))
+
+    def summary(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What result.json says: the last value of each set; null where a set has none."""
+        names = ["loss", *(["perplexity"] if self._tells_perplexity else []), *self._measures]
+        last: dict[str, Any] = {f"validation_{name}": None for name in names}
+        sets: dict[str, Any] = {one.name: None for one in self._sets if one.name is not None}
+        for row in rows:
+            last |= {name: row[name] for name in last if name in row}
+            sets |= row.get("validation_sets", {})
+        return last | ({"validation_sets": sets} if sets else {})
+
+
+def _divides(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
