@@ -159,3 +159,29 @@ def test_micro_batches_in_flight_by_schedule() -> None:
     interleaved = dataclasses.replace(one_forward_one_backward, chunks=2)
     # Narayanan et al. 2021: p (1 + (p-1)/(p v)) on the first rank.
     assert micro_batches_in_flight(interleaved, 0) == 4 * (1 + 3 / (4 * 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), layouts())
+def test_optimizers_keep_what_their_papers_say(shape: ModelShape, layout: Layout) -> None:
+    layout = dataclasses.replace(layout, engine="torch", precision="bf16", offload="none", method="full")
+    kept = {
+        kind: memory(shape, dataclasses.replace(layout, optimizer=kind)).optimizer
+        for kind in ("adamw", "adamw_8bit", "adafactor", "muon", "sgd")
+    }
+    assert kept["adafactor"] < 0.01 * kept["adamw"]
+    assert math.isclose(kept["adamw_8bit"], kept["adamw"] * 2.03125 / 8)
+    assert math.isclose(kept["muon"], kept["adamw"] / 2)
+    assert math.isclose(kept["sgd"], kept["adamw"] / 2)
+    averaged = memory(shape, dataclasses.replace(layout, keeps_average=True)).optimizer
+    assert math.isclose(averaged, kept["adamw"] * 1.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), layouts())
+def test_a_chunked_loss_stops_growing_with_the_vocabulary_times_the_sequence(shape: ModelShape, layout: Layout) -> None:
+    layout = dataclasses.replace(layout, pipeline=1, tensor=1, loss_chunk_tokens=1024)
+    lengths = (8192, 16384)
+    short, long = (memory(shape, dataclasses.replace(layout, sequence_length=tokens)).logits for tokens in lengths)
+    added_hidden = 8192 * layout.micro_batch * shape.hidden * layout.element_bytes
+    assert math.isclose(long - short, added_hidden, rel_tol=1e-6)

@@ -7,6 +7,7 @@ Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Method = Literal["full", "lora", "qlora"]
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd"]
 Engine = Literal["torch", "deepspeed", "megatron", "plain"]
 """Whose training state and kernels: FSDP2/DDP with fp32 weights; DeepSpeed; Megatron-Core; a plain loop whose
 weights, gradients and moments all have the training precision."""
@@ -44,6 +45,11 @@ class Layout:
     """Adapted linear modules per layer, each taken as hidden x hidden."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     flash_attention: bool = True
+    optimizer: Optimizer = "adamw"
+    keeps_average: bool = False
+    """A running average of the weights beside them."""
+    loss_chunk_tokens: int | None = None
+    """Positions whose logits exist at one time, where the loss is computed in the head; None: a micro-batch's all."""
 
     @property
     def world_size(self) -> int:

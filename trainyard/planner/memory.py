@@ -72,19 +72,30 @@ class StateBytes:
     """A copy in the compute precision that exists while a layer runs."""
 
 
+def moment_bytes(layout: Layout) -> float:
+    """What the optimizer keeps of a parameter of a large matrix, besides master weights; fp32 unless it says otherwise.
+
+    adamw: two averages. adamw_8bit: two of a byte each, and an fp32 scale for 256 of them (arXiv:2110.02861).
+    adafactor: a mean per row and column, next to nothing (arXiv:1804.04235). muon and sgd: one average.
+    """
+    kinds = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256), "adafactor": 0.01, "muon": 4.0, "sgd": 4.0}
+    return kinds[layout.optimizer] + 4.0 * layout.keeps_average
+
+
 def state_bytes(layout: Layout) -> StateBytes:
-    """AdamW's training state under the layout's engine and precision."""
+    """The training state under the layout's engine, precision and optimizer."""
+    moments = moment_bytes(layout)
     if layout.precision == "fp32":
-        return StateBytes(4, 4, 8, 0)
+        return StateBytes(4, 4, moments, 0)
     if layout.precision == "fp64":
-        return StateBytes(8, 8, 16, 0)
+        return StateBytes(8, 8, 2 * moments, 0)
     if layout.engine == "plain":
-        return StateBytes(2, 2, 4, 0)
+        return StateBytes(2, 2, moments / 2, 0)
     if layout.engine == "deepspeed":
-        return StateBytes(2, 2, 12, 0)
+        return StateBytes(2, 2, 4 + moments, 0)
     if layout.engine == "megatron":
-        return StateBytes(2, 4, 12, 0)
-    return StateBytes(4, 4, 8, 2)
+        return StateBytes(2, 4, 4 + moments, 0)
+    return StateBytes(4, 4, moments, 2)
 
 
 @dataclass(frozen=True)
@@ -201,7 +212,7 @@ def _state(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams)
 def _adapter_state(
     shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, share: float
 ) -> tuple[float, float, float]:
-    """Frozen base weights in the training precision (NF4 linears under QLoRA), adapters with AdamW in fp32."""
+    """Frozen base weights in the training precision (NF4 linears under QLoRA), adapters and their moments in fp32."""
     vocabulary = (
         shape.vocab * shape.hidden / layout.tensor * (stage.embedding + (stage.head and not shape.tied_embeddings))
     )
@@ -209,7 +220,7 @@ def _adapter_state(
     linear_bytes = QLORA_BYTES if layout.method == "qlora" else layout.element_bytes
     base = (linears * linear_bytes + vocabulary * layout.element_bytes) * share
     adapters = lora_params(shape, layout, stage)
-    return base + 4 * adapters * share, 4 * adapters, 8 * adapters
+    return base + 4 * adapters * share, 4 * adapters, moment_bytes(layout) * adapters
 
 
 def _stage_activations(shape: ModelShape, layout: Layout, stage: Stage) -> float:
@@ -284,9 +295,15 @@ def logits_bytes(shape: ModelShape, layout: Layout) -> float:
     """Logits and cross-entropy at their peak, of one micro-batch.
 
     transformers: logits kept by the output, log-softmax in fp32, and its gradient before and after (2+4+4+4 bytes);
-    Megatron's fused loss works in place (2+4+4). In fp32 everything has 4 bytes.
+    Megatron's fused loss works in place (2+4+4). In fp32 everything has 4 bytes. A chunked loss keeps one chunk's
+    logits, in both precisions, and their gradient, and until the backward pass the gradients of the hidden states and,
+    in fp32, of the head.
     """
     element = layout.element_bytes
+    if layout.loss_chunk_tokens is not None and layout.tokens_per_micro_batch > layout.loss_chunk_tokens:
+        chunk = layout.loss_chunk_tokens * shape.vocab * (2 * element + 4) / layout.tensor
+        head = 4 * shape.vocab * shape.hidden / layout.tensor if layout.method == "full" else 0.0
+        return chunk + head + layout.tokens_per_micro_batch * shape.hidden * element
     each = element + 8 if layout.engine == "megatron" else element + 12
     return layout.tokens_per_micro_batch * shape.vocab * each / layout.tensor
 

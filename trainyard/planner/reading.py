@@ -10,6 +10,9 @@ from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec
 
+LOSS_CHUNK_TOKENS = 1024
+"""The trainer's CHUNK_TOKENS: positions whose logits exist at one time."""
+
 INTERLEAVED_CHUNKS = 2
 """Model chunks per rank under the interleaved schedule."""
 
@@ -181,4 +184,13 @@ def layout_of(
         num_lora_targets=len(adapter.targets) if adapter else 2,
         offload=parallelism.offload,
         flash_attention=job.model.attention != "eager",
+        optimizer=job.training.optimizer.kind,
+        keeps_average=job.training.optimizer.average_decay is not None,
+        loss_chunk_tokens=_loss_chunk_tokens(job, parallelism),
     )
+
+
+def _loss_chunk_tokens(job: JobSpec, parallelism: ParallelismSpec) -> int | None:
+    """The trainer's own choice, except that it also looks for models that change their head's output."""
+    is_twice_differentiated = parallelism.pipeline > 1 and parallelism.pipeline_schedule == "zero_bubble"
+    return None if job.training.loss == "logits" or is_twice_differentiated else LOSS_CHUNK_TOKENS
