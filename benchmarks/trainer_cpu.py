@@ -167,6 +167,7 @@ def start_ranks(num_ranks: int, request: dict[str, Any]) -> Result:
 def summary(case: str, num_ranks: int, repeats: Sequence[Result], block: int) -> Result:
     """Medians and tenth percentiles over all steps of all repeats, and ratios turn by turn."""
     names = list(repeats[0]["step_seconds"])
+    cpu = {name: sum(sum(repeat["cpu_seconds"][name]) for repeat in repeats) for name in names}
     tokens = repeats[0]["tokens_per_rank"] * num_ranks
     steps = {name: [s for repeat in repeats for s in repeat["step_seconds"][name]] for name in names}
     turns = {name: np.asarray(values).reshape(-1, block).sum(axis=1) for name, values in steps.items()}
@@ -182,6 +183,7 @@ def summary(case: str, num_ranks: int, repeats: Sequence[Result], block: int) ->
         "step_milliseconds_median": {name: _milliseconds(values, 50) for name, values in steps.items()},
         "step_milliseconds_p10": {name: _milliseconds(values, 10) for name, values in steps.items()},
         "ours_to": {name: round(ratio, 4) for name, ratio in ratios.items()},
+        "ours_to_by_processor_time": {name: round(cpu[name] / cpu["ours"], 4) for name in names if name != "ours"},
         "ours_to_by_repeat": [_turn_ratios(repeat, block) for repeat in repeats],
         "worst_weight_difference": max(repeat["worst_weight_difference"] for repeat in repeats),
         "missed_goals": missed,
@@ -202,7 +204,10 @@ def _print(result: Result) -> None:
         f"{name} {rate:.0f} tokens/s (p10 {result['step_milliseconds_p10'][name]} ms)"
         for name, rate in result["tokens_per_second"].items()
     ]
-    ratios = ", ".join(f"{ratio:.3f} of {name}" for name, ratio in result["ours_to"].items())
+    by_cpu = result["ours_to_by_processor_time"]
+    ratios = ", ".join(
+        f"{ratio:.3f} of {name} (processor time {by_cpu[name]:.3f})" for name, ratio in result["ours_to"].items()
+    )
     print(f"{result['case']}: {'; '.join(parts)}; ours is {ratios}", flush=True)
 
 
