@@ -13,8 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from trainer import linear_loss
+from trainer.attention import attention_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 
@@ -50,6 +52,14 @@ def plan_loss(model: nn.Module, job: ResolvedJob) -> LossPlan:
     return LossPlan("chunked", f"{linear_loss.CHUNK_TOKENS} positions at a time")
 
 
+def choices_of(model: nn.Module, job: ResolvedJob, plan: LossPlan, device: torch.device) -> dict[str, str]:
+    """What a language model's engine runs, for `Strategy.choices`; other tasks choose nothing."""
+    if job.spec.task != "causal_lm":
+        return {}
+    assert isinstance(model, PreTrainedModel)
+    return {"loss": str(plan), "attention": attention_of(model, job, device)}
+
+
 def install(model: nn.Module, plan: LossPlan) -> None:
     """Gives `model`'s head its second way, if `plan` wants it; after the engine has cut and wrapped the model.
 
@@ -57,7 +67,7 @@ def install(model: nn.Module, plan: LossPlan) -> None:
     """
     head = None if plan.kind == "logits" else model.get_output_embeddings()  # type: ignore[operator]
     if isinstance(head, nn.Linear):
-        head.forward = ScoringHead(head).forward
+        setattr(head, "forward", ScoringHead(head).forward)  # noqa: B010  # mypy forbids methods to be assigned
 
 
 class ScoringHead:

@@ -9,9 +9,10 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer.adapters import add_adapter
+from trainer.attention import attach, choose_attention
 from trainer.deferred_weights import defer, fill, outline, source_of
 from trainer.quantized import quantize_blocks
 from trainer.seeds import seed_everything
@@ -36,6 +37,7 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
     seed_everything(job.spec.training.seed)
     model = _from_config(job, vocab_size) if job.spec.model.config is not None else _from_source(job)
     _check_fits(job, model, vocab_size)
+    attach(model)
     if job.spec.training.precision == "fp64":
         model.set_experts_implementation("eager")  # torch's grouped product takes float32 at most
     if job.spec.model.adapter is not None:
@@ -59,9 +61,8 @@ def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
         positions = getattr(config, "max_position_embeddings", None)
         if "max_position_embeddings" not in settings and positions and positions < job.spec.data.sequence_length:
             config.max_position_embeddings = job.spec.data.sequence_length
-        make = partial(
-            AutoModelForCausalLM.from_config, config, attn_implementation=_attention(job), dtype=torch.float32
-        )
+        attention = _attention(job, config)
+        make = partial(AutoModelForCausalLM.from_config, config, attn_implementation=attention, dtype=torch.float32)
         model = outline(make, seed=job.spec.training.seed)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
         raise InputError(
@@ -79,8 +80,9 @@ def _from_source(job: ResolvedJob) -> PreTrainedModel:
         )
     if source.startswith(("/", ".")) and not (Path(source) / "config.json").is_file():
         raise InputError(f"model.source: {source}: no config.json there; give a Hugging Face model directory")
-    load = partial(AutoModelForCausalLM.from_pretrained, source, attn_implementation=_attention(job))
     try:
+        attention = _attention(job, AutoConfig.from_pretrained(source))
+        load = partial(AutoModelForCausalLM.from_pretrained, source, attn_implementation=attention)
         # A weight that is not converted stays a view of its file: see sharded_source.
         model = load(dtype=stored_type(Path(source)) or torch.float32)
         if any(buffer.is_floating_point() and buffer.dtype != torch.float32 for buffer in model.buffers()):
@@ -96,8 +98,9 @@ def _as_pretrained(model: Any) -> PreTrainedModel:
     return model
 
 
-def _attention(job: ResolvedJob) -> str:
-    return "sdpa" if job.spec.model.attention == "auto" else job.spec.model.attention
+def _attention(job: ResolvedJob, config: PretrainedConfig) -> str:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return choose_attention(job, config.get_text_config(), device_type=device_type).implementation
 
 
 def _check_fits(job: ResolvedJob, model: PreTrainedModel, vocab_size: int) -> None:

@@ -7,6 +7,7 @@ parallelism alone, `parallel` the one for every product with `tensor_parallel`, 
 
 from torch import nn
 
+from trainer.attention import check as check_attention
 from trainer.deferred_weights import source_of
 from trainer.runtime import Runtime
 from trainer.strategies.base import OptimizerStep, Strategy
@@ -32,6 +33,7 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
         check_product(job)
     if layout.engine == "deepspeed":
         _check_deepspeed(job, device_type=device_type)
+    check_attention(job, device_type=device_type)
 
 
 def _is_product(layout: ParallelismSpec) -> bool:

@@ -49,7 +49,8 @@ class Strategy(ABC):
     """single, ddp, fsdp, hsdp, zero0, zero1, zero2, zero3, or a product's degrees: tensor2-fsdp2."""
 
     choices: dict[str, str]
-    """What was chosen where the job says auto, each with its reason: `loss`. Said at the start, kept in result.json."""
+    """What runs where a job may say auto, each with its reason: `loss`, `attention`. Said at the start, and kept in
+    result.json."""
 
     data_parallel_rank: int
     """Which share of each global batch this rank reads, from 0."""

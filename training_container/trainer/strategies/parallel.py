@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from trainer.configuration import configuration_of
 from trainer.model import transformer_blocks
 from trainer.optimizer import local_tensor
 from trainer.runtime import Runtime
@@ -147,7 +147,7 @@ class ProductStrategy(TorchStrategy):
 def check_product(job: ResolvedJob) -> None:
     """InputError, in one line, for a product that this model or trainer can't do."""
     layout = job.parallelism
-    config = _configuration(job)
+    config = configuration_of(job)
     if config is None:
         return  # what is wrong with it is said where the model is built
     if layout.tensor > 1:
@@ -158,17 +158,6 @@ def check_product(job: ResolvedJob) -> None:
         context_parallel.check(config, job)
     if layout.expert > 1 or (layout.tensor > 1 and expert_parallel.num_experts_of(config)):
         expert_parallel.check(config, layout)
-
-
-def _configuration(job: ResolvedJob) -> PretrainedConfig | None:
-    """The model's configuration, read without making the model; None where it is no good."""
-    source, stated = job.spec.model.source, dict(job.spec.model.config or {})
-    try:
-        if source is not None:
-            return AutoConfig.from_pretrained(source).get_text_config()
-        return AutoConfig.for_model(stated.pop("model_type"), **stated).get_text_config()
-    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
 
 
 def name_of(layout: ParallelismSpec) -> str:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.deferred_weights import fill
+from trainer.loss_head import choices_of, plan_loss
 from trainer.loss_head import install as install_loss_head
-from trainer.loss_head import plan_loss
 from trainer.loss_scaling import LossScaler
 from trainer.optimizer import (
     build_optimizer,
@@ -46,7 +46,7 @@ class TorchStrategy(Strategy):
         self._task = task_of(job)
         self._scaler = LossScaler.for_precision(job.spec.training.precision)
         self._loss_plan = plan_loss(model, job)
-        self.choices = {"loss": str(self._loss_plan)}
+        self.choices = choices_of(model, job, self._loss_plan, self._device)
         self._model = self._place(model)
         self._forward = self._wrap(self._model)
         for part in self._parts():

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from trainer.deferred_weights import fill, fill_parameters, source_of
+from trainer.loss_head import choices_of, plan_loss
 from trainer.loss_head import install as install_loss_head
-from trainer.loss_head import plan_loss
 from trainer.model import transformer_blocks
 from trainer.optimizer import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
 from trainer.runtime import Runtime
@@ -57,7 +57,7 @@ class ZeroStrategy(Strategy):
         self._task = task_of(job)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         plan = plan_loss(model, job)
-        self.choices = {"loss": str(plan)}
+        self.choices = choices_of(model, job, plan, runtime.device)
         optimizer = build_adamw(model, job)
         self._engine = _initialize(model, optimizer, _configuration(job, model, runtime), runtime)
         self._model: nn.Module = self._engine.module

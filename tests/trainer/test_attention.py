@@ -1,0 +1,156 @@
+"""Which attention runs is chosen, said and refused with a reason; documents by offsets equal documents by a mask."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from trainer import attention
+from trainer.attention import VARLEN, DocumentAttention, attach, attention_of, choose_attention, register
+from trainer.configuration import configuration_of
+from trainer.model import build_model
+from trainer.strategies import check_supported
+from trainer_testing.families import FAMILIES
+from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, global_batch, tiny_job
+from transformers import PreTrainedModel
+
+from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
+
+CPU = torch.device("cpu")
+
+
+def job_with(
+    family: str = "Llama", *, asked: str = "auto", data: dict[str, Any] | None = None, **job: Any
+) -> ResolvedJob:
+    made = tiny_job("single", 1, model=FAMILIES.get(family, FAMILIES["Llama"] | {"model_type": family}), **job)
+    model = made.spec.model.model_copy(update={"attention": asked})
+    spec = made.spec.model_copy(update={"model": model, "data": made.spec.data.model_copy(update=data or {})})
+    return made.model_copy(update={"spec": spec})
+
+
+def said(job: ResolvedJob) -> str:
+    return attention_of(build_model(job, vocab_size=VOCAB_SIZE), job, CPU)
+
+
+def test_what_runs_is_said_with_its_kernel_and_reason() -> None:
+    apart = {"document_masks": False}
+    assert said(job_with()) == "sdpa, flash kernel (a mask keeps packed documents apart)"
+    assert said(job_with(data=apart)) == "sdpa, flash kernel (causal, no mask)"
+    assert said(job_with("Mistral", data=apart)) == "sdpa, flash kernel (a mask cuts the window)"
+    assert said(job_with(asked="eager")) == "eager (model.attention asks for it)"
+    assert said(job_with("gemma2")) == "eager (gemma2 has no other in transformers)"
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "data", "message"),
+    [
+        ("Llama", "flash_attention_3", {}, r"flash_attention_3 runs on Hopper GPUs, and this machine has none; set it"),
+        ("Llama", "varlen", {}, r"varlen can't be had: torch's kernel for it needs an NVIDIA GPU .*; set it to auto"),
+        ("Llama", "varlen", {"document_masks": False}, r"varlen can't be had: no packed documents"),
+        ("bloom", "auto", {}, r"data.document_masks: .* bloom is not verified for it: set .*document_masks to false"),
+        ("qwen3_next", "auto", {}, r"data.document_masks: .* layers \(linear_attention\) that see through it"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_anything_is_read(
+    family: str, asked: str, data: dict[str, Any], message: str
+) -> None:
+    job = job_with(family, asked=asked, data=data, precision="bf16")
+    with pytest.raises(InputError, match=message) as caught:
+        check_supported(job, device_type="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [{"document_masks": False}, {"packing": False}])
+def test_documents_that_may_see_each_other_need_no_verified_model(data: dict[str, Any]) -> None:
+    check_supported(job_with("falcon_mamba", data=data), device_type="cpu")
+
+
+def test_varlen_is_chosen_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    bf16 = job_with(precision="bf16")
+    config = configuration_of(bf16)
+    assert config is not None
+    assert choose_attention(bf16, config, device_type="cuda").implementation == VARLEN
+    for other in (job_with(), job_with(precision="bf16", data={"packing": False}), job_with(asked="sdpa")):
+        assert choose_attention(other, config, device_type="cuda").implementation == "sdpa"
+    deepseek = configuration_of(job_with("DeepSeek-V3"))
+    assert deepseek is not None
+    assert choose_attention(bf16, deepseek, device_type="cuda").implementation == "sdpa"
+
+
+class OneByOne(DocumentAttention):
+    """The kernel's contract, by the letter: each document through plain attention."""
+
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        offsets: torch.Tensor,
+        longest: int,
+        scale: float | None,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        outputs = []
+        for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            length = end - begin
+            assert 0 < length <= longest
+            ages = torch.arange(length).unsqueeze(1) - torch.arange(length)
+            seen = (ages >= 0) & ((ages <= window[0]) | (window[0] < 0))
+            parts = [part[begin:end].transpose(0, 1) for part in (query, key, value)]
+            output = F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=True)
+            outputs.append(output.transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def documents() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sequences of tokens, and their positions, with one restart each."""
+    positions = torch.arange(SEQUENCE_LENGTH).repeat(2, 1)
+    positions[0, 7:] = torch.arange(SEQUENCE_LENGTH - 7)
+    positions[1, 22:] = torch.arange(2)
+    return global_batch(1)[0][:2], positions
+
+
+def logits_and_gradient(model: PreTrainedModel) -> list[torch.Tensor]:
+    tokens, positions = documents()
+    model.train()
+    device = model.device
+    logits = model(input_ids=tokens.to(device), position_ids=positions.to(device), use_cache=False).logits
+    logits.float().square().mean().backward()
+    return [logits.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "GPT-2, tied", "Mixtral"])
+def test_documents_by_offsets_equal_documents_by_a_mask(
+    family: str, recomputed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_by_one = OneByOne()
+    register(one_by_one)
+    monkeypatch.setattr(attention, "_ATTENTION", one_by_one)
+    model = FAMILIES[family] | {"sliding_window": 5} if family == "Mistral" else FAMILIES[family]
+    job = tiny_job("single", 1, model=model, activation_checkpointing=recomputed)
+    try:
+        masked = build_model(job, vocab_size=VOCAB_SIZE)
+        by_offsets = build_model(job, vocab_size=VOCAB_SIZE)
+        by_offsets.set_attn_implementation(VARLEN)
+        attach(by_offsets)
+        for ours, theirs in zip(logits_and_gradient(by_offsets), logits_and_gradient(masked), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+    finally:
+        monkeypatch.undo()
+        register(attention._ATTENTION)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's variable-length kernel runs on NVIDIA GPUs alone")
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Mixtral"])
+def test_varlen_on_gpu_equals_a_mask(family: str) -> None:
+    found = []
+    for asked in ("varlen", "sdpa"):
+        job = job_with(family, asked=asked, precision="bf16")
+        model = build_model(job, vocab_size=VOCAB_SIZE).to("cuda", torch.bfloat16)
+        assert attention_of(model, job, torch.device("cuda")).startswith(asked)
+        found.append(logits_and_gradient(model))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-3)

@@ -1,0 +1,279 @@
+"""Which attention a model runs, why, and what is refused; and attention over packed documents by their offsets.
+
+`choose_attention` decides before the model is built, `describe_attention` says which kernel torch will really take.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import is_flash_attn_3_available
+
+from trainer import documents
+from trainer.configuration import configuration_of
+from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
+
+VARLEN = "document_varlen"
+"""The name under which transformers knows attention by document offsets."""
+
+MAX_HEAD_SIZE = 256
+"""Of torch's flash kernels."""
+
+_PROBED_TOKENS = 256
+"""Enough to make torch choose as for a long sequence, and small."""
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """What transformers is asked for, and why."""
+
+    implementation: str
+    """sdpa, eager, flash_attention_3 or VARLEN."""
+    reason: str
+
+
+def choose_attention(job: ResolvedJob, config: PretrainedConfig, *, device_type: str) -> AttentionChoice:
+    """The job's attention for a model of this configuration; InputError for one that can't be had here."""
+    asked = job.spec.model.attention
+    if asked == "flash_attention_3":
+        _check_flash_attention_3(job, device_type)
+        return AttentionChoice(asked, "model.attention asks for it")
+    obstacle = _varlen_obstacle(job, config, device_type)
+    if asked == "varlen":
+        if obstacle is not None:
+            raise InputError(f"model.attention: varlen can't be had: {obstacle}; set it to auto")
+        return AttentionChoice(VARLEN, "model.attention asks for it")
+    if asked != "auto":
+        return AttentionChoice(asked, "model.attention asks for it")
+    if obstacle is None:
+        return AttentionChoice(VARLEN, "packed documents are kept apart by offsets, without a mask")
+    if not _supports(config, "sdpa"):
+        return AttentionChoice("eager", f"{config.model_type} has no other in transformers")
+    return AttentionChoice("sdpa", _mask_reason(job, config))
+
+
+def check(job: ResolvedJob, *, device_type: str) -> None:
+    """InputError, in one line and before anything is read, for attention or documents that can't be had."""
+    config = configuration_of(job)
+    if config is None or job.spec.task != "causal_lm":
+        return
+    if has_separate_documents(job):
+        documents.check(config)
+    choose_attention(job, config, device_type=device_type)
+
+
+def attention_of(model: PreTrainedModel, job: ResolvedJob, device: torch.device) -> str:
+    """One line on what a language model that was built for this job runs."""
+    config = model.config.get_text_config()
+    if job.parallelism.context > 1:
+        return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context)"
+    return describe_attention(choose_attention(job, config, device_type=device.type), job, config, device)
+
+
+def has_separate_documents(job: ResolvedJob) -> bool:
+    """Whether packed documents must not see each other."""
+    return job.spec.task == "causal_lm" and job.spec.data.packing and job.spec.data.document_masks
+
+
+def describe_attention(
+    choice: AttentionChoice, job: ResolvedJob, config: PretrainedConfig, device: torch.device
+) -> str:
+    """One line: implementation, the kernel that torch will take for it, the reason."""
+    if choice.implementation == VARLEN:
+        return f"varlen, flash kernel ({choice.reason})"
+    if choice.implementation != "sdpa":
+        return f"{choice.implementation} ({choice.reason})"
+    kernel = _sdpa_kernel(
+        config, has_mask=_needs_mask(job, config), precision=job.spec.training.precision, device=device
+    )
+    return f"sdpa, {kernel} kernel ({choice.reason})"
+
+
+def _check_flash_attention_3(job: ResolvedJob, device_type: str) -> None:
+    if device_type != "cuda":
+        reason = "runs on Hopper GPUs, and this machine has none"
+    elif torch.cuda.get_device_capability()[0] != 9:
+        reason = f"runs on Hopper GPUs, and this is {torch.cuda.get_device_name()}"
+    elif not is_flash_attn_3_available():
+        reason = "needs the package flash_attn_3, which this image does not hold"
+    elif job.spec.training.precision not in ("bf16", "fp16"):
+        reason = f"computes in bf16 and fp16, not in {job.spec.training.precision}"
+    elif has_separate_documents(job) and job.micro_batch_size > 1:
+        # transformers 5.23 finds documents for it in micro-batches of one sequence alone (_is_packed_sequence).
+        reason = "keeps packed documents apart with training.micro_batch_size 1 alone: set that, or"
+    else:
+        return
+    raise InputError(f"model.attention: flash_attention_3 {reason}; set it to auto")
+
+
+def _varlen_obstacle(job: ResolvedJob, config: PretrainedConfig, device_type: str) -> str | None:
+    """Why documents can't be kept apart by offsets here; None when they can."""
+    if not has_separate_documents(job):
+        return "no packed documents have to be kept apart"
+    if job.parallelism.context > 1:
+        return "parallelism.context has its own"
+    if job.spec.training.precision not in ("bf16", "fp16"):
+        return f"torch's kernel for it computes in bf16 and fp16, not in {job.spec.training.precision}"
+    return _machine_obstacle(device_type) or _model_obstacle(config)
+
+
+def _machine_obstacle(device_type: str) -> str | None:
+    if device_type != "cuda" or torch.cuda.get_device_capability()[0] < 8:
+        return "torch's kernel for it needs an NVIDIA GPU of compute capability 8.0 or more"
+    if not _has_varlen():
+        return f"torch {torch.__version__} lacks torch.nn.attention.varlen with windows and grouped queries"
+    return None
+
+
+def _model_obstacle(config: PretrainedConfig) -> str | None:
+    if _head_size(config) > MAX_HEAD_SIZE or getattr(config, "kv_lora_rank", None):
+        return f"{config.model_type}'s heads are too large for torch's kernel, or of two sizes"
+    if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
+        return "torch's kernel for it has no dropout"
+    if not _supports(config, "flash_attn"):
+        return f"{config.model_type}'s attention is more than a causal mask"
+    return None
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _has_varlen() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+def _supports(config: PretrainedConfig, attention: str) -> bool:
+    """Whether the model's class says so; one that AutoModelForCausalLM does not know is not asked."""
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return not known or bool(getattr(AutoModelForCausalLM._model_mapping[type(config)], f"_supports_{attention}"))
+
+
+def _needs_mask(job: ResolvedJob, config: PretrainedConfig) -> bool:
+    window = getattr(config, "sliding_window", None)
+    return has_separate_documents(job) or (window is not None and window <= job.spec.data.sequence_length)
+
+
+def _mask_reason(job: ResolvedJob, config: PretrainedConfig) -> str:
+    if has_separate_documents(job):
+        return "a mask keeps packed documents apart"
+    return "a mask cuts the window" if _needs_mask(job, config) else "causal, no mask"
+
+
+def _sdpa_kernel(config: PretrainedConfig, *, has_mask: bool, precision: str, device: torch.device) -> str:
+    """What torch's own choice is for tensors like the model's: flash, efficient, cudnn or math."""
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp64": torch.float64}
+    shape = (1, config.num_attention_heads, _PROBED_TOKENS, _head_size(config))
+    dtype = types.get(precision, torch.float32)
+    query = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+    mask = torch.ones((1, 1, _PROBED_TOKENS, _PROBED_TOKENS), dtype=torch.bool, device=device) if has_mask else None
+    choice = torch._fused_sdp_choice(query, query, query, attn_mask=mask, dropout_p=0.0, is_causal=mask is None)
+    names = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient"}
+    names |= {SDPBackend.CUDNN_ATTENTION: "cudnn", SDPBackend.MATH: "math"}
+    return {backend.value: name for backend, name in names.items()}.get(choice, "another")
+
+
+class DocumentAttention:
+    """Attention inside documents alone, which are told by their offsets: no mask, and no time on what it would hide.
+
+    Offsets go through the model as its attention mask: an argument of every block, so that a block which is computed
+    again in the backward pass sees those of its own micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self._offsets: torch.Tensor | None = None
+
+    def before_forward(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Notes where documents begin in the micro-batch, all its sequences one after the other.
+
+        The all-ones attention mask keeps transformers from looking for documents itself, once more.
+        """
+        positions = kwargs.get("position_ids")
+        if positions is None:  # one document a sequence
+            tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            positions = torch.arange(tokens.size(1), device=tokens.device).expand(tokens.shape[:2])
+        begins = (positions.flatten() == 0).nonzero().flatten()
+        self._offsets = F.pad(begins, (0, 1), value=positions.numel()).to(torch.int32)
+        return args, {**kwargs, "attention_mask": torch.ones_like(positions)}
+
+    def mask(self, **_: Any) -> torch.Tensor:
+        """(documents + 1,) int32: where each document begins, and the end of the last."""
+        assert self._offsets is not None
+        return self._offsets
+
+    def forward(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' attention call: (batch, tokens, heads, head size), and no weights.
+
+        query: (batch, heads, tokens, head size), key and value likewise with their number of heads.
+        """
+        assert not dropout and all(kwargs.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
+        batch, heads, tokens, size = query.shape
+        query, key, value = (part.transpose(1, 2).reshape(batch * tokens, -1, size) for part in (query, key, value))
+        # transformers counts a window with the query itself, the kernel without.
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        output = self.kernel(query, key, value, attention_mask, tokens, scaling, window)
+        return output.view(batch, tokens, heads, size), None
+
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        offsets: torch.Tensor,
+        longest: int,
+        scale: float | None,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        """(all tokens, heads, head size), causal inside each document: torch's flash kernel for variable lengths."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        output = varlen_attn(
+            query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=window, enable_gqa=True
+        )
+        assert isinstance(output, torch.Tensor)
+        return output
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Puts a DocumentAttention in front of a model that was built with VARLEN (see `register`)."""
+    if model.config._attn_implementation == VARLEN:
+        model.base_model.register_forward_pre_hook(_ATTENTION.before_forward, with_kwargs=True)
+
+
+def register(attention: DocumentAttention) -> None:
+    """Makes transformers' name VARLEN mean `attention`."""
+    AttentionInterface.register(VARLEN, attention.forward)
+    AttentionMaskInterface.register(VARLEN, attention.mask)
+
+
+_ATTENTION = DocumentAttention()
+register(_ATTENTION)
