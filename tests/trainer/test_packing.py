@@ -1,4 +1,4 @@
-"""Packed documents train as if each stood alone: loss and gradients in float64, in every family of the support table."""
+"""Packed documents train as if each stood alone: loss and gradients in float64, every family of the support table."""
 
 import itertools
 from collections.abc import Sequence

@@ -70,6 +70,8 @@ class Session:
         model = task.build_model(job, self.data)
         self._model_config = json.loads(model.config.to_json_string(use_diff=False))
         self.strategy: Strategy = build_strategy(job, model=model, runtime=runtime)
+        for name, choice in self.strategy.choices.items() if runtime.is_first else ():
+            say(f"{name}: {choice}")
         assert self.strategy.data_parallel_rank == data_parallel_rank(job.parallelism, runtime.rank)
         self._num_readers = runtime.world_size // job.parallelism.data_parallel_size
         seed_everything(job.spec.training.seed, rank=random_stream(job.parallelism, runtime.rank))
@@ -153,6 +155,11 @@ class Session:
 
     def _counted(self, local: Sequence[MicroBatch], totals: Sequence[float]) -> GlobalBatch:
         num_targets, num_tokens = (int(total) // self._num_readers for total in totals)
+        if num_targets == 0:
+            raise JobFailedError(
+                "data: a global batch without a single token to learn: all are prompts, or documents of one token;"
+                " raise training.global_batch_size, or set data.document_masks to false"
+            )
         return GlobalBatch(local=local, num_targets=num_targets, num_tokens=num_tokens)
 
     def learning_rate(self, step: int) -> float:
@@ -300,6 +307,7 @@ class Session:
             "step_seconds": sum(row["step_seconds"] for row in rows),
             "attempts": self._attempt,
             "strategy": self.strategy.name,
+            "choices": self.strategy.choices,
             "world_size": self._runtime.world_size,
         }
 
