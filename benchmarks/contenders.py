@@ -135,8 +135,8 @@ def _ours(shape: Shape, job: ResolvedJob, runtime: Runtime, tokens: Path, folder
     def body(finished_step: Callable[[], None]) -> None:
         step = session.strategy.optimizer_step
 
-        def stepping(learning_rate: float) -> Any:
-            update = step(learning_rate)
+        def stepping(*given: Any, **options: Any) -> Any:
+            update = step(*given, **options)
             finished_step()
             return update
 

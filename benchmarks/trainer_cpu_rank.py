@@ -140,8 +140,8 @@ def _packed(job: ResolvedJob, runtime: Runtime, folder: Path) -> Counted:
             seen.append(sum(batch.num_target_tokens for batch in batches))
             return forward_backward(batches, num_targets, clock)
 
-        def stepping(learning_rate: float) -> Any:
-            update = step(learning_rate)
+        def stepping(*given: Any, **options: Any) -> Any:
+            update = step(*given, **options)
             finished_step()
             return update
 

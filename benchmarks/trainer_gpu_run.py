@@ -245,8 +245,8 @@ def _ours(request: Request, runtime: Any, tokens: Path, output: Path, stopwatch:
     session = Session(job, runtime, output_dir=output, scratch_dir=output / "scratch")
     step = session.strategy.optimizer_step
 
-    def stepping(learning_rate: float) -> Any:
-        update = step(learning_rate)
+    def stepping(*given: Any, **options: Any) -> Any:
+        update = step(*given, **options)
         stopwatch()
         return update
 
