@@ -114,10 +114,17 @@ class DataSpec(SpecModel):
     validation: tuple[ValidationSource, ...] = ()
     """Sources without a name are one set, whose loss is `validation_loss`; each name is a set of its own."""
     tokenizer: str | None = None
-    """tokenizer.json or a Hugging Face tokenizer directory; default: the one beside model.source."""
+    """tokenizer.json or a Hugging Face tokenizer directory; default: the one beside model.source. A directory brings
+    its end token and chat template along."""
     chat_template: str | None = None
     """Jinja file that renders messages_field; default: chat_template.jinja, else tokenizer_config.json's, beside the
     tokenizer. `strftime_now` tells a fixed date, so that a resume on another day reads the same text."""
+    streaming: bool = False
+    """Reads s3:// and tenant:// sources where they lie, in the same order as a copy: ready-made tokens of train by
+    ranges, ahead of training (sizes and ETags are checked), other formats once, to tokenize them. false: a launched job
+    gets them copied to each host before it starts."""
+    stream_cache_gib: float = Field(default=16.0, gt=0)
+    """streaming: disk that a host keeps what it has read on, for its next epoch."""
     max_bad_records: int = Field(default=0, ge=0)
     """Records of train, and of each validation set, that may be left out because they are broken (not JSON, not UTF-8,
     a missing field, no message ...). One more ends the job; each is counted, the first few are named."""
@@ -285,6 +292,45 @@ class TrainingSpec(SpecModel):
         return self
 
 
+class FsdpSpec(SpecModel):
+    """How FSDP takes a model apart (engine: torch with data_shard above 1, and every product)."""
+
+    wrap: Literal["block", "size"] = "block"
+    """What is gathered at once. block: one transformer block. size: as many blocks that follow each other as have
+    min_parameters together: fewer and larger messages for a model of small blocks, at more memory."""
+    min_parameters: PositiveInt = 100_000_000
+    """wrap: size: parameters of a unit, at least; the last unit may have fewer."""
+    reshard_after_forward: bool | Auto = "auto"
+    """Whether a unit's weights are dropped after its forward pass and gathered again for the backward one (ZeRO-3),
+    or kept (ZeRO-2: a third less communication, the whole model's compute copy in memory). auto: dropped, but kept
+    over a step in a pipeline, where each micro-batch would gather them anew."""
+    prefetch_units: int = Field(default=0, ge=0, le=8)
+    """Units asked for ahead of the one that runs, forward and backward; each takes its gathered size in memory.
+    0: FSDP's own order, which asks for the next one while this one runs, as far as the CPU is ahead of the GPU."""
+
+
+class ZeroSpec(SpecModel):
+    """DeepSpeed's ZeRO: sizes in elements (of what is sent), not bytes. For engine: deepspeed alone."""
+
+    reduce_bucket_elements: PositiveInt | Auto = "auto"
+    """Gradients that are reduced in one message. auto: 1e8, or all of them where they are fewer; DeepSpeed's own 5e8
+    allocates 2 GB a rank for the smallest model."""
+    allgather_bucket_elements: PositiveInt | Auto = "auto"
+    """Stages 1 and 2: weights that are gathered in one message after the update. auto: as reduce_bucket_elements."""
+    overlap: bool | Auto = "auto"
+    """Reduce gradients while the backward pass goes on, at twice the bucket's memory. auto: on GPUs."""
+    prefetch_elements: int | Auto = "auto"
+    """Stage 3: weights gathered ahead of their use; 0: none. auto: as reduce_bucket_elements."""
+    persistence_threshold_elements: int = Field(default=100_000, ge=0)
+    """Stage 3: parameters with fewer stay whole on every rank: norms and biases, too small to be worth a message."""
+    max_live_elements: PositiveInt | Auto = "auto"
+    """Stage 3: gathered weights beyond which none is prefetched. auto: 1e9."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Stage 3: where a rank's part of the weights lives between uses; needs offload for the optimizer state too."""
+    nvme_path: str | None = None
+    """Folder on a local NVMe disk, for offload: nvme."""
+
+
 class ParallelismSpec(SpecModel):
     """How the model and the batch are laid out over ranks."""
 
@@ -302,7 +348,12 @@ class ParallelismSpec(SpecModel):
     zero_stage: int = Field(default=0, ge=0, le=3)
     """DeepSpeed only."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """DeepSpeed only: where optimizer state lives."""
+    """DeepSpeed only: where optimizer state lives, and is updated."""
+    fsdp: FsdpSpec = FsdpSpec()
+    zero: ZeroSpec = ZeroSpec()
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+    """More of DeepSpeed's own configuration, as it stands in its JSON (zero_optimization, comms_logger, ...), merged
+    into what trainyard makes. What DeepSpeed does not know is refused, and what another field states."""
 
     @property
     def world_size(self) -> int:
@@ -321,6 +372,9 @@ class ParallelismSpec(SpecModel):
                 raise ValueError("zero_stage belongs to engine: deepspeed; with torch, set data_shard (FSDP) instead")
             if self.offload != "none":
                 raise ValueError("offload belongs to engine: deepspeed")
+            for section in ("zero", "deepspeed"):
+                if getattr(self, section) not in (ZeroSpec(), {}):
+                    raise ValueError(f"{section} belongs to engine: deepspeed")
         else:
             for degree in ("data_shard", "tensor", "pipeline", "context", "expert"):
                 if getattr(self, degree) != 1:
@@ -329,10 +383,27 @@ class ParallelismSpec(SpecModel):
                     )
             if self.offload != "none" and self.zero_stage == 0:
                 raise ValueError("offload needs zero_stage 1, 2 or 3")
+            if self.fsdp != FsdpSpec():
+                raise ValueError("fsdp belongs to engine: torch; with deepspeed, see zero")
+            self._check_offload()
         if (self.data_shard * self.context) % self.expert:
             shards = self.data_shard * self.context
             raise ValueError(f"expert ({self.expert}) must divide data_shard x context ({shards})")
         return self
+
+    def _check_offload(self) -> None:
+        weights = self.zero.offload_parameters
+        if weights != "none" and self.zero_stage != 3:
+            raise ValueError(f"zero.offload_parameters: {weights} needs zero_stage: 3, which alone splits the weights")
+        if weights != "none" and self.offload == "none":
+            raise ValueError(f"zero.offload_parameters: {weights} needs offload: cpu (or nvme) for the optimizer too")
+        if "nvme" in (weights, self.offload):
+            if self.zero_stage != 3:
+                raise ValueError("offload: nvme needs zero_stage: 3")
+            if self.zero.nvme_path is None:
+                raise ValueError("offload: nvme needs zero.nvme_path, a folder on a local NVMe disk")
+        elif self.zero.nvme_path is not None:
+            raise ValueError("zero.nvme_path is for offload: nvme")
 
 
 class CheckpointSpec(SpecModel):

@@ -7,13 +7,14 @@ parallelism alone, `parallel` the one for every product with `tensor_parallel`, 
 
 from torch import nn
 
+from trainer import router_loss
 from trainer.attention import check as check_attention
 from trainer.deferred_weights import source_of
 from trainer.runtime import Runtime
 from trainer.strategies.base import OptimizerStep, Strategy
 from trainer.tasks import task_of
 from trainyard.errors import InputError
-from trainyard.spec.job import AdapterSpec, OptimizerSpec, ParallelismSpec, ResolvedJob
+from trainyard.spec.job import AdapterSpec, ParallelismSpec, ResolvedJob
 
 __all__ = ["OptimizerStep", "Strategy", "build_strategy", "check_supported"]
 
@@ -24,21 +25,38 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
     task_of(job).check(job)
     if spec.model.adapter is not None:
         _check_adapter(spec.model.adapter, layout)
-    _check_optimizer(spec.training.optimizer, layout)
+    _check_optimizer(job)
     if spec.training.precision == "fp8":
         raise InputError("training.precision: fp8 is not implemented in this trainer; use bf16")
     if _is_product(layout):
         from trainer.strategies.parallel import check_product
 
         check_product(job)
+    if spec.training.on_anomaly == "skip":
+        _check_skip(spec.task, layout)
     if layout.engine == "deepspeed":
-        _check_deepspeed(job, device_type=device_type)
+        from trainer.strategies import deepspeed_settings
+
+        deepspeed_settings.check(job, device_type=device_type)
     check_attention(job, device_type=device_type)
+    router_loss.check(job)
 
 
 def _is_product(layout: ParallelismSpec) -> bool:
     """Whether more than data parallelism is asked for."""
     return max(layout.tensor, layout.pipeline, layout.context, layout.expert) > 1
+
+
+def _check_skip(task: str, layout: ParallelismSpec) -> None:
+    if layout.engine == "deepspeed":
+        raise InputError(
+            "training.on_anomaly: skip is not implemented with engine: deepspeed, which measures the gradient norm and"
+            " updates in one call; use stop, or engine: torch"
+        )
+    if task == "image_classification":
+        raise InputError(
+            "training.on_anomaly: skip can't take a batch back from batch norm's running statistics; use stop"
+        )
 
 
 def _check_adapter(adapter: AdapterSpec, layout: ParallelismSpec) -> None:
@@ -54,41 +72,25 @@ def _check_adapter(adapter: AdapterSpec, layout: ParallelismSpec) -> None:
         )
 
 
-def _check_optimizer(settings: OptimizerSpec, layout: ParallelismSpec) -> None:
-    if settings.kind == "adamw_8bit":
-        raise InputError(
-            "training.optimizer.kind: adamw_8bit needs 8-bit CUDA kernels that this image does not hold; use adamw, or"
-            " adafactor to save memory"
-        )
-    names = [f"kind: {settings.kind}"] * (settings.kind != "adamw")
-    names += ["average_decay"] * (settings.average_decay is not None)
-    degrees = ("tensor", "pipeline", "context", "expert")
-    is_product = max(getattr(layout, degree) for degree in degrees) > 1
-    if names and (layout.engine == "deepspeed" or is_product):
-        where = "engine: deepspeed" if layout.engine == "deepspeed" else "tensor, pipeline, context or expert above 1"
-        raise InputError(
-            f"training.optimizer.{names[0]} is not implemented with {where}; use it with data_replicate and data_shard"
-            " alone (engine: torch), or plain adamw"
-        )
-
-
-def _check_deepspeed(job: ResolvedJob, *, device_type: str) -> None:
-    layout = job.parallelism
-    if layout.offload == "nvme":
-        raise InputError("parallelism.offload: nvme needs DeepSpeed's compiled aio kernel; use cpu or none")
-    if job.spec.training.precision == "fp64":
-        raise InputError(
-            "training.precision: fp64 is not what DeepSpeed computes in, its optimizer states are float32;"
-            " use engine: torch, or fp32"
-        )
-    if job.spec.training.precision != "fp16":
-        return
-    if layout.zero_stage == 0:
-        raise InputError(
-            "training.precision: fp16 with zero_stage 0 is not implemented; use engine: torch, or zero_stage 1"
-        )
-    if device_type == "cpu":
-        raise InputError("training.precision: DeepSpeed has no fp16 on this CPU; use fp32 or bf16, or engine: torch")
+def _check_optimizer(job: ResolvedJob) -> None:
+    settings = job.spec.training.optimizer
+    if job.parallelism.engine == "deepspeed":
+        reasons = {
+            "adamw_8bit": "keeps its averages in blocks of rows",
+            "adafactor": "keeps a row and a column a matrix",
+            "muon": "needs whole matrices",
+            "sgd": "is not what its checkpoints are made for here",
+        }
+        reason = reasons.get(settings.kind)
+        name = f"kind: {settings.kind}" if reason else "average_decay" if settings.average_decay is not None else None
+        if name is not None:
+            raise InputError(
+                f"training.optimizer.{name} is not implemented with engine: deepspeed, whose optimizer sees flat"
+                f" partitions of all parameters{', and this one ' + reason if reason else ''}; use engine: torch, or"
+                " plain adamw"
+            )
+    if settings.kind == "adamw_8bit" and job.spec.training.precision == "fp64":
+        raise InputError("training.optimizer.kind: adamw_8bit is of no use in fp64; use adamw")
 
 
 def build_strategy(job: ResolvedJob, *, model: nn.Module, runtime: Runtime) -> Strategy:

@@ -1,6 +1,6 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer state are split over `data_shard` ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,13 +13,13 @@ from trainer.deferred_weights import fill_parameters, source_of
 from trainer.model import transformer_blocks
 from trainer.runtime import Runtime
 from trainer.strategies.torch_engine import TorchStrategy
-from trainyard.spec.job import ResolvedJob
+from trainyard.spec.job import FsdpSpec, ResolvedJob
 
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 class FullyShardedStrategy(TorchStrategy):
-    """One FSDP group a transformer block, the rest (embedding, last norm, head) in the root's group.
+    """One FSDP unit a transformer block (or as `fsdp` says), the rest (embedding, last norm, head) the root's.
 
     With data_replicate > 1 the ranks form a 2-d mesh (HSDP): shards inside, copies across. bf16 and fp16 compute in
     that type on float32 shards, and gradients are reduced in float32.
@@ -41,8 +41,7 @@ class FullyShardedStrategy(TorchStrategy):
         return model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        precision = self._job.spec.training.precision
-        wrapped = shard_weights(model, transformer_blocks(model), self._mesh, precision)
+        wrapped = shard_weights(model, transformer_blocks(model), self._mesh, self._job)
         fill_shards(wrapped, model, self._device)
         return wrapped
 
@@ -63,16 +62,20 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
 
 
 def shard_weights(
-    root: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, precision: str, *, keep_gathered: bool = False
+    root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, job: ResolvedJob, *, keep_gathered: bool = False
 ) -> nn.Module:
-    """Shards each block on its own and the rest of `root` together, in place, and returns `root`.
+    """Shards the blocks, in units by the job's `fsdp`, and the rest of `root` together, in place, and returns `root`.
 
-    `keep_gathered`: weights stay whole from their first use until the step's last backward pass.
+    `keep_gathered`: by default, weights stay whole from their first use until the step's last backward pass.
     """
-    policy = precision_policy(precision)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
+    settings, policy = job.parallelism.fsdp, precision_policy(job.spec.training.precision)
+    stated = settings.reshard_after_forward
+    is_dropped = not keep_gathered if stated == "auto" else stated
+    units = [list(blocks[begin:end]) for begin, end in unit_bounds(blocks, settings)]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=is_dropped)
     fully_shard(root, mesh=mesh, mp_policy=policy)
+    _prefetch([unit[0] for unit in units], settings.prefetch_units)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # Sums, not means: the loss is divided by the global number of targets. Plain SUM on the wire, because
@@ -90,6 +93,27 @@ def fill_shards(root: nn.Module, model: nn.Module, device: torch.device) -> None
         device=device,
         settle=lambda: root.to(device),  # FSDP pads the memory that it finds
     )
+
+
+def unit_bounds(blocks: Sequence[nn.Module], settings: FsdpSpec) -> list[tuple[int, int]]:
+    """Which blocks are gathered together: of each unit the first, and one past the last."""
+    if settings.wrap == "block":
+        return [(number, number + 1) for number in range(len(blocks))]
+    bounds, begin, size = [], 0, 0
+    for number, block in enumerate(blocks):
+        size += sum(parameter.numel() for parameter in block.parameters())
+        if size >= settings.min_parameters or number == len(blocks) - 1:
+            bounds.append((begin, number + 1))
+            begin, size = number + 1, 0
+    return bounds
+
+
+def _prefetch(units: Sequence[nn.Module], depth: int) -> None:
+    """Each unit asks for the `depth` that follow it in a forward pass, and for those before it in a backward one."""
+    modules: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for number, module in enumerate(modules if depth else ()):
+        module.set_modules_to_forward_prefetch(modules[number + 1 : number + 1 + depth])
+        module.set_modules_to_backward_prefetch(modules[max(0, number - depth) : number][::-1])
 
 
 def reshard(root: nn.Module) -> None:

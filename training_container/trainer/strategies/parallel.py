@@ -54,7 +54,7 @@ class ProductStrategy(TorchStrategy):
         blocks = transformer_blocks(model)
         partial = self._cut_matrices(model, blocks)
         self._spread_experts(model)
-        wrapped = shard_weights(model, blocks, self._mesh.weights, self._job.spec.training.precision)
+        wrapped = shard_weights(model, blocks, self._mesh.weights, self._job)
         fill_shards(wrapped, model, self._device)
         self._keep_partial(model, partial)
         return wrapped

@@ -16,7 +16,6 @@ from trainer.strategies import pipeline
 from trainer.strategies.base import Batch, Clock
 from trainer.strategies.fsdp import COMPUTE_TYPES, fill_shards, reshard, shard_weights
 from trainer.strategies.parallel import ProductStrategy
-from trainer.strategies.torch_engine import MOMENTS
 from trainyard.spec.job import ResolvedJob
 
 
@@ -70,9 +69,7 @@ class PipelineStrategy(ProductStrategy):
             self._spread_experts(stage.model)
             # Weights stay gathered over a step's micro-batches: gathering them anew for each would cost more than
             # a stage's share of the model takes.
-            shard_weights(
-                stage, stage.blocks, self._mesh.weights, self._job.spec.training.precision, keep_gathered=True
-            )
+            shard_weights(stage, stage.blocks, self._mesh.weights, self._job, keep_gathered=True)
             fill_shards(stage, stage.model, self._device)
             self._keep_partial(stage.model, partial)
             if stage.is_tied and (stage.is_first or stage.is_last):
@@ -182,10 +179,9 @@ class PipelineStrategy(ProductStrategy):
         if len(self._tied) == 2:
             stale, read = self._tied
             local_tensor(stale.detach()).copy_(local_tensor(read.detach()))
-            for moment in MOMENTS:
-                local_tensor(self._optimizer.state[stale][moment]).copy_(
-                    local_tensor(self._optimizer.state[read][moment])
-                )
+            kept = self._optimizer.state[stale]
+            for name, values in self._optimizer.state[read].items():
+                local_tensor(kept[name]).copy_(local_tensor(values))
 
 
 def no_clock(phase: str) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ and cross-engine tests hold them in place.
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from trainer.loss_head import install as install_loss_head
 from trainer.model import transformer_blocks
 from trainer.optimizer import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
 from trainer.runtime import Runtime
+from trainer.strategies import deepspeed_settings
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
 from trainer.strategies.flat_shard import FlatShard
 from trainer.strategies.torch_engine import MOMENTS, persistent_buffers
@@ -28,9 +29,6 @@ from trainer.tasks import task_of
 from trainyard.spec.job import ResolvedJob
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # before the import, which already talks
-
-MAX_BUCKET_ELEMENTS = 100_000_000
-"""Elements reduced or gathered at once; DeepSpeed's default of 5e8 allocates 2 GB a rank for the smallest model."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,9 @@ class ZeroStrategy(Strategy):
         plan = plan_loss(model, job)
         self.choices = choices_of(model, job, plan, runtime.device)
         optimizer = build_adamw(model, job)
-        self._engine = _initialize(model, optimizer, _configuration(job, model, runtime), runtime)
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        config = deepspeed_settings.configuration(job, sizes, device_type=runtime.device.type)
+        self._engine = _initialize(model, optimizer, config, runtime)
         self._model: nn.Module = self._engine.module
         install_loss_head(self._model, plan)
         self._create_moments()
@@ -81,8 +81,9 @@ class ZeroStrategy(Strategy):
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
         return self._task.loss_sum(self._engine, batch, self._device)
 
-    def optimizer_step(self, learning_rate: float) -> OptimizerStep:
+    def optimizer_step(self, learning_rate: float, accepts: Callable[[float], bool] | None = None) -> OptimizerStep:
         """See Strategy. From stage 1 on, DeepSpeed measures and clips inside its step."""
+        assert accepts is None, "refused by check_supported"
         set_learning_rate(self._engine.optimizer, learning_rate)
         grad_norm = self._clip_whole_gradients() if self._stage == 0 else math.nan
         self._engine.step()
@@ -239,8 +240,7 @@ def _shard_block_by_block(model: nn.Module, config: dict[str, Any]) -> None:
     """Stage 3: cuts each block's weights before the next one is touched, so that no rank holds the whole model."""
     import deepspeed
 
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    compute_type = next((dtype for name, dtype in types.items() if name in config), torch.float32)
+    compute_type = deepspeed_settings.compute_type(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in (*transformer_blocks(model), model):
         own = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
@@ -250,49 +250,3 @@ def _shard_block_by_block(model: nn.Module, config: dict[str, Any]) -> None:
         named = ((names[id(parameter)], parameter) for parameter in own)
         fill_parameters(named, source_of(model), device=torch.device("cpu"))
         deepspeed.zero.Init(module=module, config_dict_or_path=config, mem_efficient_linear=False)
-
-
-def _configuration(job: ResolvedJob, model: nn.Module, runtime: Runtime) -> dict[str, Any]:
-    training, layout = job.spec.training, job.parallelism
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    bucket = max(*sizes, min(sum(sizes), MAX_BUCKET_ELEMENTS))
-    zero: dict[str, Any] = {
-        "stage": layout.zero_stage,
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-        "overlap_comm": runtime.device.type == "cuda",
-    }
-    if layout.zero_stage == 3:
-        zero |= {"stage3_prefetch_bucket_size": bucket, "stage3_max_live_parameters": max(bucket, 1_000_000_000)}
-    if layout.offload == "cpu":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": runtime.device.type == "cuda"}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": job.micro_batch_size,
-        "gradient_accumulation_steps": job.gradient_accumulation_steps,
-        # Stage 0 is clipped here: DeepSpeed does not report the norm there.
-        "gradient_clipping": (training.gradient_clip or 0.0) if layout.zero_stage else 0.0,
-        "zero_optimization": zero,
-        # Offload asks for DeepSpeed's own CPU Adam, which has to be compiled; torch's fused one needs no compiler.
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**12,
-        **_precision(job),
-    }
-    return config
-
-
-def _precision(job: ResolvedJob) -> dict[str, Any]:
-    """bf16 and fp16 weights with a float32 master copy; stage 0 has no master copy, so there it is autocast."""
-    precision, stage = job.spec.training.precision, job.parallelism.zero_stage
-    if precision == "bf16" and stage == 0:
-        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    if precision == "bf16":
-        # Gradients travel in float32. (Stage 1 also adds up micro-batches in bf16: with float32 there DeepSpeed
-        # takes another optimizer class, whose memory is laid out differently.)
-        accumulation = {} if stage == 1 else {"data_types": {"grad_accum_dtype": "fp32"}}
-        return {"bf16": {"enabled": True}, "communication_data_type": "fp32", **accumulation}
-    if precision == "fp16":
-        return {
-            "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
-            "communication_data_type": "fp32",
-        }
-    return {}

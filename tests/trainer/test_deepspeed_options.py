@@ -1,0 +1,134 @@
+"""DeepSpeed's sizes, offload and JSON: what is passed leaves the losses as they are, and what is wrong is one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer.strategies import check_supported, deepspeed_settings
+from trainer_testing.families import FAMILIES
+from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+from trainer_testing.tiny import tiny_job
+
+from trainyard.errors import InputError
+from trainyard.spec.base import parse
+from trainyard.spec.job import ParallelismSpec
+
+STEPS = 4
+SMALL = {"reduce_bucket_elements": 3000, "allgather_bucket_elements": 2000, "overlap": False}
+SPLIT = SMALL | {"prefetch_elements": 1500, "persistence_threshold_elements": 0, "max_live_elements": 5000}
+OFFLOADED = SPLIT | {"offload_parameters": "cpu"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("zero1", {"zero": SMALL, "offload": "cpu"}),
+    ("zero2", {"zero": SMALL}),
+    ("zero2", {"zero": SMALL | {"overlap": True}, "offload": "cpu"}),
+    ("zero3", {"zero": SPLIT, "deepspeed": {"zero_optimization": {"sub_group_size": 4000}}}),
+    ("zero3", {"zero": OFFLOADED, "offload": "cpu"}),
+    ("zero3", {"zero": OFFLOADED, "offload": "cpu", "deepspeed": {"zero_optimization": {"sub_group_size": 4000}}}),
+]
+
+
+def request(strategy: str, layout: dict[str, Any], **more: Any) -> RunRequest:
+    return RunRequest(strategy, **{"last_step": STEPS, **more}, job={"model": FAMILIES["Llama"], "parallelism": layout})
+
+
+def test_sizes_and_offload_change_no_loss(tmp_path: Path) -> None:
+    one = run(1, [RunRequest("single", last_step=2 * STEPS, job={"model": FAMILIES["Llama"]})])[0]
+    saved = [
+        request(name, layout, last_step=2 * STEPS, save=str(tmp_path / str(number)), save_after_step=STEPS)
+        for number, (name, layout) in enumerate(CASES)
+    ]
+    # What is offloaded and cut small is in checkpoints like everything: another engine goes on from it, and it from
+    # another's.
+    last = len(CASES) - 1
+    resumed = [
+        request("fsdp", {}, first_step=STEPS + 1, last_step=2 * STEPS, load=str(tmp_path / str(last))),
+        request(*CASES[last], first_step=STEPS + 1, last_step=2 * STEPS, load=str(tmp_path / "1")),
+    ]
+    for case, result in zip([*CASES, "fsdp", "offloaded"], run(2, saved + resumed), strict=True):
+        assert worst_relative_error(result, one) < 1e-5, case
+
+
+def told(layout: dict[str, Any], device_type: str = "cuda", **more: Any) -> dict[str, Any]:
+    job = tiny_job("zero3", 2, parallelism=layout, **more)
+    return deepspeed_settings.configuration(job, [6, 1000, 30], device_type=device_type)
+
+
+def test_what_deepspeed_is_told() -> None:
+    plain = told({})["zero_optimization"]
+    assert plain["reduce_bucket_size"] == plain["stage3_prefetch_bucket_size"] == 1036
+    assert plain["stage3_max_live_parameters"] == 1_000_000_000
+    assert plain["overlap_comm"] is True
+    assert told({}, "cpu")["zero_optimization"]["overlap_comm"] is False
+    assert "offload_param" not in plain
+    assert "offload_optimizer" not in plain
+    sized = told({"zero": OFFLOADED, "offload": "cpu"})["zero_optimization"]
+    assert (sized["reduce_bucket_size"], sized["allgather_bucket_size"]) == (3000, 2000)
+    assert (sized["stage3_prefetch_bucket_size"], sized["stage3_max_live_parameters"]) == (1500, 5000)
+    assert sized["stage3_param_persistence_threshold"] == 0
+    assert sized["offload_param"] == sized["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    passed = {"zero_optimization": {"sub_group_size": 7, "offload_param": {"pin_memory": False}}, "dump_state": True}
+    merged = told({"zero": OFFLOADED, "offload": "cpu", "deepspeed": passed})
+    assert merged["dump_state"] is True
+    assert merged["zero_optimization"] == sized | {
+        "sub_group_size": 7,
+        "offload_param": {"device": "cpu", "pin_memory": False},
+    }
+    assert deepspeed_settings.compute_type(told({}, precision="bf16")) == torch.bfloat16
+    assert deepspeed_settings.compute_type(told({})) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gradient_clipping": 1.0}, r"gradient_clipping: trainyard states this itself; set training\.gradient_clip"),
+        ({"train_batch_size": 8}, r"set training\.global_batch_size instead"),
+        ({"bf16": {"enabled": True}}, r"set training\.precision instead"),
+        ({"zero_optimization": {"stage": 2}}, r"zero_optimization\.stage: .* set parallelism\.zero_stage instead"),
+        ({"zero_optimization": {"reduce_bucket_size": 2}}, r"set parallelism\.zero\.reduce_bucket_elements instead"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            r"offload_param\.device: .* set parallelism\.zero\.offload_parameters instead",
+        ),
+        ({"zero_optimisation": {}}, r"deepspeed\.zero_optimisation: is not passed .* zero_optimization"),
+        (
+            {"zero_optimization": {"sub_group_sise": 5}},
+            r"sub_group_sise: DeepSpeed has nothing of this name.*sub_group",
+        ),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, r"zero_quantized_gradients: .* changes what"),
+        ({"zero_optimization": {"sub_group_size": "many"}}, r"zero_optimization: sub_group_size: .*\(given: 'many'\)"),
+        ({"zero_optimization": {"sub_group_size": -1}}, r"sub_group_size: Input should be greater"),
+        (
+            {"zero_optimization": {"offload_param": {"pin_memory": True}}},
+            r"nothing is offloaded; set parallelism\.zero",
+        ),
+        ({"zero_optimization": 3}, r"must be a section, is 3"),
+        ({"comms_logger": {"enable": True}}, r"comms_logger: enable: "),
+        ({"flops_profiler": {"enable": True}}, r"flops_profiler: enable is nothing that it has; it has detailed"),
+        ({"dump_state": "yes"}, r"dump_state: must be true or false, is 'yes'"),
+        ({"steps_per_print": 0}, r"steps_per_print: must be a number of steps, is 0"),
+    ],
+)
+def test_wrong_json_is_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        check_supported(tiny_job("zero3", 2, parallelism={"deepspeed": given}), device_type="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"zero": {"overlap": True}}, "zero belongs to engine: deepspeed"),
+        ({"deepspeed": {"dump_state": True}}, "deepspeed belongs to engine: deepspeed"),
+        (
+            {"engine": "deepspeed", "zero_stage": 2, "offload": "cpu", "zero": {"offload_parameters": "cpu"}},
+            "zero_stage: 3",
+        ),
+        ({"engine": "deepspeed", "zero_stage": 3, "zero": {"offload_parameters": "cpu"}}, "needs offload: cpu"),
+        ({"engine": "deepspeed", "zero_stage": 3, "offload": "nvme"}, "needs zero.nvme_path"),
+        ({"engine": "deepspeed", "zero_stage": 3, "zero": {"nvme_path": "/x"}}, "nvme_path is for offload: nvme"),
+    ],
+)
+def test_fields_that_contradict_are_refused(layout: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse(ParallelismSpec, layout, "job")

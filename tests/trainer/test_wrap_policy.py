@@ -1,0 +1,59 @@
+"""However FSDP takes the model apart, the losses are one process's."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+from trainer.strategies.fsdp import unit_bounds
+from trainer_testing.families import FAMILIES
+from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+
+from trainyard.errors import InputError
+from trainyard.spec.base import parse
+from trainyard.spec.job import FsdpSpec, ParallelismSpec
+
+STEPS = 4
+MODEL = FAMILIES["Llama"] | {"num_hidden_layers": 5}
+SIZED = {"wrap": "size", "min_parameters": 20_000}  # a block has about 8 thousand
+SETTINGS: list[dict[str, Any]] = [
+    SIZED,
+    {"reshard_after_forward": False},
+    {"prefetch_units": 2},
+    SIZED | {"reshard_after_forward": True, "prefetch_units": 1},
+]
+
+
+def request(strategy: str, fsdp: dict[str, Any], layout: dict[str, int], **job: Any) -> RunRequest:
+    return RunRequest(strategy, last_step=STEPS, job={"model": MODEL, "parallelism": {"fsdp": fsdp, **layout}, **job})
+
+
+def test_every_way_of_wrapping_equals_one_process() -> None:
+    one = run(1, [RunRequest("single", last_step=STEPS, job={"model": MODEL})])[0]
+    two = [request("fsdp", settings, {}) for settings in SETTINGS]
+    # Recomputation runs the blocks of a unit once more, one after the other, while it is gathered.
+    two.append(request("fsdp", SIZED, {}, activation_checkpointing="full"))
+    two.append(request("tensor2", SIZED, {"tensor": 2}))
+    two.append(request("pipeline2", SIZED | {"reshard_after_forward": True}, {"pipeline": 2}))
+    for result in run(2, two):
+        assert worst_relative_error(result, one) < 1e-5, result["strategy"]
+
+
+@pytest.mark.full
+def test_hybrid_sharding_too() -> None:
+    one = run(1, [RunRequest("single", last_step=STEPS, job={"model": MODEL})])[0]
+    for result in run(4, [request("hsdp", settings, {}) for settings in SETTINGS]):
+        assert worst_relative_error(result, one) < 1e-5, result["strategy"]
+
+
+def test_units_by_size() -> None:
+    blocks = [nn.Linear(10, 10, bias=False) for _ in range(5)]
+    assert unit_bounds(blocks, FsdpSpec()) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert unit_bounds(blocks, FsdpSpec(wrap="size", min_parameters=200)) == [(0, 2), (2, 4), (4, 5)]
+    assert unit_bounds(blocks, FsdpSpec(wrap="size", min_parameters=201)) == [(0, 3), (3, 5)]
+    assert unit_bounds(blocks, FsdpSpec(wrap="size", min_parameters=1)) == unit_bounds(blocks, FsdpSpec())
+    assert unit_bounds([], FsdpSpec(wrap="size")) == []
+
+
+def test_it_is_not_deepspeeds() -> None:
+    with pytest.raises(InputError, match="fsdp belongs to engine: torch"):
+        parse(ParallelismSpec, {"engine": "deepspeed", "zero_stage": 3, "fsdp": {"prefetch_units": 1}}, "job")

@@ -1,0 +1,300 @@
+"""What DeepSpeed is told: trainyard's fields in its own words, and the rest of its JSON, checked before it is used.
+
+Imports DeepSpeed, which takes seconds, only where a job has something that needs it to be checked.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from trainyard.errors import InputError
+from trainyard.spec.job import ParallelismSpec, ResolvedJob
+
+MAX_BUCKET_ELEMENTS = 100_000_000
+"""Elements reduced or gathered at once; DeepSpeed's default of 5e8 allocates 2 GB a rank for the smallest model."""
+
+MAX_LIVE_ELEMENTS = 1_000_000_000
+
+_STATED = {
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.global_batch_size and training.micro_batch_size",
+    "gradient_clipping": "training.gradient_clip",
+    "optimizer": "training.optimizer",
+    "scheduler": "training.schedule",
+    "fp16": "training.precision",
+    "bf16": "training.precision",
+    "amp": "training.precision",
+    "torch_autocast": "training.precision",
+    "data_types": "training.precision",
+    "communication_data_type": "training.precision",
+    "activation_checkpointing": "training.activation_checkpointing",
+    "compile": "training.compile",
+    "checkpoint": "checkpoint",
+    "zero_force_ds_cpu_optimizer": "parallelism.offload",
+}
+_STATED_ZERO = {
+    "stage": "parallelism.zero_stage",
+    "reduce_bucket_size": "parallelism.zero.reduce_bucket_elements",
+    "allgather_bucket_size": "parallelism.zero.allgather_bucket_elements",
+    "overlap_comm": "parallelism.zero.overlap",
+    "stage3_prefetch_bucket_size": "parallelism.zero.prefetch_elements",
+    "prefetch_bucket_size": "parallelism.zero.prefetch_elements",
+    "stage3_param_persistence_threshold": "parallelism.zero.persistence_threshold_elements",
+    "param_persistence_threshold": "parallelism.zero.persistence_threshold_elements",
+    "stage3_max_live_parameters": "parallelism.zero.max_live_elements",
+    "max_live_parameters": "parallelism.zero.max_live_elements",
+    "cpu_offload": "parallelism.offload",
+    "cpu_offload_param": "parallelism.zero.offload_parameters",
+    "offload_optimizer.device": "parallelism.offload",
+    "offload_optimizer.nvme_path": "parallelism.zero.nvme_path",
+    "offload_param.device": "parallelism.zero.offload_parameters",
+    "offload_param.nvme_path": "parallelism.zero.nvme_path",
+}
+"""DeepSpeed's key -> the field of the job that states it."""
+
+PASSED = frozenset(
+    {
+        "zero_optimization",
+        "aio",
+        "comms_logger",
+        "flops_profiler",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "steps_per_print",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+    }
+)
+"""Sections and switches of DeepSpeed's that change no number of the training."""
+
+PASSED_ZERO = frozenset(
+    {
+        "contiguous_gradients",
+        "reduce_scatter",
+        "allgather_partitions",
+        "use_multi_rank_bucket_allreduce",
+        "sub_group_size",
+        "stage3_max_reuse_distance",
+        "max_reuse_distance",
+        "stage3_module_granularity_threshold",
+        "module_granularity_threshold",
+        "stage3_use_all_reduce_for_fetch_params",
+        "use_all_reduce_for_fetch_params",
+        "stage3_allgather_sequential",
+        "allgather_sequential",
+        "model_persistence_threshold",
+        "stage3_model_persistence_threshold",
+        "ignore_unused_parameters",
+        "log_trace_cache_warnings",
+        "enable_sanity_checks",
+        "offload_optimizer",
+        "offload_param",
+    }
+)
+"""Of zero_optimization. The others quantize, or lay memory out otherwise than checkpoints know it."""
+
+_PASSED_OFFLOAD = {
+    "offload_optimizer": {"pin_memory", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"},
+    "offload_param": {"pin_memory", "buffer_count", "buffer_size", "max_in_cpu"},
+}
+
+
+def check(job: ResolvedJob, *, device_type: str) -> None:
+    """InputError, in one line, for what DeepSpeed would refuse later, or not notice."""
+    layout = job.parallelism
+    if layout.deepspeed:
+        _check_passed(layout)
+    if "nvme" in (layout.offload, layout.zero.offload_parameters):
+        _check_nvme()
+    precision = job.spec.training.precision
+    if precision == "fp64":
+        raise InputError(
+            "training.precision: fp64 is not what DeepSpeed computes in, its optimizer states are float32;"
+            " use engine: torch, or fp32"
+        )
+    if precision == "fp16" and layout.zero_stage == 0:
+        raise InputError(
+            "training.precision: fp16 with zero_stage 0 is not implemented; use engine: torch, or zero_stage 1"
+        )
+    if precision == "fp16" and device_type == "cpu":
+        raise InputError("training.precision: DeepSpeed has no fp16 on this CPU; use fp32 or bf16, or engine: torch")
+
+
+def configuration(job: ResolvedJob, sizes: Sequence[int], *, device_type: str) -> dict[str, Any]:
+    """The whole of DeepSpeed's JSON for this job. `sizes`: elements of each parameter."""
+    training, layout = job.spec.training, job.parallelism
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.micro_batch_size,
+        "gradient_accumulation_steps": job.gradient_accumulation_steps,
+        # Stage 0 is clipped here: DeepSpeed does not report the norm there.
+        "gradient_clipping": (training.gradient_clip or 0.0) if layout.zero_stage else 0.0,
+        "zero_optimization": _zero(layout, sizes, device_type),
+        # Offload asks for DeepSpeed's own CPU Adam, which has to be compiled; torch's fused one needs no compiler.
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**12,
+        **_precision(job),
+    }
+    return _merged(config, layout.deepspeed)
+
+
+def compute_type(config: dict[str, Any]) -> torch.dtype:
+    """What the weights that compute are stored in."""
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((dtype for name, dtype in types.items() if name in config), torch.float32)
+
+
+def _zero(layout: ParallelismSpec, sizes: Sequence[int], device_type: str) -> dict[str, Any]:
+    settings, is_gpu = layout.zero, device_type == "cuda"
+    bucket = max(*sizes, min(sum(sizes), MAX_BUCKET_ELEMENTS))
+    if settings.reduce_bucket_elements != "auto":
+        bucket = settings.reduce_bucket_elements
+
+    def chosen(value: int | str, default: int) -> int:
+        return default if isinstance(value, str) else value
+
+    zero: dict[str, Any] = {
+        "stage": layout.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": chosen(settings.allgather_bucket_elements, bucket),
+        "overlap_comm": is_gpu if settings.overlap == "auto" else settings.overlap,
+    }
+    if layout.zero_stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": chosen(settings.prefetch_elements, bucket),
+            "stage3_max_live_parameters": chosen(settings.max_live_elements, max(bucket, MAX_LIVE_ELEMENTS)),
+            "stage3_param_persistence_threshold": settings.persistence_threshold_elements,
+        }
+    for name, device in (("offload_optimizer", layout.offload), ("offload_param", settings.offload_parameters)):
+        if device != "none":
+            path = {"nvme_path": settings.nvme_path} if device == "nvme" else {}
+            zero[name] = {"device": device, "pin_memory": is_gpu, **path}
+    if settings.offload_parameters == "nvme":
+        # A buffer holds a rank's part of one parameter: at least that of the largest.
+        zero["offload_param"]["buffer_size"] = max(sizes)
+    return zero
+
+
+def _precision(job: ResolvedJob) -> dict[str, Any]:
+    """bf16 and fp16 weights with a float32 master copy; stage 0 has no master copy, so there it is autocast."""
+    precision, stage = job.spec.training.precision, job.parallelism.zero_stage
+    if precision == "bf16" and stage == 0:
+        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    if precision == "bf16":
+        # Gradients travel in float32. (Stage 1 also adds up micro-batches in bf16: with float32 there DeepSpeed
+        # takes another optimizer class, whose memory is laid out differently.)
+        accumulation = {} if stage == 1 else {"data_types": {"grad_accum_dtype": "fp32"}}
+        return {"bf16": {"enabled": True}, "communication_data_type": "fp32", **accumulation}
+    if precision == "fp16":
+        return {
+            "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+            "communication_data_type": "fp32",
+        }
+    return {}
+
+
+def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(ours)
+    for key, value in theirs.items():
+        is_section = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if is_section else value
+    return merged
+
+
+def _check_passed(layout: ParallelismSpec) -> None:
+    where = "parallelism.deepspeed"
+    given = layout.deepspeed
+    _refuse_stated(where, given, _STATED)
+    if unknown := sorted(set(given) - PASSED):
+        raise InputError(
+            f"{where}.{unknown[0]}: is not passed to DeepSpeed (nothing of this name, or it changes what is trained);"
+            f" what is: {', '.join(sorted(PASSED))}"
+        )
+    zero = given.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise InputError(f"{where}.zero_optimization: must be a section, is {zero!r}")
+    where = f"{where}.zero_optimization"
+    flat = zero | {
+        f"{section}.{key}": value for section in _PASSED_OFFLOAD for key, value in (zero.get(section) or {}).items()
+    }
+    _refuse_stated(where, flat, _STATED_ZERO)
+    allowed = PASSED_ZERO | {f"{section}.{key}" for section, keys in _PASSED_OFFLOAD.items() for key in keys}
+    if unknown := sorted(set(flat) - allowed):
+        raise InputError(
+            f"{where}.{unknown[0]}: DeepSpeed has nothing of this name, or it changes what is trained or how memory is"
+            f" laid out, which is not implemented; allowed: {', '.join(sorted(allowed))}"
+        )
+    for section, device in (("offload_optimizer", layout.offload), ("offload_param", layout.zero.offload_parameters)):
+        if section in zero and device == "none":
+            raise InputError(f"{where}.{section}: nothing is offloaded; set {_STATED_ZERO[section + '.device']}")
+    _check_values(given)
+
+
+def _refuse_stated(where: str, given: dict[str, Any], stated: dict[str, str]) -> None:
+    for key in given:
+        if key in stated:
+            raise InputError(f"{where}.{key}: trainyard states this itself; set {stated[key]} instead")
+
+
+def _check_values(given: dict[str, Any]) -> None:
+    """By DeepSpeed's own models."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    models: dict[str, Any] = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "comms_logger": CommsLoggerConfig,
+        "tensorboard": TensorBoardConfig,
+        "wandb": WandbConfig,
+        "csv_monitor": CSVConfig,
+    }
+    known: dict[str, set[str]] = {  # DeepSpeed has no models of these
+        "flops_profiler": {
+            *("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed"),
+            "output_file",
+        },
+        "aio": {
+            *("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"),
+        },
+    }
+    for section, value in given.items():
+        where = f"parallelism.deepspeed.{section}"
+        if section in known:
+            wrong = sorted(set(value) - known[section]) if isinstance(value, dict) else [repr(value)]
+            if wrong:
+                allowed = ", ".join(sorted(known[section]))
+                raise InputError(f"{where}: {wrong[0]} is nothing that it has; it has {allowed}")
+        elif section in models:
+            try:
+                models[section](**value)
+            except (ValidationError, TypeError) as error:
+                raise InputError(f"{where}: {_first_line(error)}") from None
+        elif section == "steps_per_print":
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{where}: must be a number of steps, is {value!r}")
+        elif not isinstance(value, bool):
+            raise InputError(f"{where}: must be true or false, is {value!r}")
+
+
+def _first_line(error: ValidationError | TypeError) -> str:
+    if isinstance(error, TypeError):
+        return "must be a section"
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']} (given: {first['input']!r})"
+
+
+def _check_nvme() -> None:
+    """DeepSpeed reads and writes NVMe through an operation of its own, which has to be compiled against libaio."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible(verbose=False):
+        raise InputError(
+            "parallelism.offload: nvme needs DeepSpeed's async_io operation, which can't be built here: libaio's"
+            " library and headers were not found (Debian, Ubuntu: apt-get install libaio-dev); install them, or use cpu"
+        )
