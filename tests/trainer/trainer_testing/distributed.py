@@ -1,6 +1,7 @@
 """Runs a module as N gloo ranks on this machine, as torchrun would, without torchrun's own start-up time."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -12,10 +13,18 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port nobody listens on right now, from below those that the system gives to outgoing connections.
+
+    One that the system would choose itself could be taken by any process on the machine before a rank listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(12_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def start_ranks(num_ranks: int, module: str, *arguments: str) -> list[subprocess.Popen[str]]:

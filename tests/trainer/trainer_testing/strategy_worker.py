@@ -12,18 +12,22 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 from trainer.leaving import leave
 from trainer.model import outline_model
 from trainer.runtime import Runtime, distributed_runtime
 from trainer.schedule import learning_rate_at
 from trainer.strategies import Strategy, build_strategy
+from trainer.strategies.flat_shard import FlatShard
 
-from trainer_testing.distributed import run_ranks
+from trainer_testing.pool import run_pooled
 from trainer_testing.tiny import VOCAB_SIZE, global_targets, rank_batches, tiny_job
 from trainyard.spec.job import ResolvedJob
 
 MARK = "RESULT "
+VALIDATION_STEP = 999
 Result = dict[str, Any]
 
 
@@ -41,12 +45,18 @@ class RunRequest:
     save_after_step: int = 0
     job: dict[str, Any] = field(default_factory=dict)
     """Changes to the tiny job."""
+    is_packed: bool = False
+    """Two or three documents a sequence, which don't see each other."""
+    keep_weights: str | None = None
+    """One process: the file that its last weights are written to."""
+    weights: str | None = None
+    """Such a file: the last weights are compared with it, tensor by tensor."""
 
 
 def run(world_size: int, requests: Sequence[RunRequest], timeout_seconds: float = 240) -> list[Result]:
     """All requests one after the other in one launch of `world_size` ranks: rank 0's results, in order."""
     asked = json.dumps([asdict(request) for request in requests])
-    output = run_ranks(world_size, "trainer_testing.strategy_worker", asked, timeout_seconds=timeout_seconds)[0]
+    output = run_pooled(world_size, "trainer_testing.strategy_worker", asked, timeout_seconds=timeout_seconds)[0]
     results = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
     assert [result["strategy"] for result in results] == [request.strategy for request in requests], output[-4000:]
     return results
@@ -76,7 +86,8 @@ def train(request: RunRequest, job: ResolvedJob, strategy: Strategy, runtime: Ru
         strategy.after_load(tensors)
     losses, grad_norms, applied = [], [], []
     for step in range(request.first_step, request.last_step + 1):
-        batches, targets = rank_batches(job, step, strategy.data_parallel_rank), global_targets(step)
+        batches = rank_batches(job, step, strategy.data_parallel_rank, is_packed=request.is_packed)
+        targets = global_targets(step, job.spec.training.global_batch_size)
         loss_sum = strategy.forward_backward(batches, targets, no_clock)
         rate = learning_rate_at(step, num_steps=job.steps, peak=job.learning_rate, schedule=job.spec.training.schedule)
         update = strategy.optimizer_step(rate)
@@ -85,9 +96,46 @@ def train(request: RunRequest, job: ResolvedJob, strategy: Strategy, runtime: Ru
         applied.append(update.was_applied)
         if request.save and step == request.save_after_step:
             dcp.save(strategy.state_tensors(), checkpoint_id=request.save)
-    validation = strategy.evaluate(rank_batches(job, 999, strategy.data_parallel_rank))
-    total = runtime.sum_over_ranks(validation.item())[0] / global_targets(999)
-    return {"loss": losses, "grad_norm": grad_norms, "applied": applied, "validation": [total]}
+    batches = rank_batches(job, VALIDATION_STEP, strategy.data_parallel_rank, is_packed=request.is_packed)
+    targets = global_targets(VALIDATION_STEP, job.spec.training.global_batch_size)
+    total = runtime.sum_over_ranks(strategy.evaluate(batches).item())[0] / targets
+    seen: Result = {"loss": losses, "grad_norm": grad_norms, "applied": applied, "validation": [total]}
+    if request.keep_weights:
+        torch.save(weights_of(strategy), request.keep_weights)
+    if request.weights:
+        reference = torch.load(request.weights, mmap=True)
+        seen["weights_error"] = weights_error(weights_of(strategy), reference, runtime)
+    return seen
+
+
+def weights_of(strategy: Strategy) -> dict[str, torch.Tensor]:
+    """What this rank has of the model: live, by name."""
+    tensors = strategy.state_tensors().items()
+    return {name: tensor for name, tensor in tensors if name.startswith("model.")}
+
+
+def weights_error(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], runtime: Runtime) -> float:
+    """The largest difference of an element, relative to its tensor's largest: over all tensors, and all ranks' copies.
+
+    Infinite unless all ranks together have the reference's tensors and no others.
+    """
+    held: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(held, sorted(ours), group=runtime.control_group)
+    is_whole = set().union(*held) == set(reference)
+    worst = torch.zeros((), dtype=torch.float64)
+    for name in sorted(set(ours) & set(reference)):
+        wanted, tensor = reference[name], ours[name]
+        scale = wanted.abs().max().double()
+        if isinstance(tensor, FlatShard):
+            tensor, wanted = tensor.local, wanted.flatten()[tensor.start : tensor.start + tensor.local.numel()]
+        elif isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if tensor.numel():
+            worst = torch.maximum(worst, (tensor.double() - wanted.double()).abs().max() / scale)
+    if not is_whole or not torch.isfinite(worst):
+        worst.fill_(torch.inf)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=runtime.control_group)
+    return float(worst)
 
 
 def main(requests: Sequence[RunRequest]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from trainer.loss import IGNORED_LABEL
 
-from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 
 VOCAB_SIZE = 96
 SEQUENCE_LENGTH = 24
@@ -51,7 +51,8 @@ def tiny_job(
     steps: int = 20,
     **training: Any,
 ) -> ResolvedJob:
-    """The job under one layout: global batch 16, so at least two micro-batches accumulate on every rank.
+    """The job under one layout: global batch 16, so at least two micro-batches accumulate on every rank, unless
+    `training` sets a smaller one.
 
     `parallelism` adds to what LAYOUTS has under the strategy's name; a product has nothing there.
     """
@@ -83,10 +84,25 @@ def tiny_job(
         processes_per_host=world_size,
         steps=steps,
         micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=GLOBAL_BATCH // micro_batch_size // spec.parallelism.data_parallel_size,
+        gradient_accumulation_steps=spec.training.global_batch_size
+        // micro_batch_size
+        // spec.parallelism.data_parallel_size,
         activation_checkpointing=activation_checkpointing,  # type: ignore[arg-type]
         learning_rate=spec.training.learning_rate,
     )
+
+
+def strategy_name(layout: ParallelismSpec) -> str:
+    """What the engine calls itself, so that a run of another engine than the one meant is no proof."""
+    if layout.engine == "deepspeed":
+        return f"zero{layout.zero_stage}"
+    degrees = {axis: getattr(layout, axis) for axis in ("pipeline", "tensor", "context", "expert")}
+    if max(degrees.values()) == 1:
+        if layout.data_shard == 1:
+            return "ddp"
+        return "hsdp" if layout.data_replicate > 1 else "fsdp"
+    degrees["fsdp" if layout.data_shard > 1 else "ddp"] = max(layout.data_shard, layout.data_replicate)
+    return "-".join(f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1)
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,10 @@ class TinyBatch:
 
 
 def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step's sequences (16, 24) and labels; lengths differ a lot, so equal weights per rank would be wrong."""
+    """Step's sequences (16, 24) and labels; lengths differ a lot, so equal weights per rank would be wrong.
+
+    A smaller global batch is the first of them.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     start = torch.randint(0, VOCAB_SIZE, (GLOBAL_BATCH, 1), generator=generator)
     stride = torch.randint(1, 4, (GLOBAL_BATCH, 1), generator=generator)
@@ -114,14 +133,31 @@ def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens.masked_fill(padding, 0), tokens.masked_fill(padding, IGNORED_LABEL)
 
 
-def rank_batches(job: ResolvedJob, step: int, rank: int) -> list[TinyBatch]:
-    """The micro-batches of one rank: micro-step a, rank r takes block a x ranks + r."""
+def document_positions(step: int) -> torch.Tensor:
+    """(16, 24): positions that begin anew at one or two places of each sequence, seldom where a rank's pieces end."""
+    generator = torch.Generator().manual_seed(2000 + step)
+    positions = torch.arange(SEQUENCE_LENGTH).repeat(GLOBAL_BATCH, 1)
+    for row in positions:
+        for cut in sorted(torch.randint(2, SEQUENCE_LENGTH - 2, (2,), generator=generator).tolist()):
+            row[cut:] = torch.arange(SEQUENCE_LENGTH - cut)
+    return positions
+
+
+def rank_batches(job: ResolvedJob, step: int, rank: int, *, is_packed: bool = False) -> list[TinyBatch]:
+    """The micro-batches of one rank: micro-step a, rank r takes block a x ranks + r.
+
+    `is_packed`: two or three documents a sequence, cut at places of its own.
+    """
     tokens, labels = global_batch(step)
+    positions = document_positions(step)
     num_ranks, size = job.parallelism.data_parallel_size, job.micro_batch_size
     starts = [(a * num_ranks + rank) * size for a in range(job.gradient_accumulation_steps)]
-    return [TinyBatch(tokens[start : start + size], labels[start : start + size]) for start in starts]
+    return [
+        TinyBatch(tokens[part], labels[part], positions[part] if is_packed else None)
+        for part in (slice(start, start + size) for start in starts)
+    ]
 
 
-def global_targets(step: int) -> int:
+def global_targets(step: int, num_sequences: int = GLOBAL_BATCH) -> int:
     """Labels that count in the whole global batch."""
-    return int((global_batch(step)[1][:, 1:] != IGNORED_LABEL).sum())
+    return int((global_batch(step)[1][:num_sequences, 1:] != IGNORED_LABEL).sum())
