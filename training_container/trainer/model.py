@@ -116,11 +116,6 @@ def _check_fits(job: ResolvedJob, model: PreTrainedModel, vocab_size: int) -> No
             f"data.sequence_length is {job.spec.data.sequence_length}, but the model has"
             f" {positions} positions (max_position_embeddings): shorten the sequence"
         )
-    if getattr(config, "output_router_logits", False):
-        raise InputError(
-            "model.config.output_router_logits: the router's auxiliary loss is not part of this trainer's loss yet;"
-            " set it to false"
-        )
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from trainer.data import JobData, TextData, build_data
 from trainer.loss import next_token_loss_sum, shifted, target_loss_sum
 from trainer.loss_head import ScoringHead
 from trainer.model import outline_model
+from trainer.router_loss import router_loss_sum
 from trainer.tasks.base import Task
 from trainyard.spec.job import ResolvedJob
 
@@ -58,17 +59,20 @@ def sequence_loss_sum(
     `is_shifted`: the batch's labels are those of the next position already.
     """
     labels = batch.labels.to(device)
+    targets = labels if is_shifted else shifted(labels)
     head = ScoringHead.of(forward)
     if head is not None:
-        with head.scoring(labels if is_shifted else shifted(labels)):
-            return _head_output(forward, batch, device)
-    logits = _head_output(forward, batch, device)
-    return target_loss_sum(logits, labels) if is_shifted else next_token_loss_sum(logits, labels)
+        with head.scoring(targets):
+            output = _output(forward, batch, device)
+        loss: torch.Tensor = output.logits
+    else:
+        output = _output(forward, batch, device)
+        loss = target_loss_sum(output.logits, labels) if is_shifted else next_token_loss_sum(output.logits, labels)
+    balance = router_loss_sum(forward, output, targets)
+    return loss if balance is None else loss + balance
 
 
-def _head_output(forward: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
-    """What the model's head gives. Position ids that restart keep packed documents from seeing each other."""
+def _output(forward: nn.Module, batch: Batch, device: torch.device) -> Any:
+    """The model's output. Position ids that restart keep packed documents from seeing each other."""
     position_ids = None if batch.position_ids is None else batch.position_ids.to(device)
-    output = forward(input_ids=batch.input_ids.to(device), position_ids=position_ids, use_cache=False)
-    result: torch.Tensor = output.logits
-    return result
+    return forward(input_ids=batch.input_ids.to(device), position_ids=position_ids, use_cache=False)

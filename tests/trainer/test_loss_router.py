@@ -1,0 +1,87 @@
+"""The router's auxiliary loss is transformers' own, for each micro-batch; its engines are in test_loss_engines."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainer.loss import IGNORED_LABEL
+from trainer.loss_head import install, plan_loss
+from trainer.model import build_model
+from trainer.router_loss import balance_of
+from trainer.strategies import check_supported
+from trainer.tasks.causal_lm import sequence_loss_sum
+from trainer_testing.families import FAMILIES
+from trainer_testing.tiny import VOCAB_SIZE, TinyBatch, global_batch, tiny_job
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from trainyard.errors import InputError
+
+CPU = torch.device("cpu")
+COEFFICIENT = 0.05
+
+
+def with_router_loss(family: str) -> dict[str, Any]:
+    return FAMILIES[family] | {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+
+
+def test_the_balance_is_that_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = tuple(torch.randn(12, 4, generator=generator) for _ in range(3))
+    for padding in (0, 5):
+        is_token = (torch.arange(12) < 12 - padding).view(1, 12)
+        theirs = load_balancing_loss_func(logits, 4, 2, attention_mask=is_token.long())
+        torch.testing.assert_close(balance_of(logits, 2, is_token.flatten()), theirs)
+
+
+def trained(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+@pytest.mark.parametrize(("kind", "recomputed"), [("logits", "none"), ("chunked", "full"), ("chunked", "selective")])
+def test_loss_and_gradients_are_those_of_transformers_own_loss(family: str, kind: str, recomputed: str) -> None:
+    job = tiny_job("single", 1, model=with_router_loss(family), loss=kind, activation_checkpointing=recomputed)
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    install(model, plan_loss(model, job))
+    tokens, labels = (part[:3] for part in global_batch(1))
+    num_targets = int((labels[:, 1:] != IGNORED_LABEL).sum())
+    model.train()
+    ours = trained(model, sequence_loss_sum(model, TinyBatch(tokens, labels), CPU) / num_targets)
+    plain = build_model(tiny_job("single", 1, model=with_router_loss(family)), vocab_size=VOCAB_SIZE)
+    mask = (labels != IGNORED_LABEL).long()
+    # Attention needs no mask: padding comes last. The balance does.
+    output = plain(input_ids=tokens, labels=labels)
+    plain_loss = (output.loss - COEFFICIENT * output.aux_loss).item()
+    balance = load_balancing_loss_func(output.router_logits, 4, 2, attention_mask=mask)
+    theirs = trained(plain, output.loss + COEFFICIENT * (balance - output.aux_loss))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    model.eval()
+    without = sequence_loss_sum(model, TinyBatch(tokens, labels), CPU) / num_targets
+    assert without.item() == pytest.approx(plain_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallelism", "message"),
+    [
+        (
+            "Mixtral",
+            {"pipeline": 2},
+            r"router_logits: .* with parallelism.pipeline above 1: it couples all layers",
+        ),
+        (
+            "Mixtral",
+            {"context": 2},
+            r"router_logits: .* with parallelism.context above 1: it couples all tokens",
+        ),
+        ("Qwen3-MoE", {"tensor": 2}, r"output_router_logits: .* with parallelism.tensor above 1"),
+        ("DeepSeek-V3", {}, r"output_router_logits: .* of deepseek_v3 is not verified; set it to false"),
+    ],
+)
+def test_where_it_cannot_be_computed_it_is_refused(family: str, parallelism: dict[str, int], message: str) -> None:
+    job = tiny_job("product", 2 if parallelism else 1, model=with_router_loss(family), parallelism=parallelism)
+    with pytest.raises(InputError, match=message):
+        check_supported(job, device_type="cpu")
