@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from trainer.adapters import add_adapter
-from trainer.checkpoint import Checkpointer
 from trainer.export import export
 from trainer.model import build_model
+from trainer_testing.checkpoints import save_checkpoint
 from trainer_testing.families import FAMILIES, adapter
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.support_table import CASES, TOLERANCE, measure, save_sources, source_of
@@ -102,15 +102,6 @@ def test_the_running_average_is_exported_instead(tmp_path: Path) -> None:
     export(job, vocab_size=VOCAB_SIZE, average=True, **places)  # type: ignore[arg-type]
     read = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(tensor, averages[f"optim.{name}.average"]) for name, tensor in read.items())
-
-
-def save_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """A committed checkpoint of step 3."""
-    checkpointer = Checkpointer(
-        str(folder), rank=0, world_size=1, local_dir=folder.parent / "local", keep_last=1, asynchronous=False
-    )
-    checkpointer.save(3, tensors, {}, attachments={})
-    checkpointer.close()
 
 
 def test_an_adapter_begins_as_nothing_and_is_all_that_trains(base: Path) -> None:

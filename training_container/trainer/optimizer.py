@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from trainer.eight_bit import MOMENTS, AdamW8bit
 from trainer.matrix_optimizers import Adafactor, Muon
 from trainyard.spec.job import ResolvedJob
 
@@ -58,6 +59,9 @@ def build_optimizer(model: nn.Module, job: ResolvedJob) -> torch.optim.Optimizer
     elif settings.kind == "muon":
         groups = _muon_groups(model, settings.weight_decay)
         optimizer = Muon(groups, lr=job.learning_rate, betas=settings.betas, eps=settings.eps)
+    elif settings.kind == "adamw_8bit":
+        groups = decay_groups(model, settings.weight_decay)
+        optimizer = AdamW8bit(groups, lr=job.learning_rate, betas=settings.betas, eps=settings.eps)
     else:
         optimizer = build_adamw(model, job)
         _create_moments(optimizer)
@@ -67,8 +71,21 @@ def build_optimizer(model: nn.Module, job: ResolvedJob) -> torch.optim.Optimizer
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """What the optimizer keeps for one parameter, besides the count of its steps, under torch's names; live."""
-    return {name: tensor for name, tensor in optimizer.state[parameter].items() if name != "step"}
+    """What the optimizer keeps for one parameter, besides the count of its steps, under torch's names; live.
+
+    But for what it keeps in 8 bits, which is read: `set_moments` stores it again.
+    """
+    kept = {name: tensor for name, tensor in optimizer.state[parameter].items() if name != "step"}
+    if not isinstance(optimizer, AdamW8bit):
+        return kept
+    return optimizer.moments(parameter) | {name: kept[name] for name in ("average",) if name in kept}
+
+
+def set_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, moments: dict[str, torch.Tensor]) -> None:
+    """Takes over what was loaded into the tensors of `moments_of`."""
+    if isinstance(optimizer, AdamW8bit):
+        for name in set(MOMENTS) & set(moments):
+            optimizer.set_moment(parameter, name, moments[name])
 
 
 def _create_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -98,9 +115,9 @@ def _muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 def _ends(model: nn.Module) -> list[nn.Module]:
     """Embeddings (of positions too) and the head."""
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    return [*embeddings, *([head] if isinstance(head, nn.Module) else [])]
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]  # a pipeline's stages
+    heads = [head for part in models if isinstance(head := part.get_output_embeddings(), nn.Module)]
+    return [*(module for module in model.modules() if isinstance(module, nn.Embedding)), *heads]
 
 
 def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:

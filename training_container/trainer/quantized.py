@@ -1,9 +1,9 @@
 """4-bit storage of frozen weights for QLoRA (Dettmers et al. 2023, arXiv:2305.14314), in plain torch.
 
-A weight is cut into blocks of 64 along its rows. A block keeps its largest absolute value, and of each weight the
-nearest of 16 values, NF4: quantiles of a normal distribution scaled to [-1, 1]. The blocks' largest values are stored
-in 8 bits themselves (double quantization), as steps between the smallest and the largest of their row. That is
-0.5 + 1/64 + 8/row bytes a weight: 0.518 for rows of 4096.
+A weight is cut into blocks of 64 along its rows (fewer in odd rows, see `block_size_of`). A block keeps its largest
+absolute value, and of each weight the nearest of 16 values, NF4: quantiles of a normal distribution scaled to [-1, 1].
+The blocks' largest values are stored in 8 bits themselves (double quantization), as steps between the smallest and the
+largest of their row. That is 0.5 + 1/64 + 8/row bytes a weight: 0.518 for rows of 4096.
 
 Blocks never cross rows, so that a matrix can be cut by rows, by columns between blocks, or both, and every layout
 computes with the same numbers. All of it is stored as integers, which no engine casts to the type it computes in.
@@ -45,15 +45,21 @@ NF4 = (
 """The paper's appendix E, and bitsandbytes' table."""
 
 BLOCK_SIZE = 64
-"""Weights that share a scale; rows that 64 does not divide have smaller blocks (`block_size_of`)."""
+"""Weights that share a scale, in rows long enough."""
+
+MOST_CUTS = 8
+"""Ranks that a row can be cut over, between blocks."""
 
 _CHUNK_ELEMENTS = 1 << 24
 """Weights quantized at once: the float32 copies of a whole embedding-sized matrix would not fit beside it."""
 
 
 def block_size_of(row_length: int) -> int:
-    """The largest power of two up to 64 that divides a row."""
-    return min(BLOCK_SIZE, row_length & -row_length)
+    """64, or the largest power of two of which an eighth of the row is a multiple; at least 2, a byte.
+
+    11008 has blocks of 32, for 43 of them in an eighth; 4096, 14336 and most others have 64.
+    """
+    return max(2, min(BLOCK_SIZE, (row_length & -row_length) // MOST_CUTS))
 
 
 @torch.no_grad()
@@ -227,6 +233,11 @@ class QuantizedWeights:
             return self._source.read(name, index)
         original = self._originals[name]
         return self._quantized(original, index[:-1])[original.part].index_select(-1, index[-1])
+
+    def release(self) -> None:
+        """See deferred_weights.WeightSource."""
+        self._last = (None, None)
+        self._source.release()
 
     def _quantized(self, original: "_Original", rows: Index) -> tuple[torch.Tensor, ...]:
         key = (original.name, tuple(tuple(positions.tolist()) for positions in rows))

@@ -28,10 +28,23 @@ from trainer.strategies.base import Clock
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 
-FAMILIES = frozenset({"gemma", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+FAMILIES = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "gemma",
+        "gpt2",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    }
+)
 """Models whose forward pass does nothing on the way in but embed, and nothing on the way out but norm and head, so
-that running it once a stage is the same as running it once. Each has a parity test. GPT-2, which adds positions on the
-way in, is not among them."""
+that running it once a stage is the same as running it once. Each has a parity test."""
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -90,6 +103,27 @@ class Absent(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
+class NoPositions(nn.Module):
+    """Stands where GPT-2's embedding of positions was: the hidden states have it in them since the first stage."""
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """What is added to the hidden states."""
+        return torch.zeros((), device=position_ids.device)
+
+
+_POSITIONS = "wpe"
+
+
+def _outline_of(model: PreTrainedModel) -> tuple[list[str], str, list[str]]:
+    """Names of the base model's parts: what comes before the blocks, the list of blocks, and what comes after."""
+    config = model.config.get_text_config()
+    if config.model_type == "gpt2":  # transformers has no plan for it
+        return ["wte", _POSITIONS, "drop"], "h", ["ln_f"]
+    plan = list(config.base_model_pp_plan)
+    place = plan.index("layers")
+    return plan[:place], "layers", plan[place + 1 :]
+
+
 class Stage(nn.Module):
     """One stage: token ids or hidden states in, hidden states or logits out."""
 
@@ -121,12 +155,11 @@ class Stage(nn.Module):
         return output.clone() if output._is_view() else output
 
     def _part(self, model: PreTrainedModel, num_stages: int) -> PreTrainedModel:
-        plan = list(model.config.get_text_config().base_model_pp_plan)
-        entry, exit_ = plan[: plan.index("layers")], plan[plan.index("layers") + 1 :]
+        entry, blocks, exit_ = _outline_of(model)
         part, base = _shallow_copy(model), _shallow_copy(model.base_model)
-        layers = _shallow_copy(base.layers)
+        layers = _shallow_copy(getattr(base, blocks))
         setattr(part, model.base_model_prefix, base)
-        base.layers = layers
+        setattr(base, blocks, layers)
         begin, end = (number * len(layers) // num_stages for number in (self.index, self.index + 1))
         for number in range(len(layers)):
             if not begin <= number < end:
@@ -140,7 +173,7 @@ class Stage(nn.Module):
             part.set_output_embeddings(Absent())
         if not self.is_first:
             for name in entry:
-                setattr(base, name, Absent())
+                setattr(base, name, NoPositions() if name == _POSITIONS else Absent())
         if self.is_last and not self.is_first and self.is_tied:
             self._own_tied_weight(part, embedding, head)
         return part

@@ -94,7 +94,7 @@ def _check_blocks(config: PretrainedConfig, degree: int) -> None:
     """What goes into a row-wise matrix is cut where a block of 4-bit weights ends."""
     head_size = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
     head_size = head_size or config.hidden_size // config.num_attention_heads
-    widths = {"heads": config.num_attention_heads * head_size, "intermediate_size": config.intermediate_size}
+    widths = {"heads": config.num_attention_heads * head_size, "intermediate_size": _intermediate_size(config)}
     if getattr(config, "n_shared_experts", None):
         widths["shared experts"] = config.moe_intermediate_size * config.n_shared_experts
     for name, width in widths.items():
@@ -103,6 +103,12 @@ def _check_blocks(config: PretrainedConfig, degree: int) -> None:
                 f"parallelism.tensor: {degree} cuts the model's {name} ({width}) inside a block of"
                 f" {block_size_of(width)} 4-bit weights; choose a smaller degree, or model.adapter.kind: lora"
             )
+
+
+def _intermediate_size(config: PretrainedConfig) -> int:
+    """GPT-2 calls it n_inner, and means four times its hidden size where that is null."""
+    stated = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    return int(stated or 4 * config.hidden_size)
 
 
 def plan_of(config: PretrainedConfig) -> dict[str, str]:

@@ -19,6 +19,7 @@ from trainer.optimizer import (
     local_gradients,
     moments_of,
     set_learning_rate,
+    set_moments,
 )
 from trainer.runtime import Runtime
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
@@ -150,7 +151,12 @@ class TorchStrategy(Strategy):
         return tensors
 
     def after_load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """See Strategy. Weights and moments were read in place; AdamW counts its steps per parameter."""
+        """See Strategy. Weights and most moments were read in place; AdamW counts its steps per parameter."""
+        for name, parameter in self._named_parameters():
+            if parameter.requires_grad:
+                moments = {moment: tensors.get(f"optim.{name}.{moment}") for moment in MOMENTS}
+                loaded = {moment: values for moment, values in moments.items() if values is not None}
+                set_moments(self._optimizer, parameter, loaded)
         for step in self._steps():
             step.copy_(tensors["optim.step"])
 

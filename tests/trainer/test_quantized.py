@@ -1,0 +1,164 @@
+"""4-bit storage: the paper's 16 values, its size and its error; the same numbers however a matrix is cut."""
+
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from trainer.deferred_weights import StoredWeights, fill, source_of
+from trainer.export import export
+from trainer.model import build_model, outline_model
+from trainer.quantized import (
+    NF4,
+    PARTS,
+    QuantizedLinear,
+    block_size_of,
+    dequantize,
+    quantize,
+    quantize_blocks,
+)
+from trainer_testing.checkpoints import save_checkpoint
+from trainer_testing.support_table import save_sources
+from trainer_testing.support_table import source_of as folder_of
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+
+from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
+
+ROWS, ROW = 96, 1024
+
+
+@pytest.fixture(scope="module")
+def weight() -> torch.Tensor:
+    return torch.randn((ROWS, ROW), generator=torch.Generator().manual_seed(5)) * 0.02
+
+
+def read(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What is left of a weight."""
+    return dequantize(*quantize(weight), dtype)
+
+
+def test_the_values_are_the_papers() -> None:
+    """Appendix E: 8 quantiles above zero, 7 below, and zero; from 1 - (1/32 + 1/30)/2, which has the same tail."""
+    inverse, outermost = NormalDist().inv_cdf, 0.9677083
+    above = [inverse(outermost + (0.5 - outermost) * step / 8) for step in range(8)]
+    below = [-inverse(outermost + (0.5 - outermost) * step / 7) for step in range(7)]
+    values = sorted([*below, 0.0, *above])
+    assert [value / values[-1] for value in values] == pytest.approx(NF4, abs=1e-6)
+
+
+def test_a_weight_takes_half_a_byte_and_little_more(weight: torch.Tensor) -> None:
+    stored = sum(part.numel() * part.element_size() for part in quantize(weight))
+    assert stored / weight.numel() == 0.5 + 1 / 64 + 8 / ROW
+    assert [block_size_of(row) for row in (4096, 14336, 11008, 2880, 48)] == [64, 64, 32, 8, 2]
+
+
+def test_the_error_is_that_of_sixteen_values_alone(weight: torch.Tensor) -> None:
+    """Against exact scales in float32: storing the scales in 8 bits costs less than a hundredth of the error."""
+    blocks = weight.view(-1, 64)
+    largest = blocks.abs().amax(dim=1, keepdim=True)
+    nearest = (blocks / largest).unsqueeze(-1).sub(torch.tensor(NF4)).abs().argmin(dim=-1)
+    exact = (torch.tensor(NF4)[nearest] * largest).view_as(weight)
+    wanted, ours = ((part - weight).square().mean().sqrt() / weight.std() for part in (exact, read(weight)))
+    assert 0.08 < wanted < 0.11
+    assert ours < 1.01 * wanted
+    torch.testing.assert_close(read(weight, torch.bfloat16).float(), read(weight), rtol=0.01, atol=1e-6)
+
+
+def test_odd_rows_are_kept(weight: torch.Tensor) -> None:
+    assert torch.equal(read(torch.zeros(2, 64)), torch.zeros(2, 64))
+    constant = torch.full((2, 512), -0.3)
+    torch.testing.assert_close(read(constant), constant)
+    spiked = weight.clone()
+    spiked[0, 3] = 50.0  # an outlier must not drown the other blocks of its row
+    assert (read(spiked)[0, 64:] - weight[0, 64:]).square().mean().sqrt() < 0.5 * weight.std()
+
+
+def test_a_part_quantizes_to_the_part_of_the_whole(weight: torch.Tensor) -> None:
+    codes, scales, ranges = quantize(weight)
+    for part, whole in zip(quantize(weight[10:31]), (codes, scales, ranges), strict=True):
+        assert torch.equal(part, whole[10:31])
+    columns = slice(256, 512)  # what a rank of four has of a row-wise matrix
+    part = dequantize(codes[:, 128:256], scales[:, 4:8], ranges, torch.float32)
+    assert torch.equal(part, read(weight)[:, columns])
+
+
+def quantized_linear(weight: torch.Tensor, bias: torch.Tensor) -> QuantizedLinear:
+    """One layer, filled."""
+    holder = nn.Sequential(nn.Linear(weight.size(1), weight.size(0))).requires_grad_(False)
+    holder[0].bias = nn.Parameter(bias, requires_grad=False)
+    holder._weight_source = StoredWeights({"0.weight": weight})  # type: ignore[assignment]
+    quantize_blocks(holder, [holder])
+    layer = fill(holder, device=torch.device("cpu"))[0]  # type: ignore[index]
+    assert isinstance(layer, QuantizedLinear)
+    return layer
+
+
+def test_the_layer_multiplies_and_keeps_no_wide_weight(weight: torch.Tensor) -> None:
+    bias = torch.arange(float(ROWS))
+    layer, plain = quantized_linear(weight, bias), read(weight)
+    hidden = torch.randn((3, ROW), requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        output = layer(hidden)
+    assert {tensor.dtype for tensor in kept} == {torch.uint8, torch.int32}
+    torch.testing.assert_close(output, functional.linear(hidden, plain, bias))
+    (gradient,) = torch.autograd.grad(output.sum(), hidden)
+    torch.testing.assert_close(gradient, plain.sum(dim=0).expand_as(hidden))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(hidden).dtype == torch.bfloat16
+
+
+def qlora_job(folder: Path, family: str, **adapter: Any) -> ResolvedJob:
+    """The family's saved base, to be adapted."""
+    stated = {"kind": "qlora", "rank": 4, "targets": ("q_proj", "o_proj")} | adapter
+    return tiny_job("single", 1, source=str(folder_of(folder, family)), adapter=stated)
+
+
+def test_blocks_are_quantized_and_the_rest_is_not(tmp_path: Path) -> None:
+    save_sources(tmp_path, ["Llama", "Mixtral"])
+    plain = build_model(tiny_job("single", 1, source=str(folder_of(tmp_path, "Mixtral"))), vocab_size=VOCAB_SIZE)
+    model = build_model(qlora_job(tmp_path, "Mixtral"), vocab_size=VOCAB_SIZE)
+    stored = dict(model.named_parameters())
+    integers = {name for name, parameter in stored.items() if not parameter.is_floating_point()}
+    assert {name.rpartition(".")[2] for name in integers} == set(PARTS) | {
+        f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in PARTS
+    }
+    assert not any(parameter.requires_grad for name, parameter in stored.items() if ".lora_" not in name)
+    for name, weight in plain.named_parameters():
+        if "norm" in name or "embed" in name or "lm_head" in name or ".gate." in name:
+            assert torch.equal(stored[name], weight), name
+    prefix = "model.layers.1.mlp.experts.down_proj"
+    parts = [stored[f"{prefix}_{part}"] for part in PARTS]
+    assert torch.equal(dequantize(*parts, torch.float32), read(plain.get_parameter(prefix)))  # type: ignore[arg-type]
+    outline = outline_model(qlora_job(tmp_path, "Llama"), vocab_size=VOCAB_SIZE)
+    assert source_of(outline) is not None
+    assert all(parameter.is_meta for parameter in outline.parameters())
+
+
+def test_rows_of_an_odd_length_are_refused() -> None:
+    with pytest.raises(InputError, match=r"model\.adapter: qlora stores two weights to a byte.* 7 of them"):
+        QuantizedLinear(nn.Linear(7, 4))
+
+
+def test_peft_reads_the_exported_adapter(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    save_sources(tmp_path, ["Llama"])
+    job = qlora_job(tmp_path, "Llama", targets=("q_proj", "down_proj"))
+    model = build_model(job, vocab_size=VOCAB_SIZE).eval()
+    trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    for tensor in trained.values():
+        tensor.normal_(std=0.1)
+    save_checkpoint(tmp_path / "checkpoints", trained)
+    export(job, vocab_size=VOCAB_SIZE, checkpoints=str(tmp_path / "checkpoints"), out=tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(folder_of(tmp_path, "Llama"))
+    for block in base.model.layers:
+        for layer in (module for module in block.modules() if isinstance(module, nn.Linear)):
+            layer.weight.data = read(layer.weight.data)
+    served, tokens = PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), torch.arange(8)[None]
+    torch.testing.assert_close(served(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
