@@ -123,7 +123,9 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if blocks:
-        return blocks
+        ids = {id(block) for block in blocks}
+        # Of blocks inside blocks (ConvNeXt's layers in its stages) the inner ones: they are what repeats.
+        return [block for block in blocks if sum(id(module) in ids for module in block.modules()) == 1]
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from trainer.eight_bit import MOMENTS, AdamW8bit
 from trainer.matrix_optimizers import Adafactor, Muon
+from trainer.momentum import Momentum
 from trainyard.spec.job import ResolvedJob
 
 CLIP_EPSILON = 1e-6
@@ -62,6 +63,9 @@ def build_optimizer(model: nn.Module, job: ResolvedJob) -> torch.optim.Optimizer
     elif settings.kind == "adamw_8bit":
         groups = decay_groups(model, settings.weight_decay)
         optimizer = AdamW8bit(groups, lr=job.learning_rate, betas=settings.betas, eps=settings.eps)
+    elif settings.kind == "sgd":
+        groups = decay_groups(model, settings.weight_decay)
+        optimizer = Momentum(groups, lr=job.learning_rate, momentum=settings.momentum, nesterov=settings.nesterov)
     else:
         optimizer = build_adamw(model, job)
         _create_moments(optimizer)

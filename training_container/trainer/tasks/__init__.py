@@ -1,10 +1,11 @@
 """What is learnt, behind one small interface: `task_of(job)` gives its data, its model and its loss.
 
-`base` is the interface, `causal_lm` language. Engines, loop and checkpoints never ask which task it is.
+`base` is the interface, `causal_lm` language, `image_classification` and `vision_language` the tasks with images. What
+these two share: `images` (pixels out of bytes), `samples` (streams over WebDataset shards), `batch_norm`, `building`.
+Engines, loop and checkpoints never ask which task it is.
 """
 
 from trainer.tasks.base import Task
-from trainer.tasks.causal_lm import CausalLM
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 
@@ -12,7 +13,14 @@ __all__ = ["Task", "task_of"]
 
 
 def task_of(job: ResolvedJob) -> Task:
-    """The job's task; InputError for one that this trainer does not have."""
-    if job.spec.task != "causal_lm":
-        raise InputError(f"task: {job.spec.task} is not implemented in this trainer; it trains causal_lm")
+    """The job's task."""
+    # Each is imported when it is used: a language job needs no Pillow.
+    if job.spec.task == "image_classification":
+        from trainer.tasks.image_classification import ImageClassification
+
+        return ImageClassification(job)
+    if job.spec.task == "vision_language":
+        raise InputError(f"task: {job.spec.task} is not implemented in this trainer")
+    from trainer.tasks.causal_lm import CausalLM
+
     return CausalLM()

@@ -1,0 +1,325 @@
+"""Image classification: every layout equals one process, images are the same everywhere, and a tiny model learns."""
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from trainer.data.bad_records import BadRecordError
+from trainer.strategies import check_supported
+from trainer.tasks import task_of
+from trainer.tasks.batch_norm import BatchNorm
+from trainer.tasks.images import ImageTransform, Pixels, centre_box, decoded, random_box
+from trainer_testing.distributed import finish, start_ranks
+from trainer_testing.image_shards import (
+    COLOURS,
+    CONVNEXT,
+    RESNET,
+    VIT,
+    classified,
+    image_job,
+    picture,
+    write_shards,
+)
+from trainer_testing.task_worker import TaskRequest, run
+from trainer_testing.text_job import read_until, rows_of
+
+from trainyard.errors import InputError
+from trainyard.planner import resolve
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec
+
+FP64, FP32 = 1e-12, 1e-5
+ADAMW = {"optimizer": {"kind": "adamw"}, "learning_rate": 3e-3}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """56 pictures to train on, 21 to validate on: no whole number of batches."""
+    folder = tmp_path_factory.mktemp("pictures")
+    write_shards(folder / "train", classified(56, seed=1))
+    write_shards(folder / "validation", classified(21, seed=2))
+    return folder
+
+
+def worst(result: dict[str, Any], reference: dict[str, Any]) -> float:
+    """The largest relative difference of a loss, a gradient norm or a validation's sum."""
+    assert result["names"] == reference["names"]
+    pairs = [
+        pair for key in ("loss", "grad_norm", "validation") for pair in zip(result[key], reference[key], strict=True)
+    ]
+    return max(abs(ours - theirs) / max(1e-12, abs(theirs)) for ours, theirs in pairs)
+
+
+def runs(shards: Path, layouts: tuple[str, ...]) -> list[tuple[str, TaskRequest]]:
+    """Named runs under each layout, in float64 where the engine has it."""
+    found = []
+    for layout in layouts:
+        exact = {} if layout.startswith("zero") else {"precision": "fp64"}
+        for name, settings in {"sgd": {}, "adamw": ADAMW}.items():
+            if name == "adamw" or exact:  # DeepSpeed takes AdamW alone
+                found.append((f"resnet {name}", TaskRequest(layout, image_job(shards, training=settings | exact))))
+        for config in (VIT, CONVNEXT):
+            job = image_job(shards, model={"config": config}, training=ADAMW | exact | {"steps": 4})
+            found.append((str(config["model_type"]), TaskRequest(layout, job)))
+    return found
+
+
+def compare(world_size: int, layouts: tuple[str, ...], shards: Path, cache: Path) -> None:
+    """Each layout at `world_size` ranks with micro-batches of 4 / ranks against one process with 4."""
+    named = runs(shards, layouts)
+    references: dict[tuple[str, bool], TaskRequest] = {}
+    for name, request in named:
+        references.setdefault((name, request.layout.startswith("zero")), TaskRequest("single", request.job))
+    single = dict(zip(references, run(1, cache, list(references.values())), strict=True))
+    results = run(world_size, cache, [request for _, request in named])
+    for (name, request), result in zip(named, results, strict=True):
+        is_zero = request.layout.startswith("zero")
+        error = worst(result, single[name, is_zero])
+        assert error < (FP32 if is_zero else FP64), f"{name} under {request.layout}: {error}"
+        assert result["layout"] == request.layout
+
+
+def test_two_ranks_equal_one_process_with_twice_the_micro_batch(shards: Path, tmp_path: Path) -> None:
+    compare(2, ("ddp", "fsdp", "zero1", "zero3"), shards, tmp_path)
+
+
+@pytest.mark.full
+def test_all_layouts_equal_one_process(shards: Path, tmp_path: Path) -> None:
+    compare(2, ("zero0", "zero2"), shards, tmp_path)
+    compare(4, ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"), shards, tmp_path)
+
+
+def test_local_statistics_differ_and_half_precision_trains(shards: Path, tmp_path: Path) -> None:
+    """What `batch_norm: local` gives up is real; its running averages are those of all ranks nevertheless."""
+    local = image_job(shards, images={"batch_norm": "local"}, training={"precision": "fp64"})
+    bf16 = image_job(shards, training={"precision": "bf16"})
+    synchronized = image_job(shards, training={"precision": "fp64"})
+    requests = [
+        TaskRequest("ddp", local),
+        TaskRequest("fsdp", local),
+        TaskRequest("ddp", bf16),
+        TaskRequest("fsdp", bf16),
+    ]
+    ddp, fsdp, half, half_sharded = run(2, tmp_path, requests)
+    whole, alone = run(1, tmp_path, [TaskRequest("single", synchronized), TaskRequest("single", local)])
+    assert worst(ddp, whole) > 1e-3
+    assert worst(alone, whole) < FP64  # one process has all statistics either way
+    assert worst(fsdp, ddp) < FP64
+    for result in (half, half_sharded):
+        assert worst({**result, "grad_norm": []}, {**whole, "grad_norm": []}) < 0.2
+
+
+def test_batch_norm_is_torchs_own_on_one_process() -> None:
+    torch.manual_seed(1)
+    theirs = torch.nn.BatchNorm2d(3).double()
+    ours = BatchNorm(torch.nn.BatchNorm2d(3).double(), "synchronized")
+    for _ in range(3):
+        images = 5 + torch.randn(4, 3, 6, 5, dtype=torch.float64)
+        torch.testing.assert_close(ours(images), theirs(images))
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    frozen = BatchNorm(theirs, "frozen")
+    torch.testing.assert_close(frozen(images), theirs.eval()(images))
+    assert torch.equal(frozen.running_mean, theirs.running_mean)
+    assert frozen.float()(images.bfloat16()).dtype == torch.bfloat16
+
+
+def test_crops_depend_on_seed_and_place_alone_and_stay_inside() -> None:
+    boxes = [random_box((40, 30), (0.08, 1.0), seed=3, position=position) for position in range(500)]
+    shares = [(right - left) * (bottom - top) / 1200 for left, top, right, bottom in boxes]
+    assert all(0 <= left < right <= 40 and 0 <= top < bottom <= 30 for left, top, right, bottom in boxes)
+    assert all(0.06 < share <= 1 for share in shares)
+    assert 0.4 < np.mean(shares) < 0.6, "uniform between 0.08 and 1, but that wide crops don't always fit"
+    assert boxes == [random_box((40, 30), (0.08, 1.0), seed=3, position=position) for position in range(500)]
+    assert boxes != [random_box((40, 30), (0.08, 1.0), seed=4, position=position) for position in range(500)]
+    assert random_box((400, 3), (1.0, 1.0), seed=3, position=0) == (198, 0, 202, 3)  # nothing fits: the centre
+    assert centre_box((40, 30), 0.5) == (12.5, 7.5, 27.5, 22.5)
+
+    content = picture("red", random.Random(1))
+    transform = ImageTransform(8, (0.3, 0.6), 0.875)
+    cut = [transform(content, seed=3, position=position) for position in range(40)]
+    assert all(image.shape == (3, 8, 8) and image.dtype == torch.uint8 for image in cut)
+    assert torch.equal(cut[7], transform(content, seed=3, position=7))
+    assert len({image.numpy().tobytes() for image in cut}) > 30
+
+
+def test_half_of_the_images_are_flipped_and_pixels_are_normalized() -> None:
+    step = np.zeros((8, 8, 3), dtype=np.uint8)
+    step[:, 4:] = 255
+    target = io.BytesIO()
+    Image.fromarray(step).save(target, format="PNG")
+    transform = ImageTransform(8, (1.0, 1.0), 0.875)
+    is_flipped = [bool(transform(target.getvalue(), seed=1, position=p)[0, 0, 0] > 128) for p in range(200)]
+    assert 70 < sum(is_flipped) < 130
+    whole = ImageTransform(8, None, 1.0)(target.getvalue(), seed=1, position=0)
+    pixels = Pixels(whole[None], (0.5, 0.0, 0.5), (0.5, 1.0, 0.25)).on(torch.device("cpu"), torch.float32)
+    assert pixels[0, :, 0, 0].tolist() == [-1.0, 0.0, -2.0]
+    assert pixels[0, :, 0, 7].tolist() == [1.0, 1.0, 2.0]
+
+
+def test_what_is_no_picture_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = picture("blue", random.Random(1))
+    for content in (b"", b"hello", good[: len(good) // 2], good[:8] + b"\xff" * 40):
+        with pytest.raises(BadRecordError, match="can't be decoded"):
+            decoded(content)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(BadRecordError, match="more pixels"):
+        decoded(good)
+
+
+def build(job: dict[str, Any], cache: Path, rank: int = 0, size: int = 1) -> Any:
+    spec = parse(JobSpec, job | {"parallelism": {"data_replicate": size}}, "job")
+    resolved = resolve(spec, world_size=size)
+    return task_of(resolved).build_data(resolved, data_parallel_rank=rank, data_parallel_size=size, cache_dir=cache)
+
+
+def steps(data: Any, count: int) -> list[torch.Tensor]:
+    """What `count` steps read: images and labels, flat."""
+    read = [data.train.next_step() for _ in range(count)]
+    return [torch.cat([b.pixels.values.flatten(), b.labels.to(torch.uint8)]) for batches in read for b in batches]
+
+
+def test_the_same_images_at_any_number_of_ranks_and_after_a_resume(shards: Path, tmp_path: Path) -> None:
+    job = image_job(shards)
+    alone = build(job, tmp_path)
+    whole = steps(alone, 5)  # 80 of 56: into the second epoch
+    ranks = [build(job, tmp_path, rank, 2) for rank in range(2)]
+    shares = [steps(data, 5) for data in ranks]
+    merged = [share for pair in zip(*shares, strict=True) for share in pair]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(merged, whole, strict=True))
+
+    again = build(job, tmp_path)
+    again.train.load_state_dict(ranks[0].train.state_dict() | {"sequences_consumed": 32})
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(steps(again, 3), whole[8:], strict=True))
+    with pytest.raises(InputError, match="seed was 5, is 6"):
+        build(image_job(shards, training={"seed": 6}), tmp_path).train.load_state_dict(ranks[0].train.state_dict())
+
+    first = [[b.labels.tolist() for b in batches] for batches in alone.validation]
+    assert first == [[b.labels.tolist() for b in batches] for batches in alone.validation]
+    assert sum(label != -100 for batches in first for labels in batches for label in labels) == 21
+    for data in (alone, again, *ranks):
+        data.close()
+
+
+def test_a_bad_sample_is_counted_named_and_replaced_by_the_next(tmp_path: Path) -> None:
+    samples = list(classified(24, seed=1))
+    samples[3]["png"] = b"torn"
+    samples[5]["cls"] = b"17"
+    samples[9] = {"png": samples[9]["png"]}
+    write_shards(tmp_path / "train", iter(samples))
+    job = image_job(tmp_path, data={"validation": [], "max_bad_records": 3, "shuffle": False})
+    data = build(job, tmp_path / "cache")
+    labels = torch.cat([batch.labels for batch in data.train.next_step()])
+    expected = [int(sample.get("cls", b"0")) for sample in samples[:16]]
+    for row in (3, 5, 9):
+        expected[row] = expected[row + 1]
+    assert labels.tolist() == expected
+    assert data.train.next_step()[0].num_target_tokens == 4
+    (table,) = data.tables
+    data.close()
+    assert table.bad_rows == {3, 5, 9}
+    words = [
+        "0000.tar: 0000-00003: the image can't be decoded",
+        "its class is 17, the model has 4 (0 to 3)",
+        "no class",
+    ]
+    assert all(word in "; ".join(table.bad.named) for word in words)
+    with pytest.raises(InputError, match=r"data\.train: more bad records than data\.max_bad_records \(2\).*0000-00003"):
+        build(image_job(tmp_path, data={"validation": [], "max_bad_records": 2}), tmp_path / "cache")
+
+
+def test_classes_may_have_names(tmp_path: Path) -> None:
+    write_shards(tmp_path / "train", classified(20, seed=1, names=True))
+    (tmp_path / "names.txt").write_text("\n".join(COLOURS) + "\n")
+    job = image_job(tmp_path, data={"validation": [], "shuffle": False})
+    named = build(image_job(tmp_path, data=job["data"], images={"class_names": str(tmp_path / "names.txt")}), tmp_path)
+    labels = torch.cat([batch.labels for batch in named.train.next_step()]).tolist()
+    named.close()
+    assert labels == [COLOURS.index(sample["cls"].decode()) for sample in list(classified(20, seed=1, names=True))[:16]]
+    with pytest.raises(InputError, match=r"its class '.*' is no number"):
+        build(job, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallelism": {"tensor": 2}}, ["parallelism.tensor: 2", "data_replicate, data_shard"]),
+        ({"parallelism": {"pipeline": 2}}, ["parallelism.pipeline: 2"]),
+        ({"training": {"optimizer": {"kind": "muon"}}}, ["training.optimizer.kind: muon", "sgd or adamw"]),
+        ({"training": {"activation_checkpointing": "full"}}, ["activation_checkpointing: full", "set none"]),
+        ({"model": {"config": RESNET | {"num_labels": 9}}, "images": {"num_classes": 4}}, ["num_labels is 9"]),
+        ({"model": {"config": {"model_type": "resnet"}}}, ["images.num_classes", "how many classes"]),
+        ({"model": {"config": {"model_type": "llama", "num_labels": 4}}}, ["llama", "resnet, vit, convnext alone"]),
+        ({"model": {"config": VIT}, "images": {"size": 32}}, ["images.size: 32: the model takes 16"]),
+        ({"images": {"batch_norm": "frozen"}}, ["frozen uses the averages of model.source"]),
+        (
+            {
+                "parallelism": {"engine": "deepspeed", "data_replicate": 2, "zero_stage": 1},
+                "training": ADAMW | {"precision": "bf16"},
+            },
+            ["training.precision: bf16", "running averages of resnet", "engine: torch, or fp32"],
+        ),
+        ({"parallelism": {"engine": "deepspeed", "data_replicate": 2, "zero_stage": 1}}, ["kind: sgd", "deepspeed"]),
+        ({"training": {"steps": None, "tokens": 9}}, ["training.tokens", "images have no tokens"]),
+        ({"data": {"train": [{"path": "x", "format": "text"}]}}, ["data.train.0.format", "webdataset (given: text)"]),
+    ],
+)
+def test_refusals_are_one_line(changes: dict[str, Any], words: list[str], shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        spec = parse(JobSpec, image_job(shards, **changes), "job")
+        layout = spec.parallelism
+        assert not isinstance(layout, str)
+        resolved = resolve(spec, world_size=layout.world_size)
+        check_supported(resolved, device_type="cpu")
+        build(image_job(shards, **changes), tmp_path)
+    assert "\n" not in str(caught.value)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def start(num_ranks: int, job: Path, output_dir: Path, *arguments: str) -> Any:
+    return start_ranks(num_ranks, "trainer", "--job", str(job), "--output-dir", str(output_dir), *arguments)
+
+
+def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """The real command on two ranks: accuracy far above chance, and a stop changes nothing."""
+    samples = list(classified(72, seed=1))
+    samples[40]["png"] = b"torn"
+    write_shards(tmp_path / "train", iter(samples))
+    write_shards(tmp_path / "validation", classified(24, seed=2))
+    job = image_job(
+        tmp_path,
+        data={"max_bad_records": 1},
+        training={"steps": 24, "validation_every_steps": 8},
+        parallelism={"data_replicate": 2},
+    )
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(job))
+    outputs = finish(start(2, path, tmp_path / "whole"), timeout_seconds=180)
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    whole = rows_of(tmp_path / "whole")
+    result = json.loads((tmp_path / "whole" / "result.json").read_text())
+    assert result["validation_top1_accuracy"] > 0.7, "four colours: chance is 0.25"
+    assert result["validation_top5_accuracy"] == 1.0
+    assert result["images"] == 24 * 16
+    assert "tokens" not in result
+    assert result["bad_records"] == {"data.train": 1}
+    assert {row["images"] for row in whole} == {16}
+    lines = outputs[0][1].splitlines()
+    assert any(line.startswith("validation step=24 loss=") and " top1_accuracy=" in line for line in lines)
+    assert any(line.startswith("step=24 loss=") and " images_per_second=" in line for line in lines)
+
+    ranks = start(2, path, tmp_path / "stopped")
+    read_until(ranks[0], "step=5 ")
+    ranks[1].terminate()
+    assert [code for code, _ in finish(ranks, timeout_seconds=120)] == [75, 75]
+    assert len(rows_of(tmp_path / "stopped")) < 24
+    outputs = finish(start(2, path, tmp_path / "stopped"), timeout_seconds=180)
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    resumed = rows_of(tmp_path / "stopped")
+    keys = ("loss", "grad_norm", "validation_loss", "validation_top1_accuracy", "images")
+    assert [[row.get(key) for key in keys] for row in resumed] == [[row.get(key) for key in keys] for row in whole]

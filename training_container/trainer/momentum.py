@@ -1,0 +1,30 @@
+"""SGD with momentum, what ResNets are trained with; its state is made at once, so that a load can read into it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class Momentum(torch.optim.SGD):
+    """torch's SGD, counting its steps like every other optimizer here.
+
+    The momentum begins at zero, which makes the first step's direction the gradient itself, as torch's own first step.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, momentum: float, nesterov: bool) -> None:
+        """`groups`: parameters (plain or DTensor) with their weight_decay, which is added to the gradient."""
+        super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32)
+                if momentum:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                        parameter, memory_format=torch.preserve_format
+                    )
+        self.register_step_post_hook(_count)
+
+
+def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for state in optimizer.state.values():
+        state["step"] += 1

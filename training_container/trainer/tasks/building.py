@@ -1,0 +1,169 @@
+"""What the tasks with images share: the model's configuration, its weights, their data streams, what they refuse."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from trainer.data import JobData
+from trainer.deferred_weights import defer, outline, source_of
+from trainer.seeds import seed_everything
+from trainer.sharded_source import stored_type, to_trained_type
+from trainer.tasks.samples import SampleStream, SampleTable, SampleValidation
+from trainyard.errors import InputError
+from trainyard.spec.job import DataSource, ImageSpec, ResolvedJob
+
+
+@dataclass(frozen=True)
+class ImageData(JobData):
+    """What a job with images reads."""
+
+    tables: tuple[SampleTable, ...]
+    _bad_rows: dict[str, set[int]] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        """See JobData: samples that were met, by any rank, and left out, by data set; none where nothing was."""
+        told = {field: len(rows) for field, rows in self._bad_rows.items() if rows}
+        return {"bad_records": told} if told else {}
+
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """See JobData."""
+        mine = {table.where: table.bad_rows for table in self.tables}
+        all_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(all_ranks, mine, group=group)
+        self._bad_rows.update({where: set().union(*(rank[where] for rank in all_ranks)) for where in mine})
+
+    def close(self) -> None:
+        """See JobData."""
+        for stream in (self.train, self.validation):
+            if isinstance(stream, SampleStream | SampleValidation):
+                stream.close()
+
+
+def config_of(job: ResolvedJob, model_types: Sequence[str], **defaults: Any) -> PretrainedConfig:
+    """The model's Hugging Face configuration; InputError unless its type is one of `model_types`.
+
+    `defaults`: what a configuration in the job is completed by.
+    """
+    spec = job.spec.model
+    try:
+        if spec.config is not None:
+            settings = defaults | spec.config
+            model_type = settings.pop("model_type")
+            _check_type(f"model.config.model_type: {model_type}", model_type, job.spec.task, model_types)
+            return AutoConfig.for_model(model_type, **settings)
+        assert spec.source is not None
+        folder = _folder(spec.source)
+        config = AutoConfig.from_pretrained(folder)
+    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"model.{'config' if spec.config is not None else 'source'}: {one_line(error)}") from None
+    _check_type(f"model.source: {spec.source} is a {config.model_type}", config.model_type, job.spec.task, model_types)
+    return config
+
+
+def _check_type(what: str, model_type: str, task: str, model_types: Sequence[str]) -> None:
+    if model_type not in model_types:
+        raise InputError(f"{what}: task {task} is verified for {', '.join(model_types)} alone")
+
+
+def _folder(source: str) -> Path:
+    if "://" in source:
+        raise InputError(
+            f"model.source: {source}: the trainer reads local folders; launch the job, or download it first"
+        )
+    if not (Path(source) / "config.json").is_file():
+        raise InputError(f"model.source: {source}: no config.json there; give a Hugging Face model directory")
+    return Path(source)
+
+
+def outlined(
+    job: ResolvedJob, auto_class: Any, config: PretrainedConfig, *, new_head: bool = False, **options: Any
+) -> PreTrainedModel:
+    """The model of `config`, new or from the job's source, without its weights (`deferred_weights`) or with them.
+
+    `new_head`: weights of the source that don't fit `config` are new ones. `options` go to `from_config` and
+    `from_pretrained` alike. `finished` has to follow, once the caller has frozen what is not trained.
+    """
+    seed, source = job.spec.training.seed, job.spec.model.source
+    seed_everything(seed)
+    try:
+        if source is None:
+            model = outline(lambda: auto_class.from_config(config, dtype=torch.float32, **options), seed=seed)
+        else:
+            stored = stored_type(Path(source)) or torch.float32
+            model = auto_class.from_pretrained(
+                source, config=config, dtype=stored, ignore_mismatched_sizes=new_head, **options
+            )
+            # Constants that were rounded to the stored type, running averages among them, are trained in float32.
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.float()
+    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, ImportError, SafetensorError) as error:
+        where = "config" if source is None else f"source: {source}"
+        raise InputError(f"model.{where}: {one_line(error)}") from None
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def finished(model: PreTrainedModel, job: ResolvedJob) -> PreTrainedModel:
+    """`model`, its parameters an outline in the types that they are trained in."""
+    if source_of(model) is None:
+        defer(model)
+    precision = job.spec.training.precision
+    to_trained_type(model.parameters(), precision)
+    if precision == "fp64":
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.double()
+    return model
+
+
+def image_data(
+    job: ResolvedJob,
+    make_table: Callable[[Sequence[DataSource], str, bool], SampleTable],
+    *,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> ImageData:
+    """The streams over the tables that `make_table(sources, field, is_training)` gives, their first samples checked."""
+    spec, images = job.spec, job.spec.images or ImageSpec()
+    place = {
+        "global_batch_size": spec.training.global_batch_size,
+        "micro_batch_size": job.micro_batch_size,
+        "data_parallel_rank": data_parallel_rank,
+        "data_parallel_size": data_parallel_size,
+        "num_threads": images.decode_threads,
+    }
+    train = make_table(spec.data.train, "data.train", True)
+    tables = [train]
+    validation = None
+    if spec.data.validation:
+        tables.append(make_table(spec.data.validation, "data.validation", False))
+        validation = SampleValidation(tables[-1], max_steps=spec.training.validation_batches, **place)
+    for table in tables:
+        table.check_first()
+    stream = SampleStream(
+        train, dataset_digest=train.digest, seed=spec.training.seed, shuffle=spec.data.shuffle, **place
+    )
+    return ImageData(train=stream, validation=validation, tables=tuple(tables))
+
+
+def check_layout(job: ResolvedJob) -> None:
+    """InputError for the ways to split a model that are made for language models alone."""
+    for degree in ("tensor", "pipeline", "context", "expert"):
+        if getattr(job.parallelism, degree) > 1:
+            raise InputError(
+                f"parallelism.{degree}: {getattr(job.parallelism, degree)} splits language models alone; task"
+                f" {job.spec.task} trains with data_replicate, data_shard, or engine: deepspeed with a zero_stage"
+            )
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text, for the end of a one-line message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,184 @@
+"""Samples of WebDataset shards as a training stream: read and decoded by threads, one step ahead of the training.
+
+The order is that of `trainer.data.stream`, so positions, resumes and other data-parallel sizes work alike. A sample
+that can't be learnt from is counted and named, and the next one of the shards stands in for it: at the same place on
+every layout, and no batch is ever short.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from trainer.data import BatchStream, ValidationStream
+from trainer.data.bad_records import BadRecordError, BadRecords
+from trainer.data.stream import Positions
+from trainer.data.webdataset import ShardIndex
+from trainer.tasks.images import IMAGE_EXTENSIONS
+from trainyard.errors import InputError
+from trainyard.spec.job import DataSource
+
+_LOOKED_AT_FIRST = 32
+"""Samples that are read before the model is built: a wrong data set is wrong in its first ones."""
+
+
+class SampleTable(ABC):
+    """The samples of some sources, numbered in the order of the sources and their shards."""
+
+    sequence_length = 1
+    """Part of what a position counts in (`BatchStream.state_dict`)."""
+
+    def __init__(self, sources: Sequence[DataSource], *, cache_dir: Path, max_bad_records: int, where: str) -> None:
+        """`where`: the field, for messages. InputError names a source that can't be read."""
+        self._indices = [ShardIndex.open(source, cache_dir) for source in sources]
+        self._ends = np.cumsum([len(index) for index in self._indices])
+        self.where = where
+        self.bad = BadRecords(limit=max_bad_records, where=where)
+        self.bad_rows: set[int] = set()
+        """Those that were met and left out."""
+        self._lock = Lock()
+        found = {extension for index in self._indices for extension in index.extensions}
+        if not found & set(IMAGE_EXTENSIONS):
+            raise InputError(
+                f"{where}: no member of the shards is an image ({', '.join(IMAGE_EXTENSIONS)}), they hold:"
+                f" {', '.join(sorted(found)) or 'nothing'}"
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def digest(self) -> str:
+        """Of all shards' keys and sizes, in order."""
+        return "-".join(index.digest[:16] for index in self._indices)
+
+    def check_first(self) -> None:
+        """Reads the first few samples as training will; InputError when more of them are bad than may be."""
+        for row in range(min(len(self), _LOOKED_AT_FIRST)):
+            self._sample_or_none(row, row)
+
+    def sample(self, row: int, position: int) -> Any:
+        """Sample `row`, or where that is bad the next good one, as `collate` takes it; safe from several threads.
+
+        `position`: the place in the global order of all epochs, for what is drawn at random. A negative row is an
+        empty sample.
+        """
+        if row < 0:
+            return None
+        for offset in range(len(self)):
+            found = self._sample_or_none((row + offset) % len(self), position)
+            if found is not None:
+                return found
+        raise InputError(f"{self.where}: no sample can be learnt from; the first: {'; '.join(self.bad.named)}")
+
+    def _sample_or_none(self, row: int, position: int) -> Any:
+        if row in self.bad_rows:
+            return None
+        source = int(np.searchsorted(self._ends, row, side="right"))
+        index, number = self._indices[source], row - int(self._ends[source]) + len(self._indices[source])
+        try:
+            return self.read(index.read_sample(number), position)
+        except BadRecordError as error:
+            with self._lock:
+                if row not in self.bad_rows:
+                    self.bad_rows.add(row)
+                    self.bad.add(index.place(number), str(error))
+            return None
+
+    @abstractmethod
+    def read(self, members: dict[str, bytes], position: int) -> Any:
+        """One sample out of its members; BadRecordError says why it can't be learnt from."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """A micro-batch of what `read` gave; None is an empty sample, without targets."""
+
+
+def image_of(members: dict[str, bytes]) -> bytes:
+    """The sample's image; BadRecordError where it has none."""
+    for extension in IMAGE_EXTENSIONS:
+        if extension in members:
+            return members[extension]
+    raise BadRecordError(f"has no image, only {', '.join(sorted(members))}")
+
+
+class _Pool:
+    """Threads that read samples; Pillow and file reads let go of the interpreter while they work."""
+
+    def __init__(self, table: SampleTable, num_threads: int) -> None:
+        self._table = table
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="decode")
+
+    def begin(self, rows: Positions, positions: Positions) -> list[Future[Any]]:
+        """Starts reading one micro-batch."""
+        return [
+            self._threads.submit(self._table.sample, int(row), int(position))
+            for row, position in zip(rows, positions, strict=True)
+        ]
+
+    def finish(self, futures: Sequence[Future[Any]]) -> Any:
+        """The micro-batch, once all of it is there."""
+        return self._table.collate([future.result() for future in futures])
+
+    def close(self) -> None:
+        """Ends the threads; what was not begun is dropped."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+class SampleStream(BatchStream):
+    """This rank's share of the endless training stream of samples."""
+
+    def __init__(self, table: SampleTable, *, num_threads: int, **settings: Any) -> None:
+        """`settings`: BatchStream's."""
+        super().__init__(table, **settings)  # type: ignore[arg-type]  # of the table it needs length and name alone
+        self._pool = _Pool(table, num_threads)
+        self._ahead: dict[int, list[list[Future[Any]]]] = {}
+
+    def next_step(self) -> list[Any]:
+        """See BatchStream. What was read ahead is not consumed: the position is exact at every checkpoint."""
+        first = self._sequences_consumed
+        micro_batches = self._ahead.pop(first, None) or self._begin(first)
+        following = first + self._blocks.global_batch_size
+        self._ahead = {following: self._begin(following)}
+        batches = [self._pool.finish(futures) for futures in micro_batches]
+        self._sequences_consumed = following
+        return batches
+
+    def _begin(self, first: int) -> list[list[Future[Any]]]:
+        return [self._pool.begin(self._rows(positions), positions) for positions in self._blocks.positions(first)]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.close()
+
+
+class SampleValidation(ValidationStream):
+    """The same samples at every validation, in the order of the shards."""
+
+    def __init__(self, table: SampleTable, *, num_threads: int, **settings: Any) -> None:
+        """`settings`: ValidationStream's."""
+        super().__init__(table, **settings)  # type: ignore[arg-type]  # of the table it needs the length alone
+        self._num_samples = len(table)
+        self._pool = _Pool(table, num_threads)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """One whole validation; the next batch is read while one is used."""
+        ahead = [self._begin(step) for step in range(min(1, self.num_steps))]
+        for step in range(self.num_steps):
+            if step + 1 < self.num_steps:
+                ahead.append(self._begin(step + 1))
+            yield [self._pool.finish(futures) for futures in ahead.pop(0)]
+
+    def _begin(self, step: int) -> list[list[Future[Any]]]:
+        return [
+            self._pool.begin(np.where(positions < self._num_samples, positions, -1), positions)
+            for positions in self._blocks.positions(step * self._blocks.global_batch_size)
+        ]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.close()
