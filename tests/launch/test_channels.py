@@ -28,6 +28,22 @@ def test_inputs_become_channels(deployed: Account, job: JobSpec, contract: Tenan
     assert uris == {read.train[0].path, read.validation[0].path, read.tokenizer}
 
 
+def test_streamed_data_is_no_channel_but_must_be_there(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    s3 = deployed.client("s3")
+    content = job.model_dump(mode="json", exclude_none=True)
+    s3.put_object(Bucket=contract.buckets.data, Key="sets/chat.jinja", Body=b"{{ messages }}")
+    content["data"] |= {"streaming": True, "chat_template": "tenant://sets/chat.jinja"}
+    inputs = build_inputs(parse(JobSpec, content, "job"), s3, contract)
+    assert [channel.name for channel in inputs.channels] == ["tokenizer", "chat-template"]
+    assert inputs.job.data.train[0].path == "s3://acme-data/sets/train"
+    assert inputs.job.data.chat_template == "s3://acme-data/sets/chat.jinja"
+    content["data"]["train"][0]["path"] = "tenant://sets/nothing"
+    with pytest.raises(AwsRefusedError, match="sets/nothing: there is nothing there"):
+        build_inputs(parse(JobSpec, content, "job"), s3, contract)
+
+
 def test_a_folder_does_not_take_in_its_neighbour(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
     s3 = deployed.client("s3")
     s3.put_object(Bucket=contract.buckets.data, Key="sets/train-2/part.jsonl", Body=b"{}")

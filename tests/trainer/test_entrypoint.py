@@ -317,6 +317,21 @@ def test_fewer_hosts_than_planned_are_laid_out_anew(tmp_path: Path) -> None:
     assert here.gradient_accumulation_steps * here.micro_batch_size == 2
 
 
+def test_streamed_data_keeps_its_place_and_the_chat_template_gets_its_channel(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path)
+    planned = job(1, 1)
+    planned["spec"]["data"]["train"] = [{"path": "s3://data/chats", "format": "jsonl"}]
+    planned["spec"]["data"] |= {"streaming": True, "chat_template": "s3://data/chat.jinja"}
+    (tree / "input/data/job/resolved_job.json").write_text(json.dumps(planned))
+    channels = json.loads((tree / "input/data/job/channels.json").read_text())
+    (tree / "input/data/job/channels.json").write_text(json.dumps(channels | {"s3://data/chat.jinja": "chat-template"}))
+    (tree / "input/data/chat-template").mkdir()
+    (tree / "input/data/chat-template/chat.jinja").write_text("{{ messages }}")
+    here = entrypoint.read_job(tree, entrypoint.read_place(tree), {"TRAINYARD_PROCESSES_PER_HOST": "1"})
+    assert here.spec.data.train[0].path == "s3://data/chats"
+    assert here.spec.data.chat_template == str(tree / "input/data/chat-template/chat.jinja")
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [

@@ -163,15 +163,22 @@ def _with_local_paths(job: ResolvedJob, channels: Mapping[str, Any], inputs: Pat
         file = folder / uri.rstrip("/").rsplit("/", 1)[-1]
         return str(file if file.exists() else folder)
 
-    def sources(given: Sequence[DataSource]) -> tuple[DataSource, ...]:
-        return tuple(source.model_copy(update={"path": local(source.path)}) for source in given)
-
     spec = job.spec
+
+    def sources(given: Sequence[DataSource]) -> tuple[DataSource, ...]:
+        return tuple(
+            source
+            if spec.data.streaming and source.path.startswith("s3://")
+            else source.model_copy(update={"path": local(source.path)})
+            for source in given
+        )
+
     data = spec.data.model_copy(
         update={
             "train": sources(spec.data.train),
             "validation": sources(spec.data.validation),
             "tokenizer": spec.data.tokenizer and local(spec.data.tokenizer),
+            "chat_template": spec.data.chat_template and local(spec.data.chat_template),
         }
     )
     model = spec.model.model_copy(update={"source": spec.model.source and local(spec.model.source)})

@@ -45,8 +45,11 @@ def absolute_job(job: JobSpec, contract: TenantContract) -> JobSpec:
     train = tuple(source(item, f"data.train.{index}.path") for index, item in enumerate(job.data.train))
     validation = tuple(source(item, f"data.validation.{index}.path") for index, item in enumerate(job.data.validation))
     tokenizer = _absolute(job.data.tokenizer, "data.tokenizer", contract) if job.data.tokenizer else None
+    template = _absolute(job.data.chat_template, "data.chat_template", contract) if job.data.chat_template else None
     model_source = _absolute(job.model.source, "model.source", contract) if job.model.source else None
-    data = job.data.model_copy(update={"train": train, "validation": validation, "tokenizer": tokenizer})
+    data = job.data.model_copy(
+        update={"train": train, "validation": validation, "tokenizer": tokenizer, "chat_template": template}
+    )
     return job.model_copy(update={"data": data, "model": job.model.model_copy(update={"source": model_source})})
 
 
@@ -68,13 +71,18 @@ def _absolute(uri: str, where: str, contract: TenantContract) -> str:
 
 
 def build_inputs(job: JobSpec, s3: Any, contract: TenantContract) -> Inputs:
-    """Every input of `job` as a channel; asks S3 whether each exists (AwsRefusedError where one doesn't)."""
+    """Every input of `job` as a channel, apart from what is streamed; asks S3 whether each exists.
+
+    AwsRefusedError where one doesn't.
+    """
     absolute = absolute_job(job, contract)
     channels: dict[str, Channel] = {}
     for name, uri in _named_uris(absolute):
         if uri in channels:
             continue
-        if uri.startswith("fsx://"):
+        if is_streamed(absolute, uri):
+            existing_s3_location(s3, uri, contract)
+        elif uri.startswith("fsx://"):
             channels[uri] = Channel(name, "fsx", uri.removeprefix("fsx://"), uri)
         else:
             channels[uri] = Channel(name, "s3", existing_s3_location(s3, uri, contract), uri)
@@ -86,11 +94,19 @@ def build_inputs(job: JobSpec, s3: Any, contract: TenantContract) -> Inputs:
     return Inputs(absolute, tuple(channels.values()))
 
 
+def is_streamed(job: JobSpec, uri: str) -> bool:
+    """Whether the trainer reads it from S3 itself, as the job's role: with data.streaming, all data is."""
+    data = [source.path for source in (*job.data.train, *job.data.validation)]
+    return job.data.streaming and uri in data and uri.startswith("s3://")
+
+
 def _named_uris(job: JobSpec) -> list[tuple[str, str]]:
     named = [(f"train-{index}", source.path) for index, source in enumerate(job.data.train)]
     named += [(f"validation-{index}", source.path) for index, source in enumerate(job.data.validation)]
     if job.data.tokenizer:
         named.append(("tokenizer", job.data.tokenizer))
+    if job.data.chat_template:
+        named.append(("chat-template", job.data.chat_template))
     if job.model.source:
         named.append(("model", job.model.source))
     return named

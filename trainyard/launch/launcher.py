@@ -10,7 +10,7 @@ from trainyard.hardware import DEFAULT_REGION
 from trainyard.launch import checks, names
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.backend import Backend, Say, say_nothing
-from trainyard.launch.channels import build_inputs
+from trainyard.launch.channels import build_inputs, is_streamed
 from trainyard.launch.contract import read_image
 from trainyard.launch.local_backend import LocalBackend, check_trainer
 from trainyard.launch.record import (
@@ -119,13 +119,17 @@ def local_job(job: JobSpec) -> JobSpec:
     data = job.data
     changes: dict[str, Any] = {
         kind: tuple(
-            source.model_copy(update={"path": _local_path(source.path, f"data.{kind}.{index}.path")})
+            source
+            if is_streamed(job, source.path)
+            else source.model_copy(update={"path": _local_path(source.path, f"data.{kind}.{index}.path")})
             for index, source in enumerate(getattr(data, kind))
         )
         for kind in ("train", "validation")
     }
     if data.tokenizer:
         changes["tokenizer"] = _local_path(data.tokenizer, "data.tokenizer")
+    if data.chat_template:
+        changes["chat_template"] = _local_path(data.chat_template, "data.chat_template")
     model = job.model
     if model.source is not None and Path(model.source).exists():
         model = model.model_copy(update={"source": str(Path(model.source).resolve())})

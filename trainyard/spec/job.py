@@ -262,6 +262,9 @@ class TrainingSpec(SpecModel):
     its head's output as it is; with parallelism.tensor above 1, each rank with its own part of the vocabulary. What was
     chosen is said at the start and in result.json."""
     activation_checkpointing: Literal["none", "selective", "full"] | Auto = "auto"
+    compile: bool = False
+    """torch.compile, a transformer block at a time: faster steps after a first one that takes a minute or so. Needs
+    triton on a GPU, g++ on a CPU. Not with deepspeed, tensor, context or expert parallelism."""
     seed: int = Field(default=1234, ge=0)
     deterministic: bool = False
     """Deterministic kernels: the same bits on the same layout and hardware, at a cost in speed."""

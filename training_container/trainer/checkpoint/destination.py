@@ -207,6 +207,25 @@ def _os_errors(what: str) -> Iterator[None]:
         ) from error
 
 
+def s3_client() -> Any:
+    """The SDK's client for S3, as every reader and writer of the trainer uses it; a thread may share it."""
+    import boto3
+    from botocore.config import Config
+
+    # A private endpoint's bucket host names (bucket.localhost) resolve nowhere.
+    private = "AWS_ENDPOINT_URL" in os.environ or "AWS_ENDPOINT_URL_S3" in os.environ
+    return boto3.session.Session().client(
+        "s3",
+        config=Config(
+            retries={"mode": "standard", "total_max_attempts": 3},
+            connect_timeout=10,
+            read_timeout=60,
+            max_pool_connections=20,
+            s3={"addressing_style": "path" if private else "auto"},
+        ),
+    )
+
+
 class S3Destination(Destination):
     """A prefix of a bucket, by the SDK: multipart for large files, checksums that S3 verifies on arrival.
 
@@ -214,9 +233,7 @@ class S3Destination(Destination):
     """
 
     def __init__(self, uri: str) -> None:
-        import boto3
         from boto3.s3.transfer import TransferConfig
-        from botocore.config import Config
 
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         if not bucket:
@@ -224,18 +241,7 @@ class S3Destination(Destination):
         self._bucket = bucket
         self._prefix = prefix.strip("/")
         self.uri = f"s3://{bucket}/{self._prefix}".rstrip("/")
-        # A private endpoint's bucket host names (bucket.localhost) resolve nowhere.
-        private = "AWS_ENDPOINT_URL" in os.environ or "AWS_ENDPOINT_URL_S3" in os.environ
-        self._client: Any = boto3.session.Session().client(
-            "s3",
-            config=Config(
-                retries={"mode": "standard", "total_max_attempts": 3},
-                connect_timeout=10,
-                read_timeout=60,
-                max_pool_connections=20,
-                s3={"addressing_style": "path" if private else "auto"},
-            ),
-        )
+        self._client: Any = s3_client()
         self._transfer = TransferConfig(
             multipart_threshold=_MULTIPART_BYTES, multipart_chunksize=_MULTIPART_BYTES, max_concurrency=10
         )
@@ -287,23 +293,29 @@ class S3Destination(Destination):
 
     @contextmanager
     def _s3_errors(self, verb: str, name: str) -> Iterator[None]:
-        from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        what = f"can't {verb} {self.uri}/{name}"
-        try:
+        with s3_errors(f"can't {verb} {self.uri}/{name}"):
             yield
-        except ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", "unknown"))
-            if code in ("NoSuchKey", "404", "NotFound"):
-                raise MissingFileError(f"{what}: no such object") from error
-            raise DestinationError(f"{what}: {code}", permanent=code in _PERMANENT_S3_CODES) from error
-        except (BotoCoreError, Boto3Error) as error:
-            text = " ".join(str(error).split())[:300]
-            # upload_file wraps the service's answer in text alone.
-            permanent = any(f"({code})" in text for code in _PERMANENT_S3_CODES) or "credentials" in text.lower()
-            raise DestinationError(f"{what}: {text}", permanent=permanent) from error
-        except OSError as error:
-            raise DestinationError(
-                f"{what}: {error.strerror or error}", permanent=error.errno in _PERMANENT_ERRNOS
-            ) from error
+
+
+@contextmanager
+def s3_errors(what: str) -> Iterator[None]:
+    """The SDK's errors as DestinationError, or MissingFileError: `what` failed, and why."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        code = str(error.response.get("Error", {}).get("Code", "unknown"))
+        if code in ("NoSuchKey", "404", "NotFound"):
+            raise MissingFileError(f"{what}: no such object") from error
+        raise DestinationError(f"{what}: {code}", permanent=code in _PERMANENT_S3_CODES) from error
+    except (BotoCoreError, Boto3Error) as error:
+        text = " ".join(str(error).split())[:300]
+        # upload_file wraps the service's answer in text alone.
+        permanent = any(f"({code})" in text for code in _PERMANENT_S3_CODES) or "credentials" in text.lower()
+        raise DestinationError(f"{what}: {text}", permanent=permanent) from error
+    except OSError as error:
+        raise DestinationError(
+            f"{what}: {error.strerror or error}", permanent=error.errno in _PERMANENT_ERRNOS
+        ) from error

@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from trainer.data.chat import chat_template_of
 from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
+from trainer.data.streamed_tokens import are_streamed, open_streamed_tokens
 from trainer.data.token_cache import TokenCache, open_token_cache
+from trainer.data.token_units import Vocabulary
 from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
 from trainer.speech import say
 from trainyard.errors import InputError
@@ -54,16 +56,21 @@ class TextData(JobData):
 
     vocab_size: int
     """One more than the largest id that can occur: the model's embedding needs at least as many rows."""
-    unigram_entropy_nats: float
-    """Of the tokenized validation text, else of the training text: a model that has learnt anything is below it."""
+    unigram_entropy_nats: float | None
+    """Of the tokenized validation text, else of the training text: a model that has learnt anything is below it. None
+    where the tokens are streamed, which nobody has counted."""
     tokenizer_digest: str
     bad_records: dict[str, int] = field(default_factory=dict)
     """Records left out because they are broken, by data set; none where nothing is."""
 
     def describe(self) -> dict[str, Any]:
         """See JobData."""
-        told = {"bad_records": self.bad_records} if self.bad_records else {}
+        told: dict[str, Any] = {"bad_records": self.bad_records} if self.bad_records else {}
         return {"unigram_entropy_nats": self.unigram_entropy_nats, **told}
+
+    def close(self) -> None:
+        """See JobData."""
+        self.train.close()
 
 
 def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path) -> TextData:
@@ -75,6 +82,8 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
     tokenizer = tokenizer_of(spec)
     template = chat_template_of(spec.data.chat_template, tokenizer_file_of(spec))
 
+    vocab_is_open = spec.data.tokenizer is None and spec.model.source is None
+
     def tokens(sources: Sequence[DataSource], field: str) -> TokenCache:
         for source in sources:
             if source.format == "webdataset":
@@ -82,14 +91,22 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
                     f"data path {source.path}: webdataset is for images; a causal_lm job reads text, jsonl, parquet or"
                     " tokens"
                 )
+        if field == "train" and are_streamed(sources, streaming=spec.data.streaming):
+            return open_streamed_tokens(
+                sources,
+                Vocabulary(tokenizer.vocab_size, vocab_is_open),
+                cache_dir,
+                cache_bytes=int(spec.data.stream_cache_gib * (1 << 30)) // job.processes_per_host,
+            )
         return open_token_cache(
             sources,
             tokenizer,
             cache_dir,
-            vocab_is_open=spec.data.tokenizer is None and spec.model.source is None,
+            vocab_is_open=vocab_is_open,
             chat_template=template,
             max_bad_records=spec.data.max_bad_records,
             where=f"data.{field}",
+            streaming=spec.data.streaming,
         )
 
     def table(cache: TokenCache, field: str) -> SequenceTable:

@@ -58,17 +58,12 @@ class LocalFile(DataFile):
         return LocalFile.at(self.path) == self
 
 
-def files_of(source: DataSource) -> list[DataFile]:
-    """The files of a source, ordered by their path inside it: the same order on every machine."""
-    return [LocalFile.at(path) for path in local_files(source)]
-
-
 def local_files(source: DataSource) -> list[Path]:
     """The paths of a source on this machine, in order; InputError where there are none."""
     if "://" in source.path:
         raise InputError(
-            f"data path {source.path}: the trainer reads local files; launch the job (which brings them as a channel) "
-            "or copy them here first"
+            f"data path {source.path}: the trainer reads local files; launch the job (which brings them as a channel), "
+            "copy them here first, or read them from S3 with data.streaming: true"
         )
     root = Path(source.path)
     if root.is_file():

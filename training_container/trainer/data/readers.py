@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.bad_records import BadRecordError
-from trainer.data.files import DataFile, LocalFile, files_of
+from trainer.data.files import DataFile, LocalFile, local_files
+from trainer.data.s3_files import list_s3
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
@@ -137,10 +138,20 @@ class Unit:
         return {name: _without_nulls(value) for name, value in row.items()}
 
 
-def units_of(source: DataSource) -> list[Unit]:
+def files_of(source: DataSource, *, streaming: bool = False) -> list[DataFile]:
+    """The files of a source, ordered by their path inside it: the same order on every machine.
+
+    `streaming`: s3:// is read where it lies; InputError without.
+    """
+    if streaming and source.path.startswith("s3://"):
+        return list_s3(source)
+    return [LocalFile.at(path) for path in local_files(source)]
+
+
+def units_of(source: DataSource, *, streaming: bool = False) -> list[Unit]:
     """A source cut into units, in order; InputError names what can't be read."""
     units = []
-    for file in files_of(source):
+    for file in files_of(source, streaming=streaming):
         borders = _borders(source, file)
         units += [Unit(source, file, begin, end) for begin, end in zip(borders, [*borders[1:], None], strict=True)]
     return units
@@ -167,27 +178,60 @@ def _borders(source: DataSource, file: DataFile) -> list[int]:
     return [0]
 
 
-def read_token_file(file: DataFile) -> npt.NDArray[Any]:
-    """A file of a `tokens` source as a memory-mapped 1-D array of ids: one document.
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of a `tokens` source: one document of ready-made ids.
 
     `.npy` carries its integer type; `.bin` is bare little-endian uint16.
     """
-    assert isinstance(file, LocalFile)
-    if file.where.endswith(".npy"):
+
+    file: DataFile
+    dtype: "np.dtype[Any]"
+    offset: int
+    """Bytes before the first id."""
+    num_tokens: int
+
+    @classmethod
+    def of(cls, file: DataFile) -> "TokenFile":
+        """What the file's first bytes say; InputError where it holds no row of integers."""
+        if not file.where.endswith(".npy"):
+            if file.size % 2:
+                raise InputError(
+                    f"{file.where}: {file.size} bytes are no whole number of uint16 ids; use .npy for wider ids"
+                )
+            return cls(file, np.dtype("<u2"), 0, file.size // 2)
         try:
-            array = np.load(file.path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError) as error:
-            raise InputError(f"{file.where}: is not a NumPy array file ({error})") from None
-    else:
-        if file.size % 2:
-            raise InputError(
-                f"{file.where}: {file.size} bytes are no whole number of uint16 ids; use .npy for wider ids"
-            )
-        array = np.memmap(file.path, dtype="<u2", mode="r") if file.size else np.empty(0, dtype="<u2")
-    assert isinstance(array, np.ndarray)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(f"{file.where}: must hold a 1-D array of integers, holds {array.ndim}-D {array.dtype}")
-    return array
+            with file.open() as handle:
+                version = np.lib.format.read_magic(handle)
+                read_header = {
+                    (1, 0): np.lib.format.read_array_header_1_0,
+                    (2, 0): np.lib.format.read_array_header_2_0,
+                }
+                shape, _, dtype = read_header[version](handle)
+                offset = handle.tell()
+        except (ValueError, KeyError, *_UNREADABLE) as error:
+            raise InputError(f"{file.where}: is not a NumPy array file ({_reason(error)})") from None
+        if len(shape) != 1 or dtype.kind not in "iu":
+            raise InputError(f"{file.where}: must hold a 1-D array of integers, holds {len(shape)}-D {dtype}")
+        if file.size != offset + shape[0] * dtype.itemsize:
+            raise InputError(f"{file.where}: is not the size that its header says: copy it again")
+        return cls(file, dtype, offset, int(shape[0]))
+
+    def chunks(self, num_tokens: int) -> Iterator[npt.NDArray[Any]]:
+        """All ids, so many at a time."""
+        try:
+            with self.file.open() as handle:
+                handle.seek(self.offset)
+                left = self.num_tokens
+                while left:
+                    content = handle.read(min(left, num_tokens) * self.dtype.itemsize)
+                    ids = np.frombuffer(content, dtype=self.dtype)
+                    if not len(ids):
+                        raise EOFError("it ends early")
+                    left -= len(ids)
+                    yield ids
+        except (ValueError, *_UNREADABLE) as error:
+            raise InputError(f"{self.file.where}: can't be read: {_reason(error)}") from None
 
 
 def _plain(file: BinaryIO, name: str) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer.data.streamed_tokens import StreamedTokens
 from trainer.data.token_cache import LearntTokens, TokenCache
 from trainyard.errors import InputError
 
@@ -21,6 +22,9 @@ IGNORED_LABEL = -100
 """Label of a position that doesn't count in the loss (torch's cross_entropy default)."""
 
 _ROWS_AT_ONCE = 4096
+
+STEPS_AHEAD = 8
+"""Steps whose sequences are fetched before they are wanted, where the tokens lie in S3."""
 
 Positions = npt.NDArray[np.int64]
 
@@ -118,6 +122,23 @@ class SequenceTable:
 
     def __len__(self) -> int:
         return len(self._starts)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the tokens lie in S3, so that it helps to know early what is read."""
+        return isinstance(self._tokens, StreamedTokens)
+
+    def will_read(self, rows: Positions) -> None:
+        """Says which sequences are read soon: tokens that aren't on this machine are fetched meanwhile."""
+        if isinstance(self._tokens, StreamedTokens):
+            for row in rows:
+                start = int(self._starts[row])
+                self._tokens.will_read(slice(start, start + int(self._lengths[row])))
+
+    def close(self) -> None:
+        """Ends the threads that fetch."""
+        if isinstance(self._tokens, StreamedTokens):
+            self._tokens.close()
 
     def micro_batch(self, rows: Positions) -> MicroBatch:
         """The sequences `rows` as one micro-batch; a negative row is an empty sequence (all padding)."""
@@ -228,6 +249,7 @@ class BatchStream:
         self.dataset_digest = dataset_digest
         self._permutations: dict[int, Permutation] = {}
         self._sequences_consumed = 0
+        self._announced = 0
 
     @property
     def num_sequences(self) -> int:
@@ -246,9 +268,20 @@ class BatchStream:
 
     def next_step(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next optimizer step: gradient_accumulation_steps of them."""
+        self._announce()
         batches = [self._table.micro_batch(self._rows(p)) for p in self._blocks.positions(self._sequences_consumed)]
         self._sequences_consumed += self._blocks.global_batch_size
         return batches
+
+    def _announce(self) -> None:
+        """Tells the table what this step and the next ones read, each step once."""
+        if not self._table.is_streamed:
+            return
+        first = max(self._announced, self._sequences_consumed)
+        self._announced = self._sequences_consumed + (1 + STEPS_AHEAD) * self._blocks.global_batch_size
+        for step in range(first, self._announced, self._blocks.global_batch_size):
+            for positions in self._blocks.positions(step):
+                self._table.will_read(self._rows(positions))
 
     def _rows(self, positions: Positions) -> Positions:
         epochs, offsets = np.divmod(positions, self.num_sequences)
@@ -264,6 +297,10 @@ class BatchStream:
         if epoch not in self._permutations:
             self._permutations = {epoch: Permutation(self.num_sequences, self._seed, epoch)}
         return self._permutations[epoch]
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        self._table.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what it counts in: JSON values, the same on every rank."""
@@ -292,7 +329,7 @@ class BatchStream:
                     f"the checkpoint's data position can't be continued: {field} was {state.get(field)!r}, "
                     f"is {now[field]!r}; {cause} changed: restore it, or start anew with another checkpoint.destination"
                 )
-        self._sequences_consumed = int(state["sequences_consumed"])
+        self._sequences_consumed = self._announced = int(state["sequences_consumed"])
 
 
 class ValidationStream:

@@ -56,8 +56,8 @@ class TokenCache:
     document_ends: npt.NDArray[np.int64]
     """(D,) end of each document in `tokens`, exclusive, ascending; memory-mapped."""
     digest: str
-    unigram_entropy_nats: float
-    """Entropy of the token frequencies: the loss of a model that knows them and nothing else."""
+    unigram_entropy_nats: float | None
+    """Entropy of the token frequencies: the loss of a model that knows them and nothing else. None: not counted."""
     vocab_size: int
     """The tokenizer's, or with ready-made ids and no tokenizer one more than the largest."""
     learnt: LearntTokens | None = None
@@ -76,14 +76,16 @@ def open_token_cache(
     chat_template: ChatTemplate | None = None,
     max_bad_records: int = 0,
     where: str = "data",
+    streaming: bool = False,
 ) -> TokenCache:
     """The tokens of `sources`, one after the other; tokenized now if `cache_dir` doesn't hold them yet.
 
     `vocab_is_open`: no tokenizer was named, so ready-made ids (format: tokens) may exceed the fallback's vocabulary.
-    `where` names the data set in messages. Any number of processes may call this at once: they share the work.
+    `where` names the data set in messages; `streaming`: s3:// sources are read where they lie, once. Any number of
+    processes may call this at once: they share the work.
     """
     vocabulary = Vocabulary(tokenizer.vocab_size, vocab_is_open)
-    parts = _parts(sources, tokenizer, chat_template, vocabulary)
+    parts = _parts(sources, tokenizer, chat_template, vocabulary, streaming)
     key = hashlib.sha256(json.dumps([_FORMAT_VERSION, vocab_is_open, [part.key for part in parts]]).encode())
     folder, units_folder = cache_dir / key.hexdigest()[:24], cache_dir / "units"
     bad = BadRecords(max_bad_records, where)
@@ -114,12 +116,17 @@ class _Part:
 
 
 def _parts(
-    sources: Sequence[DataSource], tokenizer: TextTokenizer, template: ChatTemplate | None, vocabulary: Vocabulary
+    sources: Sequence[DataSource],
+    tokenizer: TextTokenizer,
+    template: ChatTemplate | None,
+    vocabulary: Vocabulary,
+    streaming: bool,
 ) -> list[_Part]:
     parts = []
     for source in sources:
         encoder = None if source.format == "tokens" else encoder_of(source, tokenizer, template)
-        parts += [_Part(unit, encoder, unit_key(unit, encoder, vocabulary)) for unit in units_of(source)]
+        units = units_of(source, streaming=streaming)
+        parts += [_Part(unit, encoder, unit_key(unit, encoder, vocabulary)) for unit in units]
     return parts
 
 
@@ -259,7 +266,7 @@ class _UnitsInARow:
         return int(self._bounds[-1])
 
     def __getitem__(self, stretch: slice) -> npt.NDArray[Any]:
-        parts = [self._arrays[unit][begin:end] for unit, begin, end in _pieces(self._bounds, stretch)]
+        parts = [self._arrays[unit][begin:end] for unit, begin, end in pieces(self._bounds, stretch)]
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
@@ -278,7 +285,7 @@ class _LearntUnits:
 
     def __getitem__(self, stretch: slice) -> npt.NDArray[np.bool_]:
         parts = [np.zeros(0, dtype=bool)]
-        for unit, begin, end in _pieces(self._bounds, stretch):
+        for unit, begin, end in pieces(self._bounds, stretch):
             bits = self._bits[unit]
             if bits is None:
                 parts.append(np.ones(end - begin, dtype=bool))
@@ -293,7 +300,7 @@ def _bounds(units: Sequence[UnitTokens]) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum([unit.num_tokens for unit in units], dtype=np.int64)]).astype(np.int64)
 
 
-def _pieces(bounds: npt.NDArray[np.int64], stretch: slice) -> Iterator[tuple[int, int, int]]:
+def pieces(bounds: npt.NDArray[np.int64], stretch: slice) -> Iterator[tuple[int, int, int]]:
     """(part, first, one after the last) of each part's stretch; where nothing is asked, an empty one."""
     begin, end, step = stretch.indices(int(bounds[-1]))
     assert step == 1

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainer.data.bad_records import BadRecordError, BadRecords
 from trainer.data.documents import DocumentEncoder, Encoded
-from trainer.data.readers import Record, Unit, read_token_file
+from trainer.data.readers import Record, TokenFile, Unit
 from trainyard.errors import InputError
 
 _FORMAT_VERSION = 1
@@ -111,7 +111,7 @@ def write_unit(
     writer = _Writer(folder / f"{key}.{os.getpid()}.partial", vocabulary)
     try:
         if encoder is None:
-            writer.add_ids(unit.file.where, read_token_file(unit.file))
+            writer.add_ids(TokenFile.of(unit.file))
         else:
             _encode(unit, encoder, writer, bad)
         if not unit.file.is_unchanged():
@@ -166,13 +166,12 @@ class _Writer:
         if document.ends:
             self._end_document()
 
-    def add_ids(self, where: str, ids: npt.NDArray[Any]) -> None:
+    def add_ids(self, file: TokenFile) -> None:
         """Append one document of ready-made ids; InputError names the file if an id is outside the vocabulary."""
-        for start in range(0, len(ids), _COPY_TOKENS):
-            chunk = np.asarray(ids[start : start + _COPY_TOKENS])
-            check_ids(chunk, where, self._vocabulary)
-            self._append(chunk.astype(np.uint32), None)
-        if len(ids):
+        for ids in file.chunks(_COPY_TOKENS):
+            check_ids(ids, file.file.where, self._vocabulary)
+            self._append(ids.astype(np.uint32), None)
+        if file.num_tokens:
             self._end_document()
 
     def _append(self, ids: npt.NDArray[np.uint32], learnt: npt.NDArray[np.bool_] | None) -> None:

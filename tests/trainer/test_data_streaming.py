@@ -1,0 +1,228 @@
+"""Data in S3, read where it lies: the same batches as from a copy, whatever fails on the way."""
+
+import io
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pyarrow
+import pytest
+from botocore.exceptions import ResponseStreamingError
+from moto.server import ThreadedMotoServer
+from pyarrow import parquet
+from test_data import build, json_tokenizer, resolved, rows_of, source
+from trainer.data import JobData, s3_files
+from trainer.data.readers import files_of
+from trainer.data.s3_files import PartCache, S3File
+from trainer.data.token_cache import open_token_cache
+from trainer.data.tokenizer import ByteTokenizer
+
+from trainyard.errors import InputError, JobFailedError
+from trainyard.spec.job import DataSource
+
+BUCKET = "acme-data"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Any]:
+    """An S3 on this machine, and a client for it."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    patch = pytest.MonkeyPatch()
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://localhost:{server.get_host_and_port()[1]}"),
+        ("AWS_ACCESS_KEY_ID", "test"),
+        ("AWS_SECRET_ACCESS_KEY", "test"),
+        ("AWS_REGION", "us-east-1"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+        ("AWS_EC2_METADATA_DISABLED", "true"),
+    ):
+        patch.setenv(name, value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=BUCKET)
+    yield client
+    patch.undo()
+    server.stop()
+
+
+class Flaky:
+    """A client with which some ranges break off in the middle at first, then come short, and then are there."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self.tries: Counter[tuple[str, str]] = Counter()
+        self.failures_of_a_range = 2
+        self.every_range = False
+
+    @property
+    def num_failed(self) -> int:
+        """Reads that went wrong."""
+        return sum(count - 1 for count in self.tries.values())
+
+    def get_object(self, **request: Any) -> Any:
+        answer = self._client.get_object(**request)
+        with self._lock:
+            self.tries[request["Key"], request["Range"]] += 1
+            tries = self.tries[request["Key"], request["Range"]]
+        fails = self.every_range or sum(request["Range"].encode()) % 3 == 0
+        if fails and tries <= self.failures_of_a_range:
+            answer["Body"] = _Breaking() if tries % 2 else io.BytesIO(answer["Body"].read()[:-1])
+        return answer
+
+    def get_paginator(self, name: str) -> Any:
+        return self._client.get_paginator(name)
+
+
+class _Breaking:
+    def read(self) -> bytes:
+        raise ResponseStreamingError(error="the connection was reset")
+
+
+@pytest.fixture
+def flaky(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Flaky:
+    """Every reader gets this client, and no pause is made between tries."""
+    client = Flaky(s3)
+    monkeypatch.setattr(s3_files, "s3_client", lambda: client)
+    monkeypatch.setattr(s3_files.time, "sleep", lambda _: None)
+    monkeypatch.setattr(s3_files, "AT_RANDOM_BYTES", 256)
+    monkeypatch.setattr(s3_files, "FRONT_TO_BACK_BYTES", 700)
+    return client
+
+
+def upload(s3: Any, folder: Path, prefix: str) -> str:
+    """A folder's files below a prefix; its URI."""
+    for path in sorted(folder.iterdir()):
+        s3.upload_file(str(path), BUCKET, f"{prefix}/{path.name}")
+    return f"s3://{BUCKET}/{prefix}"
+
+
+def token_shards(folder: Path) -> Path:
+    """Three shards of ids, of both kinds and different lengths."""
+    folder.mkdir()
+    draw = np.random.default_rng(3)
+    np.save(folder / "a.npy", draw.integers(0, 256, 300, dtype=np.int64))
+    (folder / "b.bin").write_bytes(draw.integers(0, 256, 133).astype("<u2").tobytes())
+    np.save(folder / "c.npy", draw.integers(0, 256, 212, dtype=np.uint16))
+    return folder
+
+
+def steps_of(data: JobData, count: int) -> list[list[tuple[int, ...]]]:
+    """All sequences of some steps."""
+    return [[row for batch in data.train.next_step() for row in rows_of(batch.input_ids)] for _ in range(count)]
+
+
+@pytest.mark.parametrize(("shuffle", "packing", "ranks"), [(True, True, 1), (False, True, 2), (True, False, 2)])
+def test_streamed_tokens_give_the_batches_of_a_copy_bit_by_bit(
+    s3: Any, flaky: Flaky, tmp_path: Path, shuffle: bool, packing: bool, ranks: int
+) -> None:
+    local = token_shards(tmp_path / "tokens")
+    uri = upload(s3, local, tmp_path.name)
+    settings = {"shuffle": shuffle, "packing": packing, "tokenizer": str(json_tokenizer(tmp_path / "tokenizer"))}
+    copied = resolved({"train": [source(local, "tokens")], **settings}, ranks=ranks)
+    # A cache of 4 parts: almost everything that is read has had to make room for something else.
+    train = [{"path": uri, "format": "tokens"}]
+    streamed = resolved({"train": train, "streaming": True, "stream_cache_gib": 1e-9, **settings}, ranks=ranks)
+    for rank in range(ranks):
+        expected, found = build(copied, tmp_path, rank, ranks), build(streamed, tmp_path, rank, ranks)
+        # More than an epoch, with a resume in it.
+        assert steps_of(found, 6) == steps_of(expected, 6)
+        resumed = build(streamed, tmp_path, rank, ranks)
+        resumed.train.load_state_dict(json.loads(json.dumps(found.train.state_dict())))
+        assert found.train.state_dict()["sequences_consumed"] == 48
+        assert steps_of(resumed, 6) == steps_of(expected, 6)
+        found.close()
+        resumed.close()
+    assert flaky.num_failed >= 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("s3-parts")]
+    assert "unigram_entropy_nats" in found.describe()
+
+
+def test_what_is_read_next_is_there_and_a_second_epoch_costs_nothing(s3: Any, flaky: Flaky, tmp_path: Path) -> None:
+    flaky.failures_of_a_range = 0
+    uri = upload(s3, token_shards(tmp_path / "tokens"), tmp_path.name)
+    files = files_of(DataSource(path=uri, format="tokens"), streaming=True)
+    assert [(file.where, file.size) for file in files] == [
+        (f"{uri}/{path.name}", path.stat().st_size) for path in sorted((tmp_path / "tokens").iterdir())
+    ]
+    first = files[0]
+    assert isinstance(first, S3File)
+    parts = PartCache(tmp_path / "parts", max_bytes=1 << 20)
+    parts.will_read(first, 100, 1000)
+    parts._threads.shutdown(wait=True)  # what was announced arrives; nothing more can be fetched
+    content = (tmp_path / "tokens" / "a.npy").read_bytes()
+    assert parts.read(first, 100, 1000) == content[100:1100]
+    assert parts.read(first, 130, 5) == content[130:135]
+    assert parts.num_fetched == flaky.tries.total() == -(-1100 // 256)
+    assert not list((tmp_path / "parts").iterdir()), "the cache has no name, so that nothing stays behind"
+    parts.close()
+
+
+def test_other_formats_are_tokenized_from_where_they_lie(s3: Any, flaky: Flaky, tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    texts = [f"text {number} " + "ü" * (number % 9) for number in range(30)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "b.parquet", row_group_size=7)
+    (folder / "c.bin").write_bytes(np.arange(200, dtype="<u2").tobytes())
+    uri = upload(s3, folder, tmp_path.name)
+    for name, kind in (("a.jsonl", "jsonl"), ("b.parquet", "parquet"), ("a.jsonl", "text"), ("c.bin", "tokens")):
+        local, remote = (
+            open_token_cache(
+                [DataSource(path=f"{root}/{name}", format=kind)],  # type: ignore[arg-type]
+                ByteTokenizer(),
+                tmp_path / "cache",
+                streaming=True,
+            )
+            for root in (folder, uri)
+        )
+        assert remote.digest == local.digest, name
+    assert flaky.num_failed >= 4
+
+
+def test_a_changed_or_lost_object_is_told_in_one_line(s3: Any, flaky: Flaky, tmp_path: Path) -> None:
+    flaky.failures_of_a_range = 0
+    uri = upload(s3, token_shards(tmp_path / "tokens"), tmp_path.name)
+    first, second, _ = files_of(DataSource(path=uri, format="tokens"), streaming=True)
+    assert isinstance(first, S3File) and isinstance(second, S3File)
+    s3.put_object(Bucket=BUCKET, Key=first.key, Body=b"x" * first.size)
+    with pytest.raises(InputError, match=r"a.npy: changed since the job began"):
+        first.read(0, 10)
+    s3.delete_object(Bucket=BUCKET, Key=second.key)
+    with pytest.raises(InputError, match=r"b.bin: no such object; it was there when the job began"):
+        second.read(0, 10)
+
+
+def test_a_read_that_never_works_ends_the_job_and_says_how_often_it_was_tried(
+    s3: Any, flaky: Flaky, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri = upload(s3, token_shards(tmp_path / "tokens"), tmp_path.name)
+    (first, *_) = files_of(DataSource(path=uri, format="tokens"), streaming=True)
+    assert isinstance(first, S3File)
+    flaky.every_range, flaky.failures_of_a_range = True, 99
+    with pytest.raises(JobFailedError, match=r"of s3://.*a.npy: 9 bytes came; tried 6 times; start the job again"):
+        first.read(0, 10)
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+@pytest.mark.usefixtures("flaky")
+def test_what_streaming_cannot_do_is_refused(s3: Any, tmp_path: Path) -> None:
+    uri = upload(s3, token_shards(tmp_path / "tokens"), tmp_path.name)
+    tokens = {"path": uri, "format": "tokens"}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"train": [tokens]}, "or read them from S3 with data.streaming: true"),
+        ({"train": [tokens], "streaming": True}, "set data.tokenizer"),
+        ({"train": [tokens, source(tmp_path / "tokens", "tokens")], "streaming": True}, "can't be mixed"),
+        ({"train": [{"path": f"{uri}/nothing", "format": "jsonl"}], "streaming": True}, "no file that ends in .jsonl"),
+        ({"train": [{"path": "s3://nowhere/x", "format": "jsonl"}], "streaming": True}, "NoSuchBucket"),
+        ({"train": [{"path": "s3://nowhere", "format": "jsonl"}], "streaming": True}, "must be s3://BUCKET/PATH"),
+    ]
+    for data, message in cases:
+        with pytest.raises(InputError, match=message) as caught:
+            build(resolved(data), tmp_path)
+        assert "\n" not in str(caught.value)
