@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
     from trainer.runtime import distributed_runtime
     from trainer.session import Session
 
-    with distributed_runtime(cpu_threads=job.spec.training.cpu_threads) as runtime:
+    with distributed_runtime(cpu_threads=job.spec.training.cpu_threads, recovery=job.spec.recovery) as runtime:
         session = Session(
             job, runtime, output_dir=output_dir, scratch_dir=options.scratch_dir or output_dir / "scratch"
         )

@@ -32,7 +32,7 @@ class Row:
     """Of `tokens`, and its key: a row of image_classification has `images` instead."""
 
     def as_json(self) -> dict[str, Any]:
-        """JSON has no infinity: loss and norm of a step that overflowed are null. Rare fields are left out when empty."""
+        """JSON has no infinity: loss and norm of a step that overflowed are null. Empty rare fields are left out."""
         values: dict[str, Any] = {
             name: getattr(self, name) for name in ("step", "attempt", "loss", "learning_rate", "grad_norm")
         }

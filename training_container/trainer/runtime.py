@@ -9,9 +9,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""A rank that has not joined a collective by then is lost: long enough for a slow first read of the data."""
+from trainer.rendezvous import arrive, join, limit_collectives, open_store, part_in_order
+from trainyard.spec.job import RecoverySpec
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,13 @@ class Runtime:
 
 
 @contextmanager
-def distributed_runtime(*, cpu_threads: int) -> Iterator[Runtime]:
+def distributed_runtime(*, cpu_threads: int, recovery: RecoverySpec | None = None) -> Iterator[Runtime]:
     """Joins the ranks for the length of the block; works without a launcher too, as a world of one.
 
     `cpu_threads`: intra-op threads of a rank on CPU; how work is split over threads changes the last bits of sums.
+    `recovery`: how long ranks wait for each other at the start, and until the first step is done.
     """
+    recovery = recovery or RecoverySpec()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -55,20 +58,34 @@ def distributed_runtime(*, cpu_threads: int) -> Iterator[Runtime]:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
         )
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
-    try:
-        control_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        assert control_group is not None
-        yield Runtime(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            local_rank=local_rank,
-            device=device,
-            control_group=control_group,
+    rank, world_size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), recovery.arrival_seconds
+    with part_in_order():
+        store = open_store(rank, patience_seconds=patience)
+        arrive(store, rank, world_size, patience_seconds=patience)
+        control_group = join(
+            store, rank, world_size, lambda own: _make_groups(own, rank, world_size, device, patience), patience
         )
-    finally:
-        # Without this, a gloo process that exits sometimes aborts after good work.
-        dist.destroy_process_group()
+        limit_collectives(60 * recovery.start_minutes)
+        yield Runtime(
+            rank=rank, world_size=world_size, local_rank=local_rank, device=device, control_group=control_group
+        )
+
+
+def _make_groups(
+    store: Store, rank: int, world_size: int, device: torch.device, patience_seconds: float
+) -> dist.ProcessGroup:
+    """The default group of all ranks, and the control group, which is returned."""
+    timeout = timedelta(seconds=patience_seconds)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    control_group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+    assert control_group is not None
+    return control_group
 
 
 def _free_port() -> int:

@@ -15,6 +15,7 @@ from trainer.checkpoint import Checkpointer, CheckpointInfo, best_interval_secon
 from trainer.data import JobData, MicroBatch
 from trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
 from trainer.observe import Observer
+from trainer.rendezvous import Patience
 from trainer.runtime import Runtime
 from trainer.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything, use_deterministic_kernels
@@ -93,15 +94,14 @@ class Session:
         self._position = self.data.train.state_dict()
         self._upcoming: GlobalBatch | None = None
         self._checkpoint_is_late = False
+        self._patience = Patience(job.spec.recovery)
         training = job.spec.training
         self._observer = Observer(
             runtime,
             every_steps=training.observe_every_steps,
             group=place_of(job.parallelism, runtime.rank).pipeline,
         )
-        self.clock = StepClock(
-            runtime.device, world_size=runtime.world_size, show_ranges=training.phase_ranges
-        )
+        self.clock = StepClock(runtime.device, world_size=runtime.world_size, show_ranges=training.phase_ranges)
 
     def _resume(self) -> int:
         """Continues from the newest valid checkpoint, if there is one; returns the attempt's number."""
@@ -211,6 +211,7 @@ class Session:
         validation: dict[str, Any],
     ) -> None:
         """Writes the finished step's row, and says it on stdout."""
+        self._patience.shrink()
         more = self._observer.finish_step(self.step, step_seconds, breakdown)
         if self.anomalies.found is not None:
             more["anomaly"] = self.anomalies.found
@@ -272,13 +273,15 @@ class Session:
             "rng": rng_state(),  # this rank's own: the checkpoint keeps what differs between ranks
         }
         attachments = {METRICS_FILE: self._metrics.path} if self._runtime.is_first else {}
-        self._checkpointer.save(self.step, self.strategy.state_tensors(), extra, attachments=attachments)
+        with self._patience.as_at_start():
+            self._checkpointer.save(self.step, self.strategy.state_tensors(), extra, attachments=attachments)
         self._saved_step = self.step
         self._last_save_time = time.monotonic()
 
     def finish(self, status: str) -> None:
         """Waits for the last checkpoint to be committed, then writes result.json, here and beside the checkpoints."""
-        self._checkpointer.wait()
+        with self._patience.as_at_start():
+            self._checkpointer.wait()
         if self._checkpointer.last_error is not None:
             # Also when interrupted: "saved, resume me" must never be said of a step that is not there.
             ran = f"all {self.num_steps} steps ran" if status == "completed" else f"stopped at step {self.step}"

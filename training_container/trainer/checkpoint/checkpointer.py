@@ -45,6 +45,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.checkpoint.restore import CheckpointInfo, Restorer
 from trainer.heartbeat import beat
+from trainer.rendezvous import PATIENT
 from trainer.speech import say
 from trainyard.errors import InputError
 
@@ -113,7 +114,7 @@ class Checkpointer:
         self._own_process_group: dist.ProcessGroup | None = None
         if world_size > 1:
             process_group = process_group or dist.group.WORLD
-            self._own_process_group = dist.new_group(backend="gloo", timeout=_LONGEST_UPLOAD)
+            self._own_process_group = dist.new_group(backend="gloo", timeout=_LONGEST_UPLOAD, group_desc=PATIENT)
         self._group = Group(process_group, rank, world_size)
         self._behind = Group(self._own_process_group, rank, world_size)
         self._process_group = process_group

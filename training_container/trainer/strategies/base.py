@@ -1,7 +1,7 @@
 """What the loop needs of an engine, whichever it is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,7 +39,7 @@ class OptimizerStep:
     grad_norm: float
     """Global 2-norm before clipping, without loss scaling; infinite when fp16 overflowed."""
     was_applied: bool
-    """False when fp16 overflowed and the step was skipped."""
+    """False when fp16 overflowed or the step was not accepted: then nothing was updated."""
 
 
 class Strategy(ABC):
@@ -67,10 +67,11 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def optimizer_step(self, learning_rate: float) -> OptimizerStep:
+    def optimizer_step(self, learning_rate: float, accepts: Callable[[float], bool] | None = None) -> OptimizerStep:
         """Clips, updates the weights and clears the gradients.
 
-        One method and not two: DeepSpeed reduces, measures, clips and updates in a single call.
+        One method and not two: DeepSpeed reduces, measures, clips and updates in a single call. `accepts` is asked
+        with the gradient norm before anything is updated, on all ranks; where it says no, the step is not applied.
         """
 
     @abstractmethod

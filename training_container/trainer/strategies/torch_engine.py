@@ -1,6 +1,6 @@
 """What plain torch strategies (single process, DDP, FSDP2) share: accumulation, clipping, AdamW, canonical state."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -97,13 +97,13 @@ class TorchStrategy(Strategy):
         with self._autocast():
             return self._task.loss_sum(self._forward, batch, self._device)
 
-    def optimizer_step(self, learning_rate: float) -> OptimizerStep:
+    def optimizer_step(self, learning_rate: float, accepts: Callable[[float], bool] | None = None) -> OptimizerStep:
         """See Strategy."""
         self._finish_gradients()
         gradients = local_gradients(self._model.parameters())
         scale = self._scaler.scale
         grad_norm = self._grad_norm(gradients) / scale
-        was_applied = self._scaler.accepts(grad_norm)
+        was_applied = self._scaler.accepts(grad_norm) and (accepts is None or accepts(grad_norm))
         if was_applied:
             factor = clip_factor(grad_norm, self._job.spec.training.gradient_clip) / scale
             if factor != 1.0 and gradients:

@@ -1,0 +1,112 @@
+"""Losses that are no numbers, or spikes: the job stops with a snapshot, or leaves the batch out on every rank."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer.anomalies import LEAST_STEPS, WINDOW, AnomalyWatch
+from trainer.strategies import check_supported
+from trainer_testing.distributed import finish, start_ranks
+from trainer_testing.text_job import rows_of, write_job
+from trainer_testing.tiny import tiny_job
+
+from trainyard.errors import InputError
+
+SPIKE = 100.0
+
+
+def test_only_what_is_no_number_is_an_anomaly_unless_a_factor_is_given() -> None:
+    watch = AnomalyWatch(None)
+    assert watch.judge(2.0, 1.0) is None
+    assert watch.judge(1e9, 1e9) is None
+    assert watch.judge(math.nan, 1.0) == "loss is nan"
+    assert watch.judge(2.0, math.inf) == "grad_norm is inf"
+    assert watch.num_in_a_row == 2
+    assert watch.judge(2.0, 1.0) is None
+    assert watch.num_in_a_row == 0
+
+
+def test_a_spike_is_above_the_factor_and_outside_the_usual_spread() -> None:
+    watch = AnomalyWatch(3.0)
+    assert watch.judge(90.0, 1.0) is None, "the first steps have nothing to compare with"
+    for step in range(LEAST_STEPS):
+        assert watch.judge(2.0 + 0.01 * (step % 3), 1.0 + 0.1 * (step % 3)) is None
+    assert watch.judge(5.9, 1.0) is None, "below the factor"
+    assert watch.judge(7.0, 1.0) == "loss 7 is 3.5 times its running median"
+    assert watch.judge(2.0, 9.0) == "grad_norm 9 is 8.6 times its running median"
+    assert watch.num_in_a_row == 2
+    wild = AnomalyWatch(3.0)
+    for step in range(50):
+        wild.judge(2.0, 10.0 ** (step % 3 - 1))
+    assert wild.judge(2.0, 6.0) is None, "six times the median, but such norms are usual here"
+
+
+def test_a_resumed_watch_judges_alike() -> None:
+    watch = AnomalyWatch(3.0)
+    for step in range(WINDOW + 20):
+        watch.judge(2.0 + 0.001 * step, 1.0)
+    watch.judge(math.nan, 1.0)
+    twin = AnomalyWatch(3.0)
+    twin.load_state(json.loads(json.dumps(watch.state())))
+    assert twin.state() == watch.state()
+    assert twin.judge(7.0, 1.0) == watch.judge(7.0, 1.0) is not None
+    assert twin.num_in_a_row == watch.num_in_a_row == 2
+
+
+def test_what_cannot_skip_says_so_before_anything_is_read() -> None:
+    job = tiny_job("zero1", 2, on_anomaly="skip")
+    with pytest.raises(InputError, match=r"training\.on_anomaly: skip is not implemented with engine: deepspeed"):
+        check_supported(job, device_type="cpu")
+
+
+def run_poisoned(
+    job: Path, output_dir: Path, factors: dict[int, Any], *arguments: str
+) -> tuple[list[int], list[str], list[dict[str, Any]]]:
+    """Exit codes and outputs by rank, and the rows."""
+    wrong = json.dumps({str(step): factor for step, factor in factors.items()})
+    options = ["--job", str(job), "--output-dir", str(output_dir), *arguments]
+    outputs = finish(start_ranks(2, "trainer_testing.poisoned_trainer", wrong, "1", *options), timeout_seconds=180)
+    return [code for code, _ in outputs], [text for _, text in outputs], rows_of(output_dir)
+
+
+def test_a_skipped_batch_is_skipped_everywhere_and_a_resume_skips_the_same(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "fsdp", steps=16, on_anomaly="skip", spike_factor=4.0, observe_every_steps=4)
+    factors = {3: "nan", 14: SPIKE}
+    codes, outputs, rows = run_poisoned(job, tmp_path / "out", factors)
+    assert codes == [0, 0], outputs
+    assert "a barrier in a step" not in outputs[0] + outputs[1]
+    assert [row["step"] for row in rows if row.get("skipped")] == [3, 14], outputs[0]
+    assert [(row["loss"], row["anomaly"]) for row in rows if row["step"] == 3] == [(None, "loss is nan")]
+    assert "anomaly step=3 skipped: loss is nan" in outputs[0]
+    assert all(row["loss"] is not None and row["loss"] < 10 for row in rows if not row.get("skipped"))
+    assert all("NaN" not in line for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows if "observed" in row] == [4, 8, 12, 16]
+
+    shutil.rmtree(tmp_path / "out/checkpoints/step-00000016")
+    codes, outputs, again = run_poisoned(job, tmp_path / "out", factors)
+    assert codes == [0, 0], outputs
+    assert "resumed step=12 " in outputs[0]
+    assert [(row["loss"], row["grad_norm"], row.get("anomaly")) for row in again] == [
+        (row["loss"], row["grad_norm"], row.get("anomaly")) for row in rows
+    ]
+
+    limit = ("--set", "training.max_skips=2", "--set", "training.steps=20")
+    codes, outputs, _ = run_poisoned(job, tmp_path / "out", {17: "nan", 18: "nan"}, *limit)
+    assert codes == [1, 1], outputs
+    assert "step 18: loss is nan, 2 batches in a row; rank 1 on " in outputs[0]
+    assert "Traceback" not in outputs[0]
+    read_snapshot(tmp_path / "out/anomalies/step-00000018", rows)
+
+
+def read_snapshot(folder: Path, rows: list[dict[str, Any]]) -> None:
+    first, second = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert (first["step"], first["rank"], second["rank"]) == (18, 0, 1)
+    assert (first["first_sequence"], first["num_sequences"]) == (17 * 8, 8), "step 18 begins after 17 batches of 8"
+    assert second["own_loss_sum"] == "nan"
+    assert isinstance(first["own_loss_sum"], float)
+    assert first["recent_rows"][-1]["step"] == 17
+    assert first["recent_rows"][-3]["loss"] == rows[14]["loss"]
+    assert set(first["rng"]) == {"cpu"}

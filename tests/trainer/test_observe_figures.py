@@ -1,0 +1,106 @@
+"""What the ranks lay together: stragglers by their own time, memory that grows, percentiles; without processes."""
+
+from typing import Any
+
+import pytest
+import torch
+from trainer.memory_use import FloorHistory, Growth, MemoryUse, growth
+from trainer.observe import Figures, percentile, summary
+from trainer.stragglers import find_stragglers
+
+MIB = 2.0**20
+
+
+def figures(own_seconds: float, **changes: Any) -> Figures:
+    values: dict[str, Any] = {
+        "host": "algo-1",
+        "group": 0,
+        "own_seconds": own_seconds,
+        "data_seconds": (0.001, 0.002),
+        "copy_seconds": None,
+        "peaks": {"host_peak": 100.0},
+        "growth": {},
+    }
+    return Figures(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("own_seconds", "groups", "expected"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], [0, 0, 0, 0], []),
+        ([1.0, 1.1, 1.0, 1.6], [0, 0, 0, 0], [3]),
+        ([1.0, 2.0], [0, 0], [1]),
+        ([1.0, 2.0], [0, 1], []),
+        ([1.0, 1.0, 2.0, 2.0], [0, 0, 1, 1], []),
+        ([1.0, 1.0, 2.0, 3.0], [0, 0, 1, 1], [3]),
+        ([0.001, 0.004], [0, 0], []),
+        ([1.0], [0], []),
+    ],
+    ids=["equal", "one", "of two", "stages differ", "stages of two", "in a stage", "too short to tell", "alone"],
+)
+def test_a_straggler_is_slow_among_those_that_do_the_same(
+    own_seconds: list[float], groups: list[int], expected: list[int]
+) -> None:
+    found = find_stragglers(own_seconds, [f"host-{rank}" for rank in range(len(groups))], groups)
+    assert [straggler.rank for straggler in found] == expected
+    assert all(straggler.host == f"host-{straggler.rank}" for straggler in found)
+
+
+def test_a_straggler_and_a_leak_are_a_line_each_and_in_the_row(capsys: pytest.CaptureFixture[str]) -> None:
+    leaking = {"host": Growth(bytes_per_step=MIB, first_step=100, last_step=400, total_bytes=300 * MIB)}
+    ranks = [figures(0.1), figures(0.1), figures(0.2, host="algo-2", data_seconds=(0.1, 0.3), growth=leaking)]
+    observed = summary(400, ranks)
+    assert capsys.readouterr().out.splitlines() == [
+        "straggler step=400 rank=2 host=algo-2 own_seconds=0.2000 peers_seconds=0.1000 ratio=2.00",
+        "leak step=400 rank=2 host=algo-2 memory=host mib_per_step=1.0000 mib=300.0 since_step=100",
+    ]
+    assert observed["own_seconds"] == {"median": 0.1, "max": 0.2, "slowest_rank": 2}
+    assert [straggler["rank"] for straggler in observed["stragglers"]] == [2]
+    assert [(leak["rank"], leak["memory"]) for leak in observed["leaks"]] == [(2, "host")]
+    assert observed["data_seconds"] == {"p50": 0.1, "p99": 0.3}
+    assert observed["host_to_device_seconds"] is None
+
+
+def floors(*mebibytes: float) -> list[tuple[int, float]]:
+    return [(50 * number, value * MIB) for number, value in enumerate(mebibytes)]
+
+
+def test_steady_growth_is_a_leak_and_noise_or_one_jump_is_none() -> None:
+    found = growth(floors(1000, 1050, 1100, 1150, 1200, 1250))
+    assert found is not None
+    assert found.bytes_per_step == pytest.approx(MIB)
+    assert (found.first_step, found.last_step, found.total_bytes) == (0, 250, 250 * MIB)
+    assert growth(floors(1000, 1050, 1100)) is None, "too few windows"
+    assert growth(floors(1000, 1400, 1400, 1400, 1400, 1400)) is None, "a cache that filled up"
+    assert growth(floors(1000, 1090, 1010, 1080, 1000, 1100)) is None, "up and down"
+    assert growth(floors(1000, 1001, 1002, 1003, 1004, 1005)) is None, "too little to matter"
+    assert growth(floors(1500, 1400, 1300, 1200, 1100, 1000)) is None
+
+
+def test_only_what_stays_counts_and_the_warm_up_does_not() -> None:
+    history = FloorHistory()
+    for window in range(8):
+        for step in range(10):
+            history.sample((1000 if window else 100) * MIB + step * 500 * MIB)
+        history.close_window(10 * window)
+    assert history.growth() is None
+
+
+def test_a_real_leak_of_this_process_is_found() -> None:
+    kept = []
+    use = MemoryUse(torch.device("cpu"))
+    found: list[Growth] = []
+    for window in range(8):
+        kept.append(torch.ones(5 * 2**20))  # 20 MiB, touched
+        use.sample()
+        peaks = use.close_window(window)
+        found += use.news_of_growth().values()
+    assert found
+    assert found[0].total_bytes > 32 * MIB
+    assert peaks["host_peak"] > sum(tensor.nbytes for tensor in kept)
+
+
+def test_percentiles_are_values_that_were_there() -> None:
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([float(value) for value in range(100)], 99) == 99.0
+    assert percentile([7.0], 99) == 7.0

@@ -1,0 +1,57 @@
+"""How ranks find each other, wait for each other and part."""
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore
+from trainer.rendezvous import arrive, open_store
+from trainer_testing.distributed import free_port, run_ranks
+
+from trainyard.errors import JobFailedError
+from trainyard.spec.job import RecoverySpec
+
+
+def test_collectives_wait_longer_than_a_hang_takes_to_be_seen() -> None:
+    assert RecoverySpec().patience_seconds == 600
+    assert RecoverySpec(hang_seconds=1000).patience_seconds == 2000
+    assert RecoverySpec(hang_seconds=None).patience_seconds == 600
+    assert RecoverySpec(collective_seconds=7).patience_seconds == 7
+
+
+def test_missing_ranks_are_named_in_one_line() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(arrive, store, rank, 5, patience_seconds=1.5) for rank in (0, 1, 3)]
+    words = {str(ended.exception()) for ended in waiting}
+    assert words == {
+        f"ranks 2, 4 of 5 did not arrive within 2 s (recovery.arrival_seconds); hosts that did: {socket.gethostname()}"
+    }
+    assert all(isinstance(ended.exception(), JobFailedError) for ended in waiting)
+
+
+def test_who_is_late_is_waited_for() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(arrive, store, 0, 2, patience_seconds=60)
+        time.sleep(0.3)
+        assert not first.done()
+        threads.submit(arrive, store, 1, 2, patience_seconds=60).result(timeout=60)
+        first.result(timeout=60)
+
+
+def test_a_first_host_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(JobFailedError, match=r"rank 1 can't reach the first host at 127\.0\.0\.1:\d+ within 1 s"):
+        open_store(1, patience_seconds=1)
+
+
+def test_a_failed_rendezvous_is_tried_again_and_collectives_give_up_sooner_once_told_to() -> None:
+    first, second = run_ranks(2, "trainer_testing.control_worker", timeout_seconds=180)
+    assert "rendezvous try=1 of 2 failed: rank " in first
+    assert "connectFullMesh failed" in first
+    assert "sum=2.0 tries=2\npatient\nsum=2.0\ngave up: " in first
+    assert "imed out" in first
+    assert "sum=2.0 tries=2\npatient\nsum=2.0\n" in second

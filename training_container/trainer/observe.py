@@ -1,0 +1,146 @@
+"""Every so many steps the ranks lay their figures together: who is slow, whose memory grows, how long data took.
+
+Between these steps nothing is sent; a step costs two reads of counters. What was found goes into the step's row under
+`observed`, and what somebody should look at is a line on stdout.
+"""
+
+import socket
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.memory_use import Growth, MemoryUse
+from trainer.runtime import Runtime
+from trainer.speech import say
+from trainer.stragglers import find_stragglers
+
+OTHERS = frozenset({"communication", "checkpoint"})
+"""Phases that are not a rank's own work on a step."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One rank's window of steps."""
+
+    host: str
+    group: int
+    """Ranks with the same number do the same work."""
+    own_seconds: float
+    """Median a step, without waiting for other ranks."""
+    data_seconds: tuple[float, float]
+    """p50 and p99 of waiting for the loader."""
+    copy_seconds: tuple[float, float] | None
+    """p50 and p99 of bringing a micro-batch from host to device; None without a device."""
+    peaks: dict[str, float]
+    """Bytes."""
+    growth: dict[str, Growth]
+
+
+class CopyProbe:
+    """Times the way from host to device: one real micro-batch a step, by events, without waiting for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def copy(self, batch: object) -> None:
+        """Copies a micro-batch's first tensor once more, as the engine will copy it itself; microseconds."""
+        tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+        if self._device.type != "cuda" or not tensors:
+            return
+        pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch
+        pair[0].record()
+        tensors[0].to(self._device, non_blocking=True)
+        pair[1].record()
+        self._events.append((pair[0], pair[1]))
+
+    def take(self) -> list[float]:
+        """Seconds of the copies so far; their steps are done, so nothing is waited for."""
+        seconds = [begin.elapsed_time(end) / 1000.0 for begin, end in self._events if end.query()]  # type: ignore[no-untyped-call]  # as above
+        self._events.clear()
+        return seconds
+
+
+class Observer:
+    """Collects a rank's figures, and every `every_steps` brings all ranks' together on the first."""
+
+    def __init__(self, runtime: Runtime, *, every_steps: int, group: int) -> None:
+        """`group`: see Figures."""
+        self._runtime = runtime
+        self._every_steps = every_steps
+        self._group = group
+        self._own: list[float] = []
+        self._data: list[float] = []
+        self.memory = MemoryUse(runtime.device)
+        self.copies = CopyProbe(runtime.device)
+
+    def finish_step(self, step: int, step_seconds: float, breakdown: Mapping[str, float]) -> dict[str, Any]:
+        """All ranks call it after each step; what the row of an observed step gets (first rank), else nothing."""
+        self._own.append(step_seconds - sum(breakdown[phase] for phase in OTHERS))
+        self._data.append(breakdown["data"])
+        self.memory.sample()
+        if step % self._every_steps:
+            return {}
+        mine = self._take(step)
+        everyone: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_first else None
+        dist.gather_object(mine, everyone, dst=0, group=self._runtime.control_group)
+        if everyone is None:
+            return {}
+        return {"observed": summary(step, everyone)}
+
+    def _take(self, step: int) -> Figures:
+        copies = self.copies.take()
+        mine = Figures(
+            host=socket.gethostname(),
+            group=self._group,
+            own_seconds=statistics.median(self._own),
+            data_seconds=(percentile(self._data, 50), percentile(self._data, 99)),
+            copy_seconds=(percentile(copies, 50), percentile(copies, 99)) if copies else None,
+            peaks=self.memory.close_window(step),
+            growth=self.memory.news_of_growth(),
+        )
+        self._own.clear()
+        self._data.clear()
+        return mine
+
+
+def summary(step: int, ranks: Sequence[Figures]) -> dict[str, Any]:
+    """What the row says of all ranks' figures; says stragglers and leaks on stdout."""
+    own = [rank.own_seconds for rank in ranks]
+    stragglers = find_stragglers(own, [rank.host for rank in ranks], [rank.group for rank in ranks])
+    for straggler in stragglers:
+        say(straggler.as_line(step))
+    leaks = [
+        (number, rank.host, name, grown) for number, rank in enumerate(ranks) for name, grown in rank.growth.items()
+    ]
+    for number, host, name, grown in leaks:
+        say(
+            f"leak step={step} rank={number} host={host} memory={name} mib_per_step={grown.bytes_per_step / 2**20:.4f}"
+            f" mib={grown.total_bytes / 2**20:.1f} since_step={grown.first_step}"
+        )
+    copies = [rank.copy_seconds for rank in ranks if rank.copy_seconds is not None]
+    return {
+        "own_seconds": {"median": statistics.median(own), "max": max(own), "slowest_rank": own.index(max(own))},
+        "stragglers": [asdict(straggler) for straggler in stragglers],
+        "leaks": [
+            {"rank": number, "host": host, "memory": name, **asdict(grown)} for number, host, name, grown in leaks
+        ],
+        "data_seconds": _worst([rank.data_seconds for rank in ranks]),
+        "host_to_device_seconds": _worst(copies) if copies else None,
+        "peak_bytes": {name: max(rank.peaks[name] for rank in ranks) for name in ranks[0].peaks},
+    }
+
+
+def _worst(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Of the rank that has it worst."""
+    return {"p50": max(p50 for p50, _ in pairs), "p99": max(p99 for _, p99 in pairs)}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile: a value that was there."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
