@@ -87,7 +87,9 @@ def test_trainer_modules_import_only_the_job_spec() -> None:
     rooms = ("launch", "operate", "functions", "emulator", "cli", "spec.platform")
     everywhere = offenders(TRAINER, (*(f"trainyard.{room}" for room in rooms), "aws_cdk", "stacks", "sagemaker"))
     below = offenders(
-        TRAINER, ("trainyard.planner", "trainyard.hardware"), exempt=("entrypoint.py", "__main__.py", "export.py", "collectives.py")
+        TRAINER,
+        ("trainyard.planner", "trainyard.hardware"),
+        exempt=("entrypoint.py", "__main__.py", "export.py", "collectives.py"),
     )
     assert everywhere + below == []
 
