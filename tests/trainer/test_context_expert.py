@@ -1,120 +1,126 @@
-"""Cut sequences and spread experts train as one process does: fp32, AdamW, accumulation and clipping, within 1e-5.
+"""Cut sequences and spread experts: what the families ask of them, checkpoints, refusals, the command itself.
 
-Sequences have very different lengths, so some ranks hold padding alone; packed ones have two or three documents, cut
-where ranks don't. One launch a world size runs every case, because importing torch is most of the time.
+That both equal one process is the table's in `parity`; here are the models that are cut in their own way. Sequences
+have very different lengths, so some ranks hold padding alone; packed ones have two or three documents, cut where ranks
+don't. fp32, AdamW, accumulation and clipping, within 1e-5.
 """
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from trainer.strategies import check_supported
 from trainer.strategies.context_parallel import SequenceLayout
 from trainer_testing.distributed import run_ranks
-from trainer_testing.sequence_expert_worker import Case, Result, job_of, run
-from trainer_testing.strategy_worker import MARK, worst_relative_error
+from trainer_testing.families import FAMILIES
+from trainer_testing.strategy_worker import MARK, Result, RunRequest, run, worst_relative_error
 from trainer_testing.text_job import run_trainer, write_job
+from trainer_testing.tiny import strategy_name, tiny_job
 
 from trainyard.errors import InputError
+from trainyard.spec.job import ParallelismSpec
 
 TOLERANCE = 1e-5
 SAVED_AT, LAST = 2, 4
 MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "attention_dropout": 0.0}
 
-CASES: dict[int, dict[str, Case]] = {
+
+def case(
+    family: str,
+    parallelism: dict[str, Any],
+    *,
+    is_packed: bool = False,
+    model: dict[str, Any] | None = None,
+    **job: Any,
+) -> RunRequest:
+    """A family's run under a layout; `model` changes the family's configuration, `job` the tiny job."""
+    settings = {"model": FAMILIES[family] | (model or {}), "parallelism": parallelism} | job
+    name = strategy_name(ParallelismSpec.model_validate(parallelism)) if parallelism else "single"
+    return RunRequest(name, last_step=LAST, job=settings, is_packed=is_packed)
+
+
+def alone(request: RunRequest) -> RunRequest:
+    """What a case is compared with."""
+    return replace(request, strategy="single", job=request.job | {"parallelism": {}}, load=None, save=None)
+
+
+CASES: dict[int, dict[str, RunRequest]] = {
     2: {
-        "context": Case("Llama, tied", {"context": 2}),
-        "context, packed": Case("Llama", {"context": 2}, is_packed=True),
-        "context, recomputed": Case("Qwen3", {"context": 2}, is_packed=True, job={"activation_checkpointing": "full"}),
-        "expert": Case("Mixtral", {"data_shard": 2, "expert": 2}),
-        "expert, recomputed": Case(
-            "Mixtral", {"data_shard": 2, "expert": 2}, job={"activation_checkpointing": "selective"}
-        ),
-        "expert in context": Case("Qwen3-MoE", {"context": 2, "expert": 2}, is_packed=True),
+        "context, recomputed": case("Qwen3", {"context": 2}, is_packed=True, activation_checkpointing="full"),
+        "expert, recomputed": case("Mixtral", {"data_shard": 2, "expert": 2}, activation_checkpointing="selective"),
+        "expert in context": case("Qwen3-MoE", {"context": 2, "expert": 2}, is_packed=True),
     },
     4: {
-        "four pieces of a sequence": Case("Llama", {"context": 4}, is_packed=True),
-        "sliding window": Case("Mistral", {"data_shard": 2, "context": 2}, model={"sliding_window": 5}),
-        "sliding window, packed": Case("Mistral", {"data_shard": 2, "context": 2}, is_packed=True),
-        "copies": Case("Qwen2", {"data_replicate": 2, "context": 2}, is_packed=True),
-        "learned positions": Case("GPT-2, tied", {"data_replicate": 2, "context": 2}, is_packed=True),
-        "NeoX": Case("GPT-NeoX", {"data_shard": 2, "context": 2}),
-        "Gemma": Case("Gemma, tied", {"data_shard": 2, "context": 2}, is_packed=True),
-        "context and tensor": Case("Qwen3", {"context": 2, "tensor": 2}, is_packed=True),
-        "an expert a rank": Case("Mixtral", {"data_shard": 4, "expert": 4}),
-        "two copies of experts": Case("Qwen3-MoE", {"data_shard": 4, "expert": 2}),
-        "copies of copies": Case("Mixtral", {"data_replicate": 2, "data_shard": 2, "expert": 2}),
-        "experts over both": Case("DeepSeek-V3", {"data_shard": 2, "context": 2, "expert": 4}, is_packed=True),
-        "stages of parts": Case("Llama, tied", {"pipeline": 2, "context": 2}, is_packed=True),
-        "two stages a rank": Case(
+        "sliding window, packed": case("Mistral", {"data_shard": 2, "context": 2}, is_packed=True),
+        "learned positions": case("GPT-2, tied", {"data_replicate": 2, "context": 2}, is_packed=True),
+        "experts over both": case("DeepSeek-V3", {"data_shard": 2, "context": 2, "expert": 4}, is_packed=True),
+        "stages of parts": case("Llama, tied", {"pipeline": 2, "context": 2}, is_packed=True),
+        "all but tensor": case("Qwen3-MoE", {"pipeline": 2, "context": 2, "expert": 2}, is_packed=True),
+    },
+}
+MORE_CASES: dict[int, dict[str, RunRequest]] = {
+    4: {
+        "four pieces of a sequence": case("Llama", {"context": 4}, is_packed=True),
+        "sliding window": case("Mistral", {"data_shard": 2, "context": 2}, model={"sliding_window": 5}),
+        "copies": case("Qwen2", {"data_replicate": 2, "context": 2}, is_packed=True),
+        "NeoX": case("GPT-NeoX", {"data_shard": 2, "context": 2}),
+        "Gemma": case("Gemma, tied", {"data_shard": 2, "context": 2}, is_packed=True),
+        "context and tensor": case("Qwen3", {"context": 2, "tensor": 2}, is_packed=True),
+        "two copies of experts": case("Qwen3-MoE", {"data_shard": 4, "expert": 2}),
+        "copies of copies": case("Mixtral", {"data_replicate": 2, "data_shard": 2, "expert": 2}),
+        "two stages a rank": case(
             "Mistral",
             {"pipeline": 2, "context": 2, "pipeline_schedule": "zero_bubble"},
             is_packed=True,
             model={"num_hidden_layers": 4},
         ),
-        "experts in stages": Case("Mixtral", {"pipeline": 2, "data_shard": 2, "expert": 2}),
-        "all but tensor": Case("Qwen3-MoE", {"pipeline": 2, "context": 2, "expert": 2}, is_packed=True),
-        "experts within one": Case("DeepSeek-V2", {"data_shard": 2, "context": 2, "expert": 2}),
+        "experts within one": case("DeepSeek-V2", {"data_shard": 2, "context": 2, "expert": 2}),
     },
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where checkpoints go."""
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def one_process(folder: Path) -> dict[str, Result]:
-    """Each case without its layout, and a checkpoint in the middle of one."""
-    names = [name for cases in CASES.values() for name in cases]
-    alone = [case.on_one_process() for cases in CASES.values() for case in cases.values()]
-    saved = Case("Mixtral", is_packed=True, last_step=SAVED_AT, save=str(folder / "single"))
-    whole = Case("Mixtral", is_packed=True, last_step=LAST)
-    results = run(1, [*alone, whole, saved])
-    return dict(zip([*names, "whole", "saved"], results, strict=True))
+"""In scripts/test --full."""
 
 
 def check_equal(results: dict[str, Result], reference: dict[str, Result]) -> None:
     errors = {name: worst_relative_error(result, reference[name]) for name, result in results.items()}
     print(", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
-    for name, result in results.items():
-        missing = set(reference[name]["names"]) ^ set(result["names"])
-        assert missing == set() or has_stages(name), f"{name}: {missing}"
 
 
-def has_stages(name: str) -> bool:
-    """Whether a case's rank 0 has the names of its own stages alone."""
-    return any("pipeline" in cases[name].parallelism for cases in CASES.values() if name in cases)
+def run_and_check(cases: dict[int, dict[str, RunRequest]]) -> None:
+    requests = {name: request for named in cases.values() for name, request in named.items()}
+    reference = dict(zip(requests, run(1, [alone(request) for request in requests.values()]), strict=True))
+    for world_size, named in cases.items():
+        check_equal(dict(zip(named, run(world_size, list(named.values())), strict=True)), reference)
 
 
-def test_two_and_four_ranks_equal_one_process_and_continue_each_other(
-    folder: Path, one_process: dict[str, Result]
-) -> None:
+def test_two_and_four_ranks_equal_one_process() -> None:
+    run_and_check(CASES)
+
+
+@pytest.mark.full
+def test_more_families_and_layouts_equal_one_process() -> None:
+    run_and_check(MORE_CASES)
+
+
+def test_one_process_and_spread_ranks_continue_each_other(tmp_path: Path) -> None:
+    whole = case("Mixtral", {}, is_packed=True)
+    single, spread = str(tmp_path / "single"), str(tmp_path / "spread")
+    (expected,) = run(1, [replace(whole, save=single, save_after_step=SAVED_AT)])
+
+    def resumed(parallelism: dict[str, Any], load: str) -> RunRequest:
+        return replace(case("Mixtral", parallelism, is_packed=True), first_step=SAVED_AT + 1, load=load)
+
     expert = {"data_shard": 2, "context": 2, "expert": 4}
-    resumed = Case("Mixtral", is_packed=True, first_step=SAVED_AT + 1, last_step=LAST)
-    begun = Case("Mixtral", expert, is_packed=True, last_step=SAVED_AT, save=str(folder / "spread"))
-    more = {
-        "begun": begun,
-        "from one": replace(resumed, parallelism=expert, load=str(folder / "single")),
-    }
-    results = dict(zip([*CASES[4], *more], run(4, [*CASES[4].values(), *more.values()]), strict=True))
-    check_equal({name: results[name] for name in CASES[4]}, one_process)
-    check_equal({"saved": results["begun"], "whole": results["from one"]}, one_process)
-
-    layouts = {"gathered": {"data_shard": 2}, "in two": {"data_shard": 2, "expert": 2}, "cut": {"context": 2}}
-    loads = {
-        name: replace(resumed, parallelism=layout, load=str(folder / "spread")) for name, layout in layouts.items()
-    }
-    results = dict(zip([*CASES[2], *loads], run(2, [*CASES[2].values(), *loads.values()]), strict=True))
-    check_equal({name: results[name] for name in CASES[2]}, one_process)
-    for name in layouts:
-        check_equal({"whole": results[name]}, one_process)
+    begun = replace(case("Mixtral", expert, is_packed=True), save=spread, save_after_step=SAVED_AT)
+    results = run(4, [begun, resumed(expert, single)])
+    layouts = ({"data_shard": 2}, {"data_shard": 2, "expert": 2}, {"context": 2})
+    results += run(2, [resumed(layout, spread) for layout in layouts])
+    assert [len(result["loss"]) for result in results] == [LAST] + [LAST - SAVED_AT] * 4
+    errors = [worst_relative_error(result, expected) for result in results]
+    assert max(errors) < TOLERANCE, errors
 
 
 def test_pieces_cover_the_sequence_once_and_cost_the_same() -> None:
@@ -127,32 +133,29 @@ def test_pieces_cover_the_sequence_once_and_cost_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "message"),
+    ("family", "parallelism", "message"),
     [
-        (Case("Llama", {"context": 16}), r"context: 16 cuts .* 32 equal pieces, .* is 24: use 32, or another multiple"),
-        (Case("Llama", {"context": 5}), r"context: 5 cuts .* 10 equal pieces, .* is 24: use 20, or another multiple"),
+        ("Llama", {"context": 16}, r"context: 16 cuts .* 32 equal pieces, .* is 24: use 32, or another multiple"),
+        ("Llama", {"context": 5}, r"context: 5 cuts .* 10 equal pieces, .* is 24: use 20, or another multiple"),
+        ("a state-space model", {"context": 2}, r"context: 2 is not verified for .*mamba"),
+        ("Llama", {"data_shard": 2, "expert": 2}, r"expert: 2 needs a mixture of experts .* llama is not"),
         (
-            Case("Llama", {"context": 2}, model={"model_type": "falcon_mamba"}),
-            r"context: 2 is not verified for .*mamba",
+            "Mixtral",
+            {"pipeline": 2, "data_shard": 2, "expert": 2, "pipeline_schedule": "zero_bubble"},
+            r"zero_bubble takes weight gradients apart .* use 1f1b, or set expert",
         ),
-        (Case("Llama", {"data_shard": 2, "expert": 2}), r"expert: 2 needs a mixture of experts .* llama is not"),
-        (
-            Case(
-                "Mixtral",
-                {"pipeline": 2, "data_shard": 2, "expert": 2, "pipeline_schedule": "zero_bubble"},
-                model={"num_hidden_layers": 4},
-            ),
-            r"zero_bubble takes weight gradients apart .* use 1f1b, or set expert to 1",
-        ),
-        (Case("Mixtral", {"data_shard": 8, "expert": 8}), r"expert: 8 does not divide the model's 4 experts"),
-        (Case("Qwen3-MoE", {"context": 3, "expert": 3}), r"expert: 3 does not divide the model's 4 experts"),
-        (Case("DeepSeek-V2", {"context": 3, "expert": 3}), r"expert: 3 does not divide the model's 4 experts"),
-        (Case("DeepSeek-V3", {"context": 3, "expert": 3}), r"expert: 3 does not divide the model's 4 experts"),
+        ("Mixtral", {"data_shard": 8, "expert": 8}, r"expert: 8 does not divide the model's 4 experts"),
+        ("Qwen3-MoE", {"context": 3, "expert": 3}, r"expert: 3 does not divide the model's 4 experts"),
+        ("DeepSeek-V2", {"context": 3, "expert": 3}, r"expert: 3 does not divide the model's 4 experts"),
+        ("DeepSeek-V3", {"context": 3, "expert": 3}, r"expert: 3 does not divide the model's 4 experts"),
     ],
 )
-def test_what_cannot_be_split_is_refused_before_anything_is_read(case: Case, message: str) -> None:
-    world_size = math.prod(case.parallelism.get(axis, 1) for axis in ("pipeline", "data_shard", "context"))
-    job = job_of(case, world_size)
+def test_what_cannot_be_split_is_refused_before_anything_is_read(
+    family: str, parallelism: dict[str, Any], message: str
+) -> None:
+    model = {"model_type": "falcon_mamba"} if family not in FAMILIES else FAMILIES[family] | {"num_hidden_layers": 4}
+    world_size = ParallelismSpec.model_validate(parallelism).world_size
+    job = tiny_job("refused", world_size, model=model, parallelism=parallelism)
     with pytest.raises(InputError, match=message):
         check_supported(job, device_type="cpu")
 
