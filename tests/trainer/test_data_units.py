@@ -15,6 +15,7 @@ from pyarrow import parquet
 from test_data import build, resolved, source
 from trainer.data import readers, token_cache
 from trainer.data.readers import units_of
+from trainer.data.shared_units import SharedUnits
 from trainer.data.token_cache import TokenCache, open_token_cache
 from trainer.data.tokenizer import ByteTokenizer
 
@@ -151,6 +152,61 @@ def test_processes_share_the_units_and_a_killed_one_loses_only_its_own(
 def _notes_of(folder: Path, processes: list[Any]) -> list[str]:
     """The first text of every unit that these processes have begun."""
     return [line for process in processes for line in (folder / f"{process.pid}.notes").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["text", "prompts"])
+def test_hosts_find_each_others_units_beside_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{number}", "p": "?" * (number % 5)}) + "\n" for number in range(60)))
+    one = DataSource(path=str(path), format="jsonl", **({} if kind == "text" else {"prompt_field": "p"}))
+    monkeypatch.setattr(readers, "UNIT_BYTES", 200)
+    num_units = len(units_of(one))
+    write_unit = token_cache.write_unit
+    made: list[int] = []
+
+    def noting(folder: Path, key: str, unit: Any, *more: Any) -> Any:
+        made.append(unit.begin)
+        if len(made) == 4 and killed:
+            raise KeyboardInterrupt
+        return write_unit(folder, key, unit, *more)
+
+    monkeypatch.setattr(token_cache, "write_unit", noting)
+    shared, killed = SharedUnits(str(tmp_path / "destination")), True
+    # Of two hosts the second begins in the middle; it is killed at its fourth unit, and its disk is gone.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(KeyboardInterrupt):
+        open_token_cache([one], ByteTokenizer(), tmp_path / "lost", shared=shared)
+    assert made[0] == units_of(one)[num_units // 2].begin
+    killed, by_the_lost = False, made[:3]
+    monkeypatch.setenv("RANK", "0")
+    made.clear()
+    first = open_token_cache([one], ByteTokenizer(), tmp_path / "first", shared=shared)
+    assert len(made) == num_units - 3 and not set(made) & set(by_the_lost)
+    made.clear()
+    second = open_token_cache([one], ByteTokenizer(), tmp_path / "second", shared=shared)
+    assert made == []
+    alone = open_token_cache([one], ByteTokenizer(), tmp_path / "alone")
+    assert first.digest == second.digest == alone.digest
+    assert (alone.learnt is None) == (kind == "text")
+    # What was put there half is made anew.
+    for name in (tmp_path / "destination" / "tokens").glob("*.tokens"):
+        name.write_bytes(b"x")
+    made.clear()
+    assert open_token_cache([one], ByteTokenizer(), tmp_path / "third", shared=shared).digest == alone.digest
+    assert len(made) == num_units
+
+
+def test_a_destination_that_takes_nothing_only_costs_the_sharing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    path = corpus(tmp_path / "data")
+    cache = opened(path, tmp_path / "cache", shared=SharedUnits(str(tmp_path / "file")))
+    assert cache.digest == opened(path, tmp_path / "alone").digest
+    assert "stay on this host" in capsys.readouterr().out
 
 
 def test_a_changed_file_is_noticed_and_only_it_is_tokenized_again(

@@ -123,6 +123,10 @@ class DataSpec(SpecModel):
     """Reads s3:// and tenant:// sources where they lie, in the same order as a copy: ready-made tokens of train by
     ranges, ahead of training (sizes and ETags are checked), other formats once, to tokenize them. false: a launched job
     gets them copied to each host before it starts."""
+    shared_tokens: bool = False
+    """Keeps what is tokenized beside the checkpoints: each host tokenizes a share for all, and a resume on new machines
+    nothing. For data that all hosts see as the same files, by streaming or on one file system; copies of their own, as
+    launched jobs get without streaming, differ in age, and each host tokenizes its own."""
     stream_cache_gib: float = Field(default=16.0, gt=0)
     """streaming: disk that a host keeps what it has read on, for its next epoch."""
     max_bad_records: int = Field(default=0, ge=0)
@@ -186,6 +190,8 @@ class ImageSpec(SpecModel):
     """Models with batch normalization. synchronized: statistics over the micro-batches of all ranks, so that R ranks
     with micro-batches of m equal one process with R x m. local: over a rank's own, without the communication; other
     numbers on other layouts. frozen: model.source's running averages, never updated."""
+    freeze_vision: bool = False
+    """vision_language: the vision tower keeps its weights; projector and language model are trained."""
     decode_threads: PositiveInt = 4
     """Threads a rank that read and decode images, one step ahead of the training."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.data.chat import chat_template_of
+from trainer.data.shared_units import SharedUnits
 from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
 from trainer.data.streamed_tokens import are_streamed, open_streamed_tokens
 from trainer.data.token_cache import TokenCache, open_token_cache
@@ -82,6 +83,8 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
     tokenizer = tokenizer_of(spec)
     template = chat_template_of(spec.data.chat_template, tokenizer_file_of(spec))
 
+    where_shared = spec.checkpoint.destination if spec.data.shared_tokens else None
+    shared = None if where_shared is None else SharedUnits(where_shared)
     vocab_is_open = spec.data.tokenizer is None and spec.model.source is None
 
     def tokens(sources: Sequence[DataSource], field: str) -> TokenCache:
@@ -107,6 +110,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
             max_bad_records=spec.data.max_bad_records,
             where=f"data.{field}",
             streaming=spec.data.streaming,
+            shared=shared,
         )
 
     def table(cache: TokenCache, field: str) -> SequenceTable:

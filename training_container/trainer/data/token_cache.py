@@ -24,6 +24,7 @@ from trainer.data.bad_records import BadRecords
 from trainer.data.chat import ChatTemplate
 from trainer.data.documents import DocumentEncoder, encoder_of
 from trainer.data.readers import Unit, units_of
+from trainer.data.shared_units import SharedUnits
 from trainer.data.token_units import UnitTokens, Vocabulary, open_unit, unit_key, write_unit
 from trainer.data.tokenizer import TextTokenizer
 from trainyard.errors import InputError
@@ -77,12 +78,13 @@ def open_token_cache(
     max_bad_records: int = 0,
     where: str = "data",
     streaming: bool = False,
+    shared: SharedUnits | None = None,
 ) -> TokenCache:
     """The tokens of `sources`, one after the other; tokenized now if `cache_dir` doesn't hold them yet.
 
     `vocab_is_open`: no tokenizer was named, so ready-made ids (format: tokens) may exceed the fallback's vocabulary.
-    `where` names the data set in messages; `streaming`: s3:// sources are read where they lie, once. Any number of
-    processes may call this at once: they share the work.
+    `where` names the data set in messages; `streaming`: s3:// sources are read where they lie, once.
+    `shared`: where hosts find each other's units. Any number of processes may call this at once: they share the work.
     """
     vocabulary = Vocabulary(tokenizer.vocab_size, vocab_is_open)
     parts = _parts(sources, tokenizer, chat_template, vocabulary, streaming)
@@ -93,7 +95,7 @@ def open_token_cache(
         cache = _open(folder, units_folder, bad)
         if cache is None:
             units_folder.mkdir(parents=True, exist_ok=True)
-            units = _tokenize(parts, units_folder, vocabulary, max_bad_records, where)
+            units = _tokenize(parts, units_folder, vocabulary, bad, shared)
             with _exclusive(folder.with_name(f"{folder.name}.lock")):
                 if _open(folder, units_folder, BadRecords(max_bad_records, where)) is None:
                     _finish(folder, units, vocabulary, ", ".join(source.path for source in sources), bad)
@@ -131,15 +133,22 @@ def _parts(
 
 
 def _tokenize(
-    parts: Sequence[_Part], folder: Path, vocabulary: Vocabulary, max_bad_records: int, where: str
+    parts: Sequence[_Part], folder: Path, vocabulary: Vocabulary, bad: BadRecords, shared: SharedUnits | None
 ) -> list[UnitTokens]:
     """All units, those that were missing made by this process or by another that is at it too."""
 
     def made(part: _Part) -> UnitTokens:
-        bad = BadRecords(max_bad_records, where)
-        return open_unit(folder, part.key) or write_unit(folder, part.key, part.unit, part.encoder, vocabulary, bad)
+        found = open_unit(folder, part.key) or (shared and shared.fetch(folder, part.key))
+        if found:
+            return found
+        of_unit = BadRecords(bad.limit, bad.where)
+        unit = write_unit(folder, part.key, part.unit, part.encoder, vocabulary, of_unit)
+        if shared:
+            shared.put(folder, unit)
+        return unit
 
-    for part in parts:
+    first = SharedUnits.first_of(len(parts)) if shared else 0
+    for part in (*parts[first:], *parts[:first]):
         if open_unit(folder, part.key) is None:
             with _exclusive(folder / f"{part.key}.lock", wait=False) as is_mine:
                 if is_mine:
