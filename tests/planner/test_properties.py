@@ -185,3 +185,16 @@ def test_a_chunked_loss_stops_growing_with_the_vocabulary_times_the_sequence(sha
     short, long = (memory(shape, dataclasses.replace(layout, sequence_length=tokens)).logits for tokens in lengths)
     added_hidden = 8192 * layout.micro_batch * shape.hidden * layout.element_bytes
     assert math.isclose(long - short, added_hidden, rel_tol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), layouts())
+def test_weights_that_stay_gathered_cost_memory_and_spare_a_message(shape: ModelShape, layout: Layout) -> None:
+    layout = dataclasses.replace(layout, engine="torch", zero_stage=3, pipeline=1)
+    kept = dataclasses.replace(layout, keeps_gathered=True)
+    assert not_more(memory(shape, layout), memory(shape, kept))
+    device, links = gpu("H100"), Fabric(8, 450, 400)
+    if layout.shard_degree > 1:
+        assert memory(shape, kept).buffers >= memory(shape, layout).buffers
+        dropped_seconds, kept_seconds = (step_time(shape, each, device, links).total for each in (layout, kept))
+        assert kept_seconds <= dropped_seconds

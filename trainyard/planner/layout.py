@@ -45,6 +45,8 @@ class Layout:
     """Adapted linear modules per layer, each taken as hidden x hidden."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     flash_attention: bool = True
+    keeps_gathered: bool = False
+    """FSDP's weights, gathered for the forward pass, stay for the backward one."""
     optimizer: Optimizer = "adamw"
     keeps_average: bool = False
     """A running average of the weights beside them."""

@@ -322,7 +322,8 @@ def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParam
         # Two layers (the next is prefetched), the vocabulary's matrices, and one layer's gradients before reduction.
         vocabulary = shape.vocab * shape.hidden / layout.tensor
         matrices = stage.embedding + (stage.head and not (shape.tied_embeddings and stage.embedding))
-        gathered = min(2 * layer + vocabulary * matrices, params.total) * gathered_element
+        most = params.total if layout.keeps_gathered else 2 * layer + vocabulary * matrices
+        gathered = min(most, params.total) * gathered_element
         reduced = 0.0 if layout.method != "full" else min(max(layer, vocabulary * matrices), params.total) * 4
         return nccl + gathered + reduced
     if layout.method != "full":

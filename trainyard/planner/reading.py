@@ -184,6 +184,7 @@ def layout_of(
         num_lora_targets=len(adapter.targets) if adapter else 2,
         offload=parallelism.offload,
         flash_attention=job.model.attention != "eager",
+        keeps_gathered=parallelism.fsdp.reshard_after_forward is False,
         optimizer=job.training.optimizer.kind,
         keeps_average=job.training.optimizer.average_decay is not None,
         loss_chunk_tokens=_loss_chunk_tokens(job, parallelism),

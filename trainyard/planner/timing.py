@@ -248,7 +248,7 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
     params = stage_params(shape, layout, stage).total
     units = stage.layers + 1
     gathered = params * layout.element_bytes / units
-    times = 2 * all_gather_seconds(gathered, members, links)
+    times = (1 if layout.keeps_gathered else 2) * all_gather_seconds(gathered, members, links)
     if layout.method == "full":
         reduced = params * 4 / units if layout.engine == "torch" else gathered
         times += all_gather_seconds(reduced, members, links)
