@@ -16,14 +16,20 @@ from botocore.exceptions import ResponseStreamingError
 from moto.server import ThreadedMotoServer
 from pyarrow import parquet
 from test_data import build, json_tokenizer, resolved, rows_of, source
+from test_data_webdataset import shards
 from trainer.data import JobData, s3_files
 from trainer.data.readers import files_of
 from trainer.data.s3_files import PartCache, S3File
 from trainer.data.token_cache import open_token_cache
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.data.webdataset import ShardIndex
+from trainer.tasks import task_of
+from trainer_testing.image_shards import classified, image_job, write_shards
 
 from trainyard.errors import InputError, JobFailedError
-from trainyard.spec.job import DataSource
+from trainyard.planner import resolve
+from trainyard.spec.base import parse
+from trainyard.spec.job import DataSource, JobSpec
 
 BUCKET = "acme-data"
 
@@ -183,6 +189,46 @@ def test_other_formats_are_tokenized_from_where_they_lie(s3: Any, flaky: Flaky, 
         )
         assert remote.digest == local.digest, name
     assert flaky.num_failed >= 4
+
+
+def test_samples_of_shards_are_read_where_they_lie(s3: Any, flaky: Flaky, tmp_path: Path) -> None:
+    local = shards(tmp_path / "shards")
+    remote = DataSource(path=upload(s3, tmp_path / "shards", tmp_path.name), format="webdataset")
+    parts = PartCache(tmp_path / "parts", max_bytes=1)
+    ours = ShardIndex.open(local, tmp_path / "cache")
+    theirs = ShardIndex.open(remote, tmp_path / "cache", parts=parts)
+    assert len(theirs) == len(ours) == 6 and theirs.digest == ours.digest
+    for number in (5, 0, 3, 4, 1, 2):
+        theirs.will_read((number + 1) % 6)
+        assert theirs.read_sample(number) == ours.read_sample(number)
+    assert theirs.place(3).startswith(f"{remote.path}/train-00001.tar: class/")
+    parts.close()
+    assert flaky.num_failed >= 4
+
+
+def test_pictures_in_s3_are_trained_on_as_from_a_copy(
+    s3: Any, flaky: Flaky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_files, "AT_RANDOM_BYTES", 1500)
+    monkeypatch.setattr(s3_files, "FRONT_TO_BACK_BYTES", 8000)
+    folder = write_shards(tmp_path / "pictures", classified(12, seed=1), shard_size=5)
+    uri = upload(s3, folder, tmp_path.name)
+    read = []
+    for path, streaming in ((str(folder), False), (uri, True)):
+        sources = [{"path": path, "format": "webdataset"}]
+        settings = {"train": sources, "validation": sources, "streaming": streaming, "stream_cache_gib": 1e-9}
+        job = resolve(parse(JobSpec, image_job(tmp_path, data=settings), "job"), world_size=1)
+        data = task_of(job).build_data(
+            job, data_parallel_rank=0, data_parallel_size=1, cache_dir=tmp_path / f"cache-{streaming}"
+        )
+        assert data.validation is not None
+        batches = [batch for _ in range(2) for batch in data.train.next_step()]
+        batches += [batch for step in data.validation for batch in step]
+        read.append([(batch.pixels.values.numpy().tobytes(), batch.labels.tolist()) for batch in batches])
+        data.close()
+    assert read[0] == read[1]
+    assert flaky.num_failed >= 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("s3-parts")]
 
 
 def test_a_changed_or_lost_object_is_told_in_one_line(s3: Any, flaky: Flaky, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ Inside: `files` -> `readers` (formats, units) -> `chat` and `documents` (text, t
 `token_cache` (on disk, once per host) -> `stream` (order, batches). `webdataset` reads shards of samples.
 """
 
-from trainer.data.build import JobData, TextData, ValidationSet, build_data
+from trainer.data.build import JobData, TextData, ValidationSet, build_data, part_cache
 from trainer.data.stream import IGNORED_LABEL, BatchStream, MicroBatch, ValidationStream
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "ValidationSet",
     "ValidationStream",
     "build_data",
+    "part_cache",
 ]

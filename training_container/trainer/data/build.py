@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.data.chat import chat_template_of
+from trainer.data.s3_files import PartCache
 from trainer.data.shared_units import SharedUnits
 from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
 from trainer.data.streamed_tokens import are_streamed, open_streamed_tokens
@@ -99,7 +100,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
                 sources,
                 Vocabulary(tokenizer.vocab_size, vocab_is_open),
                 cache_dir,
-                cache_bytes=int(spec.data.stream_cache_gib * (1 << 30)) // job.processes_per_host,
+                cache_bytes=_cache_bytes(job),
             )
         return open_token_cache(
             sources,
@@ -155,6 +156,16 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         tokenizer_digest=tokenizer.digest,
         bad_records=_told(caches),
     )
+
+
+def part_cache(job: ResolvedJob, cache_dir: Path) -> PartCache | None:
+    """What reads shards in S3 for one of a rank's data sets (train, validation); None unless the job streams."""
+    return PartCache(cache_dir, max_bytes=_cache_bytes(job) // 2) if job.spec.data.streaming else None
+
+
+def _cache_bytes(job: ResolvedJob) -> int:
+    """A rank's share of the disk."""
+    return int(job.spec.data.stream_cache_gib * (1 << 30)) // job.processes_per_host
 
 
 def sources_by_name(sources: Sequence[ValidationSource]) -> dict[str | None, tuple[ValidationSource, ...]]:

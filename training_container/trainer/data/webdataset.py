@@ -1,21 +1,20 @@
 """Samples out of WebDataset shards: tar files whose members `KEY.EXTENSION`, one after the other, make up a sample.
 
-`ShardIndex.open(source, cache_dir)` knows where every member of every shard lies, so that any sample is read at random,
-without unpacking: `read_sample(number)` gives `{extension: bytes}`. Numbers run over the shards in the order of their
-names and, inside a shard, in the order of the tar: one global index, so that a stream over it can be resumed at any
-number of ranks. The index is made once per host, from the tar headers alone, and kept in `cache_dir`.
+`ShardIndex.open(source, cache_dir)` knows where every member of every shard lies, so that any sample is read at
+random, without unpacking: `read_sample(number)` gives `{extension: bytes}`. Numbers run over the shards in the order of
+their names and, inside a shard, in the order of the tar: one global index, so that a stream over it can be resumed at
+any number of ranks. The index is made once per host, from the tar headers alone, and kept in `cache_dir`.
 """
 
 import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
 import tarfile
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -24,7 +23,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.files import local_files
+from trainer.data.files import DataFile, LocalFile
+from trainer.data.readers import files_of
+from trainer.data.s3_files import PartCache, S3File
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
@@ -36,10 +37,11 @@ _MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("extension", "<u2")])
 class ShardIndex:
     """Where every sample of a source lies. Reading is safe from several threads; a fork may use its parent's."""
 
-    def __init__(self, shards: list[Path], folder: Path) -> None:
-        """`folder`: an index that `open` has written for these shards."""
+    def __init__(self, shards: Sequence[DataFile], folder: Path, parts: PartCache | None = None) -> None:
+        """`folder`: an index that `open` has written for these shards; `parts`: reads those that lie in S3."""
         meta = json.loads((folder / "meta.json").read_text())
         self._shards = shards
+        self._parts = parts
         self._extensions: list[str] = meta["extensions"]
         self.digest: str = meta["digest"]
         """Of all keys, extensions and sizes, in order: a changed picture of the same size goes unnoticed."""
@@ -48,17 +50,18 @@ class ShardIndex:
         self._first_sample = np.load(folder / "first_sample.npy", mmap_mode="r")
         self._keys = np.load(folder / "keys.npy", mmap_mode="r")
         self._key_ends = np.load(folder / "key_ends.npy", mmap_mode="r")
-        self._files: OrderedDict[int, io.FileIO] = OrderedDict()
+        self._files: OrderedDict[int, _OpenShard] = OrderedDict()
         self._lock = Lock()
 
     @classmethod
-    def open(cls, source: DataSource, cache_dir: Path) -> Self:
+    def open(cls, source: DataSource, cache_dir: Path, *, parts: PartCache | None = None) -> Self:
         """The index of a source's shards, made now unless `cache_dir` holds it; InputError names a broken shard.
 
-        Processes of one host may call this at once: one builds, the others wait.
+        Processes of one host may call this at once: one builds, the others wait. With `parts`, shards in S3 are read
+        where they lie: from front to back once for the index, then sample by sample.
         """
-        shards = local_files(source)
-        facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in shards]
+        shards = files_of(source, streaming=parts is not None)
+        facts = [(shard.where, shard.size, shard.version) for shard in shards]
         key = hashlib.sha256(json.dumps([_FORMAT_VERSION, facts]).encode()).hexdigest()[:24]
         folder = cache_dir / f"webdataset-{key}"
         try:
@@ -72,7 +75,7 @@ class ShardIndex:
                 f"index of {source.path} in {cache_dir}: can't be written: {error.strerror or error}; free space or "
                 "give another folder"
             ) from None
-        return cls(shards, folder)
+        return cls(shards, folder, parts)
 
     def __len__(self) -> int:
         """Samples."""
@@ -90,7 +93,7 @@ class ShardIndex:
 
     def place(self, number: int) -> str:
         """Where the sample is, for a message: `SHARD: KEY`."""
-        return f"{self._shards[self._shard_of(number)]}: {self.key(number)}"
+        return f"{self._shards[self._shard_of(number)].where}: {self.key(number)}"
 
     def read_sample(self, number: int) -> dict[str, bytes]:
         """The sample's members by extension (lower case, without the dot, e.g. `jpg`, `cls`, `seg.png`).
@@ -104,11 +107,19 @@ class ShardIndex:
             sample[self._extensions[int(member["extension"])]] = content
         return sample
 
+    def will_read(self, number: int) -> None:
+        """Fetches a sample in the background, where its shard lies in S3."""
+        shard = self._shards[self._shard_of(number)]
+        if self._parts is not None and isinstance(shard, S3File):
+            first, last = int(self._first_member[number]), int(self._first_member[number + 1]) - 1
+            begin = int(self._members[first]["offset"])
+            end = int(self._members[last]["offset"]) + int(self._members[last]["size"])
+            self._parts.will_read(shard, begin, end - begin)
+
     def close(self) -> None:
         """Closes the shards; the next read opens them again."""
         with self._lock:
-            while self._files:
-                self._files.popitem()[1].close()
+            self._files.clear()
 
     def _shard_of(self, number: int) -> int:
         if not 0 <= number < len(self):
@@ -116,26 +127,44 @@ class ShardIndex:
         return int(np.searchsorted(self._first_sample, number, side="right")) - 1
 
     def _read(self, shard: int, offset: int, size: int) -> bytes:
+        file = self._shards[shard]
+        if isinstance(file, S3File):
+            assert self._parts is not None
+            return self._parts.read(file, offset, size) if size else b""
         try:
-            with self._lock:
-                # Under the lock, so that another thread can't close the file meanwhile; pread itself has no position.
-                content = os.pread(self._file(shard).fileno(), size, offset)
+            # Threads read at once: pread has no position, and who holds the file keeps it open.
+            opened = self._opened(shard)
+            content = os.pread(opened.descriptor, size, offset)
         except OSError as error:
-            raise InputError(f"{self._shards[shard]}: can't be read: {error.strerror or error}") from None
+            raise InputError(f"{self._shards[shard].where}: can't be read: {error.strerror or error}") from None
         if len(content) != size:
             raise InputError(
-                f"{self._shards[shard]}: ends before byte {offset + size}: it changed since it was indexed"
+                f"{self._shards[shard].where}: ends before byte {offset + size}: it changed since it was indexed"
             )
         return content
 
-    def _file(self, shard: int) -> io.FileIO:
-        file = self._files.pop(shard, None)
-        if file is None:
-            file = self._shards[shard].open("rb", buffering=0)
-            if len(self._files) >= _MAX_OPEN_SHARDS:
-                self._files.popitem(last=False)[1].close()
-        self._files[shard] = file
-        return file
+    def _opened(self, shard: int) -> "_OpenShard":
+        with self._lock:
+            opened = self._files.pop(shard, None)
+            if opened is None:
+                file = self._shards[shard]
+                assert isinstance(file, LocalFile)
+                opened = _OpenShard(file.path)
+                if len(self._files) >= _MAX_OPEN_SHARDS:
+                    self._files.popitem(last=False)
+            self._files[shard] = opened
+            return opened
+
+
+class _OpenShard:
+    """A file that closes when nobody holds it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 @dataclass
@@ -152,7 +181,7 @@ class _Columns:
     extension_numbers: dict[str, int] = field(default_factory=dict)
 
 
-def _build(shards: list[Path], folder: Path) -> None:
+def _build(shards: Sequence[DataFile], folder: Path) -> None:
     columns = _Columns()
     digest = hashlib.sha256()
     for shard in shards:
@@ -160,7 +189,7 @@ def _build(shards: list[Path], folder: Path) -> None:
         _index_shard(shard, columns, digest)
     columns.first_member.append(len(columns.offsets))
     if not columns.key_ends:
-        raise InputError(f"{shards[0]}: holds no sample; a shard's members are named KEY.EXTENSION")
+        raise InputError(f"{shards[0].where}: holds no sample; a shard's members are named KEY.EXTENSION")
     members = np.empty(len(columns.offsets), dtype=_MEMBER)
     members["offset"] = columns.offsets
     members["size"] = columns.sizes
@@ -183,7 +212,7 @@ def _build(shards: list[Path], folder: Path) -> None:
     partial.rename(folder)
 
 
-def _index_shard(shard: Path, columns: _Columns, digest: Any) -> None:
+def _index_shard(shard: DataFile, columns: _Columns, digest: Any) -> None:
     """Appends the shard's samples. Members of one sample lie side by side, as every writer of shards puts them."""
     last_key: str | None = None
     present: set[str] = set()
@@ -194,7 +223,7 @@ def _index_shard(shard: Path, columns: _Columns, digest: Any) -> None:
             columns.key_ends.append(len(columns.keys))
             last_key, present = key, set()
         if extension in present:
-            raise InputError(f"{shard}: {key}: has two members .{extension}; a sample has one of each extension")
+            raise InputError(f"{shard.where}: {key}: has two members .{extension}; a sample has one of each extension")
         present.add(extension)
         columns.offsets.append(member.offset_data)
         columns.sizes.append(member.size)
@@ -202,22 +231,21 @@ def _index_shard(shard: Path, columns: _Columns, digest: Any) -> None:
         digest.update(json.dumps([key, extension, member.size]).encode())
 
 
-def _members(shard: Path) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+def _members(shard: DataFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """(key, extension, header) of each file in the tar. Reads headers alone: what lies between is skipped."""
-    size = shard.stat().st_size
     try:
-        with tarfile.open(shard, mode="r:") as tar:
+        with shard.open() as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 if not member.isreg() or member.issparse():
                     continue
-                if member.offset_data + member.size > size:
-                    raise InputError(f"{shard}: is cut off inside {member.name}: copy it again")
+                if member.offset_data + member.size > shard.size:
+                    raise InputError(f"{shard.where}: is cut off inside {member.name}: copy it again")
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, extension = name.partition(".")
                 if not stem or not dot or (name.startswith("__") and name.endswith("__")):
                     continue  # no KEY.EXTENSION: a tool's own notes
                 yield folder + slash + stem, extension.lower(), member
     except tarfile.TarError as error:
-        packed = shard.name.endswith((".gz", ".tgz", ".zst", ".bz2"))
+        packed = shard.where.endswith((".gz", ".tgz", ".zst", ".bz2"))
         hint = "samples are read at random, so shards must not be compressed: unpack it once" if packed else str(error)
-        raise InputError(f"{shard}: is not a plain tar file ({hint})") from None
+        raise InputError(f"{shard.where}: is not a plain tar file ({hint})") from None
