@@ -123,9 +123,11 @@ def test_a_long_sequences_logits_never_exist(kind: str, monkeypatch: pytest.Monk
     assert kind == "logits" or seen.num_elements <= max(64 * vocab_size, 4 * length * length, 32 * vocab_size)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family", ["DeepSeek-V3", "GPT-2, tied", "GPT-NeoX", "Gemma, tied", "Llama", "Mixtral", "Qwen3"]
+)
 @pytest.mark.usefixtures("small_chunks")
-def test_every_family_gives_the_same_loss_and_gradients(family: str) -> None:
+def test_families_give_the_same_loss_and_gradients(family: str) -> None:
     tokens, labels = (part[:3] for part in global_batch(1))
     found = []
     for kind in ("chunked", "logits"):

@@ -66,7 +66,7 @@ def router_loss_sum(forward: nn.Module, output: Any, targets: torch.Tensor) -> t
     """
     model: Any = getattr(forward, "module", forward)  # of DistributedDataParallel and of DeepSpeed's engine
     config = getattr(model, "config", None)
-    if config is None or not is_asked_for(config) or not forward.training:
+    if config is None or not is_asked_for(config) or not model.training:
         return None
     counts = targets != IGNORED_LABEL
     # The token that is predicted last is no target's position but one after: it was routed too.
