@@ -8,10 +8,10 @@ parallelism alone, `parallel` the one for every product with `tensor_parallel`, 
 from torch import nn
 
 from trainer import router_loss
-from trainer import router_loss
 from trainer.attention import check as check_attention
 from trainer.deferred_weights import source_of
 from trainer.runtime import Runtime
+from trainer.strategies import compiled
 from trainer.strategies.base import OptimizerStep, Strategy
 from trainer.tasks import task_of
 from trainyard.errors import InputError
@@ -40,7 +40,7 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
 
         deepspeed_settings.check(job, device_type=device_type)
     check_attention(job, device_type=device_type)
-    router_loss.check(job)
+    compiled.check(job, device_type=device_type)
     router_loss.check(job)
 
 

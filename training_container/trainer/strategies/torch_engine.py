@@ -23,6 +23,7 @@ from trainer.optimizer import (
 )
 from trainer.runtime import Runtime
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
+from trainer.strategies.compiled import compile_blocks
 from trainer.tasks import task_of
 from trainyard.spec.job import ResolvedJob
 
@@ -48,6 +49,7 @@ class TorchStrategy(Strategy):
         self._scaler = LossScaler.for_precision(job.spec.training.precision)
         self._loss_plan = plan_loss(model, job)
         self.choices = choices_of(model, job, self._loss_plan, self._device)
+        compile_blocks(model, job)
         self._model = self._place(model)
         self._forward = self._wrap(self._model)
         for part in self._parts():
