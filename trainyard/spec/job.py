@@ -24,11 +24,17 @@ class AdapterSpec(SpecModel):
     """A parameter-efficient adapter on a frozen base model."""
 
     kind: Literal["lora", "qlora"]
+    """lora: the base model stays in the type that the job computes in. qlora: its blocks' matrices, packed experts
+    included, are stored in 4 bits (NF4 with double quantization, 0.52 bytes a weight) and read for each product; for
+    every torch engine, not for deepspeed."""
     rank: PositiveInt = 16
+    """Rows of an adapter's first matrix and columns of its second."""
     alpha: float = Field(default=32.0, gt=0)
+    """What an adapter gives is multiplied by alpha / rank."""
     dropout: Fraction = 0.0
+    """The share of an adapter's inputs that are dropped in training."""
     targets: tuple[str, ...] = ("q_proj", "v_proj")
-    """Names of the linear modules that get an adapter."""
+    """Names of the linear modules that get an adapter; the packed experts of a mixture get none."""
 
 
 class ModelSpec(SpecModel):
@@ -220,7 +226,10 @@ class OptimizerSpec(SpecModel):
     """The optimizer and its constants."""
 
     kind: Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd"] = "adamw"
-    """muon: for the matrices inside the blocks; embeddings, head, norms and biases stay with AdamW. sgd: with momentum
+    """adamw: torch's fused kernel under every engine. adamw_8bit: both averages in 8 bits a weight, with a quarter of
+    the memory and nearly the same training. adafactor: a row and a column a matrix in place of a second average.
+    muon: for the matrices inside the blocks; embeddings, head, norms and biases stay with AdamW. Those two gather each
+    matrix's gradient. With engine: deepspeed it is adamw alone. sgd: with momentum
     and L2 regularization (weight_decay is added to the gradient), what ResNets are trained with."""
     momentum: Fraction = 0.9
     """sgd: how much of the last step's direction is kept."""
@@ -253,7 +262,12 @@ class TrainingSpec(SpecModel):
     learning_rate: float = Field(gt=0)
     """Peak rate, stated for base_batch_size where that is given, else for global_batch_size."""
     base_batch_size: PositiveInt | None = None
-    """The linear scaling rule: the rate used is learning_rate x global_batch_size / base_batch_size."""
+    """The linear scaling rule: the rate used is learning_rate x global_batch_size / base_batch_size; null: as stated.
+
+    It holds for SGD while the batch is far below the gradient's noise scale, with a warm-up (Goyal et al. 2017,
+    arXiv:1706.02677; McCandlish et al. 2018, arXiv:1812.06162): beyond that scale a larger rate diverges, or no longer
+    saves steps. AdamW, Adafactor and Muon divide by the gradient's size, for them the square root of the ratio is the
+    better guess (Malladi et al. 2022, arXiv:2205.10287): state the rate itself, or a base_batch_size that gives it."""
     schedule: ScheduleSpec = ScheduleSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     gradient_clip: float | None = Field(default=1.0, gt=0)
