@@ -119,5 +119,6 @@ def image_job(folder: Path, **sections: Any) -> dict[str, Any]:
         "checkpoint": {"every_steps": 4, "keep_last": 2},
     }
     for name, value in sections.items():
-        job[name] = job[name] | value if isinstance(value, dict) and isinstance(job.get(name), dict) else value
+        is_added_to = name != "model" and isinstance(value, dict) and isinstance(job.get(name), dict)
+        job[name] = job[name] | value if is_added_to else value
     return job

@@ -6,7 +6,6 @@ Engines, loop and checkpoints never ask which task it is.
 """
 
 from trainer.tasks.base import Task
-from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 
 __all__ = ["Task", "task_of"]
@@ -20,7 +19,9 @@ def task_of(job: ResolvedJob) -> Task:
 
         return ImageClassification(job)
     if job.spec.task == "vision_language":
-        raise InputError(f"task: {job.spec.task} is not implemented in this trainer")
+        from trainer.tasks.vision_language import VisionLanguage
+
+        return VisionLanguage()
     from trainer.tasks.causal_lm import CausalLM
 
     return CausalLM()

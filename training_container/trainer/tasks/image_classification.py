@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForImageClassification, PretrainedConfig, PreTrainedModel
 
-from trainer.data import IGNORED_LABEL, JobData
+from trainer.data import IGNORED_LABEL, JobData, part_cache
 from trainer.data.bad_records import BadRecordError
 from trainer.tasks.base import Task
 from trainer.tasks.batch_norm import replace_batch_norms
@@ -159,6 +159,7 @@ class ImageClassification(Task):
                 sources,
                 cache_dir=cache_dir,
                 max_bad_records=job.spec.data.max_bad_records,
+                parts=part_cache(job, cache_dir),
                 where=field,
                 transform=ImageTransform(known.size, crop_area, images.resize_ratio),
                 job=job,

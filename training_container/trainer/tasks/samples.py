@@ -16,6 +16,7 @@ import numpy as np
 
 from trainer.data import BatchStream, ValidationStream
 from trainer.data.bad_records import BadRecordError, BadRecords
+from trainer.data.s3_files import PartCache
 from trainer.data.stream import Positions
 from trainer.data.webdataset import ShardIndex
 from trainer.tasks.images import IMAGE_EXTENSIONS
@@ -32,9 +33,18 @@ class SampleTable(ABC):
     sequence_length = 1
     """Part of what a position counts in (`BatchStream.state_dict`)."""
 
-    def __init__(self, sources: Sequence[DataSource], *, cache_dir: Path, max_bad_records: int, where: str) -> None:
-        """`where`: the field, for messages. InputError names a source that can't be read."""
-        self._indices = [ShardIndex.open(source, cache_dir) for source in sources]
+    def __init__(
+        self,
+        sources: Sequence[DataSource],
+        *,
+        cache_dir: Path,
+        max_bad_records: int,
+        where: str,
+        parts: PartCache | None = None,
+    ) -> None:
+        """`where`: the field, for messages; `parts`: reads shards in S3. InputError names a source it can't read."""
+        self._parts = parts
+        self._indices = [ShardIndex.open(source, cache_dir, parts=parts) for source in sources]
         self._ends = np.cumsum([len(index) for index in self._indices])
         self.where = where
         self.bad = BadRecords(limit=max_bad_records, where=where)
@@ -50,6 +60,11 @@ class SampleTable(ABC):
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def close(self) -> None:
+        """Ends the threads that fetch."""
+        if self._parts is not None:
+            self._parts.close()
 
     @property
     def digest(self) -> str:
@@ -127,6 +142,7 @@ class _Pool:
     def close(self) -> None:
         """Ends the threads; what was not begun is dropped."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._table.close()
 
 
 class SampleStream(BatchStream):

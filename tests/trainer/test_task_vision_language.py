@@ -1,0 +1,311 @@
+"""A vision-language model: every layout equals one process, masks are exact, and a tiny one learns and resumes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trainer.data.bad_records import BadRecordError
+from trainer.data.chat import ChatTemplate
+from trainer.data.tokenizer import ByteTokenizer
+from trainer.strategies import check_supported
+from trainer.tasks import task_of
+from trainer.tasks.vision_language import Conversations, ImageTokens, VisionLanguage
+from trainer_testing.distributed import finish, start_ranks
+from trainer_testing.image_shards import SIZE, captioned, image_job, write_shards
+from trainer_testing.task_worker import TaskRequest, run
+from trainer_testing.text_job import read_until, rows_of
+from transformers import AutoModelForImageTextToText
+
+from trainyard.errors import InputError
+from trainyard.planner import resolve
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec, ResolvedJob
+
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIZE,
+    "patch_size": 8,
+}
+LANGUAGE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+CLIP_LLAMA = {
+    "model_type": "llava",
+    "vision_config": TOWER | {"model_type": "clip_vision_model"},
+    "text_config": LANGUAGE | {"model_type": "llama"},
+}
+SIGLIP_QWEN = {
+    "model_type": "llava",
+    "vision_config": TOWER | {"model_type": "siglip_vision_model"},
+    "text_config": LANGUAGE | {"model_type": "qwen2"},
+    "vision_feature_select_strategy": "full",
+    "vision_feature_layer": -1,
+}
+FP64, FP32 = 1e-12, 1e-5
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+PARTS_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {% for part in m['content'] | selectattr('type', 'equalto', 'image') %}"
+    "<image>\n{% endfor %}{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}"
+    "{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def vlm_job(folder: Path, **sections: Any) -> dict[str, Any]:
+    """The picture job's sections, for a LLaVA without a tokenizer (bytes)."""
+    training = {"optimizer": {"kind": "adamw"}, "learning_rate": 5e-3} | sections.pop("training", {})
+    data = {"sequence_length": 64, "packing": False} | sections.pop("data", {})
+    base = {"task": "vision_language", "model": {"config": CLIP_LLAMA}, "images": {"decode_threads": 2}}
+    job = image_job(folder, **(base | sections), training=training, data=data)
+    job["images"].pop("size")
+    return job
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("captions")
+    write_shards(folder / "train", captioned(40, seed=1))
+    write_shards(folder / "validation", captioned(21, seed=2))
+    return folder
+
+
+def worst(result: dict[str, Any], reference: dict[str, Any]) -> float:
+    """The largest relative difference of a loss, a gradient norm or a validation's sum."""
+    assert result["names"] == reference["names"]
+    keys = ("loss", "grad_norm", "validation")
+    pairs = [pair for key in keys for pair in zip(result[key], reference[key], strict=True)]
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+
+
+def compare(world_size: int, layouts: tuple[str, ...], shards: Path, folder: Path) -> None:
+    """Each layout, model and way to train it against one process."""
+    save_source(folder / "source", shards)
+    lora = {"kind": "lora", "rank": 4, "targets": ["q_proj", "v_proj"]}
+    models = {
+        "clip llama": {"config": CLIP_LLAMA},
+        "siglip qwen2": {"config": SIGLIP_QWEN},
+        "source": {"source": str(folder / "source")},
+        "lora": {"source": str(folder / "source"), "adapter": lora},
+    }
+    named = []
+    for layout in layouts:
+        exact = {} if layout.startswith("zero") else {"precision": "fp64"}
+        for name, model in models.items():
+            data = {"tokenizer": str(folder / "source")} if "source" in model else {}
+            job = vlm_job(shards, model=model, data=data, training=exact | {"steps": 4})
+            named.append((name, TaskRequest(layout, job)))
+    references: dict[tuple[str, bool], TaskRequest] = {}
+    for name, request in named:
+        references.setdefault((name, request.layout.startswith("zero")), TaskRequest("single", request.job))
+    single = dict(zip(references, run(1, folder, list(references.values())), strict=True))
+    for (name, request), result in zip(named, run(world_size, folder, [r for _, r in named]), strict=True):
+        is_zero = request.layout.startswith("zero")
+        error = worst(result, single[name, is_zero])
+        assert error < (FP32 if is_zero else FP64), f"{name} under {request.layout}: {error}"
+        assert result["layout"] == request.layout
+        if name == "lora":
+            assert all("lora_" in weight for weight in result["names"])
+
+
+def save_source(folder: Path, shards: Path) -> None:
+    """A LLaVA directory as Hugging Face writes it, with a word tokenizer that knows <image>."""
+    words = ["<unk>", "</s>", "<image>", "which", "colour?", "a", "patch", "red", "green", "blue", "grey"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<image>", "</s>"])
+    job = resolved(vlm_job(shards, model={"config": with_words(CLIP_LLAMA, len(words))}), 1)
+    from trainer.deferred_weights import fill
+
+    model = fill(VisionLanguage().build_model(job), device=torch.device("cpu"))
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def with_words(config: dict[str, Any], size: int) -> dict[str, Any]:
+    return config | {"text_config": config["text_config"] | {"vocab_size": size}, "image_token_index": 2}
+
+
+def resolved(job: dict[str, Any], world_size: int) -> ResolvedJob:
+    return resolve(parse(JobSpec, job, "job"), world_size=world_size)
+
+
+def test_two_ranks_equal_one_process(shards: Path, tmp_path: Path) -> None:
+    compare(2, ("ddp", "fsdp", "zero2", "zero3"), shards, tmp_path)
+
+
+@pytest.mark.full
+def test_all_layouts_equal_one_process(shards: Path, tmp_path: Path) -> None:
+    compare(2, ("zero0", "zero1"), shards, tmp_path)
+    compare(4, ("ddp", "fsdp", "hsdp", "zero1", "zero3"), shards, tmp_path)
+
+
+@pytest.mark.parametrize("config", [CLIP_LLAMA, SIGLIP_QWEN, CLIP_LLAMA | {"vision_feature_layer": 1}])
+def test_what_is_trained_is_what_the_loss_reaches(config: dict[str, Any], shards: Path, tmp_path: Path) -> None:
+    from trainer.deferred_weights import fill
+
+    job = resolved(vlm_job(shards, model={"config": config}), 1)
+    task = task_of(job)
+    model = fill(task.build_model(job, None), device=torch.device("cpu"))
+    data = task.build_data(job, data_parallel_rank=0, data_parallel_size=1, cache_dir=tmp_path)
+    batch = data.train.next_step()[0]
+    data.close()
+    task.loss_sum(model, batch, torch.device("cpu")).backward()
+    reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert reached == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.zero_grad(set_to_none=True)
+    task.probe_loss(model, model, torch.device("cpu")).backward()
+    assert reached == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_the_loss_is_hugging_faces_own(shards: Path, tmp_path: Path) -> None:
+    save_source(tmp_path / "source", shards)
+    job = resolved(
+        vlm_job(shards, model={"source": str(tmp_path / "source")}, data={"tokenizer": str(tmp_path / "source")}), 1
+    )
+    task = task_of(job)
+    data = task.build_data(job, data_parallel_rank=0, data_parallel_size=1, cache_dir=tmp_path)
+    batch = data.train.next_step()[0]
+    data.close()
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    pixels = batch.pixels.on(torch.device("cpu"), torch.float32)
+    attention = (
+        torch.arange(batch.input_ids.size(1)) < (batch.labels != -100).int().cumsum(1).argmax(1)[:, None] + 1
+    ).int()
+    loss = theirs(input_ids=batch.input_ids, pixel_values=pixels, attention_mask=attention, labels=batch.labels).loss
+    ours = task.loss_sum(theirs, batch, torch.device("cpu")) / batch.num_target_tokens
+    torch.testing.assert_close(ours, loss)
+
+
+def text_of(ids: np.ndarray[Any, Any]) -> str:
+    return bytes(int(token) for token in ids if token < 256).decode()
+
+
+def test_only_what_the_assistant_says_is_learnt() -> None:
+    plain = Conversations(ByteTokenizer(), None)
+    ids, learnt = plain.encode({"json": b'{"question": "what?", "answer": "red"}'})
+    assert text_of(ids) == "<image>\nwhat?\nred"
+    assert (text_of(ids[learnt]), int(ids[-1])) == ("red", 256)
+    ids, learnt = plain.encode({"txt": b" a red patch\n"})
+    assert (text_of(ids), text_of(ids[learnt])) == ("<image>a red patch", "a red patch")
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]},
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    member = {"json": json.dumps({"messages": messages}).encode()}
+    for source in (PLAIN_TEMPLATE, PARTS_TEMPLATE):
+        chats = Conversations(ByteTokenizer(), ChatTemplate(source, special_tokens={}, where="test"))
+        ids, learnt = chats.encode(member)
+        assert text_of(ids) == "[user] <image>\nwhat?\n[assistant] red\n[user] sure?\n[assistant] yes\n"
+        assert text_of(ids[learnt]) == "red\nyes\n"
+        ids, learnt = chats.encode({"json": b'{"question": "what?", "answer": "red"}'})
+        assert text_of(ids) == "[user] <image>\nwhat?\n[assistant] red\n"
+    for broken, reason in (
+        ({"json": b"{"}, "json is broken"),
+        ({"json": b"[]"}, "must be an object"),
+        ({"json": b'{"question": "what?"}'}, "neither messages, nor question and answer"),
+        ({"json": b'{"caption": ""}'}, "nothing to learn"),
+        (member, "need a chat template"),
+        ({"png": b""}, "no text: no json and no txt"),
+    ):
+        with pytest.raises(BadRecordError, match=reason):
+            plain.encode(broken)
+
+
+def test_the_mark_becomes_as_many_tokens_as_the_tower_gives(tmp_path: Path) -> None:
+    image = ImageTokens(token_id=300, count=3, mark=np.array([7, 8]))
+    ids, learnt = image.expanded(np.array([1, 7, 8, 2, 7]), np.array([False, True, True, True, False]))
+    assert ids.tolist() == [1, 300, 300, 300, 2, 7]
+    assert learnt.tolist() == [False, False, False, False, True, False]
+    for other in ([1, 7], [7, 8, 7, 8], [7]):
+        with pytest.raises(BadRecordError, match="times <image>"):
+            image.expanded(np.array(other), np.zeros(len(other), dtype=bool))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": {"packing": True}}, ["data.packing", "set packing: false"]),
+        ({"data": {"sequence_length": 5}}, ["data.sequence_length: 5", "an image alone is 4 tokens"]),
+        ({"data": {"sequence_length": 128}}, ["128", "96 positions"]),
+        ({"parallelism": {"context": 2}}, ["parallelism.context: 2"]),
+        ({"training": {"optimizer": {"kind": "sgd"}}}, ["kind: sgd", "takes adamw"]),
+        ({"training": {"activation_checkpointing": "full"}}, ["not verified for task vision_language"]),
+        ({"model": {"config": {"model_type": "idefics3"}}}, ["idefics3", "verified for llava alone"]),
+        ({"model": {"config": {"model_type": "llava"}}}, ["needs vision_config and text_config"]),
+        (
+            {"model": {"config": SIGLIP_QWEN | {"vision_feature_select_strategy": "default"}}},
+            ["SigLIP tower has no class token"],
+        ),
+        (
+            {"model": {"config": CLIP_LLAMA | {"text_config": LANGUAGE | {"model_type": "gpt2"}}}},
+            ["gpt2", "language models llama, qwen2"],
+        ),
+        ({"model": {"config": CLIP_LLAMA | {"image_token_index": 999}}}, ["image_token_index 999", "258"]),
+        ({"images": {"size": 32}}, ["images.size: 32: the model takes 16"]),
+    ],
+)
+def test_refusals_are_one_line(changes: dict[str, Any], words: list[str], shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        content = vlm_job(shards, **changes) | {"images": changes.get("images", {})}
+        layout = content["parallelism"]
+        job = resolved(content, layout.get("context", 1))
+        check_supported(job, device_type="cpu")
+        task_of(job).build_data(job, data_parallel_rank=0, data_parallel_size=1, cache_dir=tmp_path)
+    assert "\n" not in str(caught.value)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_sample_that_is_too_long_is_left_out(tmp_path: Path) -> None:
+    samples = list(captioned(8, seed=1))
+    samples[1]["json"] = json.dumps({"caption": "red " * 40}).encode()
+    write_shards(tmp_path / "train", iter(samples))
+    job = vlm_job(tmp_path, data={"validation": []}, training={"global_batch_size": 8})
+    with pytest.raises(
+        InputError, match=r"0000-00001: has 165 tokens, 4 of them its image's; data.sequence_length is 64"
+    ):
+        task = task_of(resolved(job, 1))
+        task.build_data(resolved(job, 1), data_parallel_rank=0, data_parallel_size=1, cache_dir=tmp_path)
+
+
+def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """The real command on two ranks of FSDP: the answers depend on the image, and a stop changes nothing."""
+    write_shards(tmp_path / "train", captioned(64, seed=1))
+    write_shards(tmp_path / "validation", captioned(32, seed=2))
+    job = vlm_job(tmp_path, training={"steps": 30, "validation_every_steps": 10}, parallelism={"data_shard": 2})
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(job))
+
+    def start(output: str) -> Any:
+        return start_ranks(2, "trainer", "--job", str(path), "--output-dir", str(tmp_path / output))
+
+    outputs = finish(start("whole"), timeout_seconds=240)
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    whole = rows_of(tmp_path / "whole")
+    assert whole[-1]["validation_loss"] < 0.6 * whole[0]["loss"]
+    assert all(row["tokens"] > 0 for row in whole)
+
+    ranks = start("stopped")
+    read_until(ranks[0], "step=5 ")
+    ranks[1].terminate()
+    assert [code for code, _ in finish(ranks, timeout_seconds=120)] == [75, 75]
+    outputs = finish(start("stopped"), timeout_seconds=240)
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    keys = ("loss", "grad_norm", "validation_loss", "tokens")
+    resumed = rows_of(tmp_path / "stopped")
+    assert [[row.get(key) for key in keys] for row in resumed] == [[row.get(key) for key in keys] for row in whole]
