@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.errors import InputError
+from trainyard.launch.launcher import planned
 from trainyard.planner import plan, resolve
 from trainyard.spec.job import load_job
 
@@ -18,6 +20,8 @@ def test_there_are_examples() -> None:
         "gpt-175b",
         "gpt2-1.3b",
         "llama-8b-lora",
+        "resnet50-imagenet",
+        "vlm-llava-7b",
     }
 
 
@@ -29,7 +33,31 @@ def test_the_tiny_job_needs_no_machine_but_this_one() -> None:
     assert all((root / source.path).is_file() for source in (*job.data.train, *job.data.validation))
 
 
-@pytest.mark.parametrize("path", [path for path in JOBS if path.stem != "tiny"], ids=lambda path: path.stem)
+LANGUAGE = [path for path in JOBS if load_job(path).task == "causal_lm"]
+
+
+@pytest.mark.parametrize("path", [path for path in JOBS if path not in LANGUAGE], ids=lambda path: path.stem)
+def test_a_job_with_images_says_that_it_has_no_plan_and_can_be_launched(path: Path) -> None:
+    job = load_job(path)
+    assert resolve(job).world_size == 8
+    with pytest.raises(InputError, match=f"task {job.task}: only causal_lm can be planned; give the layout in"):
+        plan(job)
+    told, refusals = planned(job)
+    assert "only causal_lm can be planned" in told["unplanned"]
+    assert refusals == []
+
+
+def test_the_resnet_example_is_goyals_recipe() -> None:
+    resolved = resolve(load_job(next(path for path in JOBS if path.stem == "resnet50-imagenet")))
+    assert resolved.learning_rate == pytest.approx(0.8)
+    assert resolved.gradient_accumulation_steps == 1
+    config = resolved.spec.model.config
+    assert config is not None
+    # Five epochs of 1,281,167 images, in whole steps of 2048.
+    assert resolved.spec.training.schedule.warmup_steps == pytest.approx(5 * 1_281_167 / 2048, rel=0.001)
+
+
+@pytest.mark.parametrize("path", [path for path in LANGUAGE if path.stem != "tiny"], ids=lambda path: path.stem)
 def test_an_example_plans_fits_and_can_be_paid(path: Path) -> None:
     job = load_job(path)
     resolved, found = resolve(job), plan(job)

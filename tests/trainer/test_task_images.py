@@ -321,5 +321,14 @@ def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path) -> None
     outputs = finish(start(2, path, tmp_path / "stopped"), timeout_seconds=180)
     assert [code for code, _ in outputs] == [0, 0], outputs
     resumed = rows_of(tmp_path / "stopped")
+    from trainer.export import main as export
+    from transformers import AutoModelForImageClassification
+
+    checkpoints, out = tmp_path / "stopped", tmp_path / "exported"
+    assert export(["--job", str(path), "--checkpoints", str(checkpoints), "--out", str(out)]) == 0
+    exported = AutoModelForImageClassification.from_pretrained(out)
+    averages = exported.resnet.embedder.embedder.normalization
+    assert int(averages.num_batches_tracked) == 24 * 4 / 2, "a pass of both ranks counts once"
+
     keys = ("loss", "grad_norm", "validation_loss", "validation_top1_accuracy", "images")
     assert [[row.get(key) for key in keys] for row in resumed] == [[row.get(key) for key in keys] for row in whole]

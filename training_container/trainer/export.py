@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainyard.errors import InputError, TrainyardError
 from trainyard.spec.job import JobSpec, ResolvedJob, load_job
@@ -26,9 +27,10 @@ def export(job: ResolvedJob, *, vocab_size: int, checkpoints: str, out: Path, av
 
     from trainer.adapters import save_adapter
     from trainer.checkpoint import Checkpointer
-    from trainer.model import build_model
+    from trainer.strategies.torch_engine import persistent_buffers
 
-    model = build_model(job, vocab_size=vocab_size)
+    model = _model(job, vocab_size)
+    spec = job.spec.model
     with tempfile.TemporaryDirectory() as scratch:
         checkpointer = Checkpointer(
             checkpoints, rank=0, world_size=1, local_dir=Path(scratch), keep_last=1, asynchronous=False
@@ -41,15 +43,29 @@ def export(job: ResolvedJob, *, vocab_size: int, checkpoints: str, out: Path, av
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
+        if spec.adapter is None:
+            trained |= persistent_buffers(model)  # running averages of batch normalization
         checkpointer.load(info, trained)
         checkpointer.close()
-    spec = job.spec.model
     if spec.adapter is not None:
         assert spec.source is not None
         save_adapter(model, spec.adapter, out, base_model=spec.source)
     else:
         model.save_pretrained(out)
     return info.step
+
+
+def _model(job: ResolvedJob, vocab_size: int) -> Any:
+    """The job's model, whole, on CPU."""
+    import torch
+
+    from trainer.deferred_weights import fill
+    from trainer.model import build_model
+    from trainer.tasks import task_of
+
+    if job.spec.task == "causal_lm":
+        return build_model(job, vocab_size=vocab_size)
+    return fill(task_of(job).build_model(job, None), device=torch.device("cpu"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,6 +102,8 @@ def _alone(spec: JobSpec) -> ResolvedJob:
 
 
 def _vocab_size(spec: JobSpec) -> int:
+    if spec.task == "image_classification":
+        return 0  # it has no tokenizer
     from trainer.data.tokenizer import tokenizer_of
 
     return tokenizer_of(spec).vocab_size

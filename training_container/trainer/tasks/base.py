@@ -28,10 +28,11 @@ class Task(Protocol):
     ) -> JobData:
         """The job's data for one data-parallel rank; InputError names the file or field."""
 
-    def build_model(self, job: ResolvedJob, data: JobData) -> PreTrainedModel:
+    def build_model(self, job: ResolvedJob, data: JobData | None) -> PreTrainedModel:
         """The model on CPU, the same on every rank; InputError when it doesn't fit the data.
 
-        With its weights, or outlined (`deferred_weights`): then no rank ever holds more of them than its part.
+        With its weights, or outlined (`deferred_weights`): then no rank ever holds more of them than its part. `data`
+        is None where it is built without: an export of a task with images.
         """
 
     def loss_sum(self, forward: nn.Module, batch: Any, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from trainer.data import JobData
+from trainer.data import JobData, ValidationSet
+from trainer.data.build import sources_by_name
 from trainer.deferred_weights import defer, outline, source_of
 from trainer.seeds import seed_everything
 from trainer.sharded_source import stored_type, to_trained_type
@@ -41,7 +42,7 @@ class ImageData(JobData):
 
     def close(self) -> None:
         """See JobData."""
-        for stream in (self.train, self.validation):
+        for stream in (self.train, self.validation, *(one.stream for one in self.named_validation)):
             if isinstance(stream, SampleStream | SampleValidation):
                 stream.close()
 
@@ -142,16 +143,25 @@ def image_data(
     }
     train = make_table(spec.data.train, "data.train", True)
     tables = [train]
-    validation = None
-    if spec.data.validation:
-        tables.append(make_table(spec.data.validation, "data.validation", False))
-        validation = SampleValidation(tables[-1], max_steps=spec.training.validation_batches, **place)
+    validation: dict[str | None, ValidationSet] = {}
+    for name, sources in sources_by_name(spec.data.validation).items():
+        tables.append(make_table(sources, "data.validation" + (f" ({name})" if name else ""), False))
+        max_steps = sources[0].batches or spec.training.validation_batches
+        validation[name] = ValidationSet(
+            name, SampleValidation(tables[-1], max_steps=max_steps, **place), sources[0].every_steps
+        )
+    own = validation.pop(None, None)
     for table in tables:
         table.check_first()
     stream = SampleStream(
         train, dataset_digest=train.digest, seed=spec.training.seed, shuffle=spec.data.shuffle, **place
     )
-    return ImageData(train=stream, validation=validation, tables=tuple(tables))
+    return ImageData(
+        train=stream,
+        validation=None if own is None else own.stream,
+        named_validation=tuple(validation.values()),
+        tables=tuple(tables),
+    )
 
 
 def check_layout(job: ResolvedJob) -> None:

@@ -35,7 +35,7 @@ class CausalLM(Task):
             job, data_parallel_rank=data_parallel_rank, data_parallel_size=data_parallel_size, cache_dir=cache_dir
         )
 
-    def build_model(self, job: ResolvedJob, data: JobData) -> PreTrainedModel:
+    def build_model(self, job: ResolvedJob, data: JobData | None) -> PreTrainedModel:
         """See Task."""
         assert isinstance(data, TextData)
         return outline_model(job, vocab_size=data.vocab_size)
