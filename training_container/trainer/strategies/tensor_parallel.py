@@ -7,9 +7,9 @@ is the sum over ranks. So inside a region everything is linear in the ranks' par
 (the input, per-head norms, latent projections, the router, the uncut half of an adapter) is a sum over ranks as well.
 The input's is summed where the region begins, the parameters' once a step (`apply` names them).
 
-transformers 5.23's own styles are used for the vocabulary alone. Theirs sum the gradient of a replicated norm in a hook
-after each backward pass, so that with accumulated micro-batches what was summed before is summed again (wrong by 4 to 8
-times with four of them), and they know neither adapters nor 4-bit weights.
+transformers' own styles are not used: every version has others, those of 5.23 sum the gradient of a replicated norm in
+a hook after each backward pass, so that with accumulated micro-batches what was summed before is summed again (wrong by
+4 to 8 times with four of them), and they know neither adapters nor 4-bit weights.
 
 With sequence parallelism what lies between regions (norms, residuals) is split along the sequence over the same ranks:
 the same bytes travel, as a reduce-scatter and an all-gather in place of an all-reduce, and the activations between
@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.distributed.tensor_parallel import ColwiseParallel, EmbeddingParallel
 from transformers.pytorch_utils import Conv1D
 
 from trainer.optimizer import local_tensor
@@ -292,17 +291,28 @@ def _cut_vocabulary(model: PreTrainedModel, axis: DeviceMesh) -> None:
     if model.config.get_text_config().vocab_size % axis.size():
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     is_tied = getattr(head, "weight", None) is getattr(embedding, "weight", embedding)
     if isinstance(embedding, nn.Embedding):
         _cut(embedding, {"weight": 0}, axis)
-        EmbeddingParallel(shard_dim=0).install_forward(embedding, axis)
+        _run_on_rows(embedding, axis)
     if isinstance(head, nn.Linear):
         if is_tied:
             head.weight = embedding.weight
         else:
             _cut(head, _OUTPUT_DIMS[nn.Linear], axis)
-        style.install_forward(head, axis)
+        _run_on_rows(head, axis)
+
+
+def _run_on_rows(module: nn.Module, axis: DeviceMesh) -> None:
+    """Lets a module whose weight is cut by vocabulary take a whole input, and give its whole output on every rank."""
+    inner = module.forward
+
+    def forward(whole: torch.Tensor) -> torch.Tensor:
+        output = inner(DTensor.from_local(whole, axis, [Replicate()], run_check=False))
+        local: torch.Tensor = output.redistribute(placements=[Replicate()]).to_local()
+        return local
+
+    module.forward = forward
 
 
 def _split_between(first: nn.Module, last: nn.Module, axis: DeviceMesh) -> None:
