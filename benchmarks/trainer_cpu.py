@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     description = machine.describe()
     print(" ".join(f"{name}={description[name]}" for name in ("cpu", "cores", "load_average_1_minute", "versions")))
-    results = _packing(options) if options.packing else _speed(options)
-    description["load_average_1_minute_at_end"] = round(os.getloadavg()[0], 2)
     name = "trainer_cpu_packing" if options.packing else "trainer_cpu"
     output = options.output or HERE / "results" / f"{name}-{machine.file_name(description)}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    whole = {"machine": description, "options": _jsonable(options), "model": MODEL, "results": results}
-    output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    results: list[Result] = []
+    for result in _packing(options) if options.packing else _speed(options):
+        results.append(result)
+        description["load_average_1_minute_at_end"] = round(os.getloadavg()[0], 2)
+        whole = {"machine": description, "options": _jsonable(options), "model": MODEL, "results": results}
+        output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     print(f"written: {output}")
     missed = [line for result in results for line in result["missed_goals"]]
     print("\n".join(f"missed: {line}" for line in missed) or "all goals met")
@@ -90,9 +92,8 @@ def _jsonable(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name not in ("output", "rank_of")}
 
 
-def _speed(options: argparse.Namespace) -> list[Result]:
-    """One result per case."""
-    results = []
+def _speed(options: argparse.Namespace) -> Iterator[Result]:
+    """One result per case, as soon as it is there."""
     for num_ranks, layout in CASES:
         if (options.ranks and num_ranks not in options.ranks) or (options.layout and layout != options.layout):
             continue
@@ -111,9 +112,9 @@ def _speed(options: argparse.Namespace) -> list[Result]:
             "block": options.block,
         }
         repeats = [start_ranks(num_ranks, request) for _ in range(options.repeats)]
-        results.append(summary(f"{num_ranks} x {layout}", num_ranks, repeats, options.block))
-        _print(results[-1])
-    return results
+        result = summary(f"{num_ranks} x {layout}", num_ranks, repeats, options.block)
+        _print(result)
+        yield result
 
 
 def _packing(options: argparse.Namespace) -> list[Result]:
