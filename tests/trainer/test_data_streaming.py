@@ -215,15 +215,18 @@ def test_pictures_in_s3_are_trained_on_as_from_a_copy(
     uri = upload(s3, folder, tmp_path.name)
     read = []
     for path, streaming in ((str(folder), False), (uri, True)):
-        sources = [{"path": path, "format": "webdataset"}]
-        settings = {"train": sources, "validation": sources, "streaming": streaming, "stream_cache_gib": 1e-9}
+        own = {"path": path, "format": "webdataset"}
+        named = own | {"name": "seen", "batches": 1, "every_steps": 2}
+        settings = {"train": [own], "validation": [own, named], "streaming": streaming, "stream_cache_gib": 1e-9}
         job = resolve(parse(JobSpec, image_job(tmp_path, data=settings), "job"), world_size=1)
         data = task_of(job).build_data(
             job, data_parallel_rank=0, data_parallel_size=1, cache_dir=tmp_path / f"cache-{streaming}"
         )
         assert data.validation is not None
+        (seen,) = data.named_validation
+        assert (seen.name, seen.every_steps, seen.stream.num_steps) == ("seen", 2, 1)
         batches = [batch for _ in range(2) for batch in data.train.next_step()]
-        batches += [batch for step in data.validation for batch in step]
+        batches += [batch for stream in (data.validation, seen.stream) for step in stream for batch in step]
         read.append([(batch.pixels.values.numpy().tobytes(), batch.labels.tolist()) for batch in batches])
         data.close()
     assert read[0] == read[1]

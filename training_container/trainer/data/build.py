@@ -159,8 +159,11 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
 
 
 def part_cache(job: ResolvedJob, cache_dir: Path) -> PartCache | None:
-    """What reads shards in S3 for one of a rank's data sets (train, validation); None unless the job streams."""
-    return PartCache(cache_dir, max_bytes=_cache_bytes(job) // 2) if job.spec.data.streaming else None
+    """What reads shards in S3 for one of a rank's data sets; None unless the job streams."""
+    if not job.spec.data.streaming:
+        return None
+    num_sets = 1 + len(sources_by_name(job.spec.data.validation))
+    return PartCache(cache_dir, max_bytes=_cache_bytes(job) // num_sets)
 
 
 def _cache_bytes(job: ResolvedJob) -> int:

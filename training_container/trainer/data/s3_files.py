@@ -185,6 +185,11 @@ class _FrontToBack(io.RawIOBase):
         super().close()
 
 
+def _parts(offset: int, size: int) -> range:
+    """The aligned parts that a stretch touches."""
+    return range(offset // AT_RANDOM_BYTES, -(-(offset + size) // AT_RANDOM_BYTES))
+
+
 class PartCache:
     """Parts of files on the local disk, at most `max_bytes` of them: the least recently read one makes room.
 
@@ -204,26 +209,31 @@ class PartCache:
 
     def read(self, file: S3File, offset: int, size: int) -> bytes:
         """These bytes: what isn't there is fetched now, all missing parts at once."""
-        parts = range(offset // AT_RANDOM_BYTES, -(-(offset + size) // AT_RANDOM_BYTES))
+        pending: list[tuple[bytes | Future[bytes], slice]] = []
         with self._lock:
-            pending = [self._begin((file, part)) for part in parts]
-        content = b"".join(part if isinstance(part, bytes) else part.result() for part in pending)
-        skipped = offset - parts.start * AT_RANDOM_BYTES
-        return content[skipped : skipped + size]
+            for part in _parts(offset, size):
+                begin = max(0, offset - part * AT_RANDOM_BYTES)
+                stretch = slice(begin, min(AT_RANDOM_BYTES, offset + size - part * AT_RANDOM_BYTES))
+                pending.append((self._kept((file, part), stretch) or self._begin((file, part)), stretch))
+        return b"".join(part if isinstance(part, bytes) else part.result()[where] for part, where in pending)
 
     def will_read(self, file: S3File, offset: int, size: int) -> None:
         """Fetches these bytes in the background, unless much is under way already."""
         with self._lock:
-            for part in range(offset // AT_RANDOM_BYTES, -(-(offset + size) // AT_RANDOM_BYTES)):
-                if len(self._under_way) < _MOST_UNDER_WAY:
+            for part in _parts(offset, size):
+                if (file, part) not in self._slots and len(self._under_way) < _MOST_UNDER_WAY:
                     self._begin((file, part))
 
-    def _begin(self, part: tuple[S3File, int]) -> Future[bytes] | bytes:
-        """The part, or its fetching. The lock is held."""
+    def _kept(self, part: tuple[S3File, int], stretch: slice) -> bytes | None:
+        """These bytes of a part that is on the disk. The lock is held: another thread may need the room."""
         slot = self._slots.get(part)
-        if slot is not None:
-            self._slots.move_to_end(part)
-            return os.pread(self._disk.fileno(), self._length(part), slot * AT_RANDOM_BYTES)
+        if slot is None:
+            return None
+        self._slots.move_to_end(part)
+        return os.pread(self._disk.fileno(), stretch.stop - stretch.start, slot * AT_RANDOM_BYTES + stretch.start)
+
+    def _begin(self, part: tuple[S3File, int]) -> Future[bytes]:
+        """The part's fetching. The lock is held."""
         if part not in self._under_way:
             file, number = part
             fetched = self._threads.submit(file.read, number * AT_RANDOM_BYTES, self._length(part))

@@ -4,6 +4,10 @@ One global order for all ranks: position p of the training stream is sequence pe
 e = p div N. Step s reads positions [s*G, (s+1)*G), with G the global batch size. Inside a step, micro-step a of rank r
 reads the block of m (= micro batch size) positions that starts at s*G + (a*R + r)*m, with R the data-parallel size. So
 the global batch of a step is the same for every R, and "sequences consumed" is all the position there is.
+
+No thread reads ahead of the loop: a step's micro-batches take about 0.1 ms per 1,024 tokens (measured on one core that
+others used too: sequences of 1,024 to 8,192, with document masks), the session asks for them while a GPU still works on
+the step before, and on a CPU a thread would take the core that computes. Only what lies in S3 is fetched ahead.
 """
 
 from collections.abc import Iterator
