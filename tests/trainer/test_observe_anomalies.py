@@ -75,6 +75,8 @@ def run_poisoned(
 def test_a_skipped_batch_is_skipped_everywhere_and_a_resume_skips_the_same(tmp_path: Path) -> None:
     job = write_job(tmp_path, "fsdp", steps=16, on_anomaly="skip", spike_factor=4.0, observe_every_steps=4)
     factors = {3: "nan", 14: SPIKE}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/profile_me").write_text("2 all")
     codes, outputs, rows = run_poisoned(job, tmp_path / "out", factors)
     assert codes == [0, 0], outputs
     assert "a barrier in a step" not in outputs[0] + outputs[1]
@@ -84,6 +86,11 @@ def test_a_skipped_batch_is_skipped_everywhere_and_a_resume_skips_the_same(tmp_p
     assert all(row["loss"] is not None and row["loss"] < 10 for row in rows if not row.get("skipped"))
     assert all("NaN" not in line for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "observed" in row] == [4, 8, 12, 16]
+    read_profile(tmp_path / "out", outputs[0])
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    assert (result["num_skipped"], result["observed"]) == (2, rows[-1]["observed"])
+    assert result["observed"]["throughput"]["model_tflops_full"] > 0
+    assert result["observed"]["throughput"]["mfu_full"] is None, "a CPU has no peak here"
 
     shutil.rmtree(tmp_path / "out/checkpoints/step-00000016")
     codes, outputs, again = run_poisoned(job, tmp_path / "out", factors)
@@ -110,3 +117,17 @@ def read_snapshot(folder: Path, rows: list[dict[str, Any]]) -> None:
     assert first["recent_rows"][-1]["step"] == 17
     assert first["recent_rows"][-3]["loss"] == rows[14]["loss"]
     assert set(first["rng"]) == {"cpu"}
+
+
+def read_profile(output_dir: Path, said: str) -> None:
+    """Asked for before the first step, so made of the second and third; on both ranks."""
+    folder = output_dir / "profiles/step-00000002"
+    assert f"profile steps=2-3 folder={folder}\n" in said
+    assert not (output_dir / "profile_me").exists()
+    for rank in (0, 1):
+        events = json.loads((folder / f"rank-{rank}.json").read_text())["traceEvents"]
+        names = [str(event.get("name")) for event in events]
+        assert sum(name.startswith("Optimizer.step") for name in names) == 1, "of two steps one was skipped"
+        assert any(name == "gloo:all_reduce" or name.startswith("c10d::") for name in names)
+        entries = json.loads((folder / f"rank-{rank}-collectives.json").read_text())["entries"]
+        assert {"gloo:all_reduce"} <= {entry["profiling_name"] for entry in entries}

@@ -4,9 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from trainer.__main__ import expected_of
 from trainer.memory_use import FloorHistory, Growth, MemoryUse, growth
 from trainer.observe import Figures, percentile, summary
 from trainer.stragglers import find_stragglers
+from trainer.throughput import Expected, throughput
+
+from trainyard.planner import resolve
+from trainyard.spec.job import JobSpec
 
 MIB = 2.0**20
 
@@ -104,3 +109,60 @@ def test_percentiles_are_values_that_were_there() -> None:
     assert percentile([3.0, 1.0, 2.0], 50) == 2.0
     assert percentile([float(value) for value in range(100)], 99) == 99.0
     assert percentile([7.0], 99) == 7.0
+
+
+def test_mfu_is_a_share_of_the_peak_in_both_conventions() -> None:
+    expected = Expected(full_flops_per_token=10e9, causal_flops_per_token=8e9, peak_flops=1e15)
+    figures = throughput(tokens=800_000, seconds=2.0, world_size=8, expected=expected)
+    assert figures == {
+        "tokens_per_second_per_rank": 50_000.0,
+        "model_tflops_full": 500.0,
+        "mfu_full": 0.5,
+        "model_tflops_causal": 400.0,
+        "mfu_causal": 0.4,
+    }
+    unknown = throughput(tokens=800_000, seconds=2.0, world_size=8, expected=Expected())
+    assert unknown == dict.fromkeys(figures, None) | {"tokens_per_second_per_rank": 50_000.0}
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def job_of(model: dict[str, Any], **settings: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": "figures",
+            "model": {"config": model},
+            "data": {"train": [{"path": "unused", "format": "text"}], "sequence_length": 8192},
+            "training": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-3} | settings,
+            "parallelism": {},
+        }
+    )
+
+
+def test_what_is_expected_of_llama_8b_on_an_h100() -> None:
+    expected = expected_of(resolve(job_of(LLAMA_8B), world_size=1), "NVIDIA H100 80GB HBM3")
+    # The published comparison of both conventions: 57.9 and 51.5 GFLOP a token.
+    assert expected.full_flops_per_token == pytest.approx(57.9e9, rel=2e-3)
+    assert expected.causal_flops_per_token == pytest.approx(51.5e9, rel=2e-3)
+    assert expected.peak_flops == pytest.approx(989e12, rel=1e-3)
+    assert expected.planned_bytes is not None
+    assert expected.planned_bytes > 16 * 8e9, "float32 weights, gradients and two moments"
+    on_cpu = expected_of(resolve(job_of(LLAMA_8B), world_size=1), None)
+    assert (on_cpu.peak_flops, on_cpu.planned_bytes) == (None, None)
+    assert on_cpu.full_flops_per_token == expected.full_flops_per_token
+
+
+def test_nothing_is_expected_where_there_is_no_formula() -> None:
+    unknown = expected_of(resolve(job_of({"model_type": "xlnet"}), world_size=1), None)
+    assert unknown == Expected()
+    odd = expected_of(resolve(job_of({"model_type": "xlnet"}), world_size=1), "Voodoo 2")
+    assert odd == Expected()

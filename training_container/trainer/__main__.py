@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.leaving import EXIT_RESUME_ME, leave
+from trainer.throughput import Expected
 from trainyard.errors import InputError, TrainyardError
 from trainyard.spec.base import parse
 from trainyard.spec.job import ResolvedJob, load_job
@@ -66,7 +67,11 @@ def _run(options: argparse.Namespace) -> int:
 
     with distributed_runtime(cpu_threads=job.spec.training.cpu_threads, recovery=job.spec.recovery) as runtime:
         session = Session(
-            job, runtime, output_dir=output_dir, scratch_dir=options.scratch_dir or output_dir / "scratch"
+            job,
+            runtime,
+            output_dir=output_dir,
+            scratch_dir=options.scratch_dir or output_dir / "scratch",
+            expected=expected_of(job, runtime.device_name),
         )
         if runtime.is_first:
             (output_dir / RESUME_FILE).unlink(missing_ok=True)
@@ -76,6 +81,42 @@ def _run(options: argparse.Namespace) -> int:
         if outcome is Outcome.INTERRUPTED and runtime.is_first:
             (output_dir / RESUME_FILE).write_text(f"step={session.step}\n", encoding="utf-8")
     return EXIT_RESUME_ME if outcome is Outcome.INTERRUPTED else 0
+
+
+def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:
+    """What the planner's formulas and the device's data sheet say of a job; nothing where they don't cover it.
+
+    `device_name`: the GPU's; None on CPU, which has no peak here, and no plan.
+    """
+    from trainyard.hardware import gpu
+    from trainyard.planner.memory import memory
+    from trainyard.planner.reading import layout_of, shape_of
+
+    peak = planned = None
+    try:
+        shape = shape_of(job.spec)
+        if device_name is not None and job.spec.training.precision != "fp64":
+            peak = gpu(device_name).peak_tflops(job.spec.training.precision) * 1e12
+    except InputError:
+        shape = None  # a GPU without a data sheet, or sizes that are no model's: the model itself will say so
+    if shape is None:
+        return Expected(peak_flops=peak)
+    if device_name is not None:
+        layout = layout_of(
+            job.spec,
+            job.parallelism,
+            micro_batch=job.micro_batch_size,
+            num_micro_batches=job.gradient_accumulation_steps,
+            recompute=job.activation_checkpointing,
+        )
+        planned = memory(shape, layout).needed
+    length, share = job.spec.data.sequence_length, 1.0 if job.spec.model.adapter is None else 2 / 3
+    return Expected(
+        full_flops_per_token=share * shape.flops_per_token(length),
+        causal_flops_per_token=share * shape.flops_per_token(length, causal=True),
+        peak_flops=peak,
+        planned_bytes=planned,
+    )
 
 
 def _launched_world_size() -> int:

@@ -17,6 +17,7 @@ from trainer.memory_use import Growth, MemoryUse
 from trainer.runtime import Runtime
 from trainer.speech import say
 from trainer.stragglers import find_stragglers
+from trainer.throughput import Expected, throughput
 
 OTHERS = frozenset({"communication", "checkpoint"})
 """Phases that are not a rank's own work on a step."""
@@ -66,31 +67,43 @@ class CopyProbe:
 
 
 class Observer:
-    """Collects a rank's figures, and every `every_steps` brings all ranks' together on the first."""
+    """Collects a rank's figures; every `every_steps` and after `last_step` brings all ranks' together on the first."""
 
-    def __init__(self, runtime: Runtime, *, every_steps: int, group: int) -> None:
+    def __init__(self, runtime: Runtime, *, every_steps: int, last_step: int, group: int, expected: Expected) -> None:
         """`group`: see Figures."""
+        self._expected = expected
+        self._tokens = 0
+        self._seconds = 0.0
         self._runtime = runtime
         self._every_steps = every_steps
+        self._last_step = last_step
         self._group = group
         self._own: list[float] = []
         self._data: list[float] = []
         self.memory = MemoryUse(runtime.device)
         self.copies = CopyProbe(runtime.device)
 
-    def finish_step(self, step: int, step_seconds: float, breakdown: Mapping[str, float]) -> dict[str, Any]:
+    def finish_step(
+        self, step: int, step_seconds: float, breakdown: Mapping[str, float], tokens: int
+    ) -> dict[str, Any]:
         """All ranks call it after each step; what the row of an observed step gets (first rank), else nothing."""
         self._own.append(step_seconds - sum(breakdown[phase] for phase in OTHERS))
         self._data.append(breakdown["data"])
+        self._tokens += tokens
+        self._seconds += step_seconds
         self.memory.sample()
-        if step % self._every_steps:
+        if step % self._every_steps and step != self._last_step:
             return {}
         mine = self._take(step)
+        rates = throughput(self._tokens, self._seconds, self._runtime.world_size, self._expected)
+        self._tokens, self._seconds = 0, 0.0
         everyone: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_first else None
         dist.gather_object(mine, everyone, dst=0, group=self._runtime.control_group)
         if everyone is None:
             return {}
-        return {"observed": summary(step, everyone)}
+        found = summary(step, everyone)
+        found["peak_bytes"]["planned"] = self._expected.planned_bytes
+        return {"observed": {"throughput": rates, **found}}
 
     def _take(self, step: int) -> Figures:
         copies = self.copies.take()

@@ -31,6 +31,11 @@ class Runtime:
         """True on the rank that talks: stdout, metrics.jsonl, result.json."""
         return self.rank == 0
 
+    @property
+    def device_name(self) -> str | None:
+        """The GPU's name; None on CPU."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value summed over all ranks, in float64."""
         if self.world_size == 1:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainer import profiling
 from trainer.anomalies import AnomalyGuard
 from trainer.checkpoint import Checkpointer, CheckpointInfo, best_interval_seconds
 from trainer.data import JobData, MicroBatch
@@ -25,6 +26,7 @@ from trainer.step_clock import StepClock
 from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_supported
 from trainer.strategies.mesh import data_parallel_rank, place_of, random_stream
 from trainer.tasks import task_of
+from trainer.throughput import Expected
 from trainer.validation import Validation
 from trainyard.errors import JobFailedError
 from trainyard.spec.job import ResolvedJob
@@ -49,8 +51,19 @@ class GlobalBatch:
 class Session:
     """What the loop works with. `step` is the last finished optimizer step, 0 before the first."""
 
-    def __init__(self, job: ResolvedJob, runtime: Runtime, *, output_dir: Path, scratch_dir: Path) -> None:
-        """`scratch_dir`: tokens and checkpoints on their way, which no one needs when the job is done."""
+    def __init__(
+        self,
+        job: ResolvedJob,
+        runtime: Runtime,
+        *,
+        output_dir: Path,
+        scratch_dir: Path,
+        expected: Expected | None = None,
+    ) -> None:
+        """`scratch_dir`: tokens and checkpoints on their way, which no one needs when the job is done.
+
+        `expected`: what the planner knows of the job, for the observations.
+        """
         check_supported(job, device_type=runtime.device.type)
         self._started = time.perf_counter()
         self._job = job
@@ -95,11 +108,15 @@ class Session:
         self._upcoming: GlobalBatch | None = None
         self._checkpoint_is_late = False
         self._patience = Patience(job.spec.recovery)
+        self._profiling = profiling.Profiling(runtime, output_dir)
+        self._profile_votes: Sequence[float] = ()
         training = job.spec.training
         self._observer = Observer(
             runtime,
             every_steps=training.observe_every_steps,
             group=place_of(job.parallelism, runtime.rank).pipeline,
+            last_step=self.num_steps,
+            expected=expected or Expected(),
         )
         self.clock = StepClock(runtime.device, world_size=runtime.world_size, show_ranges=training.phase_ranges)
 
@@ -182,13 +199,15 @@ class Session:
         with self.clock("data"):
             upcoming = self._read() if step < self.num_steps else []
         votes, is_late = self.stop_flag.votes(step), float(self._runtime.is_first and self._is_checkpoint_late())
-        totals = self._runtime.sum_over_ranks(loss_sum.item(), is_late, *votes, *_counts(upcoming))
+        asked = self._profiling.votes()
+        totals = self._runtime.sum_over_ranks(loss_sum.item(), is_late, *asked, *votes, *_counts(upcoming))
         self._checkpoint_is_late = totals[1] > 0
         if upcoming:
             self._upcoming = self._counted(upcoming, totals[-2:])
         loss = totals[0] / batch.num_targets
         self.anomalies.check(step, loss, update, loss_sum.item())
-        return loss, self.stop_flag.decision(step, totals[2:-2])
+        self._profile_votes = totals[2 : 2 + profiling.NUM_VOTES]
+        return loss, self.stop_flag.decision(step, totals[2 + profiling.NUM_VOTES : -2])
 
     def asked_since(self, request: Decision) -> Decision:
         """The more urgent of `request` and what came meanwhile: a validation takes longer than a step."""
@@ -212,7 +231,9 @@ class Session:
     ) -> None:
         """Writes the finished step's row, and says it on stdout."""
         self._patience.shrink()
-        more = self._observer.finish_step(self.step, step_seconds, breakdown)
+        with self.clock.excluded():
+            self._profiling.after_step(self.step, self._profile_votes)
+        more = self._observer.finish_step(self.step, step_seconds, breakdown, batch.num_tokens)
         if self.anomalies.found is not None:
             more["anomaly"] = self.anomalies.found
         if not self._runtime.is_first:
@@ -312,11 +333,14 @@ class Session:
             "strategy": self.strategy.name,
             "choices": self.strategy.choices,
             "world_size": self._runtime.world_size,
+            "num_skipped": sum(bool(row.get("skipped")) for row in rows),
+            "observed": next((row["observed"] for row in reversed(rows) if "observed" in row), None),
         }
 
     def close(self) -> None:
         """Frees what the engine and the checkpoints hold."""
         self.stop_flag.uninstall()
+        self._profiling.close()
         self._checkpointer.close()
         self.data.close()
         self.strategy.close()
