@@ -171,6 +171,10 @@ class ImageSpec(SpecModel):
     Data is WebDataset: tar shards whose records are members of one name, an image (jpg, jpeg, png, webp) beside its
     text. image_classification reads the class from `cls` (a number or a name) or from `json`'s `label`;
     vision_language reads `json`: `messages`, or `question` and `answer`, or `caption`; or `txt`, a caption.
+
+    Scaling is bilinear with support over all source pixels. A sample that can't be learnt from (a torn image, a class
+    that the model doesn't have) is found when it is read: each rank counts those it meets against
+    data.max_bad_records, and the next sample of the shards stands in for it.
     """
 
     size: PositiveInt | None = None
@@ -189,7 +193,7 @@ class ImageSpec(SpecModel):
     num_classes: PositiveInt | None = None
     """image_classification; default: the model's. Another number than model.source has gives it a new, random head."""
     class_names: str | None = None
-    """image_classification: a text file with one class name a line, for labels that are names."""
+    """image_classification: a local text file with one class name a line, for labels that are names."""
     label_smoothing: Fraction = 0.0
     """image_classification: this share of the target is spread over all classes. Validation does without."""
     batch_norm: Literal["synchronized", "local", "frozen"] = "synchronized"
