@@ -12,7 +12,7 @@ from test_data import build, json_tokenizer, resolved, source
 from trainer.data import IGNORED_LABEL
 from trainer.data.bad_records import BadRecordError
 from trainer.data.chat import ChatTemplate, chat_template_of
-from trainer.data.token_cache import TokenCache, open_token_cache
+from trainer.data.token_cache import TokenCache, entropy_nats, open_token_cache
 from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer
 
 from trainyard.errors import InputError
@@ -177,6 +177,8 @@ def test_prompts_are_read_and_answers_learnt(tmp_path: Path) -> None:
     assert cache.learnt is not None
     assert cache.learnt[0:10].tolist() == [False] * 4 + [True] * 6
     assert cache.learnt[3:5].tolist() == [False, True]
+    # 4, y, e, s and two ends are learnt.
+    assert cache.unigram_entropy_nats == pytest.approx(entropy_nats(np.asarray([1, 1, 1, 1, 2])))
     assert cache_of(path, None, prompt_field="question", text_field="answer", learn="all").learnt is None
 
 

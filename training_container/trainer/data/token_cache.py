@@ -58,7 +58,8 @@ class TokenCache:
     """(D,) end of each document in `tokens`, exclusive, ascending; memory-mapped."""
     digest: str
     unigram_entropy_nats: float | None
-    """Entropy of the token frequencies: the loss of a model that knows them and nothing else. None: not counted."""
+    """Entropy of the frequencies of what is learnt: the loss of a model that knows them and nothing else. None: not
+    counted."""
     vocab_size: int
     """The tokenizer's, or with ready-made ids and no tokenizer one more than the largest."""
     learnt: LearntTokens | None = None
@@ -217,10 +218,12 @@ def _finish(folder: Path, units: Sequence[UnitTokens], vocabulary: Vocabulary, p
     partial.mkdir()
     digest, ends_digest = hashlib.sha256(), hashlib.sha256()
     counts = np.zeros(vocabulary.size, dtype=np.int64)
+    ignored = counts.copy()
     num_tokens = num_documents = 0
     with (partial / "document_ends.bin").open("wb") as ends_file:
         for unit in units:
             counts = _read_through(unit.tokens(), counts, digest)
+            ignored += _ignored_counts(unit, vocabulary.size)
             ends = (unit.ends() + num_tokens).astype("<i8").tobytes()
             ends_file.write(ends)
             ends_digest.update(ends)
@@ -237,7 +240,7 @@ def _finish(folder: Path, units: Sequence[UnitTokens], vocabulary: Vocabulary, p
         "num_documents": num_documents,
         "num_tokens": num_tokens,
         "digest": digest.hexdigest(),
-        "unigram_entropy_nats": entropy_nats(counts),
+        "unigram_entropy_nats": entropy_nats(counts - np.pad(ignored, (0, len(counts) - len(ignored)))),
         "vocab_size": len(counts),
     }
     (partial / "meta.json").write_text(json.dumps(meta, indent=1))
@@ -252,6 +255,17 @@ def _read_through(tokens: npt.NDArray[Any], counts: npt.NDArray[np.int64], diges
             counts = np.concatenate([counts, np.zeros(len(found) - len(counts), dtype=np.int64)])
         counts += found
         digest.update(ids.astype("<u4").tobytes())
+    return counts
+
+
+def _ignored_counts(unit: UnitTokens, vocab_size: int) -> npt.NDArray[np.int64]:
+    """How often each id stands where it isn't learnt. Only what a tokenizer made is ever masked: its ids are known."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    if not unit.all_learnt:
+        tokens, learnt = unit.tokens(), _LearntUnits([unit])
+        for start in range(0, len(tokens), _READ_TOKENS):
+            stretch = slice(start, start + _READ_TOKENS)
+            counts += np.bincount(tokens[stretch][~learnt[stretch]], minlength=vocab_size)
     return counts
 
 
@@ -328,4 +342,6 @@ def entropy_nats(counts: npt.NDArray[np.int64]) -> float:
     """Shannon entropy, in nats, of the distribution that `counts` (occurrences by id) is a sample of: -sum p ln p."""
     present = counts[counts > 0].astype(np.float64)
     total = float(present.sum())
+    if not total:
+        return 0.0
     return math.log(total) - float((present * np.log(present)).sum()) / total
