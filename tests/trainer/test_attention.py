@@ -68,12 +68,15 @@ def test_documents_that_may_see_each_other_need_no_verified_model(data: dict[str
 
 def test_varlen_is_chosen_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention, "varlen_flaw", lambda *_, **__: None)
     bf16 = job_with(precision="bf16")
     config = configuration_of(bf16)
     assert config is not None
     assert choose_attention(bf16, config, device_type="cuda").implementation == VARLEN
     for other in (job_with(), job_with(precision="bf16", data={"packing": False}), job_with(asked="sdpa")):
         assert choose_attention(other, config, device_type="cuda").implementation == "sdpa"
+    monkeypatch.setattr(attention, "varlen_flaw", lambda *_, **__: "it is wrong here")
+    assert choose_attention(bf16, config, device_type="cuda").implementation == "sdpa"
     deepseek = configuration_of(job_with("DeepSeek-V3"))
     assert deepseek is not None
     assert choose_attention(bf16, deepseek, device_type="cuda").implementation == "sdpa"
@@ -102,6 +105,19 @@ class OneByOne(DocumentAttention):
             output = F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=True)
             outputs.append(output.transpose(0, 1))
         return torch.cat(outputs)
+
+
+def test_a_kernel_that_is_wrong_or_does_not_run_is_not_taken() -> None:
+    def flaw(kernel: Any) -> str | None:
+        return attention.varlen_flaw(kernel, head_size=16, dtype=torch.bfloat16, device=CPU)
+
+    right = OneByOne().kernel
+    assert flaw(right) is None
+    wider = flaw(lambda *parts: right(*parts[:-1], (parts[-1][0] + 1, 0)))
+    across = flaw(lambda *parts: right(*parts[:3], parts[3][[0, -1]], *parts[4:]))
+    assert wider is not None and "is off by" in wider
+    assert across is not None and "is off by" in across
+    assert "does not run here" in str(flaw(DocumentAttention().kernel)), "torch has it for NVIDIA GPUs alone"
 
 
 def documents() -> tuple[torch.Tensor, torch.Tensor]:

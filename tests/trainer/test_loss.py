@@ -11,6 +11,7 @@ from trainer.linear_loss import linear_loss_sum
 from trainer.loss import IGNORED_LABEL, target_loss_sum
 from trainer.loss_head import ScoringHead, install, plan_loss
 from trainer.model import build_model
+from trainer.strategies import check_supported
 from trainer.tasks.causal_lm import sequence_loss_sum
 from trainer_testing.families import FAMILIES
 from trainer_testing.tiny import VOCAB_SIZE, TinyBatch, global_batch, tiny_job
@@ -160,6 +161,17 @@ def test_a_model_that_changes_its_logits_keeps_them(model_type: str, changes: di
     asked = tiny_job("single", 1, model=model, loss="chunked")
     with pytest.raises(InputError, match=r"training.loss: chunked can't be had: .* set it to auto or logits"):
         plan_loss(built, asked)
+
+
+def test_zero_bubble_keeps_logits_and_refuses_chunks_before_anything_is_read() -> None:
+    layout = {"pipeline": 2, "pipeline_schedule": "zero_bubble"}
+    model = FAMILIES["Llama"] | {"num_hidden_layers": 4}
+    asked = tiny_job("pipeline2", 2, model=model, parallelism=layout, loss="chunked")
+    with pytest.raises(InputError, match=r"training.loss: chunked can't be had: zero_bubble"):
+        check_supported(asked, device_type="cpu")
+    job = tiny_job("pipeline2", 2, model=model, parallelism=layout)
+    check_supported(job, device_type="cpu")
+    assert plan_loss(build_model(job, vocab_size=VOCAB_SIZE), job).kind == "logits"
 
 
 def test_auto_takes_chunks_where_a_micro_batch_is_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ TINY: dict[str, Any] = FAMILIES["Llama"] | {
 @pytest.mark.parametrize("model_type", sorted(documents.FAMILIES - {"deepseek_v2", "deepseek_v3"}))
 def test_every_verified_model_type_keeps_documents_apart(model_type: str) -> None:
     """(DeepSeek, whose heads are no Llama's, is in the short test above.)"""
-    config = AutoConfig.for_model(model_type, **TINY)
+    config = AutoConfig.for_model(**TINY | {"model_type": model_type})
     asked = {"experts_implementation": "eager", "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(config, **asked).double().eval()
     tokens = torch.randint(3, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(0))

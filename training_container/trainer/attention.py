@@ -4,6 +4,7 @@
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,11 @@ MAX_HEAD_SIZE = 256
 
 _PROBED_TOKENS = 256
 """Enough to make torch choose as for a long sequence, and small."""
+
+_TRIED_TOKENS = 128
+_TRIED_BEGINS = (0, 1, 50, _TRIED_TOKENS)
+_TRIED_TOLERANCE = 0.05
+"""Relative, in bf16; a token too many or too few in a window moves it by more."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,11 @@ def _varlen_obstacle(job: ResolvedJob, config: PretrainedConfig, device_type: st
         return "parallelism.context has its own"
     if job.spec.training.precision not in ("bf16", "fp16"):
         return f"torch's kernel for it computes in bf16 and fp16, not in {job.spec.training.precision}"
-    return _machine_obstacle(device_type) or _model_obstacle(config)
+    obstacle = _machine_obstacle(device_type) or _model_obstacle(config)
+    if obstacle is not None:
+        return obstacle
+    dtype = torch.bfloat16 if job.spec.training.precision == "bf16" else torch.float16
+    return varlen_flaw(_ATTENTION.kernel, head_size=_head_size(config), dtype=dtype, device=torch.device(device_type))
 
 
 def _machine_obstacle(device_type: str) -> str | None:
@@ -149,6 +159,11 @@ def _model_obstacle(config: PretrainedConfig) -> str | None:
 
 def _head_size(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def varlen_operations() -> tuple[Any, ...]:
+    """The operation behind varlen, as torch's dispatcher knows it: too dear to be recomputed where others are."""
+    return (torch.ops.torch_attn._varlen_attn.default,) if _has_varlen() else ()
 
 
 def _has_varlen() -> bool:
@@ -187,6 +202,39 @@ def _sdpa_kernel(config: PretrainedConfig, *, has_mask: bool, precision: str, de
     names = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient"}
     names |= {SDPBackend.CUDNN_ATTENTION: "cudnn", SDPBackend.MATH: "math"}
     return {backend.value: name for backend, name in names.items()}.get(choice, "another")
+
+
+def varlen_flaw(
+    kernel: Callable[..., torch.Tensor], *, head_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What is wrong with a kernel of DocumentAttention's here, tried on three small documents; None: nothing.
+
+    Kernels depend on GPU, driver and torch's version, of which no test machine has all: where one raises or is wrong,
+    documents are kept apart by a mask instead.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((_TRIED_TOKENS, heads, head_size) for heads in (4, 2, 2))
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    begins = torch.tensor(_TRIED_BEGINS, dtype=torch.int32, device=device)
+    window = 9  # that many tokens and the query itself
+    places = torch.arange(_TRIED_TOKENS, device=device)
+    owners = torch.searchsorted(begins, places, right=True)
+    ages = places.unsqueeze(1) - places
+    seen = (ages >= 0) & (ages <= window) & (owners.unsqueeze(1) == owners)
+    try:
+        output = kernel(*inputs, begins, _TRIED_TOKENS, None, (window, 0))
+        found = [output, *torch.autograd.grad(output.float().square().sum(), inputs)]
+    except Exception as error:  # of whatever kind: a kernel that can't run is not taken
+        return f"torch's kernel for it does not run here ({' '.join(str(error).split())[:120]})"
+    wide = [part.detach().float().requires_grad_() for part in inputs]
+    query, key, value = (part.transpose(0, 1) for part in wide)
+    key, value = (part.repeat_interleave(2, dim=0) for part in (key, value))
+    plain = F.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(0, 1)
+    expected = [plain, *torch.autograd.grad(plain.square().sum(), wide)]
+    pairs = [(ours.detach().float(), other.detach()) for ours, other in zip(found, expected, strict=True)]
+    errors = [(ours - other).norm() / other.norm() for ours, other in pairs]
+    worst = float(torch.stack(errors).max())
+    return None if worst < _TRIED_TOLERANCE else f"torch's kernel for it is off by {worst:.2g} here"
 
 
 class DocumentAttention:

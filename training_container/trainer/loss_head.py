@@ -34,6 +34,17 @@ class LossPlan:
         return f"{self.kind} ({self.reason})"
 
 
+def check(job: ResolvedJob) -> None:
+    """InputError, in one line and before anything is read, where training.loss: chunked can't be had with any model."""
+    obstacle = _layout_obstacle(job)
+    if job.spec.training.loss == "chunked" and obstacle is not None:
+        raise _cannot(obstacle)
+
+
+def _cannot(obstacle: str) -> InputError:
+    return InputError(f"training.loss: chunked can't be had: {obstacle}; set it to auto or logits")
+
+
 def plan_loss(model: nn.Module, job: ResolvedJob) -> LossPlan:
     """The plan for `model`, whole and not yet wrapped; InputError when what training.loss asks for can't be had."""
     asked, layout = job.spec.training.loss, job.parallelism
@@ -42,7 +53,7 @@ def plan_loss(model: nn.Module, job: ResolvedJob) -> LossPlan:
     obstacle = _obstacle(model, job)
     if obstacle is not None:
         if asked == "chunked":
-            raise InputError(f"training.loss: chunked can't be had: {obstacle}; set it to auto or logits")
+            raise _cannot(obstacle)
         return LossPlan("logits", obstacle)
     if layout.tensor > 1 and model.config.get_text_config().vocab_size % layout.tensor == 0:  # type: ignore[union-attr,operator]
         return LossPlan("vocabulary_parallel", f"the head is split over {layout.tensor} ranks")
@@ -106,12 +117,20 @@ class ScoringHead:
             self._targets = None
 
 
-def _obstacle(model: nn.Module, job: ResolvedJob) -> str | None:
-    """Why this model's loss can't be computed in its head; None when it can."""
+def _layout_obstacle(job: ResolvedJob) -> str | None:
+    """What of it is known without the model."""
     if job.spec.task != "causal_lm":
         return f"task {job.spec.task} computes its own"
     if job.parallelism.pipeline > 1 and job.parallelism.pipeline_schedule == "zero_bubble":
         return "zero_bubble goes through the head's gradient twice"
+    return None
+
+
+def _obstacle(model: nn.Module, job: ResolvedJob) -> str | None:
+    """Why this model's loss can't be computed in its head; None when it can."""
+    obstacle = _layout_obstacle(job)
+    if obstacle is not None:
+        return obstacle
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Linear) or isinstance(head.weight, DTensor) or not head.weight.is_floating_point():
         return f"the head is no plain linear layer but {type(head).__name__}"

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer.adapters import add_adapter
-from trainer.attention import attach, choose_attention
+from trainer.attention import attach, choose_attention, varlen_operations
 from trainer.deferred_weights import defer, fill, outline, source_of
 from trainer.quantized import quantize_blocks
 from trainer.seeds import seed_everything
@@ -139,6 +139,7 @@ _KEPT_OPERATIONS = frozenset(
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        *varlen_operations(),
     }
 )
 """selective: results of matrix products and attention are kept, everything cheap is recomputed."""

@@ -7,7 +7,7 @@ parallelism alone, `parallel` the one for every product with `tensor_parallel`, 
 
 from torch import nn
 
-from trainer import router_loss
+from trainer import loss_head, router_loss
 from trainer.attention import check as check_attention
 from trainer.deferred_weights import source_of
 from trainer.runtime import Runtime
@@ -41,6 +41,7 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
         deepspeed_settings.check(job, device_type=device_type)
     check_attention(job, device_type=device_type)
     compiled.check(job, device_type=device_type)
+    loss_head.check(job)
     router_loss.check(job)
 
 
