@@ -13,8 +13,9 @@ from trainer_testing.strategy_worker import Result, run, worst_relative_error
 
 from parity.table import LAYOUTS, MODELS, SCHEDULES, SHORT, STEPS, TABLE, TOLERANCES, Configuration, Reference
 
+GROUP_SIZE = 6
 GROUP_SECONDS = 500
-"""For all chosen configurations of one model at one number of ranks; unloaded, the largest take a minute."""
+"""For so many configurations of one model at one number of ranks; on two idle cores, the largest take half a minute."""
 
 
 class Runs:
@@ -22,16 +23,14 @@ class Runs:
 
     def __init__(self, chosen: list[Configuration], folder: Path) -> None:
         self._folder = folder
-        self._groups: dict[tuple[int, str, str], list[Configuration]] = defaultdict(list)
-        for configuration in chosen:
-            self._groups[self._key(configuration)].append(configuration)
+        alike: dict[tuple[int, str, str], list[Configuration]] = defaultdict(list)
+        for one in chosen:
+            alike[one.parallelism.world_size, one.model, one.parallelism.engine].append(one)
+        groups = [group[i : i + GROUP_SIZE] for group in alike.values() for i in range(0, len(group), GROUP_SIZE)]
+        self._groups = {one: group for group in groups for one in group}
         self._results: dict[Configuration, Result] = {}
         self._references: dict[Reference, Result] = {}
-
-    @staticmethod
-    def _key(configuration: Configuration) -> tuple[int, str, str]:
-        layout = configuration.parallelism
-        return layout.world_size, configuration.model, layout.engine
+        self._failures: dict[Configuration, str] = {}
 
     def reference(self, configuration: Configuration) -> Result:
         """What one process gave."""
@@ -46,13 +45,22 @@ class Runs:
     def _run(self, configuration: Configuration) -> None:
         if configuration in self._results:
             return
-        group = self._groups[self._key(configuration)]
+        group = self._groups[configuration]
+        # One that breaks its group is not run once more for each of the others.
+        assert configuration not in self._failures, self._failures[configuration]
+        try:
+            self._run_group(group)
+        except AssertionError as error:
+            self._failures |= dict.fromkeys(group, f"its group failed: {error}")
+            raise
+
+    def _run_group(self, group: list[Configuration]) -> None:
         missing = list(dict.fromkeys(one.reference for one in group if one.reference not in self._references))
         if missing:
             results = run(1, [reference.request(self._folder) for reference in missing], GROUP_SECONDS)
             self._references |= dict(zip(missing, results, strict=True))
         requests = [one.request(self._folder) for one in group]
-        results = run(configuration.parallelism.world_size, requests, GROUP_SECONDS)
+        results = run(group[0].parallelism.world_size, requests, GROUP_SECONDS)
         self._results |= dict(zip(group, results, strict=True))
 
 

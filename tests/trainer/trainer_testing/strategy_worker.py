@@ -115,7 +115,7 @@ def weights_of(strategy: Strategy) -> dict[str, torch.Tensor]:
 
 
 def weights_error(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], runtime: Runtime) -> float:
-    """The largest difference of an element, relative to its tensor's largest: over all tensors, and all ranks' copies.
+    """The norm of the difference, relative to the tensor's own: the worst of all tensors, and of all ranks' copies.
 
     Infinite unless all ranks together have the reference's tensors and no others.
     """
@@ -125,13 +125,13 @@ def weights_error(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tens
     worst = torch.zeros((), dtype=torch.float64)
     for name in sorted(set(ours) & set(reference)):
         wanted, tensor = reference[name], ours[name]
-        scale = wanted.abs().max().double()
+        scale = wanted.double().norm()
         if isinstance(tensor, FlatShard):
             tensor, wanted = tensor.local, wanted.flatten()[tensor.start : tensor.start + tensor.local.numel()]
         elif isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if tensor.numel():
-            worst = torch.maximum(worst, (tensor.double() - wanted.double()).abs().max() / scale)
+            worst = torch.maximum(worst, (tensor.double() - wanted.double()).norm() / scale)
     if not is_whole or not torch.isfinite(worst):
         worst.fill_(torch.inf)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=runtime.control_group)
