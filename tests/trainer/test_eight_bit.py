@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from trainer.eight_bit import MOMENTS, AdamW8bit, dynamic_map
+from trainer.eight_bit import MOMENTS, AdamW8bit, block_size_of, dynamic_map
 
 ROWS, ROW, STEPS = 40, 600, 30
 """Rows of two whole blocks and a part of one."""
@@ -54,6 +54,10 @@ def test_the_averages_take_two_bytes_a_weight() -> None:
     assert eight_bit([norm]).state_bytes() == 2 * 4 * 64  # small ones stay in float32
     wide = nn.Parameter(torch.zeros(16, 4096))
     assert eight_bit([wide]).state_bytes() / wide.numel() == 2 + 2 * 4 / 256
+
+
+def test_blocks_end_where_a_row_may_be_cut() -> None:
+    assert [block_size_of(row) for row in (4096, 14336, 11008, 2880, 50257)] == [256, 256, 32, 256, 256]
 
 
 def test_rows_are_updated_alike_wherever_they_are() -> None:

@@ -14,11 +14,13 @@ from trainer.optimizer import build_optimizer, moments_of
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
-from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+from trainer_testing.tiny import MODEL, VOCAB_SIZE, tiny_job
 
 from trainyard.errors import InputError
 
-HALF, STEPS = 3, 6
+HALF, STEPS = 2, 4
+TOLERANCES = {"adamw_8bit": 1e-4}
+"""Of losses and norms, by kind; others 1e-5. A last bit's difference now and then picks a neighbour of 256 values."""
 KINDS: dict[str, dict[str, Any]] = {
     "adafactor": {"kind": "adafactor"},
     "muon": {"kind": "muon"},
@@ -26,13 +28,32 @@ KINDS: dict[str, dict[str, Any]] = {
     "muon of experts": {"kind": "muon"},
     "adamw_8bit": {"kind": "adamw_8bit"},
 }
-MODELS = {"muon of experts": FAMILIES["Mixtral"]}
+MODELS = {
+    "muon of experts": FAMILIES["Mixtral"],
+    # Rows of which the tensor axis cuts whole blocks.
+    "adamw_8bit": MODEL | {"hidden_size": 128, "intermediate_size": 256},
+}
 ENGINES = ("ddp", "fsdp")
+PRODUCTS: dict[str, dict[str, int]] = {
+    "tensor2": {"tensor": 2},
+    "pipeline2": {"pipeline": 2},
+    "expert2-fsdp2": {"expert": 2, "data_shard": 2},
+}
+IN_PRODUCTS = [
+    ("adafactor", "tensor2"),
+    ("muon", "tensor2"),
+    ("adamw_8bit", "tensor2"),
+    ("average", "pipeline2"),
+    ("muon", "pipeline2"),
+    ("muon of experts", "expert2-fsdp2"),
+    ("muon of experts", "tensor2"),
+]
+"""What is cut: columns and rows, the model into stages of which one has the head, and experts."""
 
 
-def job_of(name: str) -> dict[str, Any]:
+def job_of(name: str, strategy: str = "") -> dict[str, Any]:
     """tiny_job's arguments."""
-    changes: dict[str, Any] = {"optimizer": KINDS[name]}
+    changes: dict[str, Any] = {"optimizer": KINDS[name], "parallelism": PRODUCTS.get(strategy, {})}
     return changes | ({"model": MODELS[name]} if name in MODELS else {})
 
 
@@ -50,10 +71,14 @@ def one_rank() -> dict[str, Result]:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> dict[tuple[str, str], Result]:
-    cases = [(name, engine) for name in KINDS for engine in ENGINES]
+    cases = [*((name, engine) for name in KINDS for engine in ENGINES), *IN_PRODUCTS]
     requests = [
         RunRequest(
-            engine, last_step=STEPS, save=str(folder / f"{name}-{engine}"), save_after_step=HALF, job=job_of(name)
+            engine,
+            last_step=STEPS,
+            save=str(folder / f"{name}-{engine}"),
+            save_after_step=HALF,
+            job=job_of(name, engine),
         )
         for name, engine in cases
     ]
@@ -64,7 +89,16 @@ def two_ranks(folder: Path) -> dict[tuple[str, str], Result]:
 def test_every_layout_equals_one_process(one_rank: dict[str, Result], two_ranks: dict[tuple[str, str], Result]) -> None:
     errors = {case: worst_relative_error(result, one_rank[case[0]]) for case, result in two_ranks.items()}
     print({case: f"{error:.0e}" for case, error in errors.items()})
-    assert {case: error for case, error in errors.items() if error > 1e-5} == {}
+    assert {case: error for case, error in errors.items() if error > TOLERANCES.get(case[0], 1e-5)} == {}
+
+
+def test_eight_bits_train_as_adamw_does() -> None:
+    job = {"model": MODELS["adamw_8bit"]}
+    kinds = [{"optimizer": {"kind": kind}} for kind in ("adamw_8bit", "adamw")]
+    ours, theirs = run(1, [RunRequest("single", last_step=15, job=job | kind) for kind in kinds])
+    differences = [abs(a / b - 1) for a, b in zip(ours["loss"], theirs["loss"], strict=True)]
+    print(f"{max(differences):.1e}", theirs["loss"][0], theirs["loss"][-1])
+    assert 1e-7 < max(differences) < 0.02
 
 
 def test_the_kinds_are_others_than_adamw_and_learn(one_rank: dict[str, Result]) -> None:
@@ -77,7 +111,9 @@ def test_the_kinds_are_others_than_adamw_and_learn(one_rank: dict[str, Result]) 
 def test_a_checkpoint_goes_on_bit_for_bit_and_under_the_other_layout(
     folder: Path, two_ranks: dict[tuple[str, str], Result]
 ) -> None:
-    cases = [(name, source, target) for name in KINDS for source in ENGINES for target in ENGINES]
+    ways = (("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp"))
+    cases = [(name, source, target) for name in KINDS for source, target in ways]
+    cases += [(name, "tensor2", "fsdp") for name in ("muon", "adamw_8bit")]
     requests = [
         RunRequest(target, HALF + 1, STEPS, load=str(folder / f"{name}-{source}"), job=job_of(name))
         for name, source, target in cases
@@ -87,7 +123,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_the_other_layout(
         if source == target:
             assert result["loss"] == expected["loss"][HALF:], (name, source)
             assert result["validation"] == expected["validation"], (name, source)
-        assert worst_relative_error(result, expected) < 1e-5, (name, source, target)
+        assert worst_relative_error(result, expected) < TOLERANCES.get(name, 1e-5), (name, source, target)
 
 
 def test_the_average_is_saved_under_the_weights_names(folder: Path, two_ranks: dict[tuple[str, str], Result]) -> None:

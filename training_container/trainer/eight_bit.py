@@ -1,10 +1,10 @@
 """AdamW with its two running averages in 8 bits each (Dettmers et al. 2022, arXiv:2110.02861), in plain torch.
 
-An average is stored in blocks of 256 along a parameter's rows: the block's largest absolute value in float32, and one
-byte an element, which picks one of 256 values between -1 and 1 (the paper's dynamic map: most of them near zero, so
-that seven orders of magnitude are told apart). That is 2.03 bytes a parameter in place of 8. Parameters of fewer than
-4096 elements (norms, biases) keep float32, as bitsandbytes has it, whose kernels need CUDA and whose blocks go through
-each rank's shard: here they never cross rows, so that every sharding by rows computes with the same numbers.
+An average is stored in blocks of 256 along a parameter's rows (`block_size_of`): the block's largest absolute value in
+float32, and one byte an element, which picks one of 256 values between -1 and 1 (the paper's dynamic map: most of them
+near zero, so that seven orders of magnitude are told apart). That is 2.03 bytes a parameter in place of 8. Parameters
+of fewer than 4096 elements (norms, biases) keep float32, as bitsandbytes has it, whose kernels need CUDA and whose
+blocks go through each rank's shard: here they never cross rows, so that every sharding computes with the same numbers.
 
 Two values differ from bitsandbytes': the smallest is -1 exactly, so that a block's largest is kept whatever its sign,
 and what a checkpoint holds (float32 under AdamW's names, which any layout and plain AdamW can read) quantizes to the
@@ -22,6 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 BLOCK_SIZE = 256
+SMALLEST_BLOCK = 16
+MOST_CUTS = 8
+"""Ranks that a row can be cut over, between blocks, where it is long enough for that."""
+
 SMALLEST_QUANTIZED = 4096
 """Elements of a whole parameter; smaller ones keep float32 averages."""
 
@@ -46,6 +50,16 @@ def dynamic_map(*, signed: bool) -> torch.Tensor:
     if signed:
         table[0] = -1.0
     return table.float()
+
+
+def block_size_of(row_length: int) -> int:
+    """256, or less where a power of two of which an eighth of the row is a multiple is at least 16.
+
+    Then tensor parallelism cuts rows between blocks. Other rows have 256 to a block whatever their length: cut, they
+    are quantized in other blocks than whole, which changes the training as much as 8 bits do.
+    """
+    aligned = min(BLOCK_SIZE, (row_length & -row_length) // MOST_CUTS)
+    return aligned if aligned >= SMALLEST_BLOCK else BLOCK_SIZE
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -83,7 +97,7 @@ class AdamW8bit(torch.optim.Optimizer):
         rows = _rows(_local(values))
         codes, scales = state[f"{moment}_codes"], state[f"{moment}_scales"]
         for part in _slices(rows):
-            self._store(moment, rows[part].to(codes.device), codes[part], scales[part])
+            self._store(moment, rows[part].to(codes.device), codes[part], scales[part], _block_size(parameter))
 
     def state_bytes(self) -> int:
         """Bytes of all averages on this rank."""
@@ -101,27 +115,30 @@ class AdamW8bit(torch.optim.Optimizer):
             _adamw(weight, gradient, *whole, step=float(state["step"]), group=group)
             return
         weights, gradients, step = _rows(weight), _rows(gradient), float(state["step"])
+        size = _block_size(parameter)
         for part in _slices(weights):
             stored = {name: (state[f"{name}_codes"][part], state[f"{name}_scales"][part]) for name in MOMENTS}
-            averages = {name: self._load(name, *stored[name]) for name in MOMENTS}
+            averages = {name: self._load(name, *stored[name], size) for name in MOMENTS}
             _adamw(weights[part], gradients[part], *averages.values(), step=step, group=group)
             for name in MOMENTS:
-                self._store(name, averages[name], *stored[name])
+                self._store(name, averages[name], *stored[name], size)
 
     def _table(self, moment: str, device: torch.device) -> torch.Tensor:
         if device not in self._tables:
             self._tables[device] = {name: dynamic_map(signed=name == MOMENTS[0]).to(device) for name in MOMENTS}
         return self._tables[device][moment]
 
-    def _load(self, moment: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _load(self, moment: str, codes: torch.Tensor, scales: torch.Tensor, block_size: int) -> torch.Tensor:
         values = self._table(moment, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
-        return values.mul_(scales.repeat_interleave(BLOCK_SIZE, dim=1)[:, : codes.size(1)])
+        return values.mul_(scales.repeat_interleave(block_size, dim=1)[:, : codes.size(1)])
 
-    def _store(self, moment: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        num_missing = -values.size(1) % BLOCK_SIZE
-        blocks = functional.pad(values, (0, num_missing)).view(values.size(0), -1, BLOCK_SIZE)
+    def _store(
+        self, moment: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block_size: int
+    ) -> None:
+        num_missing = -values.size(1) % block_size
+        blocks = functional.pad(values, (0, num_missing)).view(values.size(0), -1, block_size)
         scales.copy_(blocks.abs().amax(dim=2))
-        relative = values / scales.repeat_interleave(BLOCK_SIZE, dim=1)[:, : values.size(1)]
+        relative = values / scales.repeat_interleave(block_size, dim=1)[:, : values.size(1)]
         table = self._table(moment, values.device)
         # 0 / 0 in a block of zeros: the code of zero.
         nearest = torch.bucketize(relative.nan_to_num_(nan=0.0), (table[1:] + table[:-1]) / 2, out_int32=True)
@@ -134,7 +151,8 @@ class AdamW8bit(torch.optim.Optimizer):
         if not local.numel():
             return torch.empty(local.shape)
         codes, scales = state[f"{moment}_codes"], state[f"{moment}_scales"]
-        parts = [self._load(moment, codes[part], scales[part]).cpu() for part in _slices(codes)]
+        size = _block_size(parameter)
+        parts = [self._load(moment, codes[part], scales[part], size).cpu() for part in _slices(codes)]
         return torch.cat(parts).view(local.shape)
 
 
@@ -146,7 +164,9 @@ def _new_state(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     for moment in MOMENTS:
         zero = 0 if moment == MOMENTS[1] else int((dynamic_map(signed=True) == 0).nonzero())
         state[f"{moment}_codes"] = torch.full(rows.shape, zero, dtype=torch.uint8, device=rows.device)
-        state[f"{moment}_scales"] = torch.zeros((rows.size(0), -(-rows.size(1) // BLOCK_SIZE)), device=rows.device)
+        state[f"{moment}_scales"] = torch.zeros(
+            (rows.size(0), -(-rows.size(1) // _block_size(parameter))), device=rows.device
+        )
     return state
 
 
@@ -176,6 +196,12 @@ def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _block_size(parameter: nn.Parameter) -> int:
+    """By the whole parameter's row, however much of it this rank has."""
+    shape = parameter.shape
+    return block_size_of(math.prod(shape[1:]) if len(shape) == _CONVOLUTION else shape[-1])
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
