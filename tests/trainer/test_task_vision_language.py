@@ -148,6 +148,17 @@ def test_two_ranks_equal_one_process(shards: Path, tmp_path: Path) -> None:
     compare(2, ("ddp", "fsdp", "zero2", "zero3"), shards, tmp_path)
 
 
+def test_half_precision_and_a_frozen_tower(shards: Path, tmp_path: Path) -> None:
+    """What jobs/vlm-llava-7b.yaml asks for: the tower keeps its weights, which bf16 stores in bf16."""
+    changes = {"images": {"freeze_vision": True, "decode_threads": 2}}
+    half = vlm_job(shards, training={"precision": "bf16", "steps": 4}, **changes)
+    exact = vlm_job(shards, training={"steps": 4}, **changes)
+    (reference,) = run(1, tmp_path, [TaskRequest("single", exact)])
+    for result in run(2, tmp_path, [TaskRequest(layout, half) for layout in ("ddp", "fsdp", "zero2", "zero3")]):
+        assert worst(result | {"grad_norm": []}, reference | {"grad_norm": []}) < 0.05, result["layout"]
+        assert not any("vision_tower" in name for name in result["names"])
+
+
 @pytest.mark.full
 def test_all_layouts_equal_one_process(shards: Path, tmp_path: Path) -> None:
     compare(2, ("zero0", "zero1"), shards, tmp_path)
