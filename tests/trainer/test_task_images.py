@@ -11,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 from trainer.data.bad_records import BadRecordError
+from trainer.deferred_weights import fill
+from trainer.export import main as export
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer.tasks.batch_norm import BatchNorm
@@ -29,6 +31,7 @@ from trainer_testing.image_shards import (
 from trainer_testing.pool import run_pooled
 from trainer_testing.task_worker import TaskRequest, run
 from trainer_testing.text_job import read_until, rows_of
+from transformers import AutoConfig, AutoModelForImageClassification
 
 from trainyard.errors import InputError
 from trainyard.planner import resolve
@@ -128,6 +131,44 @@ def test_batch_norm_is_torchs_own_on_one_process() -> None:
     torch.testing.assert_close(frozen(images), theirs.eval()(images))
     assert torch.equal(frozen.running_mean, theirs.running_mean)
     assert frozen.float()(images.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_source_brings_its_averages_and_its_normalization_and_may_get_a_new_head(
+    shards: Path, tmp_path: Path
+) -> None:
+    """Fine-tuning: other classes than the source's, its running averages frozen, its preprocessor's numbers."""
+    torch.manual_seed(3)
+    source = AutoModelForImageClassification.from_config(AutoConfig.for_model(**RESNET))
+    source.resnet.embedder.embedder.normalization.running_mean.fill_(0.5)
+    source.save_pretrained(tmp_path / "source")
+    stated = {"size": {"shortest_edge": 24}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(stated))
+    images = {"size": None, "num_classes": 7, "batch_norm": "frozen"}
+    job = image_job(shards, model={"source": str(tmp_path / "source")}, images=images)
+    resolved = resolve(parse(JobSpec, job, "job"), world_size=1)
+    task = task_of(resolved)
+    model = fill(task.build_model(resolved, None), device=torch.device("cpu"))
+    again = fill(task.build_model(resolved, None), device=torch.device("cpu"))
+    ours, theirs = model.state_dict(), source.state_dict()
+    assert all(torch.equal(ours[name], again.state_dict()[name]) for name in ours)
+    body = [name for name in theirs if not name.startswith("classifier")]
+    assert all(torch.equal(ours[name], theirs[name]) for name in body)
+    assert ours["classifier.1.weight"].shape == (7, 16)
+
+    data = build(job, tmp_path / "cache")
+    batch = data.train.next_step()[0]
+    data.close()
+    assert (batch.pixels.values.shape[-1], batch.pixels.mean, batch.pixels.std) == (
+        24,
+        (0.1, 0.2, 0.3),
+        (0.4, 0.5, 0.6),
+    )
+    task.loss_sum(model.train(), batch, torch.device("cpu")).backward()
+    assert all(torch.equal(model.state_dict()[name], theirs[name]) for name in body)
+    same_head = image_job(shards, model={"source": str(tmp_path / "source")})
+    resolved = resolve(parse(JobSpec, same_head, "job"), world_size=1)
+    kept = fill(task_of(resolved).build_model(resolved, None), device=torch.device("cpu")).state_dict()
+    assert all(torch.equal(kept[name], theirs[name]) for name in theirs)
 
 
 def test_crops_depend_on_seed_and_place_alone_and_stay_inside() -> None:
@@ -320,9 +361,6 @@ def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path) -> None
     assert len(rows_of(tmp_path / "stopped")) < 24
     assert "resumed step=" in train("stopped")
     resumed = rows_of(tmp_path / "stopped")
-    from trainer.export import main as export
-    from transformers import AutoModelForImageClassification
-
     checkpoints, out = tmp_path / "stopped", tmp_path / "exported"
     assert export(["--job", str(path), "--checkpoints", str(checkpoints), "--out", str(out)]) == 0
     exported = AutoModelForImageClassification.from_pretrained(out)
