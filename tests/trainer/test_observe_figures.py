@@ -7,6 +7,7 @@ import torch
 from trainer.__main__ import expected_of
 from trainer.memory_use import FloorHistory, Growth, MemoryUse, growth
 from trainer.observe import Figures, percentile, summary
+from trainer.step_clock import StepClock
 from trainer.stragglers import find_stragglers
 from trainer.throughput import Expected, throughput
 
@@ -166,3 +167,16 @@ def test_nothing_is_expected_where_there_is_no_formula() -> None:
     assert unknown == Expected()
     odd = expected_of(resolve(job_of({"model_type": "xlnet"}), world_size=1), "Voodoo 2")
     assert odd == Expected()
+
+
+def test_phases_are_ranges_for_who_asks() -> None:
+    def names(*, show_ranges: bool) -> set[str]:
+        clock = StepClock(torch.device("cpu"), world_size=1, show_ranges=show_ranges)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for phase in ("forward", "backward"):
+                with clock(phase):
+                    torch.ones(2).sum()
+        return {event.key for event in profile.key_averages()}
+
+    assert {"trainyard:forward", "trainyard:backward"} <= names(show_ranges=True)
+    assert not any(name.startswith("trainyard:") for name in names(show_ranges=False))
