@@ -27,6 +27,11 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def use_any_kernels() -> None:
+    """The fastest kernels again."""
+    torch.use_deterministic_algorithms(False)
+
+
 def rng_state() -> dict[str, Any]:
     """This rank's generators as JSON values: Python, NumPy, torch on CPU and, where there is one, on its GPU."""
     python_version, python_words, python_gauss = random.getstate()

@@ -26,7 +26,8 @@ class AdapterSpec(SpecModel):
     kind: Literal["lora", "qlora"]
     """lora: the base model stays in the type that the job computes in. qlora: its blocks' matrices, packed experts
     included, are stored in 4 bits (NF4 with double quantization, 0.52 bytes a weight) and read for each product; for
-    every torch engine, not for deepspeed."""
+    every torch engine, not for deepspeed. What reading costs on a GPU is not measured yet: run a job both ways and
+    compare step_seconds in metrics.jsonl."""
     rank: PositiveInt = 16
     """Rows of an adapter's first matrix and columns of its second."""
     alpha: float = Field(default=32.0, gt=0)

@@ -1,12 +1,15 @@
-"""One rank: builds a job's model from a source under one strategy and prints how much private memory that took.
+"""One rank: builds a job's model under one strategy after the other, and prints how much private memory each took.
 
-`python -m trainer_testing.source_worker SOURCE STRATEGY`; only rank 0 prints.
+`python -m trainer_testing.source_worker '[{"strategy": ..., "job": {...}}, ...]'`; only rank 0 prints.
 """
 
+import ctypes
+import gc
 import json
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 from trainer.leaving import leave
@@ -47,23 +50,32 @@ class Peak:
         self._thread.join()
 
 
-def main(small: str, large: str, name: str) -> None:
-    """Builds the small model first, which imports everything, then the large one."""
+def give_back() -> None:
+    """Returns freed memory to the system, so that the next growth is seen."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def main(cases: list[dict[str, Any]]) -> None:
+    """Each case; the first one also imports everything, so it is run to be forgotten."""
     with distributed_runtime(cpu_threads=1) as runtime:
-        for source in (small, large):
-            job = tiny_job(name, runtime.world_size, source=source)
+        for case in cases:
+            job = tiny_job(case["strategy"], runtime.world_size, **case["job"])
+            give_back()
             with Peak() as peak:
                 model = outline_model(job, vocab_size=VOCAB_SIZE)
                 num_elements = sum(parameter.numel() for parameter in model.parameters())
                 loaded = peak.num_bytes
-                # The moments of AdamW are no part of the source: they are made at the end.
+                # The moments of AdamW, made at the end, are counted too.
                 strategy = build_strategy(job, model=model, runtime=runtime)
             strategy.close()
-        if runtime.is_first:
-            print(MARK + json.dumps({"elements": num_elements, "loaded": loaded, "peak": peak.num_bytes}), flush=True)
+            del strategy, model
+            if runtime.is_first:
+                seen = {"elements": num_elements, "loaded": loaded, "peak": peak.num_bytes}
+                print(MARK + json.dumps(seen), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(*sys.argv[1:])
+    main(json.loads(sys.argv[1]))
     leave(0)
