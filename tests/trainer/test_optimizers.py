@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from trainer.matrix_optimizers import MUON_RMS, Adafactor, Muon, orthogonalized
 from trainer.model import build_model
-from trainer.optimizer import build_optimizer, moments_of
+from trainer.optimizer import build_optimizer, describe, moments_of
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
@@ -183,6 +183,16 @@ def test_muon_takes_the_blocks_matrices_alone() -> None:
     optimizer = build_optimizer(model, job)
     muons = {name for name, p in model.named_parameters() if "momentum_buffer" in moments_of(optimizer, p)}
     assert muons == {name for name, _ in model.named_parameters() if "_proj." in name}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [("adamw", "AdamW (torch's fused kernel)"), ("adamw_8bit", "AdamW in 8 bits ("), ("muon", "Muon (one matrix")],
+)
+def test_what_runs_is_said(kind: str, wanted: str) -> None:
+    job = tiny_job("single", 1, optimizer={"kind": kind}, model=FAMILIES["Llama"])
+    said = describe(build_optimizer(build_model(job, vocab_size=VOCAB_SIZE), job))
+    assert said.startswith(wanted)
 
 
 def test_the_average_follows_the_weights() -> None:

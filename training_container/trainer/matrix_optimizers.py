@@ -2,16 +2,17 @@
 
 Both need a matrix as a whole: a sharded gradient is gathered, one parameter at a time, every rank computes the same
 update and applies its own part of it. That costs one all-gather of the gradients a step more than AdamW, and makes the
-numbers those of one process. torch's own classes are the reference of the tests; they know no shards, and torch's Muon
-iterates in bf16, where two layouts' rounding differs by percents.
+numbers those of one process, however a matrix is cut. (Muon leaves experts on the ranks that they are spread over.)
+torch's own classes are the reference of the tests; they know no shards, and torch's Muon iterates in bf16, where two
+layouts' rounding differs by percents.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 ADAFACTOR_BETA2_DECAY = -0.8
 ADAFACTOR_SMALLEST_RMS = 1e-3
@@ -21,6 +22,8 @@ MUON_MOMENTUM = 0.95
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """The quintic's coefficients of Jordan 2024: steepest at zero, so that five steps are enough."""
+_MATRIX_DIMS = 2
+
 MUON_RMS = 0.2
 """An update's root mean square is brought to that of AdamW's (Liu et al. 2025), so that one rate fits both."""
 
@@ -40,6 +43,13 @@ def own_part(update: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor; shares memory with it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _placed(local_part: torch.Tensor, placements: Sequence[Placement], like: DTensor) -> DTensor:
+    """A tensor of the shape and on the mesh of `like`, of which this rank has `local_part`; nothing is sent."""
+    return DTensor.from_local(
+        local_part, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -125,18 +135,16 @@ class Muon(torch.optim.Optimizer):
         momentum = self.state[parameter]["momentum_buffer"]
         local(momentum).lerp_(local(parameter.grad), 1 - MUON_MOMENTUM)
         direction = local(parameter.grad).lerp(local(momentum), MUON_MOMENTUM)
-        if isinstance(parameter, DTensor):
-            shards = DTensor.from_local(
-                direction,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            direction = shards.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim).to_local()
-        update = orthogonalized(direction) * (MUON_RMS * math.sqrt(max(parameter.shape[-2:])))
-        return own_part(update, parameter)
+        factor = MUON_RMS * math.sqrt(max(parameter.shape[-2:]))
+        if not isinstance(parameter, DTensor):
+            return orthogonalized(direction) * factor
+        # Experts are orthogonalized one by one: those of other ranks stay there, and their matrices become whole.
+        is_stack = parameter.ndim > _MATRIX_DIMS
+        placements = [part if is_stack and part == Shard(0) else Replicate() for part in parameter.placements]
+        parts = _placed(direction, parameter.placements, parameter)
+        update = orthogonalized(parts.redistribute(placements=placements).to_local()) * factor
+        own: torch.Tensor = _placed(update, placements, parameter).redistribute(placements=parameter.placements)
+        return local(own)
 
     def _adamw_update(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         assert parameter.grad is not None

@@ -74,6 +74,16 @@ def build_optimizer(model: nn.Module, job: ResolvedJob) -> torch.optim.Optimizer
     return optimizer
 
 
+def describe(optimizer: torch.optim.Optimizer) -> str:
+    """Which optimizer runs, and by which kernel, in a few words."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        kernel = "torch's fused kernel" if optimizer.defaults["fused"] else "a loop over parameters"
+        return f"AdamW ({kernel})"
+    if isinstance(optimizer, AdamW8bit):
+        return f"AdamW in 8 bits ({optimizer.state_bytes()} bytes of averages on the first rank)"
+    return f"{type(optimizer).__name__} (one matrix at a time)"
+
+
 def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """What the optimizer keeps for one parameter, besides the count of its steps, under torch's names; live.
 

@@ -15,6 +15,7 @@ from trainer.loss_scaling import LossScaler
 from trainer.optimizer import (
     build_optimizer,
     clip_factor,
+    describe,
     global_grad_norm,
     local_gradients,
     moments_of,
@@ -55,6 +56,7 @@ class TorchStrategy(Strategy):
         for part in self._parts():
             install_loss_head(part, self._loss_plan)
         self._optimizer = build_optimizer(self._model, job)
+        self.choices["optimizer"] = describe(self._optimizer)
 
     def _place(self, model: nn.Module) -> nn.Module:
         """What this rank trains of `model`, on its device."""
