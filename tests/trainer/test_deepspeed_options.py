@@ -116,6 +116,19 @@ def test_wrong_json_is_one_line(given: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("has_libaio", "message"), [(False, "libaio's library and headers"), (True, "checkpoints can't read")]
+)
+def test_nvme_is_refused_with_the_reason(has_libaio: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose: has_libaio)
+    job = tiny_job("zero3", 2, parallelism={"offload": "nvme", "zero": {"nvme_path": "/mnt/nvme"}})
+    with pytest.raises(InputError, match=message) as caught:
+        check_supported(job, device_type="cuda")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("layout", "message"),
     [
         ({"zero": {"overlap": True}}, "zero belongs to engine: deepspeed"),

@@ -357,7 +357,7 @@ class ZeroSpec(SpecModel):
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
     """Stage 3: where a rank's part of the weights lives between uses; needs offload for the optimizer state too."""
     nvme_path: str | None = None
-    """Folder on a local NVMe disk, for offload: nvme."""
+    """Folder on a local NVMe disk, for offload: nvme (which this image's trainer refuses, with the reason)."""
 
 
 class ParallelismSpec(SpecModel):

@@ -171,11 +171,7 @@ def _zero(layout: ParallelismSpec, sizes: Sequence[int], device_type: str) -> di
         }
     for name, device in (("offload_optimizer", layout.offload), ("offload_param", settings.offload_parameters)):
         if device != "none":
-            path = {"nvme_path": settings.nvme_path} if device == "nvme" else {}
-            zero[name] = {"device": device, "pin_memory": is_gpu, **path}
-    if settings.offload_parameters == "nvme":
-        # A buffer holds a rank's part of one parameter: at least that of the largest.
-        zero["offload_param"]["buffer_size"] = max(sizes)
+            zero[name] = {"device": device, "pin_memory": is_gpu}
     return zero
 
 
@@ -289,12 +285,19 @@ def _first_line(error: ValidationError | TypeError) -> str:
 
 
 def _check_nvme() -> None:
-    """DeepSpeed reads and writes NVMe through an operation of its own, which has to be compiled against libaio."""
+    """Refused either way, with the reason that holds here.
+
+    DeepSpeed reads and writes NVMe by an operation of its own, which has to be compiled against libaio. Where it can
+    be, checkpoints are what is missing: `state_tensors` gives live memory, and there the state is in files.
+    """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    builder = AsyncIOBuilder()
-    if not builder.is_compatible(verbose=False):
+    if not AsyncIOBuilder().is_compatible(verbose=False):
         raise InputError(
             "parallelism.offload: nvme needs DeepSpeed's async_io operation, which can't be built here: libaio's"
-            " library and headers were not found (Debian, Ubuntu: apt-get install libaio-dev); install them, or use cpu"
+            " library and headers were not found (Debian, Ubuntu: apt-get install libaio-dev); use cpu"
         )
+    raise InputError(
+        "parallelism.offload: nvme is not implemented: checkpoints can't read optimizer state that DeepSpeed keeps in"
+        " files of its own; use cpu"
+    )
