@@ -66,6 +66,8 @@ _PEER_LOSS = re.compile(
     re.IGNORECASE,
 )
 """What a rank says when another one is gone: a consequence, not the cause."""
+_PEER_MISSED = re.compile(r"did not arrive within|can't reach the first host|could not connect to each other")
+"""The same, in the words of `trainer.rendezvous`."""
 _TORCHRUN_FAILURE = re.compile(r"rank\s+:\s+(\d+) \(local_rank: \d+\)\s+exitcode\s+:\s+(-?\d+)")
 
 
@@ -484,16 +486,14 @@ class HostRun:
             return Ending(1, f"rank {rank} on {self._place.host} {why}", tail)
         failed = [report for report in reports.values() if report.exit_code not in (None, 0, RESUME_EXIT_CODE)]
         # A cause comes before its consequences, and a peer's loss is always a consequence.
-        failed.sort(
-            key=lambda report: (bool(_PEER_LOSS.search(report.error)), not _words(report), report.ended_at or 0.0)
-        )
-        if failed and self._was_told_to_stop and all(_PEER_LOSS.search(report.error) for report in failed):
+        failed.sort(key=lambda report: (_lost_a_peer(report), not _words(report), report.ended_at or 0.0))
+        if self._was_told_to_stop and any(map(_lost_a_peer, failed)) and not any(map(_has_own_words, failed)):
             # Told to stop while the ranks were still meeting: one left before another had found it.
             return Ending(RESUME_EXIT_CODE, "stopped before the first step; resume me")
         if failed:
             report = failed[0]
             words = _words(report) or f"exit code {report.exit_code}; the first host's reason may say more"
-            lost_a_peer = bool(_PEER_LOSS.search(report.error))
+            lost_a_peer = _lost_a_peer(report)
             note = " (it lost another rank: see the other hosts' reason)" if lost_a_peer else ""
             return Ending(
                 exit_code=2 if report.exit_code == 2 else 1,
@@ -525,6 +525,16 @@ def _words(report: RankReport) -> str:
     """Why a rank failed, in one line: its exception, else the last thing it wrote to stderr."""
     last_line = report.stderr_tail[-1].strip() if report.stderr_tail else ""
     return report.error or last_line.removeprefix("trainyard: ")
+
+
+def _lost_a_peer(report: RankReport) -> bool:
+    """Whether a rank failed because another one was gone, or never came."""
+    return bool(_PEER_LOSS.search(report.error) or _PEER_MISSED.search(_words(report)))
+
+
+def _has_own_words(report: RankReport) -> bool:
+    """Whether it says anything else than that; a host's second rank leaves a common error to the first."""
+    return bool(_words(report)) and not _lost_a_peer(report)
 
 
 def _signal_words(exit_code: int) -> str:
