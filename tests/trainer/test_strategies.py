@@ -205,19 +205,16 @@ def refused_job(changes: dict[str, Any], parallelism: dict[str, Any]) -> Resolve
 @pytest.mark.parametrize(
     ("changes", "parallelism", "message"),
     [
-        ({"task": "image_classification"}, {}, "task: image_classification"),
-        ({"model": {"config": None, "source": "x", "adapter": {"kind": "qlora"}}}, {}, r"model\.adapter: qlora"),
         (
-            {"model": {"config": None, "source": "x", "adapter": {"kind": "lora"}}},
-            {"tensor": 2},
-            r"an adapter with parallelism\.tensor: 2",
+            {"model": {"config": None, "source": "x", "adapter": {"kind": "qlora"}}},
+            {"engine": "deepspeed", "zero_stage": 1},
+            r"model\.adapter: qlora is not implemented with engine: deepspeed",
         ),
-        ({"training": {"optimizer": {"kind": "muon"}}}, {"tensor": 2}, r"kind: muon .* with tensor, pipeline, context"),
         ({"training": {"precision": "fp8"}}, {}, r"training\.precision: fp8"),
         ({}, {"tensor": 3}, r"parallelism\.tensor: 3 does not divide .*num_attention_heads \(4\)"),
         ({}, {"pipeline": 2}, r"parallelism\.pipeline: 2"),
         ({}, {"data_shard": 2, "expert": 2}, r"parallelism\.expert: 2"),
-        ({}, {"engine": "deepspeed", "zero_stage": 3, "offload": "nvme"}, "nvme"),
+        ({}, {"engine": "deepspeed", "zero_stage": 3, "offload": "nvme", "zero": {"nvme_path": "/nvme"}}, "nvme"),
         ({"training": {"precision": "fp16"}}, {"engine": "deepspeed", "zero_stage": 2}, "no fp16 on this CPU"),
         ({"training": {"precision": "fp16"}}, {"engine": "deepspeed"}, "fp16 with zero_stage 0"),
     ],
