@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from test_data import build, resolved, source
-from trainer.data import readers, token_cache
+from trainer.data import readers, token_cache, token_units
 from trainer.data.readers import units_of
 from trainer.data.shared_units import SharedUnits
 from trainer.data.token_cache import TokenCache, open_token_cache
@@ -274,6 +274,7 @@ def test_broken_records_are_left_out_up_to_the_limit_and_told(tmp_path: Path, mo
 
 def test_a_text_file_that_is_no_text_is_one_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "TEXT_BLOCK_CHARACTERS", 10)
+    monkeypatch.setattr(token_units, "_BATCH_CHARACTERS", 100)  # much of the file is written before it turns out bad
     (tmp_path / "a.txt").write_text("good")
     (tmp_path / "b.txt").write_bytes(b"line\n" * 10000 + b"\xff")
     one = DataSource(path=str(tmp_path), format="text")
