@@ -50,9 +50,8 @@ class BatchNorm(nn.BatchNorm2d):
             means, variances = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
             # With a momentum of 1, F.batch_norm leaves this batch's statistics in the running averages.
             output = F.batch_norm(input, means, variances, weight, bias, True, 1.0, self.eps)
-            if self._kind == "local":
-                _mean_over_ranks(means, variances)
-            self._track(means, variances)
+            # Not in place: the backward pass of F.batch_norm holds on to what it was given.
+            self._track(*(_mean_over_ranks(means, variances) if self._kind == "local" else (means, variances)))
             return output
         return self._synchronized(input, weight, bias)
 
@@ -100,17 +99,15 @@ def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _mean_over_ranks(*tensors: torch.Tensor) -> None:
-    """In place, in one message, of tensors of one length.
+def _mean_over_ranks(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In one message, of tensors of one length.
 
     Running averages are linear in what they average, so this is the average of the ranks' averages.
     """
-    if _num_ranks() == 1:
-        return
     joined = torch.cat(tensors)
-    dist.all_reduce(joined)
-    for tensor, mean in zip(tensors, joined.chunk(len(tensors)), strict=True):
-        tensor.copy_(mean / _num_ranks())
+    if _num_ranks() > 1:
+        dist.all_reduce(joined)
+    return (joined / _num_ranks()).chunk(len(tensors))
 
 
 def _num_ranks() -> int:
