@@ -1,4 +1,4 @@
-"""What engines do besides plain fp32: lower precision, recomputation, offload; and what is refused up front."""
+"""What engines do besides plain fp32: lower precision and recomputation; and what is refused up front."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,6 @@ UNCHANGED = [
     *((name, {"activation_checkpointing": mode}) for mode in ("full", "selective") for name in ("fsdp", "zero3")),
     ("ddp", {"activation_checkpointing": "selective"}),
     ("zero2", {"activation_checkpointing": "full"}),
-    *((f"zero{stage}", {"parallelism": {"offload": "cpu"}}) for stage in (1, 2, 3)),
 ]
 """Strategy and setting that must not change a number."""
 
@@ -32,22 +31,12 @@ LOW_PRECISION = [
     ("fsdp", "fp16"),
 ]
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "tied llama": MODEL | {"tie_word_embeddings": True},
-    "qwen3": MODEL | {"model_type": "qwen3", "head_dim": 16},
-    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64,
-             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "mixtral": MODEL | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
-FAMILY_CASES = [(family, engine) for family in FAMILIES for engine in ("fsdp", "zero2", "zero3")]
-
 
 @pytest.fixture(scope="module")
-def one_rank() -> dict[str, Result]:
-    """References by family; "llama" is the plain tiny job. One launch: starting costs more than training."""
-    jobs = {"llama": {"model": MODEL}} | {family: {"model": model} for family, model in FAMILIES.items()}
-    results = run(1, [RunRequest(strategy="single", last_step=STEPS, job=job) for job in jobs.values()])
-    return dict(zip(jobs, results, strict=True))
+def one_rank() -> Result:
+    """The plain tiny job."""
+    (result,) = run(1, [RunRequest(strategy="single", last_step=STEPS)])
+    return result
 
 
 def saved_at(folder: Path, name: str, precision: str) -> str:
@@ -69,28 +58,17 @@ def two_ranks(folder: Path) -> dict[tuple[str, str], Result]:
         path = saved_at(folder, name, precision)
         job = {"precision": precision}
         cases[name, precision] = RunRequest(name, last_step=STEPS, save=path, save_after_step=HALF, job=job)
-    for family, engine in FAMILY_CASES:
-        cases[family, engine] = RunRequest(strategy=engine, last_step=STEPS, job={"model": FAMILIES[family]})
     return dict(zip(cases, run(2, list(cases.values())), strict=True))
 
 
-def test_recomputation_and_offload_change_no_number(
-    one_rank: dict[str, Result], two_ranks: dict[tuple[str, str], Result]
-) -> None:
+def test_recomputation_changes_no_number(one_rank: Result, two_ranks: dict[tuple[str, str], Result]) -> None:
     for name, changes in UNCHANGED:
-        error = worst_relative_error(two_ranks[name, str(changes)], one_rank["llama"])
+        error = worst_relative_error(two_ranks[name, str(changes)], one_rank)
         assert error < 1e-5, (name, changes)
 
 
-def test_other_families_are_sharded_right(
-    one_rank: dict[str, Result], two_ranks: dict[tuple[str, str], Result]
-) -> None:
-    errors = {case: worst_relative_error(two_ranks[case], one_rank[case[0]]) for case in FAMILY_CASES}
-    assert {case: error for case, error in errors.items() if error > 1e-5} == {}
-
-
 def test_bf16_and_fp16_follow_fp32_and_resume_bit_for_bit(
-    one_rank: dict[str, Result], two_ranks: dict[tuple[str, str], Result], folder: Path
+    one_rank: Result, two_ranks: dict[tuple[str, str], Result], folder: Path
 ) -> None:
     """On CPU alone: the types' arithmetic is the same on a GPU, the speed is not."""
     requests = [
@@ -100,7 +78,7 @@ def test_bf16_and_fp16_follow_fp32_and_resume_bit_for_bit(
     for case, resumed in zip(LOW_PRECISION, run(2, requests), strict=True):
         whole = two_ranks[case]
         assert all(whole["applied"]), case
-        assert 0 < worst_relative_error(whole, one_rank["llama"]) < 0.02, case
+        assert 0 < worst_relative_error(whole, one_rank) < 0.02, case
         assert [value.hex() for value in resumed["loss"]] == [value.hex() for value in whole["loss"][HALF:]], case
 
 
@@ -217,6 +195,7 @@ def refused_job(changes: dict[str, Any], parallelism: dict[str, Any]) -> Resolve
         ({}, {"engine": "deepspeed", "zero_stage": 3, "offload": "nvme", "zero": {"nvme_path": "/nvme"}}, "nvme"),
         ({"training": {"precision": "fp16"}}, {"engine": "deepspeed", "zero_stage": 2}, "no fp16 on this CPU"),
         ({"training": {"precision": "fp16"}}, {"engine": "deepspeed"}, "fp16 with zero_stage 0"),
+        ({"training": {"precision": "fp64"}}, {"engine": "deepspeed", "zero_stage": 1}, "fp64 is not what DeepSpeed"),
     ],
 )
 def test_what_is_not_implemented_is_refused_in_one_line(
