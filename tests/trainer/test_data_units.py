@@ -40,7 +40,7 @@ def opened(path: Path, cache: Path, **options: Any) -> TokenCache:
     return open_token_cache([DataSource(path=str(path), format="jsonl")], ByteTokenizer(), cache, **options)
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 64, 1000])
+@pytest.mark.parametrize("unit_bytes", [60, 1000])
 def test_units_of_any_size_give_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
 ) -> None:
