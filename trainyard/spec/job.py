@@ -289,7 +289,7 @@ class TrainingSpec(SpecModel):
     activation_checkpointing: Literal["none", "selective", "full"] | Auto = "auto"
     compile: bool = False
     """torch.compile, a transformer block at a time: faster steps after a first one that takes a minute or so. Needs
-    triton on a GPU, g++ on a CPU. Not with deepspeed, tensor, context or expert parallelism."""
+    triton on a GPU, g++ on a CPU. With one rank or data_shard alone."""
     seed: int = Field(default=1234, ge=0)
     deterministic: bool = False
     """Deterministic kernels and seeds: the same bits on the same layout and hardware. The cost on a CPU is 1 % of

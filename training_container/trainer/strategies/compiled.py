@@ -1,8 +1,8 @@
 """torch.compile, a transformer block at a time.
 
 A block is compiled in place, so that parameters keep their names; all blocks share one compilation, so that start-up
-takes a block's time and not the model's; and what lies between blocks (FSDP's gathering, recomputation of activations,
-a pipeline's messages) goes on as ever, outside of what is compiled.
+takes a block's time and not the model's; and what lies between blocks (FSDP's gathering, recomputation of activations)
+goes on as ever, outside of what is compiled.
 """
 
 import os
@@ -30,16 +30,15 @@ def check(job: ResolvedJob, *, device_type: str) -> None:
         )
     if spec.task != "causal_lm":
         raise InputError(f"training.compile: is not implemented for task {spec.task}; set it to false")
-    for degree in ("tensor", "context", "expert"):
+    for degree in ("tensor", "pipeline", "context", "expert"):
         if getattr(layout, degree) > 1:
             raise InputError(
-                f"training.compile: is not implemented with parallelism.{degree}: {getattr(layout, degree)}, which"
-                " communicates inside the blocks; use data_shard or pipeline, or set it to false"
+                f"training.compile: is not implemented with parallelism.{degree}: {getattr(layout, degree)}; use"
+                " data_shard alone, or set it to false"
             )
-    if layout.pipeline > 1 and layout.pipeline_schedule == "zero_bubble":
+    if layout.data_replicate > 1:
         raise InputError(
-            "training.compile: can't be had with parallelism.pipeline_schedule: zero_bubble, which takes the backward"
-            " pass apart; use 1f1b"
+            "training.compile: is not proved for DDP and HSDP yet; use data_shard alone, or set it to false"
         )
     if job.activation_checkpointing == "selective":
         raise InputError(
