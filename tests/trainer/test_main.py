@@ -96,6 +96,7 @@ def test_a_diverged_job_fails_in_one_line_and_keeps_its_checkpoint(tmp_path: Pat
     job = write_job(tmp_path, "single", steps=12, learning_rate=1e30, gradient_clip=None)
     output, _ = run_trainer(1, job, tmp_path / "out", expected_code=1)
     assert "training diverged; lower training.learning_rate" in output
+    assert "; the newest checkpoint is of step " in output
     assert "Traceback" not in output
     assert not (tmp_path / "out" / "result.json").exists()
 

@@ -205,7 +205,11 @@ class Session:
         if upcoming:
             self._upcoming = self._counted(upcoming, totals[-2:])
         loss = totals[0] / batch.num_targets
-        self.anomalies.check(step, loss, update, loss_sum.item())
+        try:
+            self.anomalies.check(step, loss, update, loss_sum.item())
+        except JobFailedError as error:
+            saved = self._checkpointer.last_committed_step or 0
+            raise JobFailedError(f"{error}; the newest checkpoint is of step {saved}") from None
         self._profile_votes = totals[2 : 2 + profiling.NUM_VOTES]
         return loss, self.stop_flag.decision(step, totals[2 + profiling.NUM_VOTES : -2])
 
