@@ -1,12 +1,15 @@
 """Inputs: made absolute, checked to exist, one channel per distinct URI."""
 
+from pathlib import Path
+
 import pytest
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.channels import absolute_job, build_inputs
+from trainyard.launch.launcher import local_job
 from trainyard.launch.session import Account
 from trainyard.spec.base import parse
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import DataSource, ImageSpec, JobSpec
 from trainyard.spec.platform import TenantContract
 
 
@@ -42,6 +45,36 @@ def test_streamed_data_is_no_channel_but_must_be_there(
     content["data"]["train"][0]["path"] = "tenant://sets/nothing"
     with pytest.raises(AwsRefusedError, match="sets/nothing: there is nothing there"):
         build_inputs(parse(JobSpec, content, "job"), s3, contract)
+
+
+def test_class_names_are_an_input(
+    deployed: Account, job: JobSpec, contract: TenantContract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3 = deployed.client("s3")
+    s3.put_object(Bucket=contract.buckets.data, Key="sets/names.txt", Body=b"cat")
+
+    def named(path: str) -> JobSpec:
+        return job.model_copy(update={"images": ImageSpec(class_names=path)})
+
+    inputs = build_inputs(named("tenant://sets/names.txt"), s3, contract)
+    assert inputs.job.images is not None
+    assert inputs.job.images.class_names == "s3://acme-data/sets/names.txt"
+    assert "class-names" in [channel.name for channel in inputs.channels]
+    with pytest.raises(InputError, match=r"images.class_names: 'names.txt' can't be read from a training host"):
+        build_inputs(named("names.txt"), s3, contract)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.tar").write_bytes(b"")
+    data = job.data.model_copy(
+        update={"train": (DataSource(path="train.tar", format="webdataset"),), "validation": (), "tokenizer": None}
+    )
+    here = named("names.txt").model_copy(update={"data": data})
+    with pytest.raises(InputError, match=r"images.class_names: names.txt: no such file"):
+        local_job(here)
+    (tmp_path / "names.txt").write_text("cat")
+    images = local_job(here).images
+    assert images is not None
+    assert images.class_names == str(tmp_path / "names.txt")
 
 
 def test_a_folder_does_not_take_in_its_neighbour(deployed: Account, job: JobSpec, contract: TenantContract) -> None:

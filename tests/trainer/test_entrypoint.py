@@ -317,6 +317,21 @@ def test_fewer_hosts_than_planned_are_laid_out_anew(tmp_path: Path) -> None:
     assert here.gradient_accumulation_steps * here.micro_batch_size == 2
 
 
+def test_class_names_get_their_channel(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path)
+    planned = job(1, 1)
+    planned["spec"] |= {"task": "image_classification", "images": {"class_names": "s3://data/names.txt"}}
+    planned["spec"]["data"] = {"train": [{"path": TRAIN_URI, "format": "webdataset"}]}
+    (tree / "input/data/job/resolved_job.json").write_text(json.dumps(planned))
+    channels = json.loads((tree / "input/data/job/channels.json").read_text())
+    (tree / "input/data/job/channels.json").write_text(json.dumps(channels | {"s3://data/names.txt": "class-names"}))
+    (tree / "input/data/class-names").mkdir()
+    (tree / "input/data/class-names/names.txt").write_text("cat")
+    here = entrypoint.read_job(tree, entrypoint.read_place(tree), {"TRAINYARD_PROCESSES_PER_HOST": "1"})
+    assert here.spec.images is not None
+    assert here.spec.images.class_names == str(tree / "input/data/class-names/names.txt")
+
+
 def test_streamed_data_keeps_its_place_and_the_chat_template_gets_its_channel(tmp_path: Path) -> None:
     tree = opt_ml(tmp_path)
     planned = job(1, 1)

@@ -184,7 +184,10 @@ def _with_local_paths(job: ResolvedJob, channels: Mapping[str, Any], inputs: Pat
         }
     )
     model = spec.model.model_copy(update={"source": spec.model.source and local(spec.model.source)})
-    return job.model_copy(update={"spec": spec.model_copy(update={"data": data, "model": model})})
+    images = spec.images
+    if images and images.class_names:
+        images = images.model_copy(update={"class_names": local(images.class_names)})
+    return job.model_copy(update={"spec": spec.model_copy(update={"data": data, "model": model, "images": images})})
 
 
 def check_efa(instance_type: str, devices: Path = Path("/sys/class/infiniband")) -> None:

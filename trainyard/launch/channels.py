@@ -47,10 +47,15 @@ def absolute_job(job: JobSpec, contract: TenantContract) -> JobSpec:
     tokenizer = _absolute(job.data.tokenizer, "data.tokenizer", contract) if job.data.tokenizer else None
     template = _absolute(job.data.chat_template, "data.chat_template", contract) if job.data.chat_template else None
     model_source = _absolute(job.model.source, "model.source", contract) if job.model.source else None
+    images = job.images
+    if images and images.class_names:
+        names = _absolute(images.class_names, "images.class_names", contract)
+        images = images.model_copy(update={"class_names": names})
     data = job.data.model_copy(
         update={"train": train, "validation": validation, "tokenizer": tokenizer, "chat_template": template}
     )
-    return job.model_copy(update={"data": data, "model": job.model.model_copy(update={"source": model_source})})
+    model = job.model.model_copy(update={"source": model_source})
+    return job.model_copy(update={"data": data, "model": model, "images": images})
 
 
 def _absolute(uri: str, where: str, contract: TenantContract) -> str:
@@ -107,6 +112,8 @@ def _named_uris(job: JobSpec) -> list[tuple[str, str]]:
         named.append(("tokenizer", job.data.tokenizer))
     if job.data.chat_template:
         named.append(("chat-template", job.data.chat_template))
+    if job.images and job.images.class_names:
+        named.append(("class-names", job.images.class_names))
     if job.model.source:
         named.append(("model", job.model.source))
     return named

@@ -133,7 +133,11 @@ def local_job(job: JobSpec) -> JobSpec:
     model = job.model
     if model.source is not None and Path(model.source).exists():
         model = model.model_copy(update={"source": str(Path(model.source).resolve())})
-    return job.model_copy(update={"data": data.model_copy(update=changes), "model": model})
+    images = job.images
+    if images and images.class_names:
+        names = _local_path(images.class_names, "images.class_names")
+        images = images.model_copy(update={"class_names": names})
+    return job.model_copy(update={"data": data.model_copy(update=changes), "model": model, "images": images})
 
 
 def _local_path(path: str, where: str) -> str:

@@ -194,7 +194,7 @@ class ImageSpec(SpecModel):
     num_classes: PositiveInt | None = None
     """image_classification; default: the model's. Another number than model.source has gives it a new, random head."""
     class_names: str | None = None
-    """image_classification: a local text file with one class name a line, for labels that are names."""
+    """image_classification: a text file with one class name a line, for labels that are names."""
     label_smoothing: Fraction = 0.0
     """image_classification: this share of the target is spread over all classes. Validation does without."""
     batch_norm: Literal["synchronized", "local", "frozen"] = "synchronized"
