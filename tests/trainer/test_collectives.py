@@ -1,7 +1,11 @@
 """The benchmark of collectives: its formulas, its check of every element, its floor; and a run of two ranks."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +108,43 @@ def test_wrong_input_is_one_line(arguments: list[str], message: str, capsys: pyt
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--operations", "all_gather", "--floor", "1"], "all_reduce over world and host and across; asked for and"),
+        (["--groups", "world", "--instance-type", "ml.p5.48xlarge"], "ml.p5.48xlarge has floors for all_reduce over"),
+        (["--groups", "host", "--floor", "1"], "over no group of two ranks or more"),
+        (["--json", "nowhere/found.json"], "--json nowhere/found.json: its folder doesn't exist"),
+    ],
+)
+def test_what_could_not_be_compared_or_kept_is_refused_before_it_is_measured(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two hosts with a rank each."""
+
+    @contextmanager
+    def two_ranks(**_: object) -> Iterator[Any]:
+        yield SimpleNamespace(world_size=2, rank=0, is_first=True, sum_over_ranks=lambda *values: list(values))
+
+    def no_measurement(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr("trainer.collectives.distributed_runtime", two_ranks)
+    monkeypatch.setattr("trainer.collectives.Bench", no_measurement)
+    monkeypatch.setattr(dist, "new_group", lambda _: None)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert ("nothing would be compared with a floor" in error) == ("--json" not in arguments)
     assert error.count("\n") == 1
 
 

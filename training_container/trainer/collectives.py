@@ -10,7 +10,8 @@ a link can do, whatever the number of ranks n. Bytes are those of a rank's large
 Groups: `world`, all ranks; `host`, the ranks of one host; `across`, one rank of each host, all local ranks at the same
 time. Where several groups work at once, the slowest counts.
 
-Exit codes: 0 done; 1 a result was wrong, or the largest all-reduce stays below the floor; 2 the input was wrong.
+Exit codes: 0 done; 1 a result was wrong, or the largest all-reduce stays below the floor; 2 the input was wrong, or a
+floor was asked for and nothing of what would be measured has one.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -206,6 +207,19 @@ def check_floors(found: Sequence[Measurement], floors: dict[str, tuple[float, st
     return short
 
 
+def check_comparable(
+    operations: Sequence[str], kinds: Iterable[str], floors: dict[str, tuple[float, str]], option: str
+) -> None:
+    """InputError where a floor was asked for (`option` says by what) and nothing to be measured has one."""
+    if "all_reduce" in operations and set(kinds) & set(floors):
+        return
+    raise InputError(
+        f"nothing would be compared with a floor: {option} has floors for all_reduce over"
+        f" {' and '.join(floors) or 'no group'}; asked for and there: {', '.join(operations) or 'no operation'} over"
+        f" {' and '.join(kinds) or 'no group of two ranks or more'}; mend --operations and --groups, or drop {option}"
+    )
+
+
 def parse_size(text: str) -> int:
     """Bytes of `64MiB`, `1GiB` or `4096`; InputError says what is allowed."""
     match = re.fullmatch(r"(\d+)\s*([A-Z]*)", text.strip().upper())
@@ -257,7 +271,14 @@ def _run(options: argparse.Namespace) -> None:
     with distributed_runtime(cpu_threads=1) as runtime:
         if runtime.world_size == 1:
             raise InputError("one rank talks to nobody: start it with torchrun --nproc-per-node N")
+        # Only the first rank's disk counts, and all ranks have to leave together.
+        has_no_place = runtime.is_first and options.json is not None and not options.json.absolute().parent.is_dir()
+        if runtime.sum_over_ranks(float(has_no_place))[0] > 0:
+            raise InputError(f"--json {options.json}: its folder doesn't exist; make it first")
         groups = make_groups(runtime, kinds)
+        if options.instance_type or options.floor is not None:
+            option = f"--instance-type {options.instance_type}" if options.instance_type else "--floor"
+            check_comparable(operations, groups, floors, option)
         if options.instance_type and runtime.is_first:
             for kind in sorted(set(groups) - set(floors) - {"world"}):
                 say(f"no floor is known for {options.instance_type} over {kind}: measured, compared with nothing")
@@ -269,9 +290,16 @@ def _run(options: argparse.Namespace) -> None:
                     if runtime.is_first:
                         say(found[-1].as_line())
         if runtime.is_first and options.json:
-            options.json.write_text(json.dumps(_report(found, runtime), indent=1) + "\n", encoding="utf-8")
+            _write(options.json, _report(found, runtime))
     if short := check_floors(found, floors):
         raise JobFailedError("; ".join(short))
+
+
+def _write(path: Path, report: dict[str, object]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise JobFailedError(f"--json {path}: can't be written ({error.strerror}); the lines above say all") from None
 
 
 def _report(found: Sequence[Measurement], runtime: Runtime) -> dict[str, object]:
