@@ -4,16 +4,18 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from trainer.anomalies import LEAST_STEPS, WINDOW, AnomalyWatch
+import torch.distributed as dist
+from trainer.anomalies import LEAST_STEPS, WINDOW, AnomalyGuard, AnomalyWatch
 from trainer.strategies import check_supported
 from trainer_testing.distributed import finish, start_ranks
 from trainer_testing.text_job import rows_of, write_job
 from trainer_testing.tiny import tiny_job
 
-from trainyard.errors import InputError
+from trainyard.errors import InputError, JobFailedError
 
 SPIKE = 100.0
 
@@ -60,6 +62,26 @@ def test_what_cannot_skip_says_so_before_anything_is_read() -> None:
     job = tiny_job("zero1", 2, on_anomaly="skip")
     with pytest.raises(InputError, match=r"training\.on_anomaly: skip is not implemented with engine: deepspeed"):
         check_supported(job, device_type="cpu")
+
+
+def test_a_rank_that_cannot_write_its_snapshot_still_tells_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[Any] = []
+
+    def gather(everyone: list[Any], mine: Any, group: object) -> None:
+        gathered.append(mine)
+        everyone[:] = [mine]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    (tmp_path / "anomalies").write_text("no folder")
+    runtime: Any = SimpleNamespace(rank=0, world_size=1, is_first=True, control_group=None)
+    guard = AnomalyGuard(tiny_job("fsdp", 1), runtime, tmp_path, list)
+    guard.begin({})
+    update: Any = SimpleNamespace(grad_norm=1.0, was_applied=True)
+    with pytest.raises(JobFailedError, match=r"loss is nan; rank 0 on .*; snapshot: not written: Not a directory$"):
+        guard.check(3, math.nan, update, math.nan)
+    assert len(gathered) == 1
 
 
 def run_poisoned(

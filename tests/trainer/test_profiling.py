@@ -52,6 +52,21 @@ def test_a_signal_to_any_rank_is_a_request(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGRTMIN) == before
 
 
+def test_a_profile_that_cannot_be_written_costs_the_job_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profiles").write_text("no folder")
+    profiling = Profiling(place(0, 1), tmp_path)
+    profiling.after_step(4, [1.0, 1.0, 0.0])
+    profiling.after_step(5, [0.0, 0.0, 0.0])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "profile begins step=5 last_step=5"
+    assert said[1].startswith("profile steps=5-5 not written on rank 0: [Errno 20] Not a directory")
+    profiling.after_step(6, [1.0, 1.0, 0.0])
+    assert capsys.readouterr().out.startswith("profile begins step=7"), "the next request is heard"
+    profiling.close()
+
+
 def test_votes_of_several_hosts_are_one_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profiling = Profiling(place(0, 1), tmp_path)
     profiling.after_step(4, [2.0, 6.0, 0.0])

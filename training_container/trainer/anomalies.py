@@ -174,15 +174,21 @@ class AnomalyGuard:
             "num_sequences": self._settings.global_batch_size,
             "data": self._data,
         }
-        folder = write_snapshot(
-            self._output_dir,
-            step=step,
-            rank=self._runtime.rank,
-            anomaly=self.found,
-            facts=facts,
-            random=self._random,
-            recent_rows=self._recent_rows() if self._runtime.is_first else [],
-        )
+        try:
+            snapshot = str(
+                write_snapshot(
+                    self._output_dir,
+                    step=step,
+                    rank=self._runtime.rank,
+                    anomaly=self.found,
+                    facts=facts,
+                    random=self._random,
+                    recent_rows=self._recent_rows() if self._runtime.is_first else [],
+                )
+            )
+        except OSError as error:
+            # A full disk on one rank: the others wait for it in _ranks.
+            snapshot = f"not written: {error.strerror or error}"
         repeats = self.watch.num_in_a_row
         what = f"step {step}: {self.found}" + (f", {repeats} batches in a row" if repeats > 1 else "")
         where = "; ".join(
@@ -192,7 +198,7 @@ class AnomalyGuard:
             "training diverged; lower training.learning_rate or training.gradient_clip, lengthen the warm-up, or use"
             " bf16 or fp32; training.on_anomaly: skip leaves such batches out"
         )
-        return "; ".join(part for part in (what, where, advice, f"snapshot: {folder}") if part)
+        return "; ".join(part for part in (what, where, advice, f"snapshot: {snapshot}") if part)
 
     def _ranks(self, own_loss_sum: float) -> list[tuple[str, bool]]:
         """Every rank's host, and whether its own share of the loss is a number."""

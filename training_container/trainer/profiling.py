@@ -97,20 +97,32 @@ class Profiling:
             self._profiler.start()
 
     def _finish(self) -> None:
+        """Writes; a full disk costs the profile, not the job."""
+        steps = f"{self._first_step}-{self._last_step}"
         folder = self._output_dir / "profiles" / f"step-{self._first_step:08d}"
+        profiler, self._profiler = self._profiler, None
+        self._first_step = self._last_step = 0
+        if profiler is not None:
+            profiler.stop()
+        try:
+            has_record = self._write(folder, profiler)
+        except (OSError, RuntimeError) as error:  # torch's export raises either
+            reason = str(error).split("\n", maxsplit=1)[0]
+            say(f"profile steps={steps} not written on rank {self._runtime.rank}: {reason}")
+            return
+        if self._runtime.is_first:
+            missing = "" if has_record else "; this torch has no flight recorder for its collectives"
+            say(f"profile steps={steps} folder={folder}{missing}")
+
+    def _write(self, folder: Path, profiler: torch.profiler.profile | None) -> bool:
+        """This rank's files; whether there is a record of collectives."""
         folder.mkdir(parents=True, exist_ok=True)
-        rank = self._runtime.rank
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler.export_chrome_trace(str(folder / f"rank-{rank}.json"))
-            self._profiler = None
+        if profiler is not None:
+            profiler.export_chrome_trace(str(folder / f"rank-{self._runtime.rank}.json"))
         recorded = flight_record()
         if recorded is not None:
-            (folder / f"rank-{rank}-collectives.json").write_bytes(recorded)
-        if self._runtime.is_first:
-            missing = "" if recorded is not None else "; this torch has no flight recorder for its collectives"
-            say(f"profile steps={self._first_step}-{self._last_step} folder={folder}{missing}")
-        self._first_step = self._last_step = 0
+            (folder / f"rank-{self._runtime.rank}-collectives.json").write_bytes(recorded)
+        return recorded is not None
 
     def close(self) -> None:
         """Writes what a job that ends earlier has, and hears no signal any more."""
