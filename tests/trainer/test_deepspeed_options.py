@@ -102,6 +102,15 @@ def test_what_deepspeed_is_told() -> None:
             {"zero_optimization": {"offload_param": {"pin_memory": True}}},
             r"nothing is offloaded; set parallelism\.zero",
         ),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, r"offload_optimizer: must be a section, is 'cpu'"),
+        ({"zero_optimization": {"offload_param": ["cpu"]}}, r"offload_param: must be a section, is \['cpu'\]"),
+        ({"zero_optimization": {"offload_param": None}}, r"offload_param: must be a section, is None"),
+        ({"aio": 3}, r"deepspeed\.aio: must be a section, is 3"),
+        ({"aio": {"block_size": "x"}}, r"aio\.block_size: must be a whole number of at least 1, is 'x'"),
+        ({"aio": {"queue_depth": 0}}, r"aio\.queue_depth: must be a whole number of at least 1, is 0"),
+        ({"aio": {"single_submit": 1}}, r"aio\.single_submit: must be true or false, is 1"),
+        ({"flops_profiler": {"enabled": "x"}}, r"flops_profiler\.enabled: must be true or false, is 'x'"),
+        ({"flops_profiler": {"profile_step": True}}, r"profile_step: must be a whole number of at least 1, is True"),
         ({"zero_optimization": 3}, r"must be a section, is 3"),
         ({"comms_logger": {"enable": True}}, r"comms_logger: enable: "),
         ({"flops_profiler": {"enable": True}}, r"flops_profiler: enable is nothing that it has; it has detailed"),
@@ -131,6 +140,7 @@ def test_nvme_is_refused_with_the_reason(has_libaio: bool, message: str, monkeyp
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
+        ({"engine": "deepspeed", "zero_stage": 3, "zero": {"prefetch_elements": -1}}, "zero.prefetch_elements"),
         ({"zero": {"overlap": True}}, "zero belongs to engine: deepspeed"),
         ({"deepspeed": {"dump_state": True}}, "deepspeed belongs to engine: deepspeed"),
         (

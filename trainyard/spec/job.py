@@ -348,7 +348,7 @@ class ZeroSpec(SpecModel):
     """Stages 1 and 2: weights that are gathered in one message after the update. auto: as reduce_bucket_elements."""
     overlap: bool | Auto = "auto"
     """Reduce gradients while the backward pass goes on, at twice the bucket's memory. auto: on GPUs."""
-    prefetch_elements: int | Auto = "auto"
+    prefetch_elements: Annotated[int, Field(ge=0)] | Auto = "auto"
     """Stage 3: weights gathered ahead of their use; 0: none. auto: as reduce_bucket_elements."""
     persistence_threshold_elements: int = Field(default=100_000, ge=0)
     """Stage 3: parameters with fewer stay whole on every rank: norms and biases, too small to be worth a message."""

@@ -3,6 +3,7 @@
 Imports DeepSpeed, which takes seconds, only where a job has something that needs it to be checked.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +103,37 @@ _PASSED_OFFLOAD = {
     "offload_optimizer": {"pin_memory", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"},
     "offload_param": {"pin_memory", "buffer_count", "buffer_size", "max_in_cpu"},
 }
+
+_KINDS: dict[str, tuple[tuple[type, ...], float]] = {
+    "true or false": ((bool,), 0),
+    "a whole number of at least 1": ((int,), 1),
+    "a whole number of at least 0": ((int,), 0),
+    "a whole number, or -1 for all": ((int,), -1),
+    "a number of at least 0": ((int, float), 0),
+    "a file's name, or null": ((str, type(None)), 0),
+}
+"""What a refusal calls it -> its types and its least value."""
+
+_UNMODELLED: dict[str, dict[str, str]] = {
+    "flops_profiler": {
+        "enabled": "true or false",
+        "recompute_fwd_factor": "a number of at least 0",
+        "profile_step": "a whole number of at least 1",
+        "module_depth": "a whole number, or -1 for all",
+        "top_modules": "a whole number of at least 1",
+        "detailed": "true or false",
+        "output_file": "a file's name, or null",
+    },
+    "aio": {
+        "block_size": "a whole number of at least 1",
+        "queue_depth": "a whole number of at least 1",
+        "intra_op_parallelism": "a whole number of at least 1",
+        "single_submit": "true or false",
+        "overlap_events": "true or false",
+        "use_gds": "true or false",
+    },
+}
+"""Sections that DeepSpeed has no models of: their keys, and what `_KINDS` calls their values."""
 
 
 def check(job: ResolvedJob, *, device_type: str) -> None:
@@ -214,8 +246,11 @@ def _check_passed(layout: ParallelismSpec) -> None:
     if not isinstance(zero, dict):
         raise InputError(f"{where}.zero_optimization: must be a section, is {zero!r}")
     where = f"{where}.zero_optimization"
+    for section in _PASSED_OFFLOAD:
+        if not isinstance(zero.get(section, {}), dict):
+            raise InputError(f"{where}.{section}: must be a section, is {zero[section]!r}")
     flat = zero | {
-        f"{section}.{key}": value for section in _PASSED_OFFLOAD for key, value in (zero.get(section) or {}).items()
+        f"{section}.{key}": value for section in _PASSED_OFFLOAD for key, value in zero.get(section, {}).items()
     }
     _refuse_stated(where, flat, _STATED_ZERO)
     allowed = PASSED_ZERO | {f"{section}.{key}" for section, keys in _PASSED_OFFLOAD.items() for key in keys}
@@ -249,22 +284,10 @@ def _check_values(given: dict[str, Any]) -> None:
         "wandb": WandbConfig,
         "csv_monitor": CSVConfig,
     }
-    known: dict[str, set[str]] = {  # DeepSpeed has no models of these
-        "flops_profiler": {
-            *("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed"),
-            "output_file",
-        },
-        "aio": {
-            *("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"),
-        },
-    }
     for section, value in given.items():
         where = f"parallelism.deepspeed.{section}"
-        if section in known:
-            wrong = sorted(set(value) - known[section]) if isinstance(value, dict) else [repr(value)]
-            if wrong:
-                allowed = ", ".join(sorted(known[section]))
-                raise InputError(f"{where}: {wrong[0]} is nothing that it has; it has {allowed}")
+        if section in _UNMODELLED:
+            _check_unmodelled(where, value, _UNMODELLED[section])
         elif section in models:
             try:
                 models[section](**value)
@@ -275,6 +298,18 @@ def _check_values(given: dict[str, Any]) -> None:
                 raise InputError(f"{where}: must be a number of steps, is {value!r}")
         elif not isinstance(value, bool):
             raise InputError(f"{where}: must be true or false, is {value!r}")
+
+
+def _check_unmodelled(where: str, value: Any, kinds: dict[str, str]) -> None:
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: must be a section, is {value!r}")
+    if wrong := sorted(set(value) - set(kinds), key=str):
+        raise InputError(f"{where}: {wrong[0]} is nothing that it has; it has {', '.join(sorted(kinds))}")
+    for key, given in value.items():
+        types, least = _KINDS[kinds[key]]
+        is_number = isinstance(given, int | float) and not isinstance(given, bool)
+        if type(given) not in types or (is_number and not (given >= least and math.isfinite(given))):
+            raise InputError(f"{where}.{key}: must be {kinds[key]}, is {given!r}")
 
 
 def _first_line(error: ValidationError | TypeError) -> str:
