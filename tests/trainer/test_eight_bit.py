@@ -52,6 +52,7 @@ def test_the_averages_take_two_bytes_a_weight() -> None:
     parameter = new_parameter()
     assert eight_bit([parameter]).state_bytes() == 2 * (ROWS * ROW + ROWS * 3 * 4)
     assert eight_bit([norm]).state_bytes() == 2 * 4 * 64  # small ones stay in float32
+    assert eight_bit([nn.Parameter(torch.zeros(5000))]).state_bytes() == 2 * 4 * 5000  # and vectors: FSDP cuts rows
     wide = nn.Parameter(torch.zeros(16, 4096))
     assert eight_bit([wide]).state_bytes() / wide.numel() == 2 + 2 * 4 / 256
 

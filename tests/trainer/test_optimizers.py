@@ -156,6 +156,38 @@ def test_adafactor_is_torchs() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_adafactor_computes_in_float64_where_weights_are() -> None:
+    def weights(dtype: torch.dtype) -> list[torch.Tensor]:
+        shapes = ((6, 10), (7,), (3, 4, 5))
+        generator = torch.Generator().manual_seed(2)
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+        optimizer = Adafactor([{"params": parameters, "weight_decay": 0.1}], lr=0.02)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        optimizer.step()
+        moments = [moments_of(optimizer, parameter) for parameter in parameters]
+        assert {tensor.dtype for each in moments for tensor in each.values()} == {dtype}
+        return [parameter.detach() for parameter in parameters]
+
+    wide = weights(torch.float64)
+    torch.testing.assert_close([tensor.float() for tensor in wide], weights(torch.float32), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "muon", "adamw_8bit", "sgd"])
+def test_steps_are_counted_on_the_host(kind: str) -> None:
+    """They are read once a parameter and step: on a GPU each would be a wait. `meta` stands for the GPU."""
+    job = tiny_job("single", 1, optimizer={"kind": kind}, model=FAMILIES["Llama"])
+    optimizer = build_optimizer(build_model(job, vocab_size=VOCAB_SIZE).to("meta"), job)
+    steps = {state["step"].device.type for state in optimizer.state.values()}
+    moments = {tensor.device.type for p in optimizer.state for tensor in optimizer_tensors(optimizer, p)}
+    assert (steps, moments) == ({"cpu"}, {"meta"})
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[torch.Tensor]:
+    return [tensor for name, tensor in optimizer.state[parameter].items() if name != "step"]
+
+
 def test_muon_is_torchs_up_to_its_bf16_and_leaves_the_rest_to_adamw() -> None:
     def muon(orthogonal: bool) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
         return lambda p: Muon(

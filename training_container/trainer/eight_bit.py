@@ -3,8 +3,9 @@
 An average is stored in blocks of 256 along a parameter's rows (`block_size_of`): the block's largest absolute value in
 float32, and one byte an element, which picks one of 256 values between -1 and 1 (the paper's dynamic map: most of them
 near zero, so that seven orders of magnitude are told apart). That is 2.03 bytes a parameter in place of 8. Parameters
-of fewer than 4096 elements (norms, biases) keep float32, as bitsandbytes has it, whose kernels need CUDA and whose
-blocks go through each rank's shard: here they never cross rows, so that every sharding computes with the same numbers.
+of fewer than 4096 elements keep float32, as bitsandbytes has it, whose kernels need CUDA and whose blocks go through
+each rank's shard: here they never cross rows, so that every sharding computes with the same numbers. Vectors (norms,
+biases) keep float32 whatever their length: FSDP cuts them inside their only row.
 
 Two values differ from bitsandbytes': the smallest is -1 exactly, so that a block's largest is kept whatever its sign,
 and what a checkpoint holds (float32 under AdamW's names, which any layout and plain AdamW can read) quantizes to the
@@ -21,13 +22,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from trainer.momentum import new_step
+
 BLOCK_SIZE = 256
 SMALLEST_BLOCK = 16
 MOST_CUTS = 8
 """Ranks that a row can be cut over, between blocks, where it is long enough for that."""
 
 SMALLEST_QUANTIZED = 4096
-"""Elements of a whole parameter; smaller ones keep float32 averages."""
+"""Elements of a whole parameter; smaller ones, and vectors, keep float32 averages."""
 
 _CHUNK_ELEMENTS = 1 << 22
 """Elements updated at once: the float32 averages of a whole embedding would take what 8 bits save."""
@@ -70,7 +73,7 @@ class AdamW8bit(torch.optim.Optimizer):
         self._tables: dict[torch.device, dict[str, torch.Tensor]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **_new_state(parameter)}
+                self.state[parameter] = {"step": new_step(), **_new_state(parameter)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
@@ -157,7 +160,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def _new_state(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    if math.prod(parameter.shape) < SMALLEST_QUANTIZED:
+    if parameter.ndim < 2 or math.prod(parameter.shape) < SMALLEST_QUANTIZED:
         return {moment: torch.zeros_like(parameter) for moment in MOMENTS}
     rows = _rows(_local(parameter.detach()))
     state = {}

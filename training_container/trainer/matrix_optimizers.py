@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from trainer.momentum import new_step
+
 ADAFACTOR_BETA2_DECAY = -0.8
 ADAFACTOR_SMALLEST_RMS = 1e-3
 """Steps are relative to a weight's size, at least this one: Shazeer and Stern 2018, as torch.optim.Adafactor."""
@@ -69,8 +71,9 @@ class Adafactor(torch.optim.Optimizer):
             if parameter.ndim == 1
             else {"row_var": (*batch, rows, 1), "col_var": (*batch, 1, columns)}
         )
-        moments = {name: torch.zeros(shape, device=parameter.device) for name, shape in shapes.items()}
-        return {"step": torch.zeros((), device=parameter.device), **moments}
+        like: dict[str, Any] = {"dtype": parameter.dtype, "device": parameter.device}
+        moments = {name: torch.zeros(shape, **like) for name, shape in shapes.items()}
+        return {"step": new_step(), **moments}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
@@ -88,13 +91,15 @@ class Adafactor(torch.optim.Optimizer):
         smallest = torch.finfo(torch.float32).eps
         share = step**ADAFACTOR_BETA2_DECAY
         rate = min(group["lr"], 1 / math.sqrt(step))
-        size = float(whole(parameter.detach().norm(2))) / math.sqrt(parameter.numel())
+        # Sizes stay tensors: a float would wait for the device, twice a parameter.
+        size = whole(parameter.detach().norm(2)) / math.sqrt(parameter.numel())
         variance = self._variance(state, gradient.square(), share, smallest)
         update = variance.clamp_(min=smallest**2).rsqrt_().mul_(gradient)
-        excess = max(1.0, float(update.norm(2)) / math.sqrt(update.numel()))
+        excess = (update.norm(2) / math.sqrt(update.numel())).clamp(min=1.0)
+        update.mul_(size.clamp(min=ADAFACTOR_SMALLEST_RMS) * rate / excess)
         weight = local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(own_part(update, parameter), alpha=-max(ADAFACTOR_SMALLEST_RMS, size) * rate / excess)
+        weight.sub_(own_part(update, parameter))
 
     @staticmethod
     def _variance(state: dict[str, torch.Tensor], squares: torch.Tensor, share: float, smallest: float) -> torch.Tensor:
@@ -115,7 +120,7 @@ class Muon(torch.optim.Optimizer):
             names = ("momentum_buffer",) if group["orthogonal"] else ("exp_avg", "exp_avg_sq")
             for parameter in group["params"]:
                 moments = {name: torch.zeros_like(parameter) for name in names}
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+                self.state[parameter] = {"step": new_step(), **moments}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
@@ -161,7 +166,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     """U V^T of each matrix's singular value decomposition, about: singular values end between 0.7 and 1.2.
 
-    matrices: (..., rows, columns). In float32, so that every layout gets the same numbers.
+    matrices: (..., rows, columns). In their own type (float32, or float64 in an fp64 job): every layout gets the same
+    numbers, which bf16's rounding would not give.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.size(-2) > matrices.size(-1)

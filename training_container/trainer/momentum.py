@@ -6,6 +6,11 @@ from typing import Any
 import torch
 
 
+def new_step() -> torch.Tensor:
+    """A parameter's count of steps, on the host: it is read in every step, which must not wait for the device."""
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
 class Momentum(torch.optim.SGD):
     """torch's SGD, counting its steps like every other optimizer here.
 
@@ -17,7 +22,7 @@ class Momentum(torch.optim.SGD):
         super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov)
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32)
+                self.state[parameter]["step"] = new_step()
                 if momentum:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(
                         parameter, memory_format=torch.preserve_format
