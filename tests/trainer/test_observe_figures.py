@@ -1,14 +1,17 @@
 """What the ranks lay together: stragglers by their own time, memory that grows, percentiles; without processes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from trainer.__main__ import expected_of
 from trainer.memory_use import FloorHistory, Growth, MemoryUse, growth
-from trainer.observe import Figures, percentile, summary
+from trainer.observe import Figures, largest_tensor, percentile, summary
 from trainer.step_clock import StepClock
 from trainer.stragglers import find_stragglers
+from trainer.tasks.image_classification import ImageBatch
+from trainer.tasks.images import Pixels
 from trainer.throughput import Expected, throughput
 
 from trainyard.planner import resolve
@@ -28,6 +31,13 @@ def figures(own_seconds: float, **changes: Any) -> Figures:
         "growth": {},
     }
     return Figures(**(values | changes))
+
+
+def test_the_tensor_whose_copy_is_timed_is_the_largest_one() -> None:
+    pixels = Pixels(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    batch = ImageBatch(pixels=pixels, labels=torch.zeros(2, dtype=torch.int64), num_target_tokens=2, num_tokens=2)
+    assert largest_tensor(batch) is pixels.values
+    assert largest_tensor(SimpleNamespace(num_tokens=2)) is None
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,15 @@ class Figures:
     growth: dict[str, Growth]
 
 
+def largest_tensor(batch: object) -> torch.Tensor | None:
+    """Of a micro-batch's fields, and of what its fields hold (pixels are one object); by bytes."""
+    found = []
+    for value in vars(batch).values():
+        inside = [value] if isinstance(value, torch.Tensor) else getattr(value, "__dict__", {}).values()
+        found += [tensor for tensor in inside if isinstance(tensor, torch.Tensor)]
+    return max(found, key=lambda tensor: tensor.nbytes, default=None)
+
+
 class CopyProbe:
     """Times the way from host to device: one real micro-batch a step, by events, without waiting for them."""
 
@@ -49,13 +58,13 @@ class CopyProbe:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def copy(self, batch: object) -> None:
-        """Copies a micro-batch's first tensor once more, as the engine will copy it itself; microseconds."""
-        tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-        if self._device.type != "cuda" or not tensors:
+        """Copies a micro-batch's largest tensor once more, as the engine will copy it itself; microseconds."""
+        tensor = largest_tensor(batch) if self._device.type == "cuda" else None
+        if tensor is None:
             return
         pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch
         pair[0].record()
-        tensors[0].to(self._device, non_blocking=True)
+        tensor.to(self._device, non_blocking=True)
         pair[1].record()
         self._events.append((pair[0], pair[1]))
 
