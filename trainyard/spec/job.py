@@ -138,7 +138,8 @@ class DataSpec(SpecModel):
     """streaming: disk that a host keeps what it has read on, for its next epoch."""
     max_bad_records: int = Field(default=0, ge=0)
     """Records of train, and of each validation set, that may be left out because they are broken (not JSON, not UTF-8,
-    a missing field, no message ...). One more ends the job; each is counted, the first few are named."""
+    a missing field, no message ...). One more ends the job; each is counted, the first few are named. webdataset: each
+    rank counts the samples that it meets, from 0 again after a resume."""
     sequence_length: int = Field(default=1024, ge=2)
     """Tokens a sequence."""
     packing: bool = True
