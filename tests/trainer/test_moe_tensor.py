@@ -3,12 +3,14 @@
 from typing import Any
 
 import pytest
-from trainer.strategies import check_supported
+from trainer.strategies import check_supported, expert_parallel
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
 from trainer_testing.tiny import tiny_job
+from transformers import AutoConfig
 
 from trainyard.errors import InputError
+from trainyard.spec.job import ParallelismSpec
 
 TOLERANCE = 1e-5
 SAVED_AT, LAST = 2, 4
@@ -98,3 +100,16 @@ def test_what_can_not_be_cut_is_one_line(changes: dict[str, Any], layout: dict[s
     with pytest.raises(InputError, match=message) as caught:
         check_supported(job, device_type="cpu")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "degrees", "message"),
+    [
+        ("olmoe", {"tensor": 2}, r"^parallelism\.tensor: 2 needs .* olmoe is not"),
+        ("olmoe", {"tensor": 2, "data_shard": 4, "expert": 4}, r"^parallelism\.expert: 4 needs .* olmoe is not"),
+        ("mixtral", {"tensor": 3}, r"^parallelism\.tensor: 3 does not divide the model's 8 experts"),
+    ],
+)
+def test_a_refusal_names_the_field_that_is_set(model_type: str, degrees: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        expert_parallel.check(AutoConfig.for_model(model_type), ParallelismSpec.model_validate(degrees))

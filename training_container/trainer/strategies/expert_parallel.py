@@ -61,17 +61,17 @@ def check(config: PretrainedConfig, layout: ParallelismSpec) -> None:
             "parallelism.pipeline_schedule: zero_bubble takes weight gradients apart from the others, which experts on"
             f" {degree} ranks don't survive: use 1f1b, or set expert and tensor to 1"
         )
+    # Tensor parallelism alone divides experts too: what is named is what the job set.
+    asked = f"parallelism.expert: {layout.expert}" if layout.expert > 1 else f"parallelism.tensor: {layout.tensor}"
     if config.model_type not in FAMILIES:
         raise InputError(
-            f"parallelism.expert: {degree} needs a mixture of experts that is verified for it, model_type"
+            f"{asked} needs a mixture of experts that is verified for it, model_type"
             f" {config.model_type} is not: set it to 1, or use one of {', '.join(sorted(FAMILIES))}"
         )
     num_experts = num_experts_of(config)
     if num_experts % degree:
-        asked = f"{degree}" if layout.tensor == 1 else f"{layout.expert} x tensor {layout.tensor}"
-        raise InputError(
-            f"parallelism.expert: {asked} does not divide the model's {num_experts} experts: use a divisor"
-        )
+        both = f" x tensor {layout.tensor}" if layout.expert > 1 and layout.tensor > 1 else ""
+        raise InputError(f"{asked}{both} does not divide the model's {num_experts} experts: use a divisor")
 
 
 def num_experts_of(config: PretrainedConfig) -> int:
@@ -180,7 +180,10 @@ class TokenExchange:
         return (by_choice.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
     def _route(self, chosen: torch.Tensor) -> _Route:
-        """Experts lie on ranks in order, so rows sorted by expert are sorted by rank too."""
+        """Experts lie on ranks in order, so rows sorted by expert are sorted by rank too.
+
+        Waits for the device once, for how many rows travel; under tensor parallelism twice, for it also selects rows.
+        """
         flat = chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)
         if self._tensor_size > 1:
@@ -194,13 +197,14 @@ class TokenExchange:
         counts = counts.scatter_add(0, mine, torch.ones_like(mine)).view(self._size, self.num_local_experts)
         received = torch.empty_like(counts)  # (sending rank, local expert)
         dist.all_to_all_single(received, counts, group=self._group)
-        sums = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()  # the layer's one wait for the device
+        sums = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()  # waits for the device
         local = torch.arange(self.num_local_experts, device=flat.device).repeat(self._size)
         return _Route(
             order=order,
             sent=sums[0],
             received=sums[1],
-            local_experts=local.repeat_interleave(received.reshape(-1)),
+            # Its size is known here: without it torch would wait once more, to add it up.
+            local_experts=local.repeat_interleave(received.reshape(-1), output_size=sum(sums[1])),
         )
 
     def _run_experts(self, rows: torch.Tensor, route: _Route) -> torch.Tensor:
