@@ -8,9 +8,10 @@ import pytest
 import torch
 from trainer.model import build_model, transformer_blocks
 from trainer.runtime import distributed_runtime
-from trainer.strategies import build_strategy, check_supported
+from trainer.strategies import build_strategy, check_supported, pipeline
 from trainer_testing.strategy_worker import Result, RunRequest, no_clock, run, worst_relative_error
 from trainer_testing.tiny import GLOBAL_BATCH, MODEL, VOCAB_SIZE, global_targets, rank_batches, tiny_job
+from transformers import AutoConfig
 
 from trainyard.errors import InputError
 from trainyard.spec.job import JobSpec, ResolvedJob
@@ -158,6 +159,19 @@ def test_a_saved_model_is_read_back(tmp_path: Path) -> None:
     spec = job.spec.model_copy(update={"model": model})
     read = build_model(job.model_copy(update={"spec": spec}), vocab_size=VOCAB_SIZE)
     assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in saved.state_dict().items())
+
+
+@pytest.mark.parametrize(("count", "fits"), [(2, True), (3, True), (4, True), (5, False)])
+def test_interleaved_stages_take_rounds_of_equal_size(count: int, fits: bool) -> None:
+    """As torch has it: a round for every two micro-batches on two ranks, rounded down, and none larger than another."""
+    job = refused_job({}, {"pipeline": 2, "pipeline_schedule": "interleaved_1f1b"})
+    job = job.model_copy(update={"gradient_accumulation_steps": count})
+    config = AutoConfig.for_model("llama", num_hidden_layers=4)
+    if fits:
+        pipeline.check(config, job)
+        return
+    with pytest.raises(InputError, match=r"5 micro-batches a step in 2 rounds .* a multiple of 2 by"):
+        pipeline.check(config, job)
 
 
 def refused_job(changes: dict[str, Any], parallelism: dict[str, Any]) -> ResolvedJob:

@@ -77,10 +77,12 @@ def check(config: PretrainedConfig, job: ResolvedJob) -> None:
             f"{asked}: needs at least as many micro-batches a step, there are {count};"
             " lower training.micro_batch_size or raise training.global_batch_size"
         )
-    if layout.pipeline_schedule == "interleaved_1f1b" and count % (count // layout.pipeline):
+    num_rounds = count // layout.pipeline
+    if layout.pipeline_schedule == "interleaved_1f1b" and count % num_rounds:
         raise InputError(
-            f"{asked}: interleaved_1f1b needs a multiple of {layout.pipeline} micro-batches a step, there are {count};"
-            " change training.micro_batch_size or training.global_batch_size, or use 1f1b"
+            f"{asked}: interleaved_1f1b takes {count} micro-batches a step in {num_rounds} rounds (one for every"
+            f" {layout.pipeline}, rounded down), which must be of equal size: make them a multiple of {layout.pipeline}"
+            " by training.micro_batch_size or training.global_batch_size, or use 1f1b"
         )
     if layout.pipeline_schedule == "zero_bubble" and job.activation_checkpointing != "none":
         raise InputError(
