@@ -16,6 +16,7 @@ from trainer.export import main as export
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer.tasks.batch_norm import BatchNorm
+from trainer.tasks.building import config_of
 from trainer.tasks.images import ImageTransform, Pixels, centre_box, decoded, random_box
 from trainer_testing.distributed import finish, start_ranks
 from trainer_testing.image_shards import (
@@ -31,6 +32,7 @@ from trainer_testing.image_shards import (
 from trainer_testing.pool import run_pooled
 from trainer_testing.task_worker import TaskRequest, run
 from trainer_testing.text_job import read_until, rows_of
+from trainer_testing.tiny import tiny_job
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from trainyard.errors import InputError
@@ -321,6 +323,15 @@ def test_refusals_are_one_line(changes: dict[str, Any], words: list[str], shards
         build(image_job(shards, **changes), tmp_path)
     assert "\n" not in str(caught.value)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(("source", "reason"), [("s3://bucket/x", "the trainer reads"), ("/none", "no config.json")])
+def test_a_wrong_source_is_said_once(source: str, reason: str) -> None:
+    job = tiny_job("single", 1)
+    model = job.spec.model.model_copy(update={"config": None, "source": source})
+    wrong = job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})})
+    with pytest.raises(InputError, match=f"^model.source: {source}: {reason}"):
+        config_of(wrong, ["resnet"])
 
 
 def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path) -> None:

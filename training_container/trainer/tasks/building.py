@@ -62,6 +62,8 @@ def config_of(job: ResolvedJob, model_types: Sequence[str], **defaults: Any) -> 
         assert spec.source is not None
         folder = _folder(spec.source)
         config = AutoConfig.from_pretrained(folder)
+    except InputError:
+        raise  # it is a ValueError too, and says already what is wrong where
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"model.{'config' if spec.config is not None else 'source'}: {one_line(error)}") from None
     _check_type(f"model.source: {spec.source} is a {config.model_type}", config.model_type, job.spec.task, model_types)
