@@ -252,7 +252,8 @@ class DocumentAttention:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Notes where documents begin in the micro-batch, all its sequences one after the other.
 
-        The all-ones attention mask keeps transformers from looking for documents itself, once more.
+        The all-ones attention mask keeps transformers from looking for documents itself, once more. How many documents
+        there are, only the device knows: `nonzero` waits for it, once a micro-batch (what that costs is unmeasured).
         """
         positions = kwargs.get("position_ids")
         if positions is None:  # one document a sequence
