@@ -1,8 +1,9 @@
 """The real trainer, in which ranks die, raise or freeze where a file says so: what the entrypoint runs in tests.
 
 TRAINYARD_TEST_FAULTS names a folder with `faults.json`: [{"rank", "step", "kind", "always", "after_seconds", "until"}].
-`kind` is kill, stop, raise or sleep: at the beginning of the step, or so long after it from another thread, whatever
-the rank is at by then. Each happens once in all starts of the job, unless `always`; none after `until` (epoch seconds).
+`kind` is kill, stop, terminate, raise or sleep: at the beginning of the step, or so long after it from another thread,
+whatever the rank is at by then. Each happens once in all starts of the job, unless `always`; none after `until` (epoch
+seconds).
 """
 
 import json
@@ -27,6 +28,8 @@ def happen(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
     elif kind == "sleep":
         time.sleep(3600)
     else:
