@@ -6,20 +6,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from trainer.seeds import use_any_kernels, use_deterministic_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_an_operation_without_a_deterministic_kernel_raises() -> None:
-    use_deterministic_kernels()
+def test_an_operation_without_a_deterministic_kernel_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is put back, also where it wasn't there
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    was_deterministic, had_benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+
+    def put() -> list[float]:
+        return torch.zeros(2).put_(torch.tensor([1]), torch.tensor([3.0])).tolist()
+
     try:
-        assert torch.are_deterministic_algorithms_enabled()
+        use_deterministic_kernels()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    finally:
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+            put()
         use_any_kernels()
-    assert not torch.are_deterministic_algorithms_enabled()
+        assert put() == [0.0, 3.0]
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+        torch.backends.cudnn.benchmark = had_benchmark
 
 
 def test_the_cost_is_measured_in_turns(tmp_path: Path) -> None:
