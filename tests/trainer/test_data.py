@@ -383,6 +383,7 @@ def test_a_tokenizers_own_bos_and_eos_frame_each_document_and_nothing_is_truncat
         ('{"text": "a"}\n{"text": \n', "jsonl", "bad.file:2: is not JSON"),
         ('{"body": "a"}\n', "jsonl", r"bad.file:1: has no field 'text' \(it has: body\)"),
         ('{"text": 3}\n', "jsonl", "must be a string, is int"),
+        ('{"text": "half a \\ud83d"}\n', "jsonl", "bad.file:1: field 'text' is no valid Unicode"),
         ("x", "parquet", "is not a parquet file"),
         ("x", "webdataset", "webdataset is for images"),
     ],

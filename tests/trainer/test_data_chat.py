@@ -229,6 +229,10 @@ def test_tools_dates_and_json_reach_the_template(tmp_path: Path) -> None:
         ({"chat": []}, r"has no field 'messages' \(it has: chat\)"),
         ({"messages": [{"role": "user", "content": "a"}]}, "has no turn of the assistant"),
         ({"messages": [{"role": "user"}]}, r"message 1 \(user\) has no content"),
+        (
+            {"messages": [{"role": "user", "content": "\ud83d"}, {"role": "assistant", "content": "b"}]},
+            "field 'messages' is no valid Unicode",
+        ),
         ({"messages": ["hello"]}, "message 1 must be an object with role and content"),
         ({"messages": [{"role": "tool", "content": "a"}]}, r"refuses it \(no tools here\)"),
     ],

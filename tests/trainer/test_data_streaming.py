@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -166,6 +167,33 @@ def test_what_is_read_next_is_there_and_a_second_epoch_costs_nothing(s3: Any, fl
     assert parts.read(first, 130, 5) == content[130:135]
     assert parts.num_fetched == flaky.tries.total() == -(-1100 // 256)
     assert not list((tmp_path / "parts").iterdir()), "the cache has no name, so that nothing stays behind"
+    parts.close()
+
+
+@pytest.mark.parametrize("written", [OSError(28, "No space left on device"), 100])
+def test_a_full_disk_keeps_less_and_mixes_up_nothing(
+    s3: Any, flaky: Flaky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: OSError | int
+) -> None:
+    flaky.failures_of_a_range = 0
+    uri = upload(s3, token_shards(tmp_path / "tokens"), tmp_path.name)
+    first = files_of(DataSource(path=uri, format="tokens"), streaming=True)[0]
+    assert isinstance(first, S3File)
+    content = (tmp_path / "tokens" / "a.npy").read_bytes()
+    parts = PartCache(tmp_path / "parts", max_bytes=1)  # four parts of 256 bytes
+    real, number = os.pwrite, iter(range(1000))
+
+    def write(disk: int, data: bytes, offset: int) -> int:
+        if next(number) % 3 == 1:  # the second, the fifth, ...: also while one makes room for another
+            if isinstance(written, OSError):
+                raise written
+            return real(disk, data[:written], offset)
+        return real(disk, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    places = [*range(0, len(content), 256)] * 3
+    assert len(places) > 3 * 6
+    for begin in places:
+        assert parts.read(first, begin, 256) == content[begin : begin + 256]
     parts.close()
 
 

@@ -12,6 +12,7 @@ from trainer.data import MicroBatch
 from trainer.tasks.causal_lm import CausalLM
 from trainer.validation import Validation
 
+from trainyard.errors import JobFailedError
 from trainyard.spec.job import DataSpec, ResolvedJob
 
 
@@ -93,6 +94,18 @@ def test_rows_lines_and_the_result_tell_loss_and_perplexity(tmp_path: Path, caps
     assert summary["validation_sets"] == early["validation_sets"] | late["validation_sets"]
     assert summary["validation_loss"] == late["validation_loss"]
     assert validation.summary([])["validation_sets"] == {"code": None, "web": None}
+    broken = validation.run(_Constant(math.nan), validation.due(3, 11), 3)  # type: ignore[arg-type]
+    assert broken == {"validation_sets": {"code": {"loss": None, "perplexity": None}}}
+    assert capsys.readouterr().out == "validation step=3 set=code loss=nan perplexity=nan\n"
+
+
+def test_a_set_without_a_token_to_learn_is_refused_by_name(tmp_path: Path) -> None:
+    job = job_with_sets(tmp_path)
+    data = build(job, tmp_path)
+    data.named_validation[0].stream.num_steps = 0
+    validation = Validation(job, CausalLM(), data, _Alone())  # type: ignore[arg-type]
+    with pytest.raises(JobFailedError, match=r"data.validation, set code: not a single token to learn"):
+        validation.run(_Constant(1.0), validation.due(3, 11), 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from trainer.loss_scaling import GROWTH_INTERVAL_STEPS, INITIAL_SCALE, LossScale
 from trainer.optimizer import clip_factor, decay_groups, global_grad_norm
 from trainer.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything
+from trainer.strategies.mesh import has_same_streams, random_stream
 
-from trainyard.spec.job import ScheduleSpec
+from trainyard.spec.job import ParallelismSpec, ScheduleSpec
 
 
 def rates(num_steps: int = 10, **schedule: object) -> list[float]:
@@ -135,3 +136,14 @@ def test_random_numbers_go_on_where_they_were_and_differ_by_rank() -> None:
     other = draw()
     seed_everything(5)
     assert all(a != b for a, b in zip(draw(), other, strict=True))
+
+
+def test_random_streams_go_on_only_where_the_same_ranks_have_to_draw_alike() -> None:
+    sharded, cut = ParallelismSpec(data_shard=2), ParallelismSpec(tensor=2)
+    assert [random_stream(sharded, rank) for rank in range(2)] == [0, 1]
+    assert [random_stream(cut, rank) for rank in range(2)] == [0, 0]
+    saved = {layout.tensor: {"world_size": 2, "ranks_a_stream": layout.tensor} for layout in (sharded, cut)}
+    assert has_same_streams(sharded, saved[1]) and has_same_streams(cut, saved[2])
+    assert not has_same_streams(cut, saved[1]), "the tensor ranks would drop different activations"
+    assert not has_same_streams(sharded, saved[2])
+    assert not has_same_streams(ParallelismSpec(data_shard=4), saved[1])

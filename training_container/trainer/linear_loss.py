@@ -97,7 +97,10 @@ class _LinearLoss(torch.autograd.Function):
         hidden = found[0]
         if hidden is not None and ctx.shard is not None:
             dist.all_reduce(hidden, group=ctx.shard.group)
-        scaled = [None if gradient is None else gradient.mul_(scale.to(gradient.dtype)) for gradient in found]
+        # In the type of the loss: rounded to the gradient's, which may be bf16, the one factor of a step would shift
+        # every gradient by up to 0.4 %.
+        factor = scale.reshape(1)
+        scaled = [None if gradient is None else gradient.mul_(factor) for gradient in found]
         return (*scaled, None, None, None, None)
 
 

@@ -24,7 +24,7 @@ from trainer.signals import Decision, StopFlag, urgency
 from trainer.speech import say
 from trainer.step_clock import StepClock
 from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_supported
-from trainer.strategies.mesh import data_parallel_rank, place_of, random_stream
+from trainer.strategies.mesh import data_parallel_rank, has_same_streams, place_of, random_stream
 from trainer.tasks import task_of
 from trainer.throughput import Expected
 from trainer.validation import Validation
@@ -148,10 +148,11 @@ class Session:
         if "anomalies" in extra:  # not in checkpoints of the first trainers
             self.anomalies.watch.load_state(extra["anomalies"])
         self.step = self._saved_step = info.step
-        if extra["world_size"] == self._runtime.world_size:
+        if has_same_streams(self._job.parallelism, extra):
             restore_rng_state(extra["rng"])
         else:
-            # Another number of ranks has no streams to continue: fresh ones, which never repeat the first step's.
+            # Other ranks, or other ranks that have to draw alike, have no streams to continue: fresh ones, which never
+            # repeat the first step's.
             stream = random_stream(self._job.parallelism, self._runtime.rank)
             seed_everything(self._job.spec.training.seed + info.step, rank=stream)
 
@@ -292,6 +293,7 @@ class Session:
             "strategy": self.strategy.name,
             "model_config": self._model_config,  # what an export needs, whatever becomes of the job's file
             "world_size": self._runtime.world_size,
+            "ranks_a_stream": self._job.parallelism.tensor,
             "data": self._position if self._upcoming else self.data.train.state_dict(),
             "engine": self.strategy.engine_state(),
             "anomalies": self.anomalies.watch.state(),

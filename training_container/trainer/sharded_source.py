@@ -31,7 +31,7 @@ def to_trained_type(parameters: Iterable[nn.Parameter], precision: str) -> None:
     For parameters that have no values yet: the type is that in which they get them.
     """
     trained_type = torch.float64 if precision == "fp64" else torch.float32
-    frozen_type = torch.bfloat16 if precision == "bf16" else trained_type
+    frozen_type = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, trained_type)
     for parameter in parameters:
         wanted = trained_type if parameter.requires_grad else frozen_type
         if parameter.dtype != wanted and parameter.is_floating_point():

@@ -12,6 +12,7 @@ from trainer.runtime import Runtime
 from trainer.speech import say
 from trainer.strategies import Strategy
 from trainer.tasks import Task
+from trainyard.errors import JobFailedError
 from trainyard.spec.job import ResolvedJob
 
 LARGEST_LOSS_NATS = 700.0
@@ -43,7 +44,8 @@ class Validation:
             found = self._run_set(strategy, one)
             if self._runtime.is_first:
                 words = [f"validation step={step}", *([] if one.name is None else [f"set={one.name}"])]
-                words += [f"{name}={'inf' if value is None else f'{value:.6f}'}" for name, value in found.items()]
+                missing = "nan" if found["loss"] is None else "inf"
+                words += [f"{name}={missing if value is None else f'{value:.6f}'}" for name, value in found.items()]
                 say(" ".join(words))
             if one.name is None:
                 row |= {f"validation_{name}": value for name, value in found.items()}
@@ -59,10 +61,14 @@ class Validation:
             sums += strategy.evaluate(batches).cpu()
             num_targets += sum(batch.num_target_tokens for batch in batches)
         *totals, total_targets = self._runtime.sum_over_ranks(*sums.tolist(), num_targets)
-        loss, *shares = (total / (total_targets // self._num_readers) for total in totals)
+        count = int(total_targets) // self._num_readers
+        if not count:
+            where = "data.validation" if one.name is None else f"data.validation, set {one.name}"
+            raise JobFailedError(f"{where}: not a single token to learn in what is validated on; give longer documents")
+        loss, *shares = (total / count if math.isfinite(total) else None for total in totals)
         found: dict[str, float | None] = {"loss": loss}
         if self._tells_perplexity:
-            found["perplexity"] = math.exp(loss) if loss < LARGEST_LOSS_NATS else None
+            found["perplexity"] = math.exp(loss) if loss is not None and loss < LARGEST_LOSS_NATS else None
         return found | dict(zip(self._measures, shares, strict=True))
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

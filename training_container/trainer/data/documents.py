@@ -137,7 +137,7 @@ class _Chats:
             text = self._template.text(messages, value.get("tools"))
             if not text:
                 raise BadRecordError("the chat template renders it to nothing")
-            return _Chat(text, None)
+            return _Chat(self._encodable(text), None)
         rendered = self._template.render(messages, value.get("tools"))
         if not rendered.learnt:
             raise BadRecordError(
@@ -146,7 +146,12 @@ class _Chats:
             )
         borders = [border for span in rendered.learnt for border in span]
         # What lies before the end is the whole: no need to tokenize it again.
-        return _Chat(rendered.text, borders[:-1] if borders[-1] == len(rendered.text) else borders)
+        return _Chat(self._encodable(rendered.text), borders[:-1] if borders[-1] == len(rendered.text) else borders)
+
+    def _encodable(self, text: str) -> str:
+        if not is_unicode(text):
+            raise BadRecordError(f"field {self._field!r} is no valid Unicode: it has half of a surrogate pair")
+        return text
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,18 @@ def _string(row: dict[str, Any], field: str, setting: str) -> str:
     text = row[field]
     if not isinstance(text, str):
         raise BadRecordError(f"field {field!r} must be a string, is {type(text).__name__}")
+    if not is_unicode(text):
+        raise BadRecordError(f"field {field!r} is no valid Unicode: it has half of a surrogate pair")
     return text
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be encoded: JSON's \\ud83d alone can't, and tokenizers end in a traceback over it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _messages(row: Any, field: str) -> list[dict[str, Any]]:

@@ -199,8 +199,12 @@ class PartCache:
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._disk = tempfile.TemporaryFile(dir=folder, prefix="parts-", buffering=0)  # noqa: SIM115  (kept open)
+        self._folder = folder
+        self._told_that_full = False
         self._num_slots = max(4, max_bytes // AT_RANDOM_BYTES)
         self._slots: OrderedDict[tuple[S3File, int], int] = OrderedDict()
+        self._free_slots: list[int] = []
+        """Slots below the highest one in use that hold nothing: a write to them failed."""
         self._under_way: dict[tuple[S3File, int], Future[bytes]] = {}
         self._lock = RLock()  # a part that is there at once is kept in the thread that asked for it
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="s3-parts")
@@ -248,13 +252,31 @@ class PartCache:
                 self._under_way.pop(part, None)
                 if not fetched.cancelled() and fetched.exception() is None:
                     self.num_fetched += 1
-                    slot = len(self._slots)
-                    if slot >= self._num_slots:
-                        slot = self._slots.popitem(last=False)[1]
-                    os.pwrite(self._disk.fileno(), fetched.result(), slot * AT_RANDOM_BYTES)
-                    self._slots[part] = slot
+                    self._write(part, fetched.result())
 
         return keep
+
+    def _write(self, part: tuple[S3File, int], content: bytes) -> None:
+        """Keeps a part, or on a disk that is full does without. The lock is held."""
+        slot = self._free_slot()
+        try:
+            is_whole = os.pwrite(self._disk.fileno(), content, slot * AT_RANDOM_BYTES) == len(content)
+        except OSError:
+            is_whole = False
+        if is_whole:
+            self._slots[part] = slot
+        else:
+            self._free_slots.append(slot)
+            if not self._told_that_full:
+                say(f"data.stream_cache_gib: no room left on the disk of {self._folder}; parts are read from S3 again")
+            self._told_that_full = True
+
+    def _free_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        if len(self._slots) >= self._num_slots:
+            return self._slots.popitem(last=False)[1]
+        return len(self._slots)
 
     @staticmethod
     def _length(part: tuple[S3File, int]) -> int:

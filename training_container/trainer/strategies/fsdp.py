@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from trainer.deferred_weights import fill_parameters, source_of
 from trainer.model import transformer_blocks
 from trainer.runtime import Runtime
+from trainer.strategies.base import Batch
 from trainer.strategies.torch_engine import TorchStrategy
 from trainyard.spec.job import FsdpSpec, ResolvedJob
 
@@ -51,6 +52,12 @@ class FullyShardedStrategy(TorchStrategy):
         self._forward.set_is_last_backward(is_last)
         self._forward.set_requires_all_reduce(is_last)
         return nullcontext()
+
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """See Strategy."""
+        loss_sum = super().evaluate(batches)
+        reshard(self._forward)
+        return loss_sum
 
 
 def precision_policy(precision: str) -> MixedPrecisionPolicy:

@@ -4,7 +4,9 @@ Neighbouring ranks share a host, and tensor parallelism talks most, so it is the
 least, so theirs is the outermost.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,6 +48,15 @@ def data_parallel_rank(layout: ParallelismSpec, rank: int) -> int:
 def random_stream(layout: ParallelismSpec, rank: int) -> int:
     """Number of a rank's random stream: what one tensor group computes twice must drop the same activations."""
     return rank // layout.tensor
+
+
+def has_same_streams(layout: ParallelismSpec, saved: Mapping[str, Any]) -> bool:
+    """Whether each rank of `layout` can go on with the random stream that the same rank of a checkpoint had.
+
+    `saved`: its `world_size` and `ranks_a_stream`. With as many ranks in other tensor groups, ranks that have to drop
+    the same activations would go on with different streams, and drift apart without a word.
+    """
+    return (int(saved["world_size"]), int(saved["ranks_a_stream"])) == (layout.world_size, layout.tensor)
 
 
 @dataclass(frozen=True)

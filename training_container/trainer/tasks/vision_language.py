@@ -145,6 +145,8 @@ def _as_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
+    if not all(isinstance(part, dict) for part in parts):
+        parts = []
     texts = [IMAGE_MARK + "\n" if part.get("type") == "image" else part.get("text") for part in parts]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise BadRecordError("a message's content must be text, or a list of image and text parts")
