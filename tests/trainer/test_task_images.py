@@ -3,7 +3,9 @@
 import io
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from trainer.data.bad_records import BadRecordError
+from trainer.data.webdataset import ShardIndex
 from trainer.deferred_weights import fill
 from trainer.export import main as export
 from trainer.strategies import check_supported
@@ -18,6 +21,7 @@ from trainer.tasks import task_of
 from trainer.tasks.batch_norm import BatchNorm
 from trainer.tasks.building import config_of
 from trainer.tasks.images import ImageTransform, Pixels, centre_box, decoded, random_box
+from trainer.tasks.samples import SampleStream, SampleTable
 from trainer_testing.distributed import finish, start_ranks
 from trainer_testing.faulty_trainer import FOLDER_VARIABLE
 from trainer_testing.image_shards import (
@@ -39,7 +43,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from trainyard.errors import InputError
 from trainyard.planner import resolve
 from trainyard.spec.base import parse
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import DataSource, JobSpec
 
 FP64, FP32 = 1e-12, 1e-5
 ADAMW = {"optimizer": {"kind": "adamw"}, "learning_rate": 3e-3}
@@ -334,6 +338,42 @@ def test_a_wrong_source_is_said_once(source: str, reason: str) -> None:
     wrong = job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})})
     with pytest.raises(InputError, match=f"^model.source: {source}: {reason}"):
         config_of(wrong, ["resnet"])
+
+
+def test_samples_of_the_next_batch_are_fetched_before_threads_get_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Table(SampleTable):
+        def read(self, members: dict[str, bytes], position: int) -> Any:
+            return position
+
+        def collate(self, samples: Sequence[Any]) -> Any:
+            return list(samples)
+
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(ShardIndex, "will_read", lambda index, number: asked.append((len(index), number)))
+    for name, count in (("a", 3), ("b", 4)):
+        write_shards(tmp_path / name, classified(count, seed=1))
+    sources = [DataSource(path=str(tmp_path / name), format="webdataset") for name in "ab"]
+    parts: Any = SimpleNamespace(close=lambda: None)
+    table = Table(sources, cache_dir=tmp_path / "cache", max_bad_records=0, where="data.train", parts=parts)
+    stream = SampleStream(
+        table,
+        num_threads=1,
+        dataset_digest="",
+        global_batch_size=4,
+        micro_batch_size=2,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        seed=0,
+        shuffle=False,
+    )
+    assert stream.next_step() == [[0, 1], [2, 3]]
+    assert asked == [(3, 0), (3, 1), (3, 2), (4, 0), (4, 1), (4, 2), (4, 3), (3, 0)], "this batch, and the next"
+    stream.close()
+    validation_rows = np.array([6, -1])
+    table.will_read(validation_rows)
+    assert asked[8:] == [(4, 3)], "nothing is fetched for an empty sample"
 
 
 def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,11 +90,21 @@ class SampleTable(ABC):
                 return found
         raise InputError(f"{self.where}: no sample can be learnt from; the first: {'; '.join(self.bad.named)}")
 
+    def will_read(self, rows: Positions) -> None:
+        """Fetches samples that lie in S3 in the background: more of them at once than there are decoding threads."""
+        for row in rows[rows >= 0] if self._parts is not None else ():
+            index, number = self._place(int(row))
+            index.will_read(number)
+
+    def _place(self, row: int) -> tuple[ShardIndex, int]:
+        """The source's index, and the sample's number in it."""
+        source = int(np.searchsorted(self._ends, row, side="right"))
+        return self._indices[source], row - int(self._ends[source]) + len(self._indices[source])
+
     def _sample_or_none(self, row: int, position: int) -> Any:
         if row in self.bad_rows:
             return None
-        source = int(np.searchsorted(self._ends, row, side="right"))
-        index, number = self._indices[source], row - int(self._ends[source]) + len(self._indices[source])
+        index, number = self._place(row)
         try:
             return self.read(index.read_sample(number), position)
         except BadRecordError as error:
@@ -130,6 +140,7 @@ class _Pool:
 
     def begin(self, rows: Positions, positions: Positions) -> list[Future[Any]]:
         """Starts reading one micro-batch."""
+        self._table.will_read(rows)
         return [
             self._threads.submit(self._table.sample, int(row), int(position))
             for row, position in zip(rows, positions, strict=True)
