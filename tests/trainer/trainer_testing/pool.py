@@ -49,6 +49,8 @@ class ForkServer:
 
     def __init__(self) -> None:
         environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        # The end-to-end tests set it for the whole session, and at its end count the processes that carry it.
+        environment.pop("TRAINYARD_STATE_DIR", None)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainer_testing.pool"],
             stdin=subprocess.PIPE,
