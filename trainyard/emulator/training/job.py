@@ -152,6 +152,8 @@ class TrainingJob:
         shipper = LogShipper(self._client("logs", session))
         try:
             outcome = self._train(attempt, session, shipper)
+            # Before the job has ended for those who wait for it: they read its log next.
+            shipper.flush()
             if outcome is not None:
                 self._conclude(attempt, outcome, session)
         finally:
