@@ -50,6 +50,18 @@ def test_each_type_is_deployed_verified_missed_and_destroyed(site: Site, name: s
         verify_deployment(site.info, [name], tmp_path)
 
 
+def test_a_stack_goes_from_an_account_of_more_roles_than_a_page_holds(site: Site, name: str) -> None:
+    others = [f"a-{name}-{number}" for number in range(101)]
+    for other in others:
+        site.role(other)
+    assert site.deploy(name, template("identity", name)) == "CREATE_COMPLETE", site.failures(name)
+    stack_id = site("cloudformation").describe_stacks(StackName=name)["Stacks"][0]["StackId"]
+    site("cloudformation").delete_stack(StackName=name)
+    assert site.stack_status(stack_id) == "DELETE_COMPLETE", site.failures(stack_id)
+    for other in others:
+        site("iam").delete_role(RoleName=other)
+
+
 def test_what_is_removed_behind_its_back_is_missed_by_name(site: Site, name: str, tmp_path: Path) -> None:
     for group, remove in (
         ("storage", lambda ids: site("s3").delete_bucket_policy(Bucket=ids["BucketPolicy"])),

@@ -17,11 +17,12 @@ from trainyard.spec.platform import load_environment
 
 pytestmark = pytest.mark.end_to_end
 JOB = "jobs/quickstart.yaml"
+# Long enough that a stop by the command line, seconds after step 4 was seen, comes before the end on a fast machine.
 SHORT = (
     "--set",
-    "training.steps=24",
+    "training.steps=120",
     "--set",
-    "checkpoint.every_steps=10",
+    "checkpoint.every_steps=40",
     "--set",
     "training.schedule.warmup_steps=2",
 )
@@ -67,16 +68,16 @@ def test_notice_stop_and_resume_leave_no_trace_in_the_losses(site: Site) -> None
     plain = launch(site, "plain", "--set", "compute.spot=false")
     wait_for(site, plain, "Completed")
     expected = exact(rows(site, plain))
-    assert [step for step, _, _ in expected] == list(range(1, 25))
+    assert [step for step, _, _ in expected] == list(range(1, 121))
 
-    emulator.reclaim_after(site.info, "acme-noticed-2", log_pattern="^step=13 ", notice=True)
+    emulator.reclaim_after(site.info, "acme-noticed-2", log_pattern="^step=53 ", notice=True)
     noticed = launch(site, "noticed")
     wait_for(site, noticed, "Completed")
     metrics = rows(site, noticed)
     assert exact(metrics) == expected
     assert [row["attempt"] for row in metrics].count(2) > 0
-    # On a notice no step is lost: without one, the second attempt would begin at 11, after the checkpoint of step 10.
-    assert next(row["step"] for row in metrics if row["attempt"] == 2) > 13
+    # On a notice no step is lost: without one, the second attempt would begin at 41, after the checkpoint of step 40.
+    assert next(row["step"] for row in metrics if row["attempt"] == 2) > 53
 
     stopped = launch(site, "stopped", "--set", "compute.spot=false")
     wait_for_step(site, stopped, 4)

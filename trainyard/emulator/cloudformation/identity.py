@@ -149,8 +149,10 @@ def _delete_managed_policy(site: Site, arn: str, properties: Properties) -> None
     iam = site.client("iam")
     if not found(lambda: iam.get_policy(PolicyArn=arn)):
         return
-    for role in iam.list_entities_for_policy(PolicyArn=arn)["PolicyRoles"]:
-        iam.detach_role_policy(RoleName=role["RoleName"], PolicyArn=arn)
+    # moto looks for the policy's roles among the account's first hundred alone, and says that there are no more.
+    listed = {role["RoleName"] for role in iam.list_entities_for_policy(PolicyArn=arn)["PolicyRoles"]}
+    for role in sorted(listed | set(as_list(properties.get("Roles")))):
+        ignore_missing(partial(iam.detach_role_policy, RoleName=role, PolicyArn=arn))
     for version in iam.list_policy_versions(PolicyArn=arn)["Versions"]:
         if not version["IsDefaultVersion"]:
             iam.delete_policy_version(PolicyArn=arn, VersionId=version["VersionId"])
