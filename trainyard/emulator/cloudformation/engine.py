@@ -30,9 +30,6 @@ from trainyard.emulator.cloudformation.catalogue import RESOURCE_TYPES
 from trainyard.emulator.cloudformation.model import UnsupportedPropertyError
 from trainyard.emulator.cloudformation.registry import ManagedResource, model_classes
 
-_DELETION_TRIES = 3
-"""As CloudFormation: what can't be deleted is tried again, twice, before the stack is DELETE_FAILED."""
-
 _deploy_lock = threading.RLock()
 """One deployment at a time: moto's registries are plain dictionaries, and `cdk deploy --concurrency` is parallel."""
 
@@ -500,32 +497,26 @@ def _destroy_stack(backend: CloudFormationBackend, stack: Stack) -> None:
     stack._add_stack_event("DELETE_IN_PROGRESS", resource_status_reason="User Initiated")
     operation = _Operation(stack, json.dumps({"Resources": {}}), {})
     parsed = stack.resource_map._parsed_resources
-    wanted = list(reversed(_in_dependency_order(stack.resource_map._resource_json_map)))
     failures: dict[str, str] = {}
-    for _ in range(_DELETION_TRIES):
-        failures = {}
-        for logical_id in wanted:
-            resource = parsed.get(logical_id)
-            if not isinstance(resource, ManagedResource):
-                continue
-            if operation.old_resources[logical_id].get("DeletionPolicy") == "Retain":
-                _event(stack, logical_id, resource.physical_resource_id, resource.spec.name, "DELETE_SKIPPED")
-                continue
-            try:
-                operation._destroy(logical_id, resource)
-            except Exception as error:  # the stack's status says so; the server goes on
-                failures[logical_id] = _explain(error)
-                _event(
-                    stack,
-                    logical_id,
-                    resource.physical_resource_id,
-                    resource.spec.name,
-                    "DELETE_FAILED",
-                    failures[logical_id],
-                )
-        wanted = list(failures)
-        if not failures:
-            break
+    for logical_id in reversed(_in_dependency_order(stack.resource_map._resource_json_map)):
+        resource = parsed.get(logical_id)
+        if not isinstance(resource, ManagedResource):
+            continue
+        if operation.old_resources[logical_id].get("DeletionPolicy") == "Retain":
+            _event(stack, logical_id, resource.physical_resource_id, resource.spec.name, "DELETE_SKIPPED")
+            continue
+        try:
+            operation._destroy(logical_id, resource)
+        except Exception as error:  # the stack's status says so; the server goes on
+            failures[logical_id] = _explain(error)
+            _event(
+                stack,
+                logical_id,
+                resource.physical_resource_id,
+                resource.spec.name,
+                "DELETE_FAILED",
+                failures[logical_id],
+            )
     if failures:
         reason = f"The following resource(s) failed to delete: [{', '.join(failures)}]. "
         stack.status = "DELETE_FAILED"
