@@ -18,7 +18,7 @@ from trainer.data.token_units import Vocabulary
 from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
 from trainer.speech import say
 from trainyard.errors import InputError
-from trainyard.spec.job import DataSource, ResolvedJob, ValidationSource
+from trainyard.spec.job import DataSource, DataSpec, ResolvedJob, ValidationSource
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
     vocab_is_open = spec.data.tokenizer is None and spec.model.source is None
 
     def tokens(sources: Sequence[DataSource], field: str) -> TokenCache:
-        for source in sources:
-            if source.format == "webdataset":
-                raise InputError(
-                    f"data path {source.path}: webdataset is for images; a causal_lm job reads text, jsonl, parquet or"
-                    " tokens"
-                )
+        _refuse_images(sources)
         if field == "train" and are_streamed(sources, streaming=spec.data.streaming):
             return open_streamed_tokens(
                 sources,
@@ -114,17 +109,6 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
             shared=shared,
         )
 
-    def table(cache: TokenCache, field: str) -> SequenceTable:
-        sequences = SequenceTable(
-            cache,
-            sequence_length=spec.data.sequence_length,
-            packing=spec.data.packing,
-            separate_documents=spec.data.document_masks,
-        )
-        if not len(sequences):
-            raise InputError(f"data.{field}: has no document of at least 2 tokens, so nothing to predict")
-        return sequences
-
     place = {
         "global_batch_size": spec.training.global_batch_size,
         "micro_batch_size": job.micro_batch_size,
@@ -133,7 +117,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
     }
     caches = {"train": tokens(spec.data.train, "train")}
     stream = BatchStream(
-        table(caches["train"], "train"),
+        _table(caches["train"], "train", spec.data),
         dataset_digest=caches["train"].digest,
         seed=spec.training.seed,
         shuffle=spec.data.shuffle,
@@ -144,7 +128,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         field = "validation" if name is None else f"validation ({name})"
         caches[field] = tokens(sources, field)
         max_steps = sources[0].batches or spec.training.validation_batches
-        of_name = ValidationStream(table(caches[field], field), max_steps=max_steps, **place)
+        of_name = ValidationStream(_table(caches[field], field, spec.data), max_steps=max_steps, **place)
         validation[name] = ValidationSet(name, of_name, sources[0].every_steps)
     own = validation.pop(None, None)
     return TextData(
@@ -156,6 +140,27 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         tokenizer_digest=tokenizer.digest,
         bad_records=_told(caches),
     )
+
+
+def _refuse_images(sources: Sequence[DataSource]) -> None:
+    for source in sources:
+        if source.format == "webdataset":
+            raise InputError(
+                f"data path {source.path}: webdataset is for images; a causal_lm job reads text, jsonl, parquet or"
+                " tokens"
+            )
+
+
+def _table(cache: TokenCache, field: str, data: DataSpec) -> SequenceTable:
+    sequences = SequenceTable(
+        cache,
+        sequence_length=data.sequence_length,
+        packing=data.packing,
+        separate_documents=data.document_masks,
+    )
+    if not len(sequences):
+        raise InputError(f"data.{field}: has no document of at least 2 tokens, so nothing to predict")
+    return sequences
 
 
 def part_cache(job: ResolvedJob, cache_dir: Path) -> PartCache | None:
