@@ -109,7 +109,8 @@ def test_stated_choices_stand(job: MakeJob) -> None:
 
 
 def test_a_task_without_formulas_is_replicated(job: MakeJob) -> None:
-    vision = job(task="image_classification", model={"source": None, "config": {"model_type": "resnet"}})
+    images = {"train": [{"path": "images-{0000..0007}.tar", "format": "webdataset"}]}
+    vision = job(task="image_classification", model={"source": None, "config": {"model_type": "resnet"}}, data=images)
     assert resolve(vision).parallelism == ParallelismSpec(data_replicate=128)
 
 

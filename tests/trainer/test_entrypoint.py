@@ -50,6 +50,10 @@ if todo == "bad input":
     raise SystemExit(2)
 if todo == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
+if todo == "half a word":
+    os.write(2, b"half a wor")
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
 if todo in ("wait", "save on stop", "ignore stop"):
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(time.time()))
@@ -222,6 +226,13 @@ def test_the_cause_is_named_and_not_its_consequence(tmp_path: Path) -> None:
     tree = opt_ml(tmp_path / "ml")
     assert run(tree, {"0": "peer loss", "1": "kill"})[0] == 1
     assert failure(tree)[0].startswith("rank 1 on algo-1 was killed by SIGKILL")
+
+
+def test_what_follows_half_a_line_of_a_killed_rank_begins_a_line(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml", processes_per_host=1)
+    code, output = run(tree, {"all": "half a word"})
+    assert code == 1
+    assert "half a wor" in output.splitlines(), output
 
 
 def test_wrong_input_is_exit_code_2(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Ranks that die, raise or freeze: found, stopped, started again from the last checkpoint, and never a wrong loss."""
 
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,9 +50,9 @@ def test_a_frozen_and_a_raising_rank_cost_a_few_steps_and_no_bit(
     assert "rank 1 on algo-1 hangs" in rows[0]["reason"] and "is stopped" in rows[0]["reason"]
     assert rows[1]["reason"] == "rank 0 on algo-1: ValueError: injected"
     # From the newest checkpoint, not from the beginning.
-    resumed = [line.split()[1] for line in output.splitlines() if line.startswith("resumed ")]
+    resumed = re.findall(r"resumed step=(\d+)", output)
     # Step 9's save may have been on its way when the rank raised.
-    assert resumed[0] == "step=3" and resumed[1:] in (["step=6"], ["step=9"])
+    assert resumed in (["3", "6"], ["3", "9"]), output[-6000:]
     assert "next_batch" in (tree / "output/data/stacks/rank-1.txt").read_text()
     assert "most recent call first" in (tree / "output/data/stacks/rank-0.txt").read_text()
     assert not (tree / "output/failure").exists()

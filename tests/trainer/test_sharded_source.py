@@ -74,7 +74,7 @@ LAYOUTS: list[tuple[str, dict[str, Any] | None]] = [
     ("pipeline4", {"pipeline": 4}),
     ("tensor2-fsdp2", {"tensor": 2, "data_shard": 2}),
 ]
-MOST = 0.95
+MOST = 0.9
 """Of the whole model's float32 weights: on one of four ranks, a quarter of them and of both moments is 0.75."""
 
 
@@ -84,27 +84,38 @@ def origins_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {"files": {"source": str(source)}, "configuration": {"model": FAMILIES["Llama"] | LARGE}}
 
 
+def share_of_one_of_four(strategy: str, layout: dict[str, Any] | None, changes: dict[str, Any]) -> float:
+    """Memory that building a model takes on rank 2, over the model's float32 weights; its process group sends nothing.
+
+    Building is each rank's own work.
+    """
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        runtime = Runtime(
+            rank=2, world_size=4, local_rank=2, device=torch.device("cpu"), control_group=dist.new_group()
+        )
+        job = tiny_job(strategy, 4, parallelism=layout, micro_batch_size=1, **changes)
+        give_back()
+        with Peak() as peak:
+            model = outline_model(job, vocab_size=VOCAB_SIZE)
+            whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+            built = build_strategy(job, model=model, runtime=runtime)
+        del built, model
+        return peak.num_bytes / whole
+    finally:
+        dist.destroy_process_group()
+
+
 def test_one_of_four_ranks_never_holds_the_whole_model(tmp_path: Path) -> None:
-    """On a process group that sends nothing: building a model is each rank's own work."""
-    origins = {"warm": {"model": FAMILIES["Llama"] | SMALL}, **origins_of(tmp_path)}
-    shares = {}
+    origins = origins_of(tmp_path)
     for strategy, layout in LAYOUTS:
+        # Imports, and makes what stays.
+        share_of_one_of_four(strategy, layout, {"model": FAMILIES["Llama"] | SMALL})
         for origin, changes in origins.items():
-            dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
-            try:
-                group = dist.new_group()
-                runtime = Runtime(rank=2, world_size=4, local_rank=2, device=torch.device("cpu"), control_group=group)
-                job = tiny_job(strategy, 4, parallelism=layout, micro_batch_size=1, **changes)
-                give_back()
-                with Peak() as peak:
-                    model = outline_model(job, vocab_size=VOCAB_SIZE)
-                    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
-                    built = build_strategy(job, model=model, runtime=runtime)
-                shares[strategy, origin] = peak.num_bytes / whole
-                del built, model
-            finally:
-                dist.destroy_process_group()
-    assert {case: share for case, share in shares.items() if case[1] != "warm" and not 0.5 < share < MOST} == {}
+            # Twice: what else goes on in this process is seen too, but hardly in both.
+            shares = [share_of_one_of_four(strategy, layout, changes) for _ in range(2)]
+            # A measurement that sees nothing would say less than half.
+            assert min(shares) < MOST and max(shares) > 0.5, (strategy, origin, shares)
 
 
 @pytest.mark.full

@@ -423,7 +423,8 @@ class HostRun:
 
     def _pump(self, pipe: Any) -> None:
         for line in pipe:
-            sys.stderr.buffer.write(line)
+            # A rank killed in the middle of a word leaves no end of line; the next start's first line must not join it.
+            sys.stderr.buffer.write(line if line.endswith(b"\n") else line + b"\n")
             sys.stderr.buffer.flush()
             self._tail.append(line.decode("utf-8", "replace").rstrip())
 
