@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trainer.loop import train
-from trainer.model import build_model, transformer_blocks
-from trainer.optimizer import decay_groups
+from trainer.models.build import build_model, transformer_blocks
+from trainer.optimizers.build import decay_groups
 from trainer.runtime import Runtime
 from trainer.session import Session
 

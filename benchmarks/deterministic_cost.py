@@ -14,7 +14,7 @@ from typing import Any
 
 import machine
 import torch
-from trainer.loss import IGNORED_LABEL
+from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.runtime import Runtime, distributed_runtime
 from trainer.seeds import use_any_kernels, use_deterministic_kernels
 from trainer.strategies import Strategy, build_strategy
@@ -73,7 +73,7 @@ def measure(runtime: Runtime, *, rounds: int, steps: int) -> dict[str, Any]:
     # For both: cuBLAS reads its setting once, so what costs here is the choice of kernels alone.
     use_deterministic_kernels()
     job = job_of(runtime.device.type)
-    from trainer.model import outline_model
+    from trainer.models.build import outline_model
 
     strategy = build_strategy(job, model=outline_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
     batch = Tokens((job.micro_batch_size, job.spec.data.sequence_length))

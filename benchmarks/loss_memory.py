@@ -23,8 +23,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training_container"))
 
-from trainer.linear_loss import CHUNK_TOKENS, linear_loss_sum
-from trainer.loss import target_loss_sum
+from trainer.losses.linear import CHUNK_TOKENS, linear_loss_sum
+from trainer.losses.token_loss import target_loss_sum
 
 WAYS = ("logits", "chunked")
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

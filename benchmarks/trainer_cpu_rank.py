@@ -13,7 +13,7 @@ from contenders import Contender, Shape, all_contenders, job_of, model_of, run_t
 from interleave import Paused
 from trainer.leaving import leave
 from trainer.loop import train
-from trainer.loss import IGNORED_LABEL
+from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.runtime import Runtime, distributed_runtime
 from trainer.session import Session
 

@@ -95,9 +95,12 @@ def test_trainer_modules_import_only_the_job_spec() -> None:
 
 
 def test_entrypoint_can_report_a_broken_torch() -> None:
-    names = list(imported_modules(TRAINER / "entrypoint.py"))
-    assert names
+    host = [TRAINER / "entrypoint.py", *modules(TRAINER / "host")]
+    names = {name for path in host for name in imported_modules(path)}
+    assert len(host) > 4 and names
     assert [name for name in names if name.split(".")[0] in {"torch", "transformers", "deepspeed"}] == []
+    inner = {name.split(".")[1] for name in names if name.startswith("trainer.")}
+    assert inner <= {"host", "heartbeat", "speech"}, "what these import loads no torch either"
 
 
 @pytest.mark.parametrize("forbidden", ["torch", "boto3", "aws_cdk", "sagemaker", "rich", "typer", "moto"])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from trainer.adapters import add_adapter
 from trainer.export import export
-from trainer.model import build_model
+from trainer.models.adapters import add_adapter
+from trainer.models.build import build_model
 from trainer_testing.checkpoints import save_checkpoint
 from trainer_testing.families import FAMILIES, adapter
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error

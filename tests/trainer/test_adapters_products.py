@@ -173,7 +173,7 @@ def test_what_an_adapter_can_not_do_is_one_line(
 
 
 def test_experts_get_no_adapter(tmp_path: Path) -> None:
-    from trainer.model import build_model
+    from trainer.models.build import build_model
     from trainer_testing.tiny import VOCAB_SIZE
 
     save_sources(tmp_path, ["Qwen3-MoE"])

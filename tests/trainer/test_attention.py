@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from trainer import attention
-from trainer.attention import VARLEN, DocumentAttention, attach, attention_of, choose_attention, register
-from trainer.configuration import configuration_of
-from trainer.model import build_model
+from trainer.models import attention
+from trainer.models.attention import VARLEN, DocumentAttention, attach, attention_of, choose_attention, register
+from trainer.models.build import build_model
+from trainer.models.configuration import configuration_of
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
 from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, global_batch, tiny_job

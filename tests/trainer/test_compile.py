@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer.model import build_model
+from trainer.models.build import build_model
 from trainer.strategies import check_supported, compiled
 from trainer_testing.families import FAMILIES
 from trainer_testing.pool import run_pooled

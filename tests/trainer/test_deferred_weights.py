@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import trainer.deferred_weights as deferred
+import trainer.models.deferred_weights as deferred
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trainer.deferred_weights import InitializedWeights, fill, local_index, outline, source_of
-from trainer.model import build_model, outline_model
+from trainer.models.build import build_model, outline_model
+from trainer.models.deferred_weights import InitializedWeights, fill, local_index, outline, source_of
 from trainer_testing.families import FAMILIES
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from trainer.eight_bit import MOMENTS, AdamW8bit, block_size_of, dynamic_map
+from trainer.optimizers.eight_bit import MOMENTS, AdamW8bit, block_size_of, dynamic_map
 
 ROWS, ROW, STEPS = 40, 600, 30
 """Rows of two whole blocks and a part of one."""

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from trainer.checkpoint import Checkpointer
 from trainer.export_weights import export
-from trainer.model import build_model
+from trainer.models.build import build_model
 from trainer_testing.distributed import TESTS
 from trainer_testing.text_job import run_trainer, write_job
 

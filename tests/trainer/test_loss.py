@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer import linear_loss
-from trainer.linear_loss import linear_loss_sum
-from trainer.loss import IGNORED_LABEL, target_loss_sum
-from trainer.loss_head import ScoringHead, install, plan_loss
-from trainer.model import build_model
+from trainer.losses import linear as linear_loss
+from trainer.losses.head import ScoringHead, install, plan_loss
+from trainer.losses.linear import linear_loss_sum
+from trainer.losses.token_loss import IGNORED_LABEL, target_loss_sum
+from trainer.models.build import build_model
 from trainer.strategies import check_supported
 from trainer.tasks.causal_lm import sequence_loss_sum
 from trainer_testing.families import FAMILIES

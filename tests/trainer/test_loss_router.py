@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainer.loss import IGNORED_LABEL
-from trainer.loss_head import install, plan_loss
-from trainer.model import build_model
-from trainer.router_loss import balance_of
+from trainer.losses.head import install, plan_loss
+from trainer.losses.router import balance_of
+from trainer.losses.token_loss import IGNORED_LABEL
+from trainer.models.build import build_model
 from trainer.strategies import check_supported
 from trainer.tasks.causal_lm import sequence_loss_sum
 from trainer_testing.families import FAMILIES

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.metrics import MetricsLog, Row
-from trainer.step_clock import PHASES, StepClock
+from trainer.observe.metrics import MetricsLog, Row
+from trainer.observe.step_clock import PHASES, StepClock
 
 
 def row(step: int, attempt: int = 1, **changes: Any) -> Row:
@@ -42,7 +42,7 @@ class Time:
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     """In the place of the step clock's."""
     passing = Time()
-    monkeypatch.setattr("trainer.step_clock.time", passing)
+    monkeypatch.setattr("trainer.observe.step_clock.time", passing)
     return passing
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from trainer import loss as loss_module
-from trainer.loss import IGNORED_LABEL, next_token_loss_sum
-from trainer.loss_scaling import GROWTH_INTERVAL_STEPS, INITIAL_SCALE, LossScaler
-from trainer.optimizer import clip_factor, decay_groups, global_grad_norm
-from trainer.schedule import learning_rate_at
+from trainer.losses import token_loss as loss_module
+from trainer.losses.token_loss import IGNORED_LABEL, next_token_loss_sum
+from trainer.optimizers.build import clip_factor, decay_groups, global_grad_norm
+from trainer.optimizers.loss_scaling import GROWTH_INTERVAL_STEPS, INITIAL_SCALE, LossScaler
+from trainer.optimizers.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything
 from trainer.strategies.mesh import has_same_streams, random_stream
 

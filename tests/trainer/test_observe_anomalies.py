@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from trainer.anomalies import LEAST_STEPS, WINDOW, AnomalyGuard, AnomalyWatch
+from trainer.observe.anomalies import LEAST_STEPS, WINDOW, AnomalyGuard, AnomalyWatch
 from trainer.strategies import check_supported
 from trainer_testing.distributed import finish, start_ranks
 from trainer_testing.text_job import rows_of, write_job

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from trainer.__main__ import expected_of
-from trainer.memory_use import FloorHistory, Growth, MemoryUse, growth
-from trainer.observe import Figures, largest_tensor, percentile, summary
-from trainer.step_clock import StepClock
-from trainer.stragglers import find_stragglers
+from trainer.observe.memory_use import FloorHistory, Growth, MemoryUse, growth
+from trainer.observe.observer import Figures, largest_tensor, percentile, summary
+from trainer.observe.step_clock import StepClock
+from trainer.observe.stragglers import find_stragglers
+from trainer.observe.throughput import Expected, throughput
 from trainer.tasks.image_classification import ImageBatch
 from trainer.tasks.images import Pixels
-from trainer.throughput import Expected, throughput
 
 from trainyard.planner import resolve
 from trainyard.spec.job import JobSpec

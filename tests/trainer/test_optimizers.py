@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from trainer.matrix_optimizers import MUON_RMS, Adafactor, Muon, orthogonalized
-from trainer.model import build_model
-from trainer.optimizer import build_optimizer, describe, moments_of
+from trainer.models.build import build_model
+from trainer.optimizers.build import build_optimizer, describe, moments_of
+from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, orthogonalized
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error

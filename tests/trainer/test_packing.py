@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trainer import documents
 from trainer.data.stream import SequenceTable
 from trainer.data.token_cache import TokenCache
-from trainer.loss import IGNORED_LABEL
-from trainer.model import build_model
+from trainer.losses.token_loss import IGNORED_LABEL
+from trainer.models import documents
+from trainer.models.build import build_model
 from trainer.tasks.causal_lm import CausalLM
 from trainer_testing.families import FAMILIES
 from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, TinyBatch, tiny_job

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from trainer.profiling import MOST_STEPS, REQUEST_FILE, Profiling, Request, parse_request
+from trainer.observe.profiling import MOST_STEPS, REQUEST_FILE, Profiling, Request, parse_request
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from trainer.deferred_weights import StoredWeights, fill, source_of
 from trainer.export import export
-from trainer.model import build_model, outline_model
-from trainer.quantized import (
+from trainer.models.build import build_model, outline_model
+from trainer.models.deferred_weights import StoredWeights, fill, source_of
+from trainer.models.quantized import (
     NF4,
     PARTS,
     QuantizedLinear,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trainer.model import build_model, outline_model
+from trainer.models.build import build_model, outline_model
+from trainer.models.sharded_source import stored_type
 from trainer.runtime import Runtime
-from trainer.sharded_source import stored_type
 from trainer.strategies import build_strategy
 from trainer_testing.distributed import run_ranks
 from trainer_testing.families import FAMILIES, adapter

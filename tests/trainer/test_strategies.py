@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.model import build_model, transformer_blocks
+from trainer.models.build import build_model, transformer_blocks
 from trainer.runtime import distributed_runtime
 from trainer.strategies import build_strategy, check_supported, pipeline
 from trainer_testing.strategy_worker import Result, RunRequest, no_clock, run, worst_relative_error

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from trainer.data.bad_records import BadRecordError
 from trainer.data.webdataset import ShardIndex
-from trainer.deferred_weights import fill
 from trainer.export import main as export
+from trainer.models.deferred_weights import fill
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer.tasks.batch_norm import BatchNorm

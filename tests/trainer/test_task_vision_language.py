@@ -129,7 +129,7 @@ def save_source(folder: Path, shards: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<image>", "</s>"])
     job = resolved(vlm_job(shards, model={"config": with_words(CLIP_LLAMA, len(words))}), 1)
-    from trainer.deferred_weights import fill
+    from trainer.models.deferred_weights import fill
 
     model = fill(VisionLanguage().build_model(job), device=torch.device("cpu"))
     model.save_pretrained(folder)
@@ -167,7 +167,7 @@ def test_all_layouts_equal_one_process(shards: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [CLIP_LLAMA, SIGLIP_QWEN, CLIP_LLAMA | {"vision_feature_layer": 1}])
 def test_what_is_trained_is_what_the_loss_reaches(config: dict[str, Any], shards: Path, tmp_path: Path) -> None:
-    from trainer.deferred_weights import fill
+    from trainer.models.deferred_weights import fill
 
     job = resolved(vlm_job(shards, model={"config": config}), 1)
     task = task_of(job)

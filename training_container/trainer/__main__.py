@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.leaving import EXIT_RESUME_ME, leave
-from trainer.throughput import Expected
+from trainer.observe.throughput import Expected
 from trainyard.errors import InputError, TrainyardError
 from trainyard.spec.base import parse
 from trainyard.spec.job import ResolvedJob, load_job
@@ -155,6 +155,6 @@ def _read_resolved(path: Path) -> ResolvedJob:
 
 if __name__ == "__main__":
     code = main()
-    if "trainer.entrypoint_rank" in sys.orig_argv:
+    if "trainer.host.rank" in sys.orig_argv:
         sys.exit(code)  # it runs this module inside its own process, and has to write down how it went
     leave(code)

@@ -41,10 +41,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer.entrypoint_hosts import Hosts, Judge, ManyHosts, OneHost
-from trainer.entrypoint_rank import RESUME_EXIT_CODE, STOP_FILE, RankReport, read_reports
-from trainer.entrypoint_recovery import Ending, RecoveryLog, RestartPolicy
-from trainer.entrypoint_watch import StepWatch, innermost, is_stopped, take_stacks
+from trainer.host.hosts import Hosts, Judge, ManyHosts, OneHost
+from trainer.host.rank import RESUME_EXIT_CODE, STOP_FILE, RankReport, read_reports
+from trainer.host.recovery import Ending, RecoveryLog, RestartPolicy
+from trainer.host.watch import StepWatch, innermost, is_stopped, take_stacks
 from trainer.speech import say
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.spec.base import parse
@@ -402,7 +402,7 @@ class HostRun:
             *("--master-addr", self._address),
             *("--master-port", self._settings.get("TRAINYARD_RENDEZVOUS_PORT", str(DEFAULT_PORT))),
             *("--max-restarts", "0"),
-            *("-m", "trainer.entrypoint_rank", str(self._reports), self._module),
+            *("-m", "trainer.host.rank", str(self._reports), self._module),
             *("--resolved-job", str(resolved), "--output-dir", str(self._output / "data")),
             # Not in the output folder, which is uploaded as a whole at the end.
             *("--scratch-dir", str(self._work / "scratch")),

@@ -25,8 +25,8 @@ def export(job: ResolvedJob, *, vocab_size: int, checkpoints: str, out: Path, av
         raise InputError("--average: the job keeps no average; it would need training.optimizer.average_decay")
     import torch
 
-    from trainer.adapters import save_adapter
     from trainer.checkpoint import Checkpointer
+    from trainer.models.adapters import save_adapter
     from trainer.strategies.torch_engine import persistent_buffers
 
     model = _model(job, vocab_size)
@@ -59,8 +59,8 @@ def _model(job: ResolvedJob, vocab_size: int) -> Any:
     """The job's model, whole, on CPU."""
     import torch
 
-    from trainer.deferred_weights import fill
-    from trainer.model import build_model
+    from trainer.models.build import build_model
+    from trainer.models.deferred_weights import fill
     from trainer.tasks import task_of
 
     if job.spec.task == "causal_lm":

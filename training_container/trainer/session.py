@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from trainer import profiling
-from trainer.anomalies import AnomalyGuard
 from trainer.checkpoint import Checkpointer, CheckpointInfo, best_interval_seconds
 from trainer.data import JobData, MicroBatch
-from trainer.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
-from trainer.observe import Observer
+from trainer.observe import profiling
+from trainer.observe.anomalies import AnomalyGuard
+from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
+from trainer.observe.observer import Observer
+from trainer.observe.step_clock import StepClock
+from trainer.observe.throughput import Expected
+from trainer.optimizers.schedule import learning_rate_at
 from trainer.rendezvous import Patience
 from trainer.runtime import Runtime
-from trainer.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything, use_deterministic_kernels
 from trainer.signals import Decision, StopFlag, urgency
 from trainer.speech import say
-from trainer.step_clock import StepClock
 from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_supported
 from trainer.strategies.mesh import data_parallel_rank, has_same_streams, place_of, random_stream
 from trainer.tasks import task_of
-from trainer.throughput import Expected
 from trainer.validation import Validation
 from trainyard.errors import JobFailedError
 from trainyard.spec.job import ResolvedJob

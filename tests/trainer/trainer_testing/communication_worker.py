@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from trainer.leaving import leave
 from trainer.loop import train
-from trainer.model import outline_model
+from trainer.models.build import outline_model
 from trainer.runtime import Runtime, distributed_runtime
 from trainer.session import Session
 from trainer.strategies import build_strategy, context_parallel

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainer.leaving import leave
-from trainer.model import build_model
+from trainer.models.build import build_model
+from trainer.observe.step_clock import StepClock
 from trainer.runtime import Runtime, distributed_runtime
-from trainer.step_clock import StepClock
 from trainer.strategies import build_strategy
 
 from trainer_testing.tiny import VOCAB_SIZE, global_targets, rank_batches, tiny_job

@@ -28,7 +28,7 @@ PRELOADED = (
     "peft",
     "torch.distributed.checkpoint",
     "trainer.__main__",
-    "trainer.model",
+    "trainer.models.build",
     "trainer.strategies.ddp",
     "trainer.strategies.fsdp",
     "trainer.strategies.pipelined",

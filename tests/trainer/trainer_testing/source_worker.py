@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from trainer.leaving import leave
-from trainer.model import outline_model
+from trainer.models.build import outline_model
 from trainer.runtime import distributed_runtime
 from trainer.strategies import build_strategy
 

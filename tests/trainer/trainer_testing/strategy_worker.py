@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from trainer.leaving import leave
-from trainer.model import outline_model
+from trainer.models.build import outline_model
+from trainer.optimizers.schedule import learning_rate_at
 from trainer.runtime import Runtime, distributed_runtime
-from trainer.schedule import learning_rate_at
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.flat_shard import FlatShard
 

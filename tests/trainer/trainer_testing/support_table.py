@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.model import build_model
+from trainer.models.build import build_model
 from trainer.strategies import check_supported
 from transformers import AutoConfig
 

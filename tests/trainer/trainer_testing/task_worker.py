@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from trainer.leaving import leave
+from trainer.optimizers.schedule import learning_rate_at
 from trainer.runtime import Runtime, distributed_runtime
-from trainer.schedule import learning_rate_at
 from trainer.strategies import build_strategy
 from trainer.strategies.mesh import data_parallel_rank
 from trainer.tasks import task_of

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from trainer.loss import IGNORED_LABEL
+from trainer.losses.token_loss import IGNORED_LABEL
 
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 

@@ -7,9 +7,10 @@ parallelism alone, `parallel` the one for every product with `tensor_parallel`, 
 
 from torch import nn
 
-from trainer import loss_head, router_loss
-from trainer.attention import check as check_attention
-from trainer.deferred_weights import source_of
+from trainer.losses import head as loss_head
+from trainer.losses import router as router_loss
+from trainer.models.attention import check as check_attention
+from trainer.models.deferred_weights import source_of
 from trainer.runtime import Runtime
 from trainer.strategies import compiled
 from trainer.strategies.base import OptimizerStep, Strategy

@@ -26,7 +26,7 @@ class Batch(Protocol):
 
 
 class Clock(Protocol):
-    """Times a phase of a step: `with clock("forward"): ...` (`trainer.step_clock.StepClock`)."""
+    """Times a phase of a step: `with clock("forward"): ...` (`trainer.observe.step_clock.StepClock`)."""
 
     def __call__(self, phase: str) -> AbstractContextManager[None]:
         """Adds the block's seconds to the phase."""

@@ -10,7 +10,7 @@ import shutil
 
 from torch import nn
 
-from trainer.model import transformer_blocks
+from trainer.models.build import transformer_blocks
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 

@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from trainer.loss import IGNORED_LABEL
+from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.strategies.base import Batch
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import waits
+from trainer.observe import waits
 from trainer.runtime import Runtime
 from trainer.strategies.base import Batch, Clock
 from trainer.strategies.torch_engine import TorchStrategy

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainer.deferred_weights import fill_parameters, source_of
-from trainer.model import transformer_blocks
+from trainer.models.build import transformer_blocks
+from trainer.models.deferred_weights import fill_parameters, source_of
 from trainer.runtime import Runtime
 from trainer.strategies.base import Batch
 from trainer.strategies.torch_engine import TorchStrategy

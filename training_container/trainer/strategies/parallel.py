@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trainer.configuration import configuration_of
-from trainer.model import transformer_blocks
-from trainer.optimizer import local_tensor
+from trainer.models.build import transformer_blocks
+from trainer.models.configuration import configuration_of
+from trainer.optimizers.build import local_tensor
 from trainer.runtime import Runtime
 from trainer.strategies import context_parallel, expert_parallel, pipeline, tensor_parallel
 from trainer.strategies.base import Batch, Clock

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from transformers import PretrainedConfig, PreTrainedModel
 
-from trainer.loss_head import ScoringHead
+from trainer.losses.head import ScoringHead
 from trainer.strategies.base import Clock
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob

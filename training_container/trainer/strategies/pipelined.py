@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.loss import shifted, target_loss_sum
-from trainer.optimizer import local_tensor
+from trainer.losses.token_loss import shifted, target_loss_sum
+from trainer.optimizers.build import local_tensor
 from trainer.runtime import Runtime
 from trainer.strategies import pipeline
 from trainer.strategies.base import Batch, Clock

@@ -28,8 +28,8 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.optimizer import local_tensor
-from trainer.quantized import QuantizedLinear, block_size_of
+from trainer.models.quantized import QuantizedLinear, block_size_of
+from trainer.optimizers.build import local_tensor
 from trainer.strategies import expert_parallel
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob

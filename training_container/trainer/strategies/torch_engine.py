@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.deferred_weights import fill
-from trainer.loss_head import choices_of, plan_loss
-from trainer.loss_head import install as install_loss_head
-from trainer.loss_scaling import LossScaler
-from trainer.optimizer import (
+from trainer.losses.head import choices_of, plan_loss
+from trainer.losses.head import install as install_loss_head
+from trainer.models.deferred_weights import fill
+from trainer.optimizers.build import (
     build_optimizer,
     clip_factor,
     describe,
@@ -22,6 +21,7 @@ from trainer.optimizer import (
     set_learning_rate,
     set_moments,
 )
+from trainer.optimizers.loss_scaling import LossScaler
 from trainer.runtime import Runtime
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
 from trainer.strategies.compiled import compile_blocks

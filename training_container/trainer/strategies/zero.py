@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.deferred_weights import fill, fill_parameters, source_of
-from trainer.loss_head import choices_of, plan_loss
-from trainer.loss_head import install as install_loss_head
-from trainer.model import transformer_blocks
-from trainer.optimizer import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
+from trainer.losses.head import choices_of, plan_loss
+from trainer.losses.head import install as install_loss_head
+from trainer.models.build import transformer_blocks
+from trainer.models.deferred_weights import fill, fill_parameters, source_of
+from trainer.optimizers.build import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
 from trainer.runtime import Runtime
 from trainer.strategies import deepspeed_settings
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy

@@ -13,9 +13,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.data import JobData, ValidationSet
 from trainer.data.build import sources_by_name
-from trainer.deferred_weights import defer, outline, source_of
+from trainer.models.deferred_weights import defer, outline, source_of
+from trainer.models.sharded_source import stored_type, to_trained_type
 from trainer.seeds import seed_everything
-from trainer.sharded_source import stored_type, to_trained_type
 from trainer.tasks.samples import SampleStream, SampleTable, SampleValidation
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource, ImageSpec, ResolvedJob

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainer.data import JobData, TextData, build_data
-from trainer.loss import next_token_loss_sum, shifted, target_loss_sum
-from trainer.loss_head import ScoringHead
-from trainer.model import outline_model
-from trainer.router_loss import router_loss_sum
+from trainer.losses.head import ScoringHead
+from trainer.losses.router import router_loss_sum
+from trainer.losses.token_loss import next_token_loss_sum, shifted, target_loss_sum
+from trainer.models.build import outline_model
 from trainer.tasks.base import Task
 from trainyard.spec.job import ResolvedJob
 

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from trainer.adapters import add_adapter
 from trainer.data import IGNORED_LABEL, JobData, part_cache
 from trainer.data.bad_records import BadRecordError
 from trainer.data.chat import ChatTemplate, chat_template_of
 from trainer.data.documents import DocumentEncoder, encoder_of
 from trainer.data.readers import Record
 from trainer.data.tokenizer import TextTokenizer, tokenizer_file_of, tokenizer_of
-from trainer.loss import next_token_loss_sum
+from trainer.losses.token_loss import next_token_loss_sum
+from trainer.models.adapters import add_adapter
 from trainer.tasks.base import Task
 from trainer.tasks.building import check_layout, config_of, finished, image_data, outlined
 from trainer.tasks.images import ImageTransform, Pixels, Preprocessing

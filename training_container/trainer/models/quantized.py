@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from trainer.deferred_weights import Index, WeightSource, source_of
-from trainer.optimizer import local_tensor
+from trainer.models.deferred_weights import Index, WeightSource, source_of
+from trainer.optimizers.build import local_tensor
 from trainyard.errors import InputError
 
 NF4 = (

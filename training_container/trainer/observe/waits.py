@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Listener(Protocol):
-    """Who is told of waits (`trainer.step_clock.StepClock`)."""
+    """Who is told of waits (`trainer.observe.step_clock.StepClock`)."""
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around one wait."""

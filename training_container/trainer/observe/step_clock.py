@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from trainer import waits
+from trainer.observe import waits
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 _DEVICE_PHASES = frozenset({"forward", "backward", "optimizer"})
@@ -20,7 +20,8 @@ class StepClock:
 
     `communication` is what is exposed of it: the time in which computing stood still for other ranks, be it for their
     data or for them to arrive. It is taken out of the phase in which it fell. What overlaps with computing costs no
-    time and is not in it. A checkpoint's agreements belong to the checkpoint. How waits are seen: `trainer.waits`.
+    time and is not in it. A checkpoint's agreements belong to the checkpoint. How waits are seen:
+    `trainer.observe.waits`.
     """
 
     def __init__(self, device: torch.device, *, world_size: int, show_ranges: bool = False) -> None:

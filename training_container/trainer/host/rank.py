@@ -1,6 +1,6 @@
 """Runs a module as one rank under torchrun and writes down how it went, for the entrypoint to read.
 
-    torchrun ... -m trainer.entrypoint_rank REPORTS_DIR MODULE [ARGUMENT ...]
+    torchrun ... -m trainer.host.rank REPORTS_DIR MODULE [ARGUMENT ...]
 
 torchrun tells neither which rank failed first with which words nor "saved, resume me" (exit code 75), which it would
 take for a crash and print a traceback. Imports no torch: a broken one must end up in the report too.

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trainer.eight_bit import MOMENTS, AdamW8bit
-from trainer.matrix_optimizers import Adafactor, Muon
-from trainer.momentum import Momentum
+from trainer.optimizers.eight_bit import MOMENTS, AdamW8bit
+from trainer.optimizers.matrix import Adafactor, Muon
+from trainer.optimizers.momentum import Momentum
 from trainyard.spec.job import ResolvedJob
 
 CLIP_EPSILON = 1e-6

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trainer import linear_loss
-from trainer.attention import attention_of
+from trainer.losses import linear as linear_loss
+from trainer.models.attention import attention_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.entrypoint_rank import RESUME_EXIT_CODE
+from trainer.host.rank import RESUME_EXIT_CODE
 from trainer.speech import say
 from trainyard.spec.job import RecoverySpec
 

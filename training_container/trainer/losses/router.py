@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig
 
-from trainer.configuration import configuration_of
-from trainer.loss import IGNORED_LABEL
+from trainer.losses.token_loss import IGNORED_LABEL
+from trainer.models.configuration import configuration_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from trainer.momentum import new_step
+from trainer.optimizers.momentum import new_step
 
 BLOCK_SIZE = 256
 SMALLEST_BLOCK = 16

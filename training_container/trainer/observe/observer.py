@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.memory_use import Growth, MemoryUse
+from trainer.observe.memory_use import Growth, MemoryUse
+from trainer.observe.stragglers import find_stragglers
+from trainer.observe.throughput import Expected, throughput
 from trainer.runtime import Runtime
 from trainer.speech import say
-from trainer.stragglers import find_stragglers
-from trainer.throughput import Expected, throughput
 
 OTHERS = frozenset({"communication", "checkpoint"})
 """Phases that are not a rank's own work on a step."""

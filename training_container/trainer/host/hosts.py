@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Protocol
 
-from trainer.entrypoint_recovery import Ending, Restart, RestartPolicy, cause
+from trainer.host.recovery import Ending, Restart, RestartPolicy, cause
 from trainyard.errors import JobFailedError
 
 PING_SECONDS = 5.0

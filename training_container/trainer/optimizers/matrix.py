@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from trainer.momentum import new_step
+from trainer.optimizers.momentum import new_step
 
 ADAFACTOR_BETA2_DECAY = -0.8
 ADAFACTOR_SMALLEST_RMS = 1e-3

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from trainer.adapters import add_adapter
-from trainer.attention import attach, choose_attention, varlen_operations
-from trainer.deferred_weights import defer, fill, outline, source_of
-from trainer.quantized import quantize_blocks
+from trainer.models.adapters import add_adapter
+from trainer.models.attention import attach, choose_attention, varlen_operations
+from trainer.models.deferred_weights import defer, fill, outline, source_of
+from trainer.models.quantized import quantize_blocks
+from trainer.models.sharded_source import stored_type, to_trained_type
 from trainer.seeds import seed_everything
-from trainer.sharded_source import stored_type, to_trained_type
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 

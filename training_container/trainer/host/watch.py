@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from trainer.entrypoint_rank import RankReport, stacks_file
 from trainer.heartbeat import Beat, read_beat
+from trainer.host.rank import RankReport, stacks_file
 from trainyard.spec.job import RecoverySpec
 
 _STEPS_OF_A_HANG = 10

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.loss import IGNORED_LABEL
+from trainer.losses.token_loss import IGNORED_LABEL
 
 CHUNK_TOKENS = 1024
 """Positions whose logits exist at one time: half a GiB of float32 with a vocabulary of 128k."""

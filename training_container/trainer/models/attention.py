@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_3_available
 
-from trainer import documents
-from trainer.configuration import configuration_of
+from trainer.models import documents
+from trainer.models.configuration import configuration_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 

@@ -1,0 +1,1 @@
+"""What the entrypoint does on one host: rendezvous, ranks, watching, recovery. No torch."""

@@ -1,0 +1,1 @@
+"""Token-weighted losses: whole, chunked, vocabulary-parallel, and the router's."""

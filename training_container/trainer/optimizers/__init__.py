@@ -1,0 +1,1 @@
+"""Optimizers, their schedules and loss scaling; each right on a sharded model."""
