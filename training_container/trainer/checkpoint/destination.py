@@ -75,6 +75,10 @@ class Destination(ABC):
         """Read a small file."""
 
     @abstractmethod
+    def get_range(self, name: str, *, start: int, num_bytes: int) -> bytes:
+        """Read a part of a file; fewer bytes where it ends before."""
+
+    @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]:
         """Name -> bytes of every file below the folder `prefix`."""
 
@@ -146,6 +150,11 @@ class LocalDestination(Destination):
     def get_bytes(self, name: str) -> bytes:
         with _os_errors(f"read {self._root / name}"):
             return (self._root / name).read_bytes()
+
+    def get_range(self, name: str, *, start: int, num_bytes: int) -> bytes:
+        with _os_errors(f"read {self._root / name}"), (self._root / name).open("rb") as file:
+            file.seek(start)
+            return file.read(num_bytes)
 
     def sizes(self, prefix: str) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -262,6 +271,13 @@ class S3Destination(Destination):
     def get_bytes(self, name: str) -> bytes:
         with self._s3_errors("read", name):
             body: bytes = self._client.get_object(Bucket=self._bucket, Key=self._key(name))["Body"].read()
+            return body
+
+    def get_range(self, name: str, *, start: int, num_bytes: int) -> bytes:
+        wanted = f"bytes={start}-{start + num_bytes - 1}"
+        with self._s3_errors("read", name):
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name), Range=wanted)
+            body: bytes = answer["Body"].read()
             return body
 
     def sizes(self, prefix: str) -> dict[str, int]:

@@ -1,11 +1,20 @@
-"""Which checkpoint is good: newest first, every byte hashed before it is believed."""
+"""Which checkpoint is good: newest first, every byte hashed before it is believed, and only needed bytes read.
+
+The ranks of a host tell each other which blocks their tensors touch, and read the union once: from S3 into files with
+holes in the host's scratch folder, from a shared folder to verify them (what is copied afterwards comes from the page
+cache). A world that has many ranks a host so reads what the host needs, not what each rank needs.
+"""
 
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trainer.checkpoint.destination import Destination, DestinationError, MissingFileError
 from trainer.checkpoint.group import Group
@@ -22,15 +31,21 @@ from trainer.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from trainyard.errors import AwsRefusedError, JobFailedError
+from trainer.checkpoint.reading import AlteredError, Extents, Needs, Range, StepReader, mismatch, ranges_of, union
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 
 Retry = Callable[[str, Callable[[], Any]], Any]
 """`retry(what, operation)`: the operation's result, after as many tries as it takes (destination.with_retries)."""
 
+Tensors = Callable[[], Mapping[str, torch.Tensor]]
+
+_NUM_READERS = 8
+"""Requests at once of a rank: one connection to S3 gives some 100 MB/s, and hashing takes turns with waiting."""
+
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A committed checkpoint whose files were all verified, and lie where this host can read them."""
+    """A committed checkpoint of which everything, or what was asked for, was verified and is readable on this host."""
 
     step: int
     uri: str
@@ -39,6 +54,8 @@ class CheckpointInfo:
     """On this host."""
     is_fetched: bool
     """The folder is a copy that may go once it was read."""
+    reader: StepReader | None = field(default=None, compare=False, repr=False)
+    """Knows where in its files the tensors lie; None: the folder has them all."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +83,29 @@ class Restorer:
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "LOCAL_WORLD_SIZE" in os.environ else 0
         self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    def newest(self, bad_steps: set[int]) -> CheckpointInfo | None:
-        """The newest checkpoint whose every file is as promised; the steps passed over are added to `bad_steps`.
+    def newest(self, bad_steps: set[int], tensors: Tensors | None = None) -> CheckpointInfo | None:
+        """The newest checkpoint that is as promised; the steps passed over are added to `bad_steps`.
 
+        `tensors`: what the caller wants of it; nothing else is read then. None: every file, whole.
         One line is reported for each that is passed over. A destination that can't be reached raises, on every rank: to
-        begin anew because the network was down would lose the job's work in silence.
+        begin anew because the network was down would lose the job's work in silence. InputError when a checkpoint is
+        not of these tensors.
         """
         try:
             candidates = self._group.from_first(self._candidates)
         except DestinationError as error:
             raise self.unreachable(error) from None
         for candidate in candidates:
-            problem = candidate.problem or self._problem_with_files(candidate)
+            problem = candidate.problem
             if problem is None:
                 assert candidate.manifest is not None
-                return self._info(candidate.step, candidate.manifest)
+                reader = StepReader(self._destination, candidate.manifest, self._retry)
+                if tensors is not None and reader.has_blocks:
+                    problem = self._problem_with_needed(candidate.step, reader, tensors())
+                else:
+                    problem = self._problem_with_files(candidate)
+                if problem is None:
+                    return self._info(candidate.step, candidate.manifest, reader)
             bad_steps.add(candidate.step)
             self._discard(candidate.step)
             self._say(f"checkpoint step={candidate.step} skipped: {problem}; looking for the one before it")
@@ -141,6 +166,90 @@ class Restorer:
                 raise self.unreachable(failed)
         return next((found for found, _ in outcomes if found is not None), None)
 
+    def _problem_with_needed(self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Read the blocks that the tensors of this host's ranks touch; the first problem of any rank, the same on all.
+
+        They are in this host's copy of the step's folder then, if that isn't read in place.
+        """
+        host = self._group.rank - self._local_rank  # ranks of a host are numbered in a row
+        said = self._group.gather_everywhere((host, *self._needed(step, reader, tensors)))
+        for _, _, problem, stranger, failure in said:
+            if failure is not None:
+                raise self.unreachable(failure)
+            if stranger is not None:
+                raise InputError(f"{stranger}; the job's model is not the one that was saved")
+            if problem is not None:
+                return problem
+        together = union(extents for of_host, extents, *_ in said if of_host == host)
+        outcomes = self._group.gather_everywhere(self._read_share(step, reader, together))
+        for _, failed in outcomes:
+            if failed is not None:
+                raise self.unreachable(failed)
+        return next((found for found, _ in outcomes if found is not None), None)
+
+    def _needed(
+        self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[Extents, str | None, str | None, DestinationError | None]:
+        """(blocks, what is wrong with the checkpoint, why it isn't this job's, why it can't be read), for this rank."""
+        try:
+            stranger = mismatch(reader.index, tensors)
+            if stranger is not None:
+                return {}, None, f"checkpoint {self._uri(step)}: {stranger}", None
+            return Needs(reader.index, tensors).blocks(reader), None, None, None
+        except AlteredError as error:
+            return {}, str(error), None, None
+        except MissingFileError as error:
+            return {}, str(error), None, None
+        except DestinationError as error:
+            return {}, None, None, error
+
+    def _read_share(
+        self, step: int, reader: StepReader, extents: Extents
+    ) -> tuple[str | None, DestinationError | None]:
+        """This rank's share of what the host needs: read, verified, and kept where the folder isn't read in place."""
+        in_place = self._destination.folder(step_folder(step)) is not None
+        folder = self._fetched_folder(step)
+        try:
+            ranges = ranges_of(extents, {file: reader.table(file) for file in extents})
+            share = ranges[self._local_rank :: self._local_world_size]
+            if not in_place:
+                self._make_room(folder, sum(one.end - one.start for one in ranges), extents)
+            failed = threading.Event()
+
+            def read(wanted: Range) -> None:
+                if failed.is_set():
+                    return
+                try:
+                    content = reader.read(wanted)
+                    if not in_place:
+                        _write_at(folder / wanted.file, content, wanted.start)
+                except BaseException:
+                    failed.set()  # the rest isn't worth its time
+                    raise
+
+            with ThreadPoolExecutor(_NUM_READERS) as pool:
+                for _ in pool.map(read, share):
+                    pass
+        except (AlteredError, MissingFileError) as error:
+            return str(error), None
+        except DestinationError as error:
+            return None, error
+        except OSError as error:
+            return None, DestinationError(f"can't write {folder}: {error.strerror or error}", permanent=True)
+        return None, None
+
+    def _make_room(self, folder: Path, num_bytes: int, extents: Extents) -> None:
+        """The files with nothing in them yet, if the disk has room for what will be."""
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < num_bytes:
+            raise DestinationError(
+                f"no room for {folder.name}: {free >> 20} MiB free at {folder.parent}, {num_bytes >> 20} MiB needed",
+                permanent=True,
+            )
+        for name in extents:
+            (folder / name).touch()
+
     def _problem_with_file(self, step: int, file: ShardFile) -> str | None:
         in_place = self._destination.folder(step_folder(step))
         if in_place is not None:
@@ -167,14 +276,18 @@ class Restorer:
             partial.unlink(missing_ok=True)
         return difference(file, path)
 
-    def _info(self, step: int, manifest: Manifest) -> CheckpointInfo:
+    def _uri(self, step: int) -> str:
+        return f"{self._destination.uri}/{step_folder(step)}"
+
+    def _info(self, step: int, manifest: Manifest, reader: StepReader) -> CheckpointInfo:
         in_place = self._destination.folder(step_folder(step))
         return CheckpointInfo(
             step=step,
-            uri=f"{self._destination.uri}/{step_folder(step)}",
+            uri=self._uri(step),
             manifest=manifest,
             folder=in_place or self._fetched_folder(step),
             is_fetched=in_place is None,
+            reader=reader,
         )
 
     def _fetched_folder(self, step: int) -> Path:
@@ -194,3 +307,14 @@ class Restorer:
         if self._destination.folder("") is None:
             return AwsRefusedError(f"{error}; {advice}")
         return JobFailedError(f"{error}; {advice}")
+
+
+def _write_at(path: Path, content: bytes, start: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        view = memoryview(content)
+        while view:
+            written = os.pwrite(descriptor, view, start)
+            view, start = view[written:], start + written
+    finally:
+        os.close(descriptor)
