@@ -1,0 +1,166 @@
+"""Hashes of small blocks beside every shard file, so that a reader believes the bytes it read without reading the rest.
+
+A shard file is torch.distributed.checkpoint's: one `torch.save` archive after the other, each holding the values of one
+box of one tensor. `<shard>.blocks` says where in the file each box's values lie and gives the SHA-256 of every block of
+them. The manifest holds the hash of the table, and the marker the manifest's: a tree of hashes, the marker its root.
+The archives' wrapping is in no block. It is not read either, except by torch itself; the manifest's hash of the whole
+file covers it.
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.checkpoint.manifest import ManifestError
+
+BLOCKS_SUFFIX = ".blocks"
+_VERSION = 1
+_SMALLEST_BLOCK_BYTES = 64 << 10
+_LARGEST_BLOCK_BYTES = 8 << 20
+_BLOCKS_A_BOX = 32
+"""A reader of a part of a box reads up to two blocks too much: 1/16 of the box at most, where it has that many."""
+_DIGEST_BYTES = 32
+_VALUES = "data/0"
+"""The record of a `torch.save` archive that holds a tensor's values."""
+_LOCAL_HEADER_BYTES = 30
+"""Of a zip record, without its name and extra field: section 4.3.7 of PKWARE's APPNOTE.TXT."""
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """Where the values of one box of a tensor lie in a shard file, row-major, without gaps."""
+
+    archive_start: int
+    """Of its `torch.save` archive: what DCP's index knows it by."""
+    start: int
+    """Of its values, bytes from the file's beginning."""
+    num_bytes: int
+    block_bytes: int
+    """Of each of its blocks; the last may be shorter."""
+    first_block: int
+    """Number of its first block among the file's."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks its values have."""
+        return -(-self.num_bytes // self.block_bytes)
+
+
+class BlockTable:
+    """The blocks of one shard file, numbered in the order in which they lie there."""
+
+    def __init__(self, boxes: Iterable[tuple[int, int, int, int, bytes]]) -> None:
+        """`boxes`: (start of the archive, start of the values, bytes, bytes of a block, hashes in a row)."""
+        self.boxes: dict[int, StoredBox] = {}
+        self._places: list[tuple[int, int]] = []
+        self._digests: list[bytes] = []
+        for archive_start, start, num_bytes, block_bytes, digests in sorted(boxes):
+            box = StoredBox(archive_start, start, num_bytes, block_bytes, len(self._places))
+            self.boxes[archive_start] = box
+            ends = (start + min(num_bytes, (number + 1) * block_bytes) for number in range(box.num_blocks))
+            self._places += [(start + number * block_bytes, end) for number, end in enumerate(ends)]
+            self._digests += [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
+            if len(self._digests) != len(self._places):
+                raise ManifestError("a table of blocks doesn't have as many hashes as blocks")
+
+    def place(self, block: int) -> tuple[int, int]:
+        """First byte of a block in the file, and the one after its last."""
+        return self._places[block]
+
+    def is_as_promised(self, block: int, content: memoryview) -> bool:
+        """Whether `content` is the block that was saved."""
+        return hashlib.sha256(content).digest() == self._digests[block]
+
+    def to_bytes(self) -> bytes:
+        """The table's file."""
+        rows = [
+            [
+                box.archive_start,
+                box.start,
+                box.num_bytes,
+                box.block_bytes,
+                b"".join(self._digests[box.first_block : box.first_block + box.num_blocks]).hex(),
+            ]
+            for box in self.boxes.values()
+        ]
+        return (json.dumps({"version": _VERSION, "boxes": rows}) + "\n").encode()
+
+
+def parse_blocks(content: bytes) -> BlockTable:
+    """The table in `content`; ManifestError where it isn't one, or is of a newer trainer."""
+    try:
+        raw = json.loads(content)
+        if int(raw["version"]) > _VERSION:
+            raise ManifestError(f"a table of blocks has version {raw['version']}, this trainer reads up to {_VERSION}")
+        return BlockTable((*map(int, numbers), bytes.fromhex(digests)) for *numbers, digests in raw["boxes"])  # type: ignore[misc]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestError(f"a table of blocks can't be read ({type(error).__name__}: {error})") from None
+
+
+def write_blocks(shard: Path, archives: Sequence[tuple[int, int]]) -> Path:
+    """Hash the shard file's blocks and write the table beside it; its path.
+
+    `archives`: (start, bytes) of each tensor's archive in the file.
+    """
+    with shard.open("rb") as file:
+        boxes = [(start, *_hashed(file, *values_in(file, start, length))) for start, length in archives]
+    path = shard.with_name(shard.name + BLOCKS_SUFFIX)
+    path.write_bytes(BlockTable(boxes).to_bytes())
+    return path
+
+
+def _hashed(file: BinaryIO, start: int, num_bytes: int) -> tuple[int, int, int, bytes]:
+    block_bytes = _block_bytes(num_bytes)
+    file.seek(start)
+    digests = []
+    for at in range(0, num_bytes, block_bytes):
+        content = file.read(min(block_bytes, num_bytes - at))
+        digests.append(hashlib.sha256(content).digest())
+    return start, num_bytes, block_bytes, b"".join(digests)
+
+
+def _block_bytes(num_bytes: int) -> int:
+    """A power of two: so large that there are few hashes, so small that a part of the box costs little more."""
+    wanted = max(1, num_bytes // _BLOCKS_A_BOX)
+    return min(_LARGEST_BLOCK_BYTES, max(_SMALLEST_BLOCK_BYTES, 1 << (wanted - 1).bit_length()))
+
+
+def values_in(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
+    """(first byte, bytes) of the tensor's values in the `torch.save` archive at [start, start + length) of `file`."""
+    with zipfile.ZipFile(_Window(file, start, length)) as archive:
+        (record,) = [one for one in archive.infolist() if one.filename.endswith(_VALUES)]
+    file.seek(start + record.header_offset)
+    header = file.read(_LOCAL_HEADER_BYTES)
+    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return start + record.header_offset + _LOCAL_HEADER_BYTES + names, record.file_size
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        num_read = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
+        self._at += num_read
+        return int(num_read)
