@@ -98,6 +98,7 @@ def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> 
         ("tenants.acme.bugdet", {}, ["tenants.acme.bugdet", "did you mean 'budget'?"]),
         ("account", 111122223333, ["account", "string"]),
         ("region", "mars", ["region", "'mars'"]),
+        ("name", "a-b", ["name", "no dash", "environment a with tenant b-c", "take ab"]),
         ("availability_zones", ["eu-west-1a"], ["eu-west-1a", "us-east-1"]),
         ("network", {"cidr": "8.8.0.0/10"}, ["cidr"]),
         ("tenants.acme.file_system", {"storage_gib": 3000}, ["storage_gib", "multiple of 2400", "3000"]),

@@ -63,18 +63,26 @@ def test_two_syntheses_are_equal(synthesize: Any, environments: dict[str, Any], 
     assert synthesize(environments["staging"]) == templates["staging"]
 
 
-def test_adding_a_tenant_changes_no_other_template(
+def test_tenants_come_go_and_are_renamed_without_a_change_to_any_other_template(
     synthesize: Any, environments: dict[str, Any], templates: dict[str, Any]
 ) -> None:
+    """At once: aardvark comes (and sorts first), acme goes, and what remains of the first example stays as it is."""
     content = environments["local"].model_dump(mode="json")
     newcomer = {**content["tenants"]["globex"], "network_index": 2}
-    content["tenants"] = {"aardvark": newcomer, **content["tenants"]}
-    grown = synthesize(type(environments["local"]).model_validate(content))
-    assert set(grown) - set(templates["local"]) == {
-        "trainyard-local-aardvark-foundation",
-        "trainyard-local-aardvark-training",
+    # acme is renamed umbrella: the one name goes, the other comes, on the same block of addresses.
+    content["tenants"] = {
+        "aardvark": newcomer,
+        "umbrella": content["tenants"]["acme"],
+        "globex": content["tenants"]["globex"],
     }
-    assert {name: grown[name] for name in templates["local"]} == templates["local"]
+    changed, before = synthesize(type(environments["local"]).model_validate(content)), templates["local"]
+    parts = ("foundation", "training")
+    assert set(changed) - set(before) == {
+        f"trainyard-local-{tenant}-{part}" for tenant in ("aardvark", "umbrella") for part in parts
+    }
+    assert set(before) - set(changed) == {f"trainyard-local-acme-{part}" for part in parts}
+    stayed = set(before) & set(changed)
+    assert {name: changed[name] for name in stayed} == {name: before[name] for name in stayed}
 
 
 def test_nothing_is_decided_at_deploy_time(templates: dict[str, Any]) -> None:

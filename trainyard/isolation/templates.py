@@ -26,33 +26,38 @@ SYNTHESIS_SECONDS = 600
 
 def synthesize(environment: Path, checkout: Path) -> dict[str, Template]:
     """Templates by stack name, from the checkout's app.py in a process of its own: nothing here imports the CDK."""
+    with tempfile.TemporaryDirectory(prefix="trainyard-isolation-") as folder:
+        return synthesize_into(Path(folder), environment, checkout)
+
+
+def synthesize_into(folder: Path, environment: Path, checkout: Path) -> dict[str, Template]:
+    """The same, with the cloud assembly left in `folder`: what `cdk deploy --app FOLDER` deploys."""
     app = checkout / "app.py"
     if not app.is_file():
         raise InputError(f"{app}: no CDK app there; run trainyard from its checkout")
     settings = json.loads((checkout / "cdk.json").read_text(encoding="utf-8"))["context"]
-    with tempfile.TemporaryDirectory(prefix="trainyard-isolation-") as folder:
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "CDK_"))}
-        context = json.dumps({**settings, "environment": str(environment.resolve())})
-        done = subprocess.run(
-            [sys.executable, str(app)],
-            cwd=checkout,
-            env={**inherited, "CDK_OUTDIR": folder, "CDK_CONTEXT_JSON": context},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SYNTHESIS_SECONDS,
-        )
-        if done.returncode:
-            said = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
-            if done.returncode == InputError.exit_code:
-                raise InputError(said)
-            raise JobFailedError(f"{environment}: synthesis failed: {said}; `cdk synth` prints all of it")
-        suffix = ".template.json"
-        return {
-            path.name.removesuffix(suffix): json.loads(path.read_text(encoding="utf-8"))
-            for path in sorted(Path(folder).glob(f"*{suffix}"))
-        }
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "CDK_"))}
+    context = json.dumps({**settings, "environment": str(environment.resolve())})
+    done = subprocess.run(
+        [sys.executable, str(app)],
+        cwd=checkout,
+        env={**inherited, "CDK_OUTDIR": str(folder), "CDK_CONTEXT_JSON": context},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=SYNTHESIS_SECONDS,
+    )
+    if done.returncode:
+        said = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
+        if done.returncode == InputError.exit_code:
+            raise InputError(said)
+        raise JobFailedError(f"{environment}: synthesis failed: {said}; `cdk synth` prints all of it")
+    suffix = ".template.json"
+    return {
+        path.name.removesuffix(suffix): json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob(f"*{suffix}"))
+    }
 
 
 _OPAQUE = {

@@ -1,27 +1,33 @@
-"""`cdk bootstrap` and `cdk deploy` by the real CLI, with their progress passed on and their failures in one line."""
+"""Synthesis, the question whether anything stateful would be lost, and `cdk deploy` by the real CLI, with its progress
+passed on and its failures in one line."""
 
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from trainyard.errors import AwsRefusedError, InputError
+from trainyard.isolation.templates import synthesize_into
+from trainyard.launch.session import Account, open_account
+from trainyard.operate.stateful import Template, deployed_templates, refuse_losses
 from trainyard.spec.platform import EnvironmentSpec
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 Progress = Callable[[str], None]
 
 
+def tenant_stacks(environment: EnvironmentSpec, tenant: str) -> list[str]:
+    """The tenant's stacks, in the order that they depend on each other."""
+    return [f"trainyard-{environment.name}-{tenant}-{part}" for part in ("foundation", "training")]
+
+
 def stack_names(environment: EnvironmentSpec) -> list[str]:
     """The environment's stacks, in the order that they depend on each other."""
-    tenants = [
-        f"trainyard-{environment.name}-{tenant}-{part}"
-        for tenant in environment.tenants
-        for part in ("foundation", "training")
-    ]
+    tenants = [name for tenant in environment.tenants for name in tenant_stacks(environment, tenant)]
     return [f"trainyard-{environment.name}-platform", *tenants]
 
 
@@ -98,38 +104,41 @@ def deploy(
     *,
     work: Path,
     progress: Progress,
+    stacks: Sequence[str] = (),
+    accepted_losses: Collection[str] = (),
 ) -> None:
-    """Bootstrap the account and deploy all of the environment's stacks; unchanged ones are left alone.
+    """Synthesize, refuse what would replace or drop something stateful, and deploy; unchanged stacks are left alone.
 
-    `work` gets the assembly (`cdk.out`) and the log (`cdk.log`).
+    `work` gets the assembly (`cdk.out`), which is what was checked and what is deployed, and the log (`cdk.log`).
+    `stacks` names the ones to deploy (and, with them, those that they depend on); all of the environment's by default.
+    The emulator's account is bootstrapped; a real one is, once, by whoever may make its deployment roles.
     """
-    log = work / "cdk.log"
-    context = ["-c", f"environment={environment_file}"]
-    output = ["--output", str(work / "cdk.out")]
-    progress("bootstrapping")
-    cdk(
-        checkout,
-        ["bootstrap", f"aws://{environment.account}/{environment.region}", *context, *output],
-        aws,
-        log,
-        progress,
-    )
+    log, assembly = work / "cdk.log", work / "cdk.out"
     progress("synthesizing")
-    cdk(
-        checkout,
-        [
-            "deploy",
-            "--all",
-            *context,
-            *output,
-            "--require-approval",
-            "never",
-            "--concurrency",
-            "4",
-            "--progress",
-            "events",
-        ],
-        aws,
-        log,
-        progress,
-    )
+    wanted = prepare(checkout, environment_file, assembly)
+    progress("comparing with what is deployed")
+    check_losses(open_account(environment), wanted, stacks, accepted_losses)
+    if environment.emulated:
+        progress("bootstrapping")
+        account = f"aws://{environment.account}/{environment.region}"
+        cdk(checkout, ["bootstrap", account, "--app", str(assembly)], aws, log, progress)
+    progress("deploying")
+    chosen = list(stacks) or ["--all"]
+    options = ["--require-approval", "never", "--concurrency", "4", "--progress", "events"]
+    cdk(checkout, ["deploy", *chosen, "--app", str(assembly), *options], aws, log, progress)
+
+
+def prepare(checkout: Path, environment_file: Path, assembly: Path) -> dict[str, Template]:
+    """A fresh cloud assembly in the folder `assembly`; its templates by stack name."""
+    shutil.rmtree(assembly, ignore_errors=True)
+    assembly.mkdir(parents=True)
+    return dict(synthesize_into(assembly, environment_file, checkout))
+
+
+def check_losses(
+    account: Account, wanted: Mapping[str, Template], stacks: Sequence[str], accepted: Collection[str]
+) -> None:
+    """InputError where deploying `stacks` of `wanted` would replace or drop something stateful."""
+    # A tenant's stacks bring the platform's along: the CLI deploys what they depend on first.
+    chosen = set(wanted) if not stacks else {*stacks, *(name for name in wanted if name.endswith("-platform"))}
+    refuse_losses(deployed_templates(account, sorted(chosen)), wanted, accepted)

@@ -1,14 +1,14 @@
 """What is deployed: an environment, its tenants, and the contract each tenant's stack publishes.
 
 Every field says what changing it does to a deployed tenant: `update` (in place), `replace` (replaces a stateful
-resource, so don't; nothing compares it with what is deployed yet), `none` (nothing is deployed from it).
+resource, so `trainyard deploy` refuses it), `none` (nothing is deployed from it).
 """
 
 import ipaddress
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainyard.spec.base import Name, SpecModel, parse, read_yaml
 
@@ -60,6 +60,19 @@ class BudgetLimits(SpecModel):
     """E-mail addresses."""
 
 
+class RemovalSpec(SpecModel):
+    """What becomes of the tenant's data when `trainyard tenant remove` takes the tenant away."""
+
+    data: Literal["retain", "shred"] | None = Field(default=None, json_schema_extra=on_change("none"))
+    """`retain`: buckets, keys, file system and logs stay, and are listed. `shred`: buckets are emptied and deleted with
+    all versions, the file system is deleted, and the keys are scheduled for deletion, without which no copy anywhere
+    can be read. Default: retain where the environment has retain_data, shred where it hasn't."""
+    export_to: str | None = Field(
+        default=None, pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\s]*)?$", json_schema_extra=on_change("none")
+    )
+    """`s3://bucket/prefix` that gets a copy of every current object of the tenant's buckets first."""
+
+
 class TenantSpec(SpecModel):
     """One team's place: its own network, keys, roles, storage, queues and budget."""
 
@@ -72,6 +85,7 @@ class TenantSpec(SpecModel):
     log_retention_days: Literal[30, 90, 180, 365, 731] = Field(default=365, json_schema_extra=on_change("update"))
     max_job_hours: float = Field(default=120.0, gt=0, le=28 * 24, json_schema_extra=on_change("update"))
     """The longest running time that a job may ask for."""
+    removal: RemovalSpec = RemovalSpec()
 
 
 class NetworkSpec(SpecModel):
@@ -108,6 +122,8 @@ class EnvironmentSpec(SpecModel):
     """One deployment of the platform into one account and region."""
 
     name: Name
+    """No dash, unlike a tenant's: stacks are `trainyard-<environment>-<tenant>-<part>`, and where the name of the
+    environment ends must be beyond doubt."""
     account: str = Field(pattern=r"^\d{12}$", json_schema_extra=on_change("replace"))
     """The AWS account, as a quoted string: leading zeros count."""
     region: str = Field(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$", json_schema_extra=on_change("replace"))
@@ -121,6 +137,16 @@ class EnvironmentSpec(SpecModel):
     """The account's quota, instances by SageMaker type; the tenants' queues may not exceed it one by one."""
     network: NetworkSpec = NetworkSpec()
     tenants: dict[Name, TenantSpec] = Field(min_length=1)
+
+    @field_validator("name")
+    @classmethod
+    def _no_dash(cls, name: str) -> str:
+        if "-" in name:
+            raise ValueError(
+                f"an environment's name has no dash, as environment a-b with tenant c would share its stacks' names "
+                f"with environment a with tenant b-c; take {name.replace('-', '')}"
+            )
+        return name
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -143,6 +169,11 @@ class EnvironmentSpec(SpecModel):
                 )
             owner[tenant.network_index] = name
             self._check_queues(name, tenant)
+            if tenant.removal.data == "retain" and not self.retain_data:
+                raise ValueError(
+                    f"tenants.{name}.removal.data: retain needs the environment's retain_data: true, as its stacks "
+                    "delete what they hold; set that, or leave removal.data out"
+                )
         return self
 
     def _check_names(self) -> None:
@@ -171,6 +202,10 @@ class EnvironmentSpec(SpecModel):
     def tenant(self, name: str) -> TenantSpec:
         """The tenant of that name; KeyError is for callers that have checked."""
         return self.tenants[name]
+
+    def data_on_removal(self, tenant: str) -> Literal["retain", "shred"]:
+        """What becomes of the tenant's data when it is removed."""
+        return self.tenants[tenant].removal.data or ("retain" if self.retain_data else "shred")
 
     def contract_parameter(self, tenant: str) -> str:
         """SSM parameter that holds the tenant's contract."""

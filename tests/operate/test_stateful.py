@@ -1,0 +1,110 @@
+"""What a deployment may not lose: every property that replaces is known, every loss is refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.launch.session import Account
+from trainyard.operate.stateful import REPLACED_BY, deployed_templates, losses, refuse_losses
+
+STACK = "trainyard-test-acme-foundation"
+SAMPLE: dict[str, Any] = {
+    "Resources": {
+        "Data": {"Type": "AWS::S3::Bucket", "Properties": {"Tags": [{"Key": "a", "Value": "b"}]}},
+        "Vpc": {"Type": "AWS::EC2::VPC", "Properties": {"CidrBlock": "10.64.0.0/20", "EnableDnsSupport": True}},
+        "Lustre": {
+            "Type": "AWS::FSx::FileSystem",
+            "Properties": {
+                "StorageCapacity": 2400,
+                "KmsKeyId": {"Fn::GetAtt": ["Key", "Arn"]},
+                "LustreConfiguration": {"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 250},
+            },
+        },
+        "Topic": {"Type": "AWS::SNS::Topic", "Properties": {"TopicName": "old"}},
+    }
+}
+
+
+def changed(logical_id: str, **properties: Any) -> dict[str, Any]:
+    copy: dict[str, Any] = json.loads(json.dumps(SAMPLE))
+    copy["Resources"][logical_id]["Properties"].update(properties)
+    return copy
+
+
+def test_the_table_holds_every_property_that_the_registry_calls_create_only() -> None:
+    from cfnlint.schema.manager import PROVIDER_SCHEMA_MANAGER
+
+    for kind, known in REPLACED_BY.items():
+        schema = PROVIDER_SCHEMA_MANAGER.get_resource_schema("us-east-1", kind).schema
+        registered = schema.get("createOnlyProperties", []) + schema.get("conditionalCreateOnlyProperties", [])
+        tops = {path.removeprefix("/properties/").split("/")[0] for path in registered}
+        ours = {path.split(".")[0] for path in known if not path.startswith("LustreConfiguration.")}
+        # What the schemas leave out and the template reference says.
+        assert ours - tops <= {"StorageType", "KeySpec", "KeyUsage", "MultiRegion"} and tops <= ours, (kind, tops, ours)
+
+
+def test_the_emulator_agrees_on_what_replaces() -> None:
+    from trainyard.emulator.cloudformation.catalogue import RESOURCE_TYPES
+
+    for kind, known in REPLACED_BY.items():
+        emulated = RESOURCE_TYPES.get(kind)
+        if emulated is not None and emulated.update is not None:
+            stricter = {"KmsKeyId"} if kind == "AWS::Logs::LogGroup" else set()
+            assert set(emulated.replaced_by) - stricter <= {path.split(".")[0] for path in known}, kind
+
+
+@pytest.mark.parametrize(
+    ("logical_id", "properties", "told"),
+    [
+        ("Vpc", {"CidrBlock": "10.64.16.0/20"}, "CidrBlock would change from 10.64.0.0/20 to 10.64.16.0/20"),
+        ("Data", {"BucketName": "mine"}, "BucketName would change from None to mine"),
+        ("Lustre", {"KmsKeyId": "other"}, "KmsKeyId would change"),
+        ("Lustre", {"StorageCapacity": 1200}, "StorageCapacity would shrink from 2400 to 1200 GiB"),
+        ("Lustre", {"LustreConfiguration": {"DeploymentType": "SCRATCH_2"}}, "DeploymentType would change"),
+    ],
+)
+def test_a_replacement_is_refused_in_one_line(logical_id: str, properties: dict[str, Any], told: str) -> None:
+    wanted = {STACK: changed(logical_id, **properties)}
+    with pytest.raises(InputError) as refused:
+        refuse_losses({STACK: SAMPLE}, wanted)
+    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert f"--accept-loss {STACK}/{logical_id}" in str(refused.value)
+    refuse_losses({STACK: SAMPLE}, wanted, [f"{STACK}/{logical_id}"])
+
+
+def test_what_disappears_or_becomes_something_else_is_refused() -> None:
+    gone: dict[str, Any] = json.loads(json.dumps(SAMPLE))
+    del gone["Resources"]["Data"]
+    gone["Resources"]["Vpc"]["Type"] = "AWS::EC2::Subnet"
+    del gone["Resources"]["Topic"]
+    assert [(loss.logical_id, loss.why) for loss in losses({STACK: SAMPLE}, {STACK: gone})] == [
+        ("Data", "is no longer in the template"),
+        ("Vpc", "would become a AWS::EC2::Subnet"),
+    ]
+
+
+def test_what_changes_in_place_or_holds_nothing_passes() -> None:
+    for logical_id, properties in (
+        ("Data", {"Tags": []}),
+        ("Lustre", {"StorageCapacity": 4800}),
+        ("Lustre", {"LustreConfiguration": {"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 500}}),
+        ("Vpc", {"EnableDnsSupport": "true"}),
+        ("Topic", {"TopicName": "new"}),
+    ):
+        assert losses({STACK: SAMPLE}, {STACK: changed(logical_id, **properties)}) == []
+    assert losses({}, {STACK: SAMPLE}) == losses({STACK: SAMPLE}, {}) == []
+
+
+def test_accepting_a_loss_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match=r"--accept-loss x/Y: .* no such resource"):
+        refuse_losses({STACK: SAMPLE}, {STACK: SAMPLE}, ["x/Y"])
+
+
+def test_the_deployed_templates_are_read_and_a_stack_that_is_missing_is_none(aws: Account, tmp_path: Path) -> None:
+    template = {"Resources": {"Data": {"Type": "AWS::S3::Bucket", "Properties": {}}}}
+    aws.client("cloudformation").create_stack(StackName=STACK, TemplateBody=json.dumps(template))
+    found = deployed_templates(aws, [STACK, "trainyard-test-gone-foundation"])
+    assert found == {STACK: template}

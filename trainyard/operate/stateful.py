@@ -1,0 +1,166 @@
+"""Whether a deployment would replace or drop something that holds data: asked before CloudFormation is.
+
+CloudFormation replaces a resource in silence when a property of the wrong kind changes: a new, empty one is made and
+the old one deleted, or left to nobody. So the synthesized templates are compared with the deployed ones first.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainyard.errors import InputError
+from trainyard.launch.aws import aws_errors, error_code
+from trainyard.launch.session import Account
+
+Template = Mapping[str, Any]
+
+REPLACED_BY: Mapping[str, tuple[str, ...]] = {
+    "AWS::CloudTrail::Trail": ("TrailName",),
+    "AWS::EC2::SecurityGroup": ("GroupDescription", "GroupName", "VpcId"),
+    "AWS::EC2::Subnet": (
+        "AvailabilityZone",
+        "AvailabilityZoneId",
+        "CidrBlock",
+        "Ipv4IpamPoolId",
+        "Ipv4NetmaskLength",
+        "Ipv6CidrBlock",
+        "Ipv6IpamPoolId",
+        "Ipv6Native",
+        "Ipv6NetmaskLength",
+        "OutpostArn",
+        "VpcId",
+    ),
+    "AWS::EC2::VPC": ("CidrBlock", "InstanceTenancy", "Ipv4IpamPoolId", "Ipv4NetmaskLength", "VpcEncryptionControl"),
+    "AWS::ECR::Repository": ("EncryptionConfiguration", "RepositoryName"),
+    "AWS::FSx::DataRepositoryAssociation": (
+        "BatchImportMetaDataOnCreate",
+        "DataRepositoryPath",
+        "FileSystemId",
+        "FileSystemPath",
+    ),
+    "AWS::FSx::FileSystem": (
+        "BackupId",
+        "FileSystemType",
+        "KmsKeyId",
+        "LustreConfiguration.DeploymentType",
+        "LustreConfiguration.DriveCacheType",
+        "LustreConfiguration.EfaEnabled",
+        "LustreConfiguration.ExportPath",
+        "LustreConfiguration.ImportPath",
+        "LustreConfiguration.ImportedFileChunkSize",
+        "SecurityGroupIds",
+        "StorageType",
+        "SubnetIds",
+    ),
+    "AWS::IAM::Role": ("Path", "RoleName"),
+    "AWS::KMS::Key": ("KeySpec", "KeyUsage", "MultiRegion"),
+    "AWS::Logs::LogGroup": ("LogGroupName",),
+    "AWS::S3::Bucket": ("BucketName", "BucketNamePrefix", "BucketNamespace"),
+}
+"""Types that hold data, or that what holds data stands on, and the properties whose change replaces them: the
+createOnlyProperties of the CloudFormation registry's schemas (a test compares), and of FSx, whose schema says nothing
+of its LustreConfiguration, what the template reference marks "Update requires: Replacement". Of a key those that AWS
+refuses to change. A group or subnet counts, because its replacement replaces the file system that stands in it."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One stateful resource that the deployment would replace or drop."""
+
+    stack: str
+    logical_id: str
+    kind: str
+    """Its CloudFormation type."""
+    why: str
+
+    @property
+    def name(self) -> str:
+        """What `--accept-loss` takes."""
+        return f"{self.stack}/{self.logical_id}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}): {self.why}"
+
+
+def losses(deployed: Mapping[str, Template], wanted: Mapping[str, Template]) -> list[Loss]:
+    """What going from the deployed templates to the wanted ones would replace or drop; both by stack name.
+
+    A stack that only one side has is no loss: a new one holds nothing yet, and a deployment leaves alone what it
+    doesn't know.
+    """
+    return [
+        Loss(stack, logical_id, old["Type"], why)
+        for stack in sorted(set(deployed) & set(wanted))
+        for logical_id, old in deployed[stack].get("Resources", {}).items()
+        if old["Type"] in REPLACED_BY and (why := _why(old, wanted[stack].get("Resources", {}).get(logical_id)))
+    ]
+
+
+def refuse_losses(
+    deployed: Mapping[str, Template], wanted: Mapping[str, Template], accepted: Collection[str] = ()
+) -> None:
+    """InputError, in one line, where the deployment would replace or drop a stateful resource that nobody gave up."""
+    found = losses(deployed, wanted)
+    unknown = sorted(set(accepted) - {loss.name for loss in found})
+    if unknown:
+        raise InputError(f"--accept-loss {unknown[0]}: this deployment would replace or drop no such resource")
+    refused = [loss for loss in found if loss.name not in accepted]
+    if refused:
+        raise InputError(
+            f"refused: this deployment would lose {'; '.join(map(str, refused))}; undo the change in the environment "
+            f"file, or save what it holds and repeat with --accept-loss {refused[0].name}"
+        )
+
+
+def deployed_templates(account: Account, names: Sequence[str]) -> dict[str, Template]:
+    """The templates of those stacks that exist, as they were deployed."""
+    from botocore.exceptions import ClientError
+
+    cloudformation = account.client("cloudformation")
+    found: dict[str, Template] = {}
+    for name in names:
+        with aws_errors("reading the template of", f"stack {name}"):
+            try:
+                body = cloudformation.get_template(StackName=name, TemplateStage="Original")["TemplateBody"]
+            except ClientError as error:
+                if error_code(error) != "ValidationError":  # CloudFormation's word for "no such stack"
+                    raise
+                continue
+        if isinstance(body, Mapping):  # a text is YAML, which this project never deploys
+            found[name] = body
+    return found
+
+
+def _why(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> str:
+    """Why `old` would not survive; "" where it would."""
+    if new is None:
+        return "is no longer in the template"
+    if new["Type"] != old["Type"]:
+        return f"would become a {new['Type']}"
+    before, after = old.get("Properties", {}), new.get("Properties", {})
+    for path in REPLACED_BY[old["Type"]]:
+        was, will = _at(before, path), _at(after, path)
+        if was != will:
+            return f"{path} would change from {was!s:.120} to {will!s:.120}, which replaces it"
+    if old["Type"] == "AWS::FSx::FileSystem":
+        was, will = _at(before, "StorageCapacity"), _at(after, "StorageCapacity")
+        if isinstance(was, int) and isinstance(will, int) and will < was:
+            return f"StorageCapacity would shrink from {was} to {will} GiB, which FSx can't do in place"
+    return ""
+
+
+def _at(properties: Any, path: str) -> Any:
+    for key in path.split("."):
+        properties = properties.get(key) if isinstance(properties, Mapping) else None
+    return _plain(properties)
+
+
+def _plain(value: Any) -> Any:
+    """Without the differences that CloudFormation doesn't see: "true" and true, 5 and "5"."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value
