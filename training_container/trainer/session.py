@@ -1,5 +1,6 @@
 """One attempt at a job: its data, model, engine, checkpoints and metrics, put together and kept in step."""
 
+import functools
 import json
 import math
 import time
@@ -96,6 +97,8 @@ class Session:
             local_dir=scratch_dir / "checkpoints",
             keep_last=job.spec.checkpoint.keep_last,
             asynchronous=job.spec.checkpoint.asynchronous,
+            local_tier=None if (near := job.spec.checkpoint.local_directory) is None else Path(near),
+            peer_copy=job.spec.checkpoint.peer_copy,
             process_group=runtime.control_group,
         )
         self._metrics = MetricsLog(output_dir)
@@ -122,9 +125,10 @@ class Session:
 
     def _resume(self) -> int:
         """Continues from the newest valid checkpoint, if there is one; returns the attempt's number."""
-        info = self._checkpointer.latest()
+        tensors = functools.cache(self.strategy.state_tensors)
+        info = self._checkpointer.latest(tensors)
         if info is not None:
-            self._load(info)
+            self._load(info, tensors())
         attempt = self._begin_attempt() if self._runtime.is_first else 0
         if info is not None and self._runtime.is_first:
             say(f"resumed step={self.step} uri={info.uri}")
@@ -139,8 +143,7 @@ class Session:
         self._checkpointer.publish_file(ATTEMPTS_FILE, self._metrics.attempts_path)
         return attempt
 
-    def _load(self, info: CheckpointInfo) -> None:
-        tensors = self.strategy.state_tensors()
+    def _load(self, info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> None:
         extra = self._checkpointer.load(info, tensors)
         self.strategy.after_load(tensors)
         self.strategy.load_engine_state(extra["engine"])
@@ -243,6 +246,8 @@ class Session:
             more["anomaly"] = self.anomalies.found
         if not self._runtime.is_first:
             return
+        if saved := self._checkpointer.take_figures():
+            more["checkpoint"] = saved
         row = Row(
             step=self.step,
             attempt=self._attempt,

@@ -279,8 +279,11 @@ class TrainingSpec(SpecModel):
     gradient_clip: float | None = Field(default=1.0, gt=0)
     """Global norm above which gradients are scaled down; null: never."""
     precision: Literal["bf16", "fp16", "fp8", "fp32", "fp64"] = "bf16"
-    """Matrix products; weights and moments are fp32 beside it. fp64: all of it, for proofs of numerics; torch engine
-    only, slow everywhere (an H100 does fp64 at less than a tenth of its bf16 rate)."""
+    """Matrix products; weights and moments are fp32 beside it. fp8: as bf16, and the products of the blocks' linear
+    layers in 8 bits, by torchao, on GPUs from Ada and Hopper on; with compile: true, without which its scaling costs
+    more than it saves. For causal_lm without an adapter and the torch engine without tensor; which layers were
+    converted, and which not, is said at the start and in result.json. fp64: all of it, for proofs of numerics; torch
+    engine only, slow everywhere (an H100 does fp64 at less than a tenth of its bf16 rate)."""
     loss: Literal["auto", "logits", "chunked"] = "auto"
     """How the cross-entropy is computed. logits: from the whole logits, micro-batch x sequence x vocabulary of them.
     chunked: in the model's head, 1,024 positions at a time and with their gradients, so that a long sequence's logits
@@ -447,6 +450,24 @@ class CheckpointSpec(SpecModel):
     asynchronous: bool = True
     destination: str | None = None
     """s3:// prefix or folder; default: the tenant's checkpoint bucket, or the trainer's output folder."""
+    local_directory: str | None = Field(default=None, min_length=1)
+    """Folder on each host's own fast disk (NVMe): a save is committed there first, then goes to `destination` while
+    training goes on. A restart takes a step from the hosts' disks where they hold it whole and the destination has no
+    newer one. Two steps fit at most, of one host's ranks each; with peer_copy, of two hosts'."""
+    peer_copy: bool = False
+    """local_directory: each host's part also goes to the next host's disk, so that the loss of one disk doesn't cost
+    the newest step. Needs two hosts or more."""
+
+    @model_validator(mode="after")
+    def _tiers(self) -> Self:
+        if self.local_directory is not None and "://" in self.local_directory:
+            raise ValueError(
+                f"local_directory: must be a folder on each host's own disk, e.g. /tmp/checkpoints (given:"
+                f" {self.local_directory}); an s3:// prefix is a destination"
+            )
+        if self.peer_copy and self.local_directory is None:
+            raise ValueError("peer_copy copies what lies in local_directory: set that too, e.g. /tmp/checkpoints")
+        return self
 
 
 class RecoverySpec(SpecModel):
@@ -541,6 +562,29 @@ class JobSpec(SpecModel):
                         f"data.{field}.{number}.format: task {self.task} reads webdataset (given: {source.format})"
                     )
         return self
+
+    @model_validator(mode="after")
+    def _fp8_can_be_had(self) -> Self:
+        reason = self._fp8_obstacle() if self.training.precision == "fp8" else None
+        if reason is not None:
+            raise ValueError(f"training.precision: fp8 {reason}")
+        return self
+
+    def _fp8_obstacle(self) -> str | None:
+        if self.task != "causal_lm":
+            return f"is not implemented for task {self.task}; use bf16"
+        if self.model.adapter is not None:
+            return "computes gradients of all weights, also those that model.adapter freezes, and saves nothing; use bf16"
+        if self.parallelism == "auto":
+            return None
+        if self.parallelism.engine == "deepspeed":
+            return "is not implemented with engine: deepspeed; use engine: torch, or bf16"
+        if self.parallelism.tensor > 1:
+            return (
+                f"is not implemented with parallelism.tensor: {self.parallelism.tensor}, which cuts its layers; use"
+                " data_shard, pipeline or context, or bf16"
+            )
+        return None
 
     @field_validator("version")
     @classmethod

@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,13 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_loader import load as load_in_place
 from torch.distributed.checkpoint.storage import WriteResult
 
+from trainer.checkpoint.blocks import write_blocks
 from trainer.checkpoint.destination import (
     RETRY_DELAYS_SECONDS,
     DestinationError,
@@ -31,6 +28,7 @@ from trainer.checkpoint.destination import (
 )
 from trainer.checkpoint.group import Group
 from trainer.checkpoint.host_copy import HostCopy, SharedPlan
+from trainer.checkpoint.local_tier import LocalCheckpoint, LocalTier
 from trainer.checkpoint.manifest import (
     COMMITTED,
     FOLDER,
@@ -43,11 +41,12 @@ from trainer.checkpoint.manifest import (
     step_folder,
     step_of,
 )
+from trainer.checkpoint.reading import Needs, mismatch
 from trainer.checkpoint.restore import CheckpointInfo, Restorer
 from trainer.heartbeat import beat
 from trainer.rendezvous import PATIENT
 from trainer.speech import say
-from trainyard.errors import InputError
+from trainyard.errors import InputError, JobFailedError
 
 _LONGEST_UPLOAD = timedelta(hours=2)
 """How long ranks wait behind for the slowest one's upload."""
@@ -74,6 +73,17 @@ class _Save:
 
 
 @dataclass(frozen=True)
+class _Promise:
+    """A save that every rank has written, before it is committed anywhere."""
+
+    manifest: Manifest
+    content: bytes
+    """The manifest's bytes."""
+    index: bytes
+    """DCP's `.metadata`."""
+
+
+@dataclass(frozen=True)
 class _RankPart:
     """What a rank tells the first one about its part of a save."""
 
@@ -95,12 +105,16 @@ class Checkpointer:
         local_dir: Path,
         keep_last: int,
         asynchronous: bool,
+        local_tier: Path | None = None,
+        peer_copy: bool = False,
         process_group: dist.ProcessGroup | None = None,
         report: Callable[[str], None] = say,
         retry_delays_seconds: Sequence[float] = RETRY_DELAYS_SECONDS,
     ) -> None:
         """`destination`: a folder (shared by all hosts) or an s3:// prefix. `local_dir`: scratch of this host.
 
+        `local_tier`: a folder on this host's own disk, where a save is committed before it goes to the destination;
+        `peer_copy`: the next host's disk gets a copy of this one's part.
         `process_group`: a CPU (gloo) group of all ranks for what the caller's own thread says. The thread behind has a
         group of its own, made here: collectives of two threads on one group would mix.
         """
@@ -120,6 +134,13 @@ class Checkpointer:
         self._process_group = process_group
         self._plan = SharedPlan(self._group)
         self._host_copy = HostCopy()
+        self._tier: LocalTier | None = None
+        if local_tier is not None:
+            self._tier = LocalTier(
+                local_tier, self._destination.uri, group=self._group, peer_copy=peer_copy, report=report
+            )
+        self._from_tier: LocalCheckpoint | None = None
+        """What latest() found there, until it is loaded."""
         self._restorer = Restorer(self._destination, self._group, self._local_dir, self._retry, report)
         self._staging = self._local_dir / "staging" / f"rank-{rank:05d}"
         shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed run
@@ -129,10 +150,13 @@ class Checkpointer:
         """Step of the newest checkpoint that this object committed or loaded."""
         self.last_save_seconds: float | None = None
         """From the call of save() to the commit, of the last save that was committed."""
+        self.last_local_seconds: float | None = None
+        """From the call of save() to the commit on the hosts' own disks, of the last save that came so far."""
         self.blocked_seconds = 0.0
         """How long the last save() kept the caller, waiting for the save before it included."""
         self.backpressure_seconds = 0.0
         """The part of blocked_seconds that was spent waiting for the save before."""
+        self._figures: dict[str, float] = {}
         self.num_failed_saves = 0
         """Saves that were skipped or not committed."""
         self.last_error: str | None = None
@@ -171,6 +195,17 @@ class Checkpointer:
         if step != self.last_committed_step:
             self._begin(step, tensors, extra, attachments or {}, started)
         self.blocked_seconds = time.perf_counter() - started
+        waits = {"blocked_seconds": self.blocked_seconds, "backpressure_seconds": self.backpressure_seconds}
+        self._figures |= {"step": step, **waits}
+
+    def take_figures(self) -> dict[str, float]:
+        """What the saves cost since the last call, for the metrics; empty where there was none.
+
+        step, blocked_seconds and backpressure_seconds (a part of it) of a save that began; committed_step,
+        save_seconds and, with a local tier, local_seconds of one that was committed.
+        """
+        figures, self._figures = self._figures, {}
+        return figures
 
     def _begin(
         self,
@@ -195,30 +230,40 @@ class Checkpointer:
         # A copy, and at once: what is no JSON is the caller's mistake, and must not show up as a failed upload.
         extra = json.loads(json.dumps(extra))
         save = _Save(step, self._plan.mine, extra, files, started)
-        self._thread = threading.Thread(target=self._finish, args=(save,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._start_behind(save, self._write_and_commit)
         if not self._asynchronous:
             self.wait()
 
+    def _start_behind(self, save: _Save, work: Callable[[_Save], str | None]) -> None:
+        self._thread = threading.Thread(target=self._finish, args=(save, work), name="checkpoint", daemon=True)
+        self._thread.start()
+
     def _lacks_space(self, step: int) -> bool:
         in_place = self._destination.folder(step_folder(step))
-        folder = in_place or self._staging
         # Ranks of one host share its disk; a shared folder is shared by all.
-        sharing = self._group.world_size if in_place else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed = int(self._plan.num_bytes * _SPACE_FACTOR) * sharing + _SPACE_MARGIN_BYTES
-        free = free_bytes(folder)
-        if free >= needed:
-            return False
-        self._report(
-            f"checkpoint step={step} needs {needed >> 20} MiB, {folder} has {free >> 20} MiB free: "
-            "free space or give another checkpoint.destination"
-        )
-        return True
+        a_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        places: list[tuple[Path, int, str]] = []
+        if in_place is not None:
+            places.append((in_place, self._group.world_size, "destination"))
+        if self._tier is not None:
+            places.append((self._tier.folder(step), a_host * self._tier.copies, "local_directory"))
+        elif in_place is None:
+            places.append((self._staging, a_host, "destination"))
+        for folder, sharing, field_name in places:
+            needed = int(self._plan.num_bytes * _SPACE_FACTOR) * sharing + _SPACE_MARGIN_BYTES
+            free = free_bytes(folder)
+            if free < needed:
+                self._report(
+                    f"checkpoint step={step} needs {needed >> 20} MiB, {folder} has {free >> 20} MiB free: "
+                    f"free space or give another checkpoint.{field_name}"
+                )
+                return True
+        return False
 
-    def _finish(self, save: _Save) -> None:
+    def _finish(self, save: _Save, work: Callable[[_Save], str | None]) -> None:
         """Write, hash, upload, commit. In the thread behind when asynchronous."""
         try:
-            error = self._write_and_commit(save)
+            error = work(save)
         except Exception as failure:  # a lost peer, or a bug: training decides for itself, a save never ends it
             error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
         shutil.rmtree(self._staging, ignore_errors=True)
@@ -229,6 +274,10 @@ class Checkpointer:
         self.last_committed_step = save.step
         self.last_error = None
         self._bad_steps.discard(save.step)
+        committed = {"committed_step": save.step, "save_seconds": self.last_save_seconds}
+        if self._tier is not None and self.last_local_seconds is not None:
+            committed["local_seconds"] = self.last_local_seconds
+        self._figures |= committed
         if self._group.rank == 0:
             self._report(
                 f"checkpoint step={save.step} committed uri={self._destination.uri}/{step_folder(save.step)} "
@@ -238,12 +287,89 @@ class Checkpointer:
 
     def _write_and_commit(self, save: _Save) -> str | None:
         """None when the checkpoint is committed, else why not; the same on every rank."""
-        error = self._behind.from_first(lambda: self._attempt(lambda: self._clear(save.step)))
+        error = self._begin_folders(save.step)
         if error is not None:
             return error
         error = self._attempt(lambda: self._write_own_part(save))
         parts = self._behind.gather(_RankPart(save.results, save.files, save.extra, error))
-        return self._behind.from_first(lambda: self._attempt(lambda: self._commit(save, parts or [])))
+        promise = self._promised(save, parts or [])
+        if isinstance(promise, str):
+            if self._tier is not None:
+                self._give_up_tier(promise)
+            return promise
+        if self._tier is not None:
+            self._commit_locally(save, promise)
+        return self._send_and_commit(save, promise)
+
+    def _begin_folders(self, step: int) -> str | None:
+        """Remove what an earlier attempt left of this step, its promise first: why that failed, or None."""
+
+        tier = self._tier
+        if tier is not None:
+            error = _first_of(self._behind.gather_everywhere(self._attempt(lambda: tier.begin(step))))
+            if error is not None:
+                self._give_up_tier(error)
+        return self._begin_destination(step)
+
+    def _give_up_tier(self, error: str) -> None:
+        """A host's own disk is broken (told to all ranks alike): it must not keep saves from the destination."""
+        self._tier = None
+        if self._group.rank == 0:
+            self._report(f"checkpoint.local_directory: {error}; saves go to the destination alone from now on")
+
+    def _begin_destination(self, step: int) -> str | None:
+        def clear() -> None:
+            self._retry("clearing", lambda: self._remove(step_folder(step)))
+
+        return self._behind.from_first(lambda: self._attempt(clear))
+
+    def _promised(self, save: _Save, parts: list[_RankPart]) -> _Promise | str:
+        """The manifest of what all ranks wrote, or why there is none; known to the first rank, or to all with a tier.
+
+        The first rank writes DCP's index on the way.
+        """
+        promise: list[_Promise] = []
+
+        def make() -> str | None:
+            return self._attempt(lambda: promise.append(self._make_promise(save, parts)))
+
+        error = self._behind.from_first(make)
+        if error is not None:
+            return error
+        if self._tier is not None:
+            return self._behind.from_first(lambda: promise[0])
+        return promise[0] if promise else _Promise(Manifest(save.step, 0, (), {}, {}), b"", b"")
+
+    def _make_promise(self, save: _Save, parts: list[_RankPart]) -> _Promise:
+        _raise_broken([part.error for part in parts])
+        index = self._plan.write_index(self._written_folder(save.step), [part.results for part in parts])
+        files = [file for part in parts for file in part.files] + [shard_file(index)]
+        extra, extra_by_rank = combine_extra([part.extra for part in parts])
+        manifest = Manifest(save.step, len(parts), tuple(files), extra, extra_by_rank)
+        return _Promise(manifest, manifest.to_bytes(), index.read_bytes())
+
+    def _commit_locally(self, save: _Save, promise: _Promise) -> None:
+        """Commit on the hosts' own disks; a failure is told, and the destination gets the save all the same."""
+        tier = self._tier
+        assert tier is not None
+        error = self._attempt(lambda: tier.commit(save.step, promise.content, promise.index))
+        error = _first_of(self._behind.gather_everywhere(error))
+        if error is None:
+            self.last_local_seconds = time.perf_counter() - save.started
+            error = self._attempt(lambda: tier.copy_to_peer(self._behind, save.step, save.files))
+            error = _first_of(self._behind.gather_everywhere(error))
+            error = error and f"no copy on a peer: {error}"
+        if error is not None and self._group.rank == 0:
+            self._report(f"checkpoint step={save.step} on the hosts' disks: {error}")
+
+    def _send_and_commit(self, save: _Save, promise: _Promise) -> str | None:
+        """Bring what the ranks wrote to the destination and commit it: why that failed, or None."""
+        folder = step_folder(save.step)
+        sent: str | None = None
+        if self._written_folder(save.step) != self._destination.folder(folder):
+            sent = self._attempt(lambda: self._upload_files(save.step, save.files))
+        errors = self._behind.gather(sent)
+        return self._behind.from_first(lambda: self._attempt(lambda: self._commit(save, promise, errors or [])))
 
     @staticmethod
     def _attempt(action: Callable[[], None]) -> str | None:
@@ -258,10 +384,6 @@ class Checkpointer:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return None
 
-    def _clear(self, step: int) -> None:
-        """Remove what an earlier attempt left in the step's folder, its promise first (first rank)."""
-        self._retry("clearing", lambda: self._remove(step_folder(step)))
-
     def _remove(self, folder: str) -> None:
         names = self._destination.sizes(folder)
         for first in (f"{folder}/{COMMITTED}", f"{folder}/{MANIFEST}"):
@@ -271,38 +393,38 @@ class Checkpointer:
         if names:
             self._destination.delete(names)
 
+    def _written_folder(self, step: int) -> Path:
+        """Where this rank writes its part first: its host's tier, the destination's own folder, or scratch."""
+        if self._tier is not None:
+            return self._tier.folder(step)
+        return self._destination.folder(step_folder(step)) or self._staging
+
     def _write_own_part(self, save: _Save) -> None:
-        in_place = self._destination.folder(step_folder(save.step))
-        folder = in_place or self._staging
-        save.results = self._host_copy.write(save.plan, folder, durable=in_place is not None)
-        save.files = [shard_file(folder / name) for name in _file_names(save.results)]
-        if in_place is None:
-            for file in save.files:
-                self._upload(f"{step_folder(save.step)}/{file.name}", folder / file.name)
+        folder = self._written_folder(save.step)
+        save.results = self._host_copy.write(save.plan, folder, durable=folder != self._staging)
+        shards = _archives_by_file(save.results)
+        tables = [write_blocks(folder / name, archives) for name, archives in shards.items()]
+        save.files = [shard_file(path) for path in [*(folder / name for name in shards), *tables]]
+
+    def _upload_files(self, step: int, files: Sequence[ShardFile]) -> None:
+        for file in files:
+            self._upload(f"{step_folder(step)}/{file.name}", self._written_folder(step) / file.name)
 
     def _upload(self, name: str, path: Path) -> None:
         self._retry(f"upload of {name}", lambda: self._destination.put_file(name, path))
 
-    def _commit(self, save: _Save, parts: list[_RankPart]) -> None:
+    def _commit(self, save: _Save, promise: _Promise, errors: Sequence[str | None]) -> None:
         """The first rank's last act: index, attachments, manifest, a look at what is there, marker."""
-        broken = [f"rank {rank}: {part.error}" for rank, part in enumerate(parts) if part.error is not None]
-        if broken:
-            raise DestinationError("; ".join(broken[:3]), permanent=True)
+        _raise_broken(errors)
         folder = step_folder(save.step)
         in_place = self._destination.folder(folder)
-        local = in_place or self._staging
-        index = self._plan.write_index(local, [part.results for part in parts])
-        files = [file for part in parts for file in part.files] + [shard_file(index)]
-        if in_place is None:
-            self._upload(f"{folder}/{index.name}", index)
-        else:
+        self._retry("index", lambda: self._destination.put_bytes(f"{folder}/.metadata", promise.index))
+        if in_place is not None:
             sync(in_place)
         self._attach(save)
-        extra, extra_by_rank = combine_extra([part.extra for part in parts])
-        manifest = Manifest(save.step, len(parts), tuple(files), extra, extra_by_rank).to_bytes()
-        self._retry("manifest", lambda: self._destination.put_bytes(f"{folder}/{MANIFEST}", manifest))
-        self._check_presence(folder, files)
-        marker = commit_marker(save.step, manifest)
+        self._retry("manifest", lambda: self._destination.put_bytes(f"{folder}/{MANIFEST}", promise.content))
+        self._check_presence(folder, promise.manifest.files)
+        marker = commit_marker(save.step, promise.content)
         self._retry("commit", lambda: self._destination.put_bytes(f"{folder}/{COMMITTED}", marker))
 
     def _attach(self, save: _Save) -> None:
@@ -376,38 +498,80 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ load
 
-    def latest(self) -> CheckpointInfo | None:
-        """The newest committed checkpoint whose every byte is as promised; None if there is none.
+    def latest(self, tensors: Callable[[], Mapping[str, torch.Tensor]] | None = None) -> CheckpointInfo | None:
+        """The newest committed checkpoint that is as promised; None if there is none.
 
-        Each one passed over is a line on stdout. AwsRefusedError or JobFailedError if the destination can't be read.
+        `tensors`: makes what will be loaded, called when there is a checkpoint. Only the bytes that these tensors need
+        are read and verified then, each once on this host; without it every byte is. Each checkpoint passed over is a
+        line on stdout. AwsRefusedError or JobFailedError if the destination can't be read, InputError if the checkpoint
+        doesn't hold these tensors.
         """
         self.wait()
-        return self._restorer.newest(self._bad_steps)
+        if self._tier is not None:
+            info = self._newest_of_tier(self._tier)
+            if info is not None:
+                return info
+        return self._restorer.newest(self._bad_steps, tensors)
+
+    def _newest_of_tier(self, tier: LocalTier) -> CheckpointInfo | None:
+        """The hosts' own checkpoint, where it is whole and the destination has no newer one."""
+        try:
+            newest = self._group.from_first(self._newest_at_destination)
+        except DestinationError as error:
+            raise self._restorer.unreachable(error) from None
+        self._from_tier = found = tier.newest(newest)
+        if found is None:
+            return None
+        step = found.manifest.step
+        return CheckpointInfo(
+            step=step, uri=str(found.folder), manifest=found.manifest, folder=found.folder, is_fetched=False
+        )
+
+    def _newest_at_destination(self) -> int:
+        names = self._retry("listing", lambda: self._destination.sizes(FOLDER))
+        steps = [step_of(name) for name in names if name.endswith(f"/{COMMITTED}")]
+        return max((step for step in steps if step is not None), default=0)
 
     def load(self, info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Read a checkpoint into `tensors`, in place, whatever layout they or it have; the `extra` that was saved.
 
+        `info`: from `latest`, given the same tensors or none.
         A rank of a world of the same size gets its own `extra` back, otherwise rank 0's. InputError if the checkpoint
         doesn't hold these tensors.
         """
-        reader = FileSystemReader(info.folder)
-        problems = self._group.gather_everywhere(_mismatch(reader, tensors))
+        index = info.reader.index if info.reader is not None else FileSystemReader(info.folder).read_metadata()
+        problems = self._group.gather_everywhere(mismatch(index, tensors))
         problem = next((found for found in problems if found is not None), None)
         if problem is not None:
             raise InputError(f"checkpoint {info.uri}: {problem}; the job's model is not the one that was saved")
-        with warnings.catch_warnings():
-            # A world of one is what was asked for; torch warns about it.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load_in_place(
-                dict(tensors),
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=self._process_group,
-                no_dist=self._group.world_size == 1,
-            )
+        needs = Needs(index, tensors)
+        local, self._from_tier = self._from_tier, None
+        if local is not None and local.folder == info.folder and self._tier is not None:
+            self._tier.bring(local, needs.files)
+        try:
+            needs.fill(info.folder, info.reader)
+        except OSError as error:  # it was whole a moment ago
+            raise JobFailedError(f"checkpoint {info.uri}: can't be read: {error.strerror or error}") from None
         self._restorer.discard(info)
-        self.last_committed_step = info.step
+        if local is None or self._group.from_first(self._newest_at_destination) == info.step:
+            self.last_committed_step = info.step
+        else:
+            self._send_later(local)
         return info.manifest.extra_of(self._group.rank, self._group.world_size)
+
+    def _send_later(self, local: LocalCheckpoint) -> None:
+        """Bring to the destination what only the hosts' disks have: the save that a crash cut short, ended behind."""
+        manifest = local.manifest
+        mine = [file for file in manifest.files if min(local.holders[file.name]) == self._group.rank]
+        save = _Save(manifest.step, SavePlan([]), manifest.extra, [], time.perf_counter(), files=mine)
+        index = (local.folder / ".metadata").read_bytes()
+
+        def send(save: _Save) -> str | None:
+            return self._begin_destination(save.step) or self._send_and_commit(
+                save, _Promise(manifest, local.content, index)
+            )
+
+        self._start_behind(save, send)
 
     # ------------------------------------------------------------------ single files
 
@@ -439,9 +603,24 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _file_names(results: Sequence[WriteResult]) -> list[str]:
-    """The files that hold these results: a rank with nothing to write has none."""
-    return sorted({str(result.storage_data.relative_path) for result in results})
+def _first_of(errors: Sequence[str | None]) -> str | None:
+    """The first rank's error that is one, by rank."""
+    return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None), None)
+
+
+def _raise_broken(errors: Sequence[str | None]) -> None:
+    broken = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    if broken:
+        raise DestinationError("; ".join(broken[:3]), permanent=True)
+
+
+def _archives_by_file(results: Sequence[WriteResult]) -> dict[str, list[tuple[int, int]]]:
+    """File -> (start, bytes) of each result in it; a rank with nothing to write has none."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for result in results:
+        place = result.storage_data
+        found.setdefault(str(place.relative_path), []).append((int(place.offset), int(place.length)))
+    return dict(sorted(found.items()))
 
 
 def _copy_beginning(source: Path, target: Path, num_bytes: int) -> None:
@@ -450,16 +629,3 @@ def _copy_beginning(source: Path, target: Path, num_bytes: int) -> None:
         while left > 0 and (block := reader.read(min(left, 1 << 20))):
             writer.write(block)
             left -= len(block)
-
-
-def _mismatch(reader: FileSystemReader, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    saved = reader.read_metadata().state_dict_metadata
-    missing = [name for name in tensors if name not in saved]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        return f"it holds no {', '.join(missing[:3])}{more}"
-    for name, tensor in tensors.items():
-        stored = saved[name]
-        if isinstance(stored, TensorStorageMetadata) and stored.size != tensor.shape:
-            return f"{name} has shape {list(stored.size)} in it and {list(tensor.shape)} in the job"
-    return None

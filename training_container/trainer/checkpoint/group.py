@@ -67,6 +67,14 @@ class Group:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._process_group)
         return [bool(vote) for vote in votes.tolist()]
 
+    def send(self, block: torch.Tensor, to: int) -> None:
+        """Give a tensor to another rank, which takes it with `receive`."""
+        dist.send(block, group=self._process_group, group_dst=to)
+
+    def receive(self, block: torch.Tensor, source: int) -> None:
+        """Fill a tensor with what another rank sends."""
+        dist.recv(block, group=self._process_group, group_src=source)
+
     def wait_for_all(self) -> None:
         """Returns when every rank is here."""
         self.any(False)

@@ -27,7 +27,7 @@ class Row:
     validation: dict[str, Any] = field(default_factory=dict)
     """Where there was one: validation_loss, validation_perplexity, the task's measures, validation_sets by name."""
     more: dict[str, Any] = field(default_factory=dict)
-    """What few rows have: `observed`, `anomaly`."""
+    """What few rows have: `observed`, `anomaly`, `checkpoint`."""
     unit: str = "tokens"
     """Of `tokens`, and its key: a row of image_classification has `images` instead."""
 

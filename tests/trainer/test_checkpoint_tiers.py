@@ -1,0 +1,263 @@
+"""Checkpoints on the hosts' own disks before the destination has them: two ranks, each its own host.
+
+The file is also the program that each rank runs: `python -m test_checkpoint_tiers FOLDER`. One start plays all cases.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from test_checkpoint_ranks import is_same, laid_out, whole
+from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.destination import DestinationError, LocalDestination
+from trainer_testing.distributed import run_ranks
+
+from trainyard.spec.job import CheckpointSpec
+
+# ---------------------------------------------------------------- what ranks do
+
+
+class Host:
+    """One rank with its own disk, and a shared destination."""
+
+    def __init__(self, folder: Path, *, peer_copy: bool = False) -> None:
+        self.rank = dist.get_rank()
+        self.destination = folder / "destination"
+        self.disk = folder / f"disk{self.rank}"
+        self.said: list[str] = []
+        self.checkpoints = Checkpointer(
+            str(self.destination),
+            rank=self.rank,
+            world_size=dist.get_world_size(),
+            local_dir=folder / f"scratch{self.rank}",
+            local_tier=self.disk,
+            peer_copy=peer_copy,
+            keep_last=9,
+            asynchronous=True,
+            process_group=dist.group.WORLD,
+            report=self.said.append,
+            retry_delays_seconds=(),
+        )
+
+    def save(self, step: int) -> None:
+        """A checkpoint, wherever it gets to."""
+        tensors = laid_out(whole(step), self.rank, dist.get_world_size())
+        self.checkpoints.save(step, tensors, {"step": step, "rng": self.rank})
+        self.checkpoints.wait()
+
+    def near(self, step: int) -> Path:
+        """Where this host keeps its part of a step."""
+        (folder,) = self.disk.glob(f"*/checkpoints/step-{step:08d}")
+        return folder
+
+    def restore(self) -> dict[str, Any]:
+        """What a fresh start of this job finds, loaded and compared."""
+        fresh = Host(self.destination.parent)
+        info = fresh.checkpoints.latest()
+        assert info is not None
+        tensors = laid_out({name: torch.zeros_like(t) for name, t in whole(0).items()}, self.rank, 2)
+        extra = fresh.checkpoints.load(info, tensors)
+        assert is_same(tensors, laid_out(whole(info.step), self.rank, 2))
+        fresh.checkpoints.wait()
+        near = str(self.disk) in info.uri
+        committed = (self.destination / f"checkpoints/step-{info.step:08d}/COMMITTED").exists()
+        return {"step": info.step, "near": near, "rng": extra["rng"], "sent": committed, "said": fresh.said}
+
+
+def cut_off(host: Host, step: int) -> None:
+    """A save that reaches the hosts' disks, and not the destination."""
+    original = LocalDestination.put_file
+
+    def refuse(self: Any, name: str, path: Path) -> None:
+        raise DestinationError("can't upload: the destination is away", permanent=True)
+
+    LocalDestination.put_file = refuse  # type: ignore[method-assign]
+    host.save(step)
+    LocalDestination.put_file = original  # type: ignore[method-assign]
+    dist.barrier()
+
+
+def flip(path: Path) -> None:
+    """One bit, in place."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def case_near_first(folder: Path) -> dict[str, Any]:
+    """Each host keeps its own part, of two steps; a restart takes the step that both have from there."""
+    host = Host(folder)
+    for step in (1, 2, 3):
+        host.save(step)
+    figures = host.checkpoints.take_figures()
+    kept = sorted(path.name for path in host.near(3).parent.iterdir())
+    own = sorted(path.name for path in host.near(3).glob("*.distcp"))
+    return {"kept": kept, "own": own, "figures": sorted(figures), **host.restore()}
+
+
+def case_cut_off(folder: Path) -> dict[str, Any]:
+    """What only the hosts' disks have is resumed, and sent to the destination then."""
+    host = Host(folder)
+    host.save(1)
+    cut_off(host, 2)
+    return {"before": host.checkpoints.last_committed_step, "first": host.said, **host.restore()}
+
+
+def case_torn(folder: Path) -> dict[str, Any]:
+    """An altered part on one host: the destination's is taken, with a line."""
+    host = Host(folder)
+    host.save(1)
+    if host.rank == 1:
+        flip(host.near(1) / "__1_0.distcp")
+    dist.barrier()
+    return host.restore()
+
+
+def case_lost_disk(folder: Path) -> dict[str, Any]:
+    """A host's disk is lost with what the destination lacks: the step before."""
+    host = Host(folder)
+    host.save(1)
+    cut_off(host, 2)
+    if host.rank == 1:
+        shutil.rmtree(host.disk)
+    dist.barrier()
+    return host.restore()
+
+
+def case_peer(folder: Path) -> dict[str, Any]:
+    """The same, with a copy on the other host."""
+    host = Host(folder, peer_copy=True)
+    host.save(1)
+    cut_off(host, 2)
+    if host.rank == 1:
+        shutil.rmtree(host.disk)
+    dist.barrier()
+    return host.restore()
+
+
+def case_newer_at_destination(folder: Path) -> dict[str, Any]:
+    """Disks that are older than the destination are not asked."""
+    host = Host(folder)
+    host.save(1)
+    shutil.copytree(host.disk, folder / f"older{host.rank}")
+    host.save(2)
+    shutil.rmtree(host.disk)
+    shutil.move(folder / f"older{host.rank}", host.disk)
+    dist.barrier()
+    return host.restore()
+
+
+def case_broken_disk(folder: Path) -> dict[str, Any]:
+    """A disk that can't be written keeps no save from the destination."""
+    host = Host(folder)
+    if host.rank == 1:
+        host.disk.write_text("no folder")
+    host.save(1)
+    return {"step": host.checkpoints.last_committed_step, "error": host.checkpoints.last_error, "said": host.said}
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    name.removeprefix("case_"): value for name, value in list(globals().items()) if name.startswith("case_")
+}
+
+
+def rank_main(folder: str) -> None:
+    """One rank: plays all cases and prints what came of them."""
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"  # each its own host
+    dist.init_process_group("gloo")
+    results = {}
+    for name, case in CASES.items():
+        place = Path(folder) / name
+        place.mkdir(exist_ok=True)
+        results[name] = case(place)
+        dist.barrier()
+    print("RESULT " + json.dumps(results), flush=True)
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- tests
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each host said of each case."""
+    outputs = run_ranks(2, "test_checkpoint_tiers", str(tmp_path_factory.mktemp("tiers")), timeout_seconds=240)
+    lines = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+
+def of(played: list[dict[str, Any]], case: str, key: str) -> list[Any]:
+    return [one[case][key] for one in played]
+
+
+def test_the_hosts_disks_come_first(played: list[dict[str, Any]]) -> None:
+    assert of(played, "near_first", "kept") == [["step-00000002", "step-00000003"]] * 2
+    assert of(played, "near_first", "own") == [["__0_0.distcp"], ["__1_0.distcp"]]
+    assert {"backpressure_seconds", "blocked_seconds", "local_seconds"} <= set(played[0]["near_first"]["figures"])
+    assert of(played, "near_first", "step") == [3, 3] and of(played, "near_first", "near") == [True, True]
+    assert of(played, "near_first", "rng") == [0, 1]
+    assert of(played, "near_first", "said") == [[], []]
+
+
+def test_a_save_that_was_cut_off_is_resumed_and_sent(played: list[dict[str, Any]]) -> None:
+    assert of(played, "cut_off", "before") == [1, 1]
+    assert played[0]["cut_off"]["first"][-1] == (
+        "checkpoint step=2 not committed: rank 0: can't upload: the destination is away; rank 1: can't upload:"
+        " the destination is away; training goes on"
+    )
+    assert of(played, "cut_off", "step") == [2, 2] and of(played, "cut_off", "near") == [True, True]
+    assert of(played, "cut_off", "sent") == [True, True]
+
+
+def test_a_torn_part_falls_back_to_the_destination(played: list[dict[str, Any]]) -> None:
+    assert of(played, "torn", "step") == [1, 1] and of(played, "torn", "near") == [False, False]
+    (line,) = played[0]["torn"]["said"]
+    assert line == (
+        "checkpoint step=1 on the hosts' disks skipped: __1_0.distcp is altered (its SHA-256 is not the manifest's);"
+        " the destination's is taken"
+    )
+
+
+def test_a_lost_disk_costs_the_newest_step_unless_a_peer_has_it(played: list[dict[str, Any]]) -> None:
+    assert of(played, "lost_disk", "step") == [1, 1] and of(played, "lost_disk", "near") == [False, False]
+    assert played[0]["lost_disk"]["said"] == [
+        "checkpoint step=2 on the hosts' disks skipped: __1_0.distcp is on no host's disk; the destination's is taken",
+        "checkpoint step=1 on the hosts' disks skipped: __1_0.distcp is on no host's disk; the destination's is taken",
+    ]
+    assert of(played, "peer", "step") == [2, 2] and of(played, "peer", "near") == [True, True]
+    assert of(played, "peer", "sent") == [True, True]
+
+
+def test_an_older_step_is_not_taken_for_being_near(played: list[dict[str, Any]]) -> None:
+    assert of(played, "newer_at_destination", "step") == [2, 2]
+    assert of(played, "newer_at_destination", "near") == [False, False]
+
+
+def test_a_broken_disk_keeps_nothing_from_the_destination(played: list[dict[str, Any]]) -> None:
+    assert of(played, "broken_disk", "step") == [1, 1] and of(played, "broken_disk", "error") == [None, None]
+    assert "saves go to the destination alone from now on" in played[0]["broken_disk"]["said"][0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"local_directory": "s3://bucket/x"}, "must be a folder on each host's own disk"),
+        ({"peer_copy": True}, "set that too, e.g. /tmp/checkpoints"),
+    ],
+)
+def test_wrong_tiers_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        CheckpointSpec(**settings)
+
+
+if __name__ == "__main__":
+    rank_main(*sys.argv[1:])
