@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from moto.server import ThreadedMotoServer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.destination import DestinationError, LocalDestination, S3Destination, open_destination
 from trainer.strategies.flat_shard import FlatShard
-from trainer_testing.distributed import finish, run_ranks, start_ranks
+from trainer_testing.distributed import finish
+from trainer_testing.pool import run_pooled, start_pooled
 
 BUCKET = "acme-checkpoints"
 
@@ -202,7 +202,7 @@ def rank_main(scenario: str, destination: str, local_dir: str) -> None:
 def run(scenario: str, ranks: int, destination: str, tmp_path: Path) -> list[dict[str, Any]]:
     """What each rank printed."""
     arguments = (scenario, destination, str(tmp_path / "local"))
-    return [_result(output) for output in run_ranks(ranks, "test_checkpoint_ranks", *arguments, timeout_seconds=90)]
+    return [_result(output) for output in run_pooled(ranks, "test_checkpoint_ranks", *arguments, timeout_seconds=90)]
 
 
 def _result(output: str) -> dict[str, Any]:
@@ -215,6 +215,7 @@ def _result(output: str) -> dict[str, Any]:
 def s3_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A prefix on an S3 on this machine."""
     import boto3
+    from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
@@ -253,8 +254,10 @@ def test_any_number_of_ranks_reads_what_three_wrote(tmp_path: Path) -> None:
 def test_a_host_fetches_each_file_once(s3_destination: str, tmp_path: Path) -> None:
     run("save", 2, s3_destination, tmp_path)
     fetched = [one["fetched"] for one in run("count_downloads", 3, s3_destination, tmp_path)]
-    assert sorted(name for names in fetched for name in names) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    assert all(len(names) == 1 for names in fetched)
+    shards = ["__0_0.distcp", "__1_0.distcp"]
+    tables = [f"{name}.blocks" for name in shards]
+    assert sorted(name for names in fetched for name in names) == sorted([".metadata", *shards, *tables])
+    assert all(1 <= len(names) <= 2 for names in fetched)
     assert not [path for path in (tmp_path / "local").rglob("*") if path.is_file()]
 
 
@@ -278,7 +281,7 @@ def test_a_full_disk_on_one_rank_skips_the_save_on_all(tmp_path: Path) -> None:
 
 def test_a_rank_killed_in_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     destination = str(tmp_path / "destination")
-    ranks = start_ranks(3, "test_checkpoint_ranks", "killed_rank", destination, str(tmp_path / "local"))
+    ranks = start_pooled(3, "test_checkpoint_ranks", "killed_rank", destination, str(tmp_path / "local"))
     ended = finish(ranks, timeout_seconds=90)
     assert [code for code, _ in ended] == [0, -signal.SIGKILL, 0], ended
     for _, output in (ended[0], ended[2]):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from trainer.strategies import check_supported
 from trainer.strategies.context_parallel import SequenceLayout
-from trainer_testing.distributed import run_ranks
 from trainer_testing.families import FAMILIES
+from trainer_testing.pool import run_pooled
 from trainer_testing.strategy_worker import MARK, Result, RunRequest, run, worst_relative_error
 from trainer_testing.text_job import run_trainer, write_job
 from trainer_testing.tiny import strategy_name, tiny_job
@@ -180,7 +180,7 @@ def test_the_command_trains_and_resumes_with_cut_sequences_and_spread_experts(tm
 
 def test_experts_that_nobody_chose_wait_for_no_one() -> None:
     """A rank without tokens must still take part in every exchange and every sum of gradients."""
-    output = run_ranks(4, "trainer_testing.exchange_worker", timeout_seconds=120)[0]
+    output = run_pooled(4, "trainer_testing.exchange_worker", timeout_seconds=120)[0]
     errors = json.loads(next(line for line in output.splitlines() if line.startswith(MARK)).removeprefix(MARK))
     assert len(errors) == 3
     assert max(errors.values()) < 1e-6

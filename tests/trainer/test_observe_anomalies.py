@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 from trainer.observe.anomalies import LEAST_STEPS, WINDOW, AnomalyGuard, AnomalyWatch
 from trainer.strategies import check_supported
-from trainer_testing.distributed import finish, start_ranks
+from trainer_testing.distributed import finish
+from trainer_testing.pool import start_pooled
 from trainer_testing.text_job import rows_of, write_job
 from trainer_testing.tiny import tiny_job
 
@@ -90,7 +91,7 @@ def run_poisoned(
     """Exit codes and outputs by rank, and the rows."""
     wrong = json.dumps({str(step): factor for step, factor in factors.items()})
     options = ["--job", str(job), "--output-dir", str(output_dir), *arguments]
-    outputs = finish(start_ranks(2, "trainer_testing.poisoned_trainer", wrong, "1", *options), timeout_seconds=180)
+    outputs = finish(start_pooled(2, "trainer_testing.poisoned_trainer", wrong, "1", *options), timeout_seconds=180)
     return [code for code, _ in outputs], [text for _, text in outputs], rows_of(output_dir)
 
 

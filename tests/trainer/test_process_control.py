@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 from trainer.rendezvous import arrive, open_store
-from trainer_testing.distributed import free_port, run_ranks
+from trainer_testing.distributed import free_port
+from trainer_testing.pool import run_pooled
 
 from trainyard.errors import JobFailedError
 from trainyard.spec.job import RecoverySpec
@@ -49,7 +50,7 @@ def test_a_first_host_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failed_rendezvous_is_tried_again_and_collectives_give_up_sooner_once_told_to() -> None:
-    first, second = run_ranks(2, "trainer_testing.control_worker", timeout_seconds=180)
+    first, second = run_pooled(2, "trainer_testing.control_worker", timeout_seconds=180)
     assert "rendezvous try=1 of 2 failed: rank " in first
     assert "connectFullMesh failed" in first
     assert "sum=2.0 tries=2\npatient\nsum=2.0\ngave up: " in first

@@ -6,7 +6,7 @@ import sys
 
 import torch.distributed as dist
 from trainer.signals import StopFlag
-from trainer_testing.distributed import run_ranks
+from trainer_testing.pool import run_pooled
 
 
 def test_each_signal_is_one_decision() -> None:
@@ -31,7 +31,7 @@ def test_a_request_counts_like_a_signal() -> None:
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step() -> None:
-    outputs = run_ranks(3, "test_signals", timeout_seconds=60)
+    outputs = run_pooled(3, "test_signals", timeout_seconds=60)
     assert [output.split() for output in outputs] == [["2:save", "4:save_and_exit"]] * 3
 
 

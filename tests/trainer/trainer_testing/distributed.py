@@ -5,9 +5,10 @@ import random
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Protocol
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -55,20 +56,38 @@ def start_ranks(num_ranks: int, module: str, *arguments: str) -> list[subprocess
     return ranks
 
 
-def finish(ranks: Sequence[subprocess.Popen[str]], timeout_seconds: float) -> list[tuple[int, str]]:
-    """Waits for all ranks: (exit code, output) of each. When time runs out, the rest are killed."""
-    deadline = time.monotonic() + timeout_seconds
-    outputs: list[tuple[int, str]] = []
+Output = tuple[int, str]
+"""Exit code, and what was said."""
+
+
+class Process(Protocol):
+    """What a rank is to those who wait for it: a `subprocess.Popen`, or a fork (`pool.ForkedRank`)."""
+
+    returncode: Any
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, Any]: ...
+
+
+def collect(ranks: Sequence[Process], timeout_seconds: float) -> list[Output]:
+    """Exit code and output of each, all read at once: one that waits for its pipe to be read would hold up the rest."""
+    with ThreadPoolExecutor(len(ranks)) as readers:
+        texts = list(readers.map(lambda rank: rank.communicate(timeout=timeout_seconds)[0], ranks))
+    return [(rank.returncode, text) for rank, text in zip(ranks, texts, strict=True)]
+
+
+def finish(ranks: Sequence[Process], timeout_seconds: float) -> list[Output]:
+    """Waits for all ranks: (exit code, output) of each. When time runs out, all are killed."""
     try:
-        for rank in ranks:
-            output, _ = rank.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            outputs.append((rank.returncode, output))
+        return collect(ranks, timeout_seconds)
     finally:
         for rank in ranks:
             if rank.poll() is None:
                 rank.kill()
                 rank.communicate()
-    return outputs
 
 
 def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 240) -> list[str]:

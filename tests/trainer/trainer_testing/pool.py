@@ -6,22 +6,23 @@ what measures start-up, memory or the command itself starts real processes (`dis
 """
 
 import atexit
+import contextlib
 import ctypes
 import json
 import os
 import runpy
-import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO
+from typing import Any, TextIO
 
-from trainer_testing.distributed import TESTS, free_port
+from trainer_testing.distributed import TESTS, Output, collect, free_port
 
 PRELOADED = (
     "deepspeed",
@@ -40,8 +41,55 @@ GRACE_SECONDS = 10.0
 STACKS_SECONDS = 2.0
 """Between asking a rank that hangs for its stacks and killing it."""
 
-Outputs = list[tuple[int, str]]
-"""(exit code, output) of each rank."""
+_POLL_SECONDS = 0.02
+
+
+class ForkedRank:
+    """A rank that the server forked: the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, server: "ForkServer", pid: int, output: int) -> None:
+        self.pid = pid
+        self.stdout: TextIO = os.fdopen(output, encoding="utf-8", errors="replace")
+        self.returncode: int | None = None
+        self._server = server
+        self._lock = threading.Lock()
+        self._text: list[str] = []
+        self._reader: threading.Thread | None = None
+
+    def poll(self) -> int | None:
+        """The exit code (a signal's number, negative), or None while it runs."""
+        with self._lock:  # an end can be asked for only once
+            if self.returncode is None:
+                self.returncode = self._server.exit_code(self.pid)
+            return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """`number`, if it still runs."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # the server itself may have ended
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """What it says until it ends. TimeoutExpired when that takes longer than `timeout` seconds: call it again."""
+        deadline = time.monotonic() + (1e9 if timeout is None else timeout)
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read, daemon=True)
+            self._reader.start()
+        self._reader.join(max(0.0, deadline - time.monotonic()))
+        while self._reader.is_alive() or self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rank", timeout or 0)
+            time.sleep(_POLL_SECONDS)
+        self.stdout.close()
+        return "".join(self._text), None
+
+    def _read(self) -> None:
+        for line in self.stdout:
+            self._text.append(line)
 
 
 class ForkServer:
@@ -51,14 +99,17 @@ class ForkServer:
         environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         # The end-to-end tests set it for the whole session, and at its end count the processes that carry it.
         environment.pop("TRAINYARD_STATE_DIR", None)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._answers = self._socket.makefile("r", encoding="utf-8")
+        self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainer_testing.pool"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", "trainer_testing.pool", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
             env=environment | {"CUDA_VISIBLE_DEVICES": ""},
             cwd=TESTS,
-            text=True,
+            pass_fds=[theirs.fileno()],
         )
+        theirs.close()
         atexit.register(self.stop)
 
     @property
@@ -66,41 +117,81 @@ class ForkServer:
         """Whether it can be asked."""
         return self._process.poll() is None
 
-    def run(self, num_ranks: int, module: str, arguments: Sequence[str], timeout_seconds: float) -> Outputs:
-        """One world: `module` as `__main__`, with `arguments`, on each rank."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        world = {"num_ranks": num_ranks, "module": module, "arguments": list(arguments), "timeout": timeout_seconds}
-        self._process.stdin.write(json.dumps(world) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+    def start(self, module: str, arguments: Sequence[str], environments: Sequence[dict[str, str]]) -> list[ForkedRank]:
+        """`module` as `__main__`, with `arguments`, once in each of the environments."""
+        pipes = [os.pipe() for _ in environments]
+        try:
+            with tempfile.TemporaryFile("w+", encoding="utf-8") as asked:
+                json.dump({"module": module, "arguments": list(arguments), "environments": list(environments)}, asked)
+                asked.flush()
+                pids = self._ask("start", [asked.fileno(), *(write for _, write in pipes)])
+        finally:
+            for _, write in pipes:
+                os.close(write)
+        return [ForkedRank(self, pid, read) for pid, (read, _) in zip(pids, pipes, strict=True)]
+
+    def exit_code(self, pid: int) -> int | None:
+        """A rank's exit code; None while it runs."""
+        code: int | None = self._ask(str(pid), [])
+        return code
+
+    def _ask(self, word: str, files: Sequence[int]) -> Any:
+        with self._lock:
+            socket.send_fds(self._socket, [f"{word:<16}".encode()], files)
+            answer = self._answers.readline()
         assert answer, f"the fork server died, exit code {self._process.wait()}; its stderr says why"
-        return [(code, output) for code, output in json.loads(answer)]
+        return json.loads(answer)
 
     def stop(self) -> None:
-        """End of input is its sign to go, and to take its ranks with it."""
+        """A closed socket is its sign to go, and its ranks die with it."""
         if self.is_alive:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            self._socket.shutdown(socket.SHUT_RDWR)
             self._process.wait(timeout=60)
 
 
 _servers: list[ForkServer] = []
 
 
-def run_pooled(num_ranks: int, module: str, *arguments: str, timeout_seconds: float) -> list[str]:
-    """As `distributed.run_ranks`, on forks: the ranks' outputs, after all of them ended well."""
+def start_pooled(num_ranks: int, module: str, *arguments: str) -> list[ForkedRank]:
+    """As `distributed.start_ranks`, on forks: stdout and stderr of a rank are one pipe."""
     if not _servers or not _servers[-1].is_alive:
         _servers.append(ForkServer())
-    outputs = _servers[-1].run(num_ranks, module, arguments, timeout_seconds)
+    place = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    own = {name: value for name, value in os.environ.items() if name not in ranks[0]}
+    own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return _servers[-1].start(module, arguments, [own | rank for rank in ranks])
+
+
+def run_pooled(num_ranks: int, module: str, *arguments: str, timeout_seconds: float) -> list[str]:
+    """As `distributed.run_ranks`, on forks: the ranks' outputs, after all of them ended well."""
+    ranks = start_pooled(num_ranks, module, *arguments)
+    outputs: list[Output] = []
+    collector = threading.Thread(target=lambda: outputs.extend(collect(ranks, timeout_seconds + 60)))
+    collector.start()
+    _watch(ranks, time.monotonic() + timeout_seconds)
+    collector.join()
     failed = [f"rank {rank} exited {code}:\n{text[-4000:]}" for rank, (code, text) in enumerate(outputs) if code != 0]
     assert not failed, "\n".join(failed)
     return [text for _, text in outputs]
 
 
-def serve() -> None:
-    """One world a line of standard input, its outputs a line of standard output."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def _watch(ranks: Sequence[ForkedRank], deadline: float) -> None:
+    """What has not ended by `deadline`, or soon after another rank failed, is asked for its stacks, and killed."""
+    asked = False
+    while left := [rank for rank in ranks if rank.poll() is None]:
+        now = time.monotonic()
+        if any(rank.returncode for rank in ranks):
+            deadline = min(deadline, now + GRACE_SECONDS)
+        if now > deadline:
+            for rank in left:
+                rank.send_signal(signal.SIGKILL if asked else signal.SIGABRT)
+            asked, deadline = True, now + STACKS_SECONDS
+        time.sleep(_POLL_SECONDS)
+
+
+def serve(connection: socket.socket) -> None:
+    """Each request is 16 bytes: `start` with files (what to run; an output a rank), or a pid whose end is asked for."""
     os.dup2(2, 1)  # what libraries print while they are imported is no answer
     import importlib
 
@@ -109,45 +200,62 @@ def serve() -> None:
     torch.set_num_threads(1)
     for name in PRELOADED:
         importlib.import_module(name)
-    for line in sys.stdin:
-        answers.write(json.dumps(_run_world(**json.loads(line))) + "\n")
-        answers.flush()
+    while True:
+        request, files, _, _ = socket.recv_fds(connection, 16, 64)
+        if len(request) < 16:
+            return
+        word = request.decode().strip()
+        answer = _start(files, connection) if word == "start" else _exit_code(int(word))
+        connection.sendall((json.dumps(answer) + "\n").encode())
 
 
-def _run_world(*, num_ranks: int, module: str, arguments: list[str], timeout: float) -> Outputs:
-    place = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with tempfile.TemporaryDirectory() as folder:
-        files = [(Path(folder) / str(rank)).open("w+b") for rank in range(num_ranks)]
-        ranks = [_fork(rank, place, module, arguments, file) for rank, file in enumerate(files)]
-        codes = _wait(ranks, time.monotonic() + timeout)
-        outputs = [Path(file.name).read_text(encoding="utf-8", errors="replace") for file in files]
-        for file in files:
-            file.close()
-    return list(zip(codes, outputs, strict=True))
+def _start(files: list[int], connection: socket.socket) -> list[int]:
+    with os.fdopen(files[0], "r", encoding="utf-8") as asked:
+        asked.seek(0)
+        world: dict[str, Any] = json.load(asked)
+    pids = []
+    for environment, output in zip(world["environments"], files[1:], strict=True):
+        if not (pid := os.fork()):
+            _become_rank(world["module"], world["arguments"], environment, output, [connection.fileno(), *files[1:]])
+        pids.append(pid)
+    for output in files[1:]:
+        os.close(output)
+    return pids
 
 
-def _fork(rank: int, place: dict[str, str], module: str, arguments: list[str], output: IO[bytes]) -> int:
-    server = os.getpid()
-    if child := os.fork():
-        return child
+def _exit_code(pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _become_rank(
+    module: str, arguments: list[str], environment: dict[str, str], output: int, foreign: Sequence[int]
+) -> None:
+    """Never returns."""
     code = 1
     try:
+        server = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank never outlives its server
         if os.getppid() != server:
             os._exit(1)
         for descriptor in (1, 2):
-            os.dup2(output.fileno(), descriptor)
+            os.dup2(output, descriptor)
+        for descriptor in foreign:
+            os.close(descriptor)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False, buffering=1)
         import faulthandler
 
         faulthandler.enable()  # SIGABRT prints where a rank hangs
-        os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ.clear()
+        os.environ.update(environment)
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
-        code = int(end.code or 0)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -156,35 +264,5 @@ def _fork(rank: int, place: dict[str, str], module: str, arguments: list[str], o
         os._exit(code)
 
 
-def _wait(ranks: list[int], deadline: float) -> list[int]:
-    """Exit codes; what has not ended by `deadline`, or soon after another rank failed, is stopped."""
-    codes: dict[int, int] = {}
-    asked: float | None = None
-    while len(codes) < len(ranks):
-        for rank in ranks:
-            if rank not in codes:
-                pid, status = os.waitpid(rank, os.WNOHANG)
-                if pid:
-                    codes[rank] = os.waitstatus_to_exitcode(status)
-                    if codes[rank] != 0:
-                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        now = time.monotonic()
-        left = [rank for rank in ranks if rank not in codes]
-        if asked is None and (now > deadline or _is_over()):
-            asked = now
-            for rank in left:
-                os.kill(rank, signal.SIGABRT)
-        elif asked is not None and now > asked + STACKS_SECONDS:
-            for rank in left:
-                os.kill(rank, signal.SIGKILL)
-        time.sleep(0.02)
-    return [codes[rank] for rank in ranks]
-
-
-def _is_over() -> bool:
-    """Whether the process that asks has gone: between question and answer it writes nothing, so input means its end."""
-    return bool(select.select([0], [], [], 0)[0])
-
-
 if __name__ == "__main__":
-    serve()
+    serve(socket.socket(fileno=int(sys.argv[1])))

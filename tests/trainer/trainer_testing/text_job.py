@@ -2,18 +2,20 @@
 
 import json
 import random
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_testing.distributed import finish, start_ranks
+from trainer_testing.distributed import finish
+from trainer_testing.pool import ForkedRank, start_pooled
 
 LAYOUTS = {
     "single": "{}",
     "ddp": "{data_replicate: 2}",
     "fsdp": "{data_shard: 2}",
     "zero2": "{engine: deepspeed, data_replicate: 2, zero_stage: 2}",
+    "zero3": "{engine: deepspeed, data_replicate: 2, zero_stage: 3}",
+    "pipeline": "{pipeline: 2}",
 }
 
 
@@ -54,9 +56,9 @@ checkpoint: {{every_steps: 4, keep_last: 2}}
     return path
 
 
-def start_trainer(num_ranks: int, job: Path, output_dir: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+def start_trainer(num_ranks: int, job: Path, output_dir: Path, *arguments: str) -> list[ForkedRank]:
     """The real trainer, once a rank."""
-    return start_ranks(num_ranks, "trainer", "--job", str(job), "--output-dir", str(output_dir), *arguments)
+    return start_pooled(num_ranks, "trainer", "--job", str(job), "--output-dir", str(output_dir), *arguments)
 
 
 def run_trainer(
@@ -68,9 +70,8 @@ def run_trainer(
     return outputs[0][1], rows_of(output_dir)
 
 
-def read_until(rank: subprocess.Popen[str], beginning: str) -> str:
+def read_until(rank: ForkedRank, beginning: str) -> str:
     """What the rank printed, up to a line that begins with `beginning`."""
-    assert rank.stdout is not None
     seen = []
     for line in rank.stdout:
         seen.append(line)
