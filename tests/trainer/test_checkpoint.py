@@ -27,6 +27,7 @@ from trainer.checkpoint.destination import (
 from trainer_testing.distributed import free_port
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+from trainyard.spec.retention import BestSpec
 
 BUCKET = "acme-checkpoints"
 
@@ -121,10 +122,11 @@ def test_what_was_saved_comes_back(destination: str, tmp_path: Path) -> None:
     assert Job(destination, tmp_path).newest() == 10
     assert f"checkpoint step=10 committed uri={job.checkpointer.uri}/checkpoints/step-00000010" in job.said[1]
     names = open_destination(destination).sizes("checkpoints/step-00000010")
-    assert {name.rsplit("/", 1)[1] for name in names} == {"__0_0.distcp", ".metadata", "manifest.json", "COMMITTED"}
+    files = {"__0_0.distcp", "__0_0.distcp.blocks", ".metadata"}
+    assert {name.rsplit("/", 1)[1] for name in names} == files | {"manifest.json", "COMMITTED"}
     manifest = json.loads(open_destination(destination).get_bytes("checkpoints/step-00000010/manifest.json"))
     assert manifest["step"] == 10 and manifest["extra"]["data"] == {"sequences_consumed": 80}
-    assert {shard["name"] for shard in manifest["shards"]} == {"__0_0.distcp", ".metadata"}
+    assert {shard["name"] for shard in manifest["shards"]} == files
     assert not list((tmp_path / "local").rglob("*.distcp")), "staging and fetched copies must go"
 
 
@@ -327,6 +329,40 @@ def test_the_last_ones_are_kept(destination: str, tmp_path: Path) -> None:
     assert step_names(destination) == {"step-00000003", "step-00000004"}
 
 
+def test_every_nth_and_the_best_are_kept_too_also_by_a_later_attempt(tmp_path: Path) -> None:
+    destination = str(tmp_path / "destination")
+    rules = {"keep_last": 1, "keep_every_steps": 4, "keep_best": BestSpec(metric="validation_loss", num=1)}
+    losses = {1: 3.0, 2: 1.0, 3: None, 4: 5.0, 5: 2.0, 6: float("nan")}
+    for steps in ((1, 2, 3), (4, 5, 6)):
+        job = Job(destination, tmp_path, **rules)
+        for step in steps:
+            value = losses[step]
+            metrics = {} if value is None else {"validation_loss": value}
+            job.checkpointer.save(step, state(step), {"step": step, "metrics": metrics})
+        job.checkpointer.wait()
+    assert step_names(destination) == {"step-00000002", "step-00000004", "step-00000006"}
+
+
+def test_one_alone_is_read_back_before_the_one_before_it_goes(
+    s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert s3_endpoint
+    destination = f"s3://{BUCKET}/{tmp_path.name}"
+    job = Job(destination, tmp_path, keep_last=1)
+    job.save(1)
+    original = S3Destination.put_file
+
+    def altered(self: S3Destination, name: str, path: Path) -> None:
+        if name.endswith("__0_0.distcp"):
+            path.write_bytes(_flip(path.read_bytes()))
+        original(self, name, path)
+
+    monkeypatch.setattr(S3Destination, "put_file", altered)
+    job.save(2)
+    assert job.checkpointer.last_error == "rank 0: __0_0.distcp is not what was sent (its SHA-256 differs)"
+    assert Job(destination, tmp_path).newest() == 1
+
+
 def test_damaged_and_interrupted_ones_do_not_count_and_go(tmp_path: Path) -> None:
     destination = str(tmp_path / "destination")
     Job(destination, tmp_path).save(1, 10, 20)
@@ -354,7 +390,7 @@ def test_the_promise_is_removed_before_what_it_promises(
         monkeypatch.setattr(kind, "delete", noted)
     Job(destination, tmp_path, keep_last=1).save(1, 2)
     assert removed[:2] == ["COMMITTED", "manifest.json"]
-    assert set(removed[2:]) == {"__0_0.distcp", ".metadata"}
+    assert set(removed[2:]) == {"__0_0.distcp", "__0_0.distcp.blocks", ".metadata"}
 
 
 def test_the_only_good_one_stays_when_a_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints: committed or not there, readable at any layout, written while training goes on.
 
 `Checkpointer(destination, ...)` has `save(step, tensors, extra, attachments=)`, `wait`, `latest` and `load(info, ...)`.
+`latest(tensors)` reads no more of a checkpoint than these tensors need, and believes no byte before it was hashed.
 Every method is called by all ranks alike. A save blocks for the copy to host memory alone; writing, hashing and
 uploading happen behind. Whatever goes wrong there is one line on stdout and in `last_error`, and never stops a step.
 
@@ -8,18 +9,19 @@ Layout under the destination (a folder or an s3:// prefix):
 
     metrics.jsonl                         attachments, as of the last commit
     checkpoints/step-00000010/__0_0.distcp, ...   shards, one per rank (torch.distributed.checkpoint)
+                              __0_0.distcp.blocks where in it tensors lie, and SHA-256 of their blocks
                               .metadata           its index
                               manifest.json       sizes and SHA-256 of all files, step, and `extra`
                               COMMITTED           written last, removed first; holds the manifest's SHA-256
 
-`best_interval_seconds` says how often to save where the job leaves that open.
+`Interval` says how often to save where the job leaves that open.
 
 Inside: `destination` (where bytes go), `manifest` (what is promised), `host_copy` (plan and staging), `restore` (which
-one is good), `checkpointer` (the flow).
+one is good), `blocks` (hashes of parts of files), `reading` (what tensors need of it), `checkpointer` (the flow).
 """
 
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.interval import best_interval_seconds
+from trainer.checkpoint.interval import Interval, best_interval_seconds
 from trainer.checkpoint.restore import CheckpointInfo
 
-__all__ = ["CheckpointInfo", "Checkpointer", "best_interval_seconds"]
+__all__ = ["CheckpointInfo", "Checkpointer", "Interval", "best_interval_seconds"]

@@ -1,0 +1,367 @@
+"""Loading reads what is needed and no more, and believes nothing that it has not hashed.
+
+The file is also the program that each rank runs: `python -m test_checkpoint_bytes FOLDER`.
+"""
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.blocks import BlockTable, values_in, write_blocks
+from trainer.checkpoint.destination import LocalDestination, S3Destination
+from trainer.checkpoint.manifest import commit_marker
+from trainer.checkpoint.reading import _runs, ranges_of
+from trainer.strategies.flat_shard import FlatShard
+from trainer_testing.distributed import run_ranks
+
+MOST = 1.1
+"""Bytes read to bytes needed."""
+NUM_LAYERS = 4
+
+
+def whole() -> dict[str, torch.Tensor]:
+    """Matrices and vectors of four layers: 9 MiB."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        f"{kind}.layers.{layer}.{name}": torch.randn(shape, generator=generator)
+        for kind in ("model", "optim")
+        for layer in range(NUM_LAYERS)
+        for name, shape in (("up", (512, 256)), ("down", (256, 512)), ("norm", (256,)))
+    }
+
+
+# ---------------------------------------------------------------- layouts of four ranks
+
+Layout = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def fsdp(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rows over four ranks."""
+    mesh = init_device_mesh("cpu", (4,))
+    return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in full.items()}
+
+
+def tensor_parallel(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Two by two: rows over pairs, and inside of a pair rows or columns."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    return {
+        name: distribute_tensor(tensor, mesh, [Shard(0), Shard(1 if name.endswith("down") else 0)])
+        for name, tensor in full.items()
+    }
+
+
+def zero(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Flat quarters of every tensor."""
+    rank = dist.get_rank()
+    pieces = {name: tensor.flatten().tensor_split(4) for name, tensor in full.items()}
+    return {
+        name: FlatShard(own[rank].clone(), tuple(full[name].shape), sum(len(one) for one in own[:rank]))
+        for name, own in pieces.items()
+    }
+
+
+def replicated(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All of it."""
+    return {name: tensor.clone() for name, tensor in full.items()}
+
+
+def pipeline(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Half of the layers on two ranks each, rows over these."""
+    stage = dist.get_rank() // 2
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "rows"))["rows"]
+    mine = {f"layers.{layer}." for layer in range(2 * stage, 2 * stage + 2)}
+    return {
+        name: distribute_tensor(tensor, mesh, [Shard(0)])
+        for name, tensor in full.items()
+        if any(part in name for part in mine)
+    }
+
+
+CASES: list[tuple[str, Layout, Layout, int, float]] = [
+    ("fsdp to fsdp, a rank a host", fsdp, fsdp, 1, 1 / 4),
+    ("fsdp to tensor parallel, one host", fsdp, tensor_parallel, 4, 1),
+    ("fsdp to tensor parallel, a pair a host", fsdp, tensor_parallel, 2, 1 / 2),
+    ("zero to ddp, one host", zero, replicated, 4, 1),
+    ("zero to ddp, a rank a host", zero, replicated, 1, 1),
+    ("zero to fsdp, a rank a host", zero, fsdp, 1, 1 / 4),
+    ("pipeline to pipeline, a stage a host", pipeline, pipeline, 2, 1 / 2),
+    ("fsdp to pipeline, a rank a host", fsdp, pipeline, 1, 1 / 4),
+    ("pipeline to fsdp, a rank a host", pipeline, fsdp, 1, 1 / 4),
+]
+"""Name, saved as, loaded as, ranks of a host, and the share of the checkpoint that a host needs."""
+
+
+def rank_main(folder: str) -> None:
+    """One rank: saves and loads every case; prints the bytes that it read in each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    num_read = [0]
+    for name in ("get_range", "get_bytes"):
+        original = getattr(LocalDestination, name)
+
+        def counted(self: Any, *arguments: Any, original: Any = original, **options: Any) -> bytes:
+            content: bytes = original(self, *arguments, **options)
+            num_read[0] += len(content)
+            return content
+
+        setattr(LocalDestination, name, counted)
+    full, rank = whole(), dist.get_rank()
+    for layout in (fsdp, zero, pipeline):
+        checkpoints = _checkpointer(Path(folder) / layout.__name__, a_host=4)
+        checkpoints.save(1, layout(full), {})
+        assert checkpoints.last_error is None, checkpoints.last_error
+        checkpoints.close()
+    read = {}
+    for name, saved, loaded, a_host, _ in CASES:
+        num_read[0] = 0
+        checkpoints = _checkpointer(Path(folder) / saved.__name__, a_host=a_host)
+        tensors = loaded({name: torch.zeros_like(tensor) for name, tensor in full.items()})
+        info = checkpoints.latest(lambda tensors=tensors: tensors)  # type: ignore[misc]
+        assert info is not None
+        checkpoints.load(info, tensors)
+        for key, tensor in loaded(full).items():
+            assert torch.equal(_local(tensors[key]), _local(tensor)), (name, key, rank)
+        read[name] = num_read[0]
+        checkpoints.close()
+    print("RESULT " + json.dumps(read), flush=True)
+    dist.destroy_process_group()
+
+
+def _checkpointer(folder: Path, *, a_host: int) -> Checkpointer:
+    rank = dist.get_rank()
+    os.environ |= {"LOCAL_WORLD_SIZE": str(a_host), "LOCAL_RANK": str(rank % a_host)}
+    return Checkpointer(
+        str(folder),
+        rank=rank,
+        world_size=4,
+        local_dir=folder / "local",
+        keep_last=1,
+        asynchronous=False,
+        process_group=dist.group.WORLD,
+        report=lambda line: None,
+    )
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    if isinstance(tensor, FlatShard):
+        return tensor.local
+    values: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return values
+
+
+def test_a_host_reads_what_its_ranks_need(tmp_path: Path) -> None:
+    outputs = run_ranks(4, "test_checkpoint_bytes", str(tmp_path), timeout_seconds=180)
+    lines = [next(line for line in output.splitlines() if line.startswith("RESULT ")) for output in outputs]
+    read = [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    size = sum(tensor.numel() * 4 for tensor in whole().values())
+    for name, _, _, a_host, share in CASES:
+        hosts = [sum(one[name] for one in read[first : first + a_host]) for first in range(0, 4, a_host)]
+        for host, num_bytes in enumerate(hosts):
+            assert share * size <= num_bytes <= MOST * share * size, f"{name}: host {host} read {num_bytes / size:.3f}"
+
+
+# ---------------------------------------------------------------- one process
+
+
+class Job:
+    """A checkpointer of one rank, and what it said."""
+
+    def __init__(self, destination: str, tmp_path: Path) -> None:
+        self.said: list[str] = []
+        self.checkpoints = Checkpointer(
+            destination,
+            rank=0,
+            world_size=1,
+            local_dir=tmp_path / "local",
+            keep_last=9,
+            asynchronous=False,
+            report=self.said.append,
+            retry_delays_seconds=(),
+        )
+
+    def load(self, *names: str) -> tuple[int | None, dict[str, torch.Tensor]]:
+        """The step that is taken when these tensors are wanted, and they."""
+        tensors = {name: torch.zeros(1000, 1000) for name in names}
+        info = self.checkpoints.latest(lambda: tensors)
+        if info is not None:
+            self.checkpoints.load(info, tensors)
+        return info and info.step, tensors
+
+
+def saved(destination: str, tmp_path: Path) -> None:
+    """Steps 1 and 2 with three tensors of 4 MB that are 1 and 2."""
+    job = Job(destination, tmp_path)
+    for step in (1, 2):
+        job.checkpoints.save(step, {name: torch.full((1000, 1000), float(step)) for name in "abc"}, {"step": step})
+        assert job.checkpoints.last_error is None
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_flipped_bit_is_found_where_it_is_read_and_only_there(tmp_path: Path) -> None:
+    saved(str(tmp_path), tmp_path)
+    step = tmp_path / "checkpoints/step-00000002"
+    size = (step / "__0_0.distcp").stat().st_size
+    flip(step / "__0_0.distcp", size // 2)  # in the middle one of three
+    job = Job(str(tmp_path), tmp_path)
+    assert job.load("a", "c")[0] == 2 and job.said == []
+    taken, tensors = job.load("a", "b")
+    assert taken == 1 and tensors["b"].eq(1).all()
+    assert job.said == [
+        "checkpoint step=2 skipped: __0_0.distcp is altered (its SHA-256 is not the manifest's);"
+        " looking for the one before it"
+    ]
+    # Without a word on what is wanted all of it is read.
+    info = job.checkpoints.latest()
+    assert info is not None and info.step == 1
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp.blocks", ".metadata"])
+def test_an_index_is_not_believed_either(tmp_path: Path, name: str) -> None:
+    saved(str(tmp_path), tmp_path)
+    flip(tmp_path / "checkpoints/step-00000002" / name, 60)
+    job = Job(str(tmp_path), tmp_path)
+    assert job.load("a")[0] == 1
+    assert f"step=2 skipped: {name} is altered" in job.said[0]
+
+
+def test_tensors_stay_as_they_were_when_nothing_is_whole(tmp_path: Path) -> None:
+    saved(str(tmp_path), tmp_path)
+    for step in (1, 2):
+        shard = tmp_path / f"checkpoints/step-0000000{step}/__0_0.distcp"
+        flip(shard, shard.stat().st_size // 2)
+    job = Job(str(tmp_path), tmp_path)
+    taken, tensors = job.load("a", "b", "c")
+    assert taken is None and all(tensor.eq(0).all() for tensor in tensors.values())
+    assert "none of 2" in job.said[-1]
+
+
+def test_checkpoints_without_tables_are_read_whole(tmp_path: Path) -> None:
+    # As trainers wrote them before there were tables of blocks.
+    saved(str(tmp_path), tmp_path)
+    for step in (1, 2):
+        folder = tmp_path / f"checkpoints/step-0000000{step}"
+        (folder / "__0_0.distcp.blocks").unlink()
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        manifest["shards"] = [one for one in manifest["shards"] if not one["name"].endswith(".blocks")]
+        content = json.dumps(manifest).encode()
+        (folder / "manifest.json").write_bytes(content)
+        (folder / "COMMITTED").write_bytes(commit_marker(step, content))
+    job = Job(str(tmp_path), tmp_path)
+    taken, tensors = job.load("c")
+    assert taken == 2 and tensors["c"].eq(2).all()
+    shard = tmp_path / "checkpoints/step-00000002/__0_0.distcp"
+    flip(shard, shard.stat().st_size // 2)
+    assert job.load("c")[0] == 1
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket on this machine."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{server.get_host_and_port()[1]}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    boto3.client("s3").create_bucket(Bucket="checkpoints")
+    yield "s3://checkpoints/job"
+    server.stop()
+
+
+def test_of_an_object_only_the_bytes_needed_are_fetched(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(s3, tmp_path)
+    ranges: list[int] = []
+    original = S3Destination.get_range
+
+    def counted(self: S3Destination, name: str, *, start: int, num_bytes: int) -> bytes:
+        content = original(self, name, start=start, num_bytes=num_bytes)
+        ranges.append(len(content))
+        return content
+
+    monkeypatch.setattr(S3Destination, "get_range", counted)
+    monkeypatch.setattr(S3Destination, "get_file", lambda *_: pytest.fail("a whole file was fetched"))
+    taken, tensors = Job(s3, tmp_path).load("b")
+    assert taken == 2 and tensors["b"].eq(2).all()
+    assert 4_000_000 <= sum(ranges) <= MOST * 4_000_000
+    assert not [path for path in (tmp_path / "local").rglob("*") if path.is_file()]
+    # A bit that changed at the destination is found, and the step before it is taken.
+    import boto3
+
+    client = boto3.client("s3")
+    key = "job/checkpoints/step-00000002/__0_0.distcp"
+    content = bytearray(client.get_object(Bucket="checkpoints", Key=key)["Body"].read())
+    content[len(content) // 2] ^= 1
+    client.put_object(Bucket="checkpoints", Key=key, Body=bytes(content))
+    taken, tensors = Job(s3, tmp_path).load("b")
+    assert taken == 1 and tensors["b"].eq(1).all()
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_runs_are_the_elements_of_a_block_of_an_array() -> None:
+    for sizes in ((5,), (3, 4), (2, 3, 4)):
+        numbers = np.arange(np.prod(sizes)).reshape(sizes)
+        spans = [[(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in sizes]
+        for block in itertools.product(*spans):
+            starts, length = _runs(sizes, [a for a, _ in block], [b - a for a, b in block])
+            found = (starts[:, None] + np.arange(length)[None, :]).reshape(-1)
+            assert found.tolist() == numbers[tuple(slice(a, b) for a, b in block)].reshape(-1).tolist()
+    assert _runs((), (), ())[0].tolist() == [0] and _runs((), (), ())[1] == 1
+
+
+def test_values_are_found_in_what_torch_saves(tmp_path: Path) -> None:
+    tensors = [torch.randn(3, 5), torch.ones(7, dtype=torch.bfloat16), torch.tensor(2.5), torch.zeros(0, 4)]
+    path, places = tmp_path / "shard", []
+    with path.open("wb") as file:
+        for tensor in tensors:
+            start = file.tell()
+            torch.save(tensor, file)
+            places.append((start, file.tell() - start))
+    with path.open("rb") as file:
+        for tensor, place in zip(tensors, places, strict=True):
+            start, num_bytes = values_in(file, *place)
+            assert num_bytes == tensor.nbytes
+            expected = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if num_bytes else b""
+            assert path.read_bytes()[start : start + num_bytes] == expected
+    table = write_blocks(path, places)
+    assert [
+        box["num_bytes"] if isinstance(box, dict) else box[2] for box in json.loads(table.read_text())["boxes"]
+    ] == [tensor.nbytes for tensor in tensors]
+
+
+def test_what_lies_apart_is_one_request_only_where_little_is_between() -> None:
+    digest = bytes(32)
+    near = BlockTable([(at, at + 10, 65536, 65536, digest) for at in range(0, 10 * 65600, 65600)])
+    far = BlockTable([(at, at + 10, 65536, 65536, digest) for at in range(0, 10 * 99_000, 99_000)])
+    assert [len(one.blocks) for one in ranges_of({"near": [(0, 10)]}, {"near": near})] == [10]
+    assert [len(one.blocks) for one in ranges_of({"far": [(0, 10)]}, {"far": far})] == [1] * 10
+    mixed = ranges_of({"near": [(2, 5), (7, 9)], "far": [(0, 2)]}, {"near": near, "far": far})
+    assert [one.blocks for one in mixed] == [(2, 3, 4), (7, 8), (0,), (1,)]
+
+
+if __name__ == "__main__":
+    rank_main(*sys.argv[1:])
