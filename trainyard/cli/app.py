@@ -8,7 +8,7 @@ import typer
 import typer.exceptions
 
 from trainyard import __version__
-from trainyard.cli import checkpoints, deploying, doctor, emulator, isolation, jobs, planning
+from trainyard.cli import checkpoints, deploying, doctor, emulator, isolation, jobs, planning, tenants
 from trainyard.cli.output import report_error
 from trainyard.errors import InputError, TrainyardError
 
@@ -51,6 +51,7 @@ deploying.register(app)
 doctor.register(app)
 isolation.register(app)
 app.add_typer(emulator.app, name="emulator")
+app.add_typer(tenants.app, name="tenant")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

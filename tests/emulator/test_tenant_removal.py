@@ -1,0 +1,239 @@
+"""A tenant leaves, on the emulator: what its policy keeps is kept, the rest is gone, and the report says which."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from emulator_testing import Site
+from emulator_testing.templates import att, ref, resource
+
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch.endpoint import EndpointSession
+from trainyard.launch.session import Account
+from trainyard.operate.tenants import leftovers, removal
+from trainyard.operate.tenants.removal import plan, remove, write_report
+from trainyard.operate.tenants.survey import state
+from trainyard.spec.platform import EnvironmentSpec
+
+STATEFUL = ("Data", "Lustre", "Key", "Group", "Vpc", "Subnet", "Clients")
+
+
+@pytest.fixture
+def account(site: Site) -> Account:
+    info = site.info
+    return Account(
+        EndpointSession(
+            endpoint_url=info.endpoint,
+            aws_access_key_id=info.admin_access_key_id,
+            aws_secret_access_key=info.admin_secret_access_key,
+            region_name=info.region,
+        )
+    )
+
+
+def environment(name: str, *, retain_data: bool, **removal_spec: str) -> EnvironmentSpec:
+    tenant = {
+        "queues": {"gpu": {"instance_types": ["ml.p5.4xlarge"], "max_instances": 1}},
+        "budget": {"monthly_usd": 10, "notify": ["a@example.com"]},
+    }
+    content = {
+        "name": name,
+        "account": "123456789012",
+        "region": "us-east-1",
+        "availability_zones": ["us-east-1a"],
+        "max_instances": {"ml.p5.4xlarge": 1},
+        "retain_data": retain_data,
+        "tenants": {
+            "acme": {**tenant, "network_index": 0, "removal": removal_spec},
+            "globex": {**tenant, "network_index": 1},
+        },
+    }
+    return EnvironmentSpec.model_validate(content)
+
+
+def deploy(site: Site, spec: EnvironmentSpec, tenant: str = "acme") -> dict[str, str]:
+    """A tenant's two stacks in small, with objects in the bucket; physical ids by logical id."""
+    lustre = {
+        "FileSystemType": "LUSTRE",
+        "StorageCapacity": 1200,
+        "SubnetIds": [ref("Subnet")],
+        "LustreConfiguration": {"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 125},
+    }
+    resources = {
+        "Key": resource("KMS::Key", {"KeyPolicy": KEY_POLICY}),
+        "Data": resource("S3::Bucket", {"VersioningConfiguration": {"Status": "Enabled"}}),
+        "Group": resource("Logs::LogGroup", {"RetentionInDays": 30}),
+        "Vpc": resource("EC2::VPC", {"CidrBlock": "10.64.0.0/20"}),
+        "Subnet": resource("EC2::Subnet", {"VpcId": ref("Vpc"), "CidrBlock": "10.64.0.0/21"}),
+        "Clients": resource("EC2::SecurityGroup", {"GroupDescription": "clients", "VpcId": ref("Vpc")}),
+        "Lustre": resource("FSx::FileSystem", lustre),
+    }
+    for item in resources.values():
+        item["DeletionPolicy"] = "Retain" if spec.retain_data else "Delete"
+    stack = f"trainyard-{spec.name}-{tenant}"
+    foundation = {
+        "Resources": resources,
+        "Outputs": {"Key": {"Value": att("Key", "Arn"), "Export": {"Name": f"{stack}-key"}}},
+    }
+    parameter = {"Type": "String", "Value": {"Fn::ImportValue": f"{stack}-key"}}
+    assert site.deploy(f"{stack}-foundation", foundation) == "CREATE_COMPLETE", site.failures(f"{stack}-foundation")
+    training = {"Resources": {"Contract": resource("SSM::Parameter", parameter)}}
+    assert site.deploy(f"{stack}-training", training) == "CREATE_COMPLETE"
+    for name in (f"{stack}-foundation", f"{stack}-training"):
+        site("cloudformation").update_termination_protection(StackName=name, EnableTerminationProtection=True)
+    listed = site("cloudformation").list_stack_resources(StackName=f"{stack}-foundation")["StackResourceSummaries"]
+    physical = {item["LogicalResourceId"]: item["PhysicalResourceId"] for item in listed}
+    for key in ("a", "b"):
+        for body in (b"old", b"newer"):
+            site("s3").put_object(Bucket=physical["Data"], Key=key, Body=body)
+    site("s3").delete_object(Bucket=physical["Data"], Key="a")
+    site("s3").create_multipart_upload(Bucket=physical["Data"], Key="torn")
+    return physical
+
+
+KEY_POLICY = {
+    "Version": "2012-10-17",
+    "Statement": [
+        {
+            "Effect": "Allow",
+            "Principal": {"AWS": "arn:aws:iam::123456789012:root"},
+            "Action": ["kms:DescribeKey", "kms:PutKeyPolicy", "kms:ScheduleKeyDeletion"],
+            "Resource": "*",
+        }
+    ],
+}
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def gone(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except ClientError:
+        return True
+    return False
+
+
+def test_a_bucket_with_objects_blocks_cloudformation_alone(site: Site, name: str) -> None:
+    """What the verb is for."""
+    spec = environment(name, retain_data=False)
+    deploy(site, spec)
+    for part in ("training", "foundation"):
+        stack = f"trainyard-{name}-acme-{part}"
+        site("cloudformation").update_termination_protection(StackName=stack, EnableTerminationProtection=False)
+        site("cloudformation").delete_stack(StackName=stack)
+    assert site.stack_status(f"trainyard-{name}-acme-foundation") == "DELETE_FAILED"
+
+
+@pytest.mark.parametrize("retain_data", [False, True], ids=["the stacks delete", "the stacks retain"])
+def test_shred_leaves_nothing_but_keys_that_serve_nobody(
+    site: Site, account: Account, name: str, tmp_path: Path, retain_data: bool
+) -> None:
+    spec = environment(name, retain_data=retain_data, data="shred")
+    physical = deploy(site, spec)
+    deploy(site, spec, "globex")
+    planned = plan(account, spec, "acme", tmp_path)
+    inside = planned.contents[physical["Data"]]
+    assert (inside.objects, inside.size_bytes, inside.old_versions) == (1, 5, 4)
+    assert {thing.logical_id for thing in planned.held} == set(STATEFUL)
+    assert site.stack_status(f"trainyard-{name}-acme-foundation") == "CREATE_COMPLETE", "planning changes nothing"
+
+    report = remove(account, planned, tmp_path, silent)
+    assert [name.rpartition("-")[2] for name in report.stacks_deleted] == ["training", "foundation"]
+    assert report.versions_deleted == {physical["Data"]: 5}
+    assert gone(lambda: site("s3").head_bucket(Bucket=physical["Data"]))
+    file_systems = site("fsx").describe_file_systems()["FileSystems"]
+    assert physical["Lustre"] not in {item["FileSystemId"] for item in file_systems}
+    assert gone(lambda: site("ec2").describe_vpcs(VpcIds=[physical["Vpc"]]))
+    assert site("kms").describe_key(KeyId=physical["Key"])["KeyMetadata"]["KeyState"] == "PendingDeletion"
+    left = {item.identifier: item.why for item in report.left}
+    assert set(left) == {physical["Key"], "acme-*"}
+    assert "deleted for good on 20" in left[physical["Key"]]
+    assert state(account, spec, "globex").deployed, "the neighbour is untouched"
+    kept = write_report(report, tmp_path)
+    assert json.loads(kept.read_text())["versions_deleted"] == {physical["Data"]: 5}
+    assert f"left: AWS::KMS::Key {physical['Key']}" in kept.with_suffix(".txt").read_text()
+
+
+def test_retain_keeps_every_version_and_says_where_it_is(
+    site: Site, account: Account, name: str, tmp_path: Path
+) -> None:
+    spec = environment(name, retain_data=True)
+    physical = deploy(site, spec)
+    report = remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert site("s3").get_object(Bucket=physical["Data"], Key="b")["Body"].read() == b"newer"
+    assert len(site("s3").list_object_versions(Bucket=physical["Data"])["Versions"]) == 4
+    assert site("kms").describe_key(KeyId=physical["Key"])["KeyMetadata"]["KeyState"] == "Enabled"
+    left = {item.identifier: item.why for item in report.left}
+    assert {physical[logical_id] for logical_id in STATEFUL} <= set(left)
+    assert "kept by the tenant's policy" in left[physical["Data"]]
+    assert (report.versions_deleted, report.deleted) == ({}, [])
+
+
+def test_an_interrupted_removal_is_finished_by_the_same_command(
+    site: Site, account: Account, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stacks are gone, and with them CloudFormation's list of what they held; the journal has it."""
+    spec = environment(name, retain_data=True, data="shred")
+    physical = deploy(site, spec)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "_delete_retained", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert not state(account, spec, "acme").deployed and not gone(
+        lambda: site("s3").head_bucket(Bucket=physical["Data"])
+    )
+    again = plan(account, spec, "acme", tmp_path)
+    assert {thing.physical_id for thing in again.held} == {physical[logical_id] for logical_id in STATEFUL}
+    report = remove(account, again, tmp_path, silent)
+    assert gone(lambda: site("s3").head_bucket(Bucket=physical["Data"]))
+    assert {item.identifier for item in report.left} == {physical["Key"], "acme-*"}
+    assert plan(account, spec, "acme", tmp_path).held == ()
+
+
+def test_nothing_goes_while_a_job_runs_or_a_lock_holds(
+    site: Site, account: Account, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = environment(name, retain_data=False)
+    physical = deploy(site, spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(leftovers, "running_jobs", lambda *_: ["acme-tiny-1"])
+        with pytest.raises(InputError, match=r"1 jobs have not ended \(acme-tiny-1\); stop them"):
+            remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    with monkeypatch.context() as patch:
+        patch.setattr(removal.storage, "empty", lambda *_: (0, ["b: AccessDenied Object is locked"]))
+        with pytest.raises(AwsRefusedError, match="Object is locked"):
+            remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert site("s3").get_object(Bucket=physical["Data"], Key="b")["Body"].read() == b"newer"
+    assert site.stack_status(f"trainyard-{name}-acme-training") == "CREATE_COMPLETE"
+
+
+def test_a_tenant_that_was_never_deployed_leaves_nothing(account: Account, name: str, tmp_path: Path) -> None:
+    spec = environment(name, retain_data=True)
+    report = remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert (report.stacks_deleted, report.deleted) == ([], [])
+    assert [item.what for item in report.left] == ["training jobs"]
+
+
+def test_export_copies_each_current_object_and_counts_them(site: Site, account: Account, name: str) -> None:
+    s3 = site("s3")
+    for bucket in (f"{name}-from", f"{name}-to"):
+        s3.create_bucket(Bucket=bucket)
+    for index in range(3):
+        s3.put_object(Bucket=f"{name}-from", Key=f"deep/{index}", Body=b"x" * index)
+    said: list[str] = []
+    copied = removal.storage.export(account, account, f"{name}-from", f"s3://{name}-to/left/", said.append)
+    assert copied == (3, 3) and len(said) == 3
+    target = f"left/{name}-from/deep/2"
+    assert s3.get_object(Bucket=f"{name}-to", Key=target)["Body"].read() == b"xx"
+    with pytest.raises(AwsRefusedError, match=r"-absent/: AWS refused"):
+        removal.storage.export(account, account, f"{name}-from", f"s3://{name}-absent/", silent)

@@ -1,0 +1,179 @@
+"""A tenant's entry goes into and out of an environment file without touching another character; what it costs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainyard.cli.app import run
+from trainyard.errors import InputError
+from trainyard.hardware import base_cost
+from trainyard.launch.session import checkout_root
+from trainyard.operate.tenants import preview
+from trainyard.operate.tenants.entry import with_tenant, without_tenant
+from trainyard.spec.platform import load_environment
+
+ENTRY = {"network_index": 9, "queues": {"gpu": {"instance_types": ["ml.p5.4xlarge"], "max_instances": 1}}}
+ENVIRONMENTS = ("local", "dev", "staging", "production")
+
+
+def text_of(name: str) -> str:
+    return (checkout_root() / "environments" / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_what_is_added_can_be_taken_out_and_nothing_else_moved(name: str) -> None:
+    before = text_of(name)
+    after = with_tenant(before, "newcomer", ENTRY, name)
+    kept = iter(after.splitlines())
+    assert all(line in kept for line in before.splitlines()), "every old line is there, in its order"
+    assert yaml.safe_load(after)["tenants"]["newcomer"] == ENTRY
+    assert without_tenant(after, "newcomer", name) == before
+
+
+@pytest.mark.parametrize("name", ["local", "production"])
+def test_any_tenant_can_be_taken_out_with_its_comments(name: str) -> None:
+    before = text_of(name)
+    for tenant in yaml.safe_load(before)["tenants"]:
+        after = without_tenant(before, tenant, name)
+        left = yaml.safe_load(after)
+        expected = yaml.safe_load(before)
+        del expected["tenants"][tenant]
+        assert left == expected
+        assert "\n\n\n" not in after
+
+
+def test_a_comment_goes_with_the_tenant_that_it_stands_over_and_line_ends_stay() -> None:
+    head, first = "name: x\r\ntenants:\r\n", "  # first\r\n  aa: {n: 1}\r\n    # of aa\r\n"
+    second, tail = "  # second\r\n  bb:\r\n    n: 2\r\n", "last: 1\r\n"
+    text = head + first + "\r\n" + second + tail
+    assert without_tenant(text, "bb", "f") == head + first + tail
+    assert without_tenant(text, "aa", "f") == head + "\r\n" + second + tail
+    assert with_tenant(text, "cc", {"n": 3.0}, "f") == text.replace(tail, "\r\n  cc: {n: 3}\r\n" + tail)
+
+
+def test_a_file_without_a_last_line_end_gets_one() -> None:
+    assert (
+        with_tenant("tenants:\n  aa:\n    n: 1", "bb", {"n": 2}, "f") == "tenants:\n  aa:\n    n: 1\n\n  bb: {n: 2}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tenants: {aa: {n: 1}, bb: {n: 2}}", "stands in braces"),
+        ("tenants:\n  aa: &a\n    n: 1\n  bb: *a\n", "can't be edited"),
+        ("tenants:\n  bb: {n: 1}\n", "the only tenant"),
+    ],
+)
+def test_what_the_edit_can_not_follow_is_refused(text: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        without_tenant(text, "aa" if "aa" in text else "bb", "env.yaml")
+
+
+def test_base_cost_sums_what_has_a_price_and_names_what_has_none() -> None:
+    endpoint = {"VpcEndpointType": "Interface", "SubnetIds": ["a", "b"]}
+    lustre = {
+        "StorageCapacity": 2400,
+        "StorageType": "SSD",
+        "LustreConfiguration": {"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 125},
+    }
+    items = {
+        "Endpoint": ("EC2::VPCEndpoint", endpoint),
+        "Gateway": ("EC2::VPCEndpoint", {"VpcEndpointType": "Gateway"}),
+        "Key": ("KMS::Key", {}),
+        "Lustre": ("FSx::FileSystem", lustre),
+        "Alarm": ("CloudWatch::Alarm", {}),
+        "Bucket": ("S3::Bucket", {}),
+        "Role": ("IAM::Role", {}),
+    }
+    template = {"Resources": {name: {"Type": f"AWS::{kind}", "Properties": p} for name, (kind, p) in items.items()}}
+    cost = base_cost([template], "us-east-1")
+    assert cost.known_usd_per_month == 2 * 730 * 0.01 + 1 + 2400 * 0.145
+    assert (cost.unknown, cost.by_use) == (("cloudwatch-alarm",), ("AWS::S3::Bucket",))
+    assert all(line.source and line.as_of for line in cost.lines if line.usd_per_month is not None)
+    elsewhere = base_cost([template], "eu-central-1")
+    assert elsewhere.known_usd_per_month == 0 and len(elsewhere.unknown) == 4
+    json.dumps(cost.document())
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the local environment, and templates made without the CDK: a key per tenant."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(text_of("local"))
+
+    def synthesize(environment: Path, checkout: Path) -> dict[str, Any]:
+        assert (checkout / "app.py").is_file()
+        spec = load_environment(environment)
+        return {
+            f"trainyard-{spec.name}-{tenant}-{part}": {"Resources": {"Key": {"Type": "AWS::KMS::Key"}}}
+            for tenant in spec.tenants
+            for part in ("foundation", "training")
+        }
+
+    monkeypatch.setattr(preview, "synthesize", synthesize)
+    yield path
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["mine.yaml"], "no temporary file stays"
+
+
+def test_add_writes_the_entry_and_says_what_it_makes(local: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--queue", "gpu=ml.p5.4xlarge,ml.p5.48xlarge:2", "--monthly-usd", "900", "--notify", "v@example.com"]
+    assert run(["tenant", "add", str(local), "vision", *arguments, "--dry-run"]) == 0
+    assert local.read_text() == text_of("local")
+    capsys.readouterr()
+    assert run(["tenant", "add", str(local), "vision", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "new stack trainyard-local-vision-foundation: 1 resources" in printed
+    assert "no other stack changes" in printed and "2.00 USD a month" in printed
+    added = load_environment(local).tenant("vision")
+    assert (added.network_index, added.budget.monthly_usd) == (2, 900)
+    assert added.queues["gpu"].instance_types == ("ml.p5.4xlarge", "ml.p5.48xlarge")
+    assert "# stated, so that adding or removing a tenant moves nobody's addresses" in local.read_text()
+
+
+def test_like_copies_what_is_not_given(local: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tenant", "add", str(local), "vision", "--like", "acme", "--cost-center", "v-1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["written"] and told["preview"]["changed"] == {} and told["preview"]["lost"] == []
+    environment = load_environment(local)
+    added, model = environment.tenant("vision"), environment.tenant("acme")
+    assert (added.queues, added.budget, added.cost_center) == (model.queues, model.budget, "v-1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["acme", "--like", "globex"], "tenant acme is there already"),
+        (["vision"], "--monthly-usd, --notify, --queue: missing"),
+        (["vision", "--like", "nobody"], "--like: tenant 'nobody' is not in environment local"),
+        (["vision", "--like", "acme", "--queue", "gpu"], "--queue gpu: must look like NAME=TYPE[,TYPE]:MAX"),
+        (["vision", "--like", "acme", "--queue", "gpu=ml.p5.4xlarge:9"], "max_instances 9 exceeds"),
+        (["acme-labs", "--like", "acme"], "tenants acme and acme-labs"),
+        (["Vision", "--like", "acme"], "'Vision'"),
+    ],
+)
+def test_a_wrong_tenant_is_one_line_and_nothing_is_written(
+    local: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["tenant", "add", str(local), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+    assert local.read_text() == text_of("local")
+
+
+def test_show_and_remove_without_an_account(
+    local: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(local.parent / "none"))
+    assert run(["tenant", "show", str(local), "globex"]) == 0
+    printed = capsys.readouterr().out
+    assert "network: 10.64.16.0/20" in printed and "state: unknown: " in printed
+    assert run(["tenant", "show", str(local), "globex", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["data_on_removal"] == "shred"
+    assert run(["tenant", "remove", str(local), "globex", "--confirm", "acme"]) == 2
+    assert "is not the tenant's name, globex; nothing was changed" in capsys.readouterr().err
+    assert run(["tenant", "remove", str(local), "globex"]) == 3

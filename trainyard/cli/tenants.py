@@ -1,0 +1,291 @@
+"""`trainyard tenant add|show|remove`: a tenant comes into an environment file, is looked at, and leaves."""
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainyard.cli.options import JsonOption
+from trainyard.cli.output import console, print_json
+from trainyard.errors import InputError, TrainyardError
+
+if TYPE_CHECKING:
+    from trainyard.hardware import BaseCost
+    from trainyard.operate.tenants.preview import Preview
+    from trainyard.spec.platform import EnvironmentSpec
+
+app = typer.Typer(help="Tenants of an environment: add, show, remove.", no_args_is_help=False)
+
+EnvironmentArgument = Annotated[
+    str, typer.Argument(metavar="ENV.yaml", help="The environment file, or a name for environments/<name>.yaml.")
+]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
+
+
+@app.callback(invoke_without_command=True)
+def _no_verb(context: typer.Context) -> None:
+    """Tenants of an environment: add, show, remove."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def add(
+    environment: EnvironmentArgument,
+    name: NameArgument,
+    queue: Annotated[
+        list[str] | None,
+        typer.Option("--queue", metavar="NAME=TYPE[,TYPE]:MAX", help="A queue, e.g. gpu=ml.p5.4xlarge:4; repeatable."),
+    ] = None,
+    monthly_usd: Annotated[float | None, typer.Option("--monthly-usd", help="Its budget.")] = None,
+    notify: Annotated[list[str] | None, typer.Option("--notify", help="Who hears of it; may be repeated.")] = None,
+    cost_center: Annotated[str | None, typer.Option("--cost-center", help="Who pays.")] = None,
+    like: Annotated[str | None, typer.Option("--like", metavar="TENANT", help="Take what isn't given from it.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change; write nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a tenant's entry into the environment file, and show what deploying it would make and cost.
+
+    The file keeps its comments and order. Nothing is deployed: trainyard deploy ENV.yaml --tenant NAME does that.
+
+    Example: trainyard tenant add environments/dev.yaml vision --queue gpu=ml.p5.4xlarge:2 --monthly-usd 900 --notify
+    vision@example.com
+    """
+    from trainyard.launch.place import environment_file
+    from trainyard.launch.session import checkout_root
+    from trainyard.operate.tenants import entry
+    from trainyard.operate.tenants.preview import preview
+    from trainyard.spec.platform import load_environment
+
+    path = environment_file(environment)
+    spec = load_environment(path)
+    if name in spec.tenants:
+        raise InputError(f"{path}: tenant {name} is there already; `trainyard tenant show {environment} {name}`")
+    wanted = _entry(spec, queue or [], monthly_usd, notify or [], cost_center, like)
+    text = entry.with_tenant(entry.read_text(path), name, wanted, str(path))
+    with _spinner("synthesizing the environment without and with the tenant"):
+        _, difference = preview(path, text, checkout_root())
+    if not dry_run:
+        entry.replace_file(path, text)
+    if as_json:
+        print_json(
+            {"environment": spec.name, "tenant": name, "entry": wanted, "written": not dry_run}
+            | {"preview": difference.document()}
+        )
+        return
+    _print_preview(difference)
+    deploy = f"trainyard deploy {environment} --tenant {name}"
+    print(f"{path}: not written (--dry-run)" if dry_run else f"{path}: tenant {name} written; deploy it: {deploy}")
+
+
+@app.command()
+def show(environment: EnvironmentArgument, name: NameArgument, as_json: JsonOption = False) -> None:
+    """Show what a tenant has: its network, queues, budget and policy; whether it is deployed, and its base cost.
+
+    Example: trainyard tenant show environments/production.yaml language
+    """
+    from trainyard.launch.contract import check_tenant
+    from trainyard.launch.place import environment_file
+    from trainyard.launch.session import open_account
+    from trainyard.operate.tenants import survey
+    from trainyard.spec.platform import load_environment
+
+    path = environment_file(environment)
+    spec = load_environment(path)
+    check_tenant(spec, name, str(path))
+    found, why = None, ""
+    with _spinner("asking the account"):
+        try:
+            found = survey.state(open_account(spec), spec, name)
+        except TrainyardError as error:  # without credentials the file can still be read
+            why = str(error)
+    if as_json:
+        print_json(survey.document(spec, name, found, why))
+        return
+    _print_settings(spec, name)
+    if found is None:
+        print(f"state: unknown: {why}")
+        return
+    for stack, status in found.stacks.items():
+        print(f"stack {stack}: {status}")
+    print(f"contract: {found.contract}")
+    if found.cost is not None:
+        _print_cost(found.cost)
+
+
+@app.command()
+def remove(
+    environment: EnvironmentArgument,
+    name: NameArgument,
+    confirm: Annotated[
+        str | None,
+        typer.Option("--confirm", metavar="NAME", help="The tenant's name again: do it. Else: only the plan."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what removing a tenant would delete and keep; with --confirm, do it and write a report of what is left.
+
+    The tenant's `removal` says whether its data stays (retain) or goes with its keys (shred), and whether it is copied
+    elsewhere first. An interrupted removal is finished by the same command.
+
+    Example: trainyard tenant remove environments/dev.yaml vision --confirm vision
+    """
+    from trainyard.launch.contract import check_tenant
+    from trainyard.launch.place import environment_file
+    from trainyard.launch.session import open_account, state_root
+    from trainyard.operate.tenants import entry, removal
+    from trainyard.spec.platform import load_environment
+
+    path = environment_file(environment)
+    spec = load_environment(path)
+    check_tenant(spec, name, str(path))
+    if confirm not in (None, name):
+        raise InputError(f"--confirm {confirm}: is not the tenant's name, {name}; nothing was changed")
+    text = entry.without_tenant(entry.read_text(path), name, str(path))  # refused before anything is deleted
+    with _spinner("asking the account") as spinner:
+        account = open_account(spec)
+        planned = removal.plan(account, spec, name, state_root())
+        report = None
+        if confirm is not None:
+            report = removal.remove(account, planned, state_root(), spinner)
+    if report is None:
+        _print_plan(planned, as_json)
+        return
+    entry.replace_file(path, text)
+    kept = removal.write_report(report, state_root())
+    if as_json:
+        print_json({**_document(report), "report": str(kept)})
+        return
+    for line in report.lines():
+        print(line)
+    print(f"{path}: the entry of {name} is taken out; report: {kept}")
+
+
+def _entry(
+    spec: "EnvironmentSpec",
+    queues: list[str],
+    monthly_usd: float | None,
+    notify: list[str],
+    cost_center: str | None,
+    like: str | None,
+) -> dict[str, Any]:
+    """The entry as it will stand in the file; the spec's own validation says what is wrong with the values."""
+    from trainyard.launch.contract import check_tenant
+
+    model: dict[str, Any] = {}
+    if like is not None:
+        check_tenant(spec, like, "--like")
+        model = spec.tenant(like).model_dump(mode="json", exclude_unset=True)
+    budget = dict(model.get("budget", {}))
+    budget |= {"monthly_usd": monthly_usd} if monthly_usd is not None else {}
+    budget |= {"notify": notify} if notify else {}
+    missing = [
+        option for option, key in (("--monthly-usd", "monthly_usd"), ("--notify", "notify")) if key not in budget
+    ]
+    missing += [] if queues or "queues" in model else ["--queue"]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing)}: missing; give it, or --like TENANT to take what isn't given from another"
+        )
+    model |= {"network_index": _free_index(spec), "budget": budget}
+    model |= {"queues": dict(_queue(text) for text in queues)} if queues else {}
+    model |= {"cost_center": cost_center} if cost_center is not None else {}
+    first = [key for key in ("network_index", "cost_center") if key in model]
+    return {key: model[key] for key in (*first, *(key for key in model if key not in first))}
+
+
+def _free_index(spec: "EnvironmentSpec") -> int:
+    """The block after the last one in use, as those between may be a removed tenant's; the first free where none is."""
+    used = {tenant.network_index for tenant in spec.tenants.values()}
+    if max(used) + 1 < spec.network.num_blocks:
+        return max(used) + 1
+    free = sorted(set(range(spec.network.num_blocks)) - used)
+    if not free:
+        raise InputError(
+            f"environment {spec.name}: all {spec.network.num_blocks} blocks of {spec.network.cidr} are taken; "
+            "use another environment for more tenants, as a range can't grow under deployed networks"
+        )
+    return free[0]
+
+
+def _queue(text: str) -> tuple[str, dict[str, Any]]:
+    name, equals, rest = text.partition("=")
+    types, colon, number = rest.rpartition(":")
+    if not (name and equals and types and colon and number.isdigit()):
+        raise InputError(f"--queue {text}: must look like NAME=TYPE[,TYPE]:MAX, e.g. gpu=ml.p5.4xlarge:4")
+    return name, {"instance_types": types.split(","), "max_instances": int(number)}
+
+
+@contextlib.contextmanager
+def _spinner(text: str) -> "Any":
+    """A spinner on a terminal; gives a function that changes its text."""
+    status = console(stderr=True).status(text)
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with status:
+        yield status.update
+
+
+def _document(report: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(report)
+
+
+def _print_plan(planned: Any, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "tenant": planned.tenant,
+                "policy": planned.policy,
+                "export_to": planned.export_to,
+                "stacks": dict(planned.stacks),
+                "running_jobs": list(planned.running),
+                "held": [{**item.__dict__, "fate": planned.fate(item)} for item in planned.held],
+                "contents": {bucket: inside.__dict__ for bucket, inside in planned.contents.items()},
+            }
+        )
+        return
+    for line in planned.lines():
+        print(line)
+    if planned.running:
+        print(f"{len(planned.running)} jobs have not ended: {', '.join(planned.running)}")
+    print(f"nothing was changed; to do it: add --confirm {planned.tenant}")
+
+
+def _print_preview(difference: "Preview") -> None:
+    for stack, count in difference.added.items():
+        print(f"new stack {stack}: {count} resources")
+    for stack in difference.removed:
+        print(f"stack no longer there: {stack}")
+    for stack, ids in difference.changed.items():
+        print(f"changed stack {stack}: {', '.join(ids)}")
+    for loss in difference.lost:
+        print(f"would be lost: {loss}")
+    if not difference.changed:
+        print("no other stack changes")
+    _print_cost(difference.cost)
+
+
+def _print_cost(cost: "BaseCost") -> None:
+    dated = f"; oldest price as of {cost.oldest}" if cost.oldest else ""
+    least = "at least " if cost.unknown else ""
+    print(f"base cost while nothing runs: {least}{cost.known_usd_per_month:,.2f} USD a month in {cost.region}{dated}")
+    for line in cost.lines:
+        amount = "no price known" if line.usd_per_month is None else f"{line.usd_per_month:,.2f} USD"
+        print(f"  {line.item}: {line.quantity:,.0f} {line.unit}: {amount}")
+    print(f"  by use, not in the sum: {', '.join(kind.removeprefix('AWS::') for kind in cost.by_use)}")
+
+
+def _print_settings(spec: "EnvironmentSpec", name: str) -> None:
+    tenant = spec.tenant(name)
+    print(f"tenant {name} of environment {spec.name} (account {spec.account}, {spec.region})")
+    print(f"network: {spec.network.block(tenant.network_index)} (network_index {tenant.network_index})")
+    storage = tenant.file_system
+    print(f"file system: {storage.storage_gib} GiB at {storage.throughput_mb_per_s_per_tib} MB/s per TiB")
+    for queue_name, queue in tenant.queues.items():
+        print(f"queue {queue_name}: up to {queue.max_instances} of {', '.join(queue.instance_types)}")
+    print(f"jobs: up to {tenant.max_job_hours:g} hours; budget: {tenant.budget.monthly_usd:,.0f} USD a month")
+    print(f"cost center: {tenant.cost_center}; data on removal: {spec.data_on_removal(name)}")

@@ -1,0 +1,129 @@
+"""What a tenant costs that runs nothing: endpoints, keys, the file system. From dated rows; what has none is named."""
+
+import datetime
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainyard.hardware.tables import rows
+
+HOURS_PER_MONTH = 730
+"""AWS's own months."""
+
+BY_USE = frozenset(
+    {
+        "AWS::EC2::FlowLog",
+        "AWS::ECR::Repository",
+        "AWS::FSx::DataRepositoryAssociation",
+        "AWS::Lambda::Function",
+        "AWS::Logs::LogGroup",
+        "AWS::Logs::MetricFilter",
+        "AWS::S3::Bucket",
+        "AWS::SNS::Topic",
+    }
+)
+"""Types that cost by what is stored, sent or run: nothing while nobody works. Of the others those that `_billed` knows
+cost by the month; the rest costs nothing by itself."""
+
+
+@dataclass(frozen=True)
+class CostLine:
+    """One kind of resource."""
+
+    item: str
+    quantity: float
+    unit: str
+    """What the quantity counts."""
+    usd_per_month: float | None
+    """None: the table has no row for the item in this region."""
+    as_of: datetime.date | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class BaseCost:
+    """The sum, and what it rests on."""
+
+    region: str
+    lines: tuple[CostLine, ...]
+    by_use: tuple[str, ...]
+    """CloudFormation types that cost by use and aren't in the sum."""
+
+    @property
+    def known_usd_per_month(self) -> float:
+        """The sum of what has a price."""
+        return round(sum(line.usd_per_month or 0.0 for line in self.lines), 2)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Items without a price: the sum is too low by them."""
+        return tuple(line.item for line in self.lines if line.usd_per_month is None)
+
+    @property
+    def oldest(self) -> datetime.date | None:
+        """The oldest date among the prices used."""
+        return min((line.as_of for line in self.lines if line.as_of), default=None)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "region": self.region,
+            "known_usd_per_month": self.known_usd_per_month,
+            "unknown": list(self.unknown),
+            "oldest_price": self.oldest and self.oldest.isoformat(),
+            "costs_by_use": list(self.by_use),
+            "lines": [
+                {**line.__dict__, "as_of": line.as_of and line.as_of.isoformat(), "item": line.item}
+                for line in self.lines
+            ],
+        }
+
+
+def base_cost(templates: Iterable[Mapping[str, Any]], region: str) -> BaseCost:
+    """What the resources of CloudFormation templates cost a month while nothing runs, in `region`."""
+    amounts: Counter[tuple[str, str]] = Counter()
+    by_use: set[str] = set()
+    for template in templates:
+        for resource in template.get("Resources", {}).values():
+            kind, properties = resource["Type"], resource.get("Properties", {})
+            if kind in BY_USE:
+                by_use.add(kind)
+            for item, quantity, unit in _billed(kind, properties):
+                amounts[item, unit] += quantity
+    lines = tuple(_line(item, quantity, unit, region) for (item, unit), quantity in sorted(amounts.items()))
+    return BaseCost(region, lines, tuple(sorted(by_use)))
+
+
+def _billed(kind: str, properties: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """(item, quantity, unit) of a resource; nothing for one that costs by use or not at all."""
+    if kind == "AWS::EC2::VPCEndpoint" and properties.get("VpcEndpointType") == "Interface":
+        return [("interface-endpoint", HOURS_PER_MONTH * len(properties.get("SubnetIds", [])), "zone-hours")]
+    if kind == "AWS::KMS::Key":
+        return [("kms-key", 1, "months")]
+    if kind == "AWS::FSx::FileSystem":
+        lustre = properties.get("LustreConfiguration", {})
+        deployment = str(lustre.get("DeploymentType", "")).lower().replace("_", "-")
+        tier = lustre.get("PerUnitStorageThroughput")
+        item = f"fsx-lustre-{deployment}-{str(properties.get('StorageType', '')).lower()}-{tier}"
+        return [(item, int(properties["StorageCapacity"]), "GB-months")]
+    if kind == "AWS::SSM::Parameter" and properties.get("Tier") == "Advanced":
+        return [("ssm-advanced-parameter", 1, "months")]
+    if kind == "AWS::CloudWatch::Alarm":
+        return [("cloudwatch-alarm", 1, "months")]
+    return []
+
+
+def _line(item: str, quantity: float, unit: str, region: str) -> CostLine:
+    here = [row for row in rows("aws_base_prices") if (row["item"], row["region"]) == (item, region)]
+    if not here:
+        return CostLine(item, quantity, unit, None)
+    row = here[0]
+    return CostLine(
+        item,
+        quantity,
+        unit,
+        round(quantity * float(row["price"]), 2),
+        datetime.date.fromisoformat(row["as_of"]),
+        row["source"],
+    )

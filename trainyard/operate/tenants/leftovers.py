@@ -1,0 +1,163 @@
+"""What of a tenant still exists, asked of each service, and how one thing that its stack left behind is deleted."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainyard.launch.aws import aws_errors
+from trainyard.launch.session import Account
+from trainyard.operate.tenants.survey import Held
+from trainyard.spec.platform import TRAINING_LOG_GROUP
+
+KEY_DELETION_DAYS = 30
+"""KMS's longest waiting time: the key serves nobody from the first day on, and can still be brought back until the
+last one."""
+
+FILE_SYSTEM_SECONDS = 1800.0
+"""FSx takes minutes to delete a file system; its network can't go before it."""
+
+EXISTS = "exists"
+
+_GONE = {
+    "404",
+    "FileSystemNotFound",
+    "InvalidGroup.NotFound",
+    "InvalidSubnetID.NotFound",
+    "InvalidVpcID.NotFound",
+    "NoSuchBucket",
+    "NotFoundException",
+    "ResourceNotFoundException",
+}
+_DELETION_ORDER = (
+    "AWS::FSx::FileSystem",
+    "AWS::S3::Bucket",
+    "AWS::Logs::LogGroup",
+    "AWS::EC2::Subnet",
+    "AWS::EC2::SecurityGroup",
+    "AWS::EC2::VPC",
+    "AWS::KMS::Key",  # last: what is under a key must be gone, or be meant to become unreadable
+)
+
+
+@dataclass(frozen=True)
+class Left:
+    """One thing that outlives the tenant."""
+
+    what: str
+    identifier: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.identifier}: {self.why}"
+
+
+def in_deletion_order(things: list[Held]) -> list[Held]:
+    """File system before network, everything before the keys."""
+    return sorted(things, key=lambda item: _DELETION_ORDER.index(item.kind))
+
+
+def condition(account: Account, thing: Held) -> str | None:
+    """None where it is gone; else in what state it is."""
+    from botocore.exceptions import ClientError
+
+    with aws_errors("looking for", str(thing)):
+        try:
+            return _condition(account, thing)
+        except ClientError as error:
+            if str(error.response["Error"].get("Code")) in _GONE:
+                return None
+            raise
+
+
+def _condition(account: Account, thing: Held) -> str | None:
+    client: Any = account.client(_service(thing))
+    if thing.kind == "AWS::KMS::Key":
+        until = client.describe_key(KeyId=thing.physical_id)["KeyMetadata"].get("DeletionDate")
+        return f"can't be used any more, deleted for good on {until:%Y-%m-%d}" if until else EXISTS
+    return EXISTS if _LOOK[thing.kind](client, thing.physical_id) else None
+
+
+def _service(thing: Held) -> str:
+    """boto3's name of the service: the middle of AWS::FSx::FileSystem, in small letters."""
+    return thing.kind.split("::")[1].lower()
+
+
+_LOOK: Mapping[str, Callable[[Any, str], Any]] = {
+    "AWS::S3::Bucket": lambda s3, name: s3.head_bucket(Bucket=name),
+    "AWS::FSx::FileSystem": lambda fsx, name: fsx.describe_file_systems(FileSystemIds=[name])["FileSystems"],
+    "AWS::Logs::LogGroup": lambda logs, name: [
+        group
+        for group in logs.describe_log_groups(logGroupNamePrefix=name)["logGroups"]
+        if group["logGroupName"] == name
+    ],
+    "AWS::EC2::Subnet": lambda ec2, name: ec2.describe_subnets(SubnetIds=[name])["Subnets"],
+    "AWS::EC2::SecurityGroup": lambda ec2, name: ec2.describe_security_groups(GroupIds=[name])["SecurityGroups"],
+    "AWS::EC2::VPC": lambda ec2, name: ec2.describe_vpcs(VpcIds=[name])["Vpcs"],
+}
+"""Something where the resource exists; a missing one is an empty answer or one of `_GONE`'s errors."""
+
+_DELETE: Mapping[str, Callable[[Any, str], Any]] = {
+    "AWS::S3::Bucket": lambda s3, name: s3.delete_bucket(Bucket=name),
+    "AWS::FSx::FileSystem": lambda fsx, name: fsx.delete_file_system(FileSystemId=name),
+    "AWS::Logs::LogGroup": lambda logs, name: logs.delete_log_group(logGroupName=name),
+    "AWS::EC2::Subnet": lambda ec2, name: ec2.delete_subnet(SubnetId=name),
+    "AWS::EC2::SecurityGroup": lambda ec2, name: ec2.delete_security_group(GroupId=name),
+    "AWS::EC2::VPC": lambda ec2, name: ec2.delete_vpc(VpcId=name),
+    "AWS::KMS::Key": lambda kms, name: kms.schedule_key_deletion(KeyId=name, PendingWindowInDays=KEY_DELETION_DAYS),
+}
+
+
+def delete(account: Account, thing: Held) -> None:
+    """Delete one thing that is still there; a bucket must be empty. AwsRefusedError where AWS won't."""
+    with aws_errors("deleting", str(thing)):
+        _DELETE[thing.kind](account.client(_service(thing)), thing.physical_id)
+    if thing.kind == "AWS::FSx::FileSystem":
+        _wait_until_gone(account, thing)
+
+
+def _wait_until_gone(account: Account, thing: Held) -> None:
+    end = time.monotonic() + FILE_SYSTEM_SECONDS
+    while condition(account, thing) is not None and time.monotonic() < end:
+        time.sleep(10.0)
+
+
+def job_streams(account: Account, tenant: str) -> list[str]:
+    """The tenant's streams in the log group that SageMaker shares among all: no stack owns them."""
+    from botocore.exceptions import ClientError
+
+    with aws_errors("listing", f"log streams of {tenant} in {TRAINING_LOG_GROUP}"):
+        try:
+            pages = (
+                account.client("logs")
+                .get_paginator("describe_log_streams")
+                .paginate(logGroupName=TRAINING_LOG_GROUP, logStreamNamePrefix=f"{tenant}-")
+            )
+            return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
+        except ClientError as error:
+            if str(error.response["Error"].get("Code")) in _GONE:
+                return []
+            raise
+
+
+def delete_job_streams(account: Account, streams: list[str]) -> None:
+    """Delete streams of SageMaker's shared log group."""
+    logs = account.client("logs")
+    with aws_errors("deleting", f"{len(streams)} log streams in {TRAINING_LOG_GROUP}"):
+        for stream in streams:
+            logs.delete_log_stream(logGroupName=TRAINING_LOG_GROUP, logStreamName=stream)
+
+
+def running_jobs(account: Account, tenant: str) -> list[str]:
+    """Names of the tenant's training jobs that have not ended."""
+    sagemaker = account.client("sagemaker")
+    with aws_errors("listing", f"training jobs of {tenant}"):
+        return [
+            job["TrainingJobName"]
+            for status in ("InProgress", "Stopping")
+            for page in sagemaker.get_paginator("list_training_jobs").paginate(
+                NameContains=f"{tenant}-", StatusEquals=status
+            )
+            for job in page["TrainingJobSummaries"]
+            if job["TrainingJobName"].startswith(f"{tenant}-")
+        ]

@@ -1,0 +1,268 @@
+"""A tenant leaves: what would go is planned, then done by the tenant's policy, then what is left is written down.
+
+Nothing is changed before `remove`; a removal that was interrupted is finished by the same command, because what the
+tenant held is written down (`<state>/offboarding/<environment>-<tenant>.json`) before the first stack goes.
+"""
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trainyard.errors import AwsRefusedError, InputError, TrainyardError
+from trainyard.launch.aws import aws_errors
+from trainyard.launch.contract import read_contract
+from trainyard.launch.session import Account, assume
+from trainyard.operate.deploy import tenant_stacks
+from trainyard.operate.tenants import leftovers, storage
+from trainyard.operate.tenants.leftovers import Left
+from trainyard.operate.tenants.storage import Contents
+from trainyard.operate.tenants.survey import NOT_DEPLOYED, Held, held, stack_status
+from trainyard.spec.platform import TRAINING_LOG_GROUP, EnvironmentSpec
+
+Say = Callable[[str], None]
+
+STACK_SECONDS = 3600.0
+BUCKET = "AWS::S3::Bucket"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a removal would do."""
+
+    environment: EnvironmentSpec
+    tenant: str
+    policy: Literal["retain", "shred"]
+    export_to: str | None
+    stacks: Mapping[str, str]
+    """Stack name to status."""
+    held: tuple[Held, ...]
+    contents: Mapping[str, Contents]
+    """By bucket."""
+    running: tuple[str, ...]
+    """Jobs that have not ended: while there are any, the tenant stays."""
+
+    def fate(self, thing: Held) -> str:
+        """What becomes of one thing."""
+        if self.policy == "retain":
+            return "stays" if thing.retained else "goes with its stack"
+        key = f"serves nobody from now on, deleted for good {leftovers.KEY_DELETION_DAYS} days later"
+        if thing.kind == "AWS::KMS::Key":
+            return key if thing.retained else "serves nobody from now on, deleted for good after its waiting time"
+        return "emptied and deleted" if thing.kind == BUCKET else "deleted"
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        where = f"environment {self.environment.name}, account {self.environment.account}"
+        lines = [f"tenant {self.tenant} of {where}; its data: {self.policy}"]
+        lines += [f"  stack {name}: {status}" for name, status in self.stacks.items()]
+        if self.export_to:
+            lines.append(f"  every current object is copied to {self.export_to} first")
+        for thing in self.held:
+            inside = self.contents.get(thing.physical_id)
+            lines.append(f"  {thing}{f', {inside}' if inside else ''}: {self.fate(thing)}")
+        return lines
+
+
+@dataclass
+class Report:
+    """What a removal did, and what is left."""
+
+    environment: str
+    tenant: str
+    account: str
+    region: str
+    policy: str
+    started_at: str
+    finished_at: str = ""
+    exported: dict[str, Any] = field(default_factory=dict)
+    stacks_deleted: list[str] = field(default_factory=list)
+    versions_deleted: dict[str, int] = field(default_factory=dict)
+    """By bucket."""
+    deleted: list[str] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For a person, and for the file that is kept."""
+        lines = [f"tenant {self.tenant} left environment {self.environment} ({self.account}, {self.region})"]
+        lines += [f"data: {self.policy}; from {self.started_at} to {self.finished_at}"]
+        if self.exported:
+            lines.append("exported: {objects} objects, {size_bytes} bytes, to {to}".format(**self.exported))
+        lines += [f"deleted: stack {name}" for name in self.stacks_deleted]
+        lines += [f"emptied: {bucket}, {count} versions" for bucket, count in self.versions_deleted.items()]
+        lines += [f"deleted: {thing}" for thing in self.deleted]
+        lines += [f"left: {item}" for item in self.left] or ["left: nothing"]
+        return lines
+
+
+def plan(account: Account, environment: EnvironmentSpec, tenant: str, state_dir: Path) -> Plan:
+    """What removing the tenant would do; changes nothing."""
+    found = {thing.physical_id: thing for thing in _remembered(_journal(state_dir, environment, tenant))}
+    found |= {thing.physical_id: thing for thing in held(account, environment, tenant)}
+    there = [thing for thing in found.values() if leftovers.condition(account, thing) is not None]
+    buckets = [thing.physical_id for thing in there if thing.kind == BUCKET]
+    return Plan(
+        environment=environment,
+        tenant=tenant,
+        policy=environment.data_on_removal(tenant),
+        export_to=environment.tenant(tenant).removal.export_to,
+        stacks={name: stack_status(account, name) for name in tenant_stacks(environment, tenant)},
+        held=tuple(leftovers.in_deletion_order(there)),
+        contents={bucket: storage.contents(account, bucket) for bucket in buckets},
+        running=tuple(leftovers.running_jobs(account, tenant)),
+    )
+
+
+def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report:
+    """Carry the plan out. InputError while jobs run; AwsRefusedError where AWS refuses: the same command goes on."""
+    environment, tenant = planned.environment, planned.tenant
+    if planned.running:
+        raise InputError(
+            f"tenant {tenant}: {len(planned.running)} jobs have not ended ({', '.join(planned.running[:3])}); "
+            "stop them (trainyard stop JOB), or wait"
+        )
+    report = Report(environment.name, tenant, environment.account, environment.region, planned.policy, _now())
+    journal = _journal(state_dir, environment, tenant)
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    journal.write_text(json.dumps([asdict(thing) for thing in planned.held], indent=2), encoding="utf-8")
+    _export(account, planned, report, say)
+    stuck = _empty(account, planned, report, say) if planned.policy == "shred" else {}
+    for name in reversed(list(planned.stacks)):
+        if planned.stacks[name] != NOT_DEPLOYED:
+            _delete_stack(account, name, say)
+            report.stacks_deleted.append(name)
+    refusals = _delete_retained(account, planned, report, say) if planned.policy == "shred" else {}
+    _account_for(account, planned, report, {**refusals, **stuck})
+    report.finished_at = _now()
+    journal.unlink(missing_ok=True)
+    return report
+
+
+def write_report(report: Report, state_dir: Path) -> Path:
+    """The report as JSON, and as text beside it; the JSON's path."""
+    stamp = report.finished_at.replace(":", "").replace("-", "")
+    path = _folder(state_dir) / f"{report.environment}-{report.tenant}-{stamp}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    path.with_suffix(".txt").write_text("\n".join(report.lines()) + "\n", encoding="utf-8")
+    return path
+
+
+def _export(account: Account, planned: Plan, report: Report, say: Say) -> None:
+    if not planned.export_to or planned.stacks[tenant_stacks(planned.environment, planned.tenant)[0]] == NOT_DEPLOYED:
+        return
+    contract = read_contract(account, planned.environment, planned.tenant)
+    launcher = assume(account, contract.roles.launcher, session_name=f"trainyard-export-{planned.tenant}")
+    objects = size = 0
+    for bucket in planned.contents:
+        copied, copied_bytes = storage.export(launcher, account, bucket, planned.export_to, say)
+        objects, size = objects + copied, size + copied_bytes
+    report.exported = {"to": planned.export_to, "objects": objects, "size_bytes": size}
+
+
+def _empty(account: Account, planned: Plan, report: Report, say: Say) -> dict[str, str]:
+    """Empty every bucket; what stays in which, with the first reason. A locked object keeps its bucket, and its stack's
+    deletion would fail on it: refused here, before anything else goes."""
+    stuck: dict[str, str] = {}
+    for bucket in planned.contents:
+        gone, refused = storage.empty(account, bucket, say)
+        report.versions_deleted[bucket] = gone
+        if refused:
+            stuck[bucket] = f"{len(refused)} versions can't be deleted ({refused[0]})"
+    goes_with_stack = {thing.physical_id for thing in planned.held if thing.kind == BUCKET and not thing.retained}
+    for bucket in goes_with_stack & set(stuck):
+        raise AwsRefusedError(f"s3://{bucket}: {stuck[bucket]}; wait until their lock ends and repeat the command")
+    return stuck
+
+
+def _delete_stack(account: Account, name: str, say: Say) -> None:
+    cloudformation = account.client("cloudformation")
+    with aws_errors("deleting", f"stack {name}", "look at its events in CloudFormation, and repeat the command"):
+        stack_id = cloudformation.describe_stacks(StackName=name)["Stacks"][0]["StackId"]
+        cloudformation.update_termination_protection(StackName=name, EnableTerminationProtection=False)
+        cloudformation.delete_stack(StackName=name)
+        end, pause = time.monotonic() + STACK_SECONDS, 0.2
+        while (status := _status(cloudformation, stack_id)) == "DELETE_IN_PROGRESS":
+            say(f"deleting stack {name}")
+            if time.monotonic() > end:
+                raise AwsRefusedError(f"stack {name} is still being deleted; repeat the command later")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 10.0)
+        if status != "DELETE_COMPLETE":
+            reason = _failures(cloudformation, stack_id)
+            raise AwsRefusedError(f"stack {name}: {status}: {reason}; mend that and repeat the command")
+
+
+def _status(cloudformation: Any, stack_id: str) -> str:
+    return str(cloudformation.describe_stacks(StackName=stack_id)["Stacks"][0]["StackStatus"])
+
+
+def _failures(cloudformation: Any, stack_id: str) -> str:
+    events = cloudformation.describe_stack_events(StackName=stack_id)["StackEvents"]
+    failed = [
+        f"{event['LogicalResourceId']}: {event.get('ResourceStatusReason', '')}"
+        for event in events
+        if event["ResourceStatus"] == "DELETE_FAILED" and event.get("PhysicalResourceId") != stack_id
+    ]
+    return "; ".join(failed[:3]) or "CloudFormation gives no reason"
+
+
+def _delete_retained(account: Account, planned: Plan, report: Report, say: Say) -> dict[str, str]:
+    """Delete what the stacks left behind; the refusals by physical id, so that one of them stops nothing else."""
+    refusals: dict[str, str] = {}
+    for thing in planned.held:
+        if not thing.retained:
+            continue
+        say(f"deleting {thing}")
+        try:
+            leftovers.delete(account, thing)
+        except TrainyardError as error:
+            refusals[thing.physical_id] = str(error)
+    streams = leftovers.job_streams(account, planned.tenant)
+    if streams:
+        leftovers.delete_job_streams(account, streams)
+        report.deleted.append(f"{len(streams)} log streams of its jobs in {TRAINING_LOG_GROUP}")
+    return refusals
+
+
+def _account_for(account: Account, planned: Plan, report: Report, why: Mapping[str, str]) -> None:
+    """Ask for everything that the tenant held, whatever was believed to happen to it."""
+    for thing in planned.held:
+        state = leftovers.condition(account, thing)
+        if state is None:
+            report.deleted.append(str(thing))
+            continue
+        reason = why.get(thing.physical_id) or (
+            state if state != leftovers.EXISTS else f"{state}; kept by the tenant's policy" if thing.retained else state
+        )
+        report.left.append(Left(thing.kind, thing.physical_id, reason))
+    jobs = f"{planned.tenant}-*"
+    streams = leftovers.job_streams(account, planned.tenant)
+    if streams:
+        why_streams = f"{len(streams)}; this account's administrators can read them until they are deleted"
+        report.left.append(Left("log streams", f"{TRAINING_LOG_GROUP} {jobs}", why_streams))
+    report.left.append(Left("training jobs", jobs, "SageMaker keeps their descriptions; it can delete none"))
+
+
+def _folder(state_dir: Path) -> Path:
+    return state_dir / "offboarding"
+
+
+def _journal(state_dir: Path, environment: EnvironmentSpec, tenant: str) -> Path:
+    return _folder(state_dir) / f"{environment.name}-{tenant}.json"
+
+
+def _remembered(journal: Path) -> list[Held]:
+    try:
+        return [Held(**item) for item in json.loads(journal.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{journal}: is not what a removal wrote ({error}); delete it and repeat") from None
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
