@@ -1,11 +1,13 @@
-"""checkpoint.every_minutes: auto, from the formula to a run."""
+"""checkpoint.every_steps: auto, from the formula to a run."""
 
 import math
 from pathlib import Path
 
 import pytest
-from trainer.checkpoint import best_interval_seconds
+from trainer.checkpoint import Interval, best_interval_seconds
 from trainer_testing.text_job import run_trainer, write_job
+
+from trainyard.spec.job import CheckpointSpec
 
 
 def expected_seconds_per_useful_second(interval: float, stall: float, between: float) -> float:
@@ -28,9 +30,37 @@ def test_limits() -> None:
     assert best_interval_seconds(save_seconds=1, stall_seconds=99, seconds_between_failures=10) == 10
 
 
+def test_the_choice_is_bounded_by_the_minutes_and_told_when_it_changes() -> None:
+    interval = Interval(CheckpointSpec(every_steps="auto", every_minutes=2.0), hours_between_failures=10.0)
+    assert interval.seconds == 0.0, "the first save, at once, measures"
+    interval.began()
+    assert interval.seconds == 60.0
+    assert interval.measured(save_seconds=1.0, stall_seconds=0.01) == (
+        "checkpoint interval_seconds=26.8: a save stalls training for 0.010 s, takes 1.000 s, and a failure comes every"
+        " 10.0 h"
+    )
+    assert interval.measured(save_seconds=1.0, stall_seconds=0.011) is None
+    told = interval.measured(save_seconds=1.0, stall_seconds=2.0)
+    assert told is not None and told.startswith("checkpoint interval_seconds=120.0 (no longer than every_minutes): ")
+    assert interval.seconds == 120.0
+    free = Interval(CheckpointSpec(every_minutes="auto"), hours_between_failures=10.0)
+    free.measured(save_seconds=1.0, stall_seconds=2.0)
+    assert free.seconds is not None and free.seconds > 120.0
+
+
+def test_without_auto_the_minutes_are_the_interval() -> None:
+    stated = Interval(CheckpointSpec(every_minutes=3.0), hours_between_failures=1.0)
+    assert stated.measured(save_seconds=9.0, stall_seconds=9.0) is None and stated.seconds == 180.0
+    assert Interval(CheckpointSpec(every_steps=5, every_minutes=None), hours_between_failures=None).seconds is None
+
+
 def test_auto_measures_with_the_first_save_and_then_waits(tmp_path: Path) -> None:
     job = write_job(tmp_path, "single", steps=8)
-    settings = ("--set", "checkpoint.every_minutes=auto", "--set", "checkpoint.every_steps=null")
-    output, _ = run_trainer(1, job, tmp_path / "out", *settings, "--set", "checkpoint.keep_last=9")
+    settings = ("--set", "checkpoint.every_steps=auto", "--set", "checkpoint.every_minutes=600")
+    settings += ("--set", "checkpoint.asynchronous=false")  # else the commit may come after the last row
+    output, rows = run_trainer(1, job, tmp_path / "out", *settings, "--set", "checkpoint.keep_last=9")
     committed = [line.split()[1] for line in output.splitlines() if line.startswith("checkpoint step=")]
     assert committed == ["step=1", "step=8"], output
+    assert output.count("checkpoint interval_seconds=") == 1, output
+    (figures,) = [row["checkpoint"] for row in rows if "save_seconds" in row.get("checkpoint", {})]
+    assert figures["committed_step"] == 1 and 0 < figures["interval_seconds"] <= 36_000

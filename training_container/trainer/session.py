@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import Checkpointer, CheckpointInfo, best_interval_seconds
+from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval
 from trainer.data import JobData, MicroBatch
+from trainer.models.described import describe_model
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
 from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
@@ -32,10 +33,8 @@ from trainer.validation import Validation
 from trainyard.errors import JobFailedError
 from trainyard.spec.job import ResolvedJob
 
+from trainyard.spec.retention import flat_metrics
 RESULT_FILE = "result.json"
-
-_HOURS_BETWEEN_FAILURES = 24.0
-"""Where the job was resolved without them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Session:
         self.num_steps = job.steps or _steps_of_epochs(job, self.data)
         self._validation = Validation(job, task, self.data, runtime)
         model = task.build_model(job, self.data)
-        self._model_config = json.loads(model.config.to_json_string(use_diff=False))
+        self._model_described = describe_model(job.spec, model)
         self.strategy: Strategy = build_strategy(job, model=model, runtime=runtime)
         for name, choice in self.strategy.choices.items() if runtime.is_first else ():
             say(f"{name}: {choice}")
@@ -100,6 +99,8 @@ class Session:
             local_tier=None if (near := job.spec.checkpoint.local_directory) is None else Path(near),
             peer_copy=job.spec.checkpoint.peer_copy,
             process_group=runtime.control_group,
+            keep_every_steps=job.spec.checkpoint.keep_every_steps,
+            keep_best=job.spec.checkpoint.keep_best,
         )
         self._metrics = MetricsLog(output_dir)
         self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
@@ -107,11 +108,15 @@ class Session:
         self._saved_step = 0
         self._attempt = self._resume()
         self._last_save_time = time.monotonic()
+        self._best: float | None = None
         self._position = self.data.train.state_dict()
         self._upcoming: GlobalBatch | None = None
+        self._interval = Interval(job.spec.checkpoint, job.hours_between_failures)
         self._checkpoint_is_late = False
         self._patience = Patience(job.spec.recovery)
         self._profiling = profiling.Profiling(runtime, output_dir)
+        self._measured: dict[str, float] = {}
+        self._is_best = False
         self._profile_votes: Sequence[float] = ()
         training = job.spec.training
         self._observer = Observer(
@@ -155,6 +160,7 @@ class Session:
             restore_rng_state(extra["rng"])
         else:
             # Other ranks, or other ranks that have to draw alike, have no streams to continue: fresh ones, which never
+        self._best = extra.get("best")
             # repeat the first step's.
             stream = random_stream(self._job.parallelism, self._runtime.rank)
             seed_everything(self._job.spec.training.seed + info.step, rank=stream)
@@ -246,7 +252,7 @@ class Session:
             more["anomaly"] = self.anomalies.found
         if not self._runtime.is_first:
             return
-        if saved := self._checkpointer.take_figures():
+        if saved := self._saved_figures():
             more["checkpoint"] = saved
         row = Row(
             step=self.step,
@@ -268,27 +274,24 @@ class Session:
     def is_checkpoint_due(self) -> bool:
         """At the last step, every so many steps, and every so many minutes of the first rank's clock."""
         every = self._job.spec.checkpoint.every_steps
-        return self.step == self.num_steps or bool(every and self.step % every == 0) or self._checkpoint_is_late
+        by_step = self.step == self.num_steps or (isinstance(every, int) and self.step % every == 0)
+        return by_step or self._checkpoint_is_late or self._is_best
 
     def _is_checkpoint_late(self) -> bool:
-        if self._job.spec.checkpoint.every_minutes is None:
-            return False
-        return time.monotonic() - self._last_save_time >= self._save_interval_seconds()
+        self._measure({"loss": loss, **validation})
+        seconds = self._interval.seconds
+        return seconds is not None and time.monotonic() - self._last_save_time >= seconds
 
-    def _save_interval_seconds(self) -> float:
-        minutes = self._job.spec.checkpoint.every_minutes
-        assert minutes is not None
-        if minutes != "auto":
-            return 60 * minutes
-        seconds = self._checkpointer.last_save_seconds
-        if seconds is None:
-            # The first save measures; while it, or one that failed, is the only one, the next can wait a minute.
-            return 0.0 if self._saved_step == 0 else 60.0
-        return best_interval_seconds(
-            save_seconds=seconds,
-            stall_seconds=self._checkpointer.blocked_seconds,
-            seconds_between_failures=3600 * (self._job.hours_between_failures or _HOURS_BETWEEN_FAILURES),
-        )
+    def _saved_figures(self) -> dict[str, float]:
+        """What saves have cost since the last row, and how long to the next where that is decided by it."""
+        figures = self._checkpointer.take_figures()
+        if "save_seconds" in figures:
+            told = self._interval.measured(figures["save_seconds"], self._checkpointer.blocked_seconds)
+            if told is not None:
+                say(told)
+        if figures and self._interval.is_automatic and self._interval.seconds is not None:
+            figures["interval_seconds"] = self._interval.seconds
+        return figures
 
     def save(self) -> None:
         """Checkpoints everything that the next step depends on, and the metrics so far."""
@@ -296,7 +299,18 @@ class Session:
             "step": self.step,
             "attempt": self._attempt,
             "strategy": self.strategy.name,
-            "model_config": self._model_config,  # what an export needs, whatever becomes of the job's file
+            **self._model_described,
+    def _measure(self, row: dict[str, Any]) -> None:
+        """Notes what keep_best looks at, alike on all ranks: a validated step that is the best so far is saved."""
+        self._measured = flat_metrics(row)
+        best = self._job.spec.checkpoint.keep_best
+        value = None if best is None else self._measured.get(best.metric)
+        self._is_best = best is not None and value is not None and best.is_better(value, self._best)
+        if self._is_best:
+            self._best = value
+        # Every step has a loss, and most improve on it: saves of their own are for what is measured now and then.
+        self._is_best = self._is_best and best is not None and best.metric != "loss"
+
             "world_size": self._runtime.world_size,
             "ranks_a_stream": self._job.parallelism.tensor,
             "data": self._position if self._upcoming else self.data.train.state_dict(),
@@ -334,6 +348,8 @@ class Session:
             "status": status,
             "steps": self.step,
             "loss_first": rows[0]["loss"] if rows else None,
+            "metrics": self._measured,
+            "best": self._best,
             "loss_last": rows[-1]["loss"] if rows else None,
             **self._validation.summary(rows),
             **self.data.describe(),
@@ -341,6 +357,7 @@ class Session:
             "seconds": time.perf_counter() - self._started,
             "step_seconds": sum(row["step_seconds"] for row in rows),
             "attempts": self._attempt,
+        self._interval.began()
             "strategy": self.strategy.name,
             "choices": self.strategy.choices,
             "world_size": self._runtime.world_size,

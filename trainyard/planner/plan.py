@@ -343,14 +343,14 @@ def _checkpoint(job: JobSpec, resolved: ResolvedJob, chosen: Configuration, shap
     step_seconds = chosen.time.step_seconds
     spec = job.checkpoint
     intervals = [
-        *([spec.every_steps * step_seconds] if spec.every_steps else []),
+        *([spec.every_steps * step_seconds] if isinstance(spec.every_steps, int) else []),
         *([spec.every_minutes * 60] if isinstance(spec.every_minutes, float) else []),
     ]
     saved = float(shape.params)
     if job.model.adapter:
         whole = Layout(lora_rank=job.model.adapter.rank, num_lora_targets=len(job.model.adapter.targets))
         saved = lora_params(shape, whole, Stage(shape.layers, True, True, 1))
-    if spec.every_minutes == "auto":
+    if "auto" in (spec.every_steps, spec.every_minutes):
         best = goodput(
             saved, resolved.world_size, resolved.num_hosts, asynchronous=spec.asynchronous, interval_seconds=math.inf
         )

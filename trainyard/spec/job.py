@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from trainyard.spec.base import Name, SpecModel, apply_overrides, parse, read_yaml
+from trainyard.spec.retention import BestSpec, Retention
 
 SPEC_VERSION = 1
 """Laptop and image drift: the image refuses a spec newer than it knows."""
@@ -442,15 +443,23 @@ class ParallelismSpec(SpecModel):
 class CheckpointSpec(SpecModel):
     """When progress is saved, where, and how much of it is kept."""
 
-    every_steps: PositiveInt | None = None
+    every_steps: PositiveInt | Auto | None = None
+    """Optimizer steps from one save to the next. auto: as many as cost least, by what a save takes (the first, after
+    the first step, measures it) and how often the capacity fails, but at least one every every_minutes."""
     every_minutes: Annotated[float, Field(gt=0)] | Auto | None = 15.0
-    """Whichever of every_steps and every_minutes comes first; null: by steps alone; auto: what costs least by
-    the time that a save takes (the first, after the first step, measures it) and how often the capacity fails."""
+    """Whichever of every_steps and every_minutes comes first; null: by steps alone; auto: as every_steps: auto, without
+    a limit."""
     keep_last: PositiveInt = 3
     asynchronous: bool = True
     destination: str | None = None
     """s3:// prefix or folder; default: the tenant's checkpoint bucket, or the trainer's output folder."""
     local_directory: str | None = Field(default=None, min_length=1)
+    """How many of the newest good ones stay. Of one alone, every byte is read back from the destination before the one
+    before it goes."""
+    keep_every_steps: PositiveInt | None = None
+    """Good ones of every so many steps stay too, for good."""
+    keep_best: BestSpec | None = None
+    """Those with the best values of a metric stay too."""
     """Folder on each host's own fast disk (NVMe): a save is committed there first, then goes to `destination` while
     training goes on. A restart takes a step from the hosts' disks where they hold it whole and the destination has no
     newer one. Two steps fit at most, of one host's ranks each; with peer_copy, of two hosts'."""
@@ -462,6 +471,11 @@ class CheckpointSpec(SpecModel):
     def _tiers(self) -> Self:
         if self.local_directory is not None and "://" in self.local_directory:
             raise ValueError(
+    @property
+    def retention(self) -> Retention:
+        """Which ones stay."""
+        return Retention(self.keep_last, self.keep_every_steps, self.keep_best)
+
                 f"local_directory: must be a folder on each host's own disk, e.g. /tmp/checkpoints (given:"
                 f" {self.local_directory}); an s3:// prefix is a destination"
             )
@@ -592,6 +606,18 @@ class JobSpec(SpecModel):
         if version > SPEC_VERSION:
             raise ValueError(f"this trainyard reads job specs up to version {SPEC_VERSION}; upgrade it (or the image)")
         return version
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Self:
+        best = self.checkpoint.keep_best
+        if best is None or not best.metric.startswith("validation_"):
+            return self
+        names = {source.name for source in self.data.validation}
+        wanted = best.metric.split(".")[1] if best.metric.startswith("validation_sets.") else None
+        if wanted not in names:
+            what = "a source without a name" if wanted is None else f"a source named {wanted}"
+            raise ValueError(f"checkpoint.keep_best.metric: {best.metric} needs {what} in data.validation")
+        return self
+
 
 
 class ResolvedJob(SpecModel):

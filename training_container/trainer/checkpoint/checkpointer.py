@@ -1,5 +1,6 @@
 """The flow of a save and of a load. See the package for the layout and what is promised."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +36,29 @@ from trainer.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
     Manifest,
+    ManifestError,
     ShardFile,
     combine_extra,
     commit_marker,
+    parse_manifest,
     shard_file,
     step_folder,
     step_of,
 )
 from trainer.checkpoint.reading import Needs, mismatch
-from trainer.checkpoint.restore import CheckpointInfo, Restorer
+from trainer.checkpoint.restore import CheckpointInfo, OpenStep, Restorer
 from trainer.heartbeat import beat
 from trainer.rendezvous import PATIENT
 from trainer.speech import say
 from trainyard.errors import InputError, JobFailedError
+from trainyard.spec.retention import BestSpec, Retention
 
 _LONGEST_UPLOAD = timedelta(hours=2)
 """How long ranks wait behind for the slowest one's upload."""
 
 _BEAT_SECONDS = 1.0
+
+_READ_BACK_BYTES = 16 << 20
 
 _SPACE_MARGIN_BYTES = 16 << 20
 _SPACE_FACTOR = 1.05
@@ -107,6 +114,8 @@ class Checkpointer:
         asynchronous: bool,
         local_tier: Path | None = None,
         peer_copy: bool = False,
+        keep_every_steps: int | None = None,
+        keep_best: BestSpec | None = None,
         process_group: dist.ProcessGroup | None = None,
         report: Callable[[str], None] = say,
         retry_delays_seconds: Sequence[float] = RETRY_DELAYS_SECONDS,
@@ -121,7 +130,9 @@ class Checkpointer:
         assert keep_last >= 1
         self._destination = open_destination(destination)
         self._local_dir = local_dir.absolute()
-        self._keep_last = keep_last
+        self._retention = Retention(keep_last, keep_every_steps, keep_best)
+        self._values: dict[int, float | None] = {}
+        """Step -> its value of keep_best's metric, of checkpoints that were looked at (first rank)."""
         self._asynchronous = asynchronous
         self._report = report
         self._delays = retry_delays_seconds
@@ -368,6 +379,9 @@ class Checkpointer:
         sent: str | None = None
         if self._written_folder(save.step) != self._destination.folder(folder):
             sent = self._attempt(lambda: self._upload_files(save.step, save.files))
+            if sent is None and self._retention.keep_last == 1:
+                # The one before goes as soon as this one is committed: it must be good, not only there.
+                sent = self._attempt(lambda: self._read_back(save.step, save.files))
         errors = self._behind.gather(sent)
         return self._behind.from_first(lambda: self._attempt(lambda: self._commit(save, promise, errors or [])))
 
@@ -409,6 +423,19 @@ class Checkpointer:
     def _upload_files(self, step: int, files: Sequence[ShardFile]) -> None:
         for file in files:
             self._upload(f"{step_folder(step)}/{file.name}", self._written_folder(step) / file.name)
+
+    def _read_back(self, step: int, files: Sequence[ShardFile]) -> None:
+        for file in files:
+            name = f"{step_folder(step)}/{file.name}"
+            digest = hashlib.sha256()
+            for start in range(0, file.num_bytes, _READ_BACK_BYTES):
+                block = self._retry("reading back", partial(self._read_range, name, start))
+                digest.update(block)
+            if digest.hexdigest() != file.sha256:
+                raise DestinationError(f"{file.name} is not what was sent (its SHA-256 differs)", permanent=True)
+
+    def _read_range(self, name: str, start: int) -> bytes:
+        return self._destination.get_range(name, start=start, num_bytes=_READ_BACK_BYTES)
 
     def _upload(self, name: str, path: Path) -> None:
         self._retry(f"upload of {name}", lambda: self._destination.put_file(name, path))
@@ -460,10 +487,21 @@ class Checkpointer:
         older = {step for step in map(step_of, names) if step is not None and step < newest}
         good = {step for step in older if f"{step_folder(step)}/{COMMITTED}" in names} - self._bad_steps
         # `newest` is one of those kept. What is not good is of no use to anyone: an interrupted or a corrupt one.
-        kept = set(sorted(good, reverse=True)[: self._keep_last - 1])
+        kept = self._retention.kept({step: self._value_of(step) for step in good | {newest}})
         for step in sorted(older - kept):
             self._remove(step_folder(step))
             self._bad_steps.discard(step)
+
+    def _value_of(self, step: int) -> float | None:
+        if self._retention.keep_best is None:
+            return None
+        if step not in self._values:
+            content = self._retry("reading", lambda: self._destination.get_bytes(f"{step_folder(step)}/{MANIFEST}"))
+            try:
+                self._values[step] = self._retention.value_of(parse_manifest(content).extra)
+            except ManifestError:
+                self._values[step] = None
+        return self._values[step]
 
     def _failed(self, step: int, error: str) -> None:
         self.num_failed_saves += 1
@@ -531,6 +569,13 @@ class Checkpointer:
         names = self._retry("listing", lambda: self._destination.sizes(FOLDER))
         steps = [step_of(name) for name in names if name.endswith(f"/{COMMITTED}")]
         return max((step for step in steps if step is not None), default=0)
+
+    def open_step(self, step: int | None) -> OpenStep | None:
+        """That step's checkpoint, or the newest committed one, to read single tensors of; None if there is none."""
+        try:
+            return self._restorer.open(step)
+        except DestinationError as error:
+            raise self._restorer.unreachable(error) from None
 
     def load(self, info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Read a checkpoint into `tensors`, in place, whatever layout they or it have; the `extra` that was saved.

@@ -36,6 +36,9 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
         check_product(job)
     if spec.training.on_anomaly == "skip":
         _check_skip(spec.task, layout)
+    _check_best(job)
+    if spec.checkpoint.peer_copy and job.num_hosts == 1:
+        raise InputError("checkpoint.peer_copy: needs two hosts or more, and this job has one; set it to false")
     if layout.engine == "deepspeed":
         from trainer.strategies import deepspeed_settings
 
@@ -54,6 +57,21 @@ def _is_product(layout: ParallelismSpec) -> bool:
 def _check_skip(task: str, layout: ParallelismSpec) -> None:
     if layout.engine == "deepspeed":
         raise InputError(
+def _check_best(job: ResolvedJob) -> None:
+    best, task = job.spec.checkpoint.keep_best, task_of(job)
+    if best is None or best.metric == "loss":
+        return
+    known = ["loss", *(["perplexity"] if task.unit == "tokens" else []), *task.measures]
+    named = best.metric.startswith("validation_sets.")
+    measure = best.metric.split(".")[2] if named else best.metric.removeprefix("validation_")
+    if measure not in known:
+        given = best.metric.removesuffix(measure)
+        raise InputError(
+            f"checkpoint.keep_best.metric: {best.metric} is not measured by this task; it measures"
+            f" {', '.join(given + name for name in known)}"
+        )
+
+
             "training.on_anomaly: skip is not implemented with engine: deepspeed, which measures the gradient norm and"
             " updates in one call; use stop, or engine: torch"
         )

@@ -1,0 +1,70 @@
+"""Which checkpoints stay: one rule for the trainer and for `checkpoints prune`."""
+
+import math
+import random
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec
+from trainyard.spec.retention import BestSpec, Retention, flat_metrics
+
+SAVED = {10: 3.0, 20: 1.0, 25: None, 30: 1.0, 40: math.nan, 50: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        (Retention(1), {50}),
+        (Retention(2), {40, 50}),
+        (Retention(9), set(SAVED)),
+        (Retention(1, keep_every_steps=20), {20, 40, 50}),
+        (Retention(1, keep_best=BestSpec()), {20, 50}),
+        (Retention(1, keep_best=BestSpec(num=2)), {20, 30, 50}),
+        (Retention(1, keep_best=BestSpec(mode="max")), {10, 50}),
+        (Retention(1, keep_best=BestSpec(num=9)), {10, 20, 30, 50}),
+        (Retention(1, 25, BestSpec()), {20, 25, 50}),
+    ],
+)
+def test_the_union_of_the_rules_stays(rules: Retention, kept: set[int]) -> None:
+    assert rules.kept(SAVED) == kept
+
+
+def test_the_newest_always_stays_and_what_went_is_never_missed() -> None:
+    """Removing after each save keeps what removing once at the end would."""
+    numbers = random.Random(0)
+    for _ in range(200):
+        rules = Retention(numbers.randint(1, 3), numbers.choice([None, 3]), numbers.choice([None, BestSpec(num=2)]))
+        saved: dict[int, float | None] = {step: numbers.choice([None, numbers.random()]) for step in range(1, 20)}
+        left: dict[int, float | None] = {}
+        for step, value in saved.items():
+            left[step] = value
+            kept = rules.kept(left)
+            assert step in kept
+            left = {one: left[one] for one in kept}
+        assert set(left) == rules.kept(saved)
+
+
+def test_values_come_from_what_was_saved() -> None:
+    row = {"loss": 2.0, "validation_loss": None, "validation_sets": {"code": {"loss": 1.5, "perplexity": math.inf}}}
+    assert flat_metrics(row) == {"loss": 2.0, "validation_sets.code.loss": 1.5}
+    rules = Retention(1, keep_best=BestSpec(metric="validation_sets.code.loss"))
+    assert rules.value_of({"metrics": flat_metrics(row)}) == 1.5
+    assert rules.value_of({}) is None and Retention(1).value_of({"metrics": {"loss": 1}}) is None
+
+
+def test_a_metric_that_nothing_measures_is_refused() -> None:
+    job = {
+        "name": "a",
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"train": [{"path": "x.txt", "format": "text"}], "tokenizer": "t", "sequence_length": 8},
+        "training": {"steps": 1, "global_batch_size": 1, "learning_rate": 0.1},
+    }
+    for metric, told in (
+        ("validation_loss", "needs a source without a name in data.validation"),
+        ("validation_sets.code.loss", "needs a source named code in data.validation"),
+        ("accuracy", "keep_best.metric"),
+    ):
+        with pytest.raises(InputError, match=told):
+            parse(JobSpec, {**job, "checkpoint": {"keep_best": {"metric": metric}}}, "job.yaml")

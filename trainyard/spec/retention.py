@@ -1,0 +1,67 @@
+"""Which checkpoints stay: one rule for the trainer, which removes after each save, and for `checkpoints prune`."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from trainyard.spec.base import SpecModel
+
+BEST_METRIC = r"^(loss|validation_[a-z0-9_]+|validation_sets\.[a-z0-9-]+\.[a-z0-9_]+)$"
+
+
+class BestSpec(SpecModel):
+    """The checkpoints with the best values of a metric."""
+
+    metric: str = Field(default="validation_loss", pattern=BEST_METRIC)
+    """As metrics.jsonl names it: validation_loss, validation_perplexity, validation_top1_accuracy, loss, or
+    validation_sets.NAME.loss for a named set. A checkpoint competes when its own step was validated: with a
+    validation_ metric, each validated step that is the best so far is saved."""
+    num: Annotated[int, Field(ge=1)] = 1
+    """How many of them stay."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the least or the greatest value is best."""
+
+    def is_better(self, value: float, other: float | None) -> bool:
+        """Whether `value` beats `other`, the best before; a value that is no number beats nothing."""
+        if math.isnan(value):
+            return False
+        return other is None or (value < other if self.mode == "min" else value > other)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which of a job's good checkpoints stay: the union of three rules."""
+
+    keep_last: int
+    keep_every_steps: int | None = None
+    keep_best: BestSpec | None = None
+
+    def kept(self, saved: Mapping[int, float | None]) -> set[int]:
+        """The steps that stay of the good ones: step -> its value of keep_best's metric, where it has one."""
+        steps = sorted(saved)
+        kept = set(steps[-self.keep_last :])
+        if self.keep_every_steps is not None:
+            kept |= {step for step in steps if step % self.keep_every_steps == 0}
+        if self.keep_best is not None:
+            sign = 1 if self.keep_best.mode == "min" else -1
+            valued = [(sign * value, step) for step, value in saved.items() if value is not None]
+            kept |= {step for value, step in sorted(valued)[: self.keep_best.num] if not math.isnan(value)}
+        return kept
+
+    def value_of(self, extra: Mapping[str, Any]) -> float | None:
+        """What a checkpoint saved as keep_best's metric; None where it has none."""
+        if self.keep_best is None:
+            return None
+        value = dict(extra.get("metrics") or {}).get(self.keep_best.metric)
+        return float(value) if isinstance(value, int | float) else None
+
+
+def flat_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a metrics row that keep_best can name, named sets by dotted names."""
+    found = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+    for name, values in dict(row.get("validation_sets") or {}).items():
+        found |= {f"validation_sets.{name}.{key}": float(value) for key, value in values.items() if value is not None}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
