@@ -1,6 +1,7 @@
 """A model read from files in bf16 trains as in one process; and a model that is split is never whole on any rank."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.models.build import build_model, outline_model
-from trainer.models.sharded_source import stored_type
+from trainer.models.deferred_weights import source_of
 from trainer.runtime import Runtime
-from trainer.strategies import build_strategy
+from trainer.strategies import build_strategy, check_supported
 from trainer_testing.distributed import run_ranks
 from trainer_testing.families import FAMILIES, adapter
 from trainer_testing.source_worker import MARK, Peak, give_back
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+from transformers import AutoModelForCausalLM
 
 from trainyard.errors import InputError
 
@@ -42,7 +44,7 @@ def save(folder: Path, family: str, **changes: int) -> Path:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
-    families = ("Llama, tied", "Mixtral", "DeepSeek-V3")
+    families = ("Llama, tied", "Mixtral", "Qwen3-MoE", "DeepSeek-V3")
     return {family: save(folder / family.replace(", ", "-"), family) for family in families}
 
 
@@ -51,8 +53,20 @@ def test_a_bf16_source_trains_as_in_one_process(sources: dict[str, Path]) -> Non
     one = dict(
         zip(jobs, run(1, [RunRequest("single", last_step=STEPS, job=job) for job in jobs.values()]), strict=True)
     )
-    cases = [(family, engine) for family in jobs for engine in ("ddp", "fsdp", "zero2", "zero3")]
-    two = run(2, [RunRequest(engine, last_step=STEPS, job=jobs[family]) for family, engine in cases])
+    engines: dict[str, dict[str, Any] | None] = dict.fromkeys(("ddp", "fsdp", "zero2", "zero3"))
+    split: dict[str, dict[str, Any] | None] = {
+        "tensor2": {"tensor": 2},
+        "pipeline2": {"pipeline": 2},
+        "expert2-fsdp2": {"data_shard": 2, "expert": 2},
+    }
+    cases = [(family, engine) for family in ("Llama, tied", "Mixtral", "DeepSeek-V3") for engine in engines]
+    cases += [(family, engine) for family in ("Mixtral", "Qwen3-MoE", "DeepSeek-V3") for engine in split]
+    layouts = engines | split
+    asked = [
+        RunRequest(engine, last_step=STEPS, job={**jobs[family], "parallelism": layouts[engine]})
+        for family, engine in cases
+    ]
+    two = run(2, asked)
     errors = {case: worst_relative_error(result, one[case[0]]) for case, result in zip(cases, two, strict=True)}
     assert {case: error for case, error in errors.items() if error > 1e-5} == {}
 
@@ -76,6 +90,14 @@ LAYOUTS: list[tuple[str, dict[str, Any] | None]] = [
 ]
 MOST = 0.9
 """Of the whole model's float32 weights: on one of four ranks, a quarter of them and of both moments is 0.75."""
+
+
+MIXTURE_LAYOUTS: list[tuple[str, dict[str, Any] | None]] = [
+    ("tensor4", {"tensor": 4}),
+    ("expert4-fsdp4", {"data_shard": 4, "expert": 4}),
+]
+LARGE_MIXTURE = LARGE | {"intermediate_size": 512, "num_local_experts": 8, "num_hidden_layers": 4}
+"""Of its weights nine tenths are experts'."""
 
 
 def origins_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -118,6 +140,15 @@ def test_one_of_four_ranks_never_holds_the_whole_model(tmp_path: Path) -> None:
             assert min(shares) < MOST and max(shares) > 0.5, (strategy, origin, shares)
 
 
+def test_one_of_four_ranks_reads_its_part_of_packed_experts(tmp_path: Path) -> None:
+    small = save(tmp_path / "small", "Mixtral", **SMALL)
+    large = save(tmp_path / "large", "Mixtral", **LARGE_MIXTURE)
+    for strategy, layout in MIXTURE_LAYOUTS:
+        share_of_one_of_four(strategy, layout, {"source": str(small)})
+        shares = [share_of_one_of_four(strategy, layout, {"source": str(large)}) for _ in range(2)]
+        assert min(shares) < MOST and max(shares) > 0.5, (strategy, shares)
+
+
 @pytest.mark.full
 def test_no_rank_holds_a_model_that_is_split(tmp_path: Path) -> None:
     origins = origins_of(tmp_path)
@@ -142,16 +173,103 @@ def test_no_rank_holds_a_model_that_is_split(tmp_path: Path) -> None:
     assert {case: share for case, share in shares.items() if share[0] > 0.1 or share[1] > allowed[case]} == {}, shares
 
 
-def test_a_folder_of_mixed_types_has_no_one_type(tmp_path: Path) -> None:
-    source = save(tmp_path, "Llama")
-    assert stored_type(source) == torch.bfloat16
+@pytest.mark.parametrize("family", ["Llama, tied", "Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
+def test_every_part_of_a_source_is_what_transformers_has_there(family: str, sources: dict[str, Path]) -> None:
+    model = outline_model(tiny_job("single", 1, source=str(sources[family])), vocab_size=VOCAB_SIZE)
+    source = source_of(model)
+    assert source is not None
+    whole = AutoModelForCausalLM.from_pretrained(sources[family], dtype=torch.bfloat16).state_dict()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter.is_meta and parameter.requires_grad
+        for size_of_part in (1, 2, 3):  # all, a half, a third: of each dimension, with gaps
+            index = tuple(
+                torch.randperm(size, generator=generator)[: -(-size // size_of_part)].sort().values
+                for size in parameter.shape
+            )
+            assert torch.equal(source.read(name, index), whole[name][torch.meshgrid(*index, indexing="ij")]), name
+
+
+def test_a_weight_keeps_the_type_of_its_file_until_it_is_read(tmp_path: Path) -> None:
+    source = save(tmp_path, "DeepSeek-V3")
     tensors = load_file(source / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    precise = {"model.norm.weight", "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.e_score_correction_bias"}
+    for name in precise:
+        tensors[name] = torch.rand(tensors[name].shape)  # more digits than bf16 has
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    assert stored_type(source) is None
-    assert stored_type(tmp_path / "nothing") is None
     model = build_model(tiny_job("single", 1, source=str(source)), vocab_size=VOCAB_SIZE)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    assert all(torch.equal(model.state_dict()[name], tensors[name]) for name in precise)
+
+
+def changed(folder: Path, change: str) -> str:
+    """A base model of which something is wrong."""
+    source = save(folder, "Mixtral")
+    tensors = load_file(source / "model.safetensors")
+    up = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    if change == "experts":
+        tensors = {name: tensor for name, tensor in tensors.items() if ".layers.1.block_sparse_moe.exp" not in name}
+    elif change == "expert":
+        del tensors[up]
+    elif change == "shape":
+        tensors["model.norm.weight"] = torch.ones(7)
+    elif change == "ragged":
+        tensors[up] = tensors[up][:5].clone()
+    elif change == "quantized":
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return str(source)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("experts", "have no model.layers.1.mlp.experts.down_proj, model.layers.1.mlp.experts.gate_up_proj, which"),
+        ("expert", r"experts.gate_up_proj is made of matrices that don't fit together in its files, but \(4, 96, 32\)"),
+        ("shape", r"model.norm.weight is \(7,\) in its files, but \(32,\) by its config.json"),
+        ("ragged", r"experts.gate_up_proj is made of matrices that don't fit together in its files, but \(4, 96, 32\)"),
+        ("quantized", "stored quantized .quantization_config: fp8.; give the model in bf16"),
+    ],
+)
+def test_a_source_that_is_not_whole_is_refused(change: str, words: str, tmp_path: Path) -> None:
+    # transformers alone would train random weights in their place, or say it in many lines.
+    source = changed(tmp_path, change)
+    with pytest.raises(InputError, match=f"^model.source: {source}: .*{words}") as caught:
+        build_model(tiny_job("single", 1, source=source), vocab_size=VOCAB_SIZE)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "meta-llama/Llama-3.1-8B",
+            "no such folder; .*hf download meta-llama/Llama-3.1-8B --local-dir FOLDER, and give",
+        ),
+        ("./nothing", "no such folder; .*correct the path"),
+        ("s3://bucket/model", "the trainer reads local folders; launch the job"),
+        (".", "no config.json there; give a Hugging Face model directory"),
+    ],
+)
+def test_a_source_that_is_no_folder_is_refused_without_asking_anyone(
+    source: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **_: asked.append(arguments))
+    job = tiny_job("single", 1, source=source)
+    for refuse in (lambda: check_supported(job, device_type="cpu"), lambda: build_model(job, vocab_size=VOCAB_SIZE)):
+        with pytest.raises(InputError, match=f"^model.source: {source}: {words}") as caught:
+            refuse()
+        assert "\n" not in str(caught.value)
+    assert asked == []
+
+
+def test_a_source_is_read_without_asking_anyone(sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **_: asked.append(arguments))
+    build_model(tiny_job("single", 1, source=str(sources["Mixtral"])), vocab_size=VOCAB_SIZE)
+    assert asked == []
 
 
 def test_a_broken_file_is_one_line(tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ def test_refusals_are_one_line(changes: dict[str, Any], words: list[str], shards
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize(("source", "reason"), [("s3://bucket/x", "the trainer reads"), ("/none", "no config.json")])
+@pytest.mark.parametrize(("source", "reason"), [("s3://bucket/x", "the trainer reads"), ("/none", "no such folder")])
 def test_a_wrong_source_is_said_once(source: str, reason: str) -> None:
     job = tiny_job("single", 1)
     model = job.spec.model.model_copy(update={"config": None, "source": source})

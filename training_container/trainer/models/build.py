@@ -1,21 +1,20 @@
 """The model: an unmodified Hugging Face class, from a configuration or from a directory."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import attach, choose_attention, varlen_operations
+from trainer.models.configuration import folder_of
 from trainer.models.deferred_weights import defer, fill, outline, source_of
 from trainer.models.quantized import quantize_blocks
-from trainer.models.sharded_source import stored_type, to_trained_type
+from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
 from trainer.seeds import seed_everything
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
@@ -74,23 +73,14 @@ def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
 def _from_source(job: ResolvedJob) -> PreTrainedModel:
     source = job.spec.model.source
     assert source is not None
-    if "://" in source:
-        raise InputError(
-            f"model.source: {source}: the trainer reads local folders; launch the job, or download it first"
-        )
-    if source.startswith(("/", ".")) and not (Path(source) / "config.json").is_file():
-        raise InputError(f"model.source: {source}: no config.json there; give a Hugging Face model directory")
+    folder = folder_of(source)
     try:
-        attention = _attention(job, AutoConfig.from_pretrained(source))
-        load = partial(AutoModelForCausalLM.from_pretrained, source, attn_implementation=attention)
-        # A weight that is not converted stays a view of its file: see sharded_source.
-        model = load(dtype=stored_type(Path(source)) or torch.float32)
-        if any(buffer.is_floating_point() and buffer.dtype != torch.float32 for buffer in model.buffers()):
-            # A constant that the model rounds to the type it is loaded in (Gemma 3's embedding scale).
-            model = load(dtype=torch.float32)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        config = AutoConfig.from_pretrained(folder)
+        return load(AutoModelForCausalLM, source, config, attn_implementation=_attention(job, config))
+    except InputError:
+        raise  # it is a ValueError too, and says already what is wrong where
+    except (StrictDataclassError, *LOADING_ERRORS) as error:
         raise InputError(f"model.source: {source}: can't be loaded: {_one_line(error)}") from None
-    return _as_pretrained(model)
 
 
 def _as_pretrained(model: Any) -> PreTrainedModel:

@@ -1,9 +1,31 @@
 """The model's configuration, known before the model is."""
 
+from pathlib import Path
+
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+
+
+def folder_of(source: str) -> Path:
+    """The folder that `model.source` names; InputError unless a model's configuration is in it.
+
+    Nothing is looked up in the Hugging Face Hub: a training host has no internet, and would wait for it.
+    """
+    folder = Path(source)
+    if (folder / "config.json").is_file():
+        return folder
+    if "://" in source:
+        wrong, mend = "the trainer reads local folders", "launch the job, or copy the model here first"
+    elif folder.is_dir():
+        wrong, mend = "no config.json there", "give a Hugging Face model directory"
+    else:
+        wrong = "no such folder; the trainer reads local folders, and asks the Hugging Face Hub for nothing"
+        mend = "correct the path" if source.startswith(("/", ".", "~")) else f"hf download {source} --local-dir FOLDER"
+        mend += ", and give FOLDER" if mend.startswith("hf") else ""
+    raise InputError(f"model.source: {source}: {wrong}; {mend}")
 
 
 def configuration_of(job: ResolvedJob) -> PretrainedConfig | None:
@@ -11,7 +33,7 @@ def configuration_of(job: ResolvedJob) -> PretrainedConfig | None:
     source, stated = job.spec.model.source, dict(job.spec.model.config or {})
     try:
         if source is not None:
-            return AutoConfig.from_pretrained(source).get_text_config()
+            return AutoConfig.from_pretrained(folder_of(source)).get_text_config()
         return AutoConfig.for_model(stated.pop("model_type"), **stated).get_text_config()
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

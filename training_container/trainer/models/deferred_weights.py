@@ -25,6 +25,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.models.sharded_source import Index, Stored, part_of, select, stored_of
+
 CHUNK_ELEMENTS = 2**20
 """Elements drawn from one generator: part of what the values depend on, so it never changes."""
 
@@ -56,9 +58,6 @@ _ELEMENTWISE = _OVERWRITING | {
     _aten.erfinv_.default,
 }
 """Operations that make element i of a tensor from element i alone: part of a tensor can be made by itself."""
-
-Index = tuple[torch.Tensor, ...]
-"""A rank's part of a tensor: of each dimension, the positions (int64, ascending) it has; their product is the part."""
 
 
 class WeightSource(Protocol):
@@ -112,7 +111,7 @@ class InitializedWeights:
         for chunk, count in zip(chunks.tolist(), counts.tolist(), strict=True):
             first = chunk * rows_per_chunk
             values = self._rows(name, first, min(rows_per_chunk, num_rows - first), width)
-            part[begin : begin + count] = _select(_select(values, 0, rows[begin : begin + count] - first), 1, columns)
+            part[begin : begin + count] = select(select(values, 0, rows[begin : begin + count] - first), 1, columns)
             begin += count
         return part.view(tuple(positions.numel() for positions in index))
 
@@ -141,18 +140,15 @@ class InitializedWeights:
 
 
 class StoredWeights:
-    """An existing model's: tensors that may be views of files, of which the part is read."""
+    """An existing model's: tensors that may be views of files, or made of several, of which the part is read."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Stored]) -> None:
         """`tensors`: by Hugging Face name."""
         self._tensors = tensors
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """See WeightSource."""
-        part = self._tensors[name]
-        for dim, positions in enumerate(index):
-            part = _select(part, dim, positions)
-        return part
+        return part_of(self._tensors[name], index)
 
     def release(self) -> None:
         """See WeightSource."""
@@ -177,7 +173,7 @@ def outline(build: Callable[[], nn.Module], *, seed: int) -> nn.Module:
 
 def defer(model: nn.Module) -> nn.Module:
     """Puts the model's parameters on meta, in place, and returns it; their values, as they are now, are kept aside."""
-    tensors = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
+    tensors = {name: stored_of(weight) for name, weight in model.named_parameters(remove_duplicate=False)}
     twins: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
@@ -262,16 +258,6 @@ def _flat_rows(shape: Sequence[int], index: Index) -> torch.Tensor:
     for size, positions in zip(shape, index, strict=True):
         flat = (flat[:, None] * size + positions).flatten()
     return flat
-
-
-def _select(tensor: torch.Tensor, dim: int, positions: torch.Tensor) -> torch.Tensor:
-    """The positions of one dimension; a view where they follow each other."""
-    if positions.numel() == 0:
-        return tensor.narrow(dim, 0, 0)
-    first, last = int(positions[0]), int(positions[-1])
-    if last - first + 1 == positions.numel():
-        return tensor.narrow(dim, first, positions.numel())
-    return tensor.index_select(dim, positions)
 
 
 def _on_meta(weight: torch.Tensor) -> nn.Parameter:

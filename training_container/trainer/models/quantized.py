@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from trainer.models.deferred_weights import Index, WeightSource, source_of
+from trainer.models.deferred_weights import WeightSource, source_of
+from trainer.models.sharded_source import Index
 from trainer.optimizers.build import local_tensor
 from trainyard.errors import InputError
 

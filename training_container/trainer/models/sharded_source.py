@@ -2,26 +2,234 @@
 
 A weight loaded in the type it is stored in is a view of its safetensors file: no memory is spent before it is touched,
 and ranks of one host share what is. `deferred_weights` copies a rank's part of it, in the type it is trained in.
+transformers packs the experts of a mixture (a matrix each in its file) into one tensor; here it only notes which files'
+parts that tensor is made of, so that a rank reads the experts, or the slices of them, that it holds.
 """
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, core_model_loading
 
-_TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+from trainyard.errors import InputError
+
+Index = tuple[torch.Tensor, ...]
+"""A rank's part of a tensor: of each dimension, the positions (int64, ascending) it has; their product is the part."""
+
+_UNEVEN = torch.Size((0,))
+"""The shape of what is made of tensors that don't fit together: no weight's, so that `load` refuses it."""
+
+_NAMED = 3
+"""Weights that a message names of many."""
 
 
-def stored_type(folder: Path) -> torch.dtype | None:
-    """The floating-point type that all weights in `folder` have; None when they differ, or it holds no safetensors."""
-    found = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  # not a dict
-    types = {_TYPES.get(name) for name in found}
-    return types.pop() if len(types) == 1 else None
+class Stacked:
+    """Stored tensors of one shape, one after the other along a new dimension."""
+
+    def __init__(self, tensors: Sequence["Stored"], dim: int) -> None:
+        self._tensors = list(tensors)
+        self._dim = dim
+        first = tensors[0]
+        self.dtype: torch.dtype = first.dtype
+        is_even = all(tensor.shape == first.shape for tensor in tensors)
+        self.shape: torch.Size = (
+            torch.Size((*first.shape[:dim], len(tensors), *first.shape[dim:])) if is_even else _UNEVEN
+        )
+
+    def part(self, index: Index) -> torch.Tensor:
+        """The positions of each dimension; of the other tensors nothing is read."""
+        result = _empty(index, self.dtype)
+        inner = (*index[: self._dim], *index[self._dim + 1 :])
+        for place, number in enumerate(index[self._dim].tolist()):
+            result.select(self._dim, place).copy_(part_of(self._tensors[number], inner))
+        return result
+
+
+class Joined:
+    """Stored tensors one after the other along a dimension that they have."""
+
+    def __init__(self, tensors: Sequence["Stored"], dim: int) -> None:
+        self._tensors = list(tensors)
+        self._dim = dim
+        first = tensors[0]
+        self.dtype: torch.dtype = first.dtype
+        is_even = all(_without(tensor.shape, dim) == _without(first.shape, dim) for tensor in tensors)
+        if is_even and _UNEVEN not in [tensor.shape for tensor in tensors]:
+            length = sum(tensor.shape[dim] for tensor in tensors)
+            self.shape: torch.Size = torch.Size((*first.shape[:dim], length, *first.shape[dim + 1 :]))
+        else:
+            self.shape = _UNEVEN
+
+    def part(self, index: Index) -> torch.Tensor:
+        """The positions of each dimension; of tensors that have none of them nothing is read."""
+        result = _empty(index, self.dtype)
+        positions, offset, begin = index[self._dim], 0, 0
+        for tensor in self._tensors:
+            length = tensor.shape[self._dim]
+            within = positions[(positions >= offset) & (positions < offset + length)] - offset
+            if count := within.numel():
+                inner = (*index[: self._dim], within, *index[self._dim + 1 :])
+                result.narrow(self._dim, begin, count).copy_(part_of(tensor, inner))
+            offset, begin = offset + length, begin + count
+        return result
+
+
+Stored = torch.Tensor | Stacked | Joined
+"""A weight that can be read in parts."""
+
+
+def part_of(stored: Stored, index: Index) -> torch.Tensor:
+    """The positions of each dimension, in the type they are stored in; a view where that can be."""
+    if isinstance(stored, Stacked | Joined):
+        return stored.part(index)
+    for dim, positions in enumerate(index):
+        stored = select(stored, dim, positions)
+    return stored
+
+
+def select(tensor: torch.Tensor, dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """The positions of one dimension; a view where they follow each other."""
+    if positions.numel() == 0:
+        return tensor.narrow(dim, 0, 0)
+    first, last = int(positions[0]), int(positions[-1])
+    if last - first + 1 == positions.numel():
+        return tensor.narrow(dim, first, positions.numel())
+    return tensor.index_select(dim, positions)
+
+
+class _Packed(nn.Parameter):
+    """Stands, on the meta device, for a weight that is made of several stored ones."""
+
+    stored: Stored
+
+    @classmethod
+    def of(cls, stored: Stored) -> "_Packed":
+        """The stand-in of `stored`, whose shape and type it has."""
+        values = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        packed = cls(values, requires_grad=values.is_floating_point())
+        packed.stored = stored
+        return packed
+
+
+def stored_of(parameter: nn.Parameter) -> Stored:
+    """Where the values of a loaded model's parameter are."""
+    return parameter.stored if isinstance(parameter, _Packed) else parameter.detach()
+
+
+@contextmanager
+def left_in_files() -> Iterator[None]:
+    """Inside, `from_pretrained` copies no weight: each stays a view of its file, in the type that it has there.
+
+    Packed weights are stand-ins, whose values `deferred_weights.defer` finds. transformers has no public way to ask for
+    this; a version that packs by other means than these two operations would read packed experts whole, which
+    tests/trainer/test_sharded_source.py would see.
+    """
+    ours: list[tuple[Any, str, Any]] = [
+        (core_model_loading, "_materialize_copy", _as_stored),
+        (core_model_loading.MergeModulelist, "convert", _stack),
+        (core_model_loading.Concatenate, "convert", _join),
+    ]
+    theirs = [getattr(owner, name) for owner, name, _ in ours]
+    for owner, name, function in ours:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for (owner, name, _), function in zip(ours, theirs, strict=True):
+            setattr(owner, name, function)
+
+
+def _as_stored(tensor: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:
+    """In place of a copy to `device` in `dtype`: a safetensors slice is mapped by indexing it."""
+    del device, dtype
+    mapped: torch.Tensor = tensor[...]
+    return mapped
+
+
+def _stack(
+    operation: Any, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
+) -> dict[str, Any]:
+    """In place of MergeModulelist.convert: the experts' matrices of each name, along a new dimension."""
+    del source_patterns
+    number = len(input_dict)
+    return {
+        operation.get_target_pattern(number, pattern, target_patterns): _Packed.of(Stacked(tensors, operation.dim))
+        for pattern, tensors in input_dict.items()
+    }
+
+
+def _join(
+    operation: Any, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
+) -> dict[str, Any]:
+    """In place of Concatenate.convert: what the patterns have, in their order, along a dimension."""
+    parts: list[Stored] = []
+    for pattern in source_patterns:
+        found = input_dict.get(pattern, [])
+        parts += [stored_of(tensor) for tensor in (found if isinstance(found, list) else [found])]
+    return {operation.get_target_pattern(target_patterns): _Packed.of(Joined(parts, operation.dim))}
+
+
+LOADING_ERRORS = (OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError, SafetensorError)
+"""What transformers raises for a directory that holds no model of the kind that was asked for."""
+
+
+def load(
+    auto_class: Any, source: str, config: PretrainedConfig, *, new_head: bool = False, **options: Any
+) -> PreTrainedModel:
+    """The model in the folder `source`, its weights left in their files; `deferred_weights.defer` has to follow.
+
+    Buffers are real, and float32 where they are floating-point. `new_head`: weights that the files lack, or have in
+    another shape, are new ones; InputError for them else, and for weights that are stored quantized. `options` go to
+    `from_pretrained`. Raises LOADING_ERRORS.
+    """
+    _check_stored_plainly(config, source)
+    with left_in_files():
+        # float32: constants are rounded to the type that a model is loaded in (Gemma 3's embedding scale).
+        model, report = auto_class.from_pretrained(
+            source,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(torch.float32 if buffer.is_floating_point() else buffer.dtype, copy=True)
+    if not new_head:
+        _check_whole(model, report, source)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _check_stored_plainly(config: PretrainedConfig, source: str) -> None:
+    settings = getattr(config, "quantization_config", None)
+    if settings is not None:
+        method = settings.get("quant_method", "") if isinstance(settings, dict) else settings.quant_method
+        raise InputError(
+            f"model.source: {source}: its weights are stored quantized (quantization_config: {method}); give the model"
+            " in bf16, fp16 or fp32 (model.adapter.kind: qlora then stores it in 4 bits by itself)"
+        )
+
+
+def _check_whole(model: nn.Module, report: dict[str, Any], source: str) -> None:
+    """transformers would train random weights in place of those that are not there or don't fit."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if lacking := sorted(names & set(report["missing_keys"])):
+        more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+        raise InputError(
+            f"model.source: {source}: its files have no {', '.join(lacking[:_NAMED])}{more}, which"
+            f" {type(model).__name__} needs; give a directory with all weights of such a model"
+        )
+    for name, stored, wanted in sorted(report["mismatched_keys"]):
+        found = "is made of matrices that don't fit together" if stored == _UNEVEN else f"is {tuple(stored)}"
+        raise InputError(
+            f"model.source: {source}: {name} {found} in its files, but {tuple(wanted)} by its config.json; give a"
+            " directory whose files belong together"
+        )
 
 
 @torch.no_grad()
@@ -36,3 +244,11 @@ def to_trained_type(parameters: Iterable[nn.Parameter], precision: str) -> None:
         wanted = trained_type if parameter.requires_grad else frozen_type
         if parameter.dtype != wanted and parameter.is_floating_point():
             parameter.data = parameter.data.to(wanted)
+
+
+def _empty(index: Index, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(positions.numel() for positions in index), dtype=dtype)
+
+
+def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])

@@ -2,19 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.data import JobData, ValidationSet
 from trainer.data.build import sources_by_name
+from trainer.models.configuration import folder_of
 from trainer.models.deferred_weights import defer, outline, source_of
-from trainer.models.sharded_source import stored_type, to_trained_type
+from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
 from trainer.seeds import seed_everything
 from trainer.tasks.samples import SampleStream, SampleTable, SampleValidation
 from trainyard.errors import InputError
@@ -60,8 +59,7 @@ def config_of(job: ResolvedJob, model_types: Sequence[str], **defaults: Any) -> 
             _check_type(f"model.config.model_type: {model_type}", model_type, job.spec.task, model_types)
             return AutoConfig.for_model(model_type, **settings)
         assert spec.source is not None
-        folder = _folder(spec.source)
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder_of(spec.source))
     except InputError:
         raise  # it is a ValueError too, and says already what is wrong where
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -73,16 +71,6 @@ def config_of(job: ResolvedJob, model_types: Sequence[str], **defaults: Any) -> 
 def _check_type(what: str, model_type: str, task: str, model_types: Sequence[str]) -> None:
     if model_type not in model_types:
         raise InputError(f"{what}: task {task} is verified for {', '.join(model_types)} alone")
-
-
-def _folder(source: str) -> Path:
-    if "://" in source:
-        raise InputError(
-            f"model.source: {source}: the trainer reads local folders; launch the job, or download it first"
-        )
-    if not (Path(source) / "config.json").is_file():
-        raise InputError(f"model.source: {source}: no config.json there; give a Hugging Face model directory")
-    return Path(source)
 
 
 def outlined(
@@ -99,15 +87,10 @@ def outlined(
         if source is None:
             model = outline(lambda: auto_class.from_config(config, dtype=torch.float32, **options), seed=seed)
         else:
-            stored = stored_type(Path(source)) or torch.float32
-            model = auto_class.from_pretrained(
-                source, config=config, dtype=stored, ignore_mismatched_sizes=new_head, **options
-            )
-            # Constants that were rounded to the stored type, running averages among them, are trained in float32.
-            for buffer in model.buffers():
-                if buffer.is_floating_point():
-                    buffer.data = buffer.data.float()
-    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, ImportError, SafetensorError) as error:
+            model = load(auto_class, source, config, new_head=new_head, **options)
+    except InputError:
+        raise  # it is a ValueError too, and says already what is wrong where
+    except (StrictDataclassError, *LOADING_ERRORS) as error:
         where = "config" if source is None else f"source: {source}"
         raise InputError(f"model.{where}: {one_line(error)}") from None
     assert isinstance(model, PreTrainedModel)
