@@ -24,6 +24,7 @@ from trainer_gpu import flops_per_token
 from trainyard.errors import InputError
 from trainyard.planner import resolve
 from trainyard.planner.predict import predict
+from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec
 
 LORA = {"rank": 16, "alpha": 32.0}
@@ -227,7 +228,8 @@ def _ours(request: Request, runtime: Any, tokens: Path, output: Path, stopwatch:
         **({"compile": True} if request["compile"] else {}),
     }
     adapter = {"kind": "lora", **LORA, "targets": LORA_TARGETS} if request["method"] == "lora" else None
-    spec = JobSpec.model_validate(
+    spec = parse(
+        JobSpec,
         {
             "name": "benchmark",
             "model": {"source": request["weights"], "adapter": adapter},
@@ -238,7 +240,8 @@ def _ours(request: Request, runtime: Any, tokens: Path, output: Path, stopwatch:
             },
             "training": training,
             "parallelism": {},
-        }
+        },
+        "job",
     )
     job = resolve(spec, world_size=1)
     output.mkdir(parents=True)

@@ -5,3 +5,10 @@ once; what differs between DDP, FSDP and DeepSpeed ZeRO lives in `trainer.strate
 checkpoints, metrics and signals never ask which engine runs. Every module but `__main__` and `entrypoint` takes a
 `trainyard.spec.job.ResolvedJob`, in which nothing is left to decide.
 """
+
+import logging
+
+# transformers imports torchao wherever it is installed. What it says then is of kernels for other machines, which
+# nothing here uses (fp8 takes torch's own), and of a torch function that it will have to call differently some day.
+logging.getLogger("torchao").setLevel(logging.ERROR)
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant()" not in record.getMessage())

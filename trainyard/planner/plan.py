@@ -206,7 +206,7 @@ def _ranked(job: JobSpec, resolved: ResolvedJob, machines: Machines, shape: Mode
     chosen = chosen.model_copy(update={"chosen": True, "verdict": _chosen_verdict(chosen, reason)})
     others = []
     if machines.instance is not None:
-        candidates = [*data_parallel_layouts(machines), *model_parallel_layouts(machines, shape)]
+        candidates = [*data_parallel_layouts(machines), *model_parallel_layouts(job, machines, shape)]
         for parallelism in candidates:
             best = _best(job, parallelism, machines, shape)
             if best is not None and parallelism != resolved.parallelism:

@@ -32,6 +32,7 @@ def resolve(job: JobSpec, *, world_size: int | None = None) -> ResolvedJob:
     doesn't divide the model, a machine that can't do it, or nothing that fits.
     """
     machines = machines_of(job, world_size)
+    check_precision(job, machines)
     shape = shape_of(job)
     if isinstance(job.parallelism, ParallelismSpec):
         parallelism = job.parallelism
@@ -57,6 +58,16 @@ def resolve(job: JobSpec, *, world_size: int | None = None) -> ResolvedJob:
             machines.num_hosts * machines.processes_per_host, spot=job.compute.spot
         ),
     )
+
+
+def check_precision(job: JobSpec, machines: Machines) -> None:
+    """InputError where the job asks for 8-bit products of GPUs that have none."""
+    machine = machines.instance
+    if job.training.precision == "fp8" and machine is not None and machine.gpu and machine.gpu.fp8_tflops is None:
+        raise InputError(
+            f"training.precision: fp8 needs Ada or Hopper GPUs or newer, and {job.compute.instance_type} has"
+            f" {machine.accelerator}; use bf16, or an instance like ml.p5.48xlarge"
+        )
 
 
 def num_steps(job: JobSpec) -> int | None:
@@ -185,10 +196,16 @@ def data_parallel_layouts(machines: Machines) -> Iterator[ParallelismSpec]:
         yield ParallelismSpec(data_shard=world)
 
 
-def model_parallel_layouts(machines: Machines, shape: ModelShape) -> Iterator[ParallelismSpec]:
-    """Tensor parallelism within a host and pipelines over hosts, FSDP over the rest; least splitting first."""
+def model_parallel_layouts(job: JobSpec, machines: Machines, shape: ModelShape) -> Iterator[ParallelismSpec]:
+    """Tensor parallelism within a host and pipelines over hosts, FSDP over the rest; least splitting first.
+
+    fp8 goes without tensor parallelism, as the job's spec says.
+    """
+    most = 1 if job.training.precision == "fp8" else machines.processes_per_host
     for pipeline in _powers(machines.num_hosts):
         for tensor in _powers(machines.processes_per_host):
+            if tensor > most:
+                continue
             rest, remainder = divmod(machines.world_size, tensor * pipeline)
             divides = shape.heads % tensor == 0 and shape.kv_heads % tensor == 0 and pipeline <= shape.layers
             if tensor * pipeline > 1 and not remainder and divides:
@@ -212,7 +229,7 @@ def _automatic_choice(
             found = largest_micro_batch(job, parallelism, machines, shape, recompute)
             if found is not None:
                 return parallelism, recompute, found
-    for parallelism in model_parallel_layouts(machines, shape):
+    for parallelism in model_parallel_layouts(job, machines, shape):
         if job.training.global_batch_size % parallelism.data_parallel_size:
             continue
         for recompute in levels(job):

@@ -589,7 +589,9 @@ class JobSpec(SpecModel):
         if self.task != "causal_lm":
             return f"is not implemented for task {self.task}; use bf16"
         if self.model.adapter is not None:
-            return "computes gradients of all weights, also those that model.adapter freezes, and saves nothing; use bf16"
+            return (
+                "computes gradients of all weights, also those that model.adapter freezes, and saves nothing; use bf16"
+            )
         if self.parallelism == "auto":
             return None
         if self.parallelism.engine == "deepspeed":

@@ -29,6 +29,9 @@ from trainyard.spec.job import ResolvedJob
 VARLEN = "document_varlen"
 """The name under which transformers knows attention by document offsets."""
 
+HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Precisions in which attention's inputs have two bytes: fp8 is for linear layers alone."""
+
 MAX_HEAD_SIZE = 256
 """Of torch's flash kernels."""
 
@@ -114,7 +117,7 @@ def _check_flash_attention_3(job: ResolvedJob, device_type: str) -> None:
         reason = f"runs on Hopper GPUs, and this is {torch.cuda.get_device_name()}"
     elif not is_flash_attn_3_available():
         reason = "needs the package flash_attn_3, which this image does not hold"
-    elif job.spec.training.precision not in ("bf16", "fp16"):
+    elif job.spec.training.precision not in HALF_TYPES:
         reason = f"computes in bf16 and fp16, not in {job.spec.training.precision}"
     elif has_separate_documents(job) and job.micro_batch_size > 1:
         # transformers 5.23 finds documents for it in micro-batches of one sequence alone (_is_packed_sequence).
@@ -130,12 +133,12 @@ def _varlen_obstacle(job: ResolvedJob, config: PretrainedConfig, device_type: st
         return "no packed documents have to be kept apart"
     if job.parallelism.context > 1:
         return "parallelism.context has its own"
-    if job.spec.training.precision not in ("bf16", "fp16"):
+    if job.spec.training.precision not in HALF_TYPES:
         return f"torch's kernel for it computes in bf16 and fp16, not in {job.spec.training.precision}"
     obstacle = _machine_obstacle(device_type) or _model_obstacle(config)
     if obstacle is not None:
         return obstacle
-    dtype = torch.bfloat16 if job.spec.training.precision == "bf16" else torch.float16
+    dtype = HALF_TYPES[job.spec.training.precision]
     return varlen_flaw(_ATTENTION.kernel, head_size=_head_size(config), dtype=dtype, device=torch.device(device_type))
 
 
@@ -193,7 +196,7 @@ def _mask_reason(job: ResolvedJob, config: PretrainedConfig) -> str:
 
 def _sdpa_kernel(config: PretrainedConfig, *, has_mask: bool, precision: str, device: torch.device) -> str:
     """What torch's own choice is for tensors like the model's: flash, efficient, cudnn or math."""
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp64": torch.float64}
+    types = HALF_TYPES | {"fp64": torch.float64}
     shape = (1, config.num_attention_heads, _PROBED_TOKENS, _head_size(config))
     dtype = types.get(precision, torch.float32)
     query = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer.losses import head as loss_head
 from trainer.losses import router as router_loss
+from trainer.models import float8
 from trainer.models.attention import check as check_attention
 from trainer.models.configuration import folder_of
 from trainer.models.deferred_weights import source_of
@@ -31,8 +32,6 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
     if spec.model.adapter is not None:
         _check_adapter(spec.model.adapter, layout)
     _check_optimizer(job)
-    if spec.training.precision == "fp8":
-        raise InputError("training.precision: fp8 is not implemented in this trainer; use bf16")
     if _is_product(layout):
         from trainer.strategies.parallel import check_product
 
@@ -47,6 +46,7 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
 
         deepspeed_settings.check(job, device_type=device_type)
     check_attention(job, device_type=device_type)
+    float8.check(job, device_type=device_type)
     compiled.check(job, device_type=device_type)
     loss_head.check(job)
     router_loss.check(job)

@@ -14,7 +14,7 @@ from trainer.strategies.base import Batch, Clock
 from trainer.strategies.torch_engine import TorchStrategy
 from trainyard.spec.job import ResolvedJob
 
-AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class ReplicatedStrategy(TorchStrategy):

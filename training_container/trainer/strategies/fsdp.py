@@ -16,7 +16,8 @@ from trainer.strategies.base import Batch
 from trainer.strategies.torch_engine import TorchStrategy
 from trainyard.spec.job import FsdpSpec, ResolvedJob
 
-COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp64": torch.float64}
+"""What FSDP gathers, and what is between the matrix products: fp8 is inside of them."""
 
 
 class FullyShardedStrategy(TorchStrategy):

@@ -11,6 +11,7 @@ from torch import nn
 from trainer.losses.head import choices_of, plan_loss
 from trainer.losses.head import install as install_loss_head
 from trainer.models.deferred_weights import fill
+from trainer.models.float8 import convert_blocks
 from trainer.optimizers.build import (
     build_optimizer,
     clip_factor,
@@ -50,6 +51,8 @@ class TorchStrategy(Strategy):
         self._scaler = LossScaler.for_precision(job.spec.training.precision)
         self._loss_plan = plan_loss(model, job)
         self.choices = choices_of(model, job, self._loss_plan, self._device)
+        if (converted := convert_blocks(model, job)) is not None:
+            self.choices["fp8"] = converted
         compile_blocks(model, job)
         self._model = self._place(model)
         self._forward = self._wrap(self._model)

@@ -1,0 +1,130 @@
+"""fp8: the blocks' linear layers multiply in 8-bit floats, by torchao, on GPUs that have units for them.
+
+What stays as under bf16: weights and moments (float32), everything between the matrix products, gradients and what
+travels. Before each product torchao scales both operands by their largest element (dynamic, one scale a tensor) to
+e4m3, gradients to e5m2; the products themselves are torch's `_scaled_mm`. A converted layer has the same parameters
+under the same names, so a checkpoint knows nothing of fp8.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.models.build import transformer_blocks
+from trainer.models.configuration import configuration_of
+from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
+
+EMULATE = False
+"""For tests: the same roundings by products in float32, on any device, and much slower than bf16."""
+
+MULTIPLE = 16
+"""What the sizes of an 8-bit product have to be multiples of: rows, columns and tokens."""
+
+CAPABILITY = (8, 9)
+"""The first GPUs with 8-bit units: Ada; then Hopper."""
+
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Last parts of names of layers that choose experts: a rounding there sends a token elsewhere."""
+
+
+def check(job: ResolvedJob, *, device_type: str) -> None:
+    """InputError, in one line and before anything is read, where a job asks for fp8 that can't be had here.
+
+    What no machine could do (an adapter, DeepSpeed, cut matrices) is refused where the job is read: `JobSpec`.
+    """
+    if job.spec.training.precision != "fp8":
+        return
+    num_tokens = job.micro_batch_size * job.spec.data.sequence_length // job.parallelism.context
+    if num_tokens % MULTIPLE:
+        raise InputError(
+            f"training.precision: fp8 multiplies multiples of {MULTIPLE} tokens, and a rank's part of a micro-batch is"
+            f" {num_tokens}; change data.sequence_length or training.micro_batch_size, or use bf16"
+        )
+    config = configuration_of(job)
+    hidden_size = getattr(config, "hidden_size", MULTIPLE)
+    if hidden_size % MULTIPLE:
+        raise InputError(
+            f"training.precision: fp8 multiplies matrices of multiples of {MULTIPLE}, and the model's hidden_size is"
+            f" {hidden_size}; use bf16"
+        )
+    if config is not None and config.model_type == "gpt2":
+        raise InputError(
+            "training.precision: fp8 has no layers to convert in gpt2, whose matrices are Conv1D; use bf16"
+        )
+    reason = None if EMULATE else _machine_obstacle(device_type)
+    reason = reason or _package_obstacle()
+    if reason is not None:
+        raise InputError(f"training.precision: fp8 {reason}; use bf16")
+
+
+def _machine_obstacle(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return "needs an NVIDIA GPU, and this machine has none"
+    if (found := torch.cuda.get_device_capability()) < CAPABILITY:
+        wanted, own = (".".join(map(str, numbers)) for numbers in (CAPABILITY, found))
+        name = torch.cuda.get_device_name()
+        return f"needs a GPU of compute capability {wanted} or more (Ada, Hopper, ...), and this {name} has {own}"
+    return None
+
+
+def _package_obstacle() -> str | None:
+    try:
+        import torchao.float8  # noqa: F401  # all that is asked is whether it can be imported
+    except ImportError as error:
+        return f"needs the package torchao, and it can't be imported here ({' '.join(str(error).split())[:120]})"
+    return None
+
+
+def convert_blocks(model: nn.Module, job: ResolvedJob) -> str | None:
+    """Converts the linear layers of `model`'s blocks in place, if the job asks for fp8; says which, and which not.
+
+    Before the model is cut, wrapped or compiled. InputError where there is nothing to convert.
+    """
+    if job.spec.training.precision != "fp8":
+        return None
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    kept: dict[str, list[str]] = {}
+    num_converted = 0
+    for block in transformer_blocks(model):
+        takes = {name for name, module in block.named_modules() if type(module) is nn.Linear}
+        for name in sorted(takes):
+            reason = _obstacle(name, block.get_submodule(name))
+            if reason is not None:
+                kept.setdefault(reason, []).append(name)
+                takes.remove(name)
+        num_converted += len(takes)
+        convert_to_float8_training(
+            block,
+            config=Float8LinearConfig(emulate=EMULATE),
+            module_filter_fn=lambda _, name, takes=takes: name in takes,
+        )
+    if num_converted == 0:
+        raise InputError("training.precision: fp8 finds no linear layer in this model's blocks to convert; use bf16")
+    return _described(num_converted, kept)
+
+
+def _obstacle(name: str, layer: Any) -> str | None:
+    """Why a linear layer, of this name in its block, keeps its bf16 product; None: it doesn't."""
+    *path, last = name.split(".")
+    if last in _ROUTERS:
+        return "they choose experts"
+    if "experts" in path:
+        return "their number of tokens differs from step to step"
+    if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+        return f"their sizes are no multiples of {MULTIPLE}"
+    return None
+
+
+def _described(num_converted: int, kept: dict[str, list[str]]) -> str:
+    parts = [f"torchao, one scale a tensor; {num_converted} linear layers of the blocks"]
+    for reason, names in sorted(kept.items()):
+        parts.append(f"{len(names)} stay in bf16, for {reason} ({', '.join(sorted(set(names)))})")
+    return "; ".join([*parts, "all outside of the blocks stays in bf16"])
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The converted layers."""
+    return [module for module in model.modules() if type(module).__name__ == "Float8Linear"]
