@@ -101,7 +101,10 @@ def strategy_name(layout: ParallelismSpec) -> str:
         if layout.data_shard == 1:
             return "ddp"
         return "hsdp" if layout.data_replicate > 1 else "fsdp"
-    degrees["fsdp" if layout.data_shard > 1 else "ddp"] = max(layout.data_shard, layout.data_replicate)
+    if layout.data_shard > 1:
+        degrees |= {"fsdp": layout.data_shard, "replicate": layout.data_replicate}
+    else:
+        degrees["ddp"] = layout.data_replicate
     return "-".join(f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1)
 
 
