@@ -13,6 +13,7 @@ from stacks.constructs.identity import TenantRoles
 from stacks.constructs.keys import TenantKeys
 from stacks.constructs.logs import TenantLogs
 from stacks.constructs.network import TenantNetwork
+from stacks.constructs.passages import open_passages
 from stacks.constructs.permissions import TenantPermissions, TenantResources
 from stacks.constructs.storage import TenantBuckets, TenantFileSystem
 from stacks.naming import TenantScope
@@ -42,10 +43,10 @@ class FoundationStack(Stack):
             keys=keys,
             buckets=TenantBuckets(self, "Buckets", tenant=tenant, keys=keys),
             file_system=TenantFileSystem(self, "FileSystem", tenant=tenant, network=network, keys=keys),
-            logs=TenantLogs(self, "Logs", tenant=tenant, network=network, keys=keys),
+            logs=TenantLogs(self, "Logs", tenant=tenant, network=network, keys=keys, boundary=boundary),
             images=images,
         )
-        network.admit_buckets(tenant, [self.resources.buckets.data, self.resources.buckets.checkpoints])
+        open_passages(tenant, self.resources)
         TenantPermissions(self, "Permissions", tenant=tenant, roles=self.roles, resources=self.resources)
 
     @property

@@ -63,6 +63,16 @@ class TenantScope:
         return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.iam_path}*"
 
     @property
+    def job_iam_path(self) -> str:
+        """Below the tenant's path: the roles that training jobs run as, and that alone may be passed to SageMaker."""
+        return f"{self.iam_path}jobs/"
+
+    @property
+    def job_role_pattern(self) -> str:
+        """All roles that the tenant's jobs run as."""
+        return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.job_iam_path}*"
+
+    @property
     def job_log_streams(self) -> str:
         """The tenant's streams in SageMaker's shared log group."""
         return self.arn("logs", f"log-group:{TRAINING_LOG_GROUP}:log-stream:{self.name}-*")

@@ -1,10 +1,13 @@
 """What no role of a tenant can do, whatever other policy somebody attaches to it: the permissions boundary.
 
 Explicit Denies, because a conditional Allow is defeated by any other Allow. The condition keys that exist for
-CreateTrainingJob are few: instance count, spot and output path have none (quotas, buckets and keys hold those).
+CreateTrainingJob are few: instance count, spot and output path have none (quotas, buckets and keys hold those). They
+are spelled as the service authorization reference of September 2026 has them: sagemaker:OutputKmsKey and VolumeKmsKey
+of older pages are on no request any more, so that a rule on their absence would refuse every job.
 """
 
 from collections.abc import Mapping
+from string import ascii_uppercase
 
 from aws_cdk import aws_iam as iam
 from constructs import Construct
@@ -72,6 +75,28 @@ batch:SubmitServiceJob (Batch starts jobs by a service-linked role that no condi
 payload), sts:AssumeRole (no hop to another tenant's role), sagemaker:UpdateTrainingJob, and every other kind of job."""
 
 
+OTHER_COMPUTE = [
+    "batch:RegisterJobDefinition",
+    "batch:Submit*",
+    "ec2:CreateFleet",
+    "ec2:Request*",
+    "ec2:RunInstances",
+    "ecs:RunTask",
+    "lambda:Create*",
+    "pcs:Create*",
+    # All that SageMaker can create but a training job, which alone begins with CreateTrainingJ.
+    *(f"sagemaker:Create{letter}*" for letter in ascii_uppercase if letter != "T"),
+    "sagemaker:CreateTrainingP*",
+    "sagemaker:CreateTrans*",
+    "sagemaker:CreateTri*",
+    "sagemaker:Start*",
+    "sagemaker:Update*",
+]
+"""A training job's siblings: tuning, processing, clusters, pipelines, endpoints, notebooks, machines, functions; and
+Batch's unchecked queue. None is in the list above, so none is allowed; denied by name too, so that no later wildcard
+there lets one in. By first letters, because AWS adds a kind of job a year and a policy holds 6,144 characters."""
+
+
 class TenantBoundary(Construct):
     """The permissions boundary of all the tenant's roles."""
 
@@ -88,14 +113,25 @@ class TenantBoundary(Construct):
                 iam.PolicyStatement(sid="Services", actions=ALLOWED_ACTIONS, resources=["*"]),
                 *_unstated(tenant),
                 *_outside(tenant, network),
-                # Batch is not in the list above; said again so that no later list can let it in unseen.
-                deny("NoUncheckedQueue", ["batch:SubmitServiceJob"], {}),
+                deny("NoOtherCompute", OTHER_COMPUTE, {}),
+                iam.PolicyStatement(
+                    sid="OwnJobs",
+                    effect=iam.Effect.DENY,
+                    actions=[CREATE_JOB, "sagemaker:StopTrainingJob"],
+                    not_resources=[tenant.training_jobs],
+                ),
                 deny("OwnAccount", ["s3:*"], {"StringNotEqualsIfExists": {"aws:ResourceAccount": _account(tenant)}}),
                 iam.PolicyStatement(
-                    sid="PassOwnRoles",
+                    sid="PassJobRoles",
                     effect=iam.Effect.DENY,
                     actions=["iam:PassRole"],
-                    not_resources=[tenant.role_pattern],
+                    not_resources=[tenant.job_role_pattern],
+                ),
+                # A negated operator also matches an absent key: a role is passed to SageMaker or to nobody.
+                deny(
+                    "PassToSageMaker",
+                    ["iam:PassRole"],
+                    {"StringNotEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
                 ),
             ],
         )
@@ -118,7 +154,7 @@ def _unstated(tenant: TenantScope) -> list[iam.PolicyStatement]:
         "JobsSayVpc": "sagemaker:VpcSubnets",
         "JobsSayGroups": "sagemaker:VpcSecurityGroupIds",
         "JobsSayTypes": "sagemaker:InstanceTypes",
-        "JobsSayOutputKey": "sagemaker:OutputKmsKey",
+        "JobsSayOutputKey": "sagemaker:OutputKmsKeyArn",
         "JobsSayTime": "sagemaker:MaxRuntimeInSeconds",
     }
     denials = [deny(sid, [CREATE_JOB], {"Null": {key: "true"}}) for sid, key in required.items()]
@@ -127,7 +163,7 @@ def _unstated(tenant: TenantScope) -> list[iam.PolicyStatement]:
         # Types with local NVMe refuse a volume key (hardware encrypts those disks): demanding it of every type would
         # forbid GPU training.
         volume: Conditions = {
-            "Null": {"sagemaker:VolumeKmsKey": "true"},
+            "Null": {"sagemaker:VolumeKmsKeyArn": "true"},
             "ForAnyValue:StringEquals": {"sagemaker:InstanceTypes": without_nvme},
         }
         denials.append(deny("JobsSayVolumeKey", [CREATE_JOB], volume))

@@ -22,11 +22,11 @@ class TenantRoles(Construct):
         super().__init__(scope, construct_id)
         account = tenant.environment.account
 
-        def role(name: str, trusts: iam.IPrincipal, description: str, hours: int) -> iam.Role:
+        def role(name: str, trusts: iam.IPrincipal, description: str, hours: int, path: str = "") -> iam.Role:
             return iam.Role(
                 self,
                 name,
-                path=tenant.iam_path,
+                path=path or tenant.iam_path,
                 assumed_by=trusts,
                 permissions_boundary=boundary.policy,
                 description=f"{description} of tenant {tenant.name}",
@@ -36,7 +36,7 @@ class TenantRoles(Construct):
         sagemaker = iam.ServicePrincipal(
             "sagemaker.amazonaws.com", conditions={"StringEquals": {"aws:SourceAccount": account}}
         )
-        self.job = role("Job", sagemaker, "Training jobs", hours=1)
+        self.job = role("Job", sagemaker, "Training jobs", hours=1, path=tenant.job_iam_path)
         # The account as principal: who in it may assume the role is for the account's own IAM to say (identity centre,
         # CI). A tenant's roles can't: their boundary holds no sts:AssumeRole.
         people = iam.AccountPrincipal(account)

@@ -6,6 +6,7 @@ from aws_cdk import aws_iam as iam
 from aws_cdk import aws_logs as logs
 from constructs import Construct
 
+from stacks.constructs.guard_rails import TenantBoundary
 from stacks.constructs.keys import TenantKeys
 from stacks.constructs.network import TenantNetwork
 from stacks.naming import TenantScope
@@ -28,7 +29,14 @@ class TenantLogs(Construct):
     """Every connection that the network admitted or rejected: who talked to whom, and which port was shut."""
 
     def __init__(
-        self, scope: Construct, construct_id: str, *, tenant: TenantScope, network: TenantNetwork, keys: TenantKeys
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        tenant: TenantScope,
+        network: TenantNetwork,
+        keys: TenantKeys,
+        boundary: TenantBoundary,
     ) -> None:
         super().__init__(scope, construct_id)
         self.group = self._group("Group", tenant, keys)
@@ -38,6 +46,7 @@ class TenantLogs(Construct):
             "FlowLogWriter",
             path=tenant.iam_path + "service/",
             description=f"Writes the flow logs of tenant {tenant.name}",
+            permissions_boundary=boundary.policy,
             assumed_by=iam.ServicePrincipal(
                 "vpc-flow-logs.amazonaws.com",
                 conditions={"StringEquals": {"aws:SourceAccount": tenant.environment.account}},

@@ -1,12 +1,10 @@
-"""A tenant's network: no way in, no way out, EFA inside, AWS through endpoints that admit only this account."""
+"""A tenant's network: no way in, no way out, EFA inside, AWS through endpoints that admit only the tenant's roles."""
 
 import ipaddress
-from collections.abc import Sequence
 
 from aws_cdk import Acknowledgment, Validations
 from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_iam as iam
-from aws_cdk import aws_s3 as s3
 from constructs import Construct
 
 from stacks.naming import PARTITION, TenantScope
@@ -46,6 +44,9 @@ class TenantNetwork(Construct):
     """EFA: everything within the group. Also the client group of the file system."""
     file_system_security_group: ec2.SecurityGroup
     s3_endpoint: ec2.GatewayVpcEndpoint
+    tables_endpoint: ec2.GatewayVpcEndpoint
+    interface_endpoints: dict[str, ec2.InterfaceVpcEndpoint]
+    """By the names of INTERFACE_ENDPOINTS. What endpoints let through is in `passages`."""
     lustre_rules: list[Construct]
     """Must exist before the file system: FSx checks them when it is created."""
 
@@ -72,7 +73,7 @@ class TenantNetwork(Construct):
         self._make_training_group()
         self._make_file_system_group()
         self._make_gateway_endpoints(tenant, [self.training_subnet, *endpoint_subnets])
-        self._make_interface_endpoints(tenant, endpoint_subnets)
+        self._make_interface_endpoints(endpoint_subnets)
 
     def _subnet(self, name: str, zone: str, block: str) -> ec2.PrivateSubnet:
         subnet = ec2.PrivateSubnet(
@@ -121,29 +122,16 @@ class TenantNetwork(Construct):
                 sid="EcrImageLayers", principals=[iam.AnyPrincipal()], actions=["s3:GetObject"], resources=[layers]
             )
         )
-        tables = self.vpc.add_gateway_endpoint(
+        self.tables_endpoint = self.vpc.add_gateway_endpoint(
             "DynamoDb", service=ec2.GatewayVpcEndpointAwsService.DYNAMODB, subnets=selection
         )
-        tables.add_to_policy(self._own_account_only(tenant, "dynamodb:*", own_resources=True))
 
-    def admit_buckets(self, tenant: TenantScope, buckets: Sequence[s3.IBucket]) -> None:
-        """Lets callers of this account reach these buckets from the network, and no other bucket, whoever owns it."""
-        account = tenant.environment.account
-        self.s3_endpoint.add_to_policy(
-            iam.PolicyStatement(
-                sid="OwnBuckets",
-                principals=[iam.AnyPrincipal()],
-                actions=["s3:*"],
-                resources=[arn for bucket in buckets for arn in (bucket.bucket_arn, bucket.arn_for_objects("*"))],
-                conditions={"StringEquals": {"aws:PrincipalAccount": account, "aws:ResourceAccount": account}},
-            )
-        )
-
-    def _make_interface_endpoints(self, tenant: TenantScope, subnets: list[ec2.PrivateSubnet]) -> None:
+    def _make_interface_endpoints(self, subnets: list[ec2.PrivateSubnet]) -> None:
         group = self._group("EndpointGroup", "Interface endpoints")
         group.add_ingress_rule(self.training_security_group, ec2.Port.tcp(443), "Training instances")
+        self.interface_endpoints = {}
         for name, service in INTERFACE_ENDPOINTS.items():
-            endpoint = ec2.InterfaceVpcEndpoint(
+            self.interface_endpoints[name] = ec2.InterfaceVpcEndpoint(
                 self,
                 name,
                 vpc=self.vpc,
@@ -153,16 +141,3 @@ class TenantNetwork(Construct):
                 private_dns_enabled=True,
                 open=False,  # open=True would admit the VPC's whole range
             )
-            endpoint.add_to_policy(self._own_account_only(tenant, "*", own_resources=False))
-
-    def _own_account_only(self, tenant: TenantScope, action: str, *, own_resources: bool) -> iam.PolicyStatement:
-        """Callers of this account only, so that foreign credentials carry nothing out; likewise foreign buckets."""
-        account = tenant.environment.account
-        conditions = {"aws:PrincipalAccount": account} | ({"aws:ResourceAccount": account} if own_resources else {})
-        return iam.PolicyStatement(
-            sid="OwnAccount",
-            principals=[iam.AnyPrincipal()],
-            actions=[action],
-            resources=["*"],
-            conditions={"StringEquals": conditions},
-        )

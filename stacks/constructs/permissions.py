@@ -66,7 +66,7 @@ def _allow(
     return iam.PolicyStatement(sid=sid, actions=actions, resources=resources, conditions=conditions)
 
 
-def _log_group_arns(tenant: TenantScope, *names: str) -> list[str]:
+def log_group_arns(tenant: TenantScope, *names: str) -> list[str]:
     """A log group, spelled both ways: IAM has compared the ARN with and without the trailing :* over the years."""
     return [tenant.arn("logs", f"log-group:{name}{end}") for name in names for end in ("", ":*")]
 
@@ -89,14 +89,14 @@ def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStat
         _allow(
             "OpenLogStreams",
             ["logs:CreateLogStream", "logs:DescribeLogStreams"],
-            _log_group_arns(tenant, TRAINING_LOG_GROUP, resources.logs.group.log_group_name),
+            log_group_arns(tenant, TRAINING_LOG_GROUP, resources.logs.group.log_group_name),
         ),
         _allow(
             "WriteLogs",
             ["logs:PutLogEvents"],
-            [tenant.job_log_streams, *_log_group_arns(tenant, resources.logs.group.log_group_name)],
+            [tenant.job_log_streams, *log_group_arns(tenant, resources.logs.group.log_group_name)],
         ),
-        _allow("CreateTrainingLogGroup", ["logs:CreateLogGroup"], _log_group_arns(tenant, TRAINING_LOG_GROUP)),
+        _allow("CreateTrainingLogGroup", ["logs:CreateLogGroup"], log_group_arns(tenant, TRAINING_LOG_GROUP)),
         _allow(
             "WriteMetrics",
             ["cloudwatch:PutMetricData"],
@@ -185,7 +185,7 @@ def _launcher(tenant: TenantScope, roles: TenantRoles, resources: TenantResource
             [roles.job.role_arn],
             {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
         ),
-        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], _parameters(tenant)),
+        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         _allow("ListOwnBuckets", LIST_BUCKET, [buckets.data.bucket_arn, buckets.checkpoints.bucket_arn]),
         _allow("ReadWriteData", READ_OBJECTS + WRITE_OBJECTS, [buckets.data.arn_for_objects("*")]),
         _allow("ReadCheckpoints", READ_OBJECTS, [buckets.checkpoints.arn_for_objects("*")]),
@@ -218,7 +218,7 @@ def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
         _allow("DecryptJobRecords", READ, [keys.data.key_arn, keys.checkpoints.key_arn]),
         _allow("SeeKeys", ["kms:DescribeKey", "kms:GetKeyPolicy", "kms:GetKeyRotationStatus"], key_arns),
         _allow("SeeJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags"], [tenant.training_jobs]),
-        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], _parameters(tenant)),
+        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         _allow(
             "SeeRoles",
             ["iam:GetRole", "iam:GetRolePolicy", "iam:ListAttachedRolePolicies", "iam:ListRolePolicies"],
@@ -238,7 +238,8 @@ def _file_system_arn(tenant: TenantScope, resources: TenantResources) -> str:
     return tenant.arn("fsx", f"file-system/{resources.file_system.resource.ref}")
 
 
-def _parameters(tenant: TenantScope) -> list[str]:
+def parameter_arns(tenant: TenantScope) -> list[str]:
+    """What tenants' tools read: the own contract, and the image that all share."""
     environment = tenant.environment
     return [
         tenant.parameter_arn(name)
@@ -248,9 +249,9 @@ def _parameters(tenant: TenantScope) -> list[str]:
 
 def _read_logs(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
     """Own streams only. FilterLogEvents works on a whole group, so not on the one that all tenants share."""
-    own = _log_group_arns(tenant, resources.logs.group.log_group_name, resources.logs.flows.log_group_name)
+    own = log_group_arns(tenant, resources.logs.group.log_group_name, resources.logs.flows.log_group_name)
     return [
-        _allow("FindLogs", ["logs:DescribeLogStreams"], [*_log_group_arns(tenant, TRAINING_LOG_GROUP), *own]),
+        _allow("FindLogs", ["logs:DescribeLogStreams"], [*log_group_arns(tenant, TRAINING_LOG_GROUP), *own]),
         _allow("ReadJobLogs", ["logs:GetLogEvents"], [tenant.job_log_streams, *own]),
         _allow("SearchOwnLogs", ["logs:FilterLogEvents"], own),
     ]
@@ -283,11 +284,11 @@ def _own_keys_and_files(resources: TenantResources) -> list[iam.PolicyStatement]
     """In a policy of its own and not in the boundary: the key's policy names the role, and the role its boundary."""
     key, file_system = resources.keys.checkpoints.key_arn, resources.file_system.resource.ref
     return [
-        deny("OutputUnderOwnKey", [CREATE_JOB], {"ArnNotEquals": {"sagemaker:OutputKmsKey": key}}),
+        deny("OutputUnderOwnKey", [CREATE_JOB], {"ArnNotEquals": {"sagemaker:OutputKmsKeyArn": key}}),
         deny(
             "VolumeUnderOwnKey",
             [CREATE_JOB],
-            {"Null": {"sagemaker:VolumeKmsKey": "false"}, "ArnNotEquals": {"sagemaker:VolumeKmsKey": key}},
+            {"Null": {"sagemaker:VolumeKmsKeyArn": "false"}, "ArnNotEquals": {"sagemaker:VolumeKmsKeyArn": key}},
         ),
         # ForAnyValue: a job without a file system states none; one among several that is another's is enough.
         deny("OwnFileSystem", [CREATE_JOB], {"ForAnyValue:StringNotEquals": {"sagemaker:FileSystemId": [file_system]}}),

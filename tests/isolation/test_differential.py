@@ -103,7 +103,7 @@ VALUES: dict[str, list[Any]] = {
     "sagemaker:MaxRuntimeInSeconds": ["60", "3600", "7200"],
     "sagemaker:EnableRemoteDebug": ["true", "false"],
     "kms:ViaService": ["s3.us-east-1.amazonaws.com", "ec2.us-east-1.amazonaws.com"],
-    "sagemaker:OutputKmsKey": [f"arn:aws:kms:us-east-1:{ACCOUNT}:key/{name}" for name in ("a", "b")],
+    "sagemaker:OutputKmsKeyArn": [f"arn:aws:kms:us-east-1:{ACCOUNT}:key/{name}" for name in ("a", "b")],
 }
 OPERATORS = {
     "aws:RequestTag/team": ["StringEquals", "StringNotEquals", "StringLike", "StringNotLike", "StringEqualsIfExists"],
@@ -116,7 +116,7 @@ OPERATORS = {
     "sagemaker:MaxRuntimeInSeconds": ["NumericGreaterThan", "NumericLessThanEquals", "NumericNotEquals"],
     "sagemaker:EnableRemoteDebug": ["Bool", "BoolIfExists"],
     "kms:ViaService": ["StringEquals", "StringNotEqualsIfExists", "StringEqualsIgnoreCase"],
-    "sagemaker:OutputKmsKey": ["ArnEquals", "ArnNotEquals", "ArnLike", "ArnNotEqualsIfExists"],
+    "sagemaker:OutputKmsKeyArn": ["ArnEquals", "ArnNotEquals", "ArnLike", "ArnNotEqualsIfExists"],
 }
 
 

@@ -110,7 +110,7 @@ OPENINGS = [
     (wide_data, "s3:GetObject", "acme's job", "PermissionsJob", "ReadData"),
     (one_folder, "s3:GetObject", "acme's job", "PermissionsJob", "ReadData"),
     (unlisted_action, "s3:ReadMinds", "acme's job", "PermissionsJob", "ReadData"),
-    (all_jobs, "sagemaker:StopTrainingJob", "acme's launcher", "PermissionsLauncher", "FollowJobs"),
+    (all_jobs, "sagemaker:DescribeTrainingJob", "acme's launcher", "PermissionsLauncher", "FollowJobs"),
     (all_logs, "logs:GetLogEvents", "acme's auditor", "PermissionsAuditor", "ReadJobLogs"),
     (all_contracts, "ssm:GetParameter", "acme's launcher", "PermissionsLauncher", "ReadContract"),
     (all_metrics, "cloudwatch:PutMetricData", "acme's job", "PermissionsJob", "WriteMetrics"),

@@ -20,7 +20,7 @@ def proper_job(account: Any) -> dict[str, Any]:
         "sagemaker:VpcSubnets": [subnet],
         "sagemaker:VpcSecurityGroupIds": [f"{group}.GroupId"],
         "sagemaker:InstanceTypes": ["ml.p5.4xlarge"],
-        "sagemaker:OutputKmsKey": account.arn(STACK, account.only(STACK, "AWS::KMS::Key", "KeysCheckpoints")),
+        "sagemaker:OutputKmsKeyArn": account.arn(STACK, account.only(STACK, "AWS::KMS::Key", "KeysCheckpoints")),
         "sagemaker:MaxRuntimeInSeconds": "86400",
         "sagemaker:EnableRemoteDebug": "false",
         "aws:RequestTag/trainyard:tenant": "acme",
@@ -39,9 +39,9 @@ CHANGES = {
     "no instance type": {"sagemaker:InstanceTypes": None},
     "a type of no queue": {"sagemaker:InstanceTypes": ["ml.p5.48xlarge"]},
     "an allowed type and another": {"sagemaker:InstanceTypes": ["ml.p5.4xlarge", "ml.p5.48xlarge"]},
-    "no output key": {"sagemaker:OutputKmsKey": None},
-    "another tenant's output key": {"sagemaker:OutputKmsKey": "arn:aws:kms:us-east-1:123456789012:key/other"},
-    "another tenant's volume key": {"sagemaker:VolumeKmsKey": "arn:aws:kms:us-east-1:123456789012:key/other"},
+    "no output key": {"sagemaker:OutputKmsKeyArn": None},
+    "another tenant's output key": {"sagemaker:OutputKmsKeyArn": "arn:aws:kms:us-east-1:123456789012:key/other"},
+    "another tenant's volume key": {"sagemaker:VolumeKmsKeyArn": "arn:aws:kms:us-east-1:123456789012:key/other"},
     "no running time": {"sagemaker:MaxRuntimeInSeconds": None},
     "too long": {"sagemaker:MaxRuntimeInSeconds": "86401"},
     "no tag": {"aws:RequestTag/trainyard:tenant": None},
@@ -74,7 +74,7 @@ def test_a_gpu_job_needs_no_volume_key_and_a_type_without_nvme_does(synthesize: 
     statements = _boundary(synthesize(type(environments["local"]).model_validate(local))[STACK])
     condition = next(s["Condition"] for s in statements if s["Sid"] == "JobsSayVolumeKey")
     assert condition == {
-        "Null": {"sagemaker:VolumeKmsKey": "true"},
+        "Null": {"sagemaker:VolumeKmsKeyArn": "true"},
         "ForAnyValue:StringEquals": {"sagemaker:InstanceTypes": ["ml.inf2.24xlarge"]},
     }
 
@@ -125,16 +125,22 @@ def test_objects_go_to_no_other_account(decide: Callable[..., str]) -> None:
     assert decide(*arguments, access_point.format("999900001111"), extra_policy=EVERYTHING) == "Deny"
 
 
-def test_every_role_of_a_tenant_is_under_the_boundary(account: Any) -> None:
-    boundary = account.arn(STACK, account.only(STACK, "AWS::IAM::ManagedPolicy"))
+def test_every_role_of_a_tenant_is_under_the_boundary(templates: dict[str, Any]) -> None:
+    """Whatever stack it is in, the flow logs' writer included."""
+    for stacks in templates.values():
+        for stack, template in stacks.items():
+            if stack.endswith("-platform"):
+                continue
+            for name, item in template["Resources"].items():
+                if item["Type"] in {"AWS::IAM::Role", "AWS::IAM::User"}:
+                    limit = json.dumps(item["Properties"].get("PermissionsBoundary", ""))
+                    assert "BoundaryPolicy" in limit, f"{stack} {name}"
+
+
+def test_only_job_roles_lie_where_roles_may_be_passed_from(account: Any) -> None:
     roles = account.resources(STACK, "AWS::IAM::Role")
-    tenants_roles = {name: role for name, role in roles.items() if name.startswith("Roles")}
-    assert len(tenants_roles) == 3
-    assert {role["PermissionsBoundary"] for role in tenants_roles.values()} == {boundary}
-    # What remains is the service role of the flow logs, which nobody of the tenant can take or pass.
-    (other,) = (role for name, role in roles.items() if name not in tenants_roles)
-    (trust,) = other["AssumeRolePolicyDocument"]["Statement"]
-    assert trust["Principal"] == {"Service": "vpc-flow-logs.amazonaws.com"}
+    passable = {name for name, role in roles.items() if role["Path"].startswith("/trainyard/local/acme/jobs/")}
+    assert passable == {account.only(STACK, "AWS::IAM::Role", "RolesJob")}
 
 
 def test_policies_fit_into_iam(templates: dict[str, Any]) -> None:

@@ -66,18 +66,39 @@ def test_nothing_leads_out_of_the_network(templates: dict[str, Any]) -> None:
     assert not types & {f"AWS::EC2::{kind}" for kind in ways_out}
 
 
-def test_endpoints_serve_what_training_calls_and_admit_this_account_alone(account: Any) -> None:
+def test_endpoints_serve_what_training_calls_and_admit_the_tenants_roles_alone(account: Any) -> None:
     endpoints = account.resources(STACK, "AWS::EC2::VPCEndpoint").values()
     services = {item["ServiceName"].split("us-east-1.")[1]: item for item in endpoints}
     interfaces = {"sagemaker.api", "logs", "monitoring", "ecr.api", "ecr.dkr", "kms", "ssm", "sts"}
     assert set(services) == interfaces | {"s3", "dynamodb"}
     for name, endpoint in services.items():
         admitted = [s for s in endpoint["PolicyDocument"]["Statement"] if s.get("Sid") != "EcrImageLayers"]
-        assert [s["Condition"]["StringEquals"]["aws:PrincipalAccount"] for s in admitted] == ["123456789012"], name
+        assert admitted
+        for statement in admitted:
+            roles = statement["Condition"]["ArnLike"]["aws:PrincipalArn"]
+            assert roles == "arn:aws:iam::123456789012:role/trainyard/local/acme/*", name
     assert all(services[name]["PrivateDnsEnabled"] for name in interfaces)
     (layers,) = [s for s in services["s3"]["PolicyDocument"]["Statement"] if s["Sid"] == "EcrImageLayers"]
     assert layers["Resource"] == "arn:aws:s3:::prod-us-east-1-starport-layer-bucket/*"
     assert layers["Action"] == "s3:GetObject"
+
+
+def test_an_endpoint_lets_any_resource_through_only_for_actions_that_name_none(account: Any) -> None:
+    anywhere = set()
+    for endpoint in account.resources(STACK, "AWS::EC2::VPCEndpoint").values():
+        for statement in endpoint["PolicyDocument"]["Statement"]:
+            if statement["Resource"] == "*":
+                actions = statement["Action"]
+                anywhere |= {actions} if isinstance(actions, str) else set(actions)
+    assert anywhere == {
+        "cloudwatch:DescribeAlarms",
+        "cloudwatch:GetMetricData",
+        "cloudwatch:ListMetrics",
+        "cloudwatch:PutMetricData",
+        "ecr:GetAuthorizationToken",
+        "sagemaker:ListTrainingJobs",
+        "sts:GetCallerIdentity",
+    }
 
 
 def test_training_and_file_system_share_a_subnet_in_the_first_zone(account: Any) -> None:

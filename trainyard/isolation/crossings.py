@@ -221,9 +221,9 @@ class Crossings:
             {"sagemaker:vpcsubnets": own.subnet_ids + other.subnet_ids},
             {"sagemaker:vpcsecuritygroupids": other.security_group_ids},
             {"sagemaker:vpcsecuritygroupids": own.security_group_ids + other.security_group_ids},
-            {"sagemaker:outputkmskey": other.keys.checkpoints},
-            {"sagemaker:outputkmskey": other.keys.data},
-            {"sagemaker:volumekmskey": other.keys.checkpoints},
+            {"sagemaker:outputkmskeyarn": other.keys.checkpoints},
+            {"sagemaker:outputkmskeyarn": other.keys.data},
+            {"sagemaker:volumekmskeyarn": other.keys.checkpoints},
             {"sagemaker:filesystemid": other.file_system.id},
             {tag: target},
         ]
@@ -264,7 +264,7 @@ class Crossings:
             "sagemaker:vpcsubnets",
             "sagemaker:vpcsecuritygroupids",
             "sagemaker:instancetypes",
-            "sagemaker:outputkmskey",
+            "sagemaker:outputkmskeyarn",
             "sagemaker:maxruntimeinseconds",
             f"aws:requesttag/{TENANT_TAG}",
         ):
@@ -280,7 +280,7 @@ class Crossings:
         for kind in types:
             if not instance(kind).local_nvme_gib:
                 said = {"sagemaker:instancetypes": (kind,)}
-                yield self._ask(role, tenant, GUARD_RAIL, CREATE_JOB, job, said, absent="sagemaker:volumekmskey")
+                yield self._ask(role, tenant, GUARD_RAIL, CREATE_JOB, job, said, absent="sagemaker:volumekmskeyarn")
         for service in ("lambda.amazonaws.com", "ec2.amazonaws.com"):
             said = {"iam:passedtoservice": service}
             yield self._ask(role, tenant, GUARD_RAIL, "iam:PassRole", contract.roles.job, said)
@@ -388,20 +388,73 @@ class Crossings:
             for caller, owner, action, resource in _passages(
                 endpoint.service, account, self._account.environment.region
             ):
-                stated = {"aws:principalaccount": caller, "aws:resourceaccount": owner}
-                context = Context(stated, True, _KNOWN_ABSENT)
+                context = Context(_who(caller, account) | {"aws:resourceaccount": owner}, True, _KNOWN_ABSENT)
                 request = Request(somebody(caller), action, resource, context, endpoint_policy=policy)
                 text = f"caller of account {caller}, resource of account {owner}"
                 yield Question("", GUARD_RAIL, "in the network", endpoint.name, request, text)
             if endpoint.service == "s3":
                 yield from self._through_s3(tenant, endpoint, policy)
+            yield from self._through_as_somebody_else(tenant, endpoint, policy)
+            yield from self._through_to_somebody_elses(tenant, endpoint)
+
+    def _inside(self, endpoint: Endpoint, arn: str, action: str, resource: str, **more: Value) -> Request:
+        """A request of a role with every right, on what lets everybody in: the endpoint alone can refuse it."""
+        account = arn.split(":")[4]
+        stated: dict[str, Value] = {
+            "aws:principalaccount": account,
+            "aws:principalarn": arn,
+            "aws:resourceaccount": self._account.environment.account,
+            **more,
+        }
+        caller = Caller(arn, account, somebody(account).policy)
+        context, policy = Context(stated, True, _KNOWN_ABSENT), self._account.endpoint_policy(endpoint)
+        return Request(caller, action, resource, context, open_door(), endpoint_policy=policy)
+
+    def _through_as_somebody_else(self, tenant: str, endpoint: Endpoint, policy: Policy | None) -> Iterator[Question]:
+        """Other tenants', administrators' and other accounts' credentials in this network, at all that the endpoint's
+        policy names: what is carried in by hand is of no use there."""
+        others = {f"{name}'s job": item.roles.job for name, item in self._account.contracts.items() if name != tenant}
+        others["an administrator"] = somebody(self._account.environment.account).arn
+        others["another account's administrator"] = somebody(OUTSIDER).arn
+        layers = image_layers(self._account.environment.region).removesuffix("layer") + "*"  # ECR's own, see below
+        named = {
+            (action.replace("*", "Anything"), resource.replace("*", "x"))
+            for statement in (policy.statements if policy else ())
+            for action in statement.actions
+            for resource in statement.resources
+            if statement.allows and resource != layers
+        }
+        for who, arn in others.items():
+            for action, resource in sorted(named):
+                request = self._inside(endpoint, arn, action, resource)
+                text = f"in {tenant}'s network"
+                yield Question("", GUARD_RAIL, who, endpoint.name, request, text)
+
+    def _through_to_somebody_elses(self, tenant: str, endpoint: Endpoint) -> Iterator[Question]:
+        """The own job's role, made an administrator, at what isn't the tenant's."""
+        service = _PREFIXES.get(endpoint.service, endpoint.service)
+        role = self._account.contracts[tenant].roles.job
+        who, text = f"{tenant}'s job with every right", "through the endpoint"
+        for other in (*self._account.contracts, None):
+            if other == tenant:
+                continue
+            for thing in self._account.things_of(other):
+                allowed = SHARED_ALLOWED.get(thing.kind, frozenset()) if other is None else frozenset()
+                for action in self._actions[thing.kind]:
+                    if action.startswith(f"{service}:") and action not in allowed:
+                        request = self._inside(endpoint, role, action, thing.examples[0])
+                        yield Question("", other or PLATFORM, who, endpoint.name, request, text)
+            if service == "cloudwatch" and other is not None:
+                space = {"cloudwatch:namespace": f"trainyard/{other}"}
+                request = self._inside(endpoint, role, "cloudwatch:PutMetricData", "*", **space)
+                yield Question("", other, who, endpoint.name, request, f"as trainyard/{other}")
 
     def _through_s3(self, tenant: str, endpoint: Endpoint, policy: Policy | None) -> Iterator[Question]:
         """Own buckets with foreign credentials or in foreign hands; other tenants' with any right."""
         account = self._account.environment.account
 
         def ask(target: str, thing: Thing, caller: str, owner: str) -> Question:
-            context = Context({"aws:principalaccount": caller, "aws:resourceaccount": owner}, True, _KNOWN_ABSENT)
+            context = Context(_who(caller, account) | {"aws:resourceaccount": owner}, True, _KNOWN_ABSENT)
             request = Request(somebody(caller), "s3:GetObject", thing.examples[0], context, endpoint_policy=policy)
             text = f"caller of account {caller}, bucket of account {owner}"
             return Question("", target, f"an administrator in {tenant}'s network", endpoint.name, request, text)
@@ -413,6 +466,10 @@ class Crossings:
                     yield ask(GUARD_RAIL, thing, account, OUTSIDER)
                 else:
                     yield ask(other, thing, account, account)
+
+
+_PREFIXES = {"monitoring": "cloudwatch", "sagemaker.api": "sagemaker", "ecr.api": "ecr", "ecr.dkr": "ecr"}
+"""Actions' prefixes where they differ from the endpoint's name."""
 
 
 def _passages(endpoint: str, account: str, region: str) -> Iterator[tuple[str, str, str, str]]:
@@ -431,6 +488,12 @@ def _passages(endpoint: str, account: str, region: str) -> Iterator[tuple[str, s
 def image_layers(region: str) -> str:
     """An object of the bucket where ECR keeps image layers, which it fetches with credentials of its own."""
     return f"arn:aws:s3:::prod-{region}-starport-layer-bucket/layer"
+
+
+def _who(caller: str, account: str) -> dict[str, Value]:
+    """The caller's account; of this one the role is anybody's guess."""
+    who: dict[str, Value] = {"aws:principalaccount": caller}
+    return who if caller == account else {**who, "aws:principalarn": somebody(caller).arn}
 
 
 @lru_cache(maxsize=8)

@@ -154,17 +154,17 @@ class Needs:
         for kind in sorted({kind for queue in contract.queues.values() for kind in queue.instance_types}):
             volume: dict[str, Value] = {}
             if not instance(kind).local_nvme_gib:
-                volume = {"sagemaker:volumekmskey": contract.keys.checkpoints}
+                volume = {"sagemaker:volumekmskeyarn": contract.keys.checkpoints}
             stated: dict[str, Value] = {
                 **tag,
                 **volume,
                 "sagemaker:vpcsubnets": contract.subnet_ids,
                 "sagemaker:vpcsecuritygroupids": contract.security_group_ids,
                 "sagemaker:instancetypes": (kind,),
-                "sagemaker:outputkmskey": contract.keys.checkpoints,
+                "sagemaker:outputkmskeyarn": contract.keys.checkpoints,
                 "sagemaker:maxruntimeinseconds": str(int(contract.max_job_hours * 3600)),
             }
-            absent = {"sagemaker:enableremotedebug", "sagemaker:volumekmskey", "sagemaker:filesystemid"}
+            absent = {"sagemaker:enableremotedebug", "sagemaker:volumekmskeyarn", "sagemaker:filesystemid"}
             what = f"train on {kind}"
             yield from self._may("launcher", what, CREATE_JOB, self._job, stated=stated, absent=frozenset(absent))
             with_files = {**stated, "sagemaker:filesystemid": contract.file_system.id}
@@ -234,6 +234,12 @@ class Needs:
         yield from self._may(
             "launcher", "follow the job", "sagemaker:DescribeTrainingJob", self._job, endpoint="sagemaker.api"
         )
+        yield from self._may("launcher", "list jobs", "sagemaker:ListTrainingJobs", "*", endpoint="sagemaker.api")
+        read = "cloudwatch:GetMetricData cloudwatch:ListMetrics cloudwatch:DescribeAlarms"
+        yield from self._may("launcher", "read metrics", read, "*", endpoint="monitoring")
+        repository = next(thing.pattern for thing in self._account.things_of(None, "image repository"))
+        yield from self._may("launcher", "check the image", "ecr:DescribeImages", repository, endpoint="ecr.api")
+        yield from self._may("launcher", "read logs", "logs:GetLogEvents", self._stream, endpoint="logs")
         name = self._account.environment.contract_parameter(self._tenant)
         parameter = f"arn:aws:ssm:{self._place}:parameter{name}"
         yield from self._may("launcher", "read the contract", "ssm:GetParameter", parameter, endpoint="ssm")

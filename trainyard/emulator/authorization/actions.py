@@ -363,8 +363,8 @@ def _sagemaker(request: AwsRequest) -> dict[str, Any]:
         "sagemaker:instancetypes": [str(item) for item in [resources.get("InstanceType"), *groups] if item],
         "sagemaker:vpcsubnets": [str(item) for item in vpc.get("Subnets") or []],
         "sagemaker:vpcsecuritygroupids": [str(item) for item in vpc.get("SecurityGroupIds") or []],
-        "sagemaker:outputkmskey": (parameters.get("OutputDataConfig") or {}).get("KmsKeyId"),
-        "sagemaker:volumekmskey": resources.get("VolumeKmsKeyId"),
+        "sagemaker:outputkmskeyarn": (parameters.get("OutputDataConfig") or {}).get("KmsKeyId"),
+        "sagemaker:volumekmskeyarn": resources.get("VolumeKmsKeyId"),
         "sagemaker:maxruntimeinseconds": (parameters.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds"),
         "sagemaker:networkisolation": _flag(parameters.get("EnableNetworkIsolation", False)),
         "sagemaker:intercontainertrafficencryption": _flag(

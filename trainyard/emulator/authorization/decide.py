@@ -48,7 +48,7 @@ _KNOWN_KEY_FAMILIES = ("aws:requesttag/", "aws:principaltag/")
 # Keys of services, and the actions for which they are filled in whenever the request has a value for them.
 _OBJECT_WRITES = "s3:PutObject*"
 _JOB_KEYS = """
-instancetypes vpcsubnets vpcsecuritygroupids outputkmskey volumekmskey maxruntimeinseconds networkisolation
+instancetypes vpcsubnets vpcsecuritygroupids outputkmskeyarn volumekmskeyarn maxruntimeinseconds networkisolation
 intercontainertrafficencryption enableremotedebug keepaliveperiod filesystemid filesystemtype filesystemaccessmode
 filesystemdirectorypath
 """

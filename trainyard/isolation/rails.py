@@ -1,0 +1,256 @@
+"""Guard-rail by guard-rail: one request that it lets through, and requests that it alone refuses.
+
+Each refusal is asked of the tenant's launcher after somebody has attached an administrator's policy to it, and differs
+from an allowed request in what the guard-rail is about, so that nothing else can be the reason. The same cases go to
+every evaluator there is: ours, the tests' two others, and AWS's own (`scripts/verify_guardrails`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainyard.hardware import instance
+from trainyard.isolation.account import TENANT_TAG, Account, DocumentKey, Role
+from trainyard.isolation.conditions import Context, Value
+from trainyard.isolation.crossings import CREATE_JOB, FOREIGN_TYPE, OUTSIDER
+from trainyard.isolation.evaluator import Caller, Request
+from trainyard.isolation.policy import Policy, parse_statements
+from trainyard.isolation.templates import Deployment
+
+ADMINISTRATOR = {"Statement": [{"Sid": "Administrator", "Effect": "Allow", "Action": "*", "Resource": "*"}]}
+"""What somebody has attached to the role."""
+
+SIBLINGS = {
+    "tuning": ("sagemaker:CreateHyperParameterTuningJob", "hyper-parameter-tuning-job/x"),
+    "processing": ("sagemaker:CreateProcessingJob", "processing-job/x"),
+    "transform": ("sagemaker:CreateTransformJob", "transform-job/x"),
+    "AutoML": ("sagemaker:CreateAutoMLJobV2", "automl-job/x"),
+    "a cluster": ("sagemaker:CreateCluster", "cluster/x"),
+    "a pipeline": ("sagemaker:CreatePipeline", "pipeline/x"),
+    "a pipeline's run": ("sagemaker:StartPipelineExecution", "pipeline/x"),
+    "an endpoint": ("sagemaker:CreateEndpoint", "endpoint/x"),
+    "a notebook": ("sagemaker:CreateNotebookInstance", "notebook-instance/x"),
+    "a space": ("sagemaker:CreateSpace", "space/d-0/x"),
+    "a training plan": ("sagemaker:CreateTrainingPlan", "training-plan/x"),
+    "changing a running job": ("sagemaker:UpdateTrainingJob", "training-job/x"),
+    "a shell in a space": ("sagemaker:StartSession", "space/d-0/x"),
+    "Batch's unchecked queue": ("batch:SubmitServiceJob", "job-queue/x"),
+    "a machine": ("ec2:RunInstances", "instance/i-0"),
+    "a function": ("lambda:CreateFunction", "function:x"),
+}
+"""Other ways to compute, by the words for them: the action, and a resource of its kind."""
+
+
+@dataclass(frozen=True)
+class RailCase:
+    """One request and what every evaluator must say of it."""
+
+    rail: str
+    """Sid of the statement that refuses; for an allowed request the one that it passes."""
+    what: str
+    allowed: bool
+    role: Role
+    action: str
+    resource: str
+    stated: Mapping[str, Value]
+    """Condition keys as IAM spells them. What isn't here is absent."""
+
+    def __str__(self) -> str:
+        return f"{self.rail}: {self.what}"
+
+    def request(self, account: Account) -> Request:
+        """For our evaluator."""
+        caller = account.caller(self.role)
+        if not self.allowed:
+            attached = parse_statements(ADMINISTRATOR, "", "attached by somebody", "PolicyDocument")
+            caller = Caller(caller.arn, caller.account, Policy((*caller.policy.statements, *attached)), caller.boundary)
+        lower = {key.lower(): value for key, value in self.stated.items()}
+        return Request(caller, self.action, self.resource, Context(lower))
+
+    def policies(self, deployment: Deployment) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The role's own policies and its boundary as the templates have them, for other evaluators."""
+        own = [written(deployment, key) for key in self.role.identity]
+        limits = [written(deployment, self.role.boundary)] if self.role.boundary else []
+        return [*own, *([] if self.allowed else [ADMINISTRATOR])], limits
+
+
+def written(deployment: Deployment, key: DocumentKey) -> dict[str, Any]:
+    """A policy document of a template, its intrinsics resolved, otherwise untouched."""
+    stack, logical_id, name = key
+    document = deployment.resolve(deployment.properties(stack, logical_id)[name], stack)
+    return {"Version": "2012-10-17", **document}
+
+
+def rail_cases(account: Account, tenant: str, other: str) -> Iterator[RailCase]:
+    """All cases of `tenant`; `other` is the tenant whose things it must not use."""
+    cases = _Cases(account, tenant, other)
+    yield from cases.jobs()
+    yield from cases.volumes()
+    yield from cases.siblings()
+    yield from cases.roles()
+    yield from cases.objects()
+
+
+class _Cases:
+    """The requests of one tenant."""
+
+    def __init__(self, account: Account, tenant: str, other: str) -> None:
+        self._account, self._tenant = account, tenant
+        self._own, self._other = account.contracts[tenant], account.contracts[other]
+        self._foreign_tag = other
+        self._launcher = account.role(tenant, "launcher")
+        self._place = f"{account.environment.region}:{account.environment.account}"
+        self._types = sorted({kind for queue in self._own.queues.values() for kind in queue.instance_types})
+        self._job = f"arn:aws:sagemaker:{self._place}:training-job/{tenant}-llama-20260101000000-0a1b"
+
+    def _proper(self, kind: str) -> dict[str, Value]:
+        """The condition keys of a job that follows every rule."""
+        own = self._own
+        volume: dict[str, Value] = {}
+        if not instance(kind).local_nvme_gib:
+            volume = {"sagemaker:VolumeKmsKeyArn": own.keys.checkpoints}
+        return {
+            f"aws:RequestTag/{TENANT_TAG}": self._tenant,
+            "sagemaker:VpcSubnets": own.subnet_ids,
+            "sagemaker:VpcSecurityGroupIds": own.security_group_ids,
+            "sagemaker:InstanceTypes": (kind,),
+            "sagemaker:OutputKmsKeyArn": own.keys.checkpoints,
+            "sagemaker:MaxRuntimeInSeconds": str(int(own.max_job_hours * 3600)),
+            "sagemaker:EnableRemoteDebug": "false",
+            **volume,
+        }
+
+    def _case(
+        self, rail: str, what: str, *, action: str, resource: str, stated: Mapping[str, Value], allowed: bool = False
+    ) -> RailCase:
+        return RailCase(rail, what, allowed, self._launcher, action, resource, stated)
+
+    def _job_case(self, rail: str, what: str, changes: Mapping[str, Value | None], kind: str = "") -> RailCase:
+        """A proper job with some keys changed (None: not stated)."""
+        stated = {**self._proper(kind or self._types[0]), **changes}
+        present = {key: value for key, value in stated.items() if value is not None}
+        return self._case(rail, what, action=CREATE_JOB, resource=self._job, stated=present)
+
+    def jobs(self) -> Iterator[RailCase]:
+        """CreateTrainingJob: a proper job, with the optional keys too, and then each rule broken."""
+        own, other, kind = self._own, self._other, self._types[0]
+        proper = self._job_case("", "a proper job", {})
+        files = self._job_case("", "the own file system", {"sagemaker:FileSystemId": own.file_system.id})
+        without = {"sagemaker:EnableRemoteDebug": None}
+        rules: dict[str, tuple[RailCase, dict[str, Mapping[str, Value | None]]]] = {
+            "JobsSayVpc": (
+                proper,
+                {
+                    "no VPC": {"sagemaker:VpcSubnets": None},
+                    "serverless: neither VPC nor types": {
+                        "sagemaker:VpcSubnets": None,
+                        "sagemaker:VpcSecurityGroupIds": None,
+                        "sagemaker:InstanceTypes": None,
+                    },
+                },
+            ),
+            "JobsOwnSubnets": (
+                proper,
+                {
+                    "another tenant's subnet": {"sagemaker:VpcSubnets": other.subnet_ids},
+                    "the own subnet and another's": {"sagemaker:VpcSubnets": own.subnet_ids + other.subnet_ids},
+                },
+            ),
+            "JobsSayGroups": (proper, {"no security group": {"sagemaker:VpcSecurityGroupIds": None}}),
+            "JobsOwnGroups": (
+                proper,
+                {
+                    "another tenant's group": {"sagemaker:VpcSecurityGroupIds": other.security_group_ids},
+                    "the own group and another's": {
+                        "sagemaker:VpcSecurityGroupIds": own.security_group_ids + other.security_group_ids
+                    },
+                },
+            ),
+            "OwnFileSystem": (
+                files,
+                {
+                    "another tenant's file system": {"sagemaker:FileSystemId": other.file_system.id},
+                },
+            ),
+            "JobsSayOutputKey": (proper, {"no output key": {"sagemaker:OutputKmsKeyArn": None}}),
+            "OutputUnderOwnKey": (
+                proper,
+                {"another tenant's key": {"sagemaker:OutputKmsKeyArn": other.keys.checkpoints}},
+            ),
+            "JobsSayTypes": (proper, {"instance preferences: no type stated": {"sagemaker:InstanceTypes": None}}),
+            "JobsQueueTypes": (
+                proper,
+                {
+                    "a type of no queue": {"sagemaker:InstanceTypes": (FOREIGN_TYPE,)},
+                    "an own type and another": {"sagemaker:InstanceTypes": (kind, FOREIGN_TYPE)},
+                },
+            ),
+            "JobsSayTime": (proper, {"no running time": {"sagemaker:MaxRuntimeInSeconds": None}}),
+            "JobsMaxTime": (
+                proper,
+                {"a second too long": {"sagemaker:MaxRuntimeInSeconds": str(int(own.max_job_hours * 3600) + 1)}},
+            ),
+            "JobsOwnTag": (
+                proper,
+                {
+                    "no tenant's tag": {f"aws:RequestTag/{TENANT_TAG}": None},
+                    "another tenant's tag": {f"aws:RequestTag/{TENANT_TAG}": self._foreign_tag},
+                },
+            ),
+            "JobsNoShell": (
+                self._job_case("", "remote debug not spoken of", without),
+                {"a shell": {"sagemaker:EnableRemoteDebug": "true"}},
+            ),
+        }
+        for rail, (passing, broken) in rules.items():
+            yield replace(passing, rail=rail, allowed=True)
+            for what, changes in broken.items():
+                base = {"sagemaker:FileSystemId": own.file_system.id} if passing is files else {}
+                yield self._job_case(rail, what, {**base, **changes})
+        yield replace(proper, rail="OwnJobs", allowed=True)
+        foreign = self._job.replace(f"/{self._tenant}-", f"/{self._foreign_tag}-")
+        yield replace(proper, rail="OwnJobs", what="another tenant's job name", resource=foreign)
+
+    def volumes(self) -> Iterator[RailCase]:
+        """A volume key: demanded of types that take one, never another's. Types with local NVMe refuse one."""
+        key = "sagemaker:VolumeKmsKeyArn"
+        yield replace(
+            self._job_case("VolumeUnderOwnKey", "the own key", {key: self._own.keys.checkpoints}), allowed=True
+        )
+        yield self._job_case("VolumeUnderOwnKey", "another tenant's key", {key: self._other.keys.checkpoints})
+        for kind in self._types:
+            if not instance(kind).local_nvme_gib:
+                yield replace(self._job_case("JobsSayVolumeKey", f"{kind} with the own key", {}, kind), allowed=True)
+                yield self._job_case("JobsSayVolumeKey", f"{kind} without a key", {key: None}, kind)
+
+    def siblings(self) -> Iterator[RailCase]:
+        """Everything else that computes; a proper training job is what the same statement lets through."""
+        yield replace(self._job_case("NoOtherCompute", "a proper job", {}), allowed=True)
+        for what, (action, resource) in SIBLINGS.items():
+            arn = f"arn:aws:{action.partition(':')[0]}:{self._place}:{resource}"
+            yield self._case("NoOtherCompute", what, action=action, resource=arn, stated={})
+
+    def roles(self) -> Iterator[RailCase]:
+        """PassRole: the tenant's job roles, to SageMaker."""
+        key = "iam:PassedToService"
+        sagemaker: dict[str, Value] = {key: "sagemaker.amazonaws.com"}
+
+        def case(rail: str, what: str, resource: str, stated: Mapping[str, Value], allowed: bool = False) -> RailCase:
+            return self._case(rail, what, action="iam:PassRole", resource=resource, stated=stated, allowed=allowed)
+
+        own = self._own.roles
+        yield case("PassJobRoles", "the own job role", own.job, sagemaker, True)
+        yield case("PassJobRoles", "another tenant's job role", self._other.roles.job, sagemaker)
+        yield case("PassJobRoles", "the own launcher", own.launcher, sagemaker)
+        yield case("PassJobRoles", "an administrator's role", f"arn:aws:iam::{self._own.account}:role/Admin", sagemaker)
+        yield case("PassToSageMaker", "to SageMaker", own.job, sagemaker, True)
+        yield case("PassToSageMaker", "to Lambda", own.job, {key: "lambda.amazonaws.com"})
+
+    def objects(self) -> Iterator[RailCase]:
+        """Nothing leaves the account: access points are the S3 resources whose ARN names one."""
+        bucket = f"arn:aws:s3:::{self._own.buckets.data}/train/part-0.jsonl"
+        point = f"arn:aws:s3:{self._account.environment.region}:{OUTSIDER}:accesspoint/shared/object/part-0"
+        put, key = "s3:PutObject", "aws:ResourceAccount"
+        inside: dict[str, Value] = {key: self._own.account}
+        yield self._case("OwnAccount", "the own bucket", action=put, resource=bucket, stated=inside, allowed=True)
+        yield self._case("OwnAccount", "another account", action=put, resource=point, stated={key: OUTSIDER})
