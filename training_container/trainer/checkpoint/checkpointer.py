@@ -156,6 +156,8 @@ class Checkpointer:
         self._staging = self._local_dir / "staging" / f"rank-{rank:05d}"
         shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed run
         self._thread: threading.Thread | None = None
+        self._is_swept = False
+        self._attached_names: set[str] = set()
         self._bad_steps: set[int] = set()
         self.last_committed_step: int | None = None
         """Step of the newest checkpoint that this object committed or loaded."""
@@ -237,6 +239,7 @@ class Checkpointer:
             self._failed(step, "a disk is too full for it; the one before it is kept")
             return
         self._host_copy.take(self._plan.mine, tensors)
+        self._attached_names |= set(attachments)
         files = [(name, path, path.stat().st_size) for name, path in attachments.items() if path.is_file()]
         # A copy, and at once: what is no JSON is the caller's mistake, and must not show up as a failed upload.
         extra = json.loads(json.dumps(extra))
@@ -322,6 +325,17 @@ class Checkpointer:
                 self._give_up_tier(error)
         return self._begin_destination(step)
 
+    def _sweep(self) -> None:
+        """Once a start, before the first upload (first rank): what a killed run's uploads left goes."""
+        self._is_swept = True
+        try:
+            num_found = self._destination.give_up_unfinished([f"{FOLDER}/", *self._attached_names])
+        except (DestinationError, MissingFileError) as error:
+            self._report(f"checkpoint unfinished uploads of an earlier run may be left: {error}")
+            return
+        if num_found:
+            self._report(f"checkpoint unfinished uploads of an earlier run removed: {num_found}")
+
     def _give_up_tier(self, error: str) -> None:
         """A host's own disk is broken (told to all ranks alike): it must not keep saves from the destination."""
         self._tier = None
@@ -331,6 +345,8 @@ class Checkpointer:
     def _begin_destination(self, step: int) -> str | None:
         def clear() -> None:
             self._retry("clearing", lambda: self._remove(step_folder(step)))
+            if not self._is_swept:
+                self._sweep()
 
         return self._behind.from_first(lambda: self._attempt(clear))
 

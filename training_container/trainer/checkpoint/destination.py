@@ -86,6 +86,10 @@ class Destination(ABC):
     def delete(self, names: Iterable[str]) -> None:
         """Remove files; those that aren't there are no error."""
 
+    def give_up_unfinished(self, prefixes: Sequence[str]) -> int:
+        """Remove what uploads that were killed left behind, below names that begin so; how many there were."""
+        return 0
+
     def folder(self, name: str) -> Path | None:
         """The path of a folder that can be read and written in place; None where files must be copied."""
         return None
@@ -304,6 +308,24 @@ class S3Destination(Destination):
                     permanent=failed["Code"] in _PERMANENT_S3_CODES,
                 )
 
+    def give_up_unfinished(self, prefixes: Sequence[str]) -> int:
+        # Their parts cost as any object does, and no listing of objects shows them.
+        num_found = 0
+        for prefix in prefixes:
+            with self._s3_errors("look for unfinished uploads below", prefix):
+                pages = self._client.get_paginator("list_multipart_uploads").paginate(
+                    Bucket=self._bucket, Prefix=self._key(prefix)
+                )
+                found = [(one["Key"], one["UploadId"]) for page in pages for one in page.get("Uploads", ())]
+            for key, upload in found:
+                try:
+                    with self._s3_errors("give up an upload to", key[len(self._key("")) :]):
+                        self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
+                    num_found += 1
+                except MissingFileError:  # finished or given up meanwhile
+                    continue
+        return num_found
+
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
@@ -323,7 +345,7 @@ def s3_errors(what: str) -> Iterator[None]:
         yield
     except ClientError as error:
         code = str(error.response.get("Error", {}).get("Code", "unknown"))
-        if code in ("NoSuchKey", "404", "NotFound"):
+        if code in ("NoSuchKey", "NoSuchUpload", "404", "NotFound"):
             raise MissingFileError(f"{what}: no such object") from error
         raise DestinationError(f"{what}: {code}", permanent=code in _PERMANENT_S3_CODES) from error
     except (BotoCoreError, Boto3Error) as error:
