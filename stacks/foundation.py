@@ -38,11 +38,13 @@ class FoundationStack(Stack):
         boundary = TenantBoundary(self, "Boundary", tenant=tenant, network=network)
         self.roles = TenantRoles(self, "Roles", tenant=tenant, boundary=boundary)
         keys = TenantKeys(self, "Keys", tenant=tenant, roles=self.roles)
+        buckets = TenantBuckets(self, "Buckets", tenant=tenant, keys=keys)
+        file_system = TenantFileSystem(self, "FileSystem", tenant=tenant, network=network, keys=keys, buckets=buckets)
         self.resources = TenantResources(
             network=network,
             keys=keys,
-            buckets=TenantBuckets(self, "Buckets", tenant=tenant, keys=keys),
-            file_system=TenantFileSystem(self, "FileSystem", tenant=tenant, network=network, keys=keys),
+            buckets=buckets,
+            file_system=file_system,
             logs=TenantLogs(self, "Logs", tenant=tenant, network=network, keys=keys, boundary=boundary),
             images=images,
         )

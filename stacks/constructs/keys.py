@@ -9,7 +9,7 @@ from aws_cdk import aws_kms as kms
 from constructs import Construct
 
 from stacks.constructs.identity import TenantRoles
-from stacks.naming import TenantScope
+from stacks.naming import PARTITION, TenantScope
 
 READ = ["kms:Decrypt", "kms:DescribeKey"]
 READ_WRITE = [
@@ -67,7 +67,8 @@ class TenantKeys(Construct):
         super().__init__(scope, construct_id)
         data = KeyUse(readers=(roles.job, roles.auditor), writers=(roles.launcher,))
         checkpoints = KeyUse(readers=(roles.launcher, roles.auditor), writers=(roles.job,), volumes=True)
-        self.data = self._key("Data", tenant, "data", [*_roles(tenant, data), _file_system(tenant)])
+        links = [_links(tenant)] if tenant.spec.file_system.links else []
+        self.data = self._key("Data", tenant, "data", [*_roles(tenant, data), _file_system(tenant), *links])
         self.checkpoints = self._key("Checkpoints", tenant, "checkpoints", _roles(tenant, checkpoints))
         self.logs = self._key("Logs", tenant, "logs and notifications", [_log_service(tenant), *_notifiers(tenant)])
 
@@ -118,6 +119,24 @@ def _file_system(tenant: TenantScope) -> iam.PolicyStatement:
                 "kms:ViaService": tenant.via("fsx"),
                 "kms:CallerAccount": tenant.environment.account,
             }
+        },
+    )
+
+
+def _links(tenant: TenantScope) -> iam.PolicyStatement:
+    """FSx reads and writes a linked bucket as a service-linked role of the file system (FSx for Lustre user guide,
+    "Working with server-side encrypted S3 buckets"), whose name holds the file system's id, which needs this key first.
+    The role's own policy names the one bucket that it is linked to."""
+    service = "s3.data-source.lustre.fsx.amazonaws.com"
+    role = f"arn:{PARTITION}:iam::{tenant.environment.account}:role/aws-service-role/{service}/"
+    return iam.PolicyStatement(
+        sid="FileSystemLinks",
+        principals=[iam.AccountRootPrincipal()],
+        actions=READ_WRITE,
+        resources=["*"],
+        conditions={
+            "StringEquals": {"kms:ViaService": tenant.via("s3"), "kms:CallerAccount": tenant.environment.account},
+            "ArnLike": {"aws:PrincipalArn": f"{role}AWSServiceRoleForFSxS3Access_fs-*"},
         },
     )
 

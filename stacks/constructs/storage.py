@@ -11,8 +11,11 @@ from stacks.constructs.keys import TenantKeys
 from stacks.constructs.network import TenantNetwork
 from stacks.naming import TenantScope
 
-OLD_VERSION_DAYS = 30
-"""How long an overwritten or deleted object can be brought back."""
+TORN_UPLOAD_DAYS = 7
+"""After which the parts of an upload that was never completed go: nobody sees them, and they cost as objects do."""
+
+CHANGES = ["NEW", "CHANGED", "DELETED"]
+"""What FSx carries from the bucket to a linked folder and back."""
 
 
 class TenantBuckets(Construct):
@@ -23,10 +26,26 @@ class TenantBuckets(Construct):
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, keys: TenantKeys) -> None:
         super().__init__(scope, construct_id)
-        self.data = self._bucket("Data", tenant, keys.data)
-        self.checkpoints = self._bucket("Checkpoints", tenant, keys.checkpoints)
+        spec = tenant.spec.storage
+        lock = _lock(spec.lock_mode, spec.lock_data_days) if spec.lock_data_days else None
+        ages = s3.LifecycleRule(id="Ages", transitions=_archive(spec.archive_data_after_days))
+        self.data = self._bucket("Data", tenant, keys.data, ages=ages, lock=lock)
+        ages = s3.LifecycleRule(
+            id="Ages",
+            transitions=_archive(spec.archive_checkpoints_after_days),
+            expiration=_days(spec.delete_checkpoints_after_days),
+        )
+        self.checkpoints = self._bucket("Checkpoints", tenant, keys.checkpoints, ages=ages)
 
-    def _bucket(self, construct_id: str, tenant: TenantScope, key: kms.Key) -> s3.Bucket:
+    def _bucket(
+        self,
+        construct_id: str,
+        tenant: TenantScope,
+        key: kms.Key,
+        *,
+        ages: s3.LifecycleRule,
+        lock: s3.ObjectLockRetention | None = None,
+    ) -> s3.Bucket:
         bucket = s3.Bucket(
             self,
             construct_id,
@@ -37,12 +56,14 @@ class TenantBuckets(Construct):
             object_ownership=s3.ObjectOwnership.BUCKET_OWNER_ENFORCED,
             enforce_ssl=True,
             versioned=True,
+            object_lock_default_retention=lock,
             lifecycle_rules=[
                 s3.LifecycleRule(
                     id="OldVersionsAndTornUploads",
-                    abort_incomplete_multipart_upload_after=Duration.days(7),
-                    noncurrent_version_expiration=Duration.days(OLD_VERSION_DAYS),
-                )
+                    abort_incomplete_multipart_upload_after=Duration.days(TORN_UPLOAD_DAYS),
+                    noncurrent_version_expiration=Duration.days(tenant.spec.storage.old_version_days),
+                ),
+                *([ages] if ages.transitions or ages.expiration else []),
             ],
             # No auto_delete_objects: it would put a Lambda that can empty the bucket beside the data.
             removal_policy=RemovalPolicy.RETAIN if tenant.environment.retain_data else RemovalPolicy.DESTROY,
@@ -50,6 +71,25 @@ class TenantBuckets(Construct):
         for statement in _own_key_only(bucket, key):
             bucket.add_to_resource_policy(statement)
         return bucket
+
+
+def _lock(mode: str, days: int) -> s3.ObjectLockRetention:
+    make = s3.ObjectLockRetention.compliance if mode == "compliance" else s3.ObjectLockRetention.governance
+    return make(Duration.days(days))
+
+
+def _days(days: int | None) -> Duration | None:
+    return Duration.days(days) if days is not None else None
+
+
+def _archive(after_days: int | None) -> list[s3.Transition] | None:
+    if after_days is None:
+        return None
+    return [
+        s3.Transition(
+            storage_class=s3.StorageClass.GLACIER_INSTANT_RETRIEVAL, transition_after=Duration.days(after_days)
+        )
+    ]
 
 
 def _own_key_only(bucket: s3.Bucket, key: kms.Key) -> list[iam.PolicyStatement]:
@@ -79,10 +119,18 @@ class TenantFileSystem(Construct):
     resource: fsx.CfnFileSystem
 
     def __init__(
-        self, scope: Construct, construct_id: str, *, tenant: TenantScope, network: TenantNetwork, keys: TenantKeys
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        tenant: TenantScope,
+        network: TenantNetwork,
+        keys: TenantKeys,
+        buckets: TenantBuckets,
     ) -> None:
         super().__init__(scope, construct_id)
         spec, retain = tenant.spec.file_system, tenant.environment.retain_data
+        backups = retain and not spec.links  # FSx keeps none of a file system that is linked to a bucket
         # The L2 construct opens 988-1023, more than Lustre uses, on the group that it is given.
         self.resource = fsx.CfnFileSystem(
             self,
@@ -99,9 +147,33 @@ class TenantFileSystem(Construct):
                 per_unit_storage_throughput=spec.throughput_mb_per_s_per_tib,
                 metadata_configuration=fsx.CfnFileSystem.MetadataConfigurationProperty(mode="AUTOMATIC"),
                 data_compression_type="LZ4",
-                automatic_backup_retention_days=7 if retain else 0,
-                copy_tags_to_backups=True if retain else None,
+                automatic_backup_retention_days=7 if backups else 0,
+                copy_tags_to_backups=True if backups else None,
             ),
         )
         self.resource.apply_removal_policy(RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY)
         self.resource.node.add_dependency(*network.lustre_rules)
+        if retain:
+            # Its servers' interfaces stay in these, so a stack that tried to delete them would fail half-way.
+            for ground in (network.vpc, network.training_subnet, network.file_system_security_group):
+                ground.apply_removal_policy(RemovalPolicy.RETAIN)
+        for path, folder in sorted(spec.links.items()):
+            self._link(path, f"s3://{buckets.data.bucket_name}/{folder}", tenant)
+
+    def _link(self, path: str, source: str, tenant: TenantScope) -> None:
+        """Objects of a folder of the data bucket as files, fetched at their first read; files written there go back."""
+        events = fsx.CfnDataRepositoryAssociation
+        link = fsx.CfnDataRepositoryAssociation(
+            self,
+            # Named by its folder, so that another link's coming or going leaves it alone; no folder holds a colon.
+            f"Link{path.replace('/', ':')}",
+            file_system_id=self.resource.ref,
+            file_system_path=path,
+            data_repository_path=source,
+            batch_import_meta_data_on_create=True,
+            s3=events.S3Property(
+                auto_import_policy=events.AutoImportPolicyProperty(events=CHANGES),
+                auto_export_policy=events.AutoExportPolicyProperty(events=CHANGES),
+            ),
+        )
+        link.apply_removal_policy(RemovalPolicy.RETAIN if tenant.environment.retain_data else RemovalPolicy.DESTROY)

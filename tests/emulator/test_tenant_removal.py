@@ -200,7 +200,7 @@ def test_an_interrupted_removal_is_finished_by_the_same_command(
     assert plan(account, spec, "acme", tmp_path).held == ()
 
 
-def test_nothing_goes_while_a_job_runs_or_a_lock_holds(
+def test_nothing_goes_while_a_job_runs(
     site: Site, account: Account, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = environment(name, retain_data=False)
@@ -209,12 +209,26 @@ def test_nothing_goes_while_a_job_runs_or_a_lock_holds(
         patch.setattr(leftovers, "running_jobs", lambda *_: ["acme-tiny-1"])
         with pytest.raises(InputError, match=r"1 jobs have not ended \(acme-tiny-1\); stop them"):
             remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
-    with monkeypatch.context() as patch:
-        patch.setattr(removal.storage, "empty", lambda *_: (0, ["b: AccessDenied Object is locked"]))
-        with pytest.raises(AwsRefusedError, match="Object is locked"):
-            remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
     assert site("s3").get_object(Bucket=physical["Data"], Key="b")["Body"].read() == b"newer"
     assert site.stack_status(f"trainyard-{name}-acme-training") == "CREATE_COMPLETE"
+
+
+def test_a_locked_object_stops_the_removal_before_any_stack_goes(
+    site: Site, account: Account, name: str, tmp_path: Path
+) -> None:
+    spec = environment(name, retain_data=False)
+    retention = {"Rule": {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 3}}, "ObjectLockEnabled": "Enabled"}
+    versioned = {"VersioningConfiguration": {"Status": "Enabled"}}
+    bucket = resource("S3::Bucket", {"ObjectLockEnabled": True, "ObjectLockConfiguration": retention, **versioned})
+    stack = f"trainyard-{name}-acme-foundation"
+    assert site.deploy(stack, {"Resources": {"Data": bucket}}) == "CREATE_COMPLETE", site.failures(stack)
+    listed = site("cloudformation").list_stack_resources(StackName=stack)["StackResourceSummaries"]
+    physical = listed[0]["PhysicalResourceId"]
+    site("s3").put_object(Bucket=physical, Key="kept", Body=b"x")
+    with pytest.raises(AwsRefusedError, match=r"1 versions can't be deleted .*wait until their lock ends"):
+        remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert site.stack_status(stack) == "CREATE_COMPLETE"
+    assert site("s3").get_object(Bucket=physical, Key="kept")["Body"].read() == b"x"
 
 
 def test_a_tenant_that_was_never_deployed_leaves_nothing(account: Account, name: str, tmp_path: Path) -> None:

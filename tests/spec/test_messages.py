@@ -102,11 +102,31 @@ def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> 
         ("availability_zones", ["eu-west-1a"], ["eu-west-1a", "us-east-1"]),
         ("network", {"cidr": "8.8.0.0/10"}, ["cidr"]),
         ("tenants.acme.file_system", {"storage_gib": 3000}, ["storage_gib", "multiple of 2400", "3000"]),
+        ("tenants.acme.file_system", {"links": {"data": "x"}}, ["'data' is no folder of the file system", "/datasets"]),
+        ("tenants.acme.file_system", {"links": {"/a/../b": "x"}}, ["'/a/../b' is no folder"]),
+        ("tenants.acme.file_system", {"links": {"/a": "/x"}}, ["links./a: '/x' is no folder of the data bucket"]),
+        ("tenants.acme.file_system", {"links": {"/a": "jobs/x"}}, ["jobs/", "can't be linked"]),
+        ("tenants.acme.file_system", {"links": {"/a": "x", "/a/b": "y"}}, ["a and a/b", "none inside another"]),
+        ("tenants.acme.file_system", {"links": {"/a": "x", "/b": "x"}}, ["x and x", "linked once"]),
+        ("tenants.acme.file_system", {"links": {f"/{n}": f"{n}" for n in range(9)}}, ["links", "at most 8"]),
+        ("tenants.acme.storage", {"archive_data_after_days": 5}, ["archive_data_after_days", "30", "5"]),
+        (
+            "tenants.acme.storage",
+            {"archive_checkpoints_after_days": 30, "delete_checkpoints_after_days": 60},
+            ["delete_checkpoints_after_days 60", "120 or later"],
+        ),
+        ("tenants.acme.removal", {"export_to": "bucket/x"}, ["removal.export_to", "bucket/x"]),
     ],
 )
 def test_wrong_environment(field: str, value: Any, words: list[str], tmp_path: Path) -> None:
     message = refusal(load_environment, changed(ENVIRONMENT, field, value), tmp_path)
     assert [word for word in words if word not in message] == []
+
+
+def test_data_can_not_be_retained_by_stacks_that_delete_it(tmp_path: Path) -> None:
+    content = changed(changed(ENVIRONMENT, "retain_data", False), "tenants.acme.removal", {"data": "retain"})
+    message = refusal(load_environment, content, tmp_path)
+    assert "tenants.acme.removal.data: retain needs the environment's retain_data: true" in message
 
 
 def test_good_ones_load(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ resource, so `trainyard deploy` refuses it), `none` (nothing is deployed from it
 """
 
 import ipaddress
+import itertools
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -16,6 +18,13 @@ CONTRACT_VERSION = 1
 
 TRAINING_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 """SageMaker writes every job's output here, whoever owns the job: streams are told apart by the job's name."""
+
+
+MAX_LINKS = 8
+"""FSx: data repository associations of one file system."""
+
+ARCHIVE_MIN_DAYS = 90
+"""S3: the shortest time that an object in Glacier Instant Retrieval is billed for."""
 
 
 def on_change(effect: Literal["none", "update", "replace"]) -> dict[str, Any]:
@@ -31,11 +40,72 @@ class FileSystemSpec(SpecModel):
     throughput_mb_per_s_per_tib: Literal[125, 250, 500, 1000] = Field(
         default=250, json_schema_extra=on_change("update")
     )
+    links: dict[str, str] = Field(default_factory=dict, max_length=MAX_LINKS, json_schema_extra=on_change("replace"))
+    """Folder of the file system to folder of the tenant's data bucket (`/datasets: datasets`): objects appear as files
+    and are fetched at their first read, and files written there are exported. At most eight, none inside another. A
+    file system with links has no backups: what is outside of them is kept by nothing else."""
 
     @model_validator(mode="after")
     def _size_allowed(self) -> Self:
         if self.storage_gib != 1200 and self.storage_gib % 2400:
             raise ValueError(f"storage_gib is 1200 or a multiple of 2400, not {self.storage_gib}")
+        return self
+
+    @model_validator(mode="after")
+    def _links_apart(self) -> Self:
+        for path, folder in self.links.items():
+            if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", path) or {".", ".."} & set(path.split("/")):
+                raise ValueError(
+                    f"links: {path!r} is no folder of the file system; write an absolute path, e.g. /datasets"
+                )
+            if not re.fullmatch(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*", folder):
+                raise ValueError(f"links.{path}: {folder!r} is no folder of the data bucket; write e.g. datasets/text")
+            if folder.split("/")[0] == "jobs":
+                raise ValueError(
+                    f"links.{path}: jobs/ holds the jobs' records and can't be linked; name another folder"
+                )
+        for kind, names in (("folder of the file system", self.links), ("folder of the bucket", self.links.values())):
+            parts = sorted(name.strip("/").split("/") for name in names)
+            for one, other in itertools.pairwise(parts):
+                if other[: len(one)] == one:
+                    raise ValueError(
+                        f"links: {'/'.join(one)} and {'/'.join(other)}: each {kind} is linked once, and none inside "
+                        "another; link the outer one alone, or two beside each other"
+                    )
+        return self
+
+
+class StorageSpec(SpecModel):
+    """How long the tenant's buckets keep what, and how cheaply."""
+
+    old_version_days: int = Field(default=30, ge=1, le=3650, json_schema_extra=on_change("update"))
+    """How long an overwritten or deleted object can be brought back."""
+    archive_data_after_days: int | None = Field(default=None, ge=30, le=3650, json_schema_extra=on_change("update"))
+    """Age at which objects of the data bucket move to Glacier Instant Retrieval: cheaper to keep, dearer to read, as
+    fast; billed for at least 90 days and 128 KB."""
+    archive_checkpoints_after_days: int | None = Field(
+        default=None, ge=30, le=3650, json_schema_extra=on_change("update")
+    )
+    """The same for checkpoints and outputs. A job that is resumed from there reads as fast, at the higher price."""
+    delete_checkpoints_after_days: int | None = Field(
+        default=None, ge=1, le=3650, json_schema_extra=on_change("update")
+    )
+    """Age at which checkpoints and outputs are deleted, finished job or not."""
+    lock_data_days: int | None = Field(default=None, ge=1, le=3650, json_schema_extra=on_change("update"))
+    """Object Lock on the data bucket: no version of data or of a job's record can be deleted or replaced within so many
+    days. Once on, a bucket's lock can be changed and never taken away."""
+    lock_mode: Literal["governance", "compliance"] = Field(default="governance", json_schema_extra=on_change("update"))
+    """Who can still delete a locked version: with governance, who holds s3:BypassGovernanceRetention; with compliance
+    nobody, the account's root included, so such a tenant can't be shredded before its time."""
+
+    @model_validator(mode="after")
+    def _ages_in_order(self) -> Self:
+        archive, delete = self.archive_checkpoints_after_days, self.delete_checkpoints_after_days
+        if archive is not None and delete is not None and delete < archive + ARCHIVE_MIN_DAYS:
+            raise ValueError(
+                f"delete_checkpoints_after_days {delete}: archived at {archive} days, an object is billed for "
+                f"{ARCHIVE_MIN_DAYS} days more; delete at {archive + ARCHIVE_MIN_DAYS} or later, or don't archive"
+            )
         return self
 
 
@@ -80,6 +150,7 @@ class TenantSpec(SpecModel):
     """Which block of the environment's address range the VPC takes: stated, so that it never moves."""
     cost_center: str = Field(default="unassigned", json_schema_extra=on_change("update"))
     file_system: FileSystemSpec = FileSystemSpec()
+    storage: StorageSpec = StorageSpec()
     queues: dict[Name, QueueSpec] = Field(min_length=1)
     budget: BudgetLimits
     log_retention_days: Literal[30, 90, 180, 365, 731] = Field(default=365, json_schema_extra=on_change("update"))

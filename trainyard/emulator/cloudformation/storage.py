@@ -25,7 +25,8 @@ def _create_bucket(site: Site, properties: Properties, generated: str) -> Create
     s3 = site.client("s3")
     name = str(properties.get("BucketName") or fit_name(generated.lower(), _MAX_BUCKET_NAME))
     location = {} if site.region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": site.region}}
-    s3.create_bucket(Bucket=name, **location)
+    locked = {"ObjectLockEnabledForBucket": True} if properties.get("ObjectLockEnabled") else {}
+    s3.create_bucket(Bucket=name, **location, **locked)
     _configure_bucket(site, name, {}, properties)
     domain = f"{name}.s3.amazonaws.com"
     attributes = {
@@ -43,6 +44,8 @@ def _configure_bucket(site: Site, name: str, old: Properties, new: Properties) -
     for property_name, value in new.items():
         if old.get(property_name) == value or property_name in ("BucketName", "Tags"):
             continue
+        if property_name == "ObjectLockEnabled" and not old:
+            continue  # given when the bucket was made
         setter = _BUCKET_SETTERS.get(property_name)
         if setter is None:
             raise UnsupportedPropertyError(f"property {property_name} is not known to the emulator")
@@ -139,6 +142,13 @@ def _lifecycle_rule(rule: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _object_lock(name: str, value: Any) -> tuple[str, dict[str, Any]]:
+    retention = value["Rule"]["DefaultRetention"]
+    whole = {key: int(item) if key in ("Days", "Years") else item for key, item in retention.items()}
+    configuration = {"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": whole}}
+    return "put_object_lock_configuration", {"Bucket": name, "ObjectLockConfiguration": configuration}
+
+
 def _acl(name: str, value: Any) -> tuple[str, dict[str, Any]]:
     # CloudFormation spells canned ACLs in Pascal case: LogDeliveryWrite is log-delivery-write.
     canned = re.sub(r"(?<!^)(?=[A-Z])", "-", value).lower()
@@ -154,6 +164,7 @@ _BUCKET_SETTERS = {
     "LoggingConfiguration": _logging,
     "NotificationConfiguration": _notification,
     "LifecycleConfiguration": _lifecycle,
+    "ObjectLockConfiguration": _object_lock,
 }
 _BUCKET_REMOVERS = {
     "BucketEncryption": "delete_bucket_encryption",
