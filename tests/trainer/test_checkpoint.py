@@ -496,6 +496,22 @@ def test_a_disk_that_is_too_full_is_foreseen(destination: str, tmp_path: Path, m
     assert Job(destination, tmp_path).newest() == 3
 
 
+def test_room_is_made_by_what_would_go_anyway_never_by_the_only_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = str(tmp_path / "destination")
+    monkeypatch.setattr(checkpointer, "free_bytes", lambda folder: (2 - len(step_names(destination))) << 30)
+    job = Job(destination, tmp_path, keep_last=2)
+    job.save(1, 2, 3)
+    assert step_names(destination) == {"step-00000002", "step-00000003"}
+    assert job.checkpointer.num_failed_saves == 0 and not any("free space" in line for line in job.said)
+    monkeypatch.setattr(checkpointer, "free_bytes", lambda folder: (1 - len(step_names(destination))) << 30)
+    job = Job(destination, tmp_path, keep_last=1)
+    job.save(4)
+    assert job.checkpointer.num_failed_saves == 1
+    assert step_names(destination) == {"step-00000003"} and Job(destination, tmp_path).newest() == 3
+
+
 def test_a_write_that_fails_half_way_leaves_the_one_before(destination: str, tmp_path: Path) -> None:
     job = Job(destination, tmp_path)
     job.save(1)

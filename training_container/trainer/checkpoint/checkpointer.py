@@ -230,10 +230,16 @@ class Checkpointer:
     ) -> None:
         items = self._plan.local_items(tensors)
         kept = self._plan.holds(items)
-        changed, full = self._group.any(not kept, kept and self._lacks_space(step))
+        changed, full = self._group.any(not kept, kept and self._lacks_space(step) is not None)
         if changed:
             self._plan.make(tensors, items)
-            (full,) = self._group.any(self._lacks_space(step))
+            (full,) = self._group.any(self._lacks_space(step) is not None)
+        if full:
+            self._make_room(step)
+            lack = self._lacks_space(step)
+            if lack is not None:
+                self._report(lack)
+            (full,) = self._group.any(lack is not None)
         if full:
             # The rank that lacks it has said so.
             self._failed(step, "a disk is too full for it; the one before it is kept")
@@ -252,7 +258,17 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._finish, args=(save, work), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _lacks_space(self, step: int) -> bool:
+    def _make_room(self, step: int) -> None:
+        """Remove now what would go once `step` is committed; the newest good one stays until then."""
+        tier = self._tier
+        if tier is not None:
+            self._attempt(lambda: tier.begin(step))  # if that fails, the save itself will tell
+        if self._destination.folder("") is not None:
+            self._group.from_first(lambda: self._prune(step))
+        self._group.wait_for_all()
+
+    def _lacks_space(self, step: int) -> str | None:
+        """Which disk is too full for this rank's host to save, in one line; None: none is."""
         in_place = self._destination.folder(step_folder(step))
         # Ranks of one host share its disk; a shared folder is shared by all.
         a_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -267,12 +283,11 @@ class Checkpointer:
             needed = int(self._plan.num_bytes * _SPACE_FACTOR) * sharing + _SPACE_MARGIN_BYTES
             free = free_bytes(folder)
             if free < needed:
-                self._report(
+                return (
                     f"checkpoint step={step} needs {needed >> 20} MiB, {folder} has {free >> 20} MiB free: "
                     f"free space or give another checkpoint.{field_name}"
                 )
-                return True
-        return False
+        return None
 
     def _finish(self, save: _Save, work: Callable[[_Save], str | None]) -> None:
         """Write, hash, upload, commit. In the thread behind when asynchronous."""
@@ -493,7 +508,7 @@ class Checkpointer:
                 raise DestinationError(f"{file.name} {found}{hint}", permanent=True)
 
     def _prune(self, newest: int) -> None:
-        """Remove what retention no longer keeps, now that `newest` is committed (first rank)."""
+        """Remove what retention no longer keeps when `newest` is committed, or about to be (first rank)."""
         error = self._attempt(lambda: self._remove_expired(newest))
         if error is not None:
             self._report(f"checkpoint retention failed, will try again after the next save: {error}")
@@ -502,8 +517,13 @@ class Checkpointer:
         names = self._destination.sizes(FOLDER)
         older = {step for step in map(step_of, names) if step is not None and step < newest}
         good = {step for step in older if f"{step_folder(step)}/{COMMITTED}" in names} - self._bad_steps
+        is_committed = f"{step_folder(newest)}/{COMMITTED}" in names
+        values = {step: self._value_of(step) for step in good}
+        values[newest] = self._value_of(newest) if is_committed else None
         # `newest` is one of those kept. What is not good is of no use to anyone: an interrupted or a corrupt one.
-        kept = self._retention.kept({step: self._value_of(step) for step in good | {newest}})
+        kept = self._retention.kept(values)
+        if not is_committed and good:
+            kept.add(max(good))
         for step in sorted(older - kept):
             self._remove(step_folder(step))
             self._bad_steps.discard(step)
