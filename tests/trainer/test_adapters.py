@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from trainer.export import export
+from trainer.export import Export, export
 from trainer.models.adapters import add_adapter
 from trainer.models.build import build_model
+from trainer.models.described import describe_model
 from trainer_testing.checkpoints import save_checkpoint
 from trainer_testing.families import FAMILIES, adapter
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
@@ -67,41 +67,14 @@ def test_peft_reads_the_exported_adapter(base: Path, tmp_path: Path) -> None:
     trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
     for tensor in trained.values():
         tensor.normal_()
-    save_checkpoint(tmp_path / "checkpoints", trained)
-    step = export(job, vocab_size=VOCAB_SIZE, checkpoints=str(tmp_path / "checkpoints"), out=tmp_path / "adapter")
-    assert step == 3
+    save_checkpoint(tmp_path / "checkpoints", trained, describe_model(job.spec, model))
+    written = export(Export(str(tmp_path / "checkpoints"), tmp_path / "adapter"))
+    assert (written["step"], written["kind"]) == (3, "adapter")
     read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "Llama"), tmp_path / "adapter").eval()
     tokens = torch.arange(8)[None]
     plain = AutoModelForCausalLM.from_pretrained(base / "Llama")(tokens).logits
     torch.testing.assert_close(read(tokens).logits, model(tokens).logits, rtol=0, atol=0)
     assert not torch.allclose(read(tokens).logits, plain, atol=1e-2)
-
-
-def test_a_whole_model_is_exported_and_read_back(tmp_path: Path) -> None:
-    job = tiny_job("single", 1, model=FAMILIES["Llama, tied"])
-    model = build_model(job, vocab_size=VOCAB_SIZE)
-    trained = {f"model.{name}": tensor.detach().normal_() for name, tensor in model.named_parameters()}
-    save_checkpoint(tmp_path / "checkpoints", trained)
-    export(job, vocab_size=VOCAB_SIZE, checkpoints=str(tmp_path / "checkpoints"), out=tmp_path / "model")
-    read = load_file(tmp_path / "model" / "model.safetensors")
-    assert {f"model.{name}" for name in read} == set(trained)
-    assert all(torch.equal(tensor, trained[f"model.{name}"]) for name, tensor in read.items())
-    with pytest.raises(InputError, match="no valid checkpoint"):
-        export(job, vocab_size=VOCAB_SIZE, checkpoints=str(tmp_path / "nothing"), out=tmp_path / "other")
-
-
-def test_the_running_average_is_exported_instead(tmp_path: Path) -> None:
-    plain = tiny_job("single", 1, model=FAMILIES["Llama"])
-    job = tiny_job("single", 1, model=FAMILIES["Llama"], optimizer={"average_decay": 0.9})
-    model = build_model(job, vocab_size=VOCAB_SIZE)
-    averages = {f"optim.{name}.average": torch.randn(tensor.shape) for name, tensor in model.named_parameters()}
-    save_checkpoint(tmp_path / "checkpoints", averages)
-    places = {"checkpoints": str(tmp_path / "checkpoints"), "out": tmp_path / "model"}
-    with pytest.raises(InputError, match="--average: the job keeps no average"):
-        export(plain, vocab_size=VOCAB_SIZE, average=True, **places)  # type: ignore[arg-type]
-    export(job, vocab_size=VOCAB_SIZE, average=True, **places)  # type: ignore[arg-type]
-    read = load_file(tmp_path / "model" / "model.safetensors")
-    assert all(torch.equal(tensor, averages[f"optim.{name}.average"]) for name, tensor in read.items())
 
 
 def test_an_adapter_begins_as_nothing_and_is_all_that_trains(base: Path) -> None:

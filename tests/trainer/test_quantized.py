@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from trainer.export import export
+from trainer.export import Export, export
 from trainer.models.build import build_model, outline_model
 from trainer.models.deferred_weights import StoredWeights, fill, source_of
+from trainer.models.described import describe_model
 from trainer.models.quantized import (
     NF4,
     PARTS,
@@ -154,8 +155,8 @@ def test_peft_reads_the_exported_adapter(tmp_path: Path) -> None:
     trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
     for tensor in trained.values():
         tensor.normal_(std=0.1)
-    save_checkpoint(tmp_path / "checkpoints", trained)
-    export(job, vocab_size=VOCAB_SIZE, checkpoints=str(tmp_path / "checkpoints"), out=tmp_path / "adapter")
+    save_checkpoint(tmp_path / "checkpoints", trained, describe_model(job.spec, model))
+    export(Export(str(tmp_path / "checkpoints"), tmp_path / "adapter"))
     base = AutoModelForCausalLM.from_pretrained(folder_of(tmp_path, "Llama"))
     for block in base.model.layers:
         for layer in (module for module in block.modules() if isinstance(module, nn.Linear)):

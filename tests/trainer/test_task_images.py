@@ -417,7 +417,7 @@ def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path, monkeyp
     assert "resumed step=" in train("stopped")
     resumed = rows_of(tmp_path / "stopped")
     checkpoints, out = tmp_path / "stopped", tmp_path / "exported"
-    assert export(["--job", str(path), "--checkpoints", str(checkpoints), "--out", str(out)]) == 0
+    assert export(["--checkpoints", str(checkpoints), "--to", str(out)]) == 0
     exported = AutoModelForImageClassification.from_pretrained(out)
     averages = exported.resnet.embedder.embedder.normalization
     assert int(averages.num_batches_tracked) == 24 * 4 / 2, "a pass of both ranks counts once"

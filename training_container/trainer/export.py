@@ -1,71 +1,301 @@
-"""A checkpoint as Hugging Face files: `python -m trainer.export --job JOB.yaml --checkpoints PLACE --out FOLDER`.
+"""A checkpoint as Hugging Face files: `python -m trainer.export --checkpoints PLACE --to FOLDER`.
 
-Writes what `from_pretrained` reads: the whole model, or for an adapter job the adapter alone (peft's format). One
-process, no GPU; any layout's checkpoint will do. Exit codes as the trainer's.
+    --checkpoints PLACE    a job's checkpoint destination, a folder or s3://
+    --step N               default: the newest good one
+    --average              the running average of the weights (training.optimizer.average_decay)
+    --merge                an adapter put into its base model, instead of the adapter alone in peft's format
+    --base FOLDER          the base model of --merge, where it isn't at the job's model.source any more
+    --tokenizer FOLDER     whose tokenizer goes along; default: the job's
+    --dtype float32|bfloat16|float16    default: as saved
+
+Any layout's checkpoint will do, and nothing else is needed: it describes its model itself. What `from_pretrained` reads
+comes out: config.json, generation_config.json, model*.safetensors with an index where sharded, and the tokenizer.
+Experts that transformers packs are written one by one, as Hugging Face's files have them. One process, no GPU; in
+memory is one tensor of the checkpoint and what becomes of it, so that a machine far smaller than the model does it.
+Only the bytes of the weights are read, and each is compared with the manifest's hashes. The folder appears whole or not
+at all. Prints one line of JSON. Exit codes as the trainer's.
 """
 
 import argparse
+import json
+import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainyard.errors import InputError, TrainyardError
-from trainyard.spec.job import JobSpec, ResolvedJob, load_job
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.destination import DestinationError, MissingFileError, open_destination
+from trainer.checkpoint.reading import AlteredError
+from trainer.checkpoint.restore import OpenStep
+from trainer.export_layouts import adapter_groups, model_groups, write_adapter_config
+from trainer.export_merged import merged_groups
+from trainer.export_weights import Described, Group, write_shards
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
+from trainyard.spec.job import AdapterSpec
+
+DEFAULT_SHARD_BYTES = 5 << 30
+DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MODEL, _OPTIMIZER, _AVERAGE = "model.", "optim.", ".average"
+"""Names in a checkpoint: weights and buffers, and `optim.<name>.average` for the running average of a weight."""
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""What transformers' tokenizers and processors read; those that are there are copied."""
+_GENERATION_CONFIG = "generation_config.json"
 
 
-def export(job: ResolvedJob, *, vocab_size: int, checkpoints: str, out: Path, average: bool = False) -> int:
-    """Writes the newest valid checkpoint under `checkpoints` (a folder or s3://) to `out`; returns its step.
+@dataclass(frozen=True)
+class Export:
+    """What is asked for."""
 
-    `vocab_size`: ids of the job's tokenizer. `average`: the running average of the weights instead of the last ones.
-    InputError when there is no checkpoint, or it is another model's.
-    """
-    if average and job.spec.training.optimizer.average_decay is None:
-        raise InputError("--average: the job keeps no average; it would need training.optimizer.average_decay")
-    import torch
+    checkpoints: str
+    """A folder or s3://."""
+    to: Path
+    step: int | None = None
+    """None: the newest good one."""
+    average: bool = False
+    merge: bool = False
+    base: Path | None = None
+    tokenizer: str | None = None
+    dtype: torch.dtype | None = None
+    """None: as saved."""
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
 
-    from trainer.checkpoint import Checkpointer
-    from trainer.models.adapters import save_adapter
-    from trainer.strategies.torch_engine import persistent_buffers
 
-    model = _model(job, vocab_size)
-    spec = job.spec.model
-    with tempfile.TemporaryDirectory() as scratch:
-        checkpointer = Checkpointer(
-            checkpoints, rank=0, world_size=1, local_dir=Path(scratch), keep_last=1, asynchronous=False
-        )
-        info = checkpointer.latest()
-        if info is None:
-            raise InputError(f"--checkpoints {checkpoints}: no valid checkpoint is there")
-        trained: dict[str, torch.Tensor] = {
-            f"optim.{name}.average" if average else f"model.{name}": parameter.detach()
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        if spec.adapter is None:
-            trained |= persistent_buffers(model)  # running averages of batch normalization
-        checkpointer.load(info, trained)
-        checkpointer.close()
-    if spec.adapter is not None:
-        assert spec.source is not None
-        save_adapter(model, spec.adapter, out, base_model=spec.source)
+def export(asked: Export) -> dict[str, Any]:
+    """Write the export; what was written, as JSON values. InputError, JobFailedError or AwsRefusedError in one line."""
+    if asked.to.exists() and (not asked.to.is_dir() or any(asked.to.iterdir())):
+        raise InputError(f"--to {asked.to}: is not empty; give a new folder")
+    asked.to.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the result: where the model has room, its checkpoint most likely has too.
+    with tempfile.TemporaryDirectory(prefix=f".{asked.to.name}-", dir=asked.to.parent) as scratch:
+        partial = Path(scratch) / "export"
+        partial.mkdir(mode=0o755)
+        try:
+            step = _open(asked, Path(scratch))
+            written = _write(asked, step, partial)
+        except (AlteredError, MissingFileError) as error:
+            raise JobFailedError(f"{asked.checkpoints}: {error}; --step takes another checkpoint") from None
+        except DestinationError as error:
+            raise (AwsRefusedError if asked.checkpoints.startswith("s3://") else JobFailedError)(str(error)) from None
+        except OSError as error:
+            raise JobFailedError(f"can't write {asked.to}: {error.strerror or error}") from None
+        if asked.to.exists():
+            asked.to.rmdir()
+        partial.replace(asked.to)
+    return {"step": step.manifest.step, "to": str(asked.to), **written}
+
+
+def _open(asked: Export, scratch: Path) -> OpenStep:
+    checkpointer = Checkpointer(
+        asked.checkpoints,
+        rank=0,
+        world_size=1,
+        local_dir=scratch,
+        keep_last=1,
+        asynchronous=False,
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    step = checkpointer.open_step(asked.step)
+    if step is None:
+        wanted = "no valid checkpoint" if asked.step is None else f"no valid checkpoint of step {asked.step}"
+        raise InputError(f"{asked.checkpoints}: {wanted} is there; `trainyard checkpoints list` shows what is")
+    return step
+
+
+def _write(asked: Export, step: OpenStep, folder: Path) -> dict[str, Any]:
+    """The files of the export in `folder`."""
+    extra = step.manifest.extra
+    config = extra.get("model_config")
+    if not isinstance(config, dict):
+        raise InputError(f"{step.uri}: holds no model_config: it was saved by an older trainer, or is no model's")
+    stored = _stored(step, average=asked.average)
+    if not stored:
+        raise InputError(f"{step.uri}: holds no weights of a model")
+    read = _reader(step, stored)
+    described = [tensor for tensor, _ in stored]
+    if not any(_is_adapter(tensor.name) for tensor in described):
+        if asked.merge:
+            raise InputError(f"--merge: {step.uri} holds a whole model, no adapter; leave the option out")
+        groups, kind, stem = _of_model(config, extra.get("model_class"), described, read, folder), "model", "model"
     else:
-        model.save_pretrained(out)
-    return info.step
+        adapter, source = _adapter_of(step)
+        if asked.merge:
+            base = _base_folder(asked.base, source)
+            groups, stem, kind = merged_groups(base, adapter, config, described, read), "model", "merged model"
+            shutil.copyfile(base / "config.json", folder / "config.json")
+        else:
+            groups, stem, kind = adapter_groups(described, read), "adapter_model", "adapter"
+            write_adapter_config(folder, adapter, base_model=source)
+    groups = _in_type(groups, asked.dtype)
+    limit = asked.max_shard_bytes if kind != "adapter" else sys.maxsize
+    files = write_shards(folder, groups, stem=stem, max_shard_bytes=limit)
+    if kind != "adapter":
+        _set_type(folder / "config.json", groups)
+    beside = _copy_beside(asked, extra, folder)
+    tensors = [tensor for group in groups for tensor in group.tensors]
+    return {
+        "kind": kind,
+        "files": files,
+        "beside": beside,
+        "num_tensors": len(tensors),
+        "num_bytes": sum(tensor.num_bytes for tensor in tensors),
+    }
 
 
-def _model(job: ResolvedJob, vocab_size: int) -> Any:
-    """The job's model, whole, on CPU."""
-    import torch
+def _stored(step: OpenStep, *, average: bool) -> list[tuple[Described, str]]:
+    """The model's tensors under their own names, and what each is called in the checkpoint."""
+    index = step.index.state_dict_metadata
+    saved = {name: entry for name, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
+    found: dict[str, str] = {}
+    for name in saved:
+        if name.startswith(_MODEL):
+            found[name.removeprefix(_MODEL)] = name
+    if average:
+        averages = {
+            name.removeprefix(_OPTIMIZER).removesuffix(_AVERAGE): name
+            for name in saved
+            if name.startswith(_OPTIMIZER) and name.endswith(_AVERAGE)
+        }
+        if not averages:
+            raise InputError("--average: the job keeps no average; it would need training.optimizer.average_decay")
+        found |= averages
+    return [(Described(name, tuple(saved[key].size), saved[key].properties.dtype), key) for name, key in found.items()]
 
-    from trainer.models.build import build_model
-    from trainer.models.deferred_weights import fill
-    from trainer.tasks import task_of
 
-    if job.spec.task == "causal_lm":
-        return build_model(job, vocab_size=vocab_size)
-    return fill(task_of(job).build_model(job, None), device=torch.device("cpu"))
+def _reader(step: OpenStep, stored: Sequence[tuple[Described, str]]) -> Callable[[str], torch.Tensor]:
+    keys = {tensor.name: key for tensor, key in stored}
+    return lambda name: step.tensor(keys[name])
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _of_model(
+    config: dict[str, Any],
+    class_name: str | None,
+    tensors: Sequence[Described],
+    read: Callable[[str], torch.Tensor],
+    folder: Path,
+) -> list[Group]:
+    model = _outline(config, class_name)
+    groups = model_groups(model, tensors, read)
+    content = config | {"architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if model.can_generate():
+        GenerationConfig.from_model_config(model.config).save_pretrained(folder)
+    return groups
+
+
+def _outline(config: dict[str, Any], class_name: str | None) -> PreTrainedModel:
+    """The model without memory for its weights: what knows how its files name them."""
+    import transformers
+
+    settings = dict(config)
+    try:
+        known = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        kind = getattr(transformers, class_name or (config.get("architectures") or ["AutoModelForCausalLM"])[0])
+        make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+        with torch.device("meta"):
+            model = make(known)
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise InputError(f"the checkpoint's model can't be made with this transformers: {words}") from None
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _adapter_of(step: OpenStep) -> tuple[AdapterSpec, str]:
+    settings, source = step.manifest.extra.get("adapter"), step.manifest.extra.get("model_source")
+    if settings is None or source is None:
+        raise InputError(f"{step.uri}: holds an adapter and doesn't say of what: it was saved by an older trainer")
+    return AdapterSpec.model_validate(settings), str(source)
+
+
+def _base_folder(given: Path | None, source: str) -> Path:
+    folder = given or Path(source)
+    if not (folder / "config.json").is_file():
+        what = f"--base {given}" if given is not None else f"--merge: model.source {source}"
+        raise InputError(f"{what}: is no model's folder on this machine; give the base model's with --base FOLDER")
+    return folder
+
+
+def _in_type(groups: Sequence[Group], dtype: torch.dtype | None) -> list[Group]:
+    """The groups with tensors of floating point in that type; counters and masks stay as they are."""
+    if dtype is None:
+        return list(groups)
+    return [
+        replace(
+            group,
+            tensors=tuple(
+                replace(tensor, dtype=dtype) if tensor.dtype.is_floating_point else tensor for tensor in group.tensors
+            ),
+        )
+        for group in groups
+    ]
+
+
+def _set_type(path: Path, groups: Sequence[Group]) -> None:
+    """What the configuration says of the weights' type is what they have: the commonest."""
+    sizes: dict[str, int] = {}
+    for tensor in (tensor for group in groups for tensor in group.tensors):
+        name = str(tensor.dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + tensor.num_bytes
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # what `dtype` was called before transformers 5
+    config["dtype"] = max(sizes, key=lambda name: sizes[name])
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_beside(asked: Export, extra: dict[str, Any], folder: Path) -> list[str]:
+    """Tokenizer and generation settings of the job's own source, as far as this machine can read them."""
+    source = str(asked.base) if asked.base is not None else extra.get("model_source")
+    places = [place for place in (asked.tokenizer or extra.get("tokenizer"), source) if place]
+    copied = []
+    for name in _TOKENIZER_FILES:
+        for place in places:
+            if _copy_small(place, name, folder):
+                copied.append(name)
+                break
+    if asked.tokenizer is not None and not copied:
+        raise InputError(f"--tokenizer {asked.tokenizer}: no file of a tokenizer is there")
+    if source is not None and _copy_small(source, _GENERATION_CONFIG, folder):
+        copied.append(_GENERATION_CONFIG)
+    return copied
+
+
+def _copy_small(place: str, name: str, folder: Path) -> bool:
+    """Copy a file of that name from a folder or an s3:// prefix (or a file itself); whether it was there."""
+    root, _, tail = place.rpartition("/")
+    if tail.endswith(".json") and not Path(place).is_dir():  # data.tokenizer may be the file itself
+        if tail != name and name == "tokenizer.json":
+            tail = ""
+        place = root or "."
+    try:
+        content = open_destination(place).get_bytes(name)
+    except (MissingFileError, DestinationError, InputError):
+        return False  # nothing of the weights hangs on it: the result says what came along
+    (folder / name).write_bytes(content)
+    return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,40 +303,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.export", description="Write a checkpoint as Hugging Face files."
     )
-    parser.add_argument("--job", type=Path, required=True, help="the job spec that was trained (YAML)")
-    parser.add_argument("--checkpoints", required=True, help="the job's checkpoint destination: a folder or s3://")
-    parser.add_argument("--out", type=Path, required=True, help="folder that gets the files")
+    parser.add_argument("--checkpoints", required=True, help="a job's checkpoint destination: a folder or s3://")
+    parser.add_argument("--to", type=Path, required=True, help="a folder that is empty or not there yet")
+    parser.add_argument("--step", type=int, help="default: the newest good one")
     parser.add_argument("--average", action="store_true", help="the running average (training.optimizer.average_decay)")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--merge", action="store_true", help="put the adapter into its base model")
+    parser.add_argument("--base", type=Path, help="folder of the base model; default: the job's model.source")
+    parser.add_argument("--tokenizer", help="folder whose tokenizer goes along; default: the job's")
+    parser.add_argument("--dtype", choices=sorted(DTYPE_NAMES), help="type of the weights; default: as saved")
+    parser.add_argument("--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="largest file of weights")
+    options = vars(parser.parse_args(arguments))
+    options["dtype"] = DTYPE_NAMES[options["dtype"]] if options["dtype"] else None
     try:
-        spec = load_job(options.job)
-        step = export(
-            _alone(spec),
-            vocab_size=_vocab_size(spec),
-            checkpoints=options.checkpoints,
-            out=options.out,
-            average=options.average,
-        )
+        written = export(Export(**options))
     except TrainyardError as error:
-        print(f"trainyard: {error}", file=sys.stderr)
+        print(f"trainyard: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    print(f"exported step={step} out={options.out}")
+    print(json.dumps(written), flush=True)
     return 0
-
-
-def _alone(spec: JobSpec) -> ResolvedJob:
-    """The job on one rank: how it was laid out in training doesn't matter to its weights."""
-    from trainyard.planner import resolve
-
-    return resolve(spec.model_copy(update={"parallelism": "auto"}), world_size=1)
-
-
-def _vocab_size(spec: JobSpec) -> int:
-    if spec.task == "image_classification":
-        return 0  # it has no tokenizer
-    from trainer.data.tokenizer import tokenizer_of
-
-    return tokenizer_of(spec).vocab_size
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import typer
 import typer.exceptions
 
 from trainyard import __version__
-from trainyard.cli import checkpoints, deploying, doctor, emulator, isolation, jobs, planning, tenants
+from trainyard.cli import checkpoints, deploying, doctor, emulator, exporting, isolation, jobs, planning, tenants
 from trainyard.cli.output import report_error
 from trainyard.errors import InputError, TrainyardError
 
@@ -47,6 +47,7 @@ def _options(
 planning.register(app)
 jobs.register(app)
 checkpoints.register(app)
+exporting.register(app)
 deploying.register(app)
 doctor.register(app)
 isolation.register(app)

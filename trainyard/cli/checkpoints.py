@@ -1,20 +1,14 @@
-"""`checkpoints list|show|verify|prune|copy` and `export`: what a job has saved."""
+"""`checkpoints list|show|verify|prune|copy`: what a job has saved."""
 
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 import typer.core
 
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption
 from trainyard.cli.output import console, print_json
-from trainyard.errors import AwsRefusedError, InputError, JobFailedError
-
-if TYPE_CHECKING:
-    from trainyard.launch.checkpoints import Checkpoint
+from trainyard.errors import InputError, JobFailedError
 
 DEFAULT_VERB = "list"
 
@@ -46,7 +40,6 @@ StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Of this s
 def register(parent: typer.Typer) -> None:
     """Put the verbs of this file into the command line."""
     parent.add_typer(app, name="checkpoints")
-    parent.command()(export)
 
 
 @app.command("list")
@@ -63,7 +56,7 @@ def list_(
     from trainyard.launch.checkpoints import list_checkpoints
 
     with console(stderr=True).status("asking"):
-        destination, s3 = _destination(job, environment, tenant)
+        destination, s3, _ = destination_of(job, environment, tenant)
         found = list_checkpoints(destination, s3)
     if as_json:
         print_json([checkpoint.as_json() for checkpoint in found])
@@ -88,7 +81,7 @@ def show(
     from trainyard.launch.checkpoints import chosen
 
     with console(stderr=True).status("asking"):
-        destination, s3 = _destination(job, environment, tenant)
+        destination, s3, _ = destination_of(job, environment, tenant)
         details = chosen(destination, s3, step).details()
     if as_json:
         print_json(details)
@@ -121,7 +114,7 @@ def verify(
     from trainyard.launch.checkpoints import chosen, list_checkpoints, verified
 
     with console(stderr=True).status("reading") as spinner:
-        destination, s3 = _destination(job, environment, tenant)
+        destination, s3, _ = destination_of(job, environment, tenant)
         asked = list_checkpoints(destination, s3) if step is None else [chosen(destination, s3, step)]
         found = []
         for checkpoint in asked:
@@ -154,7 +147,7 @@ def prune(
     from trainyard.launch import checkpoints
 
     with console(stderr=True).status("pruning"):
-        destination, s3 = _destination(job, environment, tenant)
+        destination, s3, _ = destination_of(job, environment, tenant)
         done = checkpoints.prune(destination, s3, keep_last=keep_last, dry_run=dry_run)
     removed = [checkpoint.step for checkpoint in done.removed]
     kept = [checkpoint.step for checkpoint in done.kept]
@@ -182,7 +175,7 @@ def copy(
     from trainyard.launch import checkpoints
 
     with console(stderr=True).status("copying"):
-        destination, s3 = _destination(job, environment, tenant)
+        destination, s3, _ = destination_of(job, environment, tenant)
         if every:
             asked = [one for one in checkpoints.list_checkpoints(destination, s3) if one.is_good]
         else:
@@ -195,90 +188,28 @@ def copy(
         print(uri)
 
 
-def export(
-    job: CheckpointsOf,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A folder that is empty or not there yet.")],
-    step: StepOption = None,
-    max_shard_gib: Annotated[float, typer.Option("--max-shard-gib", min=0.001, help="Largest file of weights.")] = 5.0,
-    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
-    tenant: TenantOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Write a checkpoint's weights as a Hugging Face model: safetensors, sharded, one tensor in memory at a time.
+class Where(NamedTuple):
+    """Where a job's checkpoints are, and how to get there."""
 
-    The result can be the model.source of another job. Needs the trainer (torch) on this machine.
-
-    Example: trainyard export acme-stdlib-llama-20260131120000-1a2b --step 500 --to exported
-    """
-    from trainyard.launch import checkpoints
-    from trainyard.launch.local_backend import check_trainer
-
-    check_trainer()
-    with console(stderr=True).status("asking") as spinner:
-        destination, s3 = _destination(job, environment, tenant)
-        found = checkpoints.chosen(destination, s3, step)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the result: where the model has room, its checkpoint most likely has too.
-        with tempfile.TemporaryDirectory(prefix=".trainyard-export-", dir=to.parent) as scratch:
-            spinner.update(f"reading step {found.step}")
-            folder = _local_folder(destination, s3, found, scratch)
-            spinner.update(f"writing {to}")
-            written = _run_export(folder, to, max_shard_gib)
-    if as_json:
-        print_json(written)
-        return
-    print(f"{to}: {written['num_tensors']} tensors, {written['num_bytes'] / 2**20:.1f} MiB, step {found.step}")
-    print(f"  a job reads it with model: {{source: {to}}}")
+    destination: str
+    s3: Any
+    """A client; None for a folder."""
+    variables: dict[str, str]
+    """What a process of our own needs in its environment to reach it."""
 
 
-def _local_folder(destination: str, s3: Any, found: "Checkpoint", scratch: str) -> Path:
-    """The checkpoint's folder on this machine, verified: its own, or a copy that is."""
-    from trainyard.launch import checkpoints
-
-    if destination.startswith("s3://"):
-        checkpoints.copy(destination, s3, [found], scratch)
-        return Path(scratch) / "checkpoints" / f"step-{found.step:08d}"
-    whole = checkpoints.verified(destination, s3, found)
-    if not whole.is_good:
-        raise JobFailedError(f"checkpoint of step {whole.step} is not exported: {whole.problem}")
-    return Path(whole.uri)
-
-
-def _run_export(folder: Path, to: Path, max_shard_gib: float) -> dict[str, Any]:
-    """What `python -m trainer.export_weights` says it wrote; its one-line error as ours."""
-    import json
-
-    from trainyard.launch.local_backend import trainer_environment
-
-    command = [sys.executable, "-m", "trainer.export_weights", "--checkpoint", str(folder), "--to", str(to)]
-    done = subprocess.run(
-        [*command, "--max-shard-bytes", str(int(max_shard_gib * 2**30))],
-        env=trainer_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 0:
-        written: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return written
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
-    words = last.strip().removeprefix("trainyard: ")
-    kinds = {kind.exit_code: kind for kind in (InputError, AwsRefusedError)}
-    raise kinds.get(done.returncode, JobFailedError)(words)
-
-
-def _destination(job: str, environment: str, tenant: str | None) -> tuple[str, Any]:
-    """Where the checkpoints of a job, or of a folder of the bare trainer, lie; and a client for S3."""
+def destination_of(job: str, environment: str, tenant: str | None) -> Where:
+    """Where the checkpoints of a job, or of a folder of the bare trainer, lie."""
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
 
     if ("/" in job and "://" not in job) or job in (".", ".."):
         if not Path(job).is_dir():
             raise InputError(f"{job}: no such folder; give a job's id, or the folder that holds checkpoints/")
-        return job, None
+        return Where(job, None, {})
     job_id = job_id_of(job)
     place = place_of(job_id, environment, tenant)
-    return place.store.read(job_id).record.checkpoint_destination, place.s3
+    return Where(place.store.read(job_id).record.checkpoint_destination, place.s3, place.variables)
 
 
 def _steps(steps: list[int]) -> str:

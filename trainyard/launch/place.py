@@ -22,6 +22,13 @@ class Place:
     backend: Backend
     s3: Any = None
     """A client that reads the jobs' files; None on this machine."""
+    account: Account | None = None
+    """Who the client acts as; None on this machine."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a process of our own needs in its environment to read the jobs' files, for an hour."""
+        return {} if self.account is None else self.account.variables()
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class TenantAccess:
         """Where the tenant's jobs live."""
         s3 = self.launcher.client("s3")
         store = S3RecordStore(s3, self.contract.buckets.data)
-        return Place(store, SageMakerBackend(self.launcher, self.contract), s3)
+        return Place(store, SageMakerBackend(self.launcher, self.contract), s3, self.launcher)
 
 
 def environment_file(name_or_path: str) -> Path:

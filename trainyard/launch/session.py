@@ -45,6 +45,19 @@ class Account:
         """A client of that service, in the environment's region and at its endpoint."""
         return self.session.client(service, config=client_config())
 
+    def variables(self) -> dict[str, str]:
+        """The SDK's environment variables for a process that shall act as we do; a role's keys end with its hour."""
+        keys = self.session.get_credentials().get_frozen_credentials()
+        found = {
+            "AWS_ACCESS_KEY_ID": keys.access_key,
+            "AWS_SECRET_ACCESS_KEY": keys.secret_key,
+            "AWS_SESSION_TOKEN": keys.token,
+            "AWS_REGION": self.session.region_name,
+            "AWS_DEFAULT_REGION": self.session.region_name,
+            "AWS_ENDPOINT_URL": self.session.endpoint_url,
+        }
+        return {name: value for name, value in found.items() if value}
+
 
 def client_config() -> Any:
     """Few and quick retries: a verb that a person waits for should say what is wrong within seconds."""

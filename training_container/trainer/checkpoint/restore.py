@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from trainer.checkpoint.destination import Destination, DestinationError, MissingFileError
 from trainer.checkpoint.group import Group
@@ -56,6 +57,32 @@ class CheckpointInfo:
     """The folder is a copy that may go once it was read."""
     reader: StepReader | None = field(default=None, compare=False, repr=False)
     """Knows where in its files the tensors lie; None: the folder has them all."""
+
+
+@dataclass(frozen=True)
+class OpenStep:
+    """A committed checkpoint to read single tensors of, without ranks: an export's."""
+
+    uri: str
+    manifest: Manifest
+    reader: StepReader
+    folder: Path | None
+    """Where its files lie, verified, if they have no tables of blocks."""
+
+    @property
+    def index(self) -> Metadata:
+        """Which tensors there are. AlteredError when it isn't whole."""
+        return self.reader.index
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor, verified, on CPU. AlteredError, DestinationError, MissingFileError."""
+        if self.folder is None:
+            return self.reader.tensor(name)
+        stored = self.index.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        values = torch.empty(stored.size, dtype=stored.properties.dtype)
+        Needs(self.index, {name: values}).fill(self.folder, None)
+        return values
 
 
 @dataclass(frozen=True)
@@ -111,6 +138,26 @@ class Restorer:
             self._say(f"checkpoint step={candidate.step} skipped: {problem}; looking for the one before it")
         if candidates:
             self._say(f"checkpoint none of {len(candidates)} at {self._destination.uri} is whole: starting anew")
+        return None
+
+    def open(self, step: int | None) -> OpenStep | None:
+        """That step's checkpoint, or the newest committed one; None, with a line for each passed over, without one.
+
+        Its tensors are verified as they are read; only those of the first trainers have to be read whole before.
+        """
+        for candidate in self._candidates():
+            if step is not None and candidate.step != step:
+                continue
+            problem, manifest = candidate.problem, candidate.manifest
+            if problem is None:
+                assert manifest is not None
+                reader, folder = StepReader(self._destination, manifest, self._retry), None
+                if not reader.has_blocks:
+                    problem = self._problem_with_files(candidate)
+                    folder = self._info(candidate.step, manifest, reader).folder
+                if problem is None:
+                    return OpenStep(self._uri(candidate.step), manifest, reader, folder)
+            self._say(f"checkpoint step={candidate.step} skipped: {problem}")
         return None
 
     def discard(self, info: CheckpointInfo) -> None:

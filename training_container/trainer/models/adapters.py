@@ -5,12 +5,8 @@ by 7e-3 in the loss after four steps. Frozen weights come from the model's sourc
 they are stored in 4 bits (`quantized`).
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -34,35 +30,18 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int) -> N
     from peft import inject_adapter_in_model  # seconds to import: only jobs that use it pay
 
     seed_everything(seed)
-    inject_adapter_in_model(_configuration(adapter), model)
+    inject_adapter_in_model(adapter_configuration(adapter), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_adapter(name))
 
 
-def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapter's weights under the names of peft's own files, so that peft, and who serves with it, reads them."""
-    return {
-        "base_model.model." + name.replace(".default.", "."): parameter.detach()
-        for name, parameter in model.named_parameters()
-        if _is_adapter(name)
-    }
+def name_in_peft(name: str) -> str:
+    """What peft's own files call an adapter's parameter."""
+    return "base_model.model." + name.replace(".default.", ".")
 
 
-def save_adapter(model: nn.Module, adapter: AdapterSpec, folder: Path, *, base_model: str) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors, what `peft.PeftModel.from_pretrained` reads.
-
-    `base_model`: the model's source, named in the configuration.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapter_state(model).items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    content: dict[str, Any] = _configuration(adapter).to_dict()
-    content |= {"base_model_name_or_path": base_model, "inference_mode": True, "task_type": "CAUSAL_LM"}
-    content = {key: sorted(value) if isinstance(value, set) else value for key, value in content.items()}
-    (folder / "adapter_config.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _configuration(adapter: AdapterSpec) -> Any:
+def adapter_configuration(adapter: AdapterSpec) -> Any:
+    """peft's own settings for a job's adapter."""
     from peft import LoraConfig
 
     return LoraConfig(

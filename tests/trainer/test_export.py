@@ -1,0 +1,222 @@
+"""`trainyard export` and back: equal weights and logits, shards as told, and far less memory than the model has bytes.
+
+The file is also the program whose memory is measured: `python -m test_export CHECKPOINTS TO`.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from trainer.checkpoint.destination import LocalDestination
+from trainer.export import Export, export
+from trainer.models.build import build_model
+from trainer.models.described import describe_model
+from trainer_testing.checkpoints import save_checkpoint
+from trainer_testing.distributed import TESTS
+from trainer_testing.families import FAMILIES, adapter
+from trainer_testing.support_table import save_sources, source_of
+from trainer_testing.text_job import run_trainer, write_job
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+
+from trainyard.cli.app import run
+from trainyard.errors import InputError, JobFailedError
+from trainyard.planner import resolve
+from trainyard.spec.job import load_job
+
+TOKENS = torch.arange(8)[None]
+
+
+def saved_model(folder: Path, family: str, **settings: Any) -> Any:
+    """A model with weights of its own whose checkpoint lies in the folder."""
+    job = tiny_job("single", 1, model=FAMILIES[family], **settings)
+    model = build_model(job, vocab_size=VOCAB_SIZE).eval()
+    generator = torch.Generator().manual_seed(7)
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    tensors |= {f"model.{name}": tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            tensor.normal_(std=0.1, generator=generator)
+    averages = {f"optim.{name.removeprefix('model.')}.average": tensor / 2 for name, tensor in tensors.items()}
+    save_checkpoint(folder, tensors | (averages if settings else {}), describe_model(job.spec, model))
+    return model
+
+
+@pytest.mark.parametrize("family", ["Llama, tied", "GPT-2, tied", "Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
+def test_from_pretrained_gives_the_same_logits(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = saved_model(tmp_path / "job", family)
+    written = export(Export(str(tmp_path / "job"), tmp_path / "hf", max_shard_bytes=20_000))
+    assert written["step"] == 3 and len(written["files"]) > 1
+    read, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
+    read = read.eval()
+    assert type(read) is type(model)
+    with torch.no_grad():
+        torch.testing.assert_close(read(TOKENS).logits, model(TOKENS).logits, rtol=0, atol=0)
+    # Files have a matrix for each expert, as everybody else's do.
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs/model.safetensors")
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(theirs)
+    assert (tmp_path / "hf/generation_config.json").is_file()
+
+
+def test_an_export_is_the_model_and_a_job_starts_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path / "job", "fsdp", steps=4)
+    out = tmp_path / "out"
+    run_trainer(2, job, out)
+    capsys.readouterr()
+    assert run(["export", f"{out}/", "--to", str(tmp_path / "hf"), "--max-shard-gib", "0.001", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert written["step"] == 4 and not list(tmp_path.glob(".*"))
+    again = load_job(job, [f"model.source={tmp_path}/hf", "model.config=null", "parallelism=auto"])
+    model = build_model(resolve(again, world_size=1), vocab_size=2)
+    from trainer.checkpoint import Checkpointer
+
+    expected = {f"model.{name}": torch.zeros_like(value) for name, value in model.state_dict().items()}
+    reader = Checkpointer(str(out), rank=0, world_size=1, local_dir=tmp_path / "s", keep_last=9, asynchronous=False)
+    info = reader.latest()
+    assert info is not None and info.step == 4
+    reader.load(info, expected)
+    assert all(torch.equal(value, expected[f"model.{name}"]) for name, value in model.state_dict().items())
+    # Refused before anything is written over.
+    assert run(["export", f"{out}/", "--to", str(tmp_path / "hf")]) == 2
+    assert "is not empty; give a new folder" in capsys.readouterr().err
+    assert run(["export", f"{out}/", "--to", str(tmp_path / "other"), "--step", "3"]) == 2
+    assert "no valid checkpoint of step 3 is there" in capsys.readouterr().err
+    assert run(["export", f"{out}/", "--to", str(tmp_path / "other"), "--merge"]) == 2
+    assert "holds a whole model, no adapter" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_types_average_and_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = saved_model(tmp_path / "job", "Llama", optimizer={"average_decay": 0.9})
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
+    asked = Export(
+        str(tmp_path / "job"),
+        tmp_path / "hf",
+        average=True,
+        dtype=torch.bfloat16,
+        tokenizer=str(tmp_path / "tokenizer"),
+    )
+    assert export(asked)["beside"] == ["tokenizer.json"]
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    for name, parameter in read.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, (model.get_parameter(name) / 2).bfloat16()), name
+    saved_model(tmp_path / "plain", "Llama")
+    with pytest.raises(InputError, match="--average: the job keeps no average"):
+        export(Export(str(tmp_path / "plain"), tmp_path / "other", average=True))
+    with pytest.raises(InputError, match="no file of a tokenizer is there"):
+        export(Export(str(tmp_path / "plain"), tmp_path / "other", tokenizer=str(tmp_path / "job")))
+    with pytest.raises(InputError, match="no valid checkpoint is there"):
+        export(Export(str(tmp_path / "nothing"), tmp_path / "other"))
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2, tied"])
+def test_a_merged_adapter_is_the_model_that_was_trained(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_sources(tmp_path, [family])
+    source = source_of(tmp_path, family)
+    job = tiny_job("single", 1, source=str(source), adapter=adapter(family, "lora"))
+    model = build_model(job, vocab_size=VOCAB_SIZE).eval()
+    trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    for tensor in trained.values():
+        tensor.normal_()
+    save_checkpoint(tmp_path / "job", trained, describe_model(job.spec, model))
+    assert export(Export(str(tmp_path / "job"), tmp_path / "merged", merge=True))["kind"] == "merged model"
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    plain = AutoModelForCausalLM.from_pretrained(source).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(read(TOKENS).logits, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(plain(TOKENS).logits, model(TOKENS).logits, atol=1e-2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"--base .*: is no model's folder on this machine"):
+        export(Export(str(tmp_path / "job"), tmp_path / "other", merge=True, base=tmp_path / "empty"))
+
+
+def test_only_weights_are_read_and_an_altered_one_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved_model(tmp_path / "job", "Llama", optimizer={"average_decay": 0.9})
+    read: list[int] = []
+    original = LocalDestination.get_range
+
+    def counted(self: LocalDestination, name: str, *, start: int, num_bytes: int) -> bytes:
+        content = original(self, name, start=start, num_bytes=num_bytes)
+        read.append(len(content))
+        return content
+
+    monkeypatch.setattr(LocalDestination, "get_range", counted)
+    export(Export(str(tmp_path / "job"), tmp_path / "hf"))
+    assert sum(read) == sum(tensor.nbytes for tensor in model.parameters())
+    shard = tmp_path / "job/checkpoints/step-00000003/__0_0.distcp"
+    with safe_open(tmp_path / "hf/model.safetensors", framework="pt") as file:
+        wanted = file.get_tensor("lm_head.weight").numpy().tobytes()
+    content = shard.read_bytes()
+    at = content.index(wanted)
+    shard.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    with pytest.raises(JobFailedError, match=r"__0_0\.distcp is altered"):
+        export(Export(str(tmp_path / "job"), tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+    (tmp_path / "job/checkpoints/step-00000003/COMMITTED").unlink()
+    with pytest.raises(InputError, match="no valid checkpoint is there"):
+        export(Export(str(tmp_path / "job"), tmp_path / "other"))
+
+
+def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
+    config = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    model: dict[str, Any] = {"config": {"model_type": "llama", **config}}
+    job = tiny_job("single", 1, model=model)
+    built = build_model(job, vocab_size=VOCAB_SIZE)
+    num_bytes = sum(tensor.nbytes for tensor in built.parameters())
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in built.named_parameters()}
+    save_checkpoint(tmp_path / "job", tensors, describe_model(job.spec, built))
+    command = [sys.executable, "-m", "test_export", str(tmp_path / "job"), str(tmp_path / "hf")]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True, timeout=240)
+    grown = int(done.stdout.splitlines()[-1])
+    assert (tmp_path / "hf/model.safetensors").stat().st_size > num_bytes > 150 << 20
+    assert 0 < grown < num_bytes / 3, f"{grown >> 20} MiB more memory for a model of {num_bytes >> 20} MiB"
+
+
+@pytest.mark.parametrize(
+    ("extra", "names", "told"),
+    [
+        ({}, ["model.a"], "holds no model_config"),
+        ({"model_config": {"model_type": "llama"}}, ["optim.a"], "holds no weights of a model"),
+        ({"model_config": {"model_type": "llama"}}, ["model.q_proj.lora_A.default.weight"], "doesn't say of what"),
+        ({"model_config": {"model_type": "llama"}}, ["model.a"], "holds no model.embed_tokens.weight"),
+        ({"model_config": {"model_type": "unheard-of"}}, ["model.a"], "can't be made with this transformers"),
+    ],
+)
+def test_what_it_cannot_write_is_one_line(tmp_path: Path, extra: dict[str, Any], names: list[str], told: str) -> None:
+    save_checkpoint(tmp_path / "job", {name: torch.ones(3) for name in names}, extra)
+    with pytest.raises(InputError, match=told):
+        export(Export(str(tmp_path / "job"), tmp_path / "hf"))
+    assert not (tmp_path / "hf").exists()
+
+
+def memory(name: str) -> int:
+    """VmRSS or VmHWM (its peak) of this process, bytes. Not ru_maxrss, which a child inherits from its parent."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) << 10
+
+
+if __name__ == "__main__":
+    from transformers.models.llama import modeling_llama  # noqa: F401 - what is loaded late is no part of the export
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of imports
+    before = memory("VmRSS")
+    export(Export(sys.argv[1], Path(sys.argv[2])))
+    print(memory("VmHWM") - before)
