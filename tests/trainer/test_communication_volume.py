@@ -153,14 +153,15 @@ def test_expert_parallel_sends_each_routed_row_there_and_back(in_two: dict[str, 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_1_and_2_reduce_gradients_and_gather_weights(in_two: dict[str, list[Counts]], stage: int) -> None:
-    """Gradients to their owners, new weights to all (ZeRO, section 7.2.1). DeepSpeed 0.19.8 takes an all-reduce for the
-    former by default (use_multi_rank_bucket_allreduce), one payload as well, but twice a reduce-scatter's bytes on the
-    wire. Stage 1 reduces once a step, stage 2 after every micro-batch, because it keeps no whole gradients.
+    """Gradients to their owners, new weights to all (ZeRO, section 7.2.1): a reduction to each owner of its part, the
+    bytes of a reduce-scatter. Stage 1 reduces once a step, stage 2 after every micro-batch, because it keeps no whole
+    gradients. DeepSpeed 0.19.8 would all-reduce, with twice the bytes on the wire (use_multi_rank_bucket_allreduce).
     """
     for name, num_reductions in ((f"zero{stage}", 1), (f"zero{stage}, 4 micro-batches", 1 if stage == 1 else 4)):
         counts = in_two[name][0]
-        assert set(counts) == {"all_reduce", "all_gather"}
-        assert counts["all_reduce"][1] == num_reductions * ALL + SCALAR
+        assert set(counts) == {"reduce", "all_reduce", "all_gather"}
+        assert counts["reduce"] == [2 * num_reductions, num_reductions * ALL]
+        assert counts["all_reduce"][1] == SCALAR
         assert counts["all_gather"][1] == ALL
 
 

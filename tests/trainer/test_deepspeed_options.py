@@ -54,6 +54,29 @@ def told(layout: dict[str, Any], device_type: str = "cuda", **more: Any) -> dict
     return deepspeed_settings.configuration(job, [6, 1000, 30], device_type=device_type)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "bucket", "num_trained", "is_whole"),
+    [
+        (2, "auto", None, False),
+        (8, "auto", None, False),
+        (16, "auto", None, True),
+        (16, 300, None, False),
+        (16, 600, None, True),
+        (16, 300, 100, True),
+    ],
+)
+def test_gradients_are_reduced_to_their_owners_where_a_bucket_has_few(
+    num_ranks: int, bucket: int | str, num_trained: int | None, is_whole: bool
+) -> None:
+    # Of 1,036 elements; 16 ranks have 65 each, so that 300 lie with 6 of them at most, and 600 with 11.
+    layout = {"engine": "deepspeed", "data_replicate": num_ranks, "zero": {"reduce_bucket_elements": bucket}}
+    for stage in (1, 2, 3):
+        job = tiny_job("zero", num_ranks, parallelism=layout | {"zero_stage": stage}, micro_batch_size=1)
+        config = deepspeed_settings.configuration(job, [6, 1000, 30], device_type="cuda", num_trained=num_trained)
+        told_it = config["zero_optimization"].get("use_multi_rank_bucket_allreduce")
+        assert told_it == (None if stage == 3 else is_whole)
+
+
 def test_what_deepspeed_is_told() -> None:
     plain = told({})["zero_optimization"]
     assert plain["reduce_bucket_size"] == plain["stage3_prefetch_bucket_size"] == 1036

@@ -18,6 +18,9 @@ MAX_BUCKET_ELEMENTS = 100_000_000
 
 MAX_LIVE_ELEMENTS = 1_000_000_000
 
+MAX_OWNERS = 8
+"""Ranks to which one bucket of gradients is reduced by a message each; beyond, latency eats what the bytes save."""
+
 _STATED = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
@@ -157,15 +160,20 @@ def check(job: ResolvedJob, *, device_type: str) -> None:
         raise InputError("training.precision: DeepSpeed has no fp16 on this CPU; use fp32 or bf16, or engine: torch")
 
 
-def configuration(job: ResolvedJob, sizes: Sequence[int], *, device_type: str) -> dict[str, Any]:
-    """The whole of DeepSpeed's JSON for this job. `sizes`: elements of each parameter."""
+def configuration(
+    job: ResolvedJob, sizes: Sequence[int], *, device_type: str, num_trained: int | None = None
+) -> dict[str, Any]:
+    """The whole of DeepSpeed's JSON for this job.
+
+    `sizes`: elements of each parameter; `num_trained`: elements that are trained, all of them unless stated.
+    """
     training, layout = job.spec.training, job.parallelism
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.micro_batch_size,
         "gradient_accumulation_steps": job.gradient_accumulation_steps,
         # Stage 0 is clipped here: DeepSpeed does not report the norm there.
         "gradient_clipping": (training.gradient_clip or 0.0) if layout.zero_stage else 0.0,
-        "zero_optimization": _zero(layout, sizes, device_type),
+        "zero_optimization": _zero(layout, sizes, device_type) | _reduction(layout, sizes, num_trained or sum(sizes)),
         # Offload asks for DeepSpeed's own CPU Adam, which has to be compiled; torch's fused one needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**12,
@@ -180,11 +188,27 @@ def compute_type(config: dict[str, Any]) -> torch.dtype:
     return next((dtype for name, dtype in types.items() if name in config), torch.float32)
 
 
+def _reduction(layout: ParallelismSpec, sizes: Sequence[int], num_trained: int) -> dict[str, Any]:
+    """Stages 1 and 2: each rank's gradients are reduced to it alone, as many bytes on the wire as a reduce-scatter.
+
+    DeepSpeed's default, an all-reduce of the whole bucket, sends twice as many, in one message for all its owners.
+    """
+    if layout.zero_stage not in (1, 2):
+        return {}
+    bucket = min(_bucket(layout, sizes), num_trained)
+    num_owners = min(layout.data_parallel_size, 1 + -(-bucket * layout.data_parallel_size // num_trained))
+    return {"use_multi_rank_bucket_allreduce": num_owners > MAX_OWNERS}
+
+
+def _bucket(layout: ParallelismSpec, sizes: Sequence[int]) -> int:
+    """Elements of gradient that are reduced at once."""
+    stated = layout.zero.reduce_bucket_elements
+    return max(*sizes, min(sum(sizes), MAX_BUCKET_ELEMENTS)) if stated == "auto" else stated
+
+
 def _zero(layout: ParallelismSpec, sizes: Sequence[int], device_type: str) -> dict[str, Any]:
     settings, is_gpu = layout.zero, device_type == "cuda"
-    bucket = max(*sizes, min(sum(sizes), MAX_BUCKET_ELEMENTS))
-    if settings.reduce_bucket_elements != "auto":
-        bucket = settings.reduce_bucket_elements
+    bucket = _bucket(layout, sizes)
 
     def chosen(value: int | str, default: int) -> int:
         return default if isinstance(value, str) else value

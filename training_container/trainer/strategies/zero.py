@@ -58,7 +58,8 @@ class ZeroStrategy(Strategy):
         self.choices = choices_of(model, job, plan, runtime.device)
         optimizer = build_adamw(model, job)
         sizes = [parameter.numel() for parameter in model.parameters()]
-        config = deepspeed_settings.configuration(job, sizes, device_type=runtime.device.type)
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        config = deepspeed_settings.configuration(job, sizes, device_type=runtime.device.type, num_trained=num_trained)
         self._engine = _initialize(model, optimizer, config, runtime)
         self._model: nn.Module = self._engine.module
         install_loss_head(self._model, plan)
