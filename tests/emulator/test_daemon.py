@@ -124,7 +124,7 @@ def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
             "--state-dir",
             str(tmp_path),
         ]
-        served = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+        served = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=300)
     assert served.returncode == 2
     assert served.stderr.strip().splitlines()[-1].startswith(f"trainyard: port {port} ")
     assert "Traceback" not in served.stderr
@@ -163,7 +163,7 @@ def test_moto_is_imported_by_the_daemon_alone() -> None:
 def test_the_command_line(tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "trainyard.emulator", *arguments]
-        return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=90)
+        return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=300)
 
     where = ("--state-dir", str(tmp_path))
     assert run("status", *where).returncode == 1

@@ -82,6 +82,6 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert processes_of(tmp_path), "nothing runs: this test would prove nothing"
     process.send_signal(signal.SIGINT)
     output = process.stdout.read()
-    assert process.wait(timeout=60) == 130, output
+    assert process.wait(timeout=300) == 130, output
     assert "Traceback" not in output
     assert processes_of(tmp_path) == []

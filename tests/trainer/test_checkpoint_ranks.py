@@ -202,7 +202,7 @@ def rank_main(scenario: str, destination: str, local_dir: str) -> None:
 def run(scenario: str, ranks: int, destination: str, tmp_path: Path) -> list[dict[str, Any]]:
     """What each rank printed."""
     arguments = (scenario, destination, str(tmp_path / "local"))
-    return [_result(output) for output in run_pooled(ranks, "test_checkpoint_ranks", *arguments, timeout_seconds=90)]
+    return [_result(output) for output in run_pooled(ranks, "test_checkpoint_ranks", *arguments, timeout_seconds=300)]
 
 
 def _result(output: str) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def test_a_full_disk_on_one_rank_skips_the_save_on_all(tmp_path: Path) -> None:
 def test_a_rank_killed_in_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     destination = str(tmp_path / "destination")
     ranks = start_pooled(3, "test_checkpoint_ranks", "killed_rank", destination, str(tmp_path / "local"))
-    ended = finish(ranks, timeout_seconds=90)
+    ended = finish(ranks, timeout_seconds=300)
     assert [code for code, _ in ended] == [0, -signal.SIGKILL, 0], ended
     for _, output in (ended[0], ended[2]):
         result = _result(output)

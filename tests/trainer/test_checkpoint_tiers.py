@@ -190,7 +190,7 @@ def rank_main(folder: str) -> None:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each host said of each case."""
-    outputs = run_ranks(2, "test_checkpoint_tiers", str(tmp_path_factory.mktemp("tiers")), timeout_seconds=240)
+    outputs = run_ranks(2, "test_checkpoint_tiers", str(tmp_path_factory.mktemp("tiers")), timeout_seconds=400)
     lines = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 

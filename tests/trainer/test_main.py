@@ -148,7 +148,7 @@ def test_a_stop_whose_save_fails_never_says_resume_me(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out/checkpoints", ignore_errors=True)
     (tmp_path / "out/checkpoints").write_text("a file where the folder of checkpoints should be")
     rank.send_signal(signal.SIGTERM)
-    ((code, output),) = finish([rank], timeout_seconds=60)
+    ((code, output),) = finish([rank], timeout_seconds=300)
     assert code == 1, output
     assert not (tmp_path / "out/resume_me").exists()
     last = output.strip().splitlines()[-1]

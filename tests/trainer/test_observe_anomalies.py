@@ -91,7 +91,7 @@ def run_poisoned(
     """Exit codes and outputs by rank, and the rows."""
     wrong = json.dumps({str(step): factor for step, factor in factors.items()})
     options = ["--job", str(job), "--output-dir", str(output_dir), *arguments]
-    outputs = finish(start_pooled(2, "trainer_testing.poisoned_trainer", wrong, "1", *options), timeout_seconds=180)
+    outputs = finish(start_pooled(2, "trainer_testing.poisoned_trainer", wrong, "1", *options), timeout_seconds=400)
     return [code for code, _ in outputs], [text for _, text in outputs], rows_of(output_dir)
 
 

@@ -32,7 +32,7 @@ def run(
     overrides = [*SETTINGS, f"checkpoint.destination={root}/checkpoints", *settings]
     trees = write_trees(root, job, num_hosts=num_hosts, overrides=overrides)
     with entrypoints(trees, faults) as processes:
-        ended = finish(processes, timeout_seconds=240)
+        ended = finish(processes, timeout_seconds=400)
     return [code for code, _ in ended], "\n".join(output for _, output in ended), trees
 
 
@@ -91,7 +91,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_batch(tmp_path: Path) -> 
     ranks = start_trainer(2, job, tmp_path / "out", *still)
     read_until(ranks[0], "step=5 ")
     ranks[1].send_signal(signal.SIGTERM)
-    assert [code for code, _ in finish(ranks, timeout_seconds=60)] == [75, 75]
+    assert [code for code, _ in finish(ranks, timeout_seconds=300)] == [75, 75]
     num_before = len(rows_of(tmp_path / "out"))
     _, rows = run_trainer(1, job, tmp_path / "out", *alone)
     assert 5 <= num_before < STEPS and [row["step"] for row in rows] == list(range(1, STEPS + 1))

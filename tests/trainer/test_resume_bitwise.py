@@ -56,7 +56,7 @@ def stop_and_resume(job: Path, output_dir: Path, whole: list[dict[str, Any]]) ->
     ranks = start_trainer(2, job, output_dir)
     read_until(ranks[0], "step=2 ")
     ranks[1].send_signal(signal.SIGTERM)
-    outputs = finish(ranks, timeout_seconds=60)
+    outputs = finish(ranks, timeout_seconds=300)
     assert [code for code, _ in outputs] == [75, 75], outputs
     step = rows_of(output_dir)[-1]["step"]
     assert step < STEPS

@@ -1,0 +1,15 @@
+"""Which tests may run side by side."""
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A room's tests share emulators and what was deployed on them, a file's tests its fixtures: one worker has both."""
+    for item in items:
+        room, *rest = item.path.relative_to(TESTS).parts
+        group = "/".join([room, *rest]) if room == "trainer" else room
+        item.add_marker(pytest.mark.xdist_group(group))
