@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval
+from trainer.checkpoint.base_model import base_model_digest, check_same_base
 from trainer.data import JobData, MicroBatch
-from trainer.models.described import describe_model
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
 from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
@@ -30,12 +29,12 @@ from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_su
 from trainer.strategies.mesh import data_parallel_rank, has_same_streams, place_of, random_stream
 from trainer.tasks import task_of
 from trainer.validation import Validation
+
 from trainyard.errors import JobFailedError
 from trainyard.spec.job import ResolvedJob
-
 from trainyard.spec.retention import flat_metrics
-RESULT_FILE = "result.json"
 
+RESULT_FILE = "result.json"
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -82,7 +81,7 @@ class Session:
         self.num_steps = job.steps or _steps_of_epochs(job, self.data)
         self._validation = Validation(job, task, self.data, runtime)
         model = task.build_model(job, self.data)
-        self._model_described = describe_model(job.spec, model)
+        self._model_config = json.loads(model.config.to_json_string(use_diff=False))
         self.strategy: Strategy = build_strategy(job, model=model, runtime=runtime)
         for name, choice in self.strategy.choices.items() if runtime.is_first else ():
             say(f"{name}: {choice}")
@@ -98,25 +97,26 @@ class Session:
             asynchronous=job.spec.checkpoint.asynchronous,
             local_tier=None if (near := job.spec.checkpoint.local_directory) is None else Path(near),
             peer_copy=job.spec.checkpoint.peer_copy,
-            process_group=runtime.control_group,
             keep_every_steps=job.spec.checkpoint.keep_every_steps,
             keep_best=job.spec.checkpoint.keep_best,
+            process_group=runtime.control_group,
         )
         self._metrics = MetricsLog(output_dir)
         self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
         self.step = 0
         self._saved_step = 0
+        self._best: float | None = None
+        self._base = base_model_digest(job)
         self._attempt = self._resume()
         self._last_save_time = time.monotonic()
-        self._best: float | None = None
+        self._interval = Interval(job.spec.checkpoint, job.hours_between_failures)
         self._position = self.data.train.state_dict()
         self._upcoming: GlobalBatch | None = None
-        self._interval = Interval(job.spec.checkpoint, job.hours_between_failures)
         self._checkpoint_is_late = False
-        self._patience = Patience(job.spec.recovery)
-        self._profiling = profiling.Profiling(runtime, output_dir)
         self._measured: dict[str, float] = {}
         self._is_best = False
+        self._patience = Patience(job.spec.recovery)
+        self._profiling = profiling.Profiling(runtime, output_dir)
         self._profile_votes: Sequence[float] = ()
         training = job.spec.training
         self._observer = Observer(
@@ -155,12 +155,13 @@ class Session:
         self.data.train.load_state_dict(extra["data"])
         if "anomalies" in extra:  # not in checkpoints of the first trainers
             self.anomalies.watch.load_state(extra["anomalies"])
+        check_same_base(extra.get("base"), self._base, uri=info.uri, source=self._job.spec.model.source)
+        self._best = extra.get("best")
         self.step = self._saved_step = info.step
         if has_same_streams(self._job.parallelism, extra):
             restore_rng_state(extra["rng"])
         else:
             # Other ranks, or other ranks that have to draw alike, have no streams to continue: fresh ones, which never
-        self._best = extra.get("best")
             # repeat the first step's.
             stream = random_stream(self._job.parallelism, self._runtime.rank)
             seed_everything(self._job.spec.training.seed + info.step, rank=stream)
@@ -245,6 +246,7 @@ class Session:
     ) -> None:
         """Writes the finished step's row, and says it on stdout."""
         self._patience.shrink()
+        self._measure({"loss": loss, **validation})
         with self.clock.excluded():
             self._profiling.after_step(self.step, self._profile_votes)
         more = self._observer.finish_step(self.step, step_seconds, breakdown, batch.num_tokens)
@@ -271,6 +273,17 @@ class Session:
         self._metrics.append(row)
         say(row.as_line())
 
+    def _measure(self, row: dict[str, Any]) -> None:
+        """Notes what keep_best looks at, alike on all ranks: a validated step that is the best so far is saved."""
+        self._measured = flat_metrics(row)
+        best = self._job.spec.checkpoint.keep_best
+        value = None if best is None else self._measured.get(best.metric)
+        self._is_best = best is not None and value is not None and best.is_better(value, self._best)
+        if self._is_best:
+            self._best = value
+        # Every step has a loss, and most improve on it: saves of their own are for what is measured now and then.
+        self._is_best = self._is_best and best is not None and best.metric != "loss"
+
     def is_checkpoint_due(self) -> bool:
         """At the last step, every so many steps, and every so many minutes of the first rank's clock."""
         every = self._job.spec.checkpoint.every_steps
@@ -278,7 +291,6 @@ class Session:
         return by_step or self._checkpoint_is_late or self._is_best
 
     def _is_checkpoint_late(self) -> bool:
-        self._measure({"loss": loss, **validation})
         seconds = self._interval.seconds
         return seconds is not None and time.monotonic() - self._last_save_time >= seconds
 
@@ -299,23 +311,15 @@ class Session:
             "step": self.step,
             "attempt": self._attempt,
             "strategy": self.strategy.name,
-            **self._model_described,
-    def _measure(self, row: dict[str, Any]) -> None:
-        """Notes what keep_best looks at, alike on all ranks: a validated step that is the best so far is saved."""
-        self._measured = flat_metrics(row)
-        best = self._job.spec.checkpoint.keep_best
-        value = None if best is None else self._measured.get(best.metric)
-        self._is_best = best is not None and value is not None and best.is_better(value, self._best)
-        if self._is_best:
-            self._best = value
-        # Every step has a loss, and most improve on it: saves of their own are for what is measured now and then.
-        self._is_best = self._is_best and best is not None and best.metric != "loss"
-
+            "model_config": self._model_config,  # what an export needs, whatever becomes of the job's file
             "world_size": self._runtime.world_size,
             "ranks_a_stream": self._job.parallelism.tensor,
             "data": self._position if self._upcoming else self.data.train.state_dict(),
             "engine": self.strategy.engine_state(),
             "anomalies": self.anomalies.watch.state(),
+            "base": self._base,
+            "metrics": self._measured,
+            "best": self._best,
             "rng": rng_state(),  # this rank's own: the checkpoint keeps what differs between ranks
         }
         attachments = {METRICS_FILE: self._metrics.path} if self._runtime.is_first else {}
@@ -323,6 +327,7 @@ class Session:
             self._checkpointer.save(self.step, self.strategy.state_tensors(), extra, attachments=attachments)
         self._saved_step = self.step
         self._last_save_time = time.monotonic()
+        self._interval.began()
 
     def finish(self, status: str) -> None:
         """Waits for the last checkpoint to be committed, then writes result.json, here and beside the checkpoints."""
@@ -348,8 +353,6 @@ class Session:
             "status": status,
             "steps": self.step,
             "loss_first": rows[0]["loss"] if rows else None,
-            "metrics": self._measured,
-            "best": self._best,
             "loss_last": rows[-1]["loss"] if rows else None,
             **self._validation.summary(rows),
             **self.data.describe(),
@@ -357,7 +360,6 @@ class Session:
             "seconds": time.perf_counter() - self._started,
             "step_seconds": sum(row["step_seconds"] for row in rows),
             "attempts": self._attempt,
-        self._interval.began()
             "strategy": self.strategy.name,
             "choices": self.strategy.choices,
             "world_size": self._runtime.world_size,

@@ -295,7 +295,8 @@ class TrainingSpec(SpecModel):
     activation_checkpointing: Literal["none", "selective", "full"] | Auto = "auto"
     compile: bool = False
     """torch.compile, a transformer block at a time: faster steps after a first one that takes a minute or so. Needs
-    triton on a GPU, g++ on a CPU. With one rank or data_shard alone."""
+    triton on a GPU, g++ on a CPU. With every torch layout; what of pipeline schedules and recomputation it doesn't go
+    with is refused."""
     seed: int = Field(default=1234, ge=0)
     deterministic: bool = False
     """Deterministic kernels and seeds: the same bits on the same layout and hardware. The cost on a CPU is 1 % of
@@ -310,14 +311,17 @@ class TrainingSpec(SpecModel):
     """Every so many steps all ranks compare their times (a straggler is named) and the growth of their memory."""
     phase_ranges: bool = False
     """Marks the phases of each step as NVTX ranges, for Nsight Systems; they cost a few microseconds a step."""
-    on_anomaly: Literal["stop", "skip"] = "stop"
-    """A loss or gradient norm that is no number, or a spike: stop with a snapshot, or leave the batch out (its update
-    is made on no rank). skip looks at the loss before the update, two small messages more a step; torch engine only."""
+    on_anomaly: Literal["stop", "skip", "rollback"] = "stop"
+    """A loss or gradient norm that is no number, or a spike: stop with a snapshot, or leave the batch out. skip makes
+    its update on no rank; it looks at the loss before the update, two small messages more a step; torch engine only.
+    rollback goes back to the newest checkpoint and from there passes over the batch, as every later start does: any
+    engine, one small message a step, and a checkpoint before the first step."""
     spike_factor: float | None = Field(default=None, gt=1)
     """A loss or gradient norm above so many times its running median, and far outside its usual spread, is a spike;
     null: only what is no finite number any more is an anomaly."""
     max_skips: PositiveInt = 5
-    """skip: so many batches left out in a row end the job: then it is no longer the batch."""
+    """skip: so many batches left out in a row end the job: then it is no longer the batch. rollback: so many since
+    the last new checkpoint."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -451,16 +455,16 @@ class CheckpointSpec(SpecModel):
     """Whichever of every_steps and every_minutes comes first; null: by steps alone; auto: as every_steps: auto, without
     a limit."""
     keep_last: PositiveInt = 3
-    asynchronous: bool = True
-    destination: str | None = None
-    """s3:// prefix or folder; default: the tenant's checkpoint bucket, or the trainer's output folder."""
-    local_directory: str | None = Field(default=None, min_length=1)
     """How many of the newest good ones stay. Of one alone, every byte is read back from the destination before the one
     before it goes."""
     keep_every_steps: PositiveInt | None = None
     """Good ones of every so many steps stay too, for good."""
     keep_best: BestSpec | None = None
     """Those with the best values of a metric stay too."""
+    asynchronous: bool = True
+    destination: str | None = None
+    """s3:// prefix or folder; default: the tenant's checkpoint bucket, or the trainer's output folder."""
+    local_directory: str | None = Field(default=None, min_length=1)
     """Folder on each host's own fast disk (NVMe): a save is committed there first, then goes to `destination` while
     training goes on. A restart takes a step from the hosts' disks where they hold it whole and the destination has no
     newer one. Two steps fit at most, of one host's ranks each; with peer_copy, of two hosts'."""
@@ -468,15 +472,15 @@ class CheckpointSpec(SpecModel):
     """local_directory: each host's part also goes to the next host's disk, so that the loss of one disk doesn't cost
     the newest step. Needs two hosts or more."""
 
-    @model_validator(mode="after")
-    def _tiers(self) -> Self:
-        if self.local_directory is not None and "://" in self.local_directory:
-            raise ValueError(
     @property
     def retention(self) -> Retention:
         """Which ones stay."""
         return Retention(self.keep_last, self.keep_every_steps, self.keep_best)
 
+    @model_validator(mode="after")
+    def _tiers(self) -> Self:
+        if self.local_directory is not None and "://" in self.local_directory:
+            raise ValueError(
                 f"local_directory: must be a folder on each host's own disk, e.g. /tmp/checkpoints (given:"
                 f" {self.local_directory}); an s3:// prefix is a destination"
             )
@@ -603,12 +607,6 @@ class JobSpec(SpecModel):
             )
         return None
 
-    @field_validator("version")
-    @classmethod
-    def _known_version(cls, version: int) -> int:
-        if version > SPEC_VERSION:
-            raise ValueError(f"this trainyard reads job specs up to version {SPEC_VERSION}; upgrade it (or the image)")
-        return version
     @model_validator(mode="after")
     def _best_is_measured(self) -> Self:
         best = self.checkpoint.keep_best
@@ -621,6 +619,12 @@ class JobSpec(SpecModel):
             raise ValueError(f"checkpoint.keep_best.metric: {best.metric} needs {what} in data.validation")
         return self
 
+    @field_validator("version")
+    @classmethod
+    def _known_version(cls, version: int) -> int:
+        if version > SPEC_VERSION:
+            raise ValueError(f"this trainyard reads job specs up to version {SPEC_VERSION}; upgrade it (or the image)")
+        return version
 
 
 class ResolvedJob(SpecModel):

@@ -36,11 +36,11 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
         from trainer.strategies.parallel import check_product
 
         check_product(job)
-    if spec.training.on_anomaly == "skip":
-        _check_skip(spec.task, layout)
     _check_best(job)
     if spec.checkpoint.peer_copy and job.num_hosts == 1:
         raise InputError("checkpoint.peer_copy: needs two hosts or more, and this job has one; set it to false")
+    if spec.training.on_anomaly == "skip":
+        _check_skip(spec.task, layout)
     if layout.engine == "deepspeed":
         from trainer.strategies import deepspeed_settings
 
@@ -57,9 +57,6 @@ def _is_product(layout: ParallelismSpec) -> bool:
     return max(layout.tensor, layout.pipeline, layout.context, layout.expert) > 1
 
 
-def _check_skip(task: str, layout: ParallelismSpec) -> None:
-    if layout.engine == "deepspeed":
-        raise InputError(
 def _check_best(job: ResolvedJob) -> None:
     best, task = job.spec.checkpoint.keep_best, task_of(job)
     if best is None or best.metric == "loss":
@@ -75,6 +72,9 @@ def _check_best(job: ResolvedJob) -> None:
         )
 
 
+def _check_skip(task: str, layout: ParallelismSpec) -> None:
+    if layout.engine == "deepspeed":
+        raise InputError(
             "training.on_anomaly: skip is not implemented with engine: deepspeed, which measures the gradient norm and"
             " updates in one call; use stop, or engine: torch"
         )

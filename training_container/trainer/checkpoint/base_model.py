@@ -1,0 +1,56 @@
+"""Which frozen model an adapter was trained on: its checkpoints hold the adapter alone, and are nothing on another."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
+
+_HEADER_BYTES = 1 << 20
+"""Read of each file's beginning: names, types and shapes are there."""
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 64 << 10
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def base_model_digest(job: ResolvedJob) -> str | None:
+    """What tells one frozen model from another, hex; None without an adapter, and for a source without weights.
+
+    Of its source: names and sizes of its files of weights, each one's first MiB and 64 blocks of 64 KiB spread over it.
+    That is no hash of every byte, which would cost a large model minutes at each start: any training changes nearly
+    all values, so another model is told; a single flipped bit is not.
+    """
+    model = job.spec.model
+    if model.adapter is None or model.source is None:
+        return None
+    paths = sorted({path for pattern in _WEIGHTS for path in Path(model.source).glob(pattern)})
+    if not paths:
+        return None
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        for block in _sampled(path, size):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sampled(path: Path, size: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield file.read(_HEADER_BYTES)
+        for number in range(_NUM_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+            yield file.read(_SAMPLE_BYTES)
+
+
+def check_same_base(saved: str | None, own: str | None, *, uri: str, source: str | None) -> None:
+    """InputError when a checkpoint's adapter was trained on another frozen model than the job's."""
+    if saved is None or own is None or saved == own:
+        return
+    raise InputError(
+        f"checkpoint {uri}: holds an adapter of another base model than model.source: {source}"
+        f" (fingerprint {saved[:12]}, the job's is {own[:12]});"
+        " give the base that it was trained on, or another checkpoint.destination to start anew"
+    )
