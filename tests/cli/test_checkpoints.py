@@ -45,12 +45,14 @@ def test_each_verb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["checkpoints", "verify", where, "--step", "20"]) == 0
 
     target = str(folder.parent / "kept")
-    assert run(["checkpoints", "copy", where, "--step", "20", "--to", target, "--json"]) == 0
+    assert run(["checkpoints", "copy", where, target, "--step", "20", "--json"]) == 0
     capsys.readouterr()
     assert run(["checkpoints", "verify", target]) == 0
-    assert run(["checkpoints", "copy", where, "--step", "30", "--to", target]) == 1
+    assert run(["checkpoints", "copy", where, target, "--step", "30"]) == 1
     capsys.readouterr()
-    assert run(["checkpoints", "prune", where, "--keep-last", "1", "--json"]) == 0
+    assert run(["checkpoints", "prune", where, "--keep-last", "1", "--keep-best", "loss:max:2"]) == 0
+    assert capsys.readouterr().out.endswith("kept step 20, 30; --yes removes\n")
+    assert run(["checkpoints", "prune", where, "--keep-last", "1", "--json", "--yes"]) == 0
     pruned = json.loads(capsys.readouterr().out)
     assert pruned.pop("freed_bytes") > 200
     assert pruned == {
@@ -65,9 +67,12 @@ def test_each_verb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["list", "./nowhere"], "./nowhere: no such folder; give a job's id, or the folder"),
         (["show", "{folder}", "--step", "7"], "has no checkpoint of that step (there: 10, 20, 30)"),
-        (["prune", "{folder}"], "Missing option '--keep-last'"),
-        (["copy", "{folder}", "--to", "gs://a/b"], "gs://a/b: must be an s3:// prefix or a folder"),
-        (["copy", "{folder}", "--step", "20", "--to", "s3://a/b"], "s3://a/b: is on S3, and this job runs on this"),
+        (["prune", "{folder}"], "a folder knows no job's rules; give --keep-last N"),
+        (["prune", "{folder}", "--keep-best", "loss"], "together with --keep-last N"),
+        (["prune", "{folder}", "--keep-last", "1", "--keep-best", "speed"], "--keep-best speed: metric"),
+        (["list", "s3://a/b"], "s3://a/b: give --tenant NAME too"),
+        (["copy", "{folder}", "gs://a/b"], "gs://a/b: must be an s3:// prefix or a folder"),
+        (["copy", "{folder}", "s3://a/b", "--step", "20"], "s3://a/b: is on S3, and nothing here says whose role"),
     ],
 )
 def test_wrong_input_is_one_line(

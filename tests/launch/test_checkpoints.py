@@ -12,6 +12,7 @@ from moto import mock_aws
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch import checkpoints
+from trainyard.spec.retention import BestSpec, Retention
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield client
 
 
-def save(root: Path, step: int, *, marker: bool = True) -> Path:
+def save(root: Path, step: int, *, marker: bool = True, metrics: dict[str, float] | None = None) -> Path:
     """A checkpoint in the trainer's layout."""
     folder = root / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True)
@@ -36,7 +37,10 @@ def save(root: Path, step: int, *, marker: bool = True) -> Path:
         content = f"{name} of step {step}".encode() * 100
         (folder / name).write_bytes(content)
         shards.append({"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
-    extra = {"strategy": "ddp", "step": step, "rng": {"torch": "long"}, "data": {"sequences_consumed": 8 * step}}
+    extra: dict[str, Any] = {"strategy": "ddp", "step": step, "rng": {"torch": "long"}}
+    extra["data"] = {"sequences_consumed": 8 * step}
+    if metrics is not None:
+        extra["metrics"] = metrics
     manifest = {"version": 1, "step": step, "world_size": 2, "shards": shards, "extra": extra}
     content = json.dumps(manifest).encode()
     (folder / "manifest.json").write_bytes(content)
@@ -110,21 +114,29 @@ def test_prune_keeps_the_newest_good_ones_and_saves_on_their_way(tmp_path: Path,
     save(tmp_path, 30, marker=False)
     save(tmp_path, 60, marker=False)  # a save on its way: newer than the newest good one
     destination = str(tmp_path) if kind == "folder" else upload(tmp_path, s3, "one", "jobs/a")
-    planned = checkpoints.prune(destination, s3, keep_last=2, dry_run=True)
+    planned = checkpoints.prune(destination, s3, rules=Retention(2), dry_run=True)
     assert (steps(planned.removed), steps(planned.kept)) == ([10, 20, 30], [40, 50, 60])
     assert len(checkpoints.list_checkpoints(destination, s3)) == 6
-    checkpoints.prune(destination, s3, keep_last=2, dry_run=False)
+    checkpoints.prune(destination, s3, rules=Retention(2), dry_run=False)
     assert steps(checkpoints.list_checkpoints(destination, s3)) == [40, 50, 60]
+
+
+def test_prune_keeps_what_the_jobs_rules_keep(tmp_path: Path) -> None:
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 4.0)):
+        save(tmp_path, step, metrics={} if loss is None else {"validation_loss": loss})
+    rules = Retention(1, keep_every_steps=30, keep_best=BestSpec())
+    done = checkpoints.prune(str(tmp_path), None, rules=rules, dry_run=False)
+    assert (steps(done.removed), steps(done.kept)) == ([10, 40], [20, 30, 50])
 
 
 def test_prune_never_takes_the_only_good_one(tmp_path: Path) -> None:
     save(tmp_path, 10)
     flip(save(tmp_path, 20) / "__0_0.distcp")  # whole by its sizes, altered inside
-    done = checkpoints.prune(str(tmp_path), None, keep_last=1, dry_run=False)
+    done = checkpoints.prune(str(tmp_path), None, rules=Retention(1), dry_run=False)
     assert (steps(done.removed), steps(done.kept)) == ([], [10, 20])
     flip(tmp_path / "checkpoints/step-00000010/__0_0.distcp")
     with pytest.raises(JobFailedError, match="not one of 2 checkpoints is whole, so nothing was removed"):
-        checkpoints.prune(str(tmp_path), None, keep_last=1, dry_run=False)
+        checkpoints.prune(str(tmp_path), None, rules=Retention(1), dry_run=False)
     assert len(checkpoints.list_checkpoints(str(tmp_path), None)) == 2
 
 
@@ -139,7 +151,7 @@ def test_the_promise_is_removed_first(tmp_path: Path, monkeypatch: pytest.Monkey
         original(self, missing_ok=missing_ok)
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    checkpoints.prune(str(tmp_path), None, keep_last=1, dry_run=False)
+    checkpoints.prune(str(tmp_path), None, rules=Retention(1), dry_run=False)
     assert removed[:2] == ["COMMITTED", "manifest.json"] and len(removed) == 5
 
 
@@ -159,6 +171,6 @@ def test_copy_is_whole_or_not_there(tmp_path: Path, s3: Any, source: str, target
         assert (tmp_path / "b/metrics.jsonl").read_text() == '{"step": 10}\n'
     with pytest.raises(JobFailedError, match=r"checkpoint of step 20 is not copied: __0_0\.distcp is altered"):
         checkpoints.copy(origin, s3, found[1:], to)
-    assert steps(checkpoints.list_checkpoints(to, s3)) == [10]
+    assert steps(checkpoints.list_checkpoints(to, s3)) == [10], "nothing is left of a copy that failed"
     with pytest.raises(InputError, match="is where the checkpoints are"):
         checkpoints.copy(origin, s3, found[:1], origin)

@@ -1,7 +1,7 @@
 """`checkpoints list|show|verify|prune|copy`: what a job has saved."""
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 import typer.core
@@ -9,6 +9,9 @@ import typer.core
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption
 from trainyard.cli.output import console, print_json
 from trainyard.errors import InputError, JobFailedError
+
+if TYPE_CHECKING:
+    from trainyard.spec.retention import Retention
 
 DEFAULT_VERB = "list"
 
@@ -31,7 +34,9 @@ app = typer.Typer(
 CheckpointsOf = Annotated[
     str,
     typer.Argument(
-        metavar="JOB|FOLDER", help="The job's id, or the folder that holds checkpoints/.", show_default=False
+        metavar="JOB|FOLDER",
+        help="The job's id, or the folder (or s3:// prefix, with --tenant) that holds checkpoints/.",
+        show_default=False,
     ),
 ]
 StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Of this step; default: the newest good one.")]
@@ -56,7 +61,7 @@ def list_(
     from trainyard.launch.checkpoints import list_checkpoints
 
     with console(stderr=True).status("asking"):
-        destination, s3, _ = destination_of(job, environment, tenant)
+        destination, s3, *_ = destination_of(job, environment, tenant)
         found = list_checkpoints(destination, s3)
     if as_json:
         print_json([checkpoint.as_json() for checkpoint in found])
@@ -81,7 +86,7 @@ def show(
     from trainyard.launch.checkpoints import chosen
 
     with console(stderr=True).status("asking"):
-        destination, s3, _ = destination_of(job, environment, tenant)
+        destination, s3, *_ = destination_of(job, environment, tenant)
         details = chosen(destination, s3, step).details()
     if as_json:
         print_json(details)
@@ -114,7 +119,7 @@ def verify(
     from trainyard.launch.checkpoints import chosen, list_checkpoints, verified
 
     with console(stderr=True).status("reading") as spinner:
-        destination, s3, _ = destination_of(job, environment, tenant)
+        destination, s3, *_ = destination_of(job, environment, tenant)
         asked = list_checkpoints(destination, s3) if step is None else [chosen(destination, s3, step)]
         found = []
         for checkpoint in asked:
@@ -134,48 +139,87 @@ def verify(
 @app.command()
 def prune(
     job: CheckpointsOf,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="How many good ones stay, the newest.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", min=1, help="How many good ones stay, the newest; default: the job's.")
+    ] = None,
+    keep_every_steps: Annotated[
+        int | None,
+        typer.Option("--keep-every-steps", min=1, help="Those of every so many steps stay; with --keep-last."),
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option("--keep-best", metavar="METRIC[:min|max[:NUM]]", help="The best stay; with --keep-last."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run/--yes", help="Only say what would go; --yes: remove it.")] = True,
     environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
     tenant: TenantOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove old checkpoints, and broken ones older than the newest good one, which is read and verified first.
+    """Say which checkpoints the job's rules no longer keep, and broken ones older than the newest good one.
 
-    Example: trainyard checkpoints prune acme-stdlib-llama-20260131120000-1a2b --keep-last 2 --dry-run
+    With --yes they are removed, after the newest good one was read and verified. The rules are those of the job's
+    checkpoint section; --keep-last and its companions replace them all, and a folder needs them.
+
+    Example: trainyard checkpoints prune acme-stdlib-llama-20260131120000-1a2b --keep-last 2 --yes
     """
     from trainyard.launch import checkpoints
 
+    asked = _asked_rules(keep_last, keep_every_steps, keep_best)
     with console(stderr=True).status("pruning"):
-        destination, s3, _ = destination_of(job, environment, tenant)
-        done = checkpoints.prune(destination, s3, keep_last=keep_last, dry_run=dry_run)
+        where = destination_of(job, environment, tenant)
+        rules = asked or where.rules
+        if rules is None:
+            raise InputError(f"{job}: a folder knows no job's rules; give --keep-last N")
+        done = checkpoints.prune(where.destination, where.s3, rules=rules, dry_run=dry_run)
     removed = [checkpoint.step for checkpoint in done.removed]
     kept = [checkpoint.step for checkpoint in done.kept]
     if as_json:
         print_json({"removed": removed, "kept": kept, "freed_bytes": done.freed_bytes, "dry_run": dry_run})
         return
     verb = "would remove" if dry_run else "removed"
-    print(f"{verb} {_steps(removed)} ({done.freed_bytes / 2**20:.1f} MiB), kept {_steps(kept)}")
+    hint = "; --yes removes" if dry_run and removed else ""
+    print(f"{verb} {_steps(removed)} ({done.freed_bytes / 2**20:.1f} MiB), kept {_steps(kept)}{hint}")
+
+
+def _asked_rules(keep_last: int | None, keep_every_steps: int | None, keep_best: str | None) -> "Retention | None":
+    from trainyard.spec.base import parse
+    from trainyard.spec.retention import BestSpec, Retention
+
+    best = None
+    if keep_best is not None:
+        metric, _, rest = keep_best.partition(":")
+        mode, _, num = rest.partition(":")
+        given = {"metric": metric, **({"mode": mode} if mode else {}), **({"num": num} if num else {})}
+        best = parse(BestSpec, given, f"--keep-best {keep_best}")
+    if keep_last is None:
+        if keep_every_steps is not None or best is not None:
+            raise InputError("--keep-every-steps and --keep-best replace the job's rules together with --keep-last N")
+        return None
+    return Retention(keep_last, keep_every_steps, best)
 
 
 @app.command()
 def copy(
     job: CheckpointsOf,
-    to: Annotated[str, typer.Option("--to", metavar="S3-PREFIX|FOLDER", help="Where to.")],
+    to: Annotated[str, typer.Argument(metavar="S3-PREFIX|FOLDER", help="Where to.", show_default=False)],
     step: StepOption = None,
     every: Annotated[bool, typer.Option("--all", help="Every good one instead of the newest.")] = False,
     environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
     tenant: TenantOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a checkpoint to another prefix, bucket or folder, verified first, its marker last.
+    """Copy a checkpoint to another prefix, bucket or folder: every byte is verified there, and its marker comes last.
 
-    Example: trainyard checkpoints copy acme-stdlib-llama-20260131120000-1a2b --to s3://acme-checkpoints/kept/one
+    From or to S3 without a job, --tenant says whose role does it.
+
+    Example: trainyard checkpoints copy acme-stdlib-llama-20260131120000-1a2b s3://acme-data/kept/one
     """
     from trainyard.launch import checkpoints
 
     with console(stderr=True).status("copying"):
-        destination, s3, _ = destination_of(job, environment, tenant)
+        destination, s3, *_ = destination_of(job, environment, tenant)
+        if s3 is None and to.startswith("s3://") and tenant is not None:
+            s3 = _client_of(tenant, environment, to)
         if every:
             asked = [one for one in checkpoints.list_checkpoints(destination, s3) if one.is_good]
         else:
@@ -196,6 +240,8 @@ class Where(NamedTuple):
     """A client; None for a folder."""
     variables: dict[str, str]
     """What a process of our own needs in its environment to reach it."""
+    rules: "Retention | None" = None
+    """Which of them the job keeps; None for a folder."""
 
 
 def destination_of(job: str, environment: str, tenant: str | None) -> Where:
@@ -207,9 +253,22 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
         if not Path(job).is_dir():
             raise InputError(f"{job}: no such folder; give a job's id, or the folder that holds checkpoints/")
         return Where(job, None, {})
+    if job.startswith("s3://"):
+        if tenant is None:
+            raise InputError(f"{job}: give --tenant NAME too: its role is the one that reads it")
+        return Where(job, _client_of(tenant, environment, job), {})
     job_id = job_id_of(job)
     place = place_of(job_id, environment, tenant)
-    return Where(place.store.read(job_id).record.checkpoint_destination, place.s3, place.variables)
+    record = place.store.read(job_id).record
+    return Where(record.checkpoint_destination, place.s3, place.variables, record.spec.checkpoint.retention)
+
+
+def _client_of(tenant: str, environment: str, what: str) -> Any:
+    """A client for S3 that acts as the tenant's launcher."""
+    from trainyard.launch.place import environment_file, open_tenant
+    from trainyard.spec.platform import load_environment
+
+    return open_tenant(load_environment(environment_file(environment)), tenant, what).place.s3
 
 
 def _steps(steps: list[int]) -> str:

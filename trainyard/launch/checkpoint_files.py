@@ -42,7 +42,8 @@ def open_files(root: str, s3: Any) -> Files:
     """The files under an s3:// prefix or a folder; `s3`: the client for the former."""
     if root.startswith("s3://"):
         if s3 is None:
-            raise InputError(f"{root}: is on S3, and this job runs on this machine: give a folder")
+            advice = "nothing here says whose role may go there: give --tenant NAME, or a folder"
+            raise InputError(f"{root}: is on S3, and {advice}")
         return _S3Files(root, s3)
     if "://" in root:
         raise InputError(f"{root}: must be an s3:// prefix or a folder")

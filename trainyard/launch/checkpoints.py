@@ -12,6 +12,7 @@ from typing import Any
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.checkpoint_files import Files, open_files, sha256
+from trainyard.spec.retention import Retention
 
 _FOLDER = "checkpoints"
 _MARKER = "COMMITTED"
@@ -168,8 +169,8 @@ class Pruning:
     freed_bytes: int
 
 
-def prune(destination: str, s3: Any, *, keep_last: int, dry_run: bool) -> Pruning:
-    """Remove all but the newest `keep_last` good checkpoints, and broken ones that are older than the newest good one.
+def prune(destination: str, s3: Any, *, rules: Retention, dry_run: bool) -> Pruning:
+    """Remove the good checkpoints that `rules` don't keep, and broken ones that are older than the newest good one.
 
     Nothing is removed before a checkpoint that stays was read and found whole; those that turn out altered don't count
     as kept. A folder newer than the newest good one may be a save on its way, and stays.
@@ -186,7 +187,7 @@ def prune(destination: str, s3: Any, *, keep_last: int, dry_run: bool) -> Prunin
         if not found:
             return Pruning((), (), 0)
         raise JobFailedError(f"{destination}: not one of {len(found)} checkpoints is whole, so nothing was removed")
-    kept_steps = {checkpoint.step for checkpoint in good[-keep_last:]}
+    kept_steps = rules.kept({checkpoint.step: rules.value_of(checkpoint.extra) for checkpoint in good})
     removed = tuple(one for one in found if one.step < good[-1].step and one.step not in kept_steps)
     if not dry_run:
         files = open_files(destination.rstrip("/"), s3)
@@ -205,7 +206,8 @@ def _in_order_of_removal(names: Iterable[str]) -> list[str]:
 def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: str) -> list[str]:
     """Copy checkpoints, and the metrics beside them, to another prefix or folder; the URIs there.
 
-    Each is verified before it is copied, and its marker is written when sizes and manifest arrived as they left.
+    Each file is read back there and must be what its manifest promises before the marker is written; otherwise what
+    was copied goes again, and JobFailedError says which side is altered.
     A resume of a job with `checkpoint.destination: <target>` goes on from there.
     """
     source, sink = open_files(destination.rstrip("/"), s3), open_files(target.rstrip("/"), s3)
@@ -213,18 +215,17 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
         raise InputError(f"--to {target}: is where the checkpoints are; give another prefix or folder")
     uris = []
     for checkpoint in checkpoints:
-        whole = verified(destination, s3, checkpoint)
-        if not whole.is_good:
-            raise JobFailedError(f"checkpoint of step {whole.step} is not copied: {whole.problem}")
+        if not checkpoint.is_good:
+            raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {checkpoint.problem}")
         folder = _step_folder(checkpoint.step)
         sink.delete(_in_order_of_removal(sink.sizes(folder)))
-        for name, _, _ in whole.shards:
-            sink.take(f"{folder}/{name}", source)
+        for name, _, digest in checkpoint.shards:
+            path = f"{folder}/{name}"
+            sink.take(path, source)
+            if sha256(sink, path) != digest:
+                sink.delete(sink.sizes(folder))
+                raise JobFailedError(_why_altered(source, sink, checkpoint, name, digest))
         sink.take(f"{folder}/{_MANIFEST}", source)
-        there = sink.sizes(folder)
-        for name, size, _ in whole.shards:
-            if there.get(f"{folder}/{name}") != size:
-                raise JobFailedError(f"{sink.root}/{folder}/{name} did not arrive whole; copy it again")
         marker = source.read(f"{folder}/{_MARKER}")
         assert marker is not None, "a good checkpoint has its marker"
         sink.write(f"{folder}/{_MARKER}", marker)
@@ -234,6 +235,14 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
         if content is not None:
             sink.write(name, content)
     return uris
+
+
+def _why_altered(source: Files, sink: Files, checkpoint: Checkpoint, name: str, digest: str) -> str:
+    if sha256(source, f"{_step_folder(checkpoint.step)}/{name}") != digest:
+        return (
+            f"checkpoint of step {checkpoint.step} is not copied: {name} is altered (its SHA-256 is not the manifest's)"
+        )
+    return f"{sink.root}: {name} of step {checkpoint.step} did not arrive as it left; copy it again"
 
 
 def _step_folder(step: int) -> str:
