@@ -5,8 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.models import attention
-from trainer.models.attention import VARLEN, DocumentAttention, attach, attention_of, choose_attention, register
+from trainer.models.attention import (
+    VARLEN,
+    DocumentAttention,
+    attach,
+    attention_of,
+    choose_attention,
+    positions_on,
+    register,
+)
 from trainer.models.build import build_model
 from trainer.models.configuration import configuration_of
 from trainer.strategies import check_supported
@@ -170,3 +179,30 @@ def test_varlen_on_gpu_equals_a_mask(family: str) -> None:
         found.append(logits_and_gradient(model))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-3)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_documents_are_counted_before_they_are_on_the_device() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+    counted = DocumentAttention()
+    moved = positions_on(CPU, positions.clone())
+    with Operations() as seen:
+        counted.before_forward(torch.nn.Identity(), (), {"position_ids": moved})
+    assert counted.mask().tolist() == [0, 3, 5, 6, 10]
+    assert not any("nonzero" in name for name in seen.names), "that waits until a GPU is idle"
+    found = DocumentAttention()
+    with Operations() as seen:
+        found.before_forward(torch.nn.Identity(), (), {"position_ids": positions})
+    assert found.mask().tolist() == counted.mask().tolist()
+    assert any("nonzero" in name for name in seen.names)

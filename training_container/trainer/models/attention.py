@@ -240,6 +240,26 @@ def varlen_flaw(
     return None if worst < _TRIED_TOLERANCE else f"torch's kernel for it is off by {worst:.2g} here"
 
 
+_OFFSETS = "document_offsets"
+"""Attribute of position ids on a device: their documents' offsets, counted before they went there."""
+
+
+def offsets_of(positions: torch.Tensor) -> torch.Tensor:
+    """(documents + 1,) int32: where documents begin in (batch, tokens) positions, all sequences as one, and the end.
+
+    On a GPU this waits until it is idle: how many there are decides the size of the result.
+    """
+    begins = (positions.flatten() == 0).nonzero().flatten()
+    return F.pad(begins, (0, 1), value=positions.numel()).to(torch.int32)
+
+
+def positions_on(device: torch.device, positions: torch.Tensor) -> torch.Tensor:
+    """A micro-batch's position ids, which are on the CPU, on `device`, with their offsets for varlen attention."""
+    moved = positions.to(device)
+    setattr(moved, _OFFSETS, offsets_of(positions).to(device, non_blocking=True))
+    return moved
+
+
 class DocumentAttention:
     """Attention inside documents alone, which are told by their offsets: no mask, and no time on what it would hide.
 
@@ -255,15 +275,16 @@ class DocumentAttention:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Notes where documents begin in the micro-batch, all its sequences one after the other.
 
-        The all-ones attention mask keeps transformers from looking for documents itself, once more. How many documents
-        there are, only the device knows: `nonzero` waits for it, once a micro-batch (what that costs is unmeasured).
+        The all-ones attention mask keeps transformers from looking for documents itself, once more. Where positions
+        did not come by `positions_on`, as in a pipeline, which cuts them, `nonzero` waits for the device once a
+        micro-batch (what that costs is unmeasured).
         """
         positions = kwargs.get("position_ids")
         if positions is None:  # one document a sequence
             tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             positions = torch.arange(tokens.size(1), device=tokens.device).expand(tokens.shape[:2])
-        begins = (positions.flatten() == 0).nonzero().flatten()
-        self._offsets = F.pad(begins, (0, 1), value=positions.numel()).to(torch.int32)
+        told = getattr(positions, _OFFSETS, None)
+        self._offsets = offsets_of(positions) if told is None else told
         return args, {**kwargs, "attention_mask": torch.ones_like(positions)}
 
     def mask(self, **_: Any) -> torch.Tensor:

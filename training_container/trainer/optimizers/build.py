@@ -180,7 +180,8 @@ def global_grad_norm(gradients: Sequence[torch.Tensor], shard_group: dist.Proces
         if squares.device.type == "cpu" and dist.get_backend(shard_group) == "nccl":
             squares = squares.cuda()
         dist.all_reduce(squares, group=shard_group)
-    return math.sqrt(squares.item()) if torch.isfinite(squares) else math.inf
+    total = squares.item()  # waits for the device, and nothing else does
+    return math.sqrt(total) if math.isfinite(total) else math.inf
 
 
 def clip_factor(grad_norm: float, max_norm: float | None) -> float:

@@ -182,25 +182,25 @@ class TokenExchange:
     def _route(self, chosen: torch.Tensor) -> _Route:
         """Experts lie on ranks in order, so rows sorted by expert are sorted by rank too.
 
-        Waits for the device once, for how many rows travel; under tensor parallelism twice, for it also selects rows.
+        Waits for the device once, for how many rows travel. What is for other places of the tensor axis is sorted to
+        the end, and cut off when that number is known: to select it would be another wait.
         """
         flat = chosen.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        if self._tensor_size > 1:
-            order = order[flat[order] // self.num_local_experts % self._tensor_size == self._tensor_place]
-        mine = flat[order]
-        mine = (
-            mine // (self.num_local_experts * self._tensor_size) * self.num_local_experts
-            + mine % self.num_local_experts
+        is_mine = flat // self.num_local_experts % self._tensor_size == self._tensor_place
+        num_experts = self.num_local_experts * self._tensor_size * self._size
+        order = torch.argsort(torch.where(is_mine, flat, num_experts), stable=True)
+        local_numbers = (
+            flat // (self.num_local_experts * self._tensor_size) * self.num_local_experts
+            + flat % self.num_local_experts
         )
         counts = torch.zeros(self._size * self.num_local_experts, dtype=torch.int64, device=flat.device)
-        counts = counts.scatter_add(0, mine, torch.ones_like(mine)).view(self._size, self.num_local_experts)
+        counts = counts.scatter_add(0, local_numbers, is_mine.long()).view(self._size, self.num_local_experts)
         received = torch.empty_like(counts)  # (sending rank, local expert)
         dist.all_to_all_single(received, counts, group=self._group)
         sums = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()  # waits for the device
         local = torch.arange(self.num_local_experts, device=flat.device).repeat(self._size)
         return _Route(
-            order=order,
+            order=order[: sum(sums[0])],
             sent=sums[0],
             received=sums[1],
             # Its size is known here: without it torch would wait once more, to add it up.

@@ -5,6 +5,7 @@ over theirs, and last FSDP shards what is left over the data axes. FSDP is there
 then it moves nothing, but every parameter is a DTensor on the same grid and lower precision works the same everywhere.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -132,7 +133,8 @@ class ProductStrategy(TorchStrategy):
                 norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
                 squares += norm.double().square() / self._num_copies(parameter)
         dist.all_reduce(squares)
-        return float(squares.sqrt()) if torch.isfinite(squares) else float("inf")
+        total = squares.item()  # waits for the device, and nothing else does
+        return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _num_copies(self, parameter: nn.Parameter) -> int:
         """How many ranks hold the same shard of a parameter."""

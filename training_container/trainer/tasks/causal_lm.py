@@ -13,6 +13,7 @@ from trainer.data import JobData, TextData, build_data
 from trainer.losses.head import ScoringHead
 from trainer.losses.router import router_loss_sum
 from trainer.losses.token_loss import next_token_loss_sum, shifted, target_loss_sum
+from trainer.models.attention import positions_on
 from trainer.models.build import outline_model
 from trainer.tasks.base import Task
 from trainyard.spec.job import ResolvedJob
@@ -74,5 +75,5 @@ def sequence_loss_sum(
 
 def _output(forward: nn.Module, batch: Batch, device: torch.device) -> Any:
     """The model's output. Position ids that restart keep packed documents from seeing each other."""
-    position_ids = None if batch.position_ids is None else batch.position_ids.to(device)
+    position_ids = None if batch.position_ids is None else positions_on(device, batch.position_ids)
     return forward(input_ids=batch.input_ids.to(device), position_ids=position_ids, use_cache=False)
