@@ -22,7 +22,7 @@ from trainer.checkpoint.destination import LocalDestination, S3Destination
 from trainer.checkpoint.manifest import commit_marker
 from trainer.checkpoint.reading import _runs, ranges_of
 from trainer.strategies.flat_shard import FlatShard
-from trainer_testing.distributed import run_ranks
+from trainer_testing.pool import run_pooled
 
 MOST = 1.1
 """Bytes read to bytes needed."""
@@ -160,7 +160,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def test_a_host_reads_what_its_ranks_need(tmp_path: Path) -> None:
-    outputs = run_ranks(4, "test_checkpoint_bytes", str(tmp_path), timeout_seconds=400)
+    outputs = run_pooled(4, "test_checkpoint_bytes", str(tmp_path), timeout_seconds=400)
     lines = [next(line for line in output.splitlines() if line.startswith("RESULT ")) for output in outputs]
     read = [json.loads(line.removeprefix("RESULT ")) for line in lines]
     size = sum(tensor.numel() * 4 for tensor in whole().values())

@@ -177,8 +177,7 @@ def test_only_weights_are_read_and_an_altered_one_is_not_written(
 
 def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
     config = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
-    model: dict[str, Any] = {"config": {"model_type": "llama", **config}}
-    job = tiny_job("single", 1, model=model)
+    job = tiny_job("single", 1, model={"model_type": "llama", **config})
     built = build_model(job, vocab_size=VOCAB_SIZE)
     num_bytes = sum(tensor.nbytes for tensor in built.parameters())
     tensors = {f"model.{name}": tensor.detach() for name, tensor in built.named_parameters()}
