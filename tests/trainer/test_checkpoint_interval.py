@@ -1,13 +1,16 @@
-"""checkpoint.every_steps: auto, from the formula to a run."""
+"""checkpoint.every_steps: auto, from the formula to a run; and the best steps, saved when they are seen."""
 
 import math
 from pathlib import Path
 
 import pytest
 from trainer.checkpoint import Interval, best_interval_seconds
+from trainer.strategies import check_supported
 from trainer_testing.text_job import run_trainer, write_job
 
-from trainyard.spec.job import CheckpointSpec
+from trainyard.errors import InputError
+from trainyard.planner.resolve import resolve
+from trainyard.spec.job import CheckpointSpec, load_job
 
 
 def expected_seconds_per_useful_second(interval: float, stall: float, between: float) -> float:
@@ -64,3 +67,33 @@ def test_auto_measures_with_the_first_save_and_then_waits(tmp_path: Path) -> Non
     assert output.count("checkpoint interval_seconds=") == 1, output
     (figures,) = [row["checkpoint"] for row in rows if "save_seconds" in row.get("checkpoint", {})]
     assert figures["committed_step"] == 1 and 0 < figures["interval_seconds"] <= 36_000
+
+
+def test_a_validated_step_that_is_the_best_so_far_is_saved_and_stays(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=8, validation_every_steps=2)
+    settings = ["checkpoint.every_steps=null", "checkpoint.every_minutes=null", "checkpoint.keep_last=1"]
+    settings += ["checkpoint.keep_best.metric=validation_loss", "checkpoint.keep_best.mode=max"]
+    output, rows = run_trainer(1, job, tmp_path / "out", *(word for value in settings for word in ("--set", value)))
+    losses = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    assert sorted(losses) == [2, 4, 6, 8]
+    rising = [step for step in losses if losses[step] == max(losses[one] for one in losses if one <= step)]
+    committed = [line.split()[1] for line in output.splitlines() if line.startswith("checkpoint step=")]
+    assert committed == [f"step={step}" for step in sorted({*rising, 8})], output
+    left = {path.name for path in (tmp_path / "out/checkpoints").iterdir()}
+    assert left == {f"step-{step:08d}" for step in {rising[-1], 8}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["checkpoint.keep_best.metric=validation_top1_accuracy"],
+            "measures validation_loss, validation_perplexity",
+        ),
+        (["checkpoint.peer_copy=true", "checkpoint.local_directory=/tmp/x"], "needs two hosts or more"),
+    ],
+)
+def test_what_this_job_cannot_do_is_refused_before_data_is_read(tmp_path: Path, settings: list[str], told: str) -> None:
+    job = resolve(load_job(write_job(tmp_path, "single"), settings), world_size=1)
+    with pytest.raises(InputError, match=told):
+        check_supported(job, device_type="cpu")
