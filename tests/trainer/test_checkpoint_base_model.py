@@ -76,7 +76,7 @@ def test_a_run_goes_on_upon_its_own_base_and_refuses_another(tmp_path: Path) -> 
     assert sizes["__0_0.distcp"] < 50_000
     output, _ = run_trainer(1, job, tmp_path / "out", *settings, *other, expected_code=2)
     (line,) = [line for line in output.splitlines() if line.startswith("trainyard: ")]
-    assert f"holds an adapter of another base model than model.source: {tmp_path}/base1 (fingerprint " in line
+    assert f"was trained upon other frozen weights than those of model.source: {tmp_path}/base1 (fingerprint " in line
     (tmp_path / "base0").rename(tmp_path / "moved")
     output, _ = run_trainer(1, job, tmp_path / "out", *settings, "--set", f"model.source={tmp_path}/moved")
     assert "resumed step=4" in output

@@ -1,4 +1,4 @@
-"""Which frozen model an adapter was trained on: its checkpoints hold the adapter alone, and are nothing on another."""
+"""Which frozen weights a job trains upon: checkpoints hold what is trained alone, and are nothing upon others."""
 
 import hashlib
 from collections.abc import Iterator
@@ -16,14 +16,15 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def base_model_digest(job: ResolvedJob) -> str | None:
-    """What tells one frozen model from another, hex; None without an adapter, and for a source without weights.
+    """What tells one frozen model from another, hex; None where nothing is frozen, or the source has no weights.
 
     Of its source: names and sizes of its files of weights, each one's first MiB and 64 blocks of 64 KiB spread over it.
     That is no hash of every byte, which would cost a large model minutes at each start: any training changes nearly
     all values, so another model is told; a single flipped bit is not.
     """
     model = job.spec.model
-    if model.adapter is None or model.source is None:
+    is_frozen = model.adapter is not None or (job.spec.images is not None and job.spec.images.freeze_vision)
+    if not is_frozen or model.source is None:
         return None
     paths = sorted({path for pattern in _WEIGHTS for path in Path(model.source).glob(pattern)})
     if not paths:
@@ -46,11 +47,11 @@ def _sampled(path: Path, size: int) -> Iterator[bytes]:
 
 
 def check_same_base(saved: str | None, own: str | None, *, uri: str, source: str | None) -> None:
-    """InputError when a checkpoint's adapter was trained on another frozen model than the job's."""
+    """InputError when a checkpoint was trained upon other frozen weights than the job's."""
     if saved is None or own is None or saved == own:
         return
     raise InputError(
-        f"checkpoint {uri}: holds an adapter of another base model than model.source: {source}"
+        f"checkpoint {uri}: was trained upon other frozen weights than those of model.source: {source}"
         f" (fingerprint {saved[:12]}, the job's is {own[:12]});"
-        " give the base that it was trained on, or another checkpoint.destination to start anew"
+        " give the source that it was trained upon, or another checkpoint.destination to start anew"
     )
