@@ -52,7 +52,8 @@ class Site:
 def start_quickstart(state_dir: Path, *arguments: str) -> "subprocess.Popen[str]":
     """`scripts/quickstart` in a session of its own, so that a signal reaches it alone."""
     return subprocess.Popen(
-        ["scripts/quickstart", *arguments],
+        # A shell starts what runs in its background deaf to Ctrl-C, and whatever that starts inherits it.
+        ["env", "--default-signal=INT", "scripts/quickstart", *arguments],
         cwd=CHECKOUT,
         env=bare_environment(state_dir),
         stdin=subprocess.DEVNULL,

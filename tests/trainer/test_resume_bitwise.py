@@ -25,7 +25,7 @@ def test_kill_9_and_resume_equal_the_uninterrupted_run(layout: str, tmp_path: Pa
     read_until(ranks[0], f"step={KILLED_AFTER} ")
     for rank in ranks:
         rank.kill()
-    finish(ranks, timeout_seconds=20)
+    finish(ranks, timeout_seconds=300)
     assert not (tmp_path / "killed" / "result.json").exists()
 
     output, resumed = run_trainer(2, job, output_dir, *shared)
