@@ -265,6 +265,24 @@ def test_a_source_that_is_no_folder_is_refused_without_asking_anyone(
     assert asked == []
 
 
+def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: object) -> str:
+        raise AssertionError("someone at a terminal is asked")
+
+    monkeypatch.setattr("builtins.input", asked)
+    config = {"model_type": "mystery", "auto_map": {"AutoConfig": "configuration_mystery.MysteryConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "configuration_mystery.py").write_text("raise AssertionError('run')\n")
+    job = tiny_job("single", 1, source=str(tmp_path))
+    message = f"^model.source: {tmp_path}: transformers has no model_type mystery"
+    for refuse in (lambda: check_supported(job, device_type="cpu"), lambda: build_model(job, vocab_size=VOCAB_SIZE)):
+        with pytest.raises(InputError, match=message) as caught:
+            refuse()
+        assert "\n" not in str(caught.value)
+
+
 def test_a_source_is_read_without_asking_anyone(sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **_: asked.append(arguments))

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import attach, choose_attention, varlen_operations
-from trainer.models.configuration import folder_of
+from trainer.models.configuration import configuration_in
 from trainer.models.deferred_weights import defer, fill, outline, source_of
 from trainer.models.quantized import quantize_blocks
 from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
@@ -73,9 +73,8 @@ def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
 def _from_source(job: ResolvedJob) -> PreTrainedModel:
     source = job.spec.model.source
     assert source is not None
-    folder = folder_of(source)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = configuration_in(source)
         return load(AutoModelForCausalLM, source, config, attn_implementation=_attention(job, config))
     except InputError:
         raise  # it is a ValueError too, and says already what is wrong where

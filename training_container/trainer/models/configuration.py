@@ -1,5 +1,6 @@
 """The model's configuration, known before the model is."""
 
+import json
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -7,6 +8,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+
+_WRONG = (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError)
+"""What transformers raises for a configuration that is no good."""
 
 
 def folder_of(source: str) -> Path:
@@ -28,12 +32,40 @@ def folder_of(source: str) -> Path:
     raise InputError(f"model.source: {source}: {wrong}; {mend}")
 
 
+def configuration_in(source: str) -> PretrainedConfig:
+    """What the folder that `model.source` names says of its model; raises what transformers raises, and InputError.
+
+    Code that comes with a model is never run, nor anyone asked whether it may be: transformers would ask at a terminal.
+    """
+    folder = folder_of(source)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except ValueError:
+        stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "auto_map" not in stated:
+            raise
+        raise InputError(
+            f"model.source: {source}: transformers has no model_type {stated.get('model_type')}, and code that comes"
+            " with a model (auto_map) is not run; give a model of a type that transformers has"
+        ) from None
+
+
+def check_source(source: str) -> None:
+    """InputError where `model.source` is nothing that can be read; what else is wrong is said where it is built."""
+    try:
+        configuration_in(source)
+    except InputError:
+        raise
+    except _WRONG:
+        return
+
+
 def configuration_of(job: ResolvedJob) -> PretrainedConfig | None:
     """Read without making the model; None where it is no good, which is said where the model is built."""
     source, stated = job.spec.model.source, dict(job.spec.model.config or {})
     try:
         if source is not None:
-            return AutoConfig.from_pretrained(folder_of(source)).get_text_config()
+            return configuration_in(source).get_text_config()
         return AutoConfig.for_model(stated.pop("model_type"), **stated).get_text_config()
-    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError):
+    except _WRONG:
         return None

@@ -194,6 +194,7 @@ def load(
             config=config,
             dtype=torch.float32,
             ignore_mismatched_sizes=True,
+            trust_remote_code=False,
             output_loading_info=True,
             **options,
         )

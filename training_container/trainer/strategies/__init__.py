@@ -11,7 +11,7 @@ from trainer.losses import head as loss_head
 from trainer.losses import router as router_loss
 from trainer.models import float8
 from trainer.models.attention import check as check_attention
-from trainer.models.configuration import folder_of
+from trainer.models.configuration import check_source
 from trainer.models.deferred_weights import source_of
 from trainer.runtime import Runtime
 from trainer.strategies import compiled
@@ -27,7 +27,7 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
     """Refuses, in one line and before anything is read, what this trainer does not do; never does it half."""
     spec, layout = job.spec, job.parallelism
     if spec.model.source is not None:
-        folder_of(spec.model.source)
+        check_source(spec.model.source)
     task_of(job).check(job)
     if spec.model.adapter is not None:
         _check_adapter(spec.model.adapter, layout)

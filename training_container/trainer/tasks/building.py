@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.data import JobData, ValidationSet
 from trainer.data.build import sources_by_name
-from trainer.models.configuration import folder_of
+from trainer.models.configuration import configuration_in
 from trainer.models.deferred_weights import defer, outline, source_of
 from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
 from trainer.seeds import seed_everything
@@ -59,7 +59,7 @@ def config_of(job: ResolvedJob, model_types: Sequence[str], **defaults: Any) -> 
             _check_type(f"model.config.model_type: {model_type}", model_type, job.spec.task, model_types)
             return AutoConfig.for_model(model_type, **settings)
         assert spec.source is not None
-        config = AutoConfig.from_pretrained(folder_of(spec.source))
+        config = configuration_in(spec.source)
     except InputError:
         raise  # it is a ValueError too, and says already what is wrong where
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
