@@ -476,7 +476,8 @@ class Checkpointer:
         _raise_broken(errors)
         folder = step_folder(save.step)
         in_place = self._destination.folder(folder)
-        self._retry("index", lambda: self._destination.put_bytes(f"{folder}/.metadata", promise.index))
+        if self._written_folder(save.step) != in_place:
+            self._retry("index", lambda: self._destination.put_bytes(f"{folder}/.metadata", promise.index))
         if in_place is not None:
             sync(in_place)
         self._attach(save)
