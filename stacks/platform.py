@@ -1,10 +1,11 @@
-"""What an environment's tenants share: the image repository, and which image they run."""
+"""What an environment's tenants share: the image repository, which image they run, and the account's audit trail."""
 
 from aws_cdk import RemovalPolicy, Stack
 from aws_cdk import aws_ecr as ecr
 from aws_cdk import aws_ssm as ssm
 from constructs import Construct
 
+from stacks.constructs.audit import AuditTrail
 from stacks.settings import stack_settings
 from trainyard.spec.platform import EnvironmentSpec
 
@@ -15,7 +16,7 @@ KEPT_IMAGES = 50
 
 
 class PlatformStack(Stack):
-    """The ECR repository and the image parameter."""
+    """The ECR repository, the image parameter and the trail."""
 
     images: ecr.Repository
 
@@ -46,3 +47,5 @@ class PlatformStack(Stack):
             description="Training image, pinned by digest; a release overwrites it",
             string_value=f"{self.images.repository_uri}@{UNRELEASED_DIGEST}",
         )
+        if environment.audit.trail:
+            AuditTrail(self, "Audit", environment=environment)

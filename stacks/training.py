@@ -6,6 +6,7 @@ from constructs import Construct
 from stacks.constructs.alarms import TenantAlarms
 from stacks.constructs.contract import PublishedContract
 from stacks.constructs.queues import TenantQueues
+from stacks.constructs.spending import SpendingWatch
 from stacks.foundation import FoundationStack
 from stacks.naming import TenantScope
 from stacks.settings import stack_settings
@@ -30,5 +31,6 @@ class TrainingStack(Stack):
             file_system=resources.file_system,
             flows=resources.logs.flows,
         )
+        SpendingWatch(self, "Spending", tenant=tenant)
         queues = TenantQueues(self, "Queues", tenant=tenant)
         PublishedContract(self, "Contract", tenant=tenant, roles=foundation.roles, resources=resources, queues=queues)

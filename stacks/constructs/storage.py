@@ -27,7 +27,7 @@ class TenantBuckets(Construct):
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, keys: TenantKeys) -> None:
         super().__init__(scope, construct_id)
         spec = tenant.spec.storage
-        lock = _lock(spec.lock_mode, spec.lock_data_days) if spec.lock_data_days else None
+        lock = object_lock(spec.lock_mode, spec.lock_data_days) if spec.lock_data_days else None
         ages = s3.LifecycleRule(id="Ages", transitions=_archive(spec.archive_data_after_days))
         self.data = self._bucket("Data", tenant, keys.data, ages=ages, lock=lock)
         ages = s3.LifecycleRule(
@@ -73,7 +73,8 @@ class TenantBuckets(Construct):
         return bucket
 
 
-def _lock(mode: str, days: int) -> s3.ObjectLockRetention:
+def object_lock(mode: str, days: int) -> s3.ObjectLockRetention:
+    """The retention that every new object of a bucket gets; `mode` is governance or compliance."""
     make = s3.ObjectLockRetention.compliance if mode == "compliance" else s3.ObjectLockRetention.governance
     return make(Duration.days(days))
 

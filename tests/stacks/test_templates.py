@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ("local", "dev", "staging", "production")
 
 NAMED_BY_US = {
+    "AWS::CloudTrail::Trail": "TrailName",  # in the policies of the bucket and the key that it needs first
     "AWS::ECR::Repository": "RepositoryName",  # in image URIs
     "AWS::SSM::Parameter": "Name",  # how the launcher finds the contract and the image
 }
@@ -17,6 +18,7 @@ NAME_PROPERTIES = {
     "AWS::Batch::JobQueue": "JobQueueName",
     "AWS::Batch::SchedulingPolicy": "Name",
     "AWS::Batch::ServiceEnvironment": "ServiceEnvironmentName",
+    "AWS::CloudTrail::Trail": "TrailName",
     "AWS::CloudWatch::Alarm": "AlarmName",
     "AWS::EC2::SecurityGroup": "GroupName",
     "AWS::ECR::Repository": "RepositoryName",

@@ -128,6 +128,8 @@ class BudgetLimits(SpecModel):
     warn_at_percent: float = Field(default=80.0, gt=0, le=100, json_schema_extra=on_change("update"))
     notify: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
     """E-mail addresses."""
+    anomaly_usd: float | None = Field(default=None, gt=0, json_schema_extra=on_change("update"))
+    """Unusual spending of at least so many dollars is told the same day; default: a tenth of `monthly_usd`."""
 
 
 class RemovalSpec(SpecModel):
@@ -189,6 +191,18 @@ class NetworkSpec(SpecModel):
         return f"{network.network_address + index * size}/{self.vpc_prefix_length}"
 
 
+class AuditSpec(SpecModel):
+    """Who did what in the account: a CloudTrail of its API calls, and of every read and write of an object."""
+
+    trail: bool = Field(default=True, json_schema_extra=on_change("update"))
+    """False where the organization has a trail of its own with data events: a second copy of the events costs money."""
+    keep_days: int = Field(default=400, ge=90, le=3650, json_schema_extra=on_change("update"))
+    """How long the log files are kept. Where the environment retains data they are locked (Object Lock) for as long."""
+    lock_mode: Literal["governance", "compliance"] = Field(default="governance", json_schema_extra=on_change("update"))
+    """Who can still delete a locked log file: with governance, who holds s3:BypassGovernanceRetention; with compliance
+    nobody, the account's root included."""
+
+
 class EnvironmentSpec(SpecModel):
     """One deployment of the platform into one account and region."""
 
@@ -207,6 +221,7 @@ class EnvironmentSpec(SpecModel):
     max_instances: dict[str, int] = Field(min_length=1, json_schema_extra=on_change("update"))
     """The account's quota, instances by SageMaker type; the tenants' queues may not exceed it one by one."""
     network: NetworkSpec = NetworkSpec()
+    audit: AuditSpec = AuditSpec()
     tenants: dict[Name, TenantSpec] = Field(min_length=1)
 
     @field_validator("name")

@@ -52,9 +52,18 @@ TYPES = (
         name_property="AlarmName",
     ),
     _recorded(
+        "AWS::CloudTrail::Trail", "arn:aws:cloudtrail:{region}:{account}:trail/{name}", name_property="TrailName"
+    ),
+    _recorded(
         "AWS::CE::AnomalyMonitor",
         "arn:aws:ce::{account}:anomalymonitor/{id}",
         ref_is_arn=True,
         arn_attribute="MonitorArn",
+    ),
+    _recorded(
+        "AWS::CE::AnomalySubscription",
+        "arn:aws:ce::{account}:anomalysubscription/{id}",
+        ref_is_arn=True,
+        arn_attribute="SubscriptionArn",
     ),
 )
