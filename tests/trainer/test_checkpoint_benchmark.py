@@ -1,0 +1,41 @@
+"""The checkpoint benchmark's arithmetic: ratios are taken turn by turn, and a missed goal is one."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def turns(*blocked_and_restore: tuple[float, float]) -> list[dict[str, float]]:
+    """One a pair."""
+    return [{"blocked": blocked, "saved": 2.0, "restore": restore} for blocked, restore in blocked_and_restore]
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, ours: list[dict[str, float]]) -> dict[str, Any]:
+    """What the benchmark says of these seconds."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    judge = runpy.run_path(str(BENCHMARKS / "checkpoint.py"))["_judged"]
+    seconds = {
+        "ours": ours,
+        # Twice as slow a machine in the second turn: the ratio doesn't show it.
+        "torch.save": turns((1.0, 1.0), (2.0, 2.0), (1.0, 1.0)),
+        "dcp": turns((3.0, 1.0), (6.0, 2.0), (3.0, 1.0)),
+        "dcp async": turns((0.2, 1.0), (0.4, 2.0), (0.2, 1.0)),
+        "disk": turns((1.0, 0.5), (2.0, 1.0), (1.0, 0.5)),
+    }
+    result: dict[str, Any] = judge({"state_mib": 100.0, "seconds": seconds})
+    return result
+
+
+def test_ratios_are_of_one_turn_and_goals_are_judged_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = judged(monkeypatch, turns((0.1, 0.5), (0.2, 1.0), (0.1, 0.5)))
+    assert good["best_synchronous"] == "torch.save"
+    assert (good["blocked_to_best_synchronous"], good["blocked_to_dcp_async"]) == (0.1, 0.5)
+    assert (good["restore_speed_to_disk"], good["restore_to_dcp"]) == (1.0, 0.5)
+    assert good["disk_mib_per_second"] == {"write": 50, "read": 200}
+    assert all(good["goals_met"].values())
+    bad = judged(monkeypatch, turns((0.3, 0.6), (0.6, 1.2), (0.3, 0.6)))
+    assert list(bad["goals_met"].values()) == [False, False, False]
