@@ -1,193 +1,450 @@
-"""A fault campaign: one job, killed and frozen at random points until the time is up, then compared bit for bit.
+"""A fault campaign: jobs of every engine, disturbed at random moments, compared bit for bit with undisturbed ones.
 
-    python tests/faults/campaign.py --seconds 300 --seed 7 --layout fsdp --hosts 2
+    scripts/fault_campaign --seeds 40 --json results.json
 
-A rank dies or freezes at a random moment of a random step (in the forward or backward pass, in a save, between them);
-now and then a whole host's entrypoint is killed, and all hosts are started again, as SageMaker does it. What must hold:
-- every start after a fault resumes from a step no older than the newest commit that was told before the fault;
-- every step is in metrics.jsonl once, with exactly the loss, gradient norm and tokens of the undisturbed run;
-- no process, partial file or staging copy is left.
+Every seed is an episode: one job of one engine at one site, to which a hand of faults happens, one after the other.
+What must hold of each episode:
+- the job is done in the end, however often it had to be started, and within bounds after every fault;
+- every start goes on from the newest checkpoint that was told of and was not spoiled since; a rank that was told to
+  stop costs one step at most;
+- every step is in metrics.jsonl once, with exactly the loss, gradient norm and tokens of the undisturbed job;
+- every step was made of exactly the samples of the undisturbed job's;
+- from the first commit on there is a good checkpoint at every moment;
+- no process, partial file, staging copy or multipart upload is left.
 
 The exit code is 0 when all of it held.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import random
-import re
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "trainer")]
 
-from trainer_testing.host import entrypoints, recoveries, write_trees
-from trainer_testing.text_job import bits, rows_of, run_trainer, write_job
+from cloud import Cloud
+from evidence import Guard, Story, damage, samples
+from kinds import SITES, Deck, Fault, num_steps
+from network import network, why_not
+from sites import HostsSite, Site, environment_of
+from trainer_testing.distributed import start_ranks
+from trainer_testing.text_job import bits, rows_of, write_job
 
-STEPS = 60
-KINDS = ("kill", "kill", "stop", "raise")
-_LEAST_FAULTS = 2
-_LONGEST_SECONDS = 600.0
-_COMMITTED = re.compile(r"checkpoint step=(\d+) committed")
-_RESUMED = re.compile(r"resumed step=(\d+)")
+ENGINES = ("ddp", "zero3", "fsdp", "pipeline")
+FAULTS_PER_EPISODE = 6
+CHECKPOINT_EVERY = 3
+_EPISODE_SECONDS = 1200.0
+_MOST_STARTS = 40
+_LARGER = ["model.config.hidden_size=256", "model.config.intermediate_size=512"]
+"""For S3: shards of several parts."""
+
+
+@dataclass
+class Row:
+    """One fault, and what came of it."""
+
+    seed: int
+    engine: str
+    site: str
+    kind: str
+    """Of `kinds`, with its moment."""
+    happened: bool = False
+    recovered: bool = False
+    steps_lost: int | None = None
+    """Finished steps that had to be made again; None: nothing was started again."""
+    seconds_to_next_step: float | None = None
+
+
+@dataclass
+class Episode:
+    """One seed."""
+
+    rows: list[Row]
+    num_starts: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    """What did not hold; empty: all of it."""
+    said: list[str] = field(default_factory=list)
+    """The end of what the job said, where something did not hold."""
 
 
 @dataclass
 class Report:
-    """What a campaign saw."""
+    """A campaign."""
 
-    num_faults: int = 0
-    """Ranks and hosts that were killed or frozen, or that raised."""
-    num_starts: int = 0
-    """Starts of the ranks, the first included."""
-    is_complete: bool = False
-    """The job ran to its last step."""
-    seconds_to_next_step: list[float] = field(default_factory=list)
-    """From each failure that a host survived to the next step."""
-    problems: list[str] = field(default_factory=list)
-    """What did not hold; empty: all of it."""
-    reasons: list[str] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """What this machine can't show, and why."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """The faults that happened."""
+        return [row for episode in self.episodes for row in episode.rows if row.happened]
 
     @property
     def is_good(self) -> bool:
-        """The job is done, and all that must hold does."""
-        return self.is_complete and not self.problems
+        """Every fault was recovered from, and nothing else went wrong."""
+        return bool(self.rows) and not any(episode.problems for episode in self.episodes)
 
     def table(self) -> str:
-        """For people."""
-        slowest = max(self.seconds_to_next_step, default=0.0)
-        lines = [
-            f"faults {self.num_faults}  starts {self.num_starts}  complete {self.is_complete}",
-            f"seconds to the next step: at most {slowest:.1f} of {len(self.seconds_to_next_step)}",
-            *(f"  {reason}" for reason in self.reasons),
-            *(f"PROBLEM: {problem}" for problem in self.problems),
-        ]
+        """For people: a line a kind, then one an engine, then what did not hold."""
+        lines = [f"{'fault':<28}{'faults':>7}{'recovered':>11}{'steps lost':>12}{'seconds to next step':>24}"]
+        for title, key in (("", lambda row: row.kind), ("engine ", lambda row: row.engine)):
+            for name in sorted({key(row) for row in self.rows}):
+                lines.append(_summary(title + name, [row for row in self.rows if key(row) == name]))
+        lines.append(_summary("all", self.rows))
+        lines += [f"left out: {words}" for words in self.left_out]
+        for episode in self.episodes:
+            first = episode.rows[0]
+            lines += [
+                f"PROBLEM seed {first.seed}, {first.engine}, {first.site}: {problem}" for problem in episode.problems
+            ]
         return "\n".join(lines)
 
 
-def campaign(root: Path, *, seconds: float, seed: int, layout: str, num_hosts: int, recover: bool = True) -> Report:
-    """Disturb one job for `seconds`, then let it end; what was seen."""
-    draw = random.Random(seed)
-    job = write_job(root / "job", layout, steps=STEPS)
-    every = ["checkpoint.every_steps=3"]
-    _, undisturbed = run_trainer(2, job, root / "undisturbed", "--set", every[0])
-    overrides = [
-        *every,
-        f"checkpoint.destination={root}/checkpoints",
-        "recovery.hang_seconds=5",
-        "recovery.backoff_seconds=0",
-        f"recovery.max_restarts={1000 if recover else 0}",
-    ]
-    trees = write_trees(root / "hosts", job, num_hosts=num_hosts, overrides=overrides)
-    until = time.time() + seconds
-    report = Report()
-    # The first two happen in any case: on a busy machine the time may be up before the first step.
-    faults = [
-        _fault(draw, step, until if number >= _LEAST_FAULTS else None) for number, step in enumerate(range(4, STEPS, 3))
-    ]
-    while not report.is_complete and time.time() < until + _LONGEST_SECONDS:
-        # About every fourth start of the hosts loses one of them, at a random moment.
-        kill_host_at = draw.uniform(6, 25) if draw.random() < 0.5 and time.time() < until - 10 else None
-        codes, lines = _run_hosts(trees, faults, kill_host_at, draw)
-        report.num_starts += sum("torch.distributed.run" in line and "algo-1:" in line for line in lines)
-        report.problems += _lost_commits(lines)
-        if kill_host_at is not None and any(code < 0 for code in codes):
-            report.num_faults += 1
-            report.reasons.append("a host's entrypoint was killed")
+def _summary(name: str, rows: Sequence[Row]) -> str:
+    lost = [row.steps_lost for row in rows if row.steps_lost is not None]
+    waits = [row.seconds_to_next_step for row in rows if row.seconds_to_next_step is not None]
+    steps = f"{median(lost):g} (<= {max(lost)})" if lost else "-"
+    seconds = f"{median(waits):.1f} (<= {max(waits):.1f})" if waits else "-"
+    return f"{name:<28}{len(rows):>7}{sum(row.recovered for row in rows):>11}{steps:>12}{seconds:>24}"
+
+
+class Campaign:
+    """Episodes one after the other, in a folder of their own."""
+
+    def __init__(self, root: Path, *, sites: Sequence[str] = SITES, recover: bool = True, faults: int) -> None:
+        """`recover`: whether jobs may start their ranks again; without, a campaign has to fail."""
+        self._root = root
+        self._recover = recover
+        self._num_faults = faults
+        self._undisturbed: dict[tuple[str, bool], tuple[list[Any], dict[int, list[str]]]] = {}
+        self._cloud: Cloud | None = None
+        self.report = Report()
+        self._parted = why_not() if "two_hosts" in sites else ""
+        if self._parted:
+            self.report.left_out.append(f"partition: {self._parted}")
+        self._has_disks = os.geteuid() == 0
+        if not self._has_disks:
+            self.report.left_out.append("disk_full: a file system of its own needs root")
+        self._deck = Deck(tuple(sites))
+        self._left_out = {"partition"} if self._parted else set()
+        self._left_out |= set() if self._has_disks else {"disk_full"}
+
+    def run(self, seed: int) -> Episode:
+        """The episode of that seed."""
+        draw = random.Random(seed)
+        engine, site_name = ENGINES[(seed - 1) % len(ENGINES)], self._deck.site(seed)
+        hand = self._deck.deal(draw, engine=engine, site=site_name, number=self._num_faults)
+        hand = [fault for fault in hand if fault.kind.name not in self._left_out]
+        started = time.monotonic()
+        expected = self._expected(engine, is_large=site_name == "cloud")
+        episode = Episode([Row(seed, engine, site_name, fault.name) for fault in hand])
+        self.report.episodes.append(episode)
+        folder = self._root / f"episode-{seed}"
+        with self._site(folder, engine, site_name, seed) as site:
+            _Play(site, hand, episode, draw, recover=self._recover).run()
+            _judge(site, hand, episode, expected)
+            if episode.problems:
+                episode.said = site.lines[-60:]
+        episode.seconds = time.monotonic() - started
+        return episode
+
+    def _expected(self, engine: str, *, is_large: bool) -> tuple[list[Any], dict[int, list[str]]]:
+        """Rows and samples of the job to which nothing happens."""
+        key = (engine, is_large)
+        if key not in self._undisturbed:
+            folder = self._root / f"undisturbed-{engine}{'-large' if is_large else ''}"
+            job = self._job(engine)
+            faults = folder / "faults"
+            faults.mkdir(parents=True)
+            (faults / "faults.json").write_text("[]")
+            overrides = [f"checkpoint.every_steps={CHECKPOINT_EVERY}", *(_LARGER if is_large else ())]
+            arguments = [part for override in overrides for part in ("--set", override)]
+            with _environment(environment_of(faults)):
+                ranks = start_ranks(
+                    2,
+                    "trainer_testing.faulty_trainer",
+                    *("--job", str(job), "--output-dir", str(folder / "out"), *arguments),
+                )
+            said = [rank.communicate(timeout=600)[0] for rank in ranks]
+            assert [rank.returncode for rank in ranks] == [0, 0], said[0][-3000:]
+            self._undisturbed[key] = bits(rows_of(folder / "out")), samples(faults)
+        return self._undisturbed[key]
+
+    def _job(self, engine: str) -> Path:
+        return write_job(self._root / f"job-{engine}", engine, steps=num_steps(self._num_faults))
+
+    @contextlib.contextmanager
+    def _site(self, folder: Path, engine: str, name: str, seed: int) -> Iterator[Site]:
+        (folder / "faults").mkdir(parents=True)
+        overrides = [
+            f"checkpoint.every_steps={CHECKPOINT_EVERY}",
+            "recovery.hang_seconds=6",
+            "recovery.backoff_seconds=0",
+            f"recovery.max_restarts={1000 if self._recover else 0}",
+        ]
+        job = self._job(engine)
+        with contextlib.ExitStack() as stack:
+            site: Site
+            if name == "cloud":
+                from cloud import CloudSite
+
+                self._cloud = self._cloud or Cloud(self._root / "cloud")
+                site = CloudSite(self._cloud, folder, job, [*overrides, *_LARGER], num_hosts=1 + seed % 2)
+            elif name == "desk":
+                from desk import DeskSite
+
+                site = DeskSite(folder, job, overrides)
+            else:
+                num_hosts = 2 if name == "two_hosts" else 1
+                wires = None
+                if num_hosts == 2 and not self._parted:
+                    wires = stack.enter_context(network(f"{os.getpid() % 10_000}-{seed}", ["algo-1", "algo-2"]))
+                site = HostsSite(folder, job, overrides, num_hosts=num_hosts, network=wires, disk=self._has_disks)
+            stack.callback(site.close)
+            yield site
+
+    def close(self) -> None:
+        """End what episodes share."""
+        if self._cloud is not None:
+            self._cloud.close()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class _Play:
+    """One job from its first start to its last, with what happens to it."""
+
+    def __init__(self, site: Site, hand: Sequence[Fault], episode: Episode, draw: random.Random, *, recover: bool):
+        self._site = site
+        self._hand = hand
+        self._episode = episode
+        self._draw = draw
+        self._recover = recover
+        self._folder = site.root / "faults"
+        self._acting: list[threading.Thread] = []
+        self._begun: set[int] = set()
+
+    def run(self) -> None:
+        """Returns when the job is done, or won't be."""
+        orders = [fault.order for fault in self._hand]
+        (self._folder / "faults.json").write_text(json.dumps(orders))
+        guard = Guard(self._site, pause_seconds=0.5 if self._site.s3 is None else 3.0)
+        try:
+            self._run_to_the_end()
+        finally:
+            for thread in self._acting:
+                thread.join(timeout=120)
+            guard.close()
+        self._episode.problems += guard.problems
+
+    def _run_to_the_end(self) -> None:
+        deadline = time.monotonic() + _EPISODE_SECONDS
+        while self._episode.num_starts < _MOST_STARTS:
+            self._site.start()
+            self._episode.num_starts += 1
+            while (outcome := self._site.outcome()) is None:
+                self._look_for_faults()
+                if time.monotonic() > deadline:
+                    self._episode.problems.append(f"not done after {_EPISODE_SECONDS:.0f} s")
+                    return
+                time.sleep(0.02)
+            for thread in self._acting:
+                thread.join(timeout=120)
+            if outcome == "done":
+                return
+            if not self._recover or not self._was_to_end():
+                self._episode.problems.append(f"the job ended: {outcome}")
+                return
+        self._episode.problems.append(f"not done after {_MOST_STARTS} starts")
+
+    def _was_to_end(self) -> bool:
+        """Whether the newest fault is one that a host, or a person, answers by starting the job again."""
+        if not self._begun:
+            return False
+        kind = self._hand[max(self._begun)].kind
+        return kind.effect == "stops" or (kind.is_outside and kind.effect == "restarts" and not kind.is_damage)
+
+    def _look_for_faults(self) -> None:
+        for number, fault in enumerate(self._hand):
+            if number in self._begun or not (self._folder / f"done-{number}").exists():
+                continue
+            self._begun.add(number)
+            if fault.kind.is_outside:
+                thread = threading.Thread(target=self._act, args=(number, fault), daemon=True)
+                thread.start()
+                self._acting.append(thread)
+
+    def _act(self, number: int, fault: Fault) -> None:
+        try:
+            if fault.kind.is_damage:
+                damage(
+                    fault.kind.name,
+                    self._site.destination,
+                    self._site.s3,
+                    self._draw,
+                    self._folder / "events.jsonl",
+                )
+            else:
+                self._site.act(fault.kind.name, self._draw)
+        except Exception as error:
+            self._episode.problems.append(f"{fault.name} could not be done: {type(error).__name__}: {error}")
+        finally:
+            (self._folder / f"over-{number}").touch()
+
+
+def _judge(
+    site: Site, hand: Sequence[Fault], episode: Episode, expected: tuple[list[Any], dict[int, list[str]]]
+) -> None:
+    """Fill the rows, and find what did not hold."""
+    folder = site.root / "faults"
+    story = Story(folder)
+    for number, (fault, row) in enumerate(zip(hand, episode.rows, strict=True)):
+        done = folder / f"done-{number}"
+        if not done.exists():
+            episode.problems.append(f"{fault.name} never happened")
             continue
-        report.is_complete = codes == [0] * num_hosts
-        if not report.is_complete:
-            report.problems.append(f"the hosts ended with {codes}: {lines[-1] if lines else 'no word'}")
-            break
-    rows = [row for tree in trees for row in recoveries(tree)]
-    report.seconds_to_next_step = [row["seconds_to_next_step"] for row in rows]
-    report.reasons += [row["reason"] for row in rows]
-    report.num_faults += len(list((root / "hosts/faults").glob("done-*")))
-    if report.is_complete and bits(rows_of(trees[0] / "output/data")) != bits(undisturbed):
-        report.problems.append("the losses are not those of the undisturbed run")
-    report.problems += _leftovers(root)
-    return report
+        row.happened = True
+        at = float(done.read_text())
+        _follow(row, fault, story, at)
+        if fault.kind.effect == "stops" and (row.steps_lost or 0) > 1:
+            episode.problems.append(f"{fault.name}: {row.steps_lost} steps lost, though it was told to stop")
+    episode.problems += story.lost_commits()
+    if not episode.problems:
+        rows, read = expected
+        if bits(_rows_at(site)) != rows:
+            episode.problems.append("the losses are not those of the undisturbed job")
+        if samples(folder) != read:
+            episode.problems.append("the samples of the steps are not those of the undisturbed job")
+        episode.problems += site.leftovers()
+        episode.problems += [
+            f"{row.kind}: nothing came after it" for row in episode.rows if row.seconds_to_next_step is None
+        ]
+    for row in episode.rows:
+        row.recovered = row.happened and row.seconds_to_next_step is not None and not episode.problems
 
 
-def _fault(draw: random.Random, step: int, until: float | None) -> dict[str, Any]:
-    fault: dict[str, Any] = {"rank": draw.randrange(2), "step": step + draw.randrange(3), "kind": draw.choice(KINDS)}
-    if until is not None:
-        fault["until"] = until
-    # An exception belongs to the thread that trains; a signal may come at any moment.
-    return fault if fault["kind"] == "raise" else {**fault, "after_seconds": draw.uniform(0, 0.06)}
+def _follow(row: Row, fault: Fault, story: Story, at: float) -> None:
+    """What came after a fault of that moment."""
+    starts = story.restarts_after(at)
+    next_step = story.next_step_after(at)
+    if fault.kind.effect != "goes_on":
+        # A rank may still tell of a step that it finished while another one died.
+        next_step = story.next_step_after(starts[0]["at"]) if starts else None
+    if starts and next_step is not None and starts[0]["at"] < next_step:
+        begun = next((start for start in starts if start["has_begun"]), starts[0])
+        row.steps_lost = max(0, begun["last_step"] - begun["resumed"])
+    if next_step is not None:
+        row.seconds_to_next_step = next_step - at
 
 
-def _run_hosts(
-    trees: Sequence[Path], faults: Sequence[dict[str, Any]], kill_at: float | None, draw: random.Random
-) -> tuple[list[int], list[str]]:
-    """Exit codes of the hosts, and their lines, in the order in which they were told."""
-    lines: list[str] = []
-    with entrypoints(trees, faults) as processes:
-        readers = [threading.Thread(target=_read, args=(process, lines), daemon=True) for process in processes]
-        for reader in readers:
-            reader.start()
-        deadline = time.monotonic() + _LONGEST_SECONDS
-        killing = None if kill_at is None else time.monotonic() + kill_at
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if killing is not None and time.monotonic() > killing:
-                draw.choice(processes).kill()
-                killing = None
-            time.sleep(0.1)
-        for reader in readers:
-            reader.join(timeout=10)
-        return [-9 if process.poll() is None else process.returncode for process in processes], lines
+def _rows_at(site: Site) -> list[dict[str, Any]]:
+    """metrics.jsonl as it lies beside the checkpoints."""
+    if site.s3 is None:
+        return rows_of(Path(site.destination))
+    bucket, _, prefix = site.destination.removeprefix("s3://").partition("/")
+    text = site.s3.get_object(Bucket=bucket, Key=f"{prefix}/metrics.jsonl")["Body"].read().decode()
+    return [json.loads(line) for line in text.splitlines()]
 
 
-def _read(process: "subprocess.Popen[str]", lines: list[str]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line.rstrip())
+def campaign(
+    root: Path,
+    *,
+    seeds: Sequence[int],
+    sites: Sequence[str] = SITES,
+    faults: int = FAULTS_PER_EPISODE,
+    minutes: float | None = None,
+    recover: bool = True,
+    say: Callable[[Report], None] | None = None,
+) -> Report:
+    """Episodes of these seeds, as many as begin within `minutes`; what was seen. `say`: called after each."""
+    until = None if minutes is None else time.monotonic() + 60 * minutes
+    played = Campaign(root, sites=sites, recover=recover, faults=faults)
+    try:
+        for seed in seeds:
+            if until is not None and time.monotonic() > until:
+                break
+            played.run(seed)
+            if say is not None:
+                say(played.report)
+    finally:
+        played.close()
+    return played.report
 
 
-def _lost_commits(lines: Sequence[str]) -> list[str]:
-    """Resumes from before the newest commit that had been told."""
-    newest = 0
-    problems = []
-    for line in lines:
-        if match := _COMMITTED.match(line):
-            newest = max(newest, int(match[1]))
-        elif (match := _RESUMED.match(line)) and int(match[1]) < newest:
-            problems.append(f"step {newest} was committed, and step {match[1]} was resumed")
-    return problems
-
-
-def _leftovers(root: Path) -> list[str]:
-    time.sleep(1)
-    problems = []
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    problems += [f"left running: {line.strip()[:120]}" for line in listing.splitlines() if f"{root}/hosts" in line]
-    problems += [f"left behind: {path}" for path in (root / "checkpoints").rglob("*partial*")]
-    problems += [f"left behind: {path}" for path in (root / "hosts").rglob("staging/*/*")]
-    return problems
+def _say(episode: Episode) -> None:
+    """An episode, while the campaign goes on."""
+    first = episode.rows[0]
+    faults = ", ".join(f"{row.kind}{'' if row.recovered else ' (!)'}" for row in episode.rows)
+    print(f"seed {first.seed} {first.engine} {first.site}: {episode.seconds:.0f} s, {faults}", flush=True)
+    for problem in episode.problems:
+        print(f"  PROBLEM: {problem}", flush=True)
+    for line in episode.said:
+        print(f"  | {line}", flush=True)
 
 
 def main() -> int:
     """The command; its exit code."""
-    parser = argparse.ArgumentParser(description="Kill and freeze a job at random points; compare it bit for bit.")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long faults happen")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--layout", choices=("ddp", "fsdp", "zero2"), default="ddp")
-    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser = argparse.ArgumentParser(
+        prog="fault_campaign", description="Disturb jobs at random moments; compare them bit for bit."
+    )
+    parser.add_argument("--seeds", type=int, default=8, help="how many episodes (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=1, help="the first episode's (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, help="begin no episode later than that")
+    parser.add_argument("--faults", type=int, default=FAULTS_PER_EPISODE, help="per episode (default: %(default)s)")
+    parser.add_argument("--site", action="append", choices=SITES, help="only there; may be given again (default: all)")
+    parser.add_argument("--without-recovery", action="store_true", help="prove that the campaign can fail")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every fault, and what came of it")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+
+    def say(report: Report) -> None:
+        _say(report.episodes[-1])
+        if options.json:
+            _write(report, options.json)
+
+    with tempfile.TemporaryDirectory(prefix="fault-campaign-") as folder:
         report = campaign(
-            Path(folder), seconds=options.seconds, seed=options.seed, layout=options.layout, num_hosts=options.hosts
+            Path(folder),
+            seeds=seeds,
+            sites=options.site or SITES,
+            faults=options.faults,
+            minutes=options.minutes,
+            recover=not options.without_recovery,
+            say=say,
         )
-    print(json.dumps(report.__dict__) if options.json else report.table())
+    print(report.table())
     return 0 if report.is_good else 1
+
+
+def _write(report: Report, path: Path) -> None:
+    """Every fault, and what came of it, as far as the campaign has come."""
+    problems = [
+        {"seed": episode.rows[0].seed, "problems": episode.problems} for episode in report.episodes if episode.problems
+    ]
+    content = {"faults": [asdict(row) for row in report.rows], "left_out": report.left_out, "problems": problems}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

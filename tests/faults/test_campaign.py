@@ -1,15 +1,83 @@
-"""The short part of the fault campaign: `python tests/faults/campaign.py` is the long one."""
+"""The short part of the fault campaign, and that it can fail; `scripts/fault_campaign` is the long one."""
 
+import json
+import random
+from collections import Counter
 from pathlib import Path
 
-from campaign import campaign
+import pytest
+from campaign import ENGINES, Episode, Report, Row, campaign
+from evidence import Story, samples
+from kinds import KINDS, SITES, Deck
 
 
 def test_nothing_is_lost_beyond_the_last_commit_and_no_loss_is_wrong(tmp_path: Path) -> None:
-    report = campaign(tmp_path, seconds=15, seed=3, layout="fsdp", num_hosts=1)
-    assert report.is_good and report.num_faults >= 2, report.table()
+    report = campaign(tmp_path, seeds=[3], sites=["one_host"], faults=2)
+    assert report.is_good and len(report.rows) == 2, report.table()
 
 
 def test_without_recovery_the_campaign_fails(tmp_path: Path) -> None:
-    report = campaign(tmp_path, seconds=5, seed=3, layout="ddp", num_hosts=1, recover=False)
-    assert not report.is_good and not report.is_complete
+    report = campaign(tmp_path, seeds=[1], sites=["one_host"], faults=1, recover=False)
+    assert not report.is_good and not any(row.recovered for row in report.rows), report.table()
+
+
+@pytest.mark.full
+def test_every_site_has_an_episode_without_a_problem(tmp_path: Path) -> None:
+    report = campaign(tmp_path, seeds=range(1, 5))
+    assert report.is_good, report.table()
+
+
+def test_a_long_campaign_has_every_kind_with_every_engine() -> None:
+    deck = Deck()
+    seen: Counter[tuple[str, str]] = Counter()
+    for seed in range(1, 61):
+        engine, site = ENGINES[(seed - 1) % len(ENGINES)], deck.site(seed)
+        hand = deck.deal(random.Random(seed), engine=engine, site=site, number=6)
+        assert all(site in fault.kind.sites for fault in hand)
+        assert [fault.order["step"] for fault in hand] == sorted(fault.order["step"] for fault in hand)
+        for before, fault in zip((None, *hand), hand, strict=False):
+            assert fault.moment != "restore" or (before is not None and before.kind.effect == "restarts")
+        seen.update((fault.kind.name, engine) for fault in hand)
+    assert {deck.site(seed) for seed in range(1, 5)} == set(SITES)
+    by_kind = {kind.name: [seen[kind.name, engine] for engine in ENGINES] for kind in KINDS}
+    assert all(min(counts) >= 1 and sum(counts) >= 5 for counts in by_kind.values()), by_kind
+
+
+def test_a_resume_from_before_a_commit_is_a_problem_and_from_before_a_spoiled_one_is_none(tmp_path: Path) -> None:
+    def told(*lines: str) -> list[str]:
+        events = [{"at": float(at), **_event(line)} for at, line in enumerate(lines, start=1)]
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        return Story(tmp_path).lost_commits()
+
+    begun = ("start", "step=3 loss=1", "checkpoint step=3 committed", "step=6 loss=1", "checkpoint step=6 committed")
+    assert told(*begun, "start", "resumed step=6 uri=x") == []
+    assert told(*begun, "start", "resumed step=3 uri=x") == ["step 6 was committed, and step 3 was resumed"]
+    assert told(*begun, "start", "step=1 loss=1") == ["step 6 was committed, and step 0 was resumed"]
+    # Killed before it had read anything: it says nothing of what it would have resumed.
+    assert told(*begun, "start", "start", "resumed step=6 uri=x") == []
+    assert told(*begun, "spoiled 6", "start", "resumed step=3 uri=x") == []
+    restart = Story(tmp_path).restarts_after(5.5)[0]
+    assert (restart["resumed"], restart["last_step"]) == (3, 6)
+
+
+def _event(line: str) -> dict[str, object]:
+    if line == "start":
+        return {"start": True}
+    return {"damaged": int(line.split()[1])} if line.startswith("spoiled") else {"line": line}
+
+
+def test_samples_are_those_of_the_last_time_that_a_step_was_made(tmp_path: Path) -> None:
+    first = [{"step": 1, "ids": ["a"]}, {"step": 2, "ids": ["wrong"]}, {"step": 2, "ids": ["b"]}]
+    (tmp_path / "samples-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in first) + '{"step": 3, "i')
+    (tmp_path / "samples-1.jsonl").write_text(json.dumps({"step": 2, "ids": ["c"]}) + "\n")
+    assert samples(tmp_path) == {1: ["a"], 2: ["b", "c"]}
+
+
+def test_the_table_counts_what_was_recovered() -> None:
+    good = Row(1, "ddp", "one_host", "kill", happened=True, recovered=True, steps_lost=2, seconds_to_next_step=9.0)
+    bad = Row(2, "fsdp", "cloud", "kill", happened=True, seconds_to_next_step=30.0)
+    report = Report([Episode([good]), Episode([bad], problems=["the losses are not those of the undisturbed job"])])
+    lines = report.table().splitlines()
+    assert lines[1].split() == ["kill", "2", "1", "2", "(<=", "2)", "19.5", "(<=", "30.0)"]
+    assert lines[-1].startswith("PROBLEM seed 2, fsdp, cloud: the losses are not")
+    assert not report.is_good

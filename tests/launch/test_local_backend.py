@@ -28,6 +28,7 @@ import argparse, json, os, pathlib, signal, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--resolved-job")
 parser.add_argument("--output-dir")
+parser.add_argument("--scratch-dir")
 arguments = parser.parse_args()
 job = json.loads(pathlib.Path(arguments.resolved_job).read_text())
 destination = pathlib.Path(job["spec"]["checkpoint"]["destination"])
@@ -59,6 +60,10 @@ for step in range(1, 4):
         print(f"step={step} loss=1.5 tokens_per_second=10.0", flush=True)
     if mode == "crashing":
         raise RuntimeError("the loss is not a number at step 1")
+    if mode == "losing-a-rank" and rank == 1 and not (destination / "lost").exists():
+        destination.mkdir(parents=True, exist_ok=True)
+        (destination / "lost").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     while mode.startswith("stopping") and not resumed:
         time.sleep(0.05)
 """
@@ -66,10 +71,11 @@ for step in range(1, 4):
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of jobs, and a `trainer` package that does as the job's name says."""
+    """A folder of jobs, and a `trainer` package that does as the job's name says, under the real one's host."""
     package = tmp_path / "image" / "trainer"
     package.mkdir(parents=True)
-    (package / "__init__.py").touch()
+    real = local_backend.trainer_root() / "trainer"
+    (package / "__init__.py").write_text(f"__path__.append({str(real)!r})")
     (package / "__main__.py").write_text(textwrap.dedent(TRAINER))
     monkeypatch.setattr(local_backend, "trainer_root", lambda: tmp_path / "image")
     folder = tmp_path / "jobs"
@@ -85,6 +91,7 @@ def local_spec(tmp_path: Path, name: str) -> JobSpec:
     text.write_text('{"text": "x"}\n')
     content = job_content()
     content |= {"name": name, "tenant": None, "compute": {"backend": "local"}}
+    content["recovery"] = {"max_restarts": 1 if name == "losing-a-rank" else 0, "backoff_seconds": 0}
     content["data"] = {"train": [{"path": str(text), "format": "jsonl"}], "sequence_length": 64}
     return parse(JobSpec, content, "job")
 
@@ -116,7 +123,19 @@ def test_a_crash_is_told_by_the_ranks_own_words(place: Path, tmp_path: Path) -> 
     wait_until(lambda: watch.status(store, backend, record.job_id).finished)
     status = watch.status(store, backend, record.job_id)
     assert status.state == "Failed"
-    assert status.record.attempt.failure == "RuntimeError: the loss is not a number at step 1"
+    assert status.record.attempt.failure in [
+        f"rank {rank} on this machine: RuntimeError: the loss is not a number at step 1" for rank in range(2)
+    ]
+
+
+def test_a_lost_rank_is_started_again_in_place(place: Path, tmp_path: Path) -> None:
+    record = launch_here(local_spec(tmp_path, "losing-a-rank"), place)
+    store, backend = FolderRecordStore(place), LocalBackend(place)
+    wait_until(lambda: watch.status(store, backend, record.job_id).finished)
+    status = watch.status(store, backend, record.job_id)
+    assert (status.state, status.record.attempt.number) == ("Completed", 1)
+    assert "rank 1 on this machine was killed by SIGKILL" in (place / record.job_id / "log.txt").read_text()
+    assert sorted((place / record.job_id / "output/starts").read_text().split()) == ["0", "0", "1", "1"]
 
 
 def test_a_stopped_job_has_saved_and_resumes(place: Path, tmp_path: Path) -> None:
@@ -146,11 +165,11 @@ def test_a_killed_supervisor_is_noticed_and_resumes(place: Path, tmp_path: Path)
     assert watch.status(store, backend, record.job_id).state == "Training"
     process = json.loads((directory / "process.json").read_text())
     ranks = [int((directory / "output" / f"ready-{rank}").read_text()) for rank in range(2)]
-    assert all(lives(pid) for pid in (process["torchrun_pid"], *ranks))
+    assert all(lives(pid) for pid in (process["host_pid"], *ranks))
     os.kill(process["pid"], signal.SIGKILL)
     wait_until(lambda: not is_running(directory))
     # A rank that lived on would write into the folder that a resume reads.
-    wait_until(lambda: not any(lives(pid) for pid in (process["torchrun_pid"], *ranks)), seconds=5.0)
+    wait_until(lambda: not any(lives(pid) for pid in (process["host_pid"], *ranks)), seconds=5.0)
     status = watch.status(store, backend, record.job_id)
     assert status.state == "Failed"
     assert "supervisor was killed" in status.record.attempt.failure
@@ -179,7 +198,7 @@ def test_a_job_that_was_never_submitted_starts_once_though_two_resume_it(
 def supervise(directory: Path) -> None:
     """Another supervisor of attempt 1, to its end."""
     command = [sys.executable, "-m", "trainyard.launch.local_supervisor", str(directory), "1"]
-    subprocess.run(command, env=local_backend.trainer_environment(), check=True, timeout=60)
+    subprocess.run(command, env=local_backend.trainer_environment(), check=True, timeout=300)
 
 
 def test_a_second_supervisor_leaves_quietly(place: Path, tmp_path: Path) -> None:
@@ -199,28 +218,10 @@ def test_a_rank_that_crashes_while_stopping_has_failed(place: Path, tmp_path: Pa
     watch.stop(store, backend, record.job_id)
     wait_until(lambda: watch.status(store, backend, record.job_id).finished)
     status = watch.status(store, backend, record.job_id)
-    assert (status.state, status.record.attempt.failure) == ("Failed", "OSError: no space left on device")
-
-
-CRASH = """
-import sys
-from trainyard.launch.local_rank import say_whole
-sys.excepthook = say_whole
-print("before", flush=False)
-raise OSError("no space left on device " + "x" * 20_000)
-"""
-
-
-def test_the_last_words_of_ranks_that_die_together_stay_whole(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    with log.open("ab") as shared:
-        ranks = [subprocess.Popen([sys.executable, "-c", CRASH], stdout=shared, stderr=shared) for _ in range(6)]
-        assert [rank.wait(timeout=60) for rank in ranks] == [1] * 6
-    lines = log.read_text().splitlines()
-    assert [line for line in lines if "space" in line and "raise" not in line] == [
-        "OSError: no space left on device " + "x" * 20_000
-    ] * 6
-    assert lines.count("Traceback (most recent call last):") == lines.count("before") == 6
+    assert status.state == "Failed"
+    assert status.record.attempt.failure in [
+        f"rank {rank} on this machine: OSError: no space left on device" for rank in range(2)
+    ]
 
 
 def lives(pid: int) -> bool:
@@ -245,32 +246,9 @@ def test_inputs_are_made_absolute_and_missing_ones_named(
         launch_here(spec, place)
 
 
-SUMMARY = """E1121 05:41:10.000000 77 torch/distributed/elastic/multiprocessing/api.py:1018] failed (exitcode: 1) rank 0
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-Root Cause (first observed failure):
-[0]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : 1 (pid: 77)
-  error_file: <N/A>
-============================================================
-"""
-
-
-@pytest.mark.parametrize(
-    ("log", "reason"),
-    [
-        ("step=1\n[rank1]: ValueError: no such thing\n", "[rank1]: ValueError: no such thing"),
-        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\nlast\n", "last"),
-        ("trainyard: job.yaml: wrong\nTraceback\n  File x\n", "job.yaml: wrong"),
-        ("trainyard: data.train: no such file\n" + SUMMARY, "data.train: no such file"),
-        ("[default1]:OSError: no space\n", "[default1]:OSError: no space"),
-        ("hello\n" + SUMMARY, "hello"),
-        (SUMMARY.replace(": 1 ", ": -9 "), "a rank was killed by signal 9, perhaps for want of memory"),
-        ("", ""),
-    ],
-)
-def test_the_reason_is_the_telling_line(tmp_path: Path, log: str, reason: str) -> None:
-    path = tmp_path / "log.txt"
-    path.write_text(log)
-    assert failure_reason(path) == reason
+def test_a_host_that_could_not_say_why_is_told_by_its_end(tmp_path: Path) -> None:
+    assert failure_reason(tmp_path, -9) == "its host process was killed by SIGKILL"
+    assert failure_reason(tmp_path, 1).startswith("its host process ended with exit code 1; the end of ")
+    (tmp_path / "host").mkdir()
+    (tmp_path / "host/failure").write_text("rank 0: OSError: no space\nmore\n")
+    assert failure_reason(tmp_path, 1) == "rank 0: OSError: no space"

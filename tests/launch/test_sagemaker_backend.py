@@ -8,7 +8,8 @@ from trainyard.errors import InputError
 from trainyard.launch import launch, watch
 from trainyard.launch.backend import LogCursor
 from trainyard.launch.checks import RunningJob
-from trainyard.launch.record import S3RecordStore
+from trainyard.launch.elastic import reviser
+from trainyard.launch.record import JobRecord, S3RecordStore
 from trainyard.launch.sagemaker_backend import SageMakerBackend, _read_stream
 from trainyard.launch.session import Account
 from trainyard.spec.job import JobSpec
@@ -119,3 +120,31 @@ def test_a_resume_counts_the_running_jobs_too(
     with pytest.raises(InputError, match="3 of the 4 instances of queue gpu are held by acme-other"):
         watch.resume(store, backend, record.job_id)
     assert asked == [f"{record.job_id}-r2"], "the attempt itself doesn't count"
+    assert store.read(record.job_id).record.attempt.number == 1, "nothing was written down"
+
+
+def test_a_resume_on_other_machines_meets_quota_hours_memory_and_budget_as_a_launch_does(
+    deployed: Account, job: JobSpec, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = launch(job, contract, account=deployed, launcher=deployed)
+    store = S3RecordStore(deployed.client("s3"), contract.buckets.data)
+    backend = SageMakerBackend(deployed, contract)
+    monkeypatch.setattr(SageMakerBackend, "running", lambda *_, **__: [])
+    monkeypatch.setattr(SageMakerBackend, "observe", lambda *_: None)
+    submitted: list[JobRecord] = []
+    monkeypatch.setattr(SageMakerBackend, "submit", lambda _, given, say: submitted.append(given))
+
+    def resume(*overrides: str, force: bool = False) -> JobRecord:
+        return watch.resume(store, backend, record.job_id, revise=reviser(overrides, None, force=force))
+
+    more = ("compute.instance_count=8", "parallelism.data_replicate=8", "training.micro_batch_size=1")
+    with pytest.raises(InputError, match=r"over the quota of tenant acme, which is 4 x ml\.p5"):
+        resume(*more)
+    with pytest.raises(InputError, match=r"compute\.max_hours 30 is over the 24 hours"):
+        resume("compute.max_hours=30", "compute.max_wait_hours=null")
+    with pytest.raises(InputError, match=r"budget\.max_usd 0\.00 is less than .*--force"):
+        resume("budget={max_usd: 0.000001}")
+    assert (store.read(record.job_id).record.attempt.number, submitted) == (1, [])
+    resumed = resume("budget={max_usd: 0.000001}", force=True)
+    assert resumed.attempt.number == 2 and "budget.max_usd" in resumed.forced[-1]
+    assert resumed.plan["max_usd"] == 0.000001, "planned anew"

@@ -23,6 +23,10 @@ class ScriptedBackend:
         self.submitted: list[str] = []
         self.stopped: list[str] = []
         self.lines: list[LogLine] = []
+        self.checked: list[str] = []
+
+    def check(self, record: JobRecord) -> None:
+        self.checked.append(record.attempt.training_job_name)
 
     def submit(self, record: JobRecord, say: Say) -> None:
         self.submitted.append(record.attempt.training_job_name)

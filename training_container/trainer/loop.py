@@ -16,7 +16,8 @@ class Outcome(Enum):
 def train(session: Session) -> Outcome:
     """Optimizer steps from where the session stands to the job's last, or to the step at which it is asked to stop."""
     strategy, clock = session.strategy, session.clock
-    for step in range(session.step + 1, session.num_steps + 1):
+    while session.step < session.num_steps:
+        step = session.step + 1
         with clock("data"):
             batch = session.next_batch()
         loss_sum = strategy.forward_backward(batch.local, batch.num_targets, clock)
@@ -25,6 +26,9 @@ def train(session: Session) -> Outcome:
             update = strategy.optimizer_step(learning_rate, session.anomalies.gate(loss_sum, batch.num_targets))
         loss, request = session.end_step(step, loss_sum, batch, update)
         step_seconds, breakdown = clock.finish_row()
+        if session.anomalies.wants_rollback:
+            session.roll_back()
+            continue
 
         session.step = step
         validation = session.validate()

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Runtime:
     device: torch.device
     control_group: dist.ProcessGroup
     """gloo over CPU, all ranks: flags, counts and checkpoint coordination, never behind a GPU queue."""
+    rendezvous_seconds: float = 0.0
+    """How long the ranks took to find each other."""
 
     @property
     def is_first(self) -> bool:
@@ -66,6 +69,7 @@ def distributed_runtime(*, cpu_threads: int, recovery: RecoverySpec | None = Non
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
         )
     rank, world_size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), recovery.arrival_seconds
+    began = time.monotonic()
     with part_in_order():
         store = open_store(rank, patience_seconds=patience)
         arrive(store, rank, world_size, patience_seconds=patience)
@@ -74,7 +78,12 @@ def distributed_runtime(*, cpu_threads: int, recovery: RecoverySpec | None = Non
         )
         limit_collectives(60 * recovery.start_minutes)
         yield Runtime(
-            rank=rank, world_size=world_size, local_rank=local_rank, device=device, control_group=control_group
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            device=device,
+            control_group=control_group,
+            rendezvous_seconds=time.monotonic() - began,
         )
 
 

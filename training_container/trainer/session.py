@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval
 from trainer.checkpoint.base_model import base_model_digest, check_same_base
 from trainer.data import JobData, MicroBatch
+from trainer.models.described import describe_model
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
+from trainer.observe.goodput import GOODPUT_FILE, GoodputLog, process_seconds
+from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
 from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
 from trainer.observe.observer import Observer
 from trainer.observe.step_clock import StepClock
@@ -29,12 +33,12 @@ from trainer.strategies import OptimizerStep, Strategy, build_strategy, check_su
 from trainer.strategies.mesh import data_parallel_rank, has_same_streams, place_of, random_stream
 from trainer.tasks import task_of
 from trainer.validation import Validation
-
 from trainyard.errors import JobFailedError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.retention import flat_metrics
 
 RESULT_FILE = "result.json"
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -65,6 +69,7 @@ class Session:
         """
         check_supported(job, device_type=runtime.device.type)
         self._started = time.perf_counter()
+        self._process_seconds = process_seconds() - runtime.rendezvous_seconds
         self._job = job
         self._runtime = runtime
         self._output_dir = output_dir
@@ -81,7 +86,7 @@ class Session:
         self.num_steps = job.steps or _steps_of_epochs(job, self.data)
         self._validation = Validation(job, task, self.data, runtime)
         model = task.build_model(job, self.data)
-        self._model_config = json.loads(model.config.to_json_string(use_diff=False))
+        self._model_described = describe_model(job.spec, model)
         self.strategy: Strategy = build_strategy(job, model=model, runtime=runtime)
         for name, choice in self.strategy.choices.items() if runtime.is_first else ():
             say(f"{name}: {choice}")
@@ -103,6 +108,8 @@ class Session:
         )
         self._metrics = MetricsLog(output_dir)
         self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
+        self._left_out = LeftOutBatches(output_dir, runtime)
+        self._goodput = GoodputLog(output_dir)
         self.step = 0
         self._saved_step = 0
         self._best: float | None = None
@@ -127,24 +134,39 @@ class Session:
             expected=expected or Expected(),
         )
         self.clock = StepClock(runtime.device, world_size=runtime.world_size, show_ranges=training.phase_ranges)
+        if training.on_anomaly == "rollback" and self._checkpointer.last_committed_step is None:
+            self.save()  # the first step may be the one that goes wrong
 
     def _resume(self) -> int:
         """Continues from the newest valid checkpoint, if there is one; returns the attempt's number."""
+        began = time.perf_counter()
         tensors = functools.cache(self.strategy.state_tensors)
         info = self._checkpointer.latest(tensors)
         if info is not None:
             self._load(info, tensors())
-        attempt = self._begin_attempt() if self._runtime.is_first else 0
+        attempt = self._begin_attempt(began) if self._runtime.is_first else 0
+        self._left_out.read()
         if info is not None and self._runtime.is_first:
             say(f"resumed step={self.step} uri={info.uri}")
         return int(self._runtime.sum_over_ranks(attempt)[0])
 
-    def _begin_attempt(self) -> int:
-        """Brings the metrics to where the checkpoint stands; a fresh machine gets them from beside the checkpoints."""
-        for path in (self._metrics.path, self._metrics.attempts_path):
+    def _begin_attempt(self, began: float) -> int:
+        """Brings the metrics to where the checkpoint stands; a fresh machine gets them from beside the checkpoints.
+
+        `began`: when the search for a checkpoint did (perf_counter).
+        """
+        for path in (self._metrics.path, self._metrics.attempts_path, self._left_out.path, self._goodput.path):
             if not path.exists():
                 self._checkpointer.fetch_file(path.name, path)
+        rows = self._metrics.rows()
         attempt = self._metrics.begin_attempt(resumed_step=self.step)
+        seconds = {
+            "process": self._process_seconds,
+            "rendezvous": self._runtime.rendezvous_seconds,
+            "build": began - self._started,
+            "load": time.perf_counter() - began,
+        }
+        self._goodput.begin(rows, attempt=attempt, resumed_step=self.step, seconds=seconds)
         self._checkpointer.publish_file(ATTEMPTS_FILE, self._metrics.attempts_path)
         return attempt
 
@@ -166,6 +188,33 @@ class Session:
             stream = random_stream(self._job.parallelism, self._runtime.rank)
             seed_everything(self._job.spec.training.seed + info.step, rank=stream)
 
+    def roll_back(self) -> None:
+        """Undoes the step that went wrong: back to the newest checkpoint, from where its batch is left out.
+
+        JobFailedError where there is no checkpoint, or too many batches in a row cost the way back to one.
+        """
+        step, anomaly = self.step + 1, self.anomalies.found
+        assert anomaly is not None
+        tensors = functools.cache(self.strategy.state_tensors)
+        with self.clock.excluded(), self._patience.as_at_start():
+            info = self._checkpointer.latest(tensors)
+            if info is None:
+                raise JobFailedError(f"step {step}: {anomaly}; training.on_anomaly: rollback found no checkpoint")
+            if self._left_out.num_since(info.step) >= self._job.spec.training.max_skips:
+                raise JobFailedError(
+                    f"step {step}: {anomaly}; {self._job.spec.training.max_skips} batches were left out since step"
+                    f" {info.step} (training.max_skips), so it is no longer the batch: lower training.learning_rate"
+                )
+            self._left_out.add(step=step, anomaly=anomaly, data=self.anomalies.data, checkpoint_step=info.step)
+            if self._runtime.is_first:
+                # Before anything is learnt again: a start that knew nothing of it would learn from the batch.
+                self._checkpointer.publish_file(LEFT_OUT_FILE, self._left_out.path)
+                self._goodput.went_back(self._metrics.rows(), info.step)
+                self._metrics.drop_after(info.step)
+                say(f"anomaly step={step} rolled back to step={info.step}: {anomaly}; its batch is left out")
+            self._load(info, tensors())
+        self._upcoming = None
+
     def next_batch(self) -> GlobalBatch:
         """The next optimizer step's sequences; apart from the first, `end_step` has read and counted them."""
         batch, self._upcoming = self._upcoming, None
@@ -178,6 +227,7 @@ class Session:
 
     def _read(self) -> Sequence[MicroBatch]:
         """This rank's share of the batch after the last that was read, and what a checkpoint before it has to say."""
+        self._left_out.pass_over(self.data.train)
         self._position = self.data.train.state_dict()
         return self.data.train.next_step()
 
@@ -271,6 +321,7 @@ class Session:
             more=more,
         )
         self._metrics.append(row)
+        self._goodput.step(row.as_json())
         say(row.as_line())
 
     def _measure(self, row: dict[str, Any]) -> None:
@@ -311,7 +362,7 @@ class Session:
             "step": self.step,
             "attempt": self._attempt,
             "strategy": self.strategy.name,
-            "model_config": self._model_config,  # what an export needs, whatever becomes of the job's file
+            **self._model_described,
             "world_size": self._runtime.world_size,
             "ranks_a_stream": self._job.parallelism.tensor,
             "data": self._position if self._upcoming else self.data.train.state_dict(),
@@ -322,7 +373,10 @@ class Session:
             "best": self._best,
             "rng": rng_state(),  # this rank's own: the checkpoint keeps what differs between ranks
         }
-        attachments = {METRICS_FILE: self._metrics.path} if self._runtime.is_first else {}
+        attachments = {}
+        if self._runtime.is_first:
+            self._goodput.total()
+            attachments = {METRICS_FILE: self._metrics.path, GOODPUT_FILE: self._goodput.path}
         with self._patience.as_at_start():
             self._checkpointer.save(self.step, self.strategy.state_tensors(), extra, attachments=attachments)
         self._saved_step = self.step
@@ -344,7 +398,9 @@ class Session:
         if self._runtime.is_first:
             path = self._output_dir / RESULT_FILE
             path.write_text(json.dumps(self._result(status), indent=1) + "\n", encoding="utf-8")
+            self._goodput.total()
             self._checkpointer.publish_file(METRICS_FILE, self._metrics.path)
+            self._checkpointer.publish_file(GOODPUT_FILE, self._goodput.path)
             self._checkpointer.publish_file(RESULT_FILE, path)
 
     def _result(self, status: str) -> dict[str, Any]:

@@ -127,16 +127,18 @@ def status(
     Example: trainyard status acme-stdlib-llama-20260131120000-1a2b
     """
     from trainyard.launch import watch
+    from trainyard.launch.goodput import goodput
 
     with console(stderr=True).status("asking"):
         place, job_id = _place(job, environment, tenant)
         current = watch.status(place.store, place.backend, job_id)
+        reached = goodput(current.record, place.s3)
     if as_json:
-        print_json(summary(current.record, current))
+        print_json(summary(current.record, current) | {"goodput": reached.as_json() if reached else None})
         return
     from trainyard.cli.tables import status_table
 
-    console().print(status_table(current))
+    console().print(status_table(current, reached))
 
 
 def logs(
@@ -208,6 +210,7 @@ def resume(
     tenant: TenantOption = None,
     overrides: SetOption = None,
     processes: ProcessesOption = None,
+    force: ForceOption = False,
     wait: WaitOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -222,7 +225,7 @@ def resume(
 
     with console(stderr=True).status("resuming") as spinner:
         place, job_id = _place(job, environment, tenant)
-        revise = reviser(overrides or [], processes)
+        revise = reviser(overrides or [], processes, force=force)
         record = watch.resume(place.store, place.backend, job_id, revise=revise, say=spinner.update)
     if wait:
         record = _follow(place, job_id, quiet=as_json).record

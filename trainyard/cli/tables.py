@@ -8,13 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from trainyard.launch.checkpoints import Checkpoint
+from trainyard.launch.goodput import Goodput
 from trainyard.launch.record import JobRecord
 from trainyard.launch.watch import Status
 
 _COLOURS = {"Completed": "green", "Failed": "red", "Stopped": "yellow", "Interrupted": "yellow", "Created": "yellow"}
 
 
-def status_table(current: Status) -> Group:
+def status_table(current: Status, reached: Goodput | None = None) -> Group:
     """A job on one screen: what it is, what happened to it and when, what to do."""
     record, observation = current.record, current.observation
     facts = Table.grid(padding=(0, 2))
@@ -31,6 +32,8 @@ def status_table(current: Status) -> Group:
         facts.add_row("reclaimed", f"{record.attempt.reclaims} x, resumed by itself")
     if observation and observation.running_seconds is not None:
         facts.add_row("running", f"{observation.running_seconds:.0f} s")
+    if reached is not None:
+        facts.add_row("goodput", reached.as_line())
     if record.attempt.failure:
         facts.add_row("failure", Text(record.attempt.failure, style="red"))
     if record.forced:

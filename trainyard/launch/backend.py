@@ -59,6 +59,9 @@ class LogCursor:
 class Backend(Protocol):
     """A place that runs jobs."""
 
+    def check(self, record: JobRecord) -> None:
+        """InputError where the newest attempt would not be taken now; starts nothing."""
+
     def submit(self, record: JobRecord, say: Say) -> None:
         """Start the newest attempt; doing it twice for one attempt is no error and starts nothing twice."""
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 from trainyard import planner
 from trainyard.errors import InputError
+from trainyard.hardware import DEFAULT_REGION
+from trainyard.launch.launcher import planned, refuse_or_force
 from trainyard.launch.record import JobRecord
 from trainyard.spec.base import apply_overrides, parse
 from trainyard.spec.job import JobSpec
@@ -22,10 +24,13 @@ _CHANGEABLE_FIELDS = (
 _FIXED_FIELDS = ("checkpoint.destination", "compute.backend")
 
 
-def reviser(overrides: Sequence[str], num_processes: int | None) -> Callable[[JobRecord], JobRecord] | None:
+def reviser(
+    overrides: Sequence[str], num_processes: int | None, *, force: bool = False
+) -> Callable[[JobRecord], JobRecord] | None:
     """What changes a record before its next attempt; None where nothing is asked for.
 
-    InputError names a setting that would make another run of it (data, model, batch, learning rate, seed).
+    InputError names a setting that would make another run of it (data, model, batch, learning rate, seed). `force`: go
+    on although the new plan refuses (memory, hours, budget), as `launch --force` does.
     """
     for override in overrides:
         key = override.partition("=")[0]
@@ -38,11 +43,13 @@ def reviser(overrides: Sequence[str], num_processes: int | None) -> Callable[[Jo
             )
     if not overrides and num_processes is None:
         return None
-    return lambda record: revised(record, overrides, num_processes)
+    return lambda record: revised(record, overrides, num_processes, force=force)
 
 
-def revised(record: JobRecord, overrides: Sequence[str], num_processes: int | None) -> JobRecord:
-    """The record with its spec changed and resolved again; InputError where that can't run."""
+def revised(
+    record: JobRecord, overrides: Sequence[str], num_processes: int | None, *, force: bool = False
+) -> JobRecord:
+    """The record with its spec changed, resolved and planned again; InputError where that can't run or be paid."""
     if num_processes is not None and record.backend != "local":
         raise InputError("--processes is for jobs on this machine; on SageMaker each GPU has its process")
     where = f"--set for job {record.job_id}"
@@ -55,4 +62,9 @@ def revised(record: JobRecord, overrides: Sequence[str], num_processes: int | No
         stated = None if absolute.parallelism == "auto" else absolute.parallelism.world_size
         num_processes = stated or record.resolved.world_size
     resolved = planner.resolve(absolute, world_size=num_processes)
-    return record.model_copy(update={"spec": spec, "resolved": resolved})
+    region = str(record.plan.get("region") or DEFAULT_REGION)
+    # As the launch planned it: on this machine paths may be relative to another folder than today's.
+    plan, refusals = planned(absolute if record.backend == "local" else spec, region=region, world_size=num_processes)
+    refusals = [reason for reason in refusals if reason not in record.forced]
+    forced = (*record.forced, *refuse_or_force(refusals, force))
+    return record.model_copy(update={"spec": spec, "resolved": resolved, "plan": plan, "forced": forced})

@@ -53,7 +53,7 @@ def launch(
     checks.check_queue(job, contract, backend.running())
     say("planning")
     plan, refusals = planned(job, region=contract.region)
-    forced = _refuse_or_force([*checks.refused_hours(job, contract), *refusals], force)
+    forced = refuse_or_force([*checks.refused_hours(job, contract), *refusals], force)
     say("looking for the data")
     image = read_image(account, contract.image_parameter, emulated=contract.emulated)
     s3 = launcher.client("s3")
@@ -84,7 +84,7 @@ def launch_here(
     here = local_job(job)
     say("planning")
     plan, refusals = planned(job, world_size=num_processes)
-    forced = _refuse_or_force(refusals, force)
+    forced = refuse_or_force(refusals, force)
     job_id = names.new_job_id(job.tenant or "local", job.name)
     destination = job.checkpoint.destination or str((folder / job_id).resolve())
     record = new_record(
@@ -208,9 +208,10 @@ def _resolved(job: JobSpec, destination: str, world_size: int | None = None) -> 
     return planner.resolve(job.model_copy(update={"checkpoint": checkpoint}), world_size=world_size)
 
 
-def _refuse_or_force(refusals: Sequence[str], force: bool) -> tuple[str, ...]:
+def refuse_or_force(refusals: Sequence[str], force: bool) -> tuple[str, ...]:
+    """What was refused and is forced; InputError where it isn't."""
     if refusals and not force:
-        raise InputError(f"refused before anything was spent: {'; '.join(refusals)}; --force launches it all the same")
+        raise InputError(f"refused before anything was spent: {'; '.join(refusals)}; --force goes on all the same")
     return tuple(refusals)
 
 

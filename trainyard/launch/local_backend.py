@@ -1,8 +1,9 @@
-"""Jobs on this machine: torchrun in a directory, under a small supervisor that outlives the command that started it.
+"""Jobs on this machine: the container's host in a directory, under a supervisor that outlives who started it.
 
 A job's directory is its checkpoint destination too: checkpoints/, with metrics.jsonl and result.json as of the newest.
-Beside them lie record.json, resolved_job.json, output/ (the trainer's own, always up to date), log.txt, and three files
-of the supervisor: process.json (its pid), running.lock (held while it lives, so that even `kill -9` is noticed) and
+Beside them lie record.json, resolved_job.json, output/ (the trainer's own, always up to date, and recovery.jsonl),
+host/ (of the host that runs the ranks: `failure`, and what is of no use afterwards), log.txt, and three files of the
+supervisor: process.json (its pid), running.lock (held while it lives, so that even `kill -9` is noticed) and
 outcome.json (how the attempt ended).
 """
 
@@ -32,6 +33,10 @@ class LocalBackend:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def check(self, record: JobRecord) -> None:
+        """This machine needs a trainer, and no more."""
+        check_trainer()
 
     def submit(self, record: JobRecord, say: Say) -> None:
         """Start the supervisor in the background; an attempt that was started already is left alone."""

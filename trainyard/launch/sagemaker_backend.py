@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainyard.errors import AwsRefusedError
+from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch import names
 from trainyard.launch.aws import aws_errors, error_code
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
 from trainyard.launch.channels import Channel
-from trainyard.launch.checks import RunningJob, check_queue
+from trainyard.launch.checks import RunningJob, check_queue, refused_hours
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
 from trainyard.launch.request import training_job_request
 from trainyard.launch.session import Account
@@ -43,6 +43,13 @@ class SageMakerBackend:
             image=record.image,
             channels=channels,
         )
+
+    def check(self, record: JobRecord) -> None:
+        """InputError where the tenant's quota, or the hours that its jobs may run, don't allow the newest attempt."""
+        spec = record.resolved.spec
+        check_queue(spec, self._contract, self.running(but=record.attempt.training_job_name))
+        if refused := [reason for reason in refused_hours(spec, self._contract) if reason not in record.forced]:
+            raise InputError("; ".join(refused))
 
     def submit(self, record: JobRecord, say: Say) -> None:
         """Start the newest attempt; an attempt that SageMaker has already is left alone."""

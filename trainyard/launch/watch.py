@@ -139,6 +139,8 @@ def resume(
     if not current.finished and current.observation is not None:
         raise InputError(f"job {job_id}: is still going ({current.state}); stop it first: trainyard stop {job_id}")
     number = current.record.attempt.number
+    # Before anything is written: a resume that can't be had leaves the record as it was.
+    backend.check((revise(current.record) if revise else current.record).with_next_attempt())
 
     def next_attempt(record: JobRecord) -> JobRecord:
         if record.attempt.number != number:

@@ -1,64 +1,241 @@
 """The real trainer, in which ranks die, raise or freeze where a file says so: what the entrypoint runs in tests.
 
-TRAINYARD_TEST_FAULTS names a folder with `faults.json`: [{"rank", "step", "kind", "always", "after_seconds", "until"}].
-`kind` is kill, stop, terminate, raise or sleep: at the beginning of the step, or so long after it from another thread,
-whatever the rank is at by then. Each happens once in all starts of the job, unless `always`; none after `until` (epoch
-seconds).
+TRAINYARD_TEST_FAULTS names a folder with `faults.json`: a list of faults, each `{"rank", "kind", "step"}` and perhaps
+- `moment`: "step" (its beginning, the default), "save" (of that step or a later one) or "restore" (the first after the
+  fault before this one in the list);
+- `after_seconds`: so long after it, from another thread, whatever the rank is at by then;
+- `first_sequence`, of kind "poison", instead of `step`: the place of the batch whose loss is no number on this rank;
+- `always`: in every start, not once in all of them; `until`: not after that time (epoch seconds);
+- `holds`: it takes a while, and the job must not end before `over-N` says that it is over.
+
+`kind` is one of `KINDS`, which happen to this process, or else something that whoever watches the folder does when
+`done-N` appears; with `then_kill` the rank waits for `over-N` and dies. N is the fault's place in the list.
+
+The folder also gets what campaigns compare: `events.jsonl` (rank 0's lines, with the true time) and, per rank,
+`samples-R.jsonl` (which sequences each step read).
 """
 
+import hashlib
 import json
 import math
 import os
+import resource
 import runpy
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from trainer import heartbeat
+from trainer.checkpoint import Checkpointer
 from trainer.session import GlobalBatch, Session
+from trainer.tasks.causal_lm import CausalLM
 
-FOLDER_VARIABLE = "TRAINYARD_TEST_FAULTS"
+from trainer_testing import shifted_clock
+from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE, S3_SECONDS_VARIABLE
 
-
-def happen(kind: str) -> None:
-    """The fault, to this process."""
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "terminate":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif kind == "sleep":
-        time.sleep(3600)
-    else:
-        raise ValueError("injected")
+SLOW_STEPS, SLOW_SECONDS = 4, 0.4
+_HOLD_SECONDS = 0.1
+_LONGEST_HOLD_SECONDS = 120.0
 
 
-def install(folder: Path, rank: int) -> None:
-    """Faults before the batch of a step is read."""
-    faults: list[dict[str, Any]] = json.loads((folder / "faults.json").read_text())
-    original = Session.next_batch
+class Faults:
+    """This rank's share of the faults, and what it tells of itself."""
 
-    def next_batch(self: Session) -> GlobalBatch:
-        for number, fault in enumerate(faults):
-            done = folder / f"done-{number}"
-            if (fault["rank"], fault["step"]) == (rank, self.step + 1) and not done.exists():
-                if time.time() > fault.get("until", math.inf):
-                    continue
-                if not fault.get("always"):
-                    done.write_text(str(time.time()))
-                if "after_seconds" in fault:
-                    threading.Timer(fault["after_seconds"], happen, (fault["kind"],)).start()
-                else:
-                    happen(fault["kind"])
-        return original(self)
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._faults: list[dict[str, Any]] = json.loads((folder / "faults.json").read_text())
+        self._slow_steps = 0
+        self._is_poisoned = False
 
-    Session.next_batch = next_batch  # type: ignore[method-assign]
+    def install(self) -> None:
+        """Into the trainer's classes."""
+        honest_batch, honest_save, honest_load = Session.next_batch, Session.save, Checkpointer.load
+        honest_loss = CausalLM.loss_sum
+
+        def next_batch(session: Session) -> GlobalBatch:
+            self._hold(is_last=session.step + 1 == session.num_steps)
+            self._at("step", session.step + 1)
+            if self._slow_steps:
+                self._slow_steps -= 1
+                time.sleep(SLOW_SECONDS)
+            batch = honest_batch(session)
+            self._is_poisoned = self._has_poison(session.anomalies.data["sequences_consumed"])
+            self._note_samples(session.step + 1, batch)
+            return batch
+
+        def save(session: Session) -> None:
+            self._at("save", session.step)
+            honest_save(session)
+
+        def load(checkpointer: Checkpointer, *arguments: Any) -> dict[str, Any]:
+            self._at("restore", 0)
+            return honest_load(checkpointer, *arguments)
+
+        def loss_sum(task: CausalLM, *arguments: Any) -> torch.Tensor:
+            loss = honest_loss(task, *arguments)
+            return loss * math.nan if self._is_poisoned and torch.is_grad_enabled() else loss
+
+        CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
+        Session.next_batch, Session.save, Checkpointer.load = next_batch, save, load  # type: ignore[method-assign]
+        if self._rank == 0:
+            self._tell({"start": True})
+            sys.stdout = _Tee(sys.stdout, lambda line: self._tell({"line": line}))
+
+    def _at(self, moment: str, step: int) -> None:
+        for number, fault in enumerate(self._faults):
+            if fault["rank"] != self._rank or fault.get("moment", "step") != moment or self._is_done(number):
+                continue
+            if fault["kind"] == "poison":
+                continue
+            is_now = {
+                "step": fault["step"] == step,
+                "save": step >= fault["step"],
+                "restore": number > 0 and self._is_done(number - 1),
+            }[moment]
+            if is_now and shifted_clock.true_time() <= fault.get("until", math.inf):
+                self._begin(number, fault)
+
+    def _begin(self, number: int, fault: dict[str, Any]) -> None:
+        def happen() -> None:
+            if not fault.get("always"):
+                partial = self._folder / f".done-{number}"
+                partial.write_text(str(shifted_clock.true_time()))
+                partial.rename(self._folder / f"done-{number}")
+            self._happen(number, fault)
+
+        if "after_seconds" in fault:
+            threading.Timer(fault["after_seconds"], happen).start()
+        else:
+            happen()
+
+    def _happen(self, number: int, fault: dict[str, Any]) -> None:
+        kind = fault["kind"]
+        if kind == "slow":
+            self._slow_steps = SLOW_STEPS
+        elif kind == "clock":
+            (self._folder / shifted_clock.FILE).write_text(str(fault["seconds"]))
+        elif kind in KINDS:
+            KINDS[kind]()
+        if fault.get("then_kill"):
+            while not (self._folder / f"over-{number}").exists():
+                time.sleep(0.01)
+            _signal(signal.SIGKILL)
+
+    def _hold(self, *, is_last: bool) -> None:
+        """Slow steps while a fault that takes a while goes on, and no last step before it is over."""
+        for number, fault in enumerate(self._faults):
+            if not fault.get("holds"):
+                continue
+            until = time.monotonic() + (_LONGEST_HOLD_SECONDS if is_last else _HOLD_SECONDS)
+            while self._is_done(number) and not (self._folder / f"over-{number}").exists():
+                heartbeat.beat()
+                time.sleep(0.02)
+                if time.monotonic() > until:
+                    break
+
+    def _has_poison(self, first_sequence: int) -> bool:
+        return any(
+            fault["kind"] == "poison" and fault["rank"] == self._rank and fault["first_sequence"] == first_sequence
+            for fault in self._faults
+        )
+
+    def _is_done(self, number: int) -> bool:
+        return (self._folder / f"done-{number}").exists()
+
+    def _note_samples(self, step: int, batch: GlobalBatch) -> None:
+        rows = [row for part in batch.local for row in getattr(part, "input_ids", torch.empty(0, 0))]
+        ids = [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in rows]
+        _append(self._folder / f"samples-{self._rank}.jsonl", {"step": step, "ids": ids})
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        _append(self._folder / "events.jsonl", {"at": shifted_clock.true_time(), **event})
+
+
+def _append(path: Path, content: dict[str, Any]) -> None:
+    """A line, in one write: a kill leaves all of it or nothing."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.write(descriptor, (json.dumps(content) + "\n").encode())
+    os.close(descriptor)
+
+
+class _Tee:
+    """A stream whose lines are also told to somebody. The trainer writes whole lines."""
+
+    def __init__(self, stream: Any, tell: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._tell = tell
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            self._tell(line)
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _signal(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _raise() -> None:
+    raise ValueError("injected")
+
+
+def _run_out_of_host_memory() -> None:
+    """As where the container's limit is reached: the next large allocation is refused."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), hard))
+    torch.ones(1 << 28)
+
+
+def _run_out_of_device_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (simulated)")
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "kill": lambda: _signal(signal.SIGKILL),
+    "stop": lambda: _signal(signal.SIGSTOP),
+    "terminate": lambda: _signal(signal.SIGTERM),
+    "sleep": lambda: time.sleep(3600),
+    "raise": _raise,
+    "oom_host": _run_out_of_host_memory,
+    "oom_device": _run_out_of_device_memory,
+}
+
+
+def _hurry_s3(seconds: float) -> None:
+    """The SDK waits so long for an answer: a campaign's S3 falls silent, and a minute is long."""
+    from botocore.httpsession import URLLib3Session
+
+    honest = URLLib3Session.__init__
+
+    def hurried(session: Any, *arguments: Any, **options: Any) -> None:
+        honest(session, *arguments, **{**options, "timeout": seconds})
+
+    URLLib3Session.__init__ = hurried
+
+
+def main() -> None:
+    """This rank's faults, then the trainer. `--faults FOLDER` before the trainer's own arguments names it too."""
+    if sys.argv[1:2] == ["--faults"]:
+        os.environ[FOLDER_VARIABLE] = sys.argv[2]
+        del sys.argv[1:3]
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    if S3_SECONDS_VARIABLE in os.environ:
+        _hurry_s3(float(os.environ[S3_SECONDS_VARIABLE]))
+    shifted_clock.install(folder)
+    Faults(folder, int(os.environ["RANK"])).install()
+    sys.argv[0] = "trainer"
+    runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    install(Path(os.environ[FOLDER_VARIABLE]), int(os.environ["RANK"]))
-    sys.argv[0] = "trainer"
-    runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+    main()

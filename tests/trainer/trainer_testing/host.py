@@ -12,12 +12,11 @@ from typing import Any
 from trainer import entrypoint
 
 from trainer_testing.distributed import TESTS, free_port
-from trainer_testing.faulty_trainer import FOLDER_VARIABLE
+from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE
 from trainyard.planner import resolve
 from trainyard.spec.job import load_job
 
 CONTAINER = Path(entrypoint.__file__).resolve().parents[1]
-MODULE = "trainer_testing.faulty_trainer"
 
 
 def write_trees(root: Path, job: Path, *, num_hosts: int, overrides: Sequence[str]) -> list[Path]:
@@ -56,10 +55,9 @@ def entrypoints(trees: Sequence[Path], faults: Sequence[dict[str, Any]]) -> Iter
         "CUDA_VISIBLE_DEVICES": "",
         FOLDER_VARIABLE: str(folder),
     }
-    program = f"import sys; from trainer.entrypoint import main; sys.exit(main(module={MODULE!r}))"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-m", "trainer_testing.faulty_entrypoint"],
             env=common | {"TRAINYARD_OPT_ML": str(tree)},
             cwd=tree,
             stdout=subprocess.PIPE,

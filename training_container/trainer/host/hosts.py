@@ -18,9 +18,10 @@ from typing import Any, Literal, Protocol
 from trainer.host.recovery import Ending, Restart, RestartPolicy, cause
 from trainyard.errors import JobFailedError
 
-PING_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
-"""A host that said nothing for so long is lost: several pings."""
+"""A host that said nothing for so long is lost."""
+_PINGS = 6
+"""So many fall into that time."""
 
 Stop = Literal["failed", "hang", "told", "lost"]
 """Why this host's ranks are to stop: one failed or hangs elsewhere, a host was told to stop, or a host is gone."""
@@ -68,7 +69,16 @@ def judged(policy: RestartPolicy, endings: dict[str, Ending]) -> Restart | Endin
 class Judge:
     """The first host's side: hears every host, tells every host."""
 
-    def __init__(self, hosts: Sequence[str], address: str, port: int, policy: RestartPolicy) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        address: str,
+        port: int,
+        policy: RestartPolicy,
+        *,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        self._silence_seconds = silence_seconds
         self._hosts = frozenset(hosts)
         self._policy = policy
         self._lock = threading.Lock()
@@ -90,7 +100,9 @@ class Judge:
                 accepted, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            threading.Thread(target=self._hear, args=(_Connection(accepted),), daemon=True).start()
+            threading.Thread(
+                target=self._hear, args=(_Connection(accepted, self._silence_seconds),), daemon=True
+            ).start()
 
     def _hear(self, connection: "_Connection") -> None:
         hello = connection.receive()
@@ -142,9 +154,18 @@ class Judge:
 class ManyHosts:
     """A host's side; the first host has the judge beside it."""
 
-    def __init__(self, host: str, address: str, port: int, *, judge: Judge | None, patience_seconds: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        address: str,
+        port: int,
+        *,
+        judge: Judge | None,
+        patience_seconds: float,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
         self._judge = judge
-        self._connection = _Connection(_connect(address, port, patience_seconds))
+        self._connection = _Connection(_connect(address, port, patience_seconds), silence_seconds)
         self._connection.send({"host": host})
         self._first = address
         self._stop: Stop | None = None
@@ -209,8 +230,9 @@ def _connect(address: str, port: int, patience_seconds: float) -> socket.socket:
 class _Connection:
     """Lines of JSON over a socket, with pings of its own both ways."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        connected.settimeout(SILENCE_SECONDS)
+    def __init__(self, connected: socket.socket, silence_seconds: float) -> None:
+        connected.settimeout(silence_seconds)
+        self._ping_seconds = silence_seconds / _PINGS
         self._socket = connected
         self._reader = connected.makefile("r", encoding="utf-8")
         self._sending = threading.Lock()
@@ -239,7 +261,7 @@ class _Connection:
                 return message
 
     def _ping(self) -> None:
-        while not self._closed.wait(PING_SECONDS):
+        while not self._closed.wait(self._ping_seconds):
             self.send({"ping": 1})
 
     def close(self) -> None:

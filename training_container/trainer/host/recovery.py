@@ -20,6 +20,9 @@ _REPEATS_OF_WORDS = 2
 _REPEATS_OF_STEP = 3
 """The same step, whatever was said or not said (out of memory kills without a word)."""
 _WRONG_INPUT = 2
+GOODPUT_FILE = "goodput.jsonl"
+"""In the trainer's output folder: what each of its starts took."""
+_PARTS = ("process", "rendezvous", "build", "load")
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,11 @@ def _times(count: int) -> str:
 
 
 class RecoveryLog:
-    """What the first host tells of restarts: a line each on stdout, a row each in recovery.jsonl."""
+    """What the first host tells of restarts: a line each on stdout, a row each in recovery.jsonl.
+
+    A row has the parts of the time to the next step: detection (before it was noticed), then stop, backoff, schedule,
+    process, rendezvous, build, load and first_step, which add up to seconds_to_next_step.
+    """
 
     def __init__(self, folder: Path, *, is_first: bool) -> None:
         self._path = folder / "recovery.jsonl"
@@ -142,15 +149,22 @@ class RecoveryLog:
         self._open: dict[str, Any] | None = None
         self._failed_at = 0.0
 
-    def failed(self, restart: Restart) -> None:
-        """The ranks failed, and are started again."""
+    def failed(self, restart: Restart, *, noticed_at: float | None = None, quiet_seconds: float = 0.0) -> None:
+        """The ranks failed, and are started again.
+
+        `noticed_at` (monotonic): when this host found out; `quiet_seconds`: how long no rank had beaten by then.
+        """
         ending = restart.failure
-        self._failed_at = time.monotonic()
+        now = time.monotonic()
+        self._failed_at = now if noticed_at is None else noticed_at
         self._open = {
             "restart": restart.number,
             "at": time.time(),
             "last_step": ending.step,
             "reason": ending.reason,
+            # No longer than this: a rank may have lived on for a while after its last beat.
+            "detection_seconds": quiet_seconds,
+            "stop_seconds": now - self._failed_at,
             "backoff_seconds": restart.delay_seconds,
         }
         say(
@@ -162,7 +176,8 @@ class RecoveryLog:
         """The newest finished step of the ranks that run now: the first one closes the row."""
         if self._open is None or last_step == 0:
             return
-        row = {**self._open, "seconds_to_next_step": time.monotonic() - self._failed_at}
+        waited = time.monotonic() - self._failed_at
+        row = {**self._open, **self._parts(waited), "seconds_to_next_step": waited}
         self._open = None
         say(
             f"recovery restart={row['restart']} goes_on step={last_step}"
@@ -171,3 +186,31 @@ class RecoveryLog:
         if self._is_first:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+
+    def _parts(self, waited: float) -> dict[str, float]:
+        """What the start took, as the trainer's first rank tells it (trainer.observe.goodput); nothing where it can't.
+
+        schedule: from the pause's end to the ranks' processes; first_step: what is left.
+        """
+        assert self._open is not None
+        try:
+            lines = (self._path.parent / GOODPUT_FILE).read_text(encoding="utf-8").splitlines()
+            start = next(row["start"] for line in reversed(lines) if "start" in (row := _row(line)))
+            if start["at"] < self._open["at"]:
+                return {}
+            parts = {f"{name}_seconds": float(start[f"{name}_seconds"]) for name in _PARTS}
+        except (OSError, StopIteration, KeyError, TypeError, ValueError):
+            return {}
+        known = self._open["stop_seconds"] + self._open["backoff_seconds"]
+        begun = max(0.0, start["at"] - self._open["at"] - self._open["backoff_seconds"])
+        left = waited - known - begun - sum(parts.values())
+        return {"schedule_seconds": begun, **parts, "first_step_seconds": max(0.0, left)}
+
+
+def _row(line: str) -> dict[str, Any]:
+    """A row of the account; empty where a killed process left half of one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}

@@ -90,6 +90,11 @@ class StepWatch:
         ended = {rank for rank, report in reports.items() if report.exit_code is not None}
         return {rank: now - seen.at for rank, seen in self._seen.items() if rank not in ended}
 
+    @property
+    def quiet_seconds(self) -> float:
+        """Since the last beat of any rank, or since the start."""
+        return self._clock() - max(seen.at for seen in self._seen.values())
+
     def step_of(self, rank: int) -> int:
         """The last step that a rank finished in this start."""
         beat = self._seen[rank].beat

@@ -154,8 +154,11 @@ class AnomalyGuard:
 
     def check(self, step: int, loss: float, update: OptimizerStep, own_loss_sum: float) -> None:
         """After the update: JobFailedError where the job has to end, with a snapshot named in it."""
-        if self._settings.on_anomaly == "stop" and update.was_applied:
+        if self._settings.on_anomaly != "skip" and update.was_applied:
             self.found = self.watch.judge(loss, update.grad_norm)
+        if self._settings.on_anomaly == "rollback":
+            self._agree()
+            return
         if self.found is None:
             return
         if self._settings.on_anomaly == "skip" and self.watch.num_in_a_row < self._settings.max_skips:
@@ -163,6 +166,21 @@ class AnomalyGuard:
                 say(f"anomaly step={step} skipped: {self.found}")
             return
         raise JobFailedError(self._words(step, loss, update, own_loss_sum))
+
+    def _agree(self) -> None:
+        """One verdict for all ranks: those that went back would wait for ever for one that did not."""
+        if self._runtime.sum_over_ranks(float(self.found is not None))[0] > 0:
+            self.found = self.found or "another rank found an anomaly"
+
+    @property
+    def wants_rollback(self) -> bool:
+        """Whether the step that was just made has to be undone; the same on every rank."""
+        return self._settings.on_anomaly == "rollback" and self.found is not None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Where in the training stream the batch of the step lies that is being made, or was made last."""
+        return self._data
 
     def _words(self, step: int, loss: float, update: OptimizerStep, own_loss_sum: float) -> str:
         assert self.found is not None
@@ -196,7 +214,7 @@ class AnomalyGuard:
         )
         advice = (
             "training diverged; lower training.learning_rate or training.gradient_clip, lengthen the warm-up, or use"
-            " bf16 or fp32; training.on_anomaly: skip leaves such batches out"
+            " bf16 or fp32; training.on_anomaly: rollback (or skip) leaves such batches out"
         )
         return "; ".join(part for part in (what, where, advice, f"snapshot: {snapshot}") if part)
 

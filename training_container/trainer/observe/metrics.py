@@ -81,10 +81,14 @@ class MetricsLog:
         if self.attempts_path.exists():
             seen.append(int(json.loads(self.attempts_path.read_text(encoding="utf-8"))["attempts"]))
         attempt = max(seen, default=0) + 1
-        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= resumed_step]
-        _replace(self.path, "".join(kept))
+        self.drop_after(resumed_step)
         _replace(self.attempts_path, json.dumps({"attempts": attempt}) + "\n")
         return attempt
+
+    def drop_after(self, step: int) -> None:
+        """Drops the rows of later steps, which are made again."""
+        kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
+        _replace(self.path, "".join(kept))
 
     def append(self, row: Row) -> None:
         """Writes one row through to the file."""

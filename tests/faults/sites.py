@@ -1,0 +1,235 @@
+"""Places where a campaign's job runs: hosts that the campaign plays SageMaker for. See also `cloud` and `desk`."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from network import INTERFACE, Network
+from trainer_testing.distributed import TESTS, free_port
+from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE
+from trainer_testing.host import CONTAINER, write_trees
+
+from trainyard.emulator.processes import kill_all, processes_under
+
+SILENCE_SECONDS = 8.0
+"""How long a host of a campaign may say nothing: on SageMaker it is half a minute."""
+_SIBLING_SECONDS = 45.0
+"""How long the other hosts may take to find out that one is lost."""
+DISK_MIB = 48
+
+
+class Site(Protocol):
+    """Where one job runs, again and again until it is done."""
+
+    root: Path
+    """Everything of the job lies under it."""
+    destination: str
+    """Where its checkpoints lie."""
+    s3: Any
+    """The client that reads them; None: they lie in a folder."""
+    lines: list[str]
+    """What the job's processes said, newest last."""
+
+    def start(self) -> None:
+        """Start the job, or start it again."""
+
+    def outcome(self) -> str | None:
+        """None while it runs; "done", or how it ended. Who is left of a job that has lost a host is ended here."""
+
+    def act(self, kind: str, draw: random.Random) -> None:
+        """A fault that comes from outside; returns when it is over."""
+
+    def leftovers(self) -> list[str]:
+        """What is left of an ended job and should not be."""
+
+    def close(self) -> None:
+        """End all."""
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """What every process of a campaign's job gets."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ.get("HOME", "/"),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(CONTAINER), str(CONTAINER.parent)]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRAINYARD_SKIP_EFA_CHECK": "1",
+        "TRAINYARD_HOST_SILENCE_SECONDS": str(SILENCE_SECONDS),
+        FOLDER_VARIABLE: str(folder),
+    }
+
+
+class HostsSite:
+    """One or two hosts of this machine under the real entrypoint; their checkpoints in a folder, or on a small disk."""
+
+    s3 = None
+
+    def __init__(
+        self, root: Path, job: Path, overrides: Sequence[str], *, num_hosts: int, network: Network | None, disk: bool
+    ) -> None:
+        """`network`: the hosts' own; None: this machine's loopback. `disk`: checkpoints on a file system of their own.
+
+        The latter can be filled; it needs root.
+        """
+        self.root = root
+        self.lines = []
+        self._disk = root / "disk"
+        self._disk.mkdir(parents=True)
+        self._has_disk = disk
+        if disk:
+            size = f"size={DISK_MIB}m"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self._disk)], check=True)
+        self.destination = str(self._disk / "job")
+        self._job = job
+        self._overrides = [*overrides, f"checkpoint.destination={self.destination}"]
+        self._hosts = [f"algo-{number + 1}" for number in range(num_hosts)]
+        self._network = network
+        self._trees: list[Path] = []
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._readers: list[threading.Thread] = []
+        self._lost_at: float | None = None
+        self._keeps_disks = True
+        self.reasons: list[str] = []
+
+    def start(self) -> None:
+        if not self._keeps_disks or not self._trees:
+            shutil.rmtree(self.root / "hosts", ignore_errors=True)
+            self._trees = write_trees(
+                self.root / "hosts", self._job, num_hosts=len(self._hosts), overrides=self._overrides
+            )
+            self._name_interface()
+        self._keeps_disks, self._lost_at = True, None
+        addresses = (
+            self._network.addresses
+            if self._network
+            else {host: f"127.0.0.{number + 2}" for number, host in enumerate(self._hosts)}
+        )
+        common = environment_of(self.root / "faults") | {
+            "TRAINYARD_RENDEZVOUS_PORT": str(free_port()),
+            "TRAINYARD_HOST_ADDRESSES": json.dumps(addresses),
+        }
+        for host, tree in zip(self._hosts, self._trees, strict=True):
+            process = subprocess.Popen(
+                [
+                    *(self._network.inside(host) if self._network else ()),
+                    *(sys.executable, "-m", "trainer_testing.faulty_entrypoint"),
+                ],
+                env=common | {"TRAINYARD_OPT_ML": str(tree)},
+                cwd=tree,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            self._processes[host] = process
+            reader = threading.Thread(target=self._read, args=(host, process), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _name_interface(self) -> None:
+        for tree in self._trees if self._network else ():
+            path = tree / "input/config/resourceconfig.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"network_interface_name": INTERFACE}))
+
+    def _read(self, host: str, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.lines.append(f"{host} {line.rstrip()}")
+
+    def outcome(self) -> str | None:
+        codes = {host: process.poll() for host, process in self._processes.items()}
+        if all(code == 0 for code in codes.values()):
+            return "done"
+        if all(code is not None for code in codes.values()):
+            return self._ended(codes)
+        if self._lost_at is None and any(code not in (None, 0) for code in codes.values()):
+            self._lost_at = time.monotonic()
+        if self._lost_at is not None and time.monotonic() > self._lost_at + _SIBLING_SECONDS:
+            self.reasons.append(f"hosts still ran {_SIBLING_SECONDS:.0f} s after one was lost")
+            kill_all(self.root, [])
+        return None
+
+    def _ended(self, codes: dict[str, int | None]) -> str:
+        for process in self._processes.values():
+            process.wait()
+        for reader in self._readers:
+            reader.join(timeout=5)
+        return f"exit codes {', '.join(f'{host} {code}' for host, code in codes.items())}"
+
+    def act(self, kind: str, draw: random.Random) -> None:
+        if kind == "disk_full":
+            self._fill_disk(draw.uniform(1.0, 2.5))
+            return
+        host = draw.choice(self._hosts)
+        pids = processes_under(self.root / "hosts" / host)
+        self._keeps_disks = False
+        if kind == "kill_host":
+            # Some hosts come back with their disk, some are others.
+            self._keeps_disks = draw.random() < 0.5
+            self._processes[host].kill()
+        elif kind == "freeze_host":
+            self._lost_at = time.monotonic()
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            self._wait_for_others(host)
+            for pid in processes_under(self.root / "hosts" / host):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        elif kind == "partition":
+            assert self._network is not None
+            self._lost_at = time.monotonic()
+            self._network.part(host)
+            self._wait_for_others("")
+            self._network.heal(host)
+        else:
+            raise AssertionError(kind)
+
+    def _wait_for_others(self, lost: str) -> None:
+        """Until the hosts that can have left by themselves, or time is up (`outcome` says so)."""
+        others = [process for host, process in self._processes.items() if host != lost]
+        until = time.monotonic() + _SIBLING_SECONDS
+        while any(process.poll() is None for process in others):
+            if time.monotonic() > until:
+                self.reasons.append(f"hosts still ran {_SIBLING_SECONDS:.0f} s after one was lost")
+                kill_all(self.root, [])
+            time.sleep(0.05)
+
+    def _fill_disk(self, seconds: float) -> None:
+        ballast = self._disk / "ballast"
+        with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        time.sleep(seconds)
+        ballast.unlink()
+
+    def leftovers(self) -> list[str]:
+        until = time.monotonic() + 5
+        while (left := processes_under(self.root)) and time.monotonic() < until:
+            time.sleep(0.1)
+        problems = [f"left running: {pid}" for pid in sorted(left)]
+        problems += [f"left behind: {path}" for path in self._disk.rglob("*partial*")]
+        for pattern in ("*partial*", "staging/*/*", "fetched/*"):
+            problems += [f"left behind: {path}" for path in (self.root / "hosts").rglob(pattern)]
+        return problems + self.reasons
+
+    def close(self) -> None:
+        kill_all(self.root, [])
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            assert process.stdout is not None
+        for reader in self._readers:
+            reader.join(timeout=5)
+        if self._has_disk:
+            subprocess.run(["umount", "--lazy", str(self._disk)], capture_output=True, check=False)

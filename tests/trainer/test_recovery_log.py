@@ -1,0 +1,63 @@
+"""What recovery.jsonl says of a restart: its parts, from the host's own looks and the trainer's account."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from trainer.host.recovery import Ending, RecoveryLog, Restart
+from trainer.observe.goodput import GoodputLog
+
+RESTART = Restart(0.0, 1, Ending(1, "rank 1 on algo-1 was killed by SIGKILL", step=7))
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "recovery.jsonl").read_text().splitlines()]
+
+
+def test_the_parts_add_up_to_the_time_to_the_next_step(tmp_path: Path) -> None:
+    log = RecoveryLog(tmp_path, is_first=True)
+    log.failed(RESTART, noticed_at=time.monotonic() - 3.0, quiet_seconds=0.5)
+    account = GoodputLog(tmp_path)
+    time.sleep(0.05)
+    account.begin([], attempt=2, resumed_step=6, seconds={"process": 0.01, "rendezvous": 0.02, "build": 0, "load": 0})
+    log.progress(0)
+    assert not (tmp_path / "recovery.jsonl").exists(), "no step yet"
+    log.progress(7)
+    (row,) = rows_of(tmp_path)
+    assert row["detection_seconds"] == 0.5
+    assert 3.0 <= row["stop_seconds"] < 4.0
+    parts = ("stop", "backoff", "schedule", "process", "rendezvous", "build", "load", "first_step")
+    assert sum(row[f"{part}_seconds"] for part in parts) == pytest.approx(row["seconds_to_next_step"], abs=0.02)
+    assert (row["process_seconds"], row["rendezvous_seconds"]) == (0.01, 0.02)
+
+
+def test_a_trainer_that_tells_nothing_leaves_the_whole(tmp_path: Path) -> None:
+    # An account of the start before, and half a row: neither is this start's.
+    GoodputLog(tmp_path).begin([], attempt=1, resumed_step=0, seconds=dict.fromkeys(("process", "load"), 0.0))
+    time.sleep(0.01)
+    log = RecoveryLog(tmp_path, is_first=True)
+    log.failed(RESTART)
+    with (tmp_path / "goodput.jsonl").open("a") as file:
+        file.write('{"start": {"at"')
+    log.progress(7)
+    (row,) = rows_of(tmp_path)
+    assert row["seconds_to_next_step"] >= 0
+    assert "load_seconds" not in row
+
+
+def test_steps_that_are_made_again_are_lost_and_saves_are_no_steps(tmp_path: Path) -> None:
+    account = GoodputLog(tmp_path)
+    rows = [{"step": step, "step_seconds": 1.0, "breakdown": {"checkpoint": 0.25}} for step in range(1, 6)]
+    seconds = {"process": 1.0, "rendezvous": 1.0, "build": 1.0, "load": 1.0}
+    account.begin(rows, attempt=2, resumed_step=3, seconds=seconds)
+    account.step(rows[3])
+    account.total()
+    account.went_back(rows[:4], 3)
+    account.total()
+    written = [json.loads(line) for line in account.path.read_text().splitlines() if line]
+    assert [next(iter(row)) for row in written] == ["start", "first_step", "totals", "lost", "totals"]
+    assert (written[0]["start"]["lost_steps"], written[0]["start"]["lost_seconds"]) == (2, 2.0)
+    assert written[2]["totals"] == {"steps": 4, "useful_seconds": 3.0, "save_seconds": 1.0}
+    assert written[3]["lost"] == {"attempt": 2, "steps": 1, "seconds": 1.0}
+    assert written[4]["totals"] == {"steps": 3, "useful_seconds": 2.25, "save_seconds": 0.75}

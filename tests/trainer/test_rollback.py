@@ -1,0 +1,106 @@
+"""A batch that spoils the weights costs the way back to a checkpoint, and the job is one that never had it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer.observe.left_out import LEFT_OUT_FILE
+from trainer_testing.distributed import finish
+from trainer_testing.pool import start_pooled
+from trainer_testing.text_job import bits, rows_of, write_job
+
+STEPS, BATCH = 10, 8
+POISONED = (2, 6, 7)
+"""Batches: one before the first checkpoint, and two in a row."""
+
+
+def run(
+    folder: Path, job: Path, poisoned: tuple[int, ...], *settings: str, left_out: tuple[int, ...] = ()
+) -> tuple[list[int], str, list[dict[str, Any]]]:
+    """Exit codes, rank 0's words and the rows, with batches that are poisoned on rank 1 or known to be left out."""
+    faults = [{"rank": 1, "kind": "poison", "step": 0, "first_sequence": BATCH * (number - 1)} for number in poisoned]
+    (folder / "faults").mkdir(parents=True, exist_ok=True)
+    (folder / "faults/faults.json").write_text(json.dumps(faults))
+    output = folder / "out"
+    output.mkdir(exist_ok=True)
+    rows = [{"first_sequence": BATCH * (number - 1), "rolled_back_to": 0} for number in left_out]
+    if rows:
+        (output / LEFT_OUT_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [part for setting in settings for part in ("--set", setting)]
+    command = ["--faults", str(folder / "faults"), "--job", str(job), "--output-dir", str(output), *options]
+    ended = finish(start_pooled(2, "trainer_testing.faulty_trainer", *command), timeout_seconds=400)
+    return [code for code, _ in ended], "\n".join(text for _, text in ended), rows_of(output)
+
+
+def read_samples(folder: Path) -> list[tuple[str, ...]]:
+    """Of rank 0, the sequences of each step, the last time that it was made."""
+    lines = (folder / "faults/samples-0.jsonl").read_text().splitlines()
+    last = {row["step"]: tuple(row["ids"]) for row in map(json.loads, lines)}
+    return [last[step] for step in sorted(last)]
+
+
+def check(tmp_path: Path, layout: str) -> None:
+    job = write_job(tmp_path, layout, steps=STEPS, on_anomaly="rollback")
+    codes, said, rows = run(tmp_path / "poisoned", job, POISONED)
+    assert codes == [0, 0], said[-6000:]
+    # Batch 2 was of step 2; batches 6 and 7 were both of step 5, after one had been passed over.
+    for step, back in ((2, 0), (5, 4)):
+        assert f"anomaly step={step} rolled back to step={back}: " in said
+    codes, said, expected = run(tmp_path / "never", job, (), left_out=POISONED)
+    assert codes == [0, 0], said[-6000:]
+    assert "anomaly" not in said
+    assert bits(rows) == bits(expected)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    # That it never had them is told apart from that by the samples of a job that had.
+    codes, said, whole = run(tmp_path / "whole", job, ())
+    assert codes == [0, 0], said[-6000:]
+    assert bits(whole) != bits(rows)
+    batches = read_samples(tmp_path / "whole")
+    read = read_samples(tmp_path / "poisoned")
+    assert read == read_samples(tmp_path / "never")
+    assert read[: STEPS - len(POISONED)] == [
+        batch for number, batch in enumerate(batches, start=1) if number not in POISONED
+    ]
+
+
+def test_a_poisoned_batch_leaves_no_trace(tmp_path: Path) -> None:
+    check(tmp_path, "fsdp")
+    record = tmp_path / "poisoned/out" / LEFT_OUT_FILE
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [(row["step"], row["first_sequence"], row["rolled_back_to"]) for row in rows] == [
+        (2, BATCH * 1, 0), (5, BATCH * 5, 4), (5, BATCH * 6, 4),
+    ]  # fmt: skip
+    assert all("nan" in row["anomaly"] for row in rows)
+
+    # A start that begins anew passes over them as well, without having met them.
+    before = bits(rows_of(tmp_path / "poisoned/out"))
+    shutil.rmtree(tmp_path / "poisoned/out/checkpoints")
+    codes, said, rows = run(tmp_path / "poisoned", tmp_path / "job.yaml", (), "checkpoint.every_steps=8")
+    assert codes == [0, 0], said[-6000:]
+    assert "anomaly" not in said and bits(rows) == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "pipeline"])
+def test_a_poisoned_batch_leaves_no_trace_under(tmp_path: Path, layout: str) -> None:
+    check(tmp_path, layout)
+
+
+def test_batches_that_are_all_bad_end_the_job(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "ddp", steps=STEPS, on_anomaly="rollback", max_skips=2)
+    codes, said, _ = run(tmp_path / "poisoned", job, (6, 7, 8))
+    assert codes == [1, 1], said[-6000:]
+    assert "step 5: loss is nan" in said or "step 6: loss is nan" in said
+    assert "2 batches were left out since step 4 (training.max_skips)" in said
+    assert "Traceback" not in said
+
+
+def test_a_record_that_is_none_is_one_line(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "ddp", steps=2)
+    (tmp_path / "run/out").mkdir(parents=True)
+    (tmp_path / "run/out" / LEFT_OUT_FILE).write_text('{"step": 2}\n')
+    codes, said, _ = run(tmp_path / "run", job, ())
+    assert codes == [1, 1], said[-6000:]
+    assert f"trainyard: {tmp_path}/run/out/{LEFT_OUT_FILE}: is not what this trainer wrote" in said

@@ -1,0 +1,97 @@
+"""Where a job's time went, told by itself: goodput.jsonl, beside the checkpoints too. `trainyard status` reads it.
+
+Useful time is that of steps that the job kept, without the saves in them. What a start took is split by who waits for
+whom: the processes, the rendezvous, data and model, the checkpoint, the first step. Steps that were made again are
+lost; those of a machine that took its metrics along are in nobody's account, and so in what the reader calls `other`.
+
+Rows, each with one key, only ever appended (a save takes the file along while training goes on):
+- `start`: attempt, at (epoch), resumed_step, lost_steps, lost_seconds, {process,rendezvous,build,load}_seconds;
+- `first_step`: attempt, seconds from the end of the load;
+- `lost`: attempt, steps, seconds: undone by a roll back;
+- `totals`: steps, useful_seconds, save_seconds of the steps that were kept; the last row counts.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+GOODPUT_FILE = "goodput.jsonl"
+
+
+class GoodputLog:
+    """The first rank's account."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.path = output_dir / GOODPUT_FILE
+        self._attempt = 0
+        self._loaded_at: float | None = None
+        self._totals = {"steps": 0, "useful_seconds": 0.0, "save_seconds": 0.0}
+
+    def begin(
+        self, rows: Sequence[dict[str, Any]], *, attempt: int, resumed_step: int, seconds: dict[str, float]
+    ) -> None:
+        """A start goes on from `resumed_step`; `rows`: metrics.jsonl as the start before left it.
+
+        `seconds`: process, rendezvous, build and load, each from its own beginning to its end.
+        """
+        self._attempt, self._loaded_at = attempt, time.monotonic()
+        num_steps, lost_seconds = self._keep(rows, resumed_step)
+        start = {
+            "attempt": attempt,
+            "at": time.time() - sum(seconds.values()),
+            "resumed_step": resumed_step,
+            "lost_steps": num_steps,
+            "lost_seconds": lost_seconds,
+            **{f"{name}_seconds": value for name, value in seconds.items()},
+        }
+        self._append("start", start)
+
+    def _keep(self, rows: Sequence[dict[str, Any]], last_step: int) -> tuple[int, float]:
+        """Counts the rows up to a step; the number and seconds of the others."""
+        self._totals = {"steps": 0, "useful_seconds": 0.0, "save_seconds": 0.0}
+        lost = [float(row["step_seconds"]) for row in rows if row["step"] > last_step]
+        for row in rows:
+            if row["step"] <= last_step:
+                self._add(row)
+        return len(lost), sum(lost)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """A step was finished and written down."""
+        self._add(row)
+        if self._loaded_at is not None:
+            self._append("first_step", {"attempt": self._attempt, "seconds": time.monotonic() - self._loaded_at})
+            self._loaded_at = None
+
+    def _add(self, row: dict[str, Any]) -> None:
+        saving = float(row.get("breakdown", {}).get("checkpoint", 0.0))
+        self._totals["steps"] += 1
+        self._totals["useful_seconds"] += max(0.0, float(row["step_seconds"]) - saving)
+        self._totals["save_seconds"] += saving
+
+    def went_back(self, rows: Sequence[dict[str, Any]], step: int) -> None:
+        """The steps after `step` of `rows` will be made again, by this very process."""
+        num_steps, seconds = self._keep(rows, step)
+        self._append("lost", {"attempt": self._attempt, "steps": num_steps, "seconds": seconds})
+
+    def total(self) -> None:
+        """Writes down how far it has come."""
+        self._append("totals", self._totals)
+
+    def _append(self, kind: str, values: dict[str, Any]) -> None:
+        # Half a row of a process that was killed stays a row of its own, which readers pass over.
+        start = "\n" if kind == "start" and self.path.exists() else ""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{start}{json.dumps({kind: values})}\n")
+
+
+def process_seconds() -> float:
+    """How long this process has existed, as Linux counts it; 0 where it can't be asked."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        since_boot = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+        return max(0.0, since_boot - int(fields[19]) / os.sysconf("SC_CLK_TCK"))  # starttime, proc(5) field 22
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -1,0 +1,81 @@
+"""Batches that a job never learns from, because the first time it did its loss went wrong (`on_anomaly: rollback`).
+
+left_out_batches.jsonl, beside the checkpoints too, has a row for each: from its first line on, every start of the job
+passes over the same sequences, so that the job is bit for bit one that never had them.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trainer.data.stream import BatchStream
+from trainer.runtime import Runtime
+from trainyard.errors import JobFailedError
+
+LEFT_OUT_FILE = "left_out_batches.jsonl"
+
+
+class LeftOutBatches:
+    """The record; the same on every rank."""
+
+    def __init__(self, output_dir: Path, runtime: Runtime) -> None:
+        self.path = output_dir / LEFT_OUT_FILE
+        self._runtime = runtime
+        self._rows: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        """Take over what is in the first rank's file; all ranks together."""
+        shared: list[Any] = [_rows_of(self.path) if self._runtime.is_first else None]
+        if self._runtime.world_size > 1:
+            dist.broadcast_object_list(shared, src=0, group=self._runtime.control_group)
+        self._rows = shared[0]
+
+    def add(self, *, step: int, anomaly: str, data: dict[str, Any], checkpoint_step: int) -> None:
+        """The batch that lies at position `data` of the training stream, of a step that went wrong (all ranks)."""
+        row = {
+            "step": step,
+            "anomaly": anomaly,
+            "first_sequence": data["sequences_consumed"],
+            "rolled_back_to": checkpoint_step,
+            "at": time.time(),
+        }
+        self._rows.append(row)
+        if self._runtime.is_first:
+            # Whole or not at all, whenever the process is killed.
+            partial = self.path.with_name(f"{self.path.name}.partial")
+            partial.write_text("".join(json.dumps(one) + "\n" for one in self._rows), encoding="utf-8")
+            partial.replace(self.path)
+
+    def num_since(self, checkpoint_step: int) -> int:
+        """Batches in a row that cost a way back to one and the same checkpoint."""
+        number = 0
+        for row in reversed(self._rows):
+            if row["rolled_back_to"] != checkpoint_step:
+                break
+            number += 1
+        return number
+
+    def pass_over(self, stream: BatchStream) -> None:
+        """Read on, as long as the stream stands before a batch that is left out."""
+        positions = {row["first_sequence"] for row in self._rows}
+        while positions and stream.state_dict()["sequences_consumed"] in positions:
+            stream.next_step()
+
+
+def _rows_of(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    try:
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert all({"first_sequence", "rolled_back_to"} <= set(row) for row in rows)
+    except (ValueError, TypeError, AssertionError):
+        raise JobFailedError(
+            f"{path}: is not what this trainer wrote, and says which batches are left out: restore the file, or remove"
+            " it here and beside the checkpoints to learn from all of them"
+        ) from None
+    return rows
