@@ -53,6 +53,12 @@ class TenantScope:
         return f"arn:{PARTITION}:{service}:{self.environment.region}:{self.environment.account}:{resource}"
 
     @property
+    def image_repository(self) -> str:
+        """URI of the platform's repository, whose name the platform stack states: no import of it is needed here."""
+        environment = self.environment
+        return f"{environment.account}.dkr.ecr.{environment.region}.amazonaws.com/trainyard-{environment.name}"
+
+    @property
     def training_jobs(self) -> str:
         """All jobs of the tenant: job names begin with the tenant's, and no tenant's name begins another's."""
         return self.arn("sagemaker", f"training-job/{self.name}-*")

@@ -5,6 +5,7 @@ from constructs import Construct
 
 from stacks.constructs.alarms import TenantAlarms
 from stacks.constructs.contract import PublishedContract
+from stacks.constructs.detective import JobGuard
 from stacks.constructs.queues import TenantQueues
 from stacks.constructs.spending import SpendingWatch
 from stacks.foundation import FoundationStack
@@ -23,14 +24,16 @@ class TrainingStack(Stack):
             **stack_settings(tenant.environment, stateful=False),
         )
         resources = foundation.resources
-        TenantAlarms(
+        alarms = TenantAlarms(
             self,
             "Alarms",
             tenant=tenant,
             key=resources.keys.logs,
             file_system=resources.file_system,
             flows=resources.logs.flows,
+            operator=foundation.roles.operator,
         )
         SpendingWatch(self, "Spending", tenant=tenant)
+        JobGuard(self, "JobGuard", tenant=tenant, roles=foundation.roles, resources=resources, topic=alarms.topic)
         queues = TenantQueues(self, "Queues", tenant=tenant)
         PublishedContract(self, "Contract", tenant=tenant, roles=foundation.roles, resources=resources, queues=queues)

@@ -38,6 +38,7 @@ class TenantAlarms(Construct):
         key: kms.IKey,
         file_system: TenantFileSystem,
         flows: logs.ILogGroup,
+        operator: iam.IRole,
     ) -> None:
         super().__init__(scope, construct_id)
         self.topic = self._make_topic(tenant, key)
@@ -46,11 +47,10 @@ class TenantAlarms(Construct):
             alarm.add_alarm_action(action)
             alarm.add_ok_action(action)
         self._tell_failed_jobs(tenant)
+        self._tell_broken_glass(tenant, operator)
         TenantBudget(self, "Budget", tenant=tenant)
 
     def _tell_failed_jobs(self, tenant: TenantScope) -> None:
-        # The target would let every rule of every account publish here; by its ARN alone it grants nothing.
-        topic = sns.Topic.from_topic_arn(self, "TopicOfRule", self.topic.topic_arn)
         rule = events.Rule(
             self,
             "FailedJobs",
@@ -60,11 +60,37 @@ class TenantAlarms(Construct):
                 detail_type=["SageMaker Training Job State Change"],
                 detail={"TrainingJobStatus": ["Failed"], "TrainingJobName": [{"prefix": f"{tenant.name}-"}]},
             ),
-            targets=[targets.SnsTopic(topic)],
         )
+        self._tell("FailedJobs", rule)
+
+    def _tell_broken_glass(self, tenant: TenantScope, operator: iam.IRole) -> None:
+        """Each time that somebody becomes the operator, or tries. EventBridge hears of it from CloudTrail: there must
+        be a trail of the account's management events in this region, and STS must have been asked in this region."""
+        rule = events.Rule(
+            self,
+            "BrokenGlass",
+            description=f"Somebody became the operator of tenant {tenant.name}, or tried",
+            event_pattern=events.EventPattern(
+                detail_type=["AWS API Call via CloudTrail"],
+                detail={
+                    "eventSource": ["sts.amazonaws.com"],
+                    "eventName": ["AssumeRole"],
+                    "requestParameters": {"roleArn": [operator.role_arn]},
+                },
+            ),
+        )
+        resource = rule.node.default_child
+        assert isinstance(resource, events.CfnRule)
+        # AssumeRole counts as a read, and rules in the ordinary state are not told of reads.
+        resource.state = "ENABLED_WITH_ALL_CLOUDTRAIL_MANAGEMENT_EVENTS"
+        self._tell("BrokenGlass", rule)
+
+    def _tell(self, sid: str, rule: events.Rule) -> None:
+        # The target would let every rule of every account publish here; by its ARN alone it grants nothing.
+        rule.add_target(targets.SnsTopic(sns.Topic.from_topic_arn(self, f"TopicOf{sid}", self.topic.topic_arn)))
         self.topic.add_to_resource_policy(
             iam.PolicyStatement(
-                sid="FailedJobs",
+                sid=sid,
                 principals=[iam.ServicePrincipal("events.amazonaws.com")],
                 actions=["sns:Publish"],
                 resources=[self.topic.topic_arn],

@@ -65,7 +65,12 @@ def tenant_contract(
             mount_name=file_system.attr_lustre_mount_name,
             dns_name=file_system.attr_dns_name,
         ),
-        roles=RoleContract(job=roles.job.role_arn, launcher=roles.launcher.role_arn, auditor=roles.auditor.role_arn),
+        roles=RoleContract(
+            job=roles.job.role_arn,
+            launcher=roles.launcher.role_arn,
+            auditor=roles.auditor.role_arn,
+            operator=roles.operator.role_arn,
+        ),
         queues={
             name: QueueContract(
                 arn=queue.queue.attr_job_queue_arn,

@@ -1,4 +1,4 @@
-"""Who acts for a tenant: the job, the launcher, the auditor. What they may do is in `permissions`."""
+"""Who acts for a tenant, people and services. What they may do is in `permissions`."""
 
 from aws_cdk import Duration
 from aws_cdk import aws_iam as iam
@@ -6,6 +6,9 @@ from constructs import Construct
 
 from stacks.constructs.guard_rails import TenantBoundary
 from stacks.naming import TenantScope
+
+MFA_SECONDS = 3600
+"""How long ago the operator's second factor may have been shown."""
 
 
 class TenantRoles(Construct):
@@ -17,6 +20,10 @@ class TenantRoles(Construct):
     """What people and CI of this account assume to launch, watch and stop jobs."""
     auditor: iam.Role
     """Read-only."""
+    guard: iam.Role
+    """The function that re-checks jobs that have started; nobody but Lambda can take it."""
+    operator: iam.Role
+    """Breaks the glass: mends data and checkpoints by hand. Needs a second factor; the tenant hears of each use."""
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, boundary: TenantBoundary) -> None:
         super().__init__(scope, construct_id)
@@ -42,3 +49,15 @@ class TenantRoles(Construct):
         people = iam.AccountPrincipal(account)
         self.launcher = role("Launcher", people, "Launches, watches and stops jobs", hours=12)
         self.auditor = role("Auditor", people, "Reads and changes nothing", hours=4)
+        # No source account: a function takes only roles of its own account.
+        functions, path = iam.ServicePrincipal("lambda.amazonaws.com"), f"{tenant.iam_path}service/"
+        self.guard = role("Guard", functions, "Re-checks the training jobs", hours=1, path=path)
+        # An absent key matches neither: sessions without a second factor, and those of identity providers, which don't
+        # tell AWS of theirs, are not let in.
+        present = people.with_conditions(
+            {
+                "Bool": {"aws:MultiFactorAuthPresent": "true"},
+                "NumericLessThan": {"aws:MultiFactorAuthAge": str(MFA_SECONDS)},
+            }
+        )
+        self.operator = role("Operator", present, "Breaks the glass", hours=1)

@@ -49,8 +49,8 @@ class KeyUse:
 
     readers: tuple[iam.Role, ...] = ()
     writers: tuple[iam.Role, ...] = ()
-    volumes: bool = False
-    """The writers' training volumes are encrypted with it: SageMaker takes a grant on their behalf."""
+    volumes: tuple[iam.Role, ...] = ()
+    """Whose training volumes are encrypted with it: SageMaker takes a grant on their behalf."""
 
 
 class TenantKeys(Construct):
@@ -65,8 +65,10 @@ class TenantKeys(Construct):
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, roles: TenantRoles) -> None:
         super().__init__(scope, construct_id)
-        data = KeyUse(readers=(roles.job, roles.auditor), writers=(roles.launcher,))
-        checkpoints = KeyUse(readers=(roles.launcher, roles.auditor), writers=(roles.job,), volumes=True)
+        data = KeyUse(readers=(roles.job, roles.auditor), writers=(roles.launcher, roles.operator))
+        checkpoints = KeyUse(
+            readers=(roles.launcher, roles.auditor), writers=(roles.job, roles.operator), volumes=(roles.job,)
+        )
         links = [_links(tenant)] if tenant.spec.file_system.links else []
         self.data = self._key("Data", tenant, "data", [*_roles(tenant, data), _file_system(tenant), *links])
         self.checkpoints = self._key("Checkpoints", tenant, "checkpoints", _roles(tenant, checkpoints))
@@ -100,7 +102,7 @@ def _roles(tenant: TenantScope, use: KeyUse) -> list[iam.PolicyStatement]:
 
     statements = [statement("Readers", use.readers, READ), statement("Writers", use.writers, READ_WRITE)]
     if use.volumes:
-        grants = statement("TrainingVolumes", use.writers, ["kms:CreateGrant"])
+        grants = statement("TrainingVolumes", use.volumes, ["kms:CreateGrant"])
         grants.add_condition("Bool", {"kms:GrantIsForAWSResource": "true"})
         grants.add_condition("StringEquals", {"kms:ViaService": [tenant.via("sagemaker"), tenant.via("ec2")]})
         statements.append(grants)

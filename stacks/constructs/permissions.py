@@ -38,7 +38,7 @@ class TenantResources:
 
 
 class TenantPermissions(Construct):
-    """The policies of the three roles, and the denials that must name a key."""
+    """The policies of the roles, and the denials that must name a key."""
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class TenantPermissions(Construct):
         attach("Job", roles.job, _job(tenant, resources))
         attach("Launcher", roles.launcher, _launcher(tenant, roles, resources))
         attach("Auditor", roles.auditor, _auditor(tenant, resources))
+        attach("Guard", roles.guard, _guard(tenant, resources))
+        attach("Operator", roles.operator, _operator(tenant, resources))
         attach("GuardRails", roles.launcher, _own_keys_and_files(resources))
 
 
@@ -224,6 +226,38 @@ def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
             ["iam:GetRole", "iam:GetRolePolicy", "iam:ListAttachedRolePolicies", "iam:ListRolePolicies"],
             [tenant.role_pattern],
         ),
+        *_read_logs(tenant, resources),
+        _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        _see_account(),
+    ]
+
+
+def _guard(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """The function that looks at jobs and stops them: nothing of what they work on."""
+    group = log_group_arns(tenant, resources.logs.group.log_group_name)
+    return [
+        _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], [tenant.training_jobs]),
+        _allow("WriteLogs", ["logs:CreateLogStream", "logs:PutLogEvents"], group),
+        _allow(
+            "CountViolations",
+            ["cloudwatch:PutMetricData"],
+            ANYTHING,
+            {"StringEquals": {"cloudwatch:namespace": f"trainyard/{tenant.name}"}},
+        ),
+    ]
+
+
+def _operator(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """What nobody may do day by day: data and checkpoints changed and deleted by hand, jobs stopped. Starts none, and
+    deletes no version: what it deletes by mistake is there until the bucket's rules expire it."""
+    buckets, keys = resources.buckets, resources.keys
+    objects = [bucket.arn_for_objects("*") for bucket in _both(buckets)]
+    return [
+        _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in _both(buckets)]),
+        _allow("MendObjects", READ_OBJECTS + WRITE_OBJECTS, objects),
+        _allow("UseKeys", READ_WRITE, [keys.data.key_arn, keys.checkpoints.key_arn]),
+        _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], [tenant.training_jobs]),
+        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         *_read_logs(tenant, resources),
         _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         _see_account(),

@@ -1,7 +1,7 @@
 """`trainyard isolation` as a person and a program meet it."""
 
 import json
-import time
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +105,17 @@ def test_what_only_the_app_knows_is_one_line_too(tmp_path: Path, capsys: pytest.
 
 
 def test_ten_tenants_in_a_minute(tmp_path: Path) -> None:
-    """The whole proof, synthesis included; its processes share whatever cores there are."""
+    """The whole proof, synthesis included, on one core by itself: others may be at work on this machine."""
     names = {f"team{letter}": index for index, letter in enumerate("abcdefghij")}
     path = _environment(tmp_path, names)
-    start = time.process_time()
+    before = os.times()
     result = prove(open_site(path, ROOT))
     print(f"{result.requests:,} requests of {result.pairs} pairs: {result.seconds}")
     assert result.holds
     assert (result.tenants, result.pairs) == (10, 90)
-    assert sum(result.seconds.values()) < 60
-    assert time.process_time() - start < 30  # without the synthesis, on one core
+    seconds = [now - then for now, then in zip(os.times()[:4], before[:4], strict=True)]  # own, and children's
+    print(f"CPU seconds: {seconds}")
+    assert sum(seconds) < 60
 
 
 def _environment(folder: Path, names: dict[str, int], kind: str = "ml.p5.4xlarge") -> Path:

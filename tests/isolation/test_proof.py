@@ -56,7 +56,7 @@ def test_every_kind_of_thing_is_asked_about(site: Site) -> None:
 
 def test_what_iam_cannot_hide_is_said(site: Site) -> None:
     shown = prove(site).unscopable
-    assert "sagemaker:ListTrainingJobs (auditor, launcher)" in shown
+    assert "sagemaker:ListTrainingJobs (auditor, launcher, operator)" in shown
     assert not any(item.startswith(("kms:", "s3:", "iam:", "logs:")) for item in shown)
 
 
@@ -167,7 +167,7 @@ def test_a_deny_all_is_no_proof(altered: Alter) -> None:
     proof = prove(altered(edit))
     assert proof.allowed_cross_tenant == ()
     assert not proof.holds
-    assert {item.principal for item in proof.denied_own} == {"job", "launcher", "auditor"}
+    assert {item.principal for item in proof.denied_own} == {"job", "launcher", "auditor", "operator", "RolesGuard"}
     assert all("statement Shut" in item.decided_by[0] for item in proof.denied_own)
 
 

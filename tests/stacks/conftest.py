@@ -100,7 +100,7 @@ class Account:
         return shapes.get(resource["Type"], f"arn:aws:service:{regional}:{name}")
 
     def resolve(self, value: Any, stack: str) -> Any:
-        """`value` without Ref, Fn::GetAtt, Fn::Join and Fn::ImportValue."""
+        """`value` without Ref and the Fn:: functions that our templates use."""
         if isinstance(value, list):
             return [self.resolve(item, stack) for item in value]
         if not isinstance(value, dict):
@@ -118,6 +118,10 @@ class Account:
             return self.arn(stack, name) if attribute == "Arn" else f"{self.identifier(stack, name)}.{attribute}"
         if function == "Fn::Join":
             return argument[0].join(str(item) for item in self.resolve(argument[1], stack))
+        if function == "Fn::Select":
+            return self.resolve(argument[1], stack)[int(argument[0])]
+        if function == "Fn::Split":
+            return self.resolve(argument[1], stack).split(argument[0])
         assert function == "Fn::ImportValue", f"{function} is not resolved here"
         return self._imported(argument)
 

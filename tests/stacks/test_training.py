@@ -95,11 +95,12 @@ def test_budget_counts_the_tenants_tag_and_warns_before_and_at_the_limit(account
 def test_every_alarm_reaches_the_people_of_the_environment_file(account: Any) -> None:
     topic = account.arn(STACK, account.only(STACK, "AWS::SNS::Topic"))
     alarms = account.resources(STACK, "AWS::CloudWatch::Alarm")
-    assert len(alarms) == 2
+    assert len(alarms) == 4
     assert all(alarm["AlarmActions"] == [topic] for alarm in alarms.values())
     (subscription,) = account.resources(STACK, "AWS::SNS::Subscription").values()
     assert (subscription["TopicArn"], subscription["Endpoint"]) == (topic, "acme-leads@example.com")
-    (rule,) = account.resources(STACK, "AWS::Events::Rule").values()
+    rules = account.resources(STACK, "AWS::Events::Rule")
+    (rule,) = (item for name, item in rules.items() if name.startswith("AlarmsFailedJobs"))
     assert rule["EventPattern"]["detail"]["TrainingJobName"] == [{"prefix": "acme-"}]
     assert [target["Arn"] for target in rule["Targets"]] == [topic]
 

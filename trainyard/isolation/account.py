@@ -134,8 +134,8 @@ class Account:
         return self.policy(endpoint.document) if endpoint.document else None
 
     def role(self, tenant: str, label: str) -> Role:
-        """The tenant's role of that label."""
-        return next(role for role in self.roles if role.tenant == tenant and role.label == label)
+        """The tenant's role of that label, or whose logical id begins with it."""
+        return next(role for role in self.roles if role.tenant == tenant and role.label.startswith(label))
 
     def roles_of(self, tenant: str | None) -> list[Role]:
         """The tenant's roles, or the platform's."""

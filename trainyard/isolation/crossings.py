@@ -352,6 +352,26 @@ class Crossings:
             request = Request(administrator, action, thing.examples[0], context, policy)
             yield Question("", GUARD_RAIL, "an administrator", thing.name, request, "no kms:ViaService")
 
+        if thing.pattern == self._account.contracts[tenant].roles.operator:
+            present, age = "aws:multifactorauthpresent", "aws:multifactorauthage"
+            yield from (
+                Question("", GUARD_RAIL, "an administrator", thing.name, self._glass(thing, said), text)
+                for said, text in (
+                    ({}, "without a second factor"),
+                    ({present: "false", age: "60"}, "with no second factor"),
+                    ({present: "true", age: "7200"}, "two hours after the second factor"),
+                )
+            )
+
+    def _glass(self, thing: Thing, said: Mapping[str, Value]) -> Request:
+        """An administrator of the account who would be the operator."""
+        account = self._account.environment.account
+        caller = somebody(account)
+        absent = {"aws:multifactorauthpresent", "aws:multifactorauthage"} - set(said)
+        stated: dict[str, Value] = {"aws:principalaccount": account, "aws:principalarn": caller.arn, **said}
+        context = Context(stated, True, _KNOWN_ABSENT | absent)
+        return Request(caller, "sts:AssumeRole", thing.examples[0], context, self._account.policy_of(thing))
+
     def _services(self, tenant: str, thing: Thing) -> Iterator[Question]:
         """Services that the thing's policy names, at work for another account or another tenant's log group."""
         policy = self._account.policy_of(thing)
@@ -369,6 +389,8 @@ class Crossings:
             for name in statement.principals.services
         }
         for name, statement in names.items():
+            if name == "lambda.amazonaws.com" and thing.kind == "role":
+                continue  # a function takes only roles of its own account, and states no source when it does
             if thing.kind == "key" and name.startswith("events."):
                 continue  # EventBridge states no source when it encrypts: the topic's own policy holds there
             service = Caller(name, OUTSIDER, service=True)

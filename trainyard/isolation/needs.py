@@ -49,6 +49,8 @@ class Needs:
         yield from self._job_network()
         yield from self._in_the_network()
         yield from self._auditor()
+        yield from self._operator()
+        yield from self._guard()
         yield from self._services()
 
     def _group(self, name: str) -> str:
@@ -271,6 +273,30 @@ class Needs:
         yield from self._may("auditor", "see the roles", "iam:GetRole iam:GetRolePolicy", *roles)
         yield from self._logs("auditor")
 
+    def _operator(self) -> Iterator[Need]:
+        """Who breaks the glass mends data and checkpoints by hand, and stops jobs."""
+        buckets, keys = self._contract.buckets, self._contract.keys
+        for bucket, key in ((buckets.data, keys.data), (buckets.checkpoints, keys.checkpoints)):
+            thing = self._bucket(bucket, "jobs/job-1/any")
+            yield from self._may("operator", "read and remove objects", "s3:GetObject s3:DeleteObject", thing)
+            yield from self._may("operator", "write objects", "s3:PutObject", thing, absent=_SDK_UPLOAD)
+            via = self._via_s3(bucket)
+            yield from self._may("operator", "encrypt objects", "kms:GenerateDataKey kms:Decrypt", key, stated=via)
+        yield from self._may("operator", "stop jobs", "sagemaker:StopTrainingJob", self._job)
+        yield from self._logs("operator")
+
+    def _guard(self) -> Iterator[Need]:
+        """The function that re-checks jobs that have started."""
+        label, own = "RolesGuard", self._group(self._contract.log_group)
+        stop = "sagemaker:DescribeTrainingJob sagemaker:StopTrainingJob"
+        yield from self._may(label, "look at jobs and stop them", stop, self._job)
+        space: dict[str, Value] = {"cloudwatch:namespace": f"trainyard/{self._tenant}"}
+        yield from self._may(label, "count violations", "cloudwatch:PutMetricData", "*", stated=space)
+        log = "logs:CreateLogStream logs:PutLogEvents"
+        yield from self._may(label, "write its log", log, f"{own}:log-stream:guard")
+        role, stated = self._account.role(self._tenant, label), {"aws:principalaccount": self._id}
+        yield self._service("lambda.amazonaws.com", "take its role", "sts:AssumeRole", role.arn, stated)
+
     def _services(self) -> Iterator[Need]:
         """Services and people that act for the tenant."""
         contract, region = self._contract, self._account.environment.region
@@ -280,6 +306,8 @@ class Needs:
         at_hand: dict[str, Value] = {"aws:principalaccount": self._id, "aws:principalarn": people.arn}
         for role in (contract.roles.launcher, contract.roles.auditor):
             yield self._somebody(people, "take the role", "sts:AssumeRole", role, at_hand)
+        factor: dict[str, Value] = {"aws:multifactorauthpresent": "true", "aws:multifactorauthage": "60"}
+        yield self._somebody(people, "break the glass", "sts:AssumeRole", contract.roles.operator, at_hand | factor)
         files = {**at_hand, "kms:viaservice": f"fsx.{region}.amazonaws.com", "kms:calleraccount": self._id}
         for action in ("kms:CreateGrant", "kms:GenerateDataKey"):
             yield self._somebody(people, "make the file system", action, contract.keys.data, files)
@@ -289,17 +317,14 @@ class Needs:
             f"logs.{region}.amazonaws.com", "encrypt logs", "kms:GenerateDataKey", contract.keys.logs, group
         )
         for thing in self._account.things_of(self._tenant, "topic"):
-            for service, source in (("cloudwatch", "alarm:any"), ("events", "rule/any")):
-                name = f"{service}.amazonaws.com"
-                arn = f"arn:aws:{service}:{self._place}:{source}"
-                stated: dict[str, Value] = {**own, "aws:sourcearn": self._source(service) or arn}
-                yield self._service(name, "notify", "sns:Publish", thing.pattern, stated)
-                yield self._service(name, "encrypt notices", "kms:GenerateDataKey", contract.keys.logs, stated)
-
-    def _source(self, service: str) -> str:
-        """ARN of the tenant's own rule or alarm."""
-        kind = {"events": "rule", "cloudwatch": "alarm"}[service]
-        return next((thing.pattern for thing in self._account.things_of(self._tenant, kind)), "")
+            for service, kind in (("cloudwatch", "alarm"), ("events", "rule")):
+                for source in self._account.things_of(self._tenant, kind):
+                    if "/Alarms" not in source.name:
+                        continue  # the job guard's rule calls a function, its alarms are like any other
+                    name = f"{service}.amazonaws.com"
+                    stated: dict[str, Value] = {**own, "aws:sourcearn": source.pattern}
+                    yield self._service(name, "notify", "sns:Publish", thing.pattern, stated)
+                    yield self._service(name, "encrypt notices", "kms:GenerateDataKey", contract.keys.logs, stated)
 
     def _service(self, name: str, what: str, action: str, resource: str, stated: Mapping[str, Value]) -> Need:
         return self._somebody(Caller(name, self._id, service=True), what, action, resource, stated)

@@ -346,6 +346,8 @@ class RoleContract(SpecModel):
     """What people and CI assume to launch, watch and stop jobs."""
     auditor: str
     """Read-only."""
+    operator: str = ""
+    """Breaks the glass, with a second factor; empty in contracts from before there was one."""
 
 
 class TenantContract(SpecModel):

@@ -43,6 +43,11 @@ TYPES = (
         "arn:aws:fsx:{region}:{account}:association/dra-{id}",
         arn_attribute="ResourceARN",
     ),
+    # No function of an environment is called by anything that the emulator plays.
+    _recorded(
+        "AWS::Lambda::Function", "arn:aws:lambda:{region}:{account}:function:{name}", name_property="FunctionName"
+    ),
+    _recorded("AWS::Lambda::Permission", "arn:aws:lambda:{region}:{account}:permission/{id}"),
     _recorded(
         "AWS::EC2::PlacementGroup", "arn:aws:ec2:{region}:{account}:placement-group/{name}", name_property="GroupName"
     ),

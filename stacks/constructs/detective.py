@@ -1,0 +1,143 @@
+"""The detective: each training job that starts is looked at again, and stopped if it breaks its tenant's rules.
+
+The guard-rails refuse beforehand what IAM has condition keys for. This sees the rest (image, buckets, number of
+instances, serverless compute), and whatever a job got past them by: an administrator's call, a service's own role.
+"""
+
+from pathlib import Path
+
+from aws_cdk import Duration
+from aws_cdk import aws_cloudwatch as cloudwatch
+from aws_cdk import aws_cloudwatch_actions as actions
+from aws_cdk import aws_events as events
+from aws_cdk import aws_events_targets as targets
+from aws_cdk import aws_lambda as lambda_
+from aws_cdk import aws_sns as sns
+from constructs import Construct
+
+import trainyard
+from stacks.constructs.identity import TenantRoles
+from stacks.constructs.permissions import TenantResources
+from stacks.naming import TenantScope
+
+CODE = Path(trainyard.__file__).parent / "functions" / "job_guard.py"
+
+MAX_INLINE_CHARACTERS = 4096
+"""CloudFormation: code that stands in the template itself, so that it needs no bucket of assets."""
+
+
+class JobGuard(Construct):
+    """The rule, the function, and an alarm on each of its two outcomes: a job stopped, a job that it couldn't judge."""
+
+    function: lambda_.Function
+
+    def __init__(
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        tenant: TenantScope,
+        roles: TenantRoles,
+        resources: TenantResources,
+        topic: sns.ITopic,
+    ) -> None:
+        super().__init__(scope, construct_id)
+        code = CODE.read_text(encoding="utf-8")
+        assert len(code) <= MAX_INLINE_CHARACTERS, f"{CODE.name}: {len(code)} characters can't stand in a template"
+        self.function = lambda_.Function(
+            self,
+            "Function",
+            description=f"Re-checks the training jobs of tenant {tenant.name}",
+            runtime=lambda_.Runtime.PYTHON_3_13,
+            handler="index.handler",
+            code=lambda_.Code.from_inline(code),
+            role=roles.guard.without_policy_updates(),
+            timeout=Duration.minutes(1),
+            log_group=resources.logs.group,
+        )
+        job_role = roles.job.role_arn
+        events.Rule(
+            self,
+            "StartedJobs",
+            description=f"Training jobs of tenant {tenant.name}, by name or by role, that have started",
+            event_pattern=events.EventPattern(
+                source=["aws.sagemaker"],
+                detail_type=["SageMaker Training Job State Change"],
+                detail={
+                    "TrainingJobStatus": ["InProgress"],
+                    "$or": [{"TrainingJobName": [{"prefix": f"{tenant.name}-"}]}, {"RoleArn": [job_role]}],
+                },
+            ),
+            targets=[
+                targets.LambdaFunction(
+                    self.function,
+                    event=events.RuleTargetInput.from_object(
+                        {
+                            "job": events.EventField.from_path("$.detail.TrainingJobName"),
+                            "rules": job_rules(tenant, roles, resources),
+                        }
+                    ),
+                )
+            ],
+        )
+        self._alarms(tenant, topic)
+
+    def metric_violations(self, tenant: TenantScope) -> cloudwatch.Metric:
+        """Jobs that were stopped."""
+        return cloudwatch.Metric(
+            namespace=_namespace(tenant), metric_name=_metric(tenant), statistic="Sum", period=Duration.minutes(5)
+        )
+
+    def _alarms(self, tenant: TenantScope, topic: sns.ITopic) -> None:
+        texts = {
+            "JobStopped": (
+                self.metric_violations(tenant),
+                "a training job broke a rule and was stopped; the function's log names job and rule",
+            ),
+            "JobNotChecked": (
+                self.function.metric_errors(period=Duration.minutes(5)),
+                "a training job that has started could not be re-checked or stopped; look at it by hand",
+            ),
+        }
+        for name, (metric, text) in texts.items():
+            cloudwatch.Alarm(
+                self,
+                name,
+                alarm_description=f"Tenant {tenant.name}: {text}.",
+                metric=metric,
+                threshold=1,
+                evaluation_periods=1,
+                comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
+                treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
+            ).add_alarm_action(actions.SnsAction(topic))
+
+
+def _namespace(tenant: TenantScope) -> str:
+    return f"trainyard/{tenant.name}"
+
+
+def _metric(tenant: TenantScope) -> str:
+    return f"JobViolations-{tenant.environment.name}"
+
+
+def job_rules(tenant: TenantScope, roles: TenantRoles, resources: TenantResources) -> dict[str, object]:
+    """What `trainyard/functions/job_guard.py` holds a job against."""
+    network, buckets = resources.network, resources.buckets
+    most: dict[str, int] = {}
+    for queue in tenant.spec.queues.values():
+        for kind in queue.instance_types:
+            most[kind] = max(most.get(kind, 0), queue.max_instances)
+    return {
+        "prefix": f"{tenant.name}-",
+        "role": roles.job.role_arn,
+        "subnets": [network.training_subnet.subnet_id],
+        "groups": [network.training_security_group.security_group_id],
+        "types": most,
+        "key": resources.keys.checkpoints.key_arn,
+        "files": resources.file_system.resource.ref,
+        "places": [f"s3://{bucket.bucket_name}/" for bucket in (buckets.data, buckets.checkpoints)],
+        "images": f"{tenant.image_repository}@",
+        "seconds": tenant.max_runtime_seconds,
+        "metric": _metric(tenant),
+        "namespace": _namespace(tenant),
+    }

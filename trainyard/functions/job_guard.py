@@ -1,0 +1,62 @@
+"""Lambda: re-checks a training job that has started, and stops one that breaks its tenant's rules.
+
+What IAM has no condition key for is seen only here: image, buckets, number of instances, serverless compute.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def violations(job: dict[str, Any], rules: dict[str, Any]) -> list[str]:
+    """What is wrong with `job`, as DescribeTrainingJob describes it; empty where nothing is."""
+    resources, network = job.get("ResourceConfig") or {}, job.get("VpcConfig") or {}
+    groups = [resources, *(resources.get("InstanceGroups") or [])]
+    kinds = [group["InstanceType"] for group in groups if group.get("InstanceType")]
+    output, files = job.get("OutputDataConfig") or {}, []
+    places = [output.get("S3OutputPath"), (job.get("CheckpointConfig") or {}).get("S3Uri")]
+    for channel in job.get("InputDataConfig") or []:
+        source = channel.get("DataSource") or {}
+        places.append((source.get("S3DataSource") or {}).get("S3Uri"))
+        files.append((source.get("FileSystemDataSource") or {}).get("FileSystemId"))
+
+    def foreign(values: Iterable[Any], allowed: Iterable[str]) -> list[str]:
+        return sorted({str(value) for value in values if value and value not in allowed})
+
+    outside = [place for place in places if place and not (place + "/").startswith(tuple(rules["places"]))]
+    image = (job.get("AlgorithmSpecification") or {}).get("TrainingImage") or ""
+    seconds = (job.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds") or 0
+    wrong = {
+        "name": [] if job["TrainingJobName"].startswith(rules["prefix"]) else [job["TrainingJobName"]],
+        "role": foreign([job.get("RoleArn")], [rules["role"]]),
+        "subnets": foreign(network.get("Subnets") or ["none"], rules["subnets"]),
+        "security groups": foreign(network.get("SecurityGroupIds") or ["none"], rules["groups"]),
+        "instance types": foreign(kinds or ["none"], rules["types"]),
+        "instances": [
+            f"{group['InstanceCount']} {group.get('InstanceType')}"
+            for group in groups
+            if (group.get("InstanceCount") or 0) > rules["types"].get(group.get("InstanceType"), 0)
+        ],
+        "output key": foreign([output.get("KmsKeyId") or "none"], [rules["key"]]),
+        "volume key": foreign([resources.get("VolumeKmsKeyId")], [rules["key"]]),
+        "file system": foreign(files, [rules["files"]]),
+        "buckets": outside,
+        "image": [] if image.startswith(rules["images"]) else [image or "none"],
+        "running time": [f"{seconds} s"] if seconds > rules["seconds"] else [],
+        "remote debug": ["on"] if (job.get("RemoteDebugConfig") or {}).get("EnableRemoteDebug") else [],
+        "serverless": ["on"] if job.get("ServerlessJobConfig") else [],
+    }
+    return [f"{what}: {', '.join(values)}" for what, values in wrong.items() if values]
+
+
+def handler(event: dict[str, Any], context: object) -> list[str]:
+    """`event`: the job's name and the tenant's rules, as the EventBridge rule puts them together."""
+    import boto3
+
+    sagemaker, name = boto3.client("sagemaker"), event["job"]
+    found = violations(sagemaker.describe_training_job(TrainingJobName=name), event["rules"])
+    if found:
+        print(f"stopping {name}: {'; '.join(found)}")
+        data = [{"MetricName": event["rules"]["metric"], "Value": 1}]
+        boto3.client("cloudwatch").put_metric_data(Namespace=event["rules"]["namespace"], MetricData=data)
+        sagemaker.stop_training_job(TrainingJobName=name)
+    return found
