@@ -33,7 +33,7 @@ class TrainingStack(Stack):
             flows=resources.logs.flows,
             operator=foundation.roles.operator,
         )
-        SpendingWatch(self, "Spending", tenant=tenant)
         JobGuard(self, "JobGuard", tenant=tenant, roles=foundation.roles, resources=resources, topic=alarms.topic)
+        SpendingWatch(self, "Spending", tenant=tenant)
         queues = TenantQueues(self, "Queues", tenant=tenant)
         PublishedContract(self, "Contract", tenant=tenant, roles=foundation.roles, resources=resources, queues=queues)
