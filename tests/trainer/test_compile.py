@@ -17,6 +17,10 @@ from trainyard.errors import InputError
 
 STEPS = 4
 LLAMA = FAMILIES["Llama"] | {"num_hidden_layers": 4}
+MIXTRAL = FAMILIES["Mixtral"]
+
+
+FULL = pytest.mark.full
 
 
 def compile_and_run(world_size: int, backend: str, requests: list[RunRequest]) -> list[tuple[Result, int]]:
@@ -55,6 +59,47 @@ def test_compiled_blocks_equal_eager_ones(tmp_path: Path) -> None:
     assert worst_relative_error(resumed, one) < 1e-5
 
 
+LAYOUTS = [
+    # name, ranks, parallelism, more of the job, graphs compiled at most on the first rank
+    pytest.param("tensor2", 2, {"tensor": 2}, {}, 6),
+    pytest.param("ddp", 2, None, {}, 3, marks=FULL),  # one for the pass that settles its buckets
+    pytest.param("hsdp", 4, None, {}, 2, marks=FULL),
+    pytest.param("pipeline2", 2, {"pipeline": 2}, {}, 2, marks=FULL),
+    pytest.param("pipeline2", 2, {"pipeline": 2, "pipeline_schedule": "interleaved_1f1b"}, {}, 2, marks=FULL),
+    pytest.param("context2", 2, {"context": 2}, {}, 12, marks=FULL),
+    pytest.param("tensor2-fsdp2", 4, {"tensor": 2, "data_shard": 2}, {}, 6, marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "layout", "more", "most_graphs"), LAYOUTS)
+def test_compiled_layouts_equal_one_process(
+    name: str, num_ranks: int, layout: dict[str, int] | None, more: dict[str, Any], most_graphs: int
+) -> None:
+    (one,) = eager([LLAMA])
+    case = request(name, job={"parallelism": layout, **more})
+    ((result, num_graphs),) = compile_and_run(num_ranks, "aot_eager", [case])
+    assert worst_relative_error(result, one) < 1e-5
+    assert 0 < num_graphs <= most_graphs, "blocks that are alike share what was compiled"
+
+
+@FULL
+@pytest.mark.parametrize(
+    ("name", "layout"), [("ddp", None), ("tensor2", {"tensor": 2}), ("pipeline2", {"pipeline": 2})]
+)
+def test_what_inductor_compiles_equals_one_process(name: str, layout: dict[str, int] | None) -> None:
+    (one,) = eager([LLAMA])
+    ((result, _),) = compile_and_run(2, "inductor", [request(name, job={"parallelism": layout})])
+    assert worst_relative_error(result, one) < 1e-5
+
+
+@FULL
+def test_compiled_8_bit_products_are_the_eager_ones() -> None:
+    cases = [request("fsdp", job={"precision": "fp8", "compile": compiled}) for compiled in (False, True)]
+    (eager, _), (result, num_graphs) = compile_and_run(2, "aot_eager", cases)
+    assert num_graphs > 0
+    assert worst_relative_error(result, eager) < 5e-2, "a bf16 rounding elsewhere becomes one of 8 bits"
+
+
 def test_names_are_kept() -> None:
     model = build_model(tiny_job("single", 1, compile=True), vocab_size=VOCAB_SIZE)
     names = list(model.state_dict())
@@ -66,15 +111,19 @@ def test_names_are_kept() -> None:
     ("strategy", "changes", "message"),
     [
         ("zero2", {}, "with engine: deepspeed"),
-        ("ddp", {}, "for DDP"),
-        ("", {"parallelism": {"tensor": 2}}, r"with parallelism\.tensor: 2"),
-        ("", {"parallelism": {"context": 2}}, r"with parallelism\.context: 2"),
-        ("", {"parallelism": {"pipeline": 2}}, r"with parallelism\.pipeline: 2"),
+        ("", {"parallelism": {"tensor": 2}, "activation_checkpointing": "full"}, r"with parallelism\.tensor: 2 and"),
+        ("", {"parallelism": {"pipeline": 2, "pipeline_schedule": "zero_bubble"}}, "zero_bubble, which takes"),
+        (
+            "",
+            {"parallelism": {"expert": 2, "data_shard": 2}, "model": MIXTRAL},
+            r"with parallelism\.expert: 2 for a mix",
+        ),
+        ("", {"parallelism": {"tensor": 2}, "model": MIXTRAL}, r"with parallelism\.tensor: 2 for a mixture of experts"),
         ("fsdp", {"activation_checkpointing": "selective"}, "activation_checkpointing: selective"),
     ],
 )
 def test_what_is_not_proved_is_refused(strategy: str, changes: dict[str, Any], message: str) -> None:
-    job = tiny_job(strategy, 2, model=LLAMA, compile=True, **changes)
+    job = tiny_job(strategy, 2, **{"model": LLAMA, "compile": True, **changes})
     with pytest.raises(InputError, match=f"training.compile: .*{message}") as caught:
         check_supported(job, device_type="cpu")
     assert "\n" not in str(caught.value)

@@ -295,8 +295,8 @@ class TrainingSpec(SpecModel):
     activation_checkpointing: Literal["none", "selective", "full"] | Auto = "auto"
     compile: bool = False
     """torch.compile, a transformer block at a time: faster steps after a first one that takes a minute or so. Needs
-    triton on a GPU, g++ on a CPU. With every torch layout; what of pipeline schedules and recomputation it doesn't go
-    with is refused."""
+    triton on a GPU, g++ on a CPU. With every torch layout but experts spread over ranks; schedules and recomputation
+    that it doesn't go with are refused."""
     seed: int = Field(default=1234, ge=0)
     deterministic: bool = False
     """Deterministic kernels and seeds: the same bits on the same layout and hardware. The cost on a CPU is 1 % of
