@@ -287,7 +287,7 @@ def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
 
 def _turn(name: str, contender: Contender, whole: Tensors, folder: Path) -> dict[str, float]:
     """One save and one restore: seconds of this rank."""
-    begin = time.perf_counter()
+    torch.set_num_threads(1)  # importing Trainer and DeepSpeed changes it, and a copy by two threads waits for both
     blocked, wait = _timed(lambda: contender.save(folder))
     begin = time.perf_counter() - blocked
     wait()
