@@ -63,11 +63,15 @@ LAYOUTS = [
     # name, ranks, parallelism, more of the job, graphs compiled at most on the first rank
     pytest.param("tensor2", 2, {"tensor": 2}, {}, 6),
     pytest.param("ddp", 2, None, {}, 3, marks=FULL),  # one for the pass that settles its buckets
+    pytest.param("ddp", 2, None, {"activation_checkpointing": "full"}, 4, marks=FULL),
     pytest.param("hsdp", 4, None, {}, 2, marks=FULL),
     pytest.param("pipeline2", 2, {"pipeline": 2}, {}, 2, marks=FULL),
     pytest.param("pipeline2", 2, {"pipeline": 2, "pipeline_schedule": "interleaved_1f1b"}, {}, 2, marks=FULL),
+    pytest.param("pipeline2", 2, {"pipeline": 2}, {"activation_checkpointing": "full"}, 3, marks=FULL),
     pytest.param("context2", 2, {"context": 2}, {}, 12, marks=FULL),
+    pytest.param("context2", 2, {"context": 2}, {"activation_checkpointing": "full"}, 8, marks=FULL),
     pytest.param("tensor2-fsdp2", 4, {"tensor": 2, "data_shard": 2}, {}, 6, marks=FULL),
+    pytest.param("pipeline2-tensor2", 4, {"pipeline": 2, "tensor": 2}, {}, 6, marks=FULL),
 ]
 
 
