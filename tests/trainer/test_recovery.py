@@ -52,7 +52,9 @@ def test_a_frozen_and_a_raising_rank_cost_a_few_steps_and_no_bit(
     # From the newest checkpoint, not from the beginning.
     resumed = re.findall(r"resumed step=(\d+)", output)
     # Step 9's save may have been on its way when the rank raised.
-    assert resumed in (["3", "6"], ["3", "9"]), output[-6000:]
+    assert resumed[-1] in ("6", "9"), output[-6000:]
+    # And step 3's when the other rank froze two fast steps later: then the job began anew.
+    assert resumed[:-1] in ([], ["3"]), output[-6000:]
     assert "next_batch" in (tree / "output/data/stacks/rank-1.txt").read_text()
     assert "most recent call first" in (tree / "output/data/stacks/rank-0.txt").read_text()
     assert not (tree / "output/failure").exists()
