@@ -22,7 +22,7 @@ from trainer.tasks.batch_norm import BatchNorm
 from trainer.tasks.building import config_of
 from trainer.tasks.images import ImageTransform, Pixels, centre_box, decoded, random_box
 from trainer.tasks.samples import SampleStream, SampleTable
-from trainer_testing.distributed import finish, start_ranks
+from trainer_testing.distributed import finish
 from trainer_testing.faulty_trainer import FOLDER_VARIABLE
 from trainer_testing.image_shards import (
     COLOURS,
@@ -34,7 +34,7 @@ from trainer_testing.image_shards import (
     picture,
     write_shards,
 )
-from trainer_testing.pool import run_pooled
+from trainer_testing.pool import run_pooled, start_pooled
 from trainer_testing.task_worker import TaskRequest, run
 from trainer_testing.text_job import rows_of
 from trainer_testing.tiny import tiny_job
@@ -411,8 +411,8 @@ def test_a_job_learns_is_stopped_and_resumed_bit_for_bit(tmp_path: Path, monkeyp
     (tmp_path / "faults.json").write_text(json.dumps([{"rank": 1, "step": 6, "kind": "terminate"}]))
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     stopped = ("--job", str(path), "--output-dir", str(tmp_path / "stopped"))
-    ranks = start_ranks(2, "trainer_testing.faulty_trainer", *stopped)
-    assert [code for code, _ in finish(ranks, timeout_seconds=120)] == [75, 75]
+    ranks = start_pooled(2, "trainer_testing.faulty_trainer", *stopped)
+    assert [code for code, _ in finish(ranks, timeout_seconds=300)] == [75, 75]
     assert len(rows_of(tmp_path / "stopped")) < 24
     assert "resumed step=" in train("stopped")
     resumed = rows_of(tmp_path / "stopped")
