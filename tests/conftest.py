@@ -8,7 +8,7 @@ TESTS = Path(__file__).resolve().parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A room's tests share emulators and what was deployed on them, a file's tests its fixtures: one worker has both."""
+    """A room's tests share emulators and deployments, a file's tests its fixtures: one worker has them all."""
     for item in items:
         room, *rest = item.path.relative_to(TESTS).parts
         group = "/".join([room, *rest]) if room == "trainer" else room

@@ -22,7 +22,8 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_waiting_for_a_slow_rank_is_communication_under_every_engine() -> None:
-    output = run_pooled(2, "trainer_testing.observe_worker", str(SLOW_SECONDS), json.dumps(LAYOUTS), timeout_seconds=400)[0]
+    asked = (str(SLOW_SECONDS), json.dumps(LAYOUTS))
+    output = run_pooled(2, "trainer_testing.observe_worker", *asked, timeout_seconds=400)[0]
     results = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
     assert [name for name, _ in results] == [name for name, _ in LAYOUTS], output[-3000:]
     for name, ranks in results:

@@ -1,7 +1,6 @@
 """Ranks that die, raise or freeze: found, stopped, started again from the last checkpoint, and never a wrong loss."""
 
 import re
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 from trainer_testing.distributed import finish
 from trainer_testing.host import entrypoints, recoveries, write_trees
-from trainer_testing.text_job import bits, read_until, rows_of, run_trainer, start_trainer, write_job
+from trainer_testing.text_job import bits, rows_of, run_trainer, start_faulty_trainer, write_job
 
 STEPS = 12
 SETTINGS = ["checkpoint.every_steps=3", "recovery.hang_seconds=4", "recovery.backoff_seconds=0.1"]
@@ -90,9 +89,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_batch(tmp_path: Path) -> 
     still = ("--set", "model.config.attention_dropout=0.0")
     alone = (*still, "--set", "parallelism=auto")
     _, whole = run_trainer(1, job, tmp_path / "whole", *alone)
-    ranks = start_trainer(2, job, tmp_path / "out", *still)
-    read_until(ranks[0], "step=5 ")
-    ranks[1].send_signal(signal.SIGTERM)
+    ranks = start_faulty_trainer(2, job, tmp_path / "out", [{"rank": 1, "step": 6, "kind": "terminate"}], *still)
     assert [code for code, _ in finish(ranks, timeout_seconds=300)] == [75, 75]
     num_before = len(rows_of(tmp_path / "out"))
     _, rows = run_trainer(1, job, tmp_path / "out", *alone)

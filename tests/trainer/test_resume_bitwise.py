@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from trainer_testing.distributed import finish
-from trainer_testing.text_job import bits, read_until, rows_of, run_trainer, start_trainer, write_job
+from trainer_testing.text_job import bits, rows_of, run_trainer, start_faulty_trainer, write_job
 
-STEPS, CHECKPOINT, KILLED_AFTER = 24, 4, 7
+STEPS, CHECKPOINT, KILLED_AT = 24, 4, 10
+"""A save is begun when the one before is committed: in step 10, with one every 4 steps, one is."""
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero2"])
@@ -21,11 +22,9 @@ def test_kill_9_and_resume_equal_the_uninterrupted_run(layout: str, tmp_path: Pa
     # fsdp: another machine, with the checkpoints' folder alone in common.
     output_dir = tmp_path / ("fresh" if layout == "fsdp" else "killed")
     shared = ("--set", f"checkpoint.destination={tmp_path}/shared") if layout == "fsdp" else ()
-    ranks = start_trainer(2, job, tmp_path / "killed", *shared)
-    read_until(ranks[0], f"step={KILLED_AFTER} ")
-    for rank in ranks:
-        rank.kill()
-    finish(ranks, timeout_seconds=300)
+    faults = [{"rank": rank, "step": KILLED_AT, "kind": "kill"} for rank in range(2)]
+    ended = finish(start_faulty_trainer(2, job, tmp_path / "killed", faults, *shared), timeout_seconds=300)
+    assert -signal.SIGKILL in [code for code, _ in ended]
     assert not (tmp_path / "killed" / "result.json").exists()
 
     output, resumed = run_trainer(2, job, output_dir, *shared)
@@ -53,10 +52,8 @@ def resumed_step(output: str) -> int:
 
 def stop_and_resume(job: Path, output_dir: Path, whole: list[dict[str, Any]]) -> None:
     """SIGTERM to one rank alone: all save the same step, say that they want to be resumed, and are, bit for bit."""
-    ranks = start_trainer(2, job, output_dir)
-    read_until(ranks[0], "step=2 ")
-    ranks[1].send_signal(signal.SIGTERM)
-    outputs = finish(ranks, timeout_seconds=300)
+    faults = [{"rank": 1, "step": 3, "kind": "terminate"}]
+    outputs = finish(start_faulty_trainer(2, job, output_dir, faults), timeout_seconds=300)
     assert [code for code, _ in outputs] == [75, 75], outputs
     step = rows_of(output_dir)[-1]["step"]
     assert step < STEPS

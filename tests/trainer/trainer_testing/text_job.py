@@ -61,6 +61,17 @@ def start_trainer(num_ranks: int, job: Path, output_dir: Path, *arguments: str) 
     return start_pooled(num_ranks, "trainer", "--job", str(job), "--output-dir", str(output_dir), *arguments)
 
 
+def start_faulty_trainer(
+    num_ranks: int, job: Path, output_dir: Path, faults: Sequence[dict[str, Any]], *arguments: str
+) -> list[ForkedRank]:
+    """The real trainer, to which `faults` happen at their step: see `trainer_testing.faulty_trainer`."""
+    folder = output_dir.parent / f"{output_dir.name}-faults"
+    folder.mkdir()
+    (folder / "faults.json").write_text(json.dumps(list(faults)), encoding="utf-8")
+    own = ("--faults", str(folder), "--job", str(job), "--output-dir", str(output_dir))
+    return start_pooled(num_ranks, "trainer_testing.faulty_trainer", *own, *arguments)
+
+
 def run_trainer(
     num_ranks: int, job: Path, output_dir: Path, *arguments: str, expected_code: int = 0
 ) -> tuple[str, list[dict[str, Any]]]:

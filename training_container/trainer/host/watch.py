@@ -21,8 +21,10 @@ from trainyard.spec.job import RecoverySpec
 
 _STEPS_OF_A_HANG = 10
 _STEPS_REMEMBERED = 50
-_DUMP_SECONDS = 1.0
+_DUMP_SECONDS = 5.0
 """faulthandler writes within milliseconds, where the process gets to run at all."""
+_ENDS_OF_MAIN_THREAD = ("in _run_module_as_main\n", "in <module>\n", "\n  ...\n")
+"""The last line of a rank's stacks, whose main thread comes last: its outermost frame, or the cut after 100 of them."""
 _FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 
 
@@ -125,8 +127,13 @@ def take_stacks(folder: Path, reports: Mapping[int, RankReport]) -> dict[int, st
 
 def _wait_for_stacks(folder: Path, ranks: Iterable[int]) -> None:
     deadline = time.monotonic() + _DUMP_SECONDS
-    while time.monotonic() < deadline and not all(_size(stacks_file(folder, rank)) for rank in ranks):
+    while time.monotonic() < deadline and not all(_is_whole(_text(stacks_file(folder, rank))) for rank in ranks):
         time.sleep(0.02)
+
+
+def _is_whole(stacks: str) -> bool:
+    """Whether all threads are there: faulthandler writes line by line, the main thread's outermost frame last."""
+    return stacks.endswith(_ENDS_OF_MAIN_THREAD)
 
 
 def is_stopped(pid: int) -> bool:
