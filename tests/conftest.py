@@ -7,6 +7,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A room's tests share emulators and deployments, a file's tests its fixtures: one worker has them all."""
     for item in items:
