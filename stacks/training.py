@@ -34,6 +34,7 @@ class TrainingStack(Stack):
             operator=foundation.roles.operator,
         )
         JobGuard(self, "JobGuard", tenant=tenant, roles=foundation.roles, resources=resources, topic=alarms.topic)
-        SpendingWatch(self, "Spending", tenant=tenant)
+        if (anomaly_usd := tenant.spec.budget.anomaly_usd) is not None:
+            SpendingWatch(self, "Spending", tenant=tenant, anomaly_usd=anomaly_usd)
         queues = TenantQueues(self, "Queues", tenant=tenant)
         PublishedContract(self, "Contract", tenant=tenant, roles=foundation.roles, resources=resources, queues=queues)

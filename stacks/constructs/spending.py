@@ -7,18 +7,18 @@ from constructs import Construct
 
 from stacks.naming import TAG_COST_CENTER, TAG_ENVIRONMENT, TAG_TENANT, TenantScope
 
-DEFAULT_FRACTION = 0.1
-"""Of the monthly budget: an anomaly smaller than that is noise, one of that size leaves nine tenths to act upon."""
-
 
 class SpendingWatch(Construct):
     """An anomaly monitor over everything that carries the tenant's tag, and a daily mail with what it found.
+
+    Only for a budget with `anomaly_usd`, and only in an organization's management account: AWS refuses a monitor over
+    a cost allocation tag in a member account, and the deployment with it.
 
     Daily, because AWS sends single findings to topics alone, and bills come in a few times a day anyway. The tag counts
     once it is activated as a cost allocation tag.
     """
 
-    def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope) -> None:
+    def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, anomaly_usd: float) -> None:
         super().__init__(scope, construct_id)
         budget = tenant.spec.budget
         name = f"trainyard-{tenant.environment.name}-{tenant.name}"
@@ -27,7 +27,7 @@ class SpendingWatch(Construct):
             "Dimensions": {
                 "Key": "ANOMALY_TOTAL_IMPACT_ABSOLUTE",
                 "MatchOptions": ["GREATER_THAN_OR_EQUAL"],
-                "Values": [f"{budget.anomaly_usd or budget.monthly_usd * DEFAULT_FRACTION:g}"],
+                "Values": [plain_number(anomaly_usd)],
             }
         }
         tags = {
@@ -55,3 +55,8 @@ class SpendingWatch(Construct):
             threshold_expression=json.dumps(impact),
             resource_tags=[ce.CfnAnomalySubscription.ResourceTagProperty(key=key, value=tags[key]) for key in tags],
         )
+
+
+def plain_number(value: float) -> str:
+    """Without an exponent, which Cost Explorer doesn't read, and without needless zeros."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -66,14 +66,29 @@ def test_an_organization_with_a_trail_of_its_own_gets_no_second_one(
     assert kinds == {"AWS::ECR::Repository", "AWS::SSM::Parameter"}
 
 
-def test_unusual_spending_of_a_tenant_is_mailed_from_a_tenth_of_its_budget(templates: dict[str, Any]) -> None:
-    resources = templates["local"]["trainyard-local-acme-training"]["Resources"]
+def test_unusual_spending_is_watched_only_where_it_is_asked_for(templates: dict[str, Any]) -> None:
+    """A member account can't have the monitor: nobody's first deployment may fail on it."""
+    kinds = {
+        item["Type"]
+        for stacks in templates.values()
+        for stack in stacks.values()
+        for item in stack["Resources"].values()
+    }
+    assert not {kind for kind in kinds if kind.startswith("AWS::CE::")}
+
+
+def test_unusual_spending_of_a_tenant_is_mailed(synthesize: Any, environments: dict[str, Any]) -> None:
+    content = environments["local"].model_dump(mode="json")
+    content["tenants"] = {"acme": content["tenants"]["acme"]}
+    content["tenants"]["acme"]["budget"]["anomaly_usd"] = 12_345_678.5
+    made = synthesize(type(environments["local"]).model_validate(content))
+    resources = made["trainyard-local-acme-training"]["Resources"]
     monitor = only(resources, "CE::AnomalyMonitor")["Properties"]
     tagged = json.loads(monitor["MonitorSpecification"])["Tags"]
     assert (tagged["Key"], tagged["Values"]) == ("trainyard:tenant", ["acme"])
     mail = only(resources, "CE::AnomalySubscription")["Properties"]
     assert mail["Subscribers"] == [{"Type": "EMAIL", "Address": "acme-leads@example.com"}]
-    assert json.loads(mail["ThresholdExpression"])["Dimensions"]["Values"] == ["500"]
+    assert json.loads(mail["ThresholdExpression"])["Dimensions"]["Values"] == ["12345678.5"], "no exponent"
 
 
 @pytest.mark.parametrize("environment", ["local", "dev", "staging", "production"])

@@ -128,8 +128,10 @@ class BudgetLimits(SpecModel):
     warn_at_percent: float = Field(default=80.0, gt=0, le=100, json_schema_extra=on_change("update"))
     notify: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
     """E-mail addresses."""
-    anomaly_usd: float | None = Field(default=None, gt=0, json_schema_extra=on_change("update"))
-    """Unusual spending of at least so many dollars is told the same day; default: a tenth of `monthly_usd`."""
+    anomaly_usd: float | None = Field(default=None, ge=0.01, json_schema_extra=on_change("update"))
+    """Unusual spending of at least so many dollars is told the same day, by an anomaly monitor over the tenant's tag.
+    Needs the organization's management account: in a member account AWS refuses the monitor, and with it the whole
+    deployment. Default: no monitor."""
 
 
 class RemovalSpec(SpecModel):
