@@ -16,7 +16,7 @@ from trainer.runtime import Runtime
 from trainer.strategies import build_strategy, check_supported
 from trainer_testing.distributed import run_ranks
 from trainer_testing.families import FAMILIES, adapter
-from trainer_testing.source_worker import MARK, Peak, give_back
+from trainer_testing.source_worker import MARK, Peak, allocate_freely, give_back
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 from transformers import AutoModelForCausalLM
@@ -126,6 +126,7 @@ def share_of_one_of_four(strategy: str, layout: dict[str, Any] | None, changes: 
         return peak.num_bytes / whole
     finally:
         dist.destroy_process_group()
+        allocate_freely()
 
 
 def test_one_of_four_ranks_never_holds_the_whole_model(tmp_path: Path) -> None:

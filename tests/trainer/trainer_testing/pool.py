@@ -1,8 +1,9 @@
 """Ranks without start-up: one process imports torch, transformers and DeepSpeed once, and every rank is a fork of it.
 
 On two cores importing is most of a small world's time: 8 ranks take half a minute to start and a second to train. The
-fork server has run no tensor operation and holds no thread of torch's, so a fork is as good as a fresh interpreter;
-what measures start-up, memory or the command itself starts real processes (`distributed`).
+fork server has run no tensor operation and holds no thread of torch's, and every fork draws its own random numbers, as
+fresh interpreters do; only the hash seed of strings is shared. What measures start-up, memory or the command itself
+starts real processes (`distributed`).
 """
 
 import atexit
@@ -20,9 +21,10 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
-from trainer_testing.distributed import TESTS, Output, collect, free_port
+from trainer_testing.distributed import TESTS, collect, free_port
 
 PRELOADED = (
     "deepspeed",
@@ -166,11 +168,10 @@ def start_pooled(num_ranks: int, module: str, *arguments: str) -> list[ForkedRan
 def run_pooled(num_ranks: int, module: str, *arguments: str, timeout_seconds: float) -> list[str]:
     """As `distributed.run_ranks`, on forks: the ranks' outputs, after all of them ended well."""
     ranks = start_pooled(num_ranks, module, *arguments)
-    outputs: list[Output] = []
-    collector = threading.Thread(target=lambda: outputs.extend(collect(ranks, timeout_seconds + 60)))
-    collector.start()
-    _watch(ranks, time.monotonic() + timeout_seconds)
-    collector.join()
+    with ThreadPoolExecutor(1) as reader:
+        collected = reader.submit(collect, ranks, timeout_seconds + 60)
+        _watch(ranks, time.monotonic() + timeout_seconds)
+        outputs = collected.result()
     failed = [f"rank {rank} exited {code}:\n{text[-4000:]}" for rank, (code, text) in enumerate(outputs) if code != 0]
     assert not failed, "\n".join(failed)
     return [text for _, text in outputs]
@@ -245,8 +246,16 @@ def _become_rank(
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False, buffering=1)
         import faulthandler
+        import random
+
+        import numpy as np
+        import torch
 
         faulthandler.enable()  # SIGABRT prints where a rank hangs
+        # Forks would all draw the same numbers, and so hide what nobody seeded.
+        random.seed()
+        np.random.seed()
+        torch.seed()
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = [module, *arguments]
