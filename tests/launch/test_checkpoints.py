@@ -174,3 +174,29 @@ def test_copy_is_whole_or_not_there(tmp_path: Path, s3: Any, source: str, target
     assert steps(checkpoints.list_checkpoints(to, s3)) == [10], "nothing is left of a copy that failed"
     with pytest.raises(InputError, match="is where the checkpoints are"):
         checkpoints.copy(origin, s3, found[:1], origin)
+
+
+def test_a_copy_never_costs_a_good_one_at_its_target(tmp_path: Path) -> None:
+    shard = save(tmp_path / "a", 10) / "__0_0.distcp"
+    beside = ("metrics.jsonl", "attempts.json", "goodput.jsonl", "left_out_batches.jsonl")
+    for name in beside:
+        (tmp_path / "a" / name).write_text("{}\n")
+    origin, to = str(tmp_path / "a"), str(tmp_path / "b")
+    found = checkpoints.list_checkpoints(origin, None)
+    checkpoints.copy(origin, None, found, to)
+    assert all((tmp_path / "b" / name).is_file() for name in beside)
+    copied = tmp_path / "b/checkpoints/step-00000010/__0_0.distcp"
+    flip(copied)
+    checkpoints.copy(origin, None, found, to)
+    assert copied.read_bytes() == shard.read_bytes(), "one that is altered there is replaced"
+    flip(shard)  # the source is altered now, by nobody's word
+    checkpoints.copy(origin, None, found, to)
+    assert checkpoints.verified(to, None, checkpoints.chosen(to, None, 10)).is_good
+    (tmp_path / "b/checkpoints/step-00000010/COMMITTED").unlink()
+    with pytest.raises(JobFailedError, match=r"step 10 is not copied: __0_0\.distcp is altered"):
+        checkpoints.copy(origin, None, found, to)
+    assert copied.is_file(), "nothing goes before the source was found whole"
+    save(tmp_path / "c", 10, metrics={"validation_loss": 1.0})
+    with pytest.raises(InputError, match="holds another checkpoint of step 10, which stays"):
+        checkpoints.copy(origin, None, found, str(tmp_path / "c"))
+    assert checkpoints.chosen(str(tmp_path / "c"), None, 10).is_good

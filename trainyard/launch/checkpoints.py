@@ -19,8 +19,9 @@ _MARKER = "COMMITTED"
 """Written last: a checkpoint without it is torn, and never read."""
 _MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
-_BESIDE = ("metrics.jsonl", "attempts.json")
-"""What a resume at another destination wants to find beside the checkpoints."""
+_BESIDE = ("metrics.jsonl", "attempts.json", "goodput.jsonl", "left_out_batches.jsonl")
+"""What a resume at another destination wants to find beside the checkpoints: without the last it would learn from
+batches that the job leaves out."""
 
 
 @dataclass(frozen=True)
@@ -207,18 +208,37 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
     """Copy checkpoints, and the metrics beside them, to another prefix or folder; the URIs there.
 
     Each file is read back there and must be what its manifest promises before the marker is written; otherwise what
-    was copied goes again, and JobFailedError says which side is altered.
+    was copied goes again, and JobFailedError says which side is altered. A step that is there already, whole, stays as
+    it is; one that is broken there is replaced, once the source was read and found whole; InputError, before anything
+    is copied, where another checkpoint of the same step is there.
     A resume of a job with `checkpoint.destination: <target>` goes on from there.
     """
     source, sink = open_files(destination.rstrip("/"), s3), open_files(target.rstrip("/"), s3)
     if source.root == sink.root:
         raise InputError(f"--to {target}: is where the checkpoints are; give another prefix or folder")
-    uris = []
+    there = {one.step: one for one in list_checkpoints(target, s3)}
     for checkpoint in checkpoints:
         if not checkpoint.is_good:
             raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {checkpoint.problem}")
+        path = f"{_step_folder(checkpoint.step)}/{_MANIFEST}"
+        held = there.get(checkpoint.step)
+        if held is not None and held.is_good and sink.read(path) != source.read(path):
+            raise InputError(
+                f"--to {target}: holds another checkpoint of step {checkpoint.step}, which stays; give another prefix"
+                " or folder"
+            )
+    uris = []
+    for checkpoint in checkpoints:
         folder = _step_folder(checkpoint.step)
-        sink.delete(_in_order_of_removal(sink.sizes(folder)))
+        held = there.get(checkpoint.step)
+        if held is not None:
+            if held.is_good and verified(target, s3, held).is_good:
+                uris.append(held.uri)
+                continue
+            found = verified(destination, s3, checkpoint)
+            if not found.is_good:
+                raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {found.problem}")
+            sink.delete(_in_order_of_removal(sink.sizes(folder)))
         for name, _, digest in checkpoint.shards:
             path = f"{folder}/{name}"
             sink.take(path, source)
