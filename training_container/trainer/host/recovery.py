@@ -140,7 +140,9 @@ class RecoveryLog:
     """What the first host tells of restarts: a line each on stdout, a row each in recovery.jsonl.
 
     A row has the parts of the time to the next step: detection (before it was noticed), then stop, backoff, schedule,
-    process, rendezvous, build, load and first_step, which add up to seconds_to_next_step.
+    process, rendezvous, build, load and first_step, which add up to seconds_to_next_step. A restart that failed before
+    any step has a row that ends with its backoff; the next one's `earlier_seconds` is the time since the first of them
+    failed, and a part of its seconds_to_next_step.
     """
 
     def __init__(self, folder: Path, *, is_first: bool) -> None:
@@ -148,6 +150,8 @@ class RecoveryLog:
         self._is_first = is_first
         self._open: dict[str, Any] | None = None
         self._failed_at = 0.0
+        self._first_failed_at = 0.0
+        """Of the failures without a step between them."""
 
     def failed(self, restart: Restart, *, noticed_at: float | None = None, quiet_seconds: float = 0.0) -> None:
         """The ranks failed, and are started again.
@@ -156,7 +160,11 @@ class RecoveryLog:
         """
         ending = restart.failure
         now = time.monotonic()
+        is_another = self._open is not None
+        self.ended()
         self._failed_at = now if noticed_at is None else noticed_at
+        if not is_another:
+            self._first_failed_at = self._failed_at
         self._open = {
             "restart": restart.number,
             "at": time.time(),
@@ -167,6 +175,8 @@ class RecoveryLog:
             "stop_seconds": now - self._failed_at,
             "backoff_seconds": restart.delay_seconds,
         }
+        if is_another:
+            self._open["earlier_seconds"] = self._failed_at - self._first_failed_at
         say(
             f"recovery restart={restart.number} last_step={ending.step} backoff_seconds={restart.delay_seconds:g}"
             f" reason={ending.reason}"
@@ -177,12 +187,22 @@ class RecoveryLog:
         if self._open is None or last_step == 0:
             return
         waited = time.monotonic() - self._failed_at
-        row = {**self._open, **self._parts(waited), "seconds_to_next_step": waited}
+        row = {**self._open, **self._parts(waited)}
+        row["seconds_to_next_step"] = waited + row.get("earlier_seconds", 0.0)
         self._open = None
         say(
             f"recovery restart={row['restart']} goes_on step={last_step}"
             f" seconds_to_next_step={row['seconds_to_next_step']:.1f}"
         )
+        self._write(row)
+
+    def ended(self) -> None:
+        """The ranks that were started again ended without a step, or the job did: the row stays without its end."""
+        if self._open is not None:
+            self._write(self._open)
+        self._open = None
+
+    def _write(self, row: dict[str, Any]) -> None:
         if self._is_first:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

@@ -108,12 +108,15 @@ class HostRun:
         self._data.mkdir(parents=True, exist_ok=True)
         for leftover in ("failure", "resume_me"):
             (self._output / leftover).unlink(missing_ok=True)
+        # An attempt's before this one: a signal must not reach processes that have its ranks' pids now.
+        shutil.rmtree(self._reports, ignore_errors=True)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
             signal.signal(number, self._on_signal)
         while True:
             ending = self._run_once(hosts) if not self._was_told_to_stop else _stopped_between()
             order = hosts.conclude(ending)
             if isinstance(order, Ending):
+                self._log.ended()
                 return order
             self._log.failed(order, noticed_at=self._noticed_at, quiet_seconds=self._quiet_seconds)
             deadline = time.monotonic() + order.delay_seconds
@@ -147,7 +150,9 @@ class HostRun:
     def _start(self) -> None:
         """Start torchrun with a clean slate."""
         shutil.rmtree(self._reports, ignore_errors=True)
-        self._reports.mkdir(parents=True)
+        self._reports.mkdir(parents=True, exist_ok=True)  # a signal's handler may have been faster
+        if self._was_told_to_stop:  # by a signal since `run` looked: what it left for the ranks was removed above
+            (self._reports / STOP_FILE).touch()
         self._tail.clear()
         self._hang, self._is_consequence = "", False
         self._noticed_at, self._quiet_seconds = None, 0.0
@@ -283,6 +288,7 @@ class HostRun:
             say(f"entrypoint: told to stop; the ranks have {self._grace_seconds:.0f} s to save")
             signal.setitimer(signal.ITIMER_REAL, self._grace_seconds)
             # For ranks that are only just being started; before the look at those that run.
+            self._reports.mkdir(parents=True, exist_ok=True)  # before the first start there is none
             (self._reports / STOP_FILE).touch()
             # Not torchrun itself, which would kill the ranks 30 s later, in the middle of a save.
             self._tell_ranks(signal.SIGTERM, self._ranks())
