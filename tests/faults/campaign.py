@@ -9,7 +9,7 @@ What must hold of each episode:
   stop costs one step at most;
 - every step is in metrics.jsonl once, with exactly the loss, gradient norm and tokens of the undisturbed job;
 - every step was made of exactly the samples of the undisturbed job's;
-- from the first commit on there is a good checkpoint at every moment;
+- from the first commit on there is a good checkpoint whenever one is looked for (`Guard`);
 - no process, partial file, staging copy or multipart upload is left.
 
 The exit code is 0 when all of it held.
@@ -44,6 +44,8 @@ from trainer_testing.text_job import bits, rows_of, write_job
 ENGINES = ("ddp", "zero3", "fsdp", "pipeline")
 FAULTS_PER_EPISODE = 6
 CHECKPOINT_EVERY = 3
+GUARD_SECONDS, GUARD_SECONDS_S3 = 0.5, 3.0
+"""Between two looks for a good checkpoint."""
 _EPISODE_SECONDS = 1200.0
 _MOST_STARTS = 40
 _LARGER = ["model.config.hidden_size=256", "model.config.intermediate_size=512"]
@@ -60,6 +62,7 @@ class Row:
     kind: str
     """Of `kinds`, with its moment."""
     happened: bool = False
+    """The job met it: a checkpoint was really spoiled, a request really refused."""
     recovered: bool = False
     steps_lost: int | None = None
     """Finished steps that had to be made again; None: nothing was started again."""
@@ -105,6 +108,8 @@ class Report:
                 lines.append(_summary(title + name, [row for row in self.rows if key(row) == name]))
         lines.append(_summary("all", self.rows))
         lines += [f"left out: {words}" for words in self.left_out]
+        unmet = [row for episode in self.episodes for row in episode.rows if not row.happened]
+        lines += [f"did not happen: {row.kind} (seed {row.seed})" for row in unmet]
         for episode in self.episodes:
             first = episode.rows[0]
             lines += [
@@ -250,7 +255,7 @@ class _Play:
         """Returns when the job is done, or won't be."""
         orders = [fault.order for fault in self._hand]
         (self._folder / "faults.json").write_text(json.dumps(orders))
-        guard = Guard(self._site, pause_seconds=0.5 if self._site.s3 is None else 3.0)
+        guard = Guard(self._site, pause_seconds=GUARD_SECONDS if self._site.s3 is None else GUARD_SECONDS_S3)
         try:
             self._run_to_the_end()
         finally:
@@ -298,8 +303,9 @@ class _Play:
 
     def _act(self, number: int, fault: Fault) -> None:
         try:
+            row = self._episode.rows[number]
             if fault.kind.is_damage:
-                damage(
+                row.happened = damage(
                     fault.kind.name,
                     self._site.destination,
                     self._site.s3,
@@ -307,7 +313,7 @@ class _Play:
                     self._folder / "events.jsonl",
                 )
             else:
-                self._site.act(fault.kind.name, self._draw)
+                row.happened = self._site.act(fault.kind.name, self._draw)
         except Exception as error:
             self._episode.problems.append(f"{fault.name} could not be done: {type(error).__name__}: {error}")
         finally:
@@ -325,7 +331,7 @@ def _judge(
         if not done.exists():
             episode.problems.append(f"{fault.name} never happened")
             continue
-        row.happened = True
+        row.happened = row.happened or not fault.kind.is_outside
         at = float(done.read_text())
         _follow(row, fault, story, at)
         if fault.kind.effect == "stops" and (row.steps_lost or 0) > 1:

@@ -32,6 +32,8 @@ S3_FAULTS = {
     "s3_wrong_etag": "wrong_etag",
     "expired_credential": "expired",
 }
+_MEETING_SECONDS = 10.0
+"""How much longer S3 fails for a job that has not asked it anything yet."""
 _BUCKET = "campaign"
 _ROLE = "campaign-job"
 _LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -134,12 +136,18 @@ class CloudSite:
             return f"{found['TrainingJobStatus']}: {found.get('FailureReason', '').splitlines()[:1]}"
         return None
 
-    def act(self, kind: str, draw: random.Random) -> None:
+    def act(self, kind: str, draw: random.Random) -> bool:
         if kind in S3_FAULTS:
-            self._cloud.proxy.fault = S3_FAULTS[kind]  # type: ignore[assignment]
+            proxy, fault = self._cloud.proxy, S3_FAULTS[kind]
+            before = proxy.num_disturbed[fault]
+            proxy.fault = fault  # type: ignore[assignment]
             time.sleep(draw.uniform(1.0, 4.0))
-            self._cloud.proxy.fault = None
-        elif kind == "reclaim":
+            until = time.monotonic() + _MEETING_SECONDS
+            while proxy.num_disturbed[fault] == before and time.monotonic() < until:
+                time.sleep(0.05)
+            proxy.fault = None
+            return proxy.num_disturbed[fault] > before
+        if kind == "reclaim":
             notice = draw.random() < 0.3
             _call(self._cloud.info, "reclaim", {"training_job_name": self._job_name, "notice": notice})
         elif kind == "kill_host":
@@ -147,6 +155,7 @@ class CloudSite:
             os.kill(draw.choice(list(attempt["pids"].values())), signal.SIGKILL)
         else:
             raise AssertionError(kind)
+        return True
 
     @property
     def lines(self) -> list[str]:
@@ -163,7 +172,7 @@ class CloudSite:
 
     def leftovers(self) -> list[str]:
         jobs = self._cloud.state / "jobs"
-        until = time.monotonic() + 5
+        until = time.monotonic() + 30
         while (left := processes_under(jobs / self._job_name)) and time.monotonic() < until:
             time.sleep(0.1)
         problems = [f"left running: {pid}" for pid in sorted(left)]

@@ -101,17 +101,18 @@ class DeskSite:
             return None
         return "done" if current.state == "Completed" else f"{current.state}: {current.record.attempt.failure}"
 
-    def act(self, kind: str, draw: random.Random) -> None:
+    def act(self, kind: str, draw: random.Random) -> bool:
         directory = Path(self.destination)
         self._resumes = 2 if kind == "two_launchers" else 1
         os.kill(json.loads((directory / "process.json").read_text())["pid"], signal.SIGKILL)
         until = time.monotonic() + 10
         while is_running(directory) and time.monotonic() < until:
             time.sleep(0.02)
+        return True
 
     def leftovers(self) -> list[str]:
         directory = Path(self.destination)
-        until = time.monotonic() + 5
+        until = time.monotonic() + 30
         while is_running(directory) and time.monotonic() < until:
             time.sleep(0.1)
         problems = ["its supervisor still runs"] if is_running(directory) else []

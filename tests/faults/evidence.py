@@ -1,6 +1,7 @@
 """What a campaign looks at: the job's own words, the samples it read, and its checkpoints at every moment."""
 
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -18,7 +19,9 @@ _COMMITTED = re.compile(r"checkpoint step=(\d+) committed")
 _RESUMED = re.compile(r"resumed step=(\d+)")
 _STEP = re.compile(r"step=(\d+) loss=")
 _PATIENCE_SECONDS = 4.0
-"""How long a look that finds no good checkpoint is repeated: retention may remove what was just listed."""
+"""How long a look that finds no good checkpoint is repeated, once at least: retention may remove what was listed."""
+DAMAGE_SECONDS = 5.0
+"""How long damage waits for two good checkpoints: less than a campaign's jobs may stand still."""
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -92,7 +95,10 @@ def newest_good(destination: str, s3: Any) -> Checkpoint | None:
 
 
 class Guard:
-    """Looks again and again whether a good checkpoint is there, from the first one on."""
+    """Looks again and again whether a good checkpoint is there, from the first one on.
+
+    What is gone between two looks, or comes back within `_PATIENCE_SECONDS`, it does not see.
+    """
 
     def __init__(self, site: Site, *, pause_seconds: float) -> None:
         self._site = site
@@ -116,13 +122,14 @@ class Guard:
 
     def _look(self) -> Checkpoint | None:
         until = time.monotonic() + _PATIENCE_SECONDS
-        while True:
+        for number in itertools.count(1):
             with contextlib.suppress(TrainyardError, OSError):
                 if (found := newest_good(self._site.destination, self._site.s3)) is not None:
                     return found
-            if time.monotonic() > until:
-                return None
+            if number > 1 and time.monotonic() > until:  # one look may take longer than that on a busy machine
+                break
             time.sleep(0.2)
+        return None
 
     def close(self) -> None:
         """The last look has been taken."""
@@ -130,17 +137,20 @@ class Guard:
         self._thread.join(timeout=30)
 
 
-def damage(kind: str, destination: str, s3: Any, draw: random.Random, told: Path) -> None:
-    """Spoil the newest committed checkpoint, once a save that is on its way has ended; `told`: what gets to know."""
-    until = time.monotonic() + 10
+def damage(kind: str, destination: str, s3: Any, draw: random.Random, told: Path) -> bool:
+    """Spoil the newest committed checkpoint, once a save that is on its way has ended; `told`: what gets to know.
+
+    Whether it did: the only good one stays, since a job that loses it has nothing to prove.
+    """
+    until = time.monotonic() + DAMAGE_SECONDS
     while True:
         found = list_checkpoints(destination, s3)
-        if (found and found[-1].is_good) or time.monotonic() > until:
+        good = [checkpoint for checkpoint in found if checkpoint.is_good]
+        if (len(good) > 1 and found[-1].is_good) or time.monotonic() > until:
             break
         time.sleep(0.1)
-    good = [checkpoint for checkpoint in found if checkpoint.is_good]
     if len(good) < 2:
-        return  # the only good one stays: a job that loses it has nothing to prove
+        return False
     newest = good[-1]
     name = {"marker_corrupted": "COMMITTED", "manifest_missing": "manifest.json"}.get(kind)
     name = name or draw.choice([shard for shard, size, _ in newest.shards if size])
@@ -154,6 +164,7 @@ def damage(kind: str, destination: str, s3: Any, draw: random.Random, told: Path
         _write(newest.uri, name, s3, content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
     with told.open("a") as file:
         file.write(json.dumps({"at": time.time(), "damaged": newest.step}) + "\n")
+    return True
 
 
 def _read(uri: str, name: str, s3: Any) -> bytes:

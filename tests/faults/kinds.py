@@ -71,6 +71,8 @@ _NAMES_IN_RANKS = {
 _STEPS_APART = 4
 _FIRST_STEP = 5
 """The first checkpoint is of step 3."""
+_FIRST_DAMAGED_STEP = 7
+"""There are two checkpoints, of steps 3 and 6: one to spoil and one to go back to."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def _order(draw: random.Random, kind: Kind, moment: str, first_step: int) -> dic
         order["seconds"] = draw.choice((-7200.0, -60.0, 60.0, 7200.0))
     if kind.is_damage:
         order["then_kill"] = True
+        order["step"] = max(order["step"], _FIRST_DAMAGED_STEP)
     if kind.is_outside and not kind.is_damage:
         # Nobody gets to the next fault, or to the job's end, while this one goes on.
         order["holds"] = True

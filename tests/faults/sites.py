@@ -46,8 +46,8 @@ class Site(Protocol):
     def outcome(self) -> str | None:
         """None while it runs; "done", or how it ended. Who is left of a job that has lost a host is ended here."""
 
-    def act(self, kind: str, draw: random.Random) -> None:
-        """A fault that comes from outside; returns when it is over."""
+    def act(self, kind: str, draw: random.Random) -> bool:
+        """A fault that comes from outside; returns when it is over: whether the job met it."""
 
     def leftovers(self) -> list[str]:
         """What is left of an ended job and should not be."""
@@ -165,10 +165,10 @@ class HostsSite:
             reader.join(timeout=5)
         return f"exit codes {', '.join(f'{host} {code}' for host, code in codes.items())}"
 
-    def act(self, kind: str, draw: random.Random) -> None:
+    def act(self, kind: str, draw: random.Random) -> bool:
         if kind == "disk_full":
             self._fill_disk(draw.uniform(1.0, 2.5))
-            return
+            return True
         host = draw.choice(self._hosts)
         pids = processes_under(self.root / "hosts" / host)
         self._keeps_disks = False
@@ -193,6 +193,7 @@ class HostsSite:
             self._network.heal(host)
         else:
             raise AssertionError(kind)
+        return True
 
     def _wait_for_others(self, lost: str) -> None:
         """Until the hosts that can have left by themselves, or time is up (`outcome` says so)."""
@@ -213,7 +214,7 @@ class HostsSite:
         ballast.unlink()
 
     def leftovers(self) -> list[str]:
-        until = time.monotonic() + 5
+        until = time.monotonic() + 30
         while (left := processes_under(self.root)) and time.monotonic() < until:
             time.sleep(0.1)
         problems = [f"left running: {pid}" for pid in sorted(left)]

@@ -4,11 +4,14 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import cloud
+import evidence
 import pytest
-from campaign import ENGINES, Episode, Report, Row, campaign
+from campaign import ENGINES, Episode, Report, Row, _judge, _Play, campaign
 from evidence import Story, samples
-from kinds import KINDS, SITES, Deck
+from kinds import KINDS, SITES, Deck, Fault
 
 
 def test_nothing_is_lost_beyond_the_last_commit_and_no_loss_is_wrong(tmp_path: Path) -> None:
@@ -71,6 +74,62 @@ def test_samples_are_those_of_the_last_time_that_a_step_was_made(tmp_path: Path)
     (tmp_path / "samples-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in first) + '{"step": 3, "i')
     (tmp_path / "samples-1.jsonl").write_text(json.dumps({"step": 2, "ids": ["c"]}) + "\n")
     assert samples(tmp_path) == {1: ["a"], 2: ["b", "c"]}
+
+
+def test_damage_that_would_take_the_only_good_checkpoint_does_not_happen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (3, 6):
+        (tmp_path / f"{step}").mkdir()
+        (tmp_path / f"{step}/COMMITTED").write_text("digest")
+    good = [SimpleNamespace(step=step, uri=str(tmp_path / f"{step}"), is_good=True, shards=[]) for step in (3, 6)]
+    found = iter([good[:1], good[:1], good])
+    told = tmp_path / "events.jsonl"
+    monkeypatch.setattr(evidence, "DAMAGE_SECONDS", -1.0)
+    monkeypatch.setattr(evidence, "list_checkpoints", lambda *_: next(found))
+    assert not evidence.damage("marker_corrupted", str(tmp_path), None, random.Random(1), told)
+    assert not told.exists() and (tmp_path / "3/COMMITTED").read_text() == "digest"
+    # The second one is waited for.
+    monkeypatch.setattr(evidence, "DAMAGE_SECONDS", 60.0)
+    assert evidence.damage("marker_corrupted", str(tmp_path), None, random.Random(1), told)
+    assert json.loads(told.read_text())["damaged"] == 6
+    assert (tmp_path / "6/COMMITTED").read_bytes() != b"digest"
+
+
+def test_an_s3_fault_that_no_request_met_did_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = SimpleNamespace(fault=None, num_disturbed=Counter())
+    site = SimpleNamespace(_cloud=SimpleNamespace(proxy=proxy))
+    draw = SimpleNamespace(uniform=lambda *_: 0.0)
+    monkeypatch.setattr(cloud, "_MEETING_SECONDS", -1.0)
+    assert not cloud.CloudSite.act(site, "s3_503", draw)
+    draw.uniform = lambda *_: proxy.num_disturbed.update(["unavailable"]) or 0.0
+    assert cloud.CloudSite.act(site, "s3_503", draw) and proxy.fault is None
+
+
+@pytest.mark.parametrize("is_met", [True, False])
+def test_a_fault_counts_when_the_job_met_it(is_met: bool, tmp_path: Path) -> None:
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults/done-0").write_text("1.0")
+    kill = next(kind for kind in KINDS if kind.name == "kill_host")
+    hand = [Fault(kill, "step", {})]
+    episode = Episode([Row(7, "ddp", "one_host", "kill_host")], problems=["not done"])
+    site = SimpleNamespace(root=tmp_path, act=lambda *_: is_met)
+    play = _Play(site, hand, episode, random.Random(1), recover=True)
+    play._act(0, hand[0])
+    _judge(site, hand, episode, ([], {}))
+    report = Report([episode])
+    assert len(report.rows) == is_met
+    assert ("did not happen: kill_host (seed 7)" in report.table()) == (not is_met)
+
+
+def test_a_guard_looks_twice_however_long_a_look_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One look, in which all the patience is spent, then one that finds.
+    found = iter([None, "checkpoint"])
+    monkeypatch.setattr(evidence, "_PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(evidence, "newest_good", lambda *_: next(found))
+    guard = object.__new__(evidence.Guard)
+    guard._site = SimpleNamespace(destination=str(tmp_path), s3=None)
+    assert guard._look() == "checkpoint"
 
 
 def test_the_table_counts_what_was_recovered() -> None:
