@@ -1,5 +1,6 @@
 """What a deployment may not lose: every property that replaces is known, every loss is refused in one line."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 
 from trainyard.errors import InputError
-from trainyard.launch.session import Account
+from trainyard.launch.session import Account, checkout_root
 from trainyard.operate.stateful import REPLACED_BY, deployed_templates, losses, refuse_losses
 
 STACK = "trainyard-test-acme-foundation"
+LUSTRE = {"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 250}
 SAMPLE: dict[str, Any] = {
     "Resources": {
         "Data": {"Type": "AWS::S3::Bucket", "Properties": {"Tags": [{"Key": "a", "Value": "b"}]}},
@@ -20,7 +22,7 @@ SAMPLE: dict[str, Any] = {
             "Properties": {
                 "StorageCapacity": 2400,
                 "KmsKeyId": {"Fn::GetAtt": ["Key", "Arn"]},
-                "LustreConfiguration": {"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 250},
+                "LustreConfiguration": LUSTRE,
             },
         },
         "Topic": {"Type": "AWS::SNS::Topic", "Properties": {"TopicName": "old"}},
@@ -42,8 +44,35 @@ def test_the_table_holds_every_property_that_the_registry_calls_create_only() ->
         registered = schema.get("createOnlyProperties", []) + schema.get("conditionalCreateOnlyProperties", [])
         tops = {path.removeprefix("/properties/").split("/")[0] for path in registered}
         ours = {path.split(".")[0] for path in known if not path.startswith("LustreConfiguration.")}
-        # What the schemas leave out and the template reference says.
-        assert ours - tops <= {"StorageType", "KeySpec", "KeyUsage", "MultiRegion"} and tops <= ours, (kind, tops, ours)
+        # What the schemas leave out, and the template reference or the CDK's database says.
+        said_elsewhere = {"FileSystemTypeVersion", "KeySpec", "KeyUsage", "MultiRegion", "StorageType"}
+        assert ours - tops <= said_elsewhere and tops <= ours, (kind, tops, ours)
+
+
+def test_the_table_holds_every_property_of_a_file_system_that_the_cdk_knows_to_replace() -> None:
+    """Nested ones too, of which the registry's schema says nothing."""
+    database = checkout_root() / "node_modules" / "aws-cdk" / "db.json.gz"
+    if not database.is_file():
+        pytest.skip("the CDK command isn't installed (npm ci)")
+    schema = json.loads(gzip.decompress(database.read_bytes()))["schema"]
+    resources, types = schema["resource"]["entities"], schema["typeDefinition"]["entities"]
+    (file_system,) = (item for item in resources if item["cloudFormationType"] == "AWS::FSx::FileSystem")
+    (lustre,) = (
+        item for item in types if item["name"] == "LustreConfiguration" and "CopyTagsToBackups" in item["properties"]
+    )
+    for prefix, known in (("", file_system), ("LustreConfiguration.", lustre)):
+        replacing = {
+            prefix + key for key, item in known["properties"].items() if item.get("causesReplacement") == "yes"
+        }
+        assert replacing and replacing <= set(REPLACED_BY["AWS::FSx::FileSystem"])
+
+
+def test_every_loss_is_named_as_the_option_that_accepts_it() -> None:
+    wanted: dict[str, Any] = {STACK: {"Resources": {}}}
+    with pytest.raises(InputError) as refused:
+        refuse_losses({STACK: SAMPLE}, wanted)
+    options = str(refused.value).partition("repeat with ")[2].split("--accept-loss ")[1:]
+    assert [option.strip() for option in options] == [f"{STACK}/{name}" for name in ("Data", "Vpc", "Lustre")]
 
 
 def test_the_emulator_agrees_on_what_replaces() -> None:
@@ -64,6 +93,11 @@ def test_the_emulator_agrees_on_what_replaces() -> None:
         ("Lustre", {"KmsKeyId": "other"}, "KmsKeyId would change"),
         ("Lustre", {"StorageCapacity": 1200}, "StorageCapacity would shrink from 2400 to 1200 GiB"),
         ("Lustre", {"LustreConfiguration": {"DeploymentType": "SCRATCH_2"}}, "DeploymentType would change"),
+        (
+            "Lustre",
+            {"LustreConfiguration": {"DeploymentType": "PERSISTENT_2", "CopyTagsToBackups": True}},
+            "CopyTagsToBackups would change",
+        ),
     ],
 )
 def test_a_replacement_is_refused_in_one_line(logical_id: str, properties: dict[str, Any], told: str) -> None:
@@ -90,7 +124,7 @@ def test_what_changes_in_place_or_holds_nothing_passes() -> None:
     for logical_id, properties in (
         ("Data", {"Tags": []}),
         ("Lustre", {"StorageCapacity": 4800}),
-        ("Lustre", {"LustreConfiguration": {"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 500}}),
+        ("Lustre", {"LustreConfiguration": {**LUSTRE, "DataCompressionType": "LZ4"}}),
         ("Vpc", {"EnableDnsSupport": "true"}),
         ("Topic", {"TopicName": "new"}),
     ):

@@ -103,6 +103,10 @@ BREAKS: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
         "instances: 9 ml.p5.4xlarge",
         nested("ResourceConfig.InstanceGroups", [{"InstanceType": "ml.p5.4xlarge", "InstanceCount": 9}]),
     ),
+    (
+        "instances: 8 ml.p5.4xlarge",
+        nested("ResourceConfig.InstanceGroups", [{"InstanceType": "ml.p5.4xlarge", "InstanceCount": 4}] * 2),
+    ),
     ("output key: none", nested("OutputDataConfig.KmsKeyId", "")),
     ("output key: other", nested("OutputDataConfig.KmsKeyId", "other")),
     ("volume key: other", nested("ResourceConfig.VolumeKmsKeyId", "other")),
@@ -111,6 +115,9 @@ BREAKS: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
         nested("InputDataConfig", [{"DataSource": {"FileSystemDataSource": {"FileSystemId": "fs-x"}}}]),
     ),
     ("buckets: s3://other/x", nested("OutputDataConfig.S3OutputPath", "s3://other/x")),
+    ("buckets: s3://other/d", nested("DebugHookConfig.S3OutputPath", "s3://other/d")),
+    ("buckets: s3://other/p", nested("ProfilerConfig.S3OutputPath", "s3://other/p")),
+    ("buckets: s3://other/t", nested("TensorBoardOutputConfig.S3OutputPath", "s3://other/t")),
     ("buckets: s3://other/c", nested("CheckpointConfig.S3Uri", "s3://other/c")),
     (
         "buckets: s3://other/data",

@@ -142,7 +142,7 @@ def remove(
     check_tenant(spec, name, str(path))
     if confirm not in (None, name):
         raise InputError(f"--confirm {confirm}: is not the tenant's name, {name}; nothing was changed")
-    text = entry.without_tenant(entry.read_text(path), name, str(path))  # refused before anything is deleted
+    entry.without_tenant(entry.read_text(path), name, str(path))  # refused before anything is deleted
     with _spinner("asking the account") as spinner:
         account = open_account(spec)
         planned = removal.plan(account, spec, name, state_root())
@@ -152,7 +152,8 @@ def remove(
     if report is None:
         _print_plan(planned, as_json)
         return
-    entry.replace_file(path, text)
+    # Read again: a removal takes long, and others edit the file meanwhile.
+    entry.replace_file(path, entry.without_tenant(entry.read_text(path), name, str(path)))
     kept = removal.write_report(report, state_root())
     if as_json:
         print_json({**_document(report), "report": str(kept)})
@@ -196,7 +197,11 @@ def _entry(
 
 
 def _free_index(spec: "EnvironmentSpec") -> int:
-    """The block after the last one in use, as those between may be a removed tenant's; the first free where none is."""
+    """The block after the last one in use, as those between may be a removed tenant's; the first free where none is.
+
+    Of a removed tenant that had the last block nothing is known any more: its block is given out again. That matters
+    only where its VPC was retained and both are to be peered.
+    """
     used = {tenant.network_index for tenant in spec.tenants.values()}
     if max(used) + 1 < spec.network.num_blocks:
         return max(used) + 1

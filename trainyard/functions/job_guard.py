@@ -14,10 +14,20 @@ def violations(job: dict[str, Any], rules: dict[str, Any]) -> list[str]:
     kinds = [group["InstanceType"] for group in groups if group.get("InstanceType")]
     output, files = job.get("OutputDataConfig") or {}, []
     places = [output.get("S3OutputPath"), (job.get("CheckpointConfig") or {}).get("S3Uri")]
+    for extra in ("DebugHookConfig", "ProfilerConfig", "TensorBoardOutputConfig"):
+        places.append((job.get(extra) or {}).get("S3OutputPath"))
     for channel in job.get("InputDataConfig") or []:
         source = channel.get("DataSource") or {}
         places.append((source.get("S3DataSource") or {}).get("S3Uri"))
         files.append((source.get("FileSystemDataSource") or {}).get("FileSystemId"))
+
+    most, many = rules["types"], []
+    for part in ([resources], groups[1:]):
+        counts: dict[Any, int] = {}
+        for group in part:
+            kind = group.get("InstanceType")
+            counts[kind] = counts.get(kind, 0) + (group.get("InstanceCount") or 0)
+        many += [f"{count} {kind}" for kind, count in counts.items() if count > most.get(kind, 0)]
 
     def foreign(values: Iterable[Any], allowed: Iterable[str]) -> list[str]:
         return sorted({str(value) for value in values if value and value not in allowed})
@@ -30,12 +40,8 @@ def violations(job: dict[str, Any], rules: dict[str, Any]) -> list[str]:
         "role": foreign([job.get("RoleArn")], [rules["role"]]),
         "subnets": foreign(network.get("Subnets") or ["none"], rules["subnets"]),
         "security groups": foreign(network.get("SecurityGroupIds") or ["none"], rules["groups"]),
-        "instance types": foreign(kinds or ["none"], rules["types"]),
-        "instances": [
-            f"{group['InstanceCount']} {group.get('InstanceType')}"
-            for group in groups
-            if (group.get("InstanceCount") or 0) > rules["types"].get(group.get("InstanceType"), 0)
-        ],
+        "instance types": foreign(kinds or ["none"], most),
+        "instances": many,
         "output key": foreign([output.get("KmsKeyId") or "none"], [rules["key"]]),
         "volume key": foreign([resources.get("VolumeKmsKeyId")], [rules["key"]]),
         "file system": foreign(files, [rules["files"]]),

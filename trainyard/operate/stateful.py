@@ -41,13 +41,16 @@ REPLACED_BY: Mapping[str, tuple[str, ...]] = {
     "AWS::FSx::FileSystem": (
         "BackupId",
         "FileSystemType",
+        "FileSystemTypeVersion",
         "KmsKeyId",
+        "LustreConfiguration.CopyTagsToBackups",
         "LustreConfiguration.DeploymentType",
         "LustreConfiguration.DriveCacheType",
         "LustreConfiguration.EfaEnabled",
         "LustreConfiguration.ExportPath",
         "LustreConfiguration.ImportPath",
         "LustreConfiguration.ImportedFileChunkSize",
+        "LustreConfiguration.PerUnitStorageThroughput",
         "SecurityGroupIds",
         "StorageType",
         "SubnetIds",
@@ -59,7 +62,8 @@ REPLACED_BY: Mapping[str, tuple[str, ...]] = {
 }
 """Types that hold data, or that what holds data stands on, and the properties whose change replaces them: the
 createOnlyProperties of the CloudFormation registry's schemas (a test compares), and of FSx, whose schema says nothing
-of its LustreConfiguration, what the template reference marks "Update requires: Replacement". Of a key those that AWS
+of its LustreConfiguration, what the template reference marks "Update requires: Replacement" or the CDK command's own
+database marks as causing it (a test compares that too; where the two differ, the safe side is taken). Of a key those that AWS
 refuses to change. A group or subnet counts, because its replacement replaces the file system that stands in it."""
 
 
@@ -108,7 +112,7 @@ def refuse_losses(
     if refused:
         raise InputError(
             f"refused: this deployment would lose {'; '.join(map(str, refused))}; undo the change in the environment "
-            f"file, or save what it holds and repeat with --accept-loss {refused[0].name}"
+            f"file, or save what it holds and repeat with {' '.join(f'--accept-loss {loss.name}' for loss in refused)}"
         )
 
 

@@ -38,7 +38,7 @@ class FileSystemSpec(SpecModel):
     storage_gib: int = Field(default=1200, ge=1200, json_schema_extra=on_change("update"))
     """GiB: 1200, or a multiple of 2400."""
     throughput_mb_per_s_per_tib: Literal[125, 250, 500, 1000] = Field(
-        default=250, json_schema_extra=on_change("update")
+        default=250, json_schema_extra=on_change("replace")
     )
     links: dict[str, str] = Field(default_factory=dict, max_length=MAX_LINKS, json_schema_extra=on_change("replace"))
     """Folder of the file system to folder of the tenant's data bucket (`/datasets: datasets`): objects appear as files
@@ -196,8 +196,10 @@ class NetworkSpec(SpecModel):
 class AuditSpec(SpecModel):
     """Who did what in the account: a CloudTrail of its API calls, and of every read and write of an object."""
 
-    trail: bool = Field(default=True, json_schema_extra=on_change("update"))
-    """False where the organization has a trail of its own with data events: a second copy of the events costs money."""
+    trail: bool = Field(default=True, json_schema_extra=on_change("replace"))
+    """False where the organization has a trail of its own with data events: a second copy of the events costs money.
+    Once deployed, false drops the trail, its log bucket and its key: `trainyard deploy` refuses that until each is given
+    up by name (--accept-loss), as the refusal prints them."""
     keep_days: int = Field(default=400, ge=90, le=3650, json_schema_extra=on_change("update"))
     """How long the log files are kept. Where the environment retains data they are locked (Object Lock) for as long."""
     lock_mode: Literal["governance", "compliance"] = Field(default="governance", json_schema_extra=on_change("update"))
