@@ -343,6 +343,16 @@ def test_every_nth_and_the_best_are_kept_too_also_by_a_later_attempt(tmp_path: P
     assert step_names(destination) == {"step-00000002", "step-00000004", "step-00000006"}
 
 
+@pytest.mark.parametrize("best", [None, BestSpec(metric="validation_loss", num=1)])
+def test_an_old_one_without_its_manifest_keeps_nothing_from_going(tmp_path: Path, best: BestSpec | None) -> None:
+    destination = str(tmp_path / "destination")
+    Job(destination, tmp_path, keep_last=1).save(1)
+    (tmp_path / "destination/checkpoints/step-00000001/manifest.json").unlink()
+    job = Job(destination, tmp_path, keep_last=1, keep_best=best)
+    job.save(2, 3)
+    assert step_names(destination) == {"step-00000003"} and not any("retention failed" in line for line in job.said)
+
+
 def test_one_alone_is_read_back_before_the_one_before_it_goes(
     s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,18 +58,37 @@ class Host:
         (folder,) = self.disk.glob(f"*/checkpoints/step-{step:08d}")
         return folder
 
-    def restore(self) -> dict[str, Any]:
+    def restore(self, *, is_away_at_load: bool = False) -> dict[str, Any]:
         """What a fresh start of this job finds, loaded and compared."""
         fresh = Host(self.destination.parent)
         info = fresh.checkpoints.latest()
         assert info is not None
+        metrics = self.destination.parent / f"metrics{self.rank}"
+        metrics.write_text('{"step": 2}\n')
+        if is_away_at_load:
+            refuse_once(fresh)
         tensors = laid_out({name: torch.zeros_like(t) for name, t in whole(0).items()}, self.rank, 2)
-        extra = fresh.checkpoints.load(info, tensors)
+        attachments = {"metrics.jsonl": metrics} if self.rank == 0 else {}
+        extra = fresh.checkpoints.load(info, tensors, attachments=attachments)
+        metrics.write_text("cut back")
         assert is_same(tensors, laid_out(whole(info.step), self.rank, 2))
         fresh.checkpoints.wait()
         near = str(self.disk) in info.uri
         committed = (self.destination / f"checkpoints/step-{info.step:08d}/COMMITTED").exists()
-        return {"step": info.step, "near": near, "rng": extra["rng"], "sent": committed, "said": fresh.said}
+        beside = self.destination / "metrics.jsonl"
+        told = {"metrics": beside.read_text() if beside.exists() else None, "said": fresh.said}
+        return {"step": info.step, "near": near, "rng": extra["rng"], "sent": committed, **told}
+
+
+def refuse_once(host: Host) -> None:
+    """The destination can't be listed, the next time the host asks for its newest step."""
+    original = host.checkpoints._newest_at_destination
+
+    def refuse() -> int:
+        host.checkpoints._newest_at_destination = original  # type: ignore[method-assign]
+        raise DestinationError("can't list: the destination is away", permanent=True)
+
+    host.checkpoints._newest_at_destination = refuse  # type: ignore[method-assign]
 
 
 def cut_off(host: Host, step: int) -> None:
@@ -109,6 +128,14 @@ def case_cut_off(folder: Path) -> dict[str, Any]:
     host.save(1)
     cut_off(host, 2)
     return {"before": host.checkpoints.last_committed_step, "first": host.said, **host.restore()}
+
+
+def case_away_at_load(folder: Path) -> dict[str, Any]:
+    """The destination went away between the search and the load."""
+    host = Host(folder)
+    host.save(1)
+    cut_off(host, 2)
+    return host.restore(is_away_at_load=True)
 
 
 def case_torn(folder: Path) -> dict[str, Any]:
@@ -216,6 +243,9 @@ def test_a_save_that_was_cut_off_is_resumed_and_sent(played: list[dict[str, Any]
     )
     assert of(played, "cut_off", "step") == [2, 2] and of(played, "cut_off", "near") == [True, True]
     assert of(played, "cut_off", "sent") == [True, True]
+    assert of(played, "cut_off", "metrics")[0] == '{"step": 2}\n', "its metrics come along, as they were at the load"
+    for key, told in (("step", 2), ("near", True), ("sent", True)):
+        assert of(played, "away_at_load", key) == [told, told]
 
 
 def test_a_torn_part_falls_back_to_the_destination(played: list[dict[str, Any]]) -> None:

@@ -171,7 +171,8 @@ class Session:
         return attempt
 
     def _load(self, info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> None:
-        extra = self._checkpointer.load(info, tensors)
+        attachments = self._attachments() if self._runtime.is_first else {}
+        extra = self._checkpointer.load(info, tensors, attachments=attachments)
         self.strategy.after_load(tensors)
         self.strategy.load_engine_state(extra["engine"])
         self.data.train.load_state_dict(extra["data"])
@@ -376,12 +377,16 @@ class Session:
         attachments = {}
         if self._runtime.is_first:
             self._goodput.total()
-            attachments = {METRICS_FILE: self._metrics.path, GOODPUT_FILE: self._goodput.path}
+            attachments = self._attachments()
         with self._patience.as_at_start():
             self._checkpointer.save(self.step, self.strategy.state_tensors(), extra, attachments=attachments)
         self._saved_step = self.step
         self._last_save_time = time.monotonic()
         self._interval.began()
+
+    def _attachments(self) -> dict[str, Path]:
+        """What goes to the destination with every checkpoint; those that are there yet."""
+        return {METRICS_FILE: self._metrics.path, GOODPUT_FILE: self._goodput.path, LEFT_OUT_FILE: self._left_out.path}
 
     def finish(self, status: str) -> None:
         """Waits for the last checkpoint to be committed, then writes result.json, here and beside the checkpoints."""

@@ -517,7 +517,9 @@ class Checkpointer:
     def _remove_expired(self, newest: int) -> None:
         names = self._destination.sizes(FOLDER)
         older = {step for step in map(step_of, names) if step is not None and step < newest}
-        good = {step for step in older if f"{step_folder(step)}/{COMMITTED}" in names} - self._bad_steps
+        promises = (COMMITTED, MANIFEST)
+        good = {step for step in older if all(f"{step_folder(step)}/{name}" in names for name in promises)}
+        good -= self._bad_steps
         is_committed = f"{step_folder(newest)}/{COMMITTED}" in names
         values = {step: self._value_of(step) for step in good}
         values[newest] = self._value_of(newest) if is_committed else None
@@ -533,10 +535,10 @@ class Checkpointer:
         if self._retention.keep_best is None:
             return None
         if step not in self._values:
-            content = self._retry("reading", lambda: self._destination.get_bytes(f"{step_folder(step)}/{MANIFEST}"))
             try:
+                content = self._retry("reading", lambda: self._destination.get_bytes(f"{step_folder(step)}/{MANIFEST}"))
                 self._values[step] = self._retention.value_of(parse_manifest(content).extra)
-            except ManifestError:
+            except (ManifestError, MissingFileError):  # one that can't be read must not keep the others for good
                 self._values[step] = None
         return self._values[step]
 
@@ -564,7 +566,7 @@ class Checkpointer:
         return True
 
     def close(self) -> None:
-        """Wait for the last save and leave nothing behind on this host."""
+        """Wait for the last save, and leave no scratch behind on this host; what its tier keeps stays there."""
         self.wait()
         shutil.rmtree(self._staging, ignore_errors=True)
         if self._own_process_group is not None:
@@ -614,10 +616,17 @@ class Checkpointer:
         except DestinationError as error:
             raise self._restorer.unreachable(error) from None
 
-    def load(self, info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def load(
+        self,
+        info: CheckpointInfo,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        attachments: Mapping[str, Path] | None = None,
+    ) -> dict[str, Any]:
         """Read a checkpoint into `tensors`, in place, whatever layout they or it have; the `extra` that was saved.
 
-        `info`: from `latest`, given the same tensors or none.
+        `info`: from `latest`, given the same tensors or none. `attachments`: as for `save`, where only the hosts' disks
+        have the checkpoint and it is sent now.
         A rank of a world of the same size gets its own `extra` back, otherwise rank 0's. InputError if the checkpoint
         doesn't hold these tensors.
         """
@@ -635,25 +644,50 @@ class Checkpointer:
         except OSError as error:  # it was whole a moment ago
             raise JobFailedError(f"checkpoint {info.uri}: can't be read: {error.strerror or error}") from None
         self._restorer.discard(info)
-        if local is None or self._group.from_first(self._newest_at_destination) == info.step:
+        if local is None or self._is_committed(info.step):
             self.last_committed_step = info.step
         else:
-            self._send_later(local)
+            self._send_later(local, attachments or {})
         return info.manifest.extra_of(self._group.rank, self._group.world_size)
 
-    def _send_later(self, local: LocalCheckpoint) -> None:
+    def _is_committed(self, step: int) -> bool:
+        """Whether the destination has it; False if it can't be asked: who sends it then asks again."""
+        try:
+            return self._group.from_first(self._newest_at_destination) == step
+        except DestinationError:
+            return False
+
+    def _send_later(self, local: LocalCheckpoint, attachments: Mapping[str, Path]) -> None:
         """Bring to the destination what only the hosts' disks have: the save that a crash cut short, ended behind."""
         manifest = local.manifest
         mine = [file for file in manifest.files if min(local.holders[file.name]) == self._group.rank]
-        save = _Save(manifest.step, SavePlan([]), manifest.extra, [], time.perf_counter(), files=mine)
+        files: list[tuple[str, Path, int]] = []
+        error = self._attempt(lambda: files.extend(self._copied(attachments)))
+        if error is not None:
+            self._report(f"checkpoint step={manifest.step} is sent without its metrics: {error}")
+        save = _Save(manifest.step, SavePlan([]), manifest.extra, files, time.perf_counter(), files=mine)
         index = (local.folder / ".metadata").read_bytes()
 
         def send(save: _Save) -> str | None:
+            if self._behind.from_first(self._newest_at_destination) == save.step:
+                return None  # it could not be asked when this was loaded: clearing what is good there would be no help
             return self._begin_destination(save.step) or self._send_and_commit(
                 save, _Promise(manifest, local.content, index)
             )
 
         self._start_behind(save, send)
+
+    def _copied(self, attachments: Mapping[str, Path]) -> list[tuple[str, Path, int]]:
+        """Copies in scratch: a start cuts its metrics back to the checkpoint while they are sent."""
+        files = []
+        self._attached_names |= set(attachments)
+        self._staging.mkdir(parents=True, exist_ok=True)
+        for name, path in attachments.items():
+            if path.is_file() and not self._is_at_destination(name, path):
+                copy = self._staging / f"sent-later-{name}"
+                shutil.copyfile(path, copy)
+                files.append((name, copy, copy.stat().st_size))
+        return files
 
     # ------------------------------------------------------------------ single files
 
