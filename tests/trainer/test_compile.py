@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from trainer.models.build import build_model
 from trainer.strategies import check_supported, compiled
 from trainer_testing.families import FAMILIES
@@ -114,14 +115,7 @@ def test_names_are_kept() -> None:
 @pytest.mark.parametrize(
     ("strategy", "changes", "message"),
     [
-        ("zero2", {}, "with engine: deepspeed"),
         ("", {"parallelism": {"tensor": 2}, "activation_checkpointing": "full"}, r"with parallelism\.tensor: 2 and"),
-        ("", {"parallelism": {"pipeline": 2, "pipeline_schedule": "zero_bubble"}}, "zero_bubble, which takes"),
-        (
-            "",
-            {"parallelism": {"expert": 2, "data_shard": 2}, "model": MIXTRAL},
-            r"with parallelism\.expert: 2 for a mix",
-        ),
         ("", {"parallelism": {"tensor": 2}, "model": MIXTRAL}, r"with parallelism\.tensor: 2 for a mixture of experts"),
         ("fsdp", {"activation_checkpointing": "selective"}, "activation_checkpointing: selective"),
     ],
@@ -131,6 +125,22 @@ def test_what_is_not_proved_is_refused(strategy: str, changes: dict[str, Any], m
     with pytest.raises(InputError, match=f"training.compile: .*{message}") as caught:
         check_supported(job, device_type="cpu")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "message"),
+    [
+        ("zero2", {}, "with engine: deepspeed"),
+        ("", {"parallelism": {"pipeline": 2, "pipeline_schedule": "zero_bubble"}}, "zero_bubble, which takes"),
+        ("", {"parallelism": {"expert": 2, "data_shard": 2}, "model": MIXTRAL}, r"with parallelism\.expert: 2, whose"),
+        ("fsdp", {"source": "model", "adapter": {"kind": "qlora"}}, "adapter: qlora"),
+    ],
+)
+def test_what_no_machine_compiles_is_refused_where_the_job_is_read(
+    strategy: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"training.compile: .*{message}"):
+        tiny_job(strategy, 2, compile=True, **changes)
 
 
 def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

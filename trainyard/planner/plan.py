@@ -231,7 +231,7 @@ def _layouts(job: JobSpec, parallelism: ParallelismSpec) -> Iterator[Layout]:
     if job.training.global_batch_size % parallelism.data_parallel_size:
         return
     per_rank = sequences_per_rank(job, parallelism)
-    for recompute in levels(job):
+    for recompute in levels(job, parallelism):
         for size in micro_batch_choices(job, parallelism):
             if per_rank // size >= parallelism.pipeline:
                 count = per_rank // size

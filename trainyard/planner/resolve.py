@@ -38,6 +38,7 @@ def resolve(job: JobSpec, *, world_size: int | None = None) -> ResolvedJob:
         parallelism = job.parallelism
         check_world(job, parallelism, machines, started=world_size is not None)
         check_shape(parallelism, shape)
+        _check_compiled(job, parallelism, shape)
         per_rank = sequences_per_rank(job, parallelism)
         recompute, micro_batch = _explicit_choice(job, parallelism, machines, shape, per_rank)
     else:
@@ -67,6 +68,15 @@ def check_precision(job: JobSpec, machines: Machines) -> None:
         raise InputError(
             f"training.precision: fp8 needs Ada or Hopper GPUs or newer, and {job.compute.instance_type} has"
             f" {machine.accelerator}; use bf16, or an instance like ml.p5.48xlarge"
+        )
+
+
+def _check_compiled(job: JobSpec, parallelism: ParallelismSpec, shape: ModelShape | None) -> None:
+    """InputError for what the trainer would refuse to compile once machines are rented; the spec refuses the rest."""
+    if job.training.compile and parallelism.tensor > 1 and shape is not None and shape.experts:
+        raise InputError(
+            f"training.compile: is not implemented with parallelism.tensor: {parallelism.tensor} for a mixture of"
+            " experts; use data_shard, or set it to false"
         )
 
 
@@ -130,18 +140,25 @@ def micro_batch_sizes(per_rank: int, pipeline: int, sequence_length: int) -> Ite
         size //= 2
 
 
-def levels(job: JobSpec) -> tuple[Recompute, ...]:
-    """The recomputation that a job allows: the stated one, or for `auto` all, least first."""
+def levels(job: JobSpec, parallelism: ParallelismSpec) -> tuple[Recompute, ...]:
+    """The recomputation that a job allows: the stated one, or for `auto` all, least first.
+
+    Compiled blocks have no selective one, and with tensor parallelism none at all.
+    """
     stated = job.training.activation_checkpointing
-    return LEVELS if stated == "auto" else (stated,)
+    if stated != "auto":
+        return (stated,)
+    if job.training.compile:
+        return ("none",) if parallelism.tensor > 1 else ("none", "full")
+    return LEVELS
 
 
-def _unknown_choice(job: JobSpec, per_rank: int, pipeline: int) -> tuple[Recompute, int]:
+def _unknown_choice(job: JobSpec, parallelism: ParallelismSpec, per_rank: int) -> tuple[Recompute, int]:
     """Recomputation and micro-batch where nothing is known of machine or model."""
-    recompute = levels(job)[0]
+    recompute = levels(job, parallelism)[0]
     if job.training.micro_batch_size != "auto":
         return recompute, job.training.micro_batch_size
-    largest = min(UNKNOWN_MACHINE_MICRO_BATCH, max(1, per_rank // pipeline))
+    largest = min(UNKNOWN_MACHINE_MICRO_BATCH, max(1, per_rank // parallelism.pipeline))
     return recompute, next(size for size in range(largest, 0, -1) if per_rank % size == 0)
 
 
@@ -150,13 +167,13 @@ def _explicit_choice(
 ) -> tuple[Recompute, int]:
     """(recomputation, micro-batch) for stated degrees; where nothing fits, the most frugal: `plan` tells."""
     if shape is None or machines.instance is None:
-        return _unknown_choice(job, per_rank, parallelism.pipeline)
-    for recompute in levels(job):
+        return _unknown_choice(job, parallelism, per_rank)
+    for recompute in levels(job, parallelism):
         found = largest_micro_batch(job, parallelism, machines, shape, recompute)
         if found is not None:
             return recompute, found
     stated = job.training.micro_batch_size
-    return levels(job)[-1], 1 if stated == "auto" else stated
+    return levels(job, parallelism)[-1], 1 if stated == "auto" else stated
 
 
 def micro_batch_choices(job: JobSpec, parallelism: ParallelismSpec) -> list[int]:
@@ -199,9 +216,11 @@ def data_parallel_layouts(machines: Machines) -> Iterator[ParallelismSpec]:
 def model_parallel_layouts(job: JobSpec, machines: Machines, shape: ModelShape) -> Iterator[ParallelismSpec]:
     """Tensor parallelism within a host and pipelines over hosts, FSDP over the rest; least splitting first.
 
-    fp8 goes without tensor parallelism, as the job's spec says.
+    fp8 and compiled mixtures of experts go without tensor parallelism, and so does what is compiled and recomputed.
     """
-    most = 1 if job.training.precision == "fp8" else machines.processes_per_host
+    recomputed = job.training.activation_checkpointing == "full"
+    uncut = job.training.precision == "fp8" or (job.training.compile and (shape.experts > 0 or recomputed))
+    most = 1 if uncut else machines.processes_per_host
     for pipeline in _powers(machines.num_hosts):
         for tensor in _powers(machines.processes_per_host):
             if tensor > most:
@@ -221,10 +240,10 @@ def _automatic_choice(
 ) -> tuple[ParallelismSpec, Recompute, int]:
     if shape is None or machines.instance is None:
         parallelism = ParallelismSpec(data_replicate=machines.world_size)
-        return parallelism, *_unknown_choice(job, sequences_per_rank(job, parallelism), 1)
+        return parallelism, *_unknown_choice(job, parallelism, sequences_per_rank(job, parallelism))
     candidates = list(data_parallel_layouts(machines))
     dividing = [item for item in candidates if job.training.global_batch_size % item.data_parallel_size == 0]
-    for recompute in levels(job):
+    for recompute in levels(job, candidates[0]):
         for parallelism in dividing:
             found = largest_micro_batch(job, parallelism, machines, shape, recompute)
             if found is not None:
@@ -232,7 +251,7 @@ def _automatic_choice(
     for parallelism in model_parallel_layouts(job, machines, shape):
         if job.training.global_batch_size % parallelism.data_parallel_size:
             continue
-        for recompute in levels(job):
+        for recompute in levels(job, parallelism):
             found = largest_micro_batch(job, parallelism, machines, shape, recompute)
             if found is not None:
                 return parallelism, recompute, found
@@ -246,8 +265,9 @@ def _nothing_fits(job: JobSpec, machines: Machines, shape: ModelShape, paralleli
     per_rank = sequences_per_rank(job, parallelism)
     stated = job.training.micro_batch_size
     size = 1 if stated == "auto" else stated
+    recompute = levels(job, parallelism)[-1]
     layout = layout_of(
-        job, parallelism, micro_batch=size, num_micro_batches=max(1, per_rank // size), recompute=levels(job)[-1]
+        job, parallelism, micro_batch=size, num_micro_batches=max(1, per_rank // size), recompute=recompute
     )
     needed = memory(shape, layout).needed / GIB
     return (

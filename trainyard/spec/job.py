@@ -608,6 +608,49 @@ class JobSpec(SpecModel):
         return None
 
     @model_validator(mode="after")
+    def _compiled_can_be_had(self) -> Self:
+        reason = self._compile_obstacle() if self.training.compile else None
+        if reason is not None:
+            raise ValueError(f"training.compile: {reason}")
+        return self
+
+    def _compile_obstacle(self) -> str | None:
+        """What compiled blocks don't go with; what a model adds to it, the planner and the trainer know."""
+        if self.task != "causal_lm":
+            return f"is not implemented for task {self.task}; set it to false"
+        if self.model.adapter is not None and self.model.adapter.kind == "qlora":
+            return "is not implemented with model.adapter: qlora; use lora, or set it to false"
+        if self.training.activation_checkpointing == "selective":
+            return (
+                "can't be had with training.activation_checkpointing: selective, which chooses among operations that a"
+                " compiled block no longer has; use full or none"
+            )
+        return None if self.parallelism == "auto" else self._compiled_layout_obstacle(self.parallelism)
+
+    def _compiled_layout_obstacle(self, layout: ParallelismSpec) -> str | None:
+        if layout.engine == "deepspeed":
+            return (
+                "is not implemented with engine: deepspeed, whose hooks move weights inside the blocks; use engine:"
+                " torch, or set it to false"
+            )
+        if layout.pipeline > 1 and layout.pipeline_schedule == "zero_bubble":
+            return (
+                "can't be had with parallelism.pipeline_schedule: zero_bubble, which takes a backward pass apart that a"
+                " compiled block has in one piece; use 1f1b, or set it to false"
+            )
+        if layout.tensor > 1 and self.training.activation_checkpointing == "full":
+            return (
+                f"is not implemented with parallelism.tensor: {layout.tensor} and training.activation_checkpointing:"
+                " full together; set activation_checkpointing to none, tensor to 1, or compile to false"
+            )
+        if layout.expert > 1:
+            return (
+                f"is not implemented with parallelism.expert: {layout.expert}, whose tokens travel in numbers that"
+                " differ from step to step; use data_shard, or set it to false"
+            )
+        return None
+
+    @model_validator(mode="after")
     def _best_is_measured(self) -> Self:
         best = self.checkpoint.keep_best
         if best is None or not best.metric.startswith("validation_"):

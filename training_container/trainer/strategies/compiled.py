@@ -24,24 +24,18 @@ BACKEND = "inductor"
 
 
 def check(job: ResolvedJob, *, device_type: str) -> None:
-    """InputError, in one line, for what is not proved to be the same compiled, or can't be compiled here."""
+    """InputError, in one line, for what is not proved to be the same compiled, or can't be compiled here.
+
+    What the job alone tells, JobSpec has refused, and its planner chooses nothing of this where a job says `auto`.
+    """
     spec = job.spec
     if not spec.training.compile:
         return
-    if job.parallelism.engine == "deepspeed":
-        raise InputError(
-            "training.compile: is not implemented with engine: deepspeed, whose hooks move weights inside the blocks;"
-            " use engine: torch"
-        )
-    if spec.task != "causal_lm":
-        raise InputError(f"training.compile: is not implemented for task {spec.task}; set it to false")
     if job.activation_checkpointing == "selective":
         raise InputError(
             "training.compile: can't be had with training.activation_checkpointing: selective, which chooses among"
             " operations that a compiled block no longer has; use full or none"
         )
-    if spec.model.adapter is not None and spec.model.adapter.kind == "qlora":
-        raise InputError("training.compile: is not implemented with model.adapter: qlora; use lora, or set it to false")
     if (obstacle := _layout_obstacle(job)) is not None:
         raise InputError(f"training.compile: {obstacle}")
     _check_compiler(device_type)
@@ -50,22 +44,16 @@ def check(job: ResolvedJob, *, device_type: str) -> None:
 def _layout_obstacle(job: ResolvedJob) -> str | None:
     """What of the job's parallelism a compiled block doesn't survive; None: nothing."""
     layout = job.parallelism
-    if layout.pipeline > 1 and layout.pipeline_schedule == "zero_bubble":
-        return (
-            "can't be had with parallelism.pipeline_schedule: zero_bubble, which takes a backward pass apart that a"
-            " compiled block has in one piece; use 1f1b, or set it to false"
-        )
     if layout.tensor > 1 and job.activation_checkpointing == "full":
         # torch 2.13 saves the mesh among the tensors of a recomputed graph, and stops.
         return (
             f"is not implemented with parallelism.tensor: {layout.tensor} and training.activation_checkpointing: full"
-            " together; set one of them to none or 1, or it to false"
+            " together; set activation_checkpointing to none, tensor to 1, or compile to false"
         )
     config = configuration_of(job)
-    if layout.expert > 1 or (layout.tensor > 1 and config is not None and num_experts_of(config)):
-        degree = "expert" if layout.expert > 1 else "tensor"
+    if layout.tensor > 1 and config is not None and num_experts_of(config):
         return (
-            f"is not implemented with parallelism.{degree}: {getattr(layout, degree)} for a mixture of experts, whose"
+            f"is not implemented with parallelism.tensor: {layout.tensor} for a mixture of experts, whose"
             " tokens travel in numbers that differ from step to step; use data_shard, or set it to false"
         )
     return None
