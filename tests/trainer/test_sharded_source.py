@@ -1,6 +1,7 @@
 """A model read from files in bf16 trains as in one process; and a model that is split is never whole on any rank."""
 
 import json
+import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -203,15 +204,30 @@ def test_a_weight_keeps_the_type_of_its_file_until_it_is_read(tmp_path: Path) ->
     assert all(torch.equal(model.state_dict()[name], tensors[name]) for name in precise)
 
 
+def test_experts_stored_in_several_types_lose_no_digits(tmp_path: Path) -> None:
+    source = save(tmp_path, "Mixtral")
+    tensors = load_file(source / "model.safetensors")
+    experts = "model.layers.1.block_sparse_moe.experts"
+    precise = {name: torch.rand(tensors[name].shape) for name in (f"{experts}.2.w2.weight", f"{experts}.2.w3.weight")}
+    save_file(tensors | precise, source / "model.safetensors", metadata={"format": "pt"})
+    built = build_model(tiny_job("single", 1, source=str(source)), vocab_size=VOCAB_SIZE).state_dict()
+    down, gate_up = (built[f"model.layers.1.mlp.experts.{name}"] for name in ("down_proj", "gate_up_proj"))
+    assert torch.equal(down[2], precise[f"{experts}.2.w2.weight"])
+    assert torch.equal(gate_up[2].chunk(2)[1], precise[f"{experts}.2.w3.weight"])
+    assert torch.equal(down[1], tensors[f"{experts}.1.w2.weight"].float())
+
+
 def changed(folder: Path, change: str) -> str:
     """A base model of which something is wrong."""
-    source = save(folder, "Mixtral")
+    source = save(folder, "DeepSeek-V3" if change == "buffer" else "Mixtral")
     tensors = load_file(source / "model.safetensors")
     up = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     if change == "experts":
         tensors = {name: tensor for name, tensor in tensors.items() if ".layers.1.block_sparse_moe.exp" not in name}
     elif change == "expert":
         del tensors[up]
+    elif change == "buffer":
+        del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
     elif change == "shape":
         tensors["model.norm.weight"] = torch.ones(7)
     elif change == "ragged":
@@ -228,17 +244,25 @@ def changed(folder: Path, change: str) -> str:
     [
         ("experts", "have no model.layers.1.mlp.experts.down_proj, model.layers.1.mlp.experts.gate_up_proj, which"),
         ("expert", r"experts.gate_up_proj is made of matrices that don't fit together in its files, but \(4, 96, 32\)"),
+        ("buffer", "have no model.layers.1.mlp.gate.e_score_correction_bias, which"),
         ("shape", r"model.norm.weight is \(7,\) in its files, but \(32,\) by its config.json"),
         ("ragged", r"experts.gate_up_proj is made of matrices that don't fit together in its files, but \(4, 96, 32\)"),
         ("quantized", "stored quantized .quantization_config: fp8.; give the model in bf16"),
     ],
 )
-def test_a_source_that_is_not_whole_is_refused(change: str, words: str, tmp_path: Path) -> None:
+def test_a_source_that_is_not_whole_is_refused(
+    change: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # transformers alone would train random weights in their place, or say it in many lines.
     source = changed(tmp_path, change)
+    said: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
     with pytest.raises(InputError, match=f"^model.source: {source}: .*{words}") as caught:
         build_model(tiny_job("single", 1, source=source), vocab_size=VOCAB_SIZE)
     assert "\n" not in str(caught.value)
+    assert [line for line in said if "LOAD REPORT" in line] == []
 
 
 @pytest.mark.parametrize(

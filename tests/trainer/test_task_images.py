@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from trainer.data.bad_records import BadRecordError
 from trainer.data.webdataset import ShardIndex
 from trainer.export import main as export
@@ -176,6 +177,22 @@ def test_a_source_brings_its_averages_and_its_normalization_and_may_get_a_new_he
     resolved = resolve(parse(JobSpec, same_head, "job"), world_size=1)
     kept = fill(task_of(resolved).build_model(resolved, None), device=torch.device("cpu")).state_dict()
     assert all(torch.equal(kept[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("num_classes", [None, 7])
+def test_a_source_that_lacks_more_than_the_head_is_refused(
+    num_classes: int | None, shards: Path, tmp_path: Path
+) -> None:
+    lacking = "resnet.encoder.stages.0.layers.0.layer.0.convolution.weight"
+    source = AutoModelForImageClassification.from_config(AutoConfig.for_model(**RESNET))
+    source.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[lacking]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    job = image_job(shards, model={"source": str(tmp_path)}, images={"num_classes": num_classes})
+    resolved = resolve(parse(JobSpec, job, "job"), world_size=1)
+    with pytest.raises(InputError, match=f"its files have no {lacking}, which"):
+        task_of(resolved).build_model(resolved, None)
 
 
 def test_crops_depend_on_seed_and_place_alone_and_stay_inside() -> None:

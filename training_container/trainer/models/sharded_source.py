@@ -6,14 +6,16 @@ transformers packs the experts of a mixture (a matrix each in its file) into one
 parts that tensor is made of, so that a rank reads the experts, or the slices of them, that it holds.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, core_model_loading
+from transformers import PretrainedConfig, PreTrainedModel, core_model_loading, modeling_utils
 
 from trainyard.errors import InputError
 
@@ -34,7 +36,7 @@ class Stacked:
         self._tensors = list(tensors)
         self._dim = dim
         first = tensors[0]
-        self.dtype: torch.dtype = first.dtype
+        self.dtype: torch.dtype = _type_for_all(tensors)
         is_even = all(tensor.shape == first.shape for tensor in tensors)
         self.shape: torch.Size = (
             torch.Size((*first.shape[:dim], len(tensors), *first.shape[dim:])) if is_even else _UNEVEN
@@ -56,7 +58,7 @@ class Joined:
         self._tensors = list(tensors)
         self._dim = dim
         first = tensors[0]
-        self.dtype: torch.dtype = first.dtype
+        self.dtype: torch.dtype = _type_for_all(tensors)
         is_even = all(_without(tensor.shape, dim) == _without(first.shape, dim) for tensor in tensors)
         if is_even and _UNEVEN not in [tensor.shape for tensor in tensors]:
             length = sum(tensor.shape[dim] for tensor in tensors)
@@ -178,16 +180,16 @@ LOADING_ERRORS = (OSError, ValueError, TypeError, KeyError, ImportError, Runtime
 
 
 def load(
-    auto_class: Any, source: str, config: PretrainedConfig, *, new_head: bool = False, **options: Any
+    auto_class: Any, source: str, config: PretrainedConfig, *, new_head: str | None = None, **options: Any
 ) -> PreTrainedModel:
     """The model in the folder `source`, its weights left in their files; `deferred_weights.defer` has to follow.
 
-    Buffers are real, and float32 where they are floating-point. `new_head`: weights that the files lack, or have in
-    another shape, are new ones; InputError for them else, and for weights that are stored quantized. `options` go to
-    `from_pretrained`. Raises LOADING_ERRORS.
+    Buffers are real, and float32 where they are floating-point. Weights whose names begin with `new_head` are new ones
+    where the files lack them, or have them in another shape; InputError for others, and for weights that are stored
+    quantized. `options` go to `from_pretrained`. Raises LOADING_ERRORS.
     """
     _check_stored_plainly(config, source)
-    with left_in_files():
+    with _report_of_the_usable(), left_in_files():
         # float32: constants are rounded to the type that a model is loaded in (Gemma 3's embedding scale).
         model, report = auto_class.from_pretrained(
             source,
@@ -198,12 +200,36 @@ def load(
             output_loading_info=True,
             **options,
         )
+        _check_whole(model, report, source, new_head)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(torch.float32 if buffer.is_floating_point() else buffer.dtype, copy=True)
-    if not new_head:
-        _check_whole(model, report, source)
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+@contextmanager
+def _report_of_the_usable() -> Iterator[None]:
+    """transformers' table of what is missing or superfluous comes when the block is left, and not with an InputError,
+    which says it in a line.
+    """
+    logger, held = logging.getLogger(modeling_utils.__name__), list[logging.LogRecord]()
+
+    def hold(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in record.getMessage()
+        if is_report:
+            held.append(record)
+        return not is_report
+
+    logger.addFilter(hold)
+    try:
+        yield
+    except InputError:
+        held.clear()
+        raise
+    finally:
+        logger.removeFilter(hold)
+        for record in held:
+            logger.handle(record)
 
 
 def _check_stored_plainly(config: PretrainedConfig, source: str) -> None:
@@ -216,16 +242,20 @@ def _check_stored_plainly(config: PretrainedConfig, source: str) -> None:
         )
 
 
-def _check_whole(model: nn.Module, report: dict[str, Any], source: str) -> None:
-    """transformers would train random weights in place of those that are not there or don't fit."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if lacking := sorted(names & set(report["missing_keys"])):
+def _check_whole(model: nn.Module, report: dict[str, Any], source: str, new_head: str | None) -> None:
+    """transformers would train random weights, and zeros for buffers, in place of what is not there or doesn't fit."""
+
+    def is_needed(name: str) -> bool:
+        # A running average with a momentum, as all have here, doesn't ask how many batches it has seen.
+        return not (new_head and name.startswith(new_head)) and not name.endswith(".num_batches_tracked")
+
+    if lacking := sorted(filter(is_needed, set(model.state_dict()) & set(report["missing_keys"]))):
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
         raise InputError(
             f"model.source: {source}: its files have no {', '.join(lacking[:_NAMED])}{more}, which"
             f" {type(model).__name__} needs; give a directory with all weights of such a model"
         )
-    for name, stored, wanted in sorted(report["mismatched_keys"]):
+    for name, stored, wanted in sorted(item for item in report["mismatched_keys"] if is_needed(item[0])):
         found = "is made of matrices that don't fit together" if stored == _UNEVEN else f"is {tuple(stored)}"
         raise InputError(
             f"model.source: {source}: {name} {found} in its files, but {tuple(wanted)} by its config.json; give a"
@@ -245,6 +275,11 @@ def to_trained_type(parameters: Iterable[nn.Parameter], precision: str) -> None:
         wanted = trained_type if parameter.requires_grad else frozen_type
         if parameter.dtype != wanted and parameter.is_floating_point():
             parameter.data = parameter.data.to(wanted)
+
+
+def _type_for_all(tensors: Sequence["Stored"]) -> torch.dtype:
+    """The type that holds every tensor's values: a file may have some experts in float32 and the others in bf16."""
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def _empty(index: Index, dtype: torch.dtype) -> torch.Tensor:

@@ -74,12 +74,12 @@ def _check_type(what: str, model_type: str, task: str, model_types: Sequence[str
 
 
 def outlined(
-    job: ResolvedJob, auto_class: Any, config: PretrainedConfig, *, new_head: bool = False, **options: Any
+    job: ResolvedJob, auto_class: Any, config: PretrainedConfig, *, new_head: str | None = None, **options: Any
 ) -> PreTrainedModel:
     """The model of `config`, new or from the job's source, without its weights (`deferred_weights`) or with them.
 
-    `new_head`: weights of the source that don't fit `config` are new ones. `options` go to `from_config` and
-    `from_pretrained` alike. `finished` has to follow, once the caller has frozen what is not trained.
+    `new_head`: weights of the source whose names begin so and don't fit `config` are new ones. `options` go to
+    `from_config` and `from_pretrained` alike. `finished` has to follow, once the caller has frozen what is not trained.
     """
     seed, source = job.spec.training.seed, job.spec.model.source
     seed_everything(seed)

@@ -172,7 +172,7 @@ class ImageClassification(Task):
         """See Task; the data is not asked."""
         config = _config(job)
         options = {"attn_implementation": _attention(job)} if config.model_type == "vit" else {}
-        new_head = (job.spec.images or ImageSpec()).num_classes is not None
+        new_head = "classifier." if (job.spec.images or ImageSpec()).num_classes is not None else None
         model = outlined(job, AutoModelForImageClassification, config, new_head=new_head, **options)
         replace_batch_norms(model, (job.spec.images or ImageSpec()).batch_norm)
         return finished(model, job)
