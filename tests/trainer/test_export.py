@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from trainer.checkpoint.base_model import base_model_digest
 from trainer.checkpoint.destination import LocalDestination
 from trainer.export import Export, export
 from trainer.models.build import build_model
@@ -25,6 +26,7 @@ from trainer_testing.text_job import run_trainer, write_job
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
 from trainyard.cli.app import run
+from trainyard.cli.exporting import run_export
 from trainyard.errors import InputError, JobFailedError
 from trainyard.planner import resolve
 from trainyard.spec.job import load_job
@@ -134,8 +136,11 @@ def test_a_merged_adapter_is_the_model_that_was_trained(tmp_path: Path, family: 
     trained = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
     for tensor in trained.values():
         tensor.normal_()
-    save_checkpoint(tmp_path / "job", trained, describe_model(job.spec, model))
+    described = describe_model(job.spec, model) | {"base": base_model_digest(job)}
+    save_checkpoint(tmp_path / "job", trained, described)
     assert export(Export(str(tmp_path / "job"), tmp_path / "merged", merge=True))["kind"] == "merged model"
+    with pytest.raises(InputError, match="is not the base that the adapter was trained upon"):
+        export(Export(str(tmp_path / "job"), tmp_path / "other", merge=True, base=tmp_path / "merged"))
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     plain = AutoModelForCausalLM.from_pretrained(source).eval()
     with torch.no_grad():
@@ -204,6 +209,26 @@ def test_what_it_cannot_write_is_one_line(tmp_path: Path, extra: dict[str, Any],
     with pytest.raises(InputError, match=told):
         export(Export(str(tmp_path / "job"), tmp_path / "hf"))
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_place_it_cannot_write_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for to, told in ((".", "can't be replaced"), ("../file", "is not empty"), ("../file/hf", "can't be written")):
+        with pytest.raises(InputError, match=told):  # nothing is there to be read: it is refused before
+            export(Export(str(tmp_path / "job"), Path(to)))
+    assert not any((tmp_path / "here").iterdir())
+
+
+def test_a_newer_checkpoint_that_was_passed_over_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = "checkpoint step=4 skipped: manifest.json is missing"
+    done = subprocess.CompletedProcess([], 0, stdout='{"step": 3}\n', stderr=f"a library warns\n{told}\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    assert run_export(str(tmp_path), [], {}) == {"step": 3}
+    assert capsys.readouterr().err == f"{told}\n"
 
 
 def memory(name: str) -> int:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.base_model import weights_digest
 from trainer.checkpoint.destination import DestinationError, MissingFileError, open_destination
 from trainer.checkpoint.reading import AlteredError
 from trainer.checkpoint.restore import OpenStep
@@ -82,26 +83,38 @@ class Export:
 
 def export(asked: Export) -> dict[str, Any]:
     """Write the export; what was written, as JSON values. InputError, JobFailedError or AwsRefusedError in one line."""
-    if asked.to.exists() and (not asked.to.is_dir() or any(asked.to.iterdir())):
-        raise InputError(f"--to {asked.to}: is not empty; give a new folder")
-    asked.to.parent.mkdir(parents=True, exist_ok=True)
     # Beside the result: where the model has room, its checkpoint most likely has too.
-    with tempfile.TemporaryDirectory(prefix=f".{asked.to.name}-", dir=asked.to.parent) as scratch:
+    with _folder_beside(asked.to) as scratch:
         partial = Path(scratch) / "export"
-        partial.mkdir(mode=0o755)
         try:
+            partial.mkdir(mode=0o755)
             step = _open(asked, Path(scratch))
             written = _write(asked, step, partial)
+            to = asked.to.resolve()
+            if to.exists():
+                to.rmdir()
+            partial.replace(to)
         except (AlteredError, MissingFileError) as error:
             raise JobFailedError(f"{asked.checkpoints}: {error}; --step takes another checkpoint") from None
         except DestinationError as error:
             raise (AwsRefusedError if asked.checkpoints.startswith("s3://") else JobFailedError)(str(error)) from None
         except OSError as error:
             raise JobFailedError(f"can't write {asked.to}: {error.strerror or error}") from None
-        if asked.to.exists():
-            asked.to.rmdir()
-        partial.replace(asked.to)
     return {"step": step.manifest.step, "to": str(asked.to), **written}
+
+
+def _folder_beside(to: Path) -> tempfile.TemporaryDirectory[str]:
+    """Scratch beside the folder `to`; InputError where that can't be one, before anything is read."""
+    try:
+        to = to.resolve()
+        if to.exists() and (not to.is_dir() or any(to.iterdir())):
+            raise InputError(f"--to {to}: is not empty; give a new folder")
+        if to == Path.cwd():
+            raise InputError(f"--to {to}: is the folder that this runs in, which can't be replaced; give a new folder")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent)
+    except OSError as error:
+        raise InputError(f"--to {to}: can't be written: {error.strerror or error}; give another folder") from None
 
 
 def _open(asked: Export, scratch: Path) -> OpenStep:
@@ -140,6 +153,7 @@ def _write(asked: Export, step: OpenStep, folder: Path) -> dict[str, Any]:
         adapter, source = _adapter_of(step)
         if asked.merge:
             base = _base_folder(asked.base, source)
+            _check_base(base, extra.get("base"))
             groups, stem, kind = merged_groups(base, adapter, config, described, read), "model", "merged model"
             shutil.copyfile(base / "config.json", folder / "config.json")
         else:
@@ -237,6 +251,17 @@ def _base_folder(given: Path | None, source: str) -> Path:
         what = f"--base {given}" if given is not None else f"--merge: model.source {source}"
         raise InputError(f"{what}: is no model's folder on this machine; give the base model's with --base FOLDER")
     return folder
+
+
+def _check_base(base: Path, saved: str | None) -> None:
+    """InputError where the adapter was trained upon other weights: the same shapes alone are no sign."""
+    own = weights_digest(base)
+    if saved is not None and own is not None and own != saved:
+        raise InputError(
+            f"--merge: {base} is not the base that the adapter was trained upon (fingerprint {own[:12]}, the"
+            f" checkpoint's is {saved[:12]}; the same weights in other files count as another); give --base FOLDER, or"
+            " leave --merge out and let peft merge it"
+        )
 
 
 def _in_type(groups: Sequence[Group], dtype: torch.dtype | None) -> list[Group]:

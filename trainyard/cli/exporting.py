@@ -97,6 +97,9 @@ def run_export(checkpoints: str, arguments: list[str], variables: dict[str, str]
         check=False,
     )
     if done.returncode == 0:
+        for line in done.stderr.splitlines():
+            if line.startswith("checkpoint "):  # one that was passed over: what is written is not the newest
+                print(line, file=sys.stderr)
         written: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return written
     last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")

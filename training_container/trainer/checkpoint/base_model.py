@@ -16,17 +16,20 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def base_model_digest(job: ResolvedJob) -> str | None:
-    """What tells one frozen model from another, hex; None where nothing is frozen, or the source has no weights.
+    """What tells one frozen model from another, hex; None where nothing is frozen, or the source has no weights."""
+    model = job.spec.model
+    is_frozen = model.adapter is not None or (job.spec.images is not None and job.spec.images.freeze_vision)
+    return weights_digest(Path(model.source)) if is_frozen and model.source is not None else None
 
-    Of its source: names and sizes of its files of weights, each one's first MiB and 64 blocks of 64 KiB spread over it.
+
+def weights_digest(folder: Path) -> str | None:
+    """What tells the weights in a folder from others, hex; None where it holds none.
+
+    Names and sizes of its files of weights, each one's first MiB and 64 blocks of 64 KiB spread over it.
     That is no hash of every byte, which would cost a large model minutes at each start: any training changes nearly
     all values, so another model is told; a single flipped bit is not.
     """
-    model = job.spec.model
-    is_frozen = model.adapter is not None or (job.spec.images is not None and job.spec.images.freeze_vision)
-    if not is_frozen or model.source is None:
-        return None
-    paths = sorted({path for pattern in _WEIGHTS for path in Path(model.source).glob(pattern)})
+    paths = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
     if not paths:
         return None
     digest = hashlib.sha256()
