@@ -25,6 +25,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+def test_a_folders_plain_name_will_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert run(["checkpoints", "out", "--json"]) == 0
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)] == [10, 20, 30]
+
+
 def test_each_verb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = str(folder)
     assert run(["checkpoints", where, "--json"]) == 0

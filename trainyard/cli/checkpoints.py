@@ -249,7 +249,8 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
 
-    if ("/" in job and "://" not in job) or job in (".", ".."):
+    is_folder = "://" not in job and Path(job, "checkpoints").is_dir()
+    if is_folder or ("/" in job and "://" not in job) or job in (".", ".."):
         if not Path(job).is_dir():
             raise InputError(f"{job}: no such folder; give a job's id, or the folder that holds checkpoints/")
         return Where(job, None, {})
