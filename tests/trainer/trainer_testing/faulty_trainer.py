@@ -73,9 +73,9 @@ class Faults:
             self._at("save", session.step)
             honest_save(session)
 
-        def load(checkpointer: Checkpointer, *arguments: Any) -> dict[str, Any]:
+        def load(checkpointer: Checkpointer, *arguments: Any, **options: Any) -> dict[str, Any]:
             self._at("restore", 0)
-            return honest_load(checkpointer, *arguments)
+            return honest_load(checkpointer, *arguments, **options)
 
         def loss_sum(task: CausalLM, *arguments: Any) -> torch.Tensor:
             loss = honest_loss(task, *arguments)
