@@ -122,13 +122,18 @@ def test_transformers_sees_packed_documents_in_micro_batches_of_one_alone() -> N
     assert not _is_packed_sequence(positions.expand(2, -1), batch_size=2)
 
 
-def test_deepspeed_compiles_a_collective_at_start_up_unless_it_is_told_not_to() -> None:
+def test_deepspeed_compiles_a_collective_at_start_up_unless_it_is_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Met by `_initialize` of strategies/zero.py; few machines have g++ and ninja."""
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.torch import build_shm_op
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    assert builder is not None and builder.NAME in deepspeed.ops.__compatible_ops__
+    loaded: list[str] = []
+    monkeypatch.setattr(ShareMemCommBuilder, "load", lambda builder: loaded.append(builder.NAME))
+    for is_compatible, expected in ((False, []), (True, ["deepspeed_shm_comm"])):
+        monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", is_compatible)
+        build_shm_op()
+        assert loaded == expected
 
 
 def test_deepspeed_calls_collectives_that_torch_has_renamed() -> None:
