@@ -6,9 +6,11 @@ The file is also the program that each rank runs: `python -m test_checkpoint_byt
 import itertools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint import Checkpointer, restore
 from trainer.checkpoint.blocks import BlockTable, values_in, write_blocks
 from trainer.checkpoint.destination import LocalDestination, S3Destination
 from trainer.checkpoint.manifest import commit_marker
-from trainer.checkpoint.reading import _runs, ranges_of
+from trainer.checkpoint.reading import Needs, StepReader, _runs, ranges_of
 from trainer.strategies.flat_shard import FlatShard
 from trainer_testing.pool import run_pooled
+
+from trainyard.errors import AwsRefusedError
 
 MOST = 1.1
 """Bytes read to bytes needed."""
@@ -317,6 +321,33 @@ def test_of_an_object_only_the_bytes_needed_are_fetched(
     client.put_object(Bucket="checkpoints", Key=key, Body=bytes(content))
     taken, tensors = Job(s3, tmp_path).load("b")
     assert taken == 1 and tensors["b"].eq(1).all()
+
+
+def test_room_is_looked_for_once_a_host_and_what_a_killed_run_left_is_no_lack(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(s3, tmp_path)
+    fetched = tmp_path / "local/fetched"
+    for name in ("step-00000001/__0_0.distcp", "step-00000002/__0_0.distcp"):
+        (fetched / name).parent.mkdir(parents=True)
+        (fetched / name).write_bytes(bytes(10_000_000))
+
+    def usage(path: Path) -> Any:
+        left = sum(file.stat().st_size for file in fetched.rglob("*") if file.is_file())
+        return SimpleNamespace(free=5_000_000 - left)
+
+    monkeypatch.setattr(restore, "shutil", SimpleNamespace(disk_usage=usage, rmtree=shutil.rmtree))
+    assert Job(s3, tmp_path).load("b")[0] == 2
+    with pytest.raises(AwsRefusedError, match="no room for step-00000002: 4 MiB free"):
+        Job(s3, tmp_path).load("a", "b")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    other = Job(s3, tmp_path).checkpoints._restorer
+    candidate = other._candidates()[0]
+    assert candidate.manifest is not None
+    reader = StepReader(other._destination, candidate.manifest, other._retry)
+    needs = Needs(reader.index, {name: torch.zeros(1000, 1000) for name in "ab"})
+    assert other._make_room(2, reader, needs.blocks(reader)) == (None, None), "the first rank of the host sees to it"
 
 
 # ---------------------------------------------------------------- arithmetic

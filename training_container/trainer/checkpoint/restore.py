@@ -228,11 +228,16 @@ class Restorer:
             if problem is not None:
                 return problem
         together = union(extents for of_host, extents, *_ in said if of_host == host)
-        outcomes = self._group.gather_everywhere(self._read_share(step, reader, together))
-        for _, failed in outcomes:
-            if failed is not None:
-                raise self.unreachable(failed)
-        return next((found for found, _ in outcomes if found is not None), None)
+        # Room is looked for before any rank fills it: what one has written would count as lacking to another.
+        for act in (self._make_room, self._read_share):
+            outcomes = self._group.gather_everywhere(act(step, reader, together))
+            for _, failed in outcomes:
+                if failed is not None:
+                    raise self.unreachable(failed)
+            found = next((problem for problem, _ in outcomes if problem is not None), None)
+            if found is not None:
+                return found
+        return None
 
     def _needed(
         self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor]
@@ -259,8 +264,6 @@ class Restorer:
         try:
             ranges = ranges_of(extents, {file: reader.table(file) for file in extents})
             share = ranges[self._local_rank :: self._local_world_size]
-            if not in_place:
-                self._make_room(folder, sum(one.end - one.start for one in ranges), extents)
             failed = threading.Event()
 
             def read(wanted: Range) -> None:
@@ -285,17 +288,31 @@ class Restorer:
             return None, DestinationError(f"can't write {folder}: {error.strerror or error}", permanent=True)
         return None, None
 
-    def _make_room(self, folder: Path, num_bytes: int, extents: Extents) -> None:
-        """The files with nothing in them yet, if the disk has room for what will be."""
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        if free < num_bytes:
-            raise DestinationError(
-                f"no room for {folder.name}: {free >> 20} MiB free at {folder.parent}, {num_bytes >> 20} MiB needed",
-                permanent=True,
-            )
-        for name in extents:
-            (folder / name).touch()
+    def _make_room(self, step: int, reader: StepReader, extents: Extents) -> tuple[str | None, DestinationError | None]:
+        """The files with nothing in them yet, if the disk has room for what will be; one rank a host sees to it."""
+        if self._local_rank != 0 or self._destination.folder(step_folder(step)) is not None:
+            return None, None
+        folder = self._fetched_folder(step)
+        try:
+            ranges = ranges_of(extents, {file: reader.table(file) for file in extents})
+            num_bytes = sum(one.end - one.start for one in ranges)
+            folder.mkdir(parents=True, exist_ok=True)
+            for other in folder.parent.iterdir():
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)  # left by a killed run
+            for name in extents:
+                (folder / name).write_bytes(b"")  # so may these be
+            free = shutil.disk_usage(folder).free
+            if free < num_bytes:
+                needed = f"{free >> 20} MiB free at {folder.parent}, {num_bytes >> 20} MiB needed"
+                return None, DestinationError(f"no room for {folder.name}: {needed}", permanent=True)
+        except (AlteredError, MissingFileError) as error:
+            return str(error), None
+        except DestinationError as error:
+            return None, error
+        except OSError as error:
+            return None, DestinationError(f"can't write {folder}: {error.strerror or error}", permanent=True)
+        return None, None
 
     def _problem_with_file(self, step: int, file: ShardFile) -> str | None:
         in_place = self._destination.folder(step_folder(step))
