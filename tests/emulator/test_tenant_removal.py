@@ -1,6 +1,7 @@
 """A tenant leaves, on the emulator: what its policy keeps is kept, the rest is gone, and the report says which."""
 
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,22 +214,75 @@ def test_nothing_goes_while_a_job_runs(
     assert site.stack_status(f"trainyard-{name}-acme-training") == "CREATE_COMPLETE"
 
 
+@pytest.mark.parametrize("retain_data", [False, True], ids=["the stacks delete", "the stacks retain"])
 def test_a_locked_object_stops_the_removal_before_any_stack_goes(
-    site: Site, account: Account, name: str, tmp_path: Path
+    site: Site, account: Account, name: str, tmp_path: Path, retain_data: bool
 ) -> None:
-    spec = environment(name, retain_data=False)
+    spec = environment(name, retain_data=retain_data, data="shred")
     retention = {"Rule": {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 3}}, "ObjectLockEnabled": "Enabled"}
     versioned = {"VersioningConfiguration": {"Status": "Enabled"}}
     bucket = resource("S3::Bucket", {"ObjectLockEnabled": True, "ObjectLockConfiguration": retention, **versioned})
     stack = f"trainyard-{name}-acme-foundation"
-    assert site.deploy(stack, {"Resources": {"Data": bucket}}) == "CREATE_COMPLETE", site.failures(stack)
+    key = resource("KMS::Key", {"KeyPolicy": KEY_POLICY})
+    for item in (bucket, key):
+        item["DeletionPolicy"] = "Retain" if retain_data else "Delete"
+    template = {"Resources": {"Data": bucket, "Key": key}}
+    assert site.deploy(stack, template) == "CREATE_COMPLETE", site.failures(stack)
     listed = site("cloudformation").list_stack_resources(StackName=stack)["StackResourceSummaries"]
-    physical = listed[0]["PhysicalResourceId"]
+    ids = {item["LogicalResourceId"]: item["PhysicalResourceId"] for item in listed}
+    physical = ids["Data"]
     site("s3").put_object(Bucket=physical, Key="kept", Body=b"x")
     with pytest.raises(AwsRefusedError, match=r"1 versions can't be deleted .*wait until their lock ends"):
         remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
     assert site.stack_status(stack) == "CREATE_COMPLETE"
     assert site("s3").get_object(Bucket=physical, Key="kept")["Body"].read() == b"x"
+    assert site("kms").describe_key(KeyId=ids["Key"])["KeyMetadata"]["KeyState"] == "Enabled", "still readable"
+
+
+def test_an_export_is_done_once_and_what_came_since_is_never_emptied(
+    site: Site, account: Account, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The contract goes with the first stack: what an interrupted removal goes on with must not ask for it again."""
+    target = f"{name}-away"
+    site("s3").create_bucket(Bucket=target)
+    spec = environment(name, retain_data=True, data="shred", export_to=f"s3://{target}")
+    physical = deploy(site, spec)
+    bucket = physical["Data"]
+    role = types.SimpleNamespace(roles=types.SimpleNamespace(launcher="arn:aws:iam::123456789012:role/launcher"))
+    asked: list[str] = []
+    monkeypatch.setattr(removal, "read_contract", lambda *_: role)
+    monkeypatch.setattr(removal, "assume", lambda _, arn, **__: asked.append(arn) or account)
+
+    def writes(*_: object) -> list[str]:  # while the export runs, a job comes, writes and ends
+        if asked:
+            site("s3").put_object(Bucket=bucket, Key="late", Body=b"late")
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leftovers, "running_jobs", writes)
+        with pytest.raises(AwsRefusedError, match="was written to since its copying began; nothing was deleted"):
+            remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert site("s3").get_object(Bucket=bucket, Key="late")["Body"].read() == b"late"
+    planned = plan(account, spec, "acme", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(leftovers, "running_jobs", lambda *_: ["acme-tiny-1"])
+        with pytest.raises(InputError, match=r"1 jobs have not ended"):
+            remove(account, planned, tmp_path, silent)  # asked again, though the plan knew of none
+    assert site("s3").get_object(Bucket=f"{target}", Key=f"{bucket}/late")["Body"].read() == b"late"
+
+    def refused(*_: object) -> None:
+        raise AwsRefusedError("deleting it: AWS refused: not today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leftovers, "delete", refused)
+        with pytest.raises(AwsRefusedError, match=r"not today.*; mend that and repeat the command; what went so far"):
+            remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    monkeypatch.setattr(removal, "read_contract", refused)  # its stack is gone
+    assert not gone(lambda: site("s3").head_bucket(Bucket=bucket))
+    report = remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert (report.exported["objects"], len(asked)) == (2, 2)
+    assert gone(lambda: site("s3").head_bucket(Bucket=bucket))
+    assert {item.identifier for item in report.left} == {physical["Key"], "acme-*"}
 
 
 def test_a_tenant_that_was_never_deployed_leaves_nothing(account: Account, name: str, tmp_path: Path) -> None:

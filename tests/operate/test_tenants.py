@@ -1,6 +1,7 @@
 """A tenant's entry goes into and out of an environment file without touching another character; what it costs."""
 
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ import pytest
 import yaml
 
 from trainyard.cli.app import run
-from trainyard.errors import InputError
+from trainyard.errors import AwsRefusedError, InputError
 from trainyard.hardware import base_cost
+from trainyard.launch import session
 from trainyard.launch.session import checkout_root
-from trainyard.operate.tenants import preview
+from trainyard.operate.tenants import leftovers, preview, removal, storage, survey
 from trainyard.operate.tenants.entry import with_tenant, without_tenant
 from trainyard.spec.platform import load_environment
 
+LINK = "AWS::FSx::DataRepositoryAssociation"
 ENTRY = {"network_index": 9, "queues": {"gpu": {"instance_types": ["ml.p5.4xlarge"], "max_instances": 1}}}
 ENVIRONMENTS = ("local", "dev", "staging", "production")
 
@@ -163,6 +166,83 @@ def test_a_wrong_tenant_is_one_line_and_nothing_is_written(
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
     assert local.read_text() == text_of("local")
+
+
+def test_remove_keeps_what_others_wrote_into_the_file_meanwhile(
+    local: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object) -> removal.Report:
+        local.write_text(local.read_text() + "# of this morning\n")
+        return removal.Report("local", "globex", "1", "r", "shred", "now")
+
+    monkeypatch.setattr(session, "open_account", lambda *_: None)
+    monkeypatch.setattr(removal, "plan", lambda *_: None)
+    monkeypatch.setattr(removal, "remove", slow)
+    monkeypatch.setattr(removal, "write_report", lambda *_: "kept.json")
+    before = without_tenant(text_of("local"), "globex", "local")
+    assert run(["tenant", "remove", str(local), "globex", "--confirm", "globex"]) == 0
+    assert local.read_text() == before + "# of this morning\n"
+
+    def refused(*_: object) -> removal.Report:
+        raise AwsRefusedError("its bucket is still there")
+
+    monkeypatch.setattr(removal, "remove", refused)
+    local.write_text(text_of("local"))
+    assert run(["tenant", "remove", str(local), "globex", "--confirm", "globex"]) == 3
+    assert local.read_text() == text_of("local"), "the entry stays until all is done"
+    assert "its bucket is still there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_what_was_never_made_is_not_held_and_a_link_is(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = {"LogicalResourceId": "Link", "ResourceType": LINK, "PhysicalResourceId": "dra-1"}
+    failed = {"LogicalResourceId": "Failed", "ResourceType": "AWS::S3::Bucket"}
+    summaries = [{**item, "ResourceStatus": "CREATE_FAILED"} for item in (link, failed)]
+    paginator = types.SimpleNamespace(paginate=lambda **_: [{"StackResourceSummaries": summaries}])
+    account: Any = types.SimpleNamespace(client=lambda _: types.SimpleNamespace(get_paginator=lambda _: paginator))
+    monkeypatch.setattr(survey, "deployed_templates", lambda *_: {"stack": {"Resources": {}}})
+    environment = load_environment(checkout_root() / "environments" / "local.yaml")
+    found = list(survey.held(account, environment.model_copy(update={"emulated": emulated}), "acme"))
+    assert [thing.physical_id for thing in found] == ([] if emulated else ["dra-1"])
+
+
+def test_a_link_goes_before_its_file_system() -> None:
+    """Requests and errors are held against botocore's model."""
+    import boto3
+    from botocore.stub import Stubber
+
+    fsx = boto3.client("fsx", region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+    account: Any = types.SimpleNamespace(client=lambda _: fsx)
+    link = survey.Held(LINK, "stack", "Link", "dra-0123456789abcdef0", retained=True)
+    files = survey.Held("AWS::FSx::FileSystem", "stack", "Files", "fs-1", retained=True)
+    assert leftovers.in_deletion_order([files, link]) == [link, files]
+    there = {"Associations": [{"AssociationId": link.physical_id}]}
+    with Stubber(fsx) as stub:
+        stub.add_response("describe_data_repository_associations", there, {"AssociationIds": [link.physical_id]})
+        assert leftovers.condition(account, link) == leftovers.EXISTS
+        stub.add_response("delete_data_repository_association", {}, {"AssociationId": link.physical_id})
+        stub.add_client_error("describe_data_repository_associations", "DataRepositoryAssociationNotFound")
+        leftovers.delete(account, link)
+        stub.assert_no_pending_responses()
+    assert set(leftovers._LOOK) | {"AWS::KMS::Key"} == set(leftovers._DELETE) == set(leftovers._DELETION_ORDER)
+    assert set(leftovers._DELETE) == survey.HELD_TYPES
+
+
+def test_an_export_that_arrives_short_is_told_in_a_line() -> None:
+    """An object that was overwritten since it was listed is measured by what was read."""
+    stored = {"ContentLength": 5}
+    page = {"Contents": [{"Key": "a", "Size": 3, "ETag": "e"}]}
+    s3 = types.SimpleNamespace(
+        get_paginator=lambda _: types.SimpleNamespace(paginate=lambda **_: [page]),
+        get_object=lambda **_: {"Body": None, "ContentLength": 5},
+        upload_fileobj=lambda *_: None,
+        head_object=lambda **_: stored,
+    )
+    account: Any = types.SimpleNamespace(client=lambda _: s3)
+    assert storage.export(account, account, "from", "s3://to", lambda _: None) == (1, 5)
+    stored["ContentLength"] = 4
+    with pytest.raises(AwsRefusedError, match="s3://to/from/a holds 4 bytes instead of 5; nothing was deleted"):
+        storage.export(account, account, "from", "s3://to", lambda _: None)
 
 
 def test_show_and_remove_without_an_account(

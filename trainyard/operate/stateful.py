@@ -63,8 +63,9 @@ REPLACED_BY: Mapping[str, tuple[str, ...]] = {
 """Types that hold data, or that what holds data stands on, and the properties whose change replaces them: the
 createOnlyProperties of the CloudFormation registry's schemas (a test compares), and of FSx, whose schema says nothing
 of its LustreConfiguration, what the template reference marks "Update requires: Replacement" or the CDK command's own
-database marks as causing it (a test compares that too; where the two differ, the safe side is taken). Of a key those that AWS
-refuses to change. A group or subnet counts, because its replacement replaces the file system that stands in it."""
+database marks as causing it (a test compares that too; where the two differ, the safe side is taken). Of a key those
+that AWS refuses to change. A group or subnet counts, because its replacement replaces the file system that stands in
+it."""
 
 
 @dataclass(frozen=True)

@@ -198,8 +198,8 @@ class AuditSpec(SpecModel):
 
     trail: bool = Field(default=True, json_schema_extra=on_change("replace"))
     """False where the organization has a trail of its own with data events: a second copy of the events costs money.
-    Once deployed, false drops the trail, its log bucket and its key: `trainyard deploy` refuses that until each is given
-    up by name (--accept-loss), as the refusal prints them."""
+    Once deployed, false drops the trail, its log bucket and its key: `trainyard deploy` refuses that until each is
+    given up by name, with the --accept-loss options that the refusal prints."""
     keep_days: int = Field(default=400, ge=90, le=3650, json_schema_extra=on_change("update"))
     """How long the log files are kept. Where the environment retains data they are locked (Object Lock) for as long."""
     lock_mode: Literal["governance", "compliance"] = Field(default="governance", json_schema_extra=on_change("update"))

@@ -21,6 +21,7 @@ EXISTS = "exists"
 
 _GONE = {
     "404",
+    "DataRepositoryAssociationNotFound",
     "FileSystemNotFound",
     "InvalidGroup.NotFound",
     "InvalidSubnetID.NotFound",
@@ -30,6 +31,7 @@ _GONE = {
     "ResourceNotFoundException",
 }
 _DELETION_ORDER = (
+    "AWS::FSx::DataRepositoryAssociation",  # before its file system: then nothing more is exported to the bucket
     "AWS::FSx::FileSystem",
     "AWS::S3::Bucket",
     "AWS::Logs::LogGroup",
@@ -85,6 +87,9 @@ def _service(thing: Held) -> str:
 
 _LOOK: Mapping[str, Callable[[Any, str], Any]] = {
     "AWS::S3::Bucket": lambda s3, name: s3.head_bucket(Bucket=name),
+    "AWS::FSx::DataRepositoryAssociation": lambda fsx, name: fsx.describe_data_repository_associations(
+        AssociationIds=[name]
+    )["Associations"],
     "AWS::FSx::FileSystem": lambda fsx, name: fsx.describe_file_systems(FileSystemIds=[name])["FileSystems"],
     "AWS::Logs::LogGroup": lambda logs, name: [
         group
@@ -99,6 +104,7 @@ _LOOK: Mapping[str, Callable[[Any, str], Any]] = {
 
 _DELETE: Mapping[str, Callable[[Any, str], Any]] = {
     "AWS::S3::Bucket": lambda s3, name: s3.delete_bucket(Bucket=name),
+    "AWS::FSx::DataRepositoryAssociation": lambda fsx, name: fsx.delete_data_repository_association(AssociationId=name),
     "AWS::FSx::FileSystem": lambda fsx, name: fsx.delete_file_system(FileSystemId=name),
     "AWS::Logs::LogGroup": lambda logs, name: logs.delete_log_group(logGroupName=name),
     "AWS::EC2::Subnet": lambda ec2, name: ec2.delete_subnet(SubnetId=name),
@@ -112,7 +118,7 @@ def delete(account: Account, thing: Held) -> None:
     """Delete one thing that is still there; a bucket must be empty. AwsRefusedError where AWS won't."""
     with aws_errors("deleting", str(thing)):
         _DELETE[thing.kind](account.client(_service(thing)), thing.physical_id)
-    if thing.kind == "AWS::FSx::FileSystem":
+    if thing.kind.startswith("AWS::FSx::"):
         _wait_until_gone(account, thing)
 
 

@@ -7,8 +7,8 @@ tenant held is written down (`<state>/offboarding/<environment>-<tenant>.json`) 
 import datetime
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +67,21 @@ class Plan:
         return lines
 
 
+@dataclass(frozen=True)
+class Journal:
+    """What a removal must still know after an interruption: with the stacks go what they list, and the contract."""
+
+    held: tuple[Held, ...] = ()
+    launcher: str = ""
+    """ARN of the role that the export reads as; empty until it was asked for."""
+    exported: Mapping[str, Any] = field(default_factory=dict)
+    """What Report.exported will say; empty until every object is copied."""
+    copied: Mapping[str, str] = field(default_factory=dict)
+    """By bucket, its fingerprint when the copying began."""
+    emptying: bool = False
+    """Buckets may have been emptied in part: from here on nothing is copied or compared any more."""
+
+
 @dataclass
 class Report:
     """What a removal did, and what is left."""
@@ -100,7 +115,7 @@ class Report:
 
 def plan(account: Account, environment: EnvironmentSpec, tenant: str, state_dir: Path) -> Plan:
     """What removing the tenant would do; changes nothing."""
-    found = {thing.physical_id: thing for thing in _remembered(_journal(state_dir, environment, tenant))}
+    found = {thing.physical_id: thing for thing in _remembered(_journal(state_dir, environment, tenant)).held}
     found |= {thing.physical_id: thing for thing in held(account, environment, tenant)}
     there = [thing for thing in found.values() if leftovers.condition(account, thing) is not None]
     buckets = [thing.physical_id for thing in there if thing.kind == BUCKET]
@@ -119,26 +134,42 @@ def plan(account: Account, environment: EnvironmentSpec, tenant: str, state_dir:
 def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report:
     """Carry the plan out. InputError while jobs run; AwsRefusedError where AWS refuses: the same command goes on."""
     environment, tenant = planned.environment, planned.tenant
-    if planned.running:
-        raise InputError(
-            f"tenant {tenant}: {len(planned.running)} jobs have not ended ({', '.join(planned.running[:3])}); "
-            "stop them (trainyard stop JOB), or wait"
-        )
+    _refuse_running(tenant, planned.running)
     report = Report(environment.name, tenant, environment.account, environment.region, planned.policy, _now())
-    journal = _journal(state_dir, environment, tenant)
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    journal.write_text(json.dumps([asdict(thing) for thing in planned.held], indent=2), encoding="utf-8")
-    _export(account, planned, report, say)
-    stuck = _empty(account, planned, report, say) if planned.policy == "shred" else {}
+    path = _journal(state_dir, environment, tenant)
+    journal = replace(_remembered(path), held=planned.held)
+    _write(path, journal)
+    if planned.export_to:
+        journal = _export(account, planned, journal, path, say)
+        report.exported = dict(journal.exported)
+    _refuse_running(tenant, leftovers.running_jobs(account, tenant))  # an export takes long
+    _refuse_uncopied(account, journal, path)
+    if planned.policy == "shred":
+        _write(path, journal := replace(journal, emptying=True))
+        _empty(account, planned, report, say)
     for name in reversed(list(planned.stacks)):
         if planned.stacks[name] != NOT_DEPLOYED:
             _delete_stack(account, name, say)
             report.stacks_deleted.append(name)
     refusals = _delete_retained(account, planned, report, say) if planned.policy == "shred" else {}
-    _account_for(account, planned, report, {**refusals, **stuck})
+    there = _account_for(account, planned, report, refusals)
     report.finished_at = _now()
-    journal.unlink(missing_ok=True)
+    if planned.policy == "shred" and there:
+        told = write_report(report, state_dir)
+        raise AwsRefusedError(
+            f"tenant {tenant}: {there[0]}{f' (and {len(there) - 1} more)' if there[1:] else ''}; mend that and repeat "
+            f"the command; what went so far: {told}"
+        )
+    path.unlink(missing_ok=True)
     return report
+
+
+def _refuse_running(tenant: str, running: Sequence[str]) -> None:
+    if running:
+        raise InputError(
+            f"tenant {tenant}: {len(running)} jobs have not ended ({', '.join(running[:3])}); "
+            "stop them (trainyard stop JOB), or wait"
+        )
 
 
 def write_report(report: Report, state_dir: Path) -> Path:
@@ -151,31 +182,53 @@ def write_report(report: Report, state_dir: Path) -> Path:
     return path
 
 
-def _export(account: Account, planned: Plan, report: Report, say: Say) -> None:
-    if not planned.export_to or planned.stacks[tenant_stacks(planned.environment, planned.tenant)[0]] == NOT_DEPLOYED:
-        return
-    contract = read_contract(account, planned.environment, planned.tenant)
-    launcher = assume(account, contract.roles.launcher, session_name=f"trainyard-export-{planned.tenant}")
+def _export(account: Account, planned: Plan, journal: Journal, path: Path, say: Say) -> Journal:
+    """Copy every object, once; the journal then says so. Nothing to copy needs no contract, which a tenant that was
+    never deployed completely doesn't have."""
+    target = planned.export_to or ""
+    if journal.emptying or journal.exported.get("to") == target:
+        return journal
     objects = size = 0
-    for bucket in planned.contents:
-        copied, copied_bytes = storage.export(launcher, account, bucket, planned.export_to, say)
-        objects, size = objects + copied, size + copied_bytes
-    report.exported = {"to": planned.export_to, "objects": objects, "size_bytes": size}
+    copied: dict[str, str] = {}
+    if any(inside.objects for inside in planned.contents.values()):
+        if not journal.launcher:
+            contract = read_contract(account, planned.environment, planned.tenant)
+            _write(path, journal := replace(journal, launcher=contract.roles.launcher))
+        launcher = assume(account, journal.launcher, session_name=f"trainyard-export-{planned.tenant}")
+        for bucket in planned.contents:
+            copied[bucket] = storage.fingerprint(account, bucket)
+            more, more_bytes = storage.export(launcher, account, bucket, target, say)
+            objects, size = objects + more, size + more_bytes
+    exported = {"to": target, "objects": objects, "size_bytes": size}
+    _write(path, journal := replace(journal, exported=exported, copied=copied))
+    return journal
 
 
-def _empty(account: Account, planned: Plan, report: Report, say: Say) -> dict[str, str]:
-    """Empty every bucket; what stays in which, with the first reason. A locked object keeps its bucket, and its stack's
-    deletion would fail on it: refused here, before anything else goes."""
+def _refuse_uncopied(account: Account, journal: Journal, path: Path) -> None:
+    """AwsRefusedError where a bucket isn't any more what was copied, perhaps by a removal that was broken off long ago:
+    emptying it would lose what came since."""
+    if journal.emptying:
+        return
+    for bucket, then in journal.copied.items():
+        if storage.fingerprint(account, bucket) != then:
+            _write(path, replace(journal, exported={}, copied={}))
+            raise AwsRefusedError(
+                f"s3://{bucket}: was written to since its copying began; nothing was deleted: find out by whom, and "
+                "repeat the command, which copies anew"
+            )
+
+
+def _empty(account: Account, planned: Plan, report: Report, say: Say) -> None:
+    """Empty every bucket. AwsRefusedError where a version stays (a lock on it): before any stack or key goes, as a lock
+    is a promise that what is under it can be read until it ends, and a deleted key would break it."""
     stuck: dict[str, str] = {}
     for bucket in planned.contents:
         gone, refused = storage.empty(account, bucket, say)
         report.versions_deleted[bucket] = gone
         if refused:
             stuck[bucket] = f"{len(refused)} versions can't be deleted ({refused[0]})"
-    goes_with_stack = {thing.physical_id for thing in planned.held if thing.kind == BUCKET and not thing.retained}
-    for bucket in goes_with_stack & set(stuck):
-        raise AwsRefusedError(f"s3://{bucket}: {stuck[bucket]}; wait until their lock ends and repeat the command")
-    return stuck
+    for bucket, why in stuck.items():
+        raise AwsRefusedError(f"s3://{bucket}: {why}; wait until their lock ends and repeat the command")
 
 
 def _delete_stack(account: Account, name: str, say: Say) -> None:
@@ -214,8 +267,8 @@ def _delete_retained(account: Account, planned: Plan, report: Report, say: Say) 
     """Delete what the stacks left behind; the refusals by physical id, so that one of them stops nothing else."""
     refusals: dict[str, str] = {}
     for thing in planned.held:
-        if not thing.retained:
-            continue
+        if not thing.retained or leftovers.condition(account, thing) != leftovers.EXISTS:
+            continue  # gone already, or a key that already waits for its deletion
         say(f"deleting {thing}")
         try:
             leftovers.delete(account, thing)
@@ -228,8 +281,9 @@ def _delete_retained(account: Account, planned: Plan, report: Report, say: Say) 
     return refusals
 
 
-def _account_for(account: Account, planned: Plan, report: Report, why: Mapping[str, str]) -> None:
-    """Ask for everything that the tenant held, whatever was believed to happen to it."""
+def _account_for(account: Account, planned: Plan, report: Report, why: Mapping[str, str]) -> list[Left]:
+    """Ask for everything that the tenant held, whatever was believed to happen to it; what is still as it was."""
+    there: list[Left] = []
     for thing in planned.held:
         state = leftovers.condition(account, thing)
         if state is None:
@@ -239,12 +293,14 @@ def _account_for(account: Account, planned: Plan, report: Report, why: Mapping[s
             state if state != leftovers.EXISTS else f"{state}; kept by the tenant's policy" if thing.retained else state
         )
         report.left.append(Left(thing.kind, thing.physical_id, reason))
+        there += [report.left[-1]] if state == leftovers.EXISTS else []
     jobs = f"{planned.tenant}-*"
     streams = leftovers.job_streams(account, planned.tenant)
     if streams:
         why_streams = f"{len(streams)}; this account's administrators can read them until they are deleted"
         report.left.append(Left("log streams", f"{TRAINING_LOG_GROUP} {jobs}", why_streams))
     report.left.append(Left("training jobs", jobs, "SageMaker keeps their descriptions; it can delete none"))
+    return there
 
 
 def _folder(state_dir: Path) -> Path:
@@ -255,12 +311,21 @@ def _journal(state_dir: Path, environment: EnvironmentSpec, tenant: str) -> Path
     return _folder(state_dir) / f"{environment.name}-{tenant}.json"
 
 
-def _remembered(journal: Path) -> list[Held]:
+def _write(path: Path, journal: Journal) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(asdict(journal), indent=2), encoding="utf-8")
+    new.replace(path)  # whole or not at all: an interrupted removal is finished from it
+
+
+def _remembered(journal: Path) -> Journal:
     try:
-        return [Held(**item) for item in json.loads(journal.read_text(encoding="utf-8"))]
+        content = json.loads(journal.read_text(encoding="utf-8"))
+        content = {"held": content} if isinstance(content, list) else content  # as it was first written
+        return Journal(**{**content, "held": tuple(Held(**item) for item in content["held"])})
     except FileNotFoundError:
-        return []
-    except (ValueError, TypeError) as error:
+        return Journal()
+    except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"{journal}: is not what a removal wrote ({error}); delete it and repeat") from None
 
 

@@ -1,9 +1,11 @@
 """A tenant's buckets on the way out: counted, copied elsewhere, emptied with all their versions."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trainyard.errors import AwsRefusedError
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.session import Account
 
@@ -51,15 +53,29 @@ def export(launcher: Account, writer: Account, bucket: str, target: str, say: Sa
     with aws_errors("copying", f"s3://{bucket} to {target}", "check that you may write there"):
         for page in reader.get_paginator("list_objects_v2").paginate(Bucket=bucket):
             for item in page.get("Contents", []):
-                body = reader.get_object(Bucket=bucket, Key=item["Key"])["Body"]
+                read = reader.get_object(Bucket=bucket, Key=item["Key"])
                 copied = f"{folder}/{item['Key']}"
-                store.upload_fileobj(body, target_bucket, copied)
+                store.upload_fileobj(read["Body"], target_bucket, copied)
                 written = int(store.head_object(Bucket=target_bucket, Key=copied)["ContentLength"])
-                if written != item["Size"]:
-                    raise RuntimeError(f"s3://{target_bucket}/{copied} holds {written} bytes instead of {item['Size']}")
+                wanted = int(read["ContentLength"])
+                if written != wanted:
+                    raise AwsRefusedError(
+                        f"s3://{target_bucket}/{copied} holds {written} bytes instead of {wanted}; nothing was "
+                        "deleted: see who else writes there, and repeat the command"
+                    )
                 objects, size = objects + 1, size + written
                 say(f"copied {objects} objects of {bucket}")
     return objects, size
+
+
+def fingerprint(account: Account, bucket: str) -> str:
+    """The same as long as no current object of the bucket comes, goes or is overwritten (names, ETags, sizes)."""
+    digest = hashlib.sha256()
+    with aws_errors("listing", f"s3://{bucket}"):
+        for page in account.client("s3").get_paginator("list_objects_v2").paginate(Bucket=bucket):
+            for item in page.get("Contents", []):
+                digest.update(f"{item['Key']}\0{item['ETag']}\0{item['Size']}\0".encode())
+    return digest.hexdigest()
 
 
 def empty(account: Account, bucket: str, say: Say) -> tuple[int, list[str]]:

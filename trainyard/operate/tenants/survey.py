@@ -19,6 +19,7 @@ HELD_TYPES = frozenset(
         "AWS::EC2::SecurityGroup",
         "AWS::EC2::Subnet",
         "AWS::EC2::VPC",
+        "AWS::FSx::DataRepositoryAssociation",
         "AWS::FSx::FileSystem",
         "AWS::KMS::Key",
         "AWS::Logs::LogGroup",
@@ -119,7 +120,11 @@ def held(account: Account, environment: EnvironmentSpec, tenant: str) -> Iterato
             pages = cloudformation.get_paginator("list_stack_resources").paginate(StackName=name)
             found = [item for page in pages for item in page["StackResourceSummaries"]]
         for item in found:
-            if item["ResourceType"] in HELD_TYPES and item["ResourceStatus"] != "DELETE_COMPLETE":
+            if environment.emulated and item["ResourceType"] == "AWS::FSx::DataRepositoryAssociation":
+                continue  # the emulator only records them: its FSx could not be asked for one
+            # Without a physical id it was never made: its creation failed.
+            there = item.get("PhysicalResourceId") and item["ResourceStatus"] != "DELETE_COMPLETE"
+            if item["ResourceType"] in HELD_TYPES and there:
                 policy = resources.get(item["LogicalResourceId"], {}).get("DeletionPolicy", "Delete")
                 yield Held(
                     item["ResourceType"],
