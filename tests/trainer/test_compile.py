@@ -63,6 +63,7 @@ def test_compiled_blocks_equal_eager_ones(tmp_path: Path) -> None:
 LAYOUTS = [
     # name, ranks, parallelism, more of the job, graphs compiled at most on the first rank
     pytest.param("tensor2", 2, {"tensor": 2}, {}, 6),
+    pytest.param("fsdp", 2, None, {"model": MIXTRAL}, 12, marks=FULL),
     pytest.param("ddp", 2, None, {}, 3, marks=FULL),  # one for the pass that settles its buckets
     pytest.param("ddp", 2, None, {"activation_checkpointing": "full"}, 4, marks=FULL),
     pytest.param("hsdp", 4, None, {}, 2, marks=FULL),
@@ -80,7 +81,7 @@ LAYOUTS = [
 def test_compiled_layouts_equal_one_process(
     name: str, num_ranks: int, layout: dict[str, int] | None, more: dict[str, Any], most_graphs: int
 ) -> None:
-    (one,) = eager([LLAMA])
+    (one,) = eager([more.get("model", LLAMA)])
     case = request(name, job={"parallelism": layout, **more})
     ((result, num_graphs),) = compile_and_run(num_ranks, "aot_eager", [case])
     assert worst_relative_error(result, one) < 1e-5
