@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from pydantic import ValidationError
-from trainer.models.build import build_model
-from trainer.strategies import check_supported, compiled
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trainer.models.build import build_model, outline_model
+from trainer.runtime import Runtime
+from trainer.strategies import build_strategy, check_supported, compiled
 from trainer_testing.families import FAMILIES
 from trainer_testing.pool import run_pooled
-from trainer_testing.strategy_worker import MARK, Result, RunRequest, run, worst_relative_error
-from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+from trainer_testing.strategy_worker import MARK, Result, RunRequest, no_clock, run, worst_relative_error
+from trainer_testing.tiny import VOCAB_SIZE, TinyBatch, global_batch, tiny_job
 
 from trainyard.errors import InputError
 
@@ -111,6 +115,25 @@ def test_names_are_kept() -> None:
     names = list(model.state_dict())
     compiled.compile_blocks(model, tiny_job("single", 1, compile=True))
     assert list(model.state_dict()) == names
+
+
+@FULL
+def test_torch_saves_the_mesh_among_the_tensors_of_a_recomputed_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why `tensor` and full recomputation are refused: where this fails, torch has mended it, and that can go."""
+    monkeypatch.setattr(compiled, "check", lambda *_, **__: None)
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    job = tiny_job("", 2, parallelism={"tensor": 2}, activation_checkpointing="full", compile=True)
+    torch._dynamo.reset()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        group = dist.new_group()
+        runtime = Runtime(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"), control_group=group)
+        strategy = build_strategy(job, model=outline_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
+        with pytest.raises(AssertionError, match="DeviceMesh"):
+            strategy.forward_backward([TinyBatch(*(part[:2] for part in global_batch(1)))], 1, no_clock)
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

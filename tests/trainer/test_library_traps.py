@@ -1,7 +1,8 @@
 """What is wrong, loud or missing in the libraries today, and where the trainer meets it.
 
 Each test shows the trap itself, without the trainer. One that fails after an upgrade says that upstream has mended it:
-then what the test names can go, and the test with it.
+then what the test names can go, and the test with it. One is shown with the trainer, by test_compile.py: a recomputed
+graph with tensor parallelism.
 """
 
 import warnings
