@@ -77,9 +77,12 @@ def test_a_poisoned_batch_leaves_no_trace(tmp_path: Path) -> None:
     # A start that begins anew passes over them as well, without having met them.
     before = bits(rows_of(tmp_path / "poisoned/out"))
     shutil.rmtree(tmp_path / "poisoned/out/checkpoints")
-    codes, said, rows = run(tmp_path / "poisoned", tmp_path / "job.yaml", (), "checkpoint.every_steps=8")
+    elsewhere = tmp_path / "elsewhere"
+    settings = ("checkpoint.every_steps=8", f"checkpoint.destination={elsewhere}")
+    codes, said, rows = run(tmp_path / "poisoned", tmp_path / "job.yaml", (), *settings)
     assert codes == [0, 0], said[-6000:]
     assert "anomaly" not in said and bits(rows) == before
+    assert (elsewhere / LEFT_OUT_FILE).read_text() == record.read_text(), "it goes along with every checkpoint"
 
 
 @pytest.mark.full
