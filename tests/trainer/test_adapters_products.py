@@ -166,7 +166,9 @@ def test_an_adapter_goes_on_under_another_layout(results: dict[tuple[str, int, C
 def test_what_an_adapter_can_not_do_is_one_line(
     adapter: dict[str, Any], layout: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    job = tiny_job("any", 2, source=str(tmp_path), adapter={"kind": "lora"} | adapter, parallelism=layout)
+    save_sources(tmp_path, ["Llama"])
+    source = str(source_of(tmp_path, "Llama"))
+    job = tiny_job("any", 2, source=source, adapter={"kind": "lora"} | adapter, parallelism=layout)
     with pytest.raises(InputError, match=message) as caught:
         check_supported(job, device_type="cpu")
     assert "\n" not in str(caught.value)

@@ -197,11 +197,6 @@ def refused_job(changes: dict[str, Any], parallelism: dict[str, Any]) -> Resolve
 @pytest.mark.parametrize(
     ("changes", "parallelism", "message"),
     [
-        (
-            {"model": {"config": None, "source": "x", "adapter": {"kind": "qlora"}}},
-            {"engine": "deepspeed", "zero_stage": 1},
-            r"model\.adapter: qlora is not implemented with engine: deepspeed",
-        ),
         ({"training": {"precision": "fp8"}}, {}, r"training\.precision: fp8"),
         ({}, {"tensor": 3}, r"parallelism\.tensor: 3 does not divide .*num_attention_heads \(4\)"),
         ({}, {"pipeline": 2}, r"parallelism\.pipeline: 2"),
