@@ -66,7 +66,8 @@ def test_two_hosts_restart_together(undisturbed: tuple[Path, list[Any]], tmp_pat
     assert codes == [0, 0], output[-6000:]
     assert bits(rows_of(trees[0] / "output/data")) == expected
     rows = recoveries(trees[0])
-    assert [row["last_step"] for row in rows] == [4, 7]
+    # A frozen rank runs on for a moment to give its stacks; the other host's rank is not held meanwhile.
+    assert rows[0]["last_step"] == 4 and 7 <= rows[1]["last_step"] <= STEPS and len(rows) == 2
     assert "rank 1 on algo-2 was killed by SIGKILL" in rows[0]["reason"]
     assert "rank 1 on algo-2 hangs" in rows[1]["reason"] and "is stopped" in rows[1]["reason"]
     assert recoveries(trees[1]) == []

@@ -122,13 +122,15 @@ def take_stacks(folder: Path, reports: Mapping[int, RankReport]) -> dict[int, st
     for rank, pid in asked.items():
         _send(pid, signal.SIGCONT if rank in silent else signal.SIGSTOP)
     _wait_for_stacks(folder, silent)
+    for rank in silent:  # with another host's ranks it would train on
+        _send(asked[rank], signal.SIGSTOP)
     return {rank: _text(stacks_file(folder, rank)) for rank in asked}
 
 
 def _wait_for_stacks(folder: Path, ranks: Iterable[int]) -> None:
     deadline = time.monotonic() + _DUMP_SECONDS
     while time.monotonic() < deadline and not all(_is_whole(_text(stacks_file(folder, rank))) for rank in ranks):
-        time.sleep(0.02)
+        time.sleep(0.002)
 
 
 def _is_whole(stacks: str) -> bool:
