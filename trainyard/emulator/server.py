@@ -35,7 +35,7 @@ def serve(state_dir: Path, *, port: int, idle_exit_seconds: float, training_argv
         admin_secret_access_key=secret_key,
         instance_id=os.urandom(8).hex(),
     )
-    application, jobs = _build(info, state_dir, training_argv)
+    application, jobs, functions = _build(info, state_dir, training_argv)
     activity = _Activity(application)
     server.app = activity
     stopping = threading.Event()
@@ -57,6 +57,7 @@ def serve(state_dir: Path, *, port: int, idle_exit_seconds: float, training_argv
     # The file goes first, so that nobody finds an emulator that is about to end; then the jobs' processes.
     (state_dir / INFO_FILE).unlink(missing_ok=True)
     jobs.shut_down()
+    functions.shut_down()
     server.shutdown()
     print("stopped", flush=True)
     sys.stdout.flush()
@@ -113,8 +114,8 @@ def _not_ready(environ: dict[str, Any], start_response: Any) -> list[bytes]:
     return []
 
 
-def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None) -> tuple[Any, Any]:
-    """The WSGI application (control endpoints, authorizer, moto) and the training jobs behind it."""
+def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None) -> tuple[Any, Any, Any]:
+    """The WSGI application (control endpoints, authorizer, moto), and the training jobs and functions behind it."""
     os.environ["MOTO_ACCOUNT_ID"] = info.account
     os.environ["MOTO_IAM_LOAD_MANAGED_POLICIES"] = "true"  # the CDK bootstrap attaches some
     os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = str(_OBJECT_IN_MEMORY_BYTES)
@@ -124,6 +125,8 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     from trainyard.emulator.authorization.middleware import Authorizer
     from trainyard.emulator.cloudformation import engine, registry
     from trainyard.emulator.control import ControlEndpoints
+    from trainyard.emulator.functions import api as functions_api
+    from trainyard.emulator.functions.runs import Functions
     from trainyard.emulator.training import api
     from trainyard.emulator.training.jobs import TrainingJobs
 
@@ -137,4 +140,6 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     authorizer = Authorizer(moto, account=info.account, admin_access_key_id=info.admin_access_key_id)
     jobs = TrainingJobs(info, state_dir / "jobs", authorizer.principals, argv=training_argv)
     api.install(jobs)
-    return ControlEndpoints(authorizer, info, jobs), jobs
+    functions = Functions(info, state_dir / "functions", authorizer.principals)
+    functions_api.install(functions)
+    return ControlEndpoints(authorizer, info, jobs), jobs, functions

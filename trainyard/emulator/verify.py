@@ -139,6 +139,7 @@ class _Prober:
             "SNS": "sns",
         }
         services |= {"SSM": "ssm", "Events": "events", "Budgets": "budgets", "Batch": "batch", "KMS": "kms"}
+        services |= {"Lambda": "lambda"}
         service = services.get(resource_type.split("::")[1])
         if service:
             self.site.client(service)

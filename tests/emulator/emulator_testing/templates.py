@@ -297,12 +297,39 @@ def queues() -> dict[str, Any]:
     }
 
 
+def functions() -> dict[str, Any]:
+    """A function, its role, and who may call it."""
+    return {
+        "Role": resource("IAM::Role", {"AssumeRolePolicyDocument": trust("lambda.amazonaws.com")}),
+        "Function": resource(
+            "Lambda::Function",
+            {
+                "Runtime": "python3.13",
+                "Handler": "index.handler",
+                "Code": {"ZipFile": "def handler(event, context):\n    return event\n"},
+                "Role": att("Role", "Arn"),
+                "Environment": {"Variables": {"TONE": "soft"}},
+                "Tags": TAGS,
+            },
+        ),
+        "Permission": resource(
+            "Lambda::Permission",
+            {
+                "Action": "lambda:InvokeFunction",
+                "FunctionName": att("Function", "Arn"),
+                "Principal": "events.amazonaws.com",
+            },
+        ),
+    }
+
+
 GROUPS = {
     "network": network,
     "storage": storage,
     "identity": identity,
     "operations": operations,
     "queues": queues,
+    "functions": functions,
 }
 
 

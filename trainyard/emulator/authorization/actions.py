@@ -48,6 +48,12 @@ _RESOURCES: dict[str, dict[str, str]] = {
             "CreateTrainingJob DescribeTrainingJob StopTrainingJob DeleteTrainingJob UpdateTrainingJob",
         ),
         **_each("={ResourceArn}", "AddTags ListTags DeleteTags"),
+        **_each("model-package-group/{ModelPackageGroupName}", "CreateModelPackageGroup DescribeModelPackageGroup"),
+        # A new version's number is AWS's to give: policies name all versions of a group.
+        "CreateModelPackage": "model-package/{ModelPackageGroupName}/*",
+        "ListModelPackages": "model-package/{ModelPackageGroupName|*}/*",
+        **_each("={ModelPackageName}", "DescribeModelPackage"),
+        **_each("={ModelPackageArn}", "UpdateModelPackage"),
         "ListTrainingJobs": _ANY,
     },
     "logs": {
@@ -143,6 +149,7 @@ _RESOURCES: dict[str, dict[str, str]] = {
         ),
         **_each(_ANY, "ListRoles ListPolicies GetAccountSummary"),
     },
+    "lambda": {"Invoke": "function"},
     "sts": {"GetCallerIdentity": _ANY, "AssumeRole": "={RoleArn}"},
     "servicequotas": _each(_ANY, "GetServiceQuota ListServiceQuotas"),
     "ce": _each(_ANY, "GetCostAndUsage GetCostForecast"),
@@ -150,6 +157,8 @@ _RESOURCES: dict[str, dict[str, str]] = {
     "secretsmanager": _each("={SecretId}", "GetSecretValue DescribeSecret"),
 }
 _NO_REGION = frozenset({"budgets", "iam"})
+_IAM_NAMES = {"kms:ReEncrypt": "ReEncryptFrom", "lambda:Invoke": "InvokeFunction"}
+"""IAM's name of an operation, where it is another."""
 _ALWAYS_ALLOWED = frozenset({"sts:GetCallerIdentity"})
 """AWS never denies these, whatever the policies say."""
 
@@ -168,7 +177,7 @@ def checks_for(request: AwsRequest, account: str, role_arn: RoleLookup, key_arn:
     _require_one_name(request)
     resources = _resources(request, template, account, role_arn, key_arn)
     context = _tags(request) | _SERVICE_CONTEXT.get(request.service, _no_context)(request)
-    name = "ReEncryptFrom" if action == "kms:ReEncrypt" else request.operation
+    name = _IAM_NAMES.get(action, request.operation)
     checks = [Check(f"{request.service}:{name}", resource, context) for resource in resources]
     return checks + _implied(request, account, context, key_arn)
 
@@ -191,8 +200,8 @@ def _resources(request: AwsRequest, template: str, account: str, role_arn: RoleL
         return ["*"]
     if request.service == "kms":
         return [_key_of(request, key_arn)]
-    if request.service == "iam" and template == "role":
-        return [role_arn(request.text("RoleName"))]
+    if template in ("role", "function"):
+        return [role_arn(request.text("RoleName")) if template == "role" else _function_arn(request, account)]
     if template.startswith("={"):
         value = request.text(template[2:-1])
         if not value:
@@ -208,7 +217,9 @@ def _resources(request: AwsRequest, template: str, account: str, role_arn: RoleL
 
 
 # An ARN has no second colon or slash-dot tricks in it: moto splits some at their last colon and takes what is there.
-_ARN = re.compile(r"arn:aws:([a-z0-9-]+):([a-z0-9-]*):(\d{12}|aws|):(?:(?:secret|log-group):)?[^:*?\s]+(?::\*)?")
+_ARN = re.compile(
+    r"arn:aws:([a-z0-9-]+):([a-z0-9-]*):(\d{12}|aws|):(?:(?:secret|log-group|function):)?[^:*?\s]+(?::\*)?"
+)
 
 
 def _own_arn(request: AwsRequest, value: str, account: str) -> str:
@@ -221,6 +232,12 @@ def _own_arn(request: AwsRequest, value: str, account: str) -> str:
             f"{request.service}:{request.operation} of {value!r}: not an ARN of {service} in this account and region"
         )
     return value
+
+
+def _function_arn(request: AwsRequest, account: str) -> str:
+    given = request.text("FunctionName")
+    arn = given if given.startswith("arn:") else f"arn:aws:lambda:{request.region}:{account}:function:{given}"
+    return _own_arn(request, arn, account)
 
 
 # A request names its resource once: of two names one would be judged and the other taken.
@@ -355,6 +372,8 @@ def _flag(value: Any) -> str:
 def _sagemaker(request: AwsRequest) -> dict[str, Any]:
     """The keys that the service authorization reference lists for CreateTrainingJob; absent ones stay absent."""
     parameters = request.parameters
+    if request.operation in ("CreateModelPackage", "UpdateModelPackage") and parameters.get("ModelApprovalStatus"):
+        return {"sagemaker:modelapprovalstatus": request.text("ModelApprovalStatus")}
     if request.operation != "CreateTrainingJob":
         return {}
     resources, vpc = parameters.get("ResourceConfig") or {}, parameters.get("VpcConfig") or {}
@@ -456,6 +475,11 @@ def _implied(request: AwsRequest, account: str, context: Mapping[str, Any], key_
         if parameters.get("Tags"):
             checks.append(Check("sagemaker:AddTags", arn, {**context, "sagemaker:taggingaction": "CreateTrainingJob"}))
         return checks
+    if request.service == "sagemaker" and request.operation == "CreateModelPackageGroup" and parameters.get("Tags"):
+        arn = (
+            f"arn:aws:sagemaker:{request.region}:{account}:model-package-group/{request.text('ModelPackageGroupName')}"
+        )
+        return [Check("sagemaker:AddTags", arn, {**context, "sagemaker:taggingaction": "CreateModelPackageGroup"})]
     if request.service == "cloudformation" and parameters.get("RoleARN"):
         return [Check("iam:PassRole", request.text("RoleARN"), {"iam:passedtoservice": "cloudformation.amazonaws.com"})]
     if request.service == "kms" and request.operation == "ReEncrypt":

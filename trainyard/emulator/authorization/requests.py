@@ -30,6 +30,9 @@ _QUERY_SIGNATURE_NAMES = frozenset(
 _V4_QUERY = ("X-Amz-Algorithm", "X-Amz-Credential", "X-Amz-Signature", "X-Amz-Security-Token")
 _V2_QUERY = ("AWSAccessKeyId", "Signature", "x-amz-security-token")
 _TARGET = re.compile(r"[A-Za-z0-9_.-]+\.([A-Za-z0-9]+)")
+_INVOKE_PATH = re.compile(
+    r"/2015-03-31/functions/((?:arn:aws:lambda:[a-z0-9-]+:\d{12}:function:)?[A-Za-z0-9_-]{1,64})/invocations"
+)
 _RPC_PATH = re.compile(r"/service/([A-Za-z0-9_]+)/operation/([A-Za-z0-9]+)")
 _MAX_BODY_BYTES = 16 * 1024 * 1024
 _JSON_TYPES = ("application/json", "application/x-amz-json-1.0", "application/x-amz-json-1.1")
@@ -221,6 +224,12 @@ def _operation(service: str, common: Mapping[str, Any], body: bytes) -> dict[str
         result = {"operation": named[1] if named else "", "protocol": "json", **_json(headers, body)}
     elif rpc:
         return {"operation": rpc[2], "protocol": "cbor", "ambiguity": ambiguity}
+    elif service == "lambda":
+        # Its body is the event, no parameters; of Lambda's operations tenants have this one alone.
+        invoked = _INVOKE_PATH.fullmatch(path)
+        named = {"FunctionName": invoked[1]} if invoked else {}
+        operation = "Invoke" if invoked else _rest_operation(service, method, path)
+        return {"operation": operation, "protocol": "rest-json", "parameters": named, "ambiguity": ambiguity}
     elif service in REST_JSON_SERVICES:
         operation = _rest_operation(service, method, path)
         result = {"operation": operation, "protocol": "rest-json", **_json(headers, body)}

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from trainyard.emulator.cloudformation import identity, network, operations, queues, recorded, storage
+from trainyard.emulator.cloudformation import functions, identity, network, operations, queues, recorded, storage
 from trainyard.emulator.cloudformation.model import ResourceType
 
 RESOURCE_TYPES: Mapping[str, ResourceType] = {
     resource_type.name: resource_type
-    for module in (network, identity, storage, operations, queues, recorded)
+    for module in (network, identity, storage, operations, queues, functions, recorded)
     for resource_type in module.TYPES
 }
 

@@ -43,13 +43,25 @@ TYPES = (
         "arn:aws:fsx:{region}:{account}:association/dra-{id}",
         arn_attribute="ResourceARN",
     ),
-    # No function of an environment is called by anything that the emulator plays.
-    _recorded(
-        "AWS::Lambda::Function", "arn:aws:lambda:{region}:{account}:function:{name}", name_property="FunctionName"
-    ),
-    _recorded("AWS::Lambda::Permission", "arn:aws:lambda:{region}:{account}:permission/{id}"),
     _recorded(
         "AWS::EC2::PlacementGroup", "arn:aws:ec2:{region}:{account}:placement-group/{name}", name_property="GroupName"
+    ),
+    _recorded(
+        "AWS::NetworkFirewall::RuleGroup",
+        "arn:aws:network-firewall:{region}:{account}:stateful-rulegroup/{name}",
+        name_property="RuleGroupName",
+        ref_is_arn=True,
+        arn_attribute="RuleGroupArn",
+    ),
+    _recorded(
+        "AWS::NetworkFirewall::FirewallPolicy",
+        "arn:aws:network-firewall:{region}:{account}:firewall-policy/{name}",
+        name_property="FirewallPolicyName",
+        ref_is_arn=True,
+        arn_attribute="FirewallPolicyArn",
+    ),
+    _recorded(
+        "AWS::NetworkFirewall::LoggingConfiguration", "arn:aws:network-firewall:{region}:{account}:logging/{id}"
     ),
     _recorded(
         "AWS::CloudWatch::CompositeAlarm",
