@@ -3,6 +3,10 @@
     scripts/fault_campaign --seeds 40 --json results.json
 
 Every seed is an episode: one job of one engine at one site, to which a hand of faults happens, one after the other.
+Engine, site and faults are those that were played least; with --json, over all campaigns of that file, which it adds
+to. On most episodes processes start as forks of one that has imported everything (`trainer_testing.warm`): their times
+to the next step are not counted. Those of --real-starts, every fourth, and all at the desk start as a user's do.
+
 What must hold of each episode:
 - the job is done in the end, however often it had to be started, and within bounds after every fault;
 - every start goes on from the newest checkpoint that was told of and was not spoiled since; a rank that was told to
@@ -20,6 +24,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -38,14 +44,16 @@ from evidence import Guard, Story, damage, samples
 from kinds import SITES, Deck, Fault, num_steps
 from network import network, why_not
 from sites import HostsSite, Site, environment_of
+from trainer_testing import warm
 from trainer_testing.distributed import start_ranks
 from trainer_testing.text_job import bits, rows_of, write_job
 
 ENGINES = ("ddp", "zero3", "fsdp", "pipeline")
-FAULTS_PER_EPISODE = 6
+FAULTS_PER_EPISODE = 8
 CHECKPOINT_EVERY = 3
 GUARD_SECONDS, GUARD_SECONDS_S3 = 0.5, 3.0
 """Between two looks for a good checkpoint."""
+REAL_STARTS_EVERY = 4
 _EPISODE_SECONDS = 1200.0
 _MOST_STARTS = 40
 _LARGER = ["model.config.hidden_size=256", "model.config.intermediate_size=512"]
@@ -64,6 +72,8 @@ class Row:
     happened: bool = False
     """The job met it: a checkpoint was really spoiled, a request really refused."""
     recovered: bool = False
+    is_forked: bool = False
+    """The job's processes were forks: the seconds below are without their start-up."""
     steps_lost: int | None = None
     """Finished steps that had to be made again; None: nothing was started again."""
     seconds_to_next_step: float | None = None
@@ -80,6 +90,9 @@ class Episode:
     """What did not hold; empty: all of it."""
     said: list[str] = field(default_factory=list)
     """The end of what the job said, where something did not hold."""
+    commit: str = ""
+    """Of the code that was disturbed."""
+    machine: str = ""
 
 
 @dataclass
@@ -99,6 +112,21 @@ class Report:
     def is_good(self) -> bool:
         """Every fault was recovered from, and nothing else went wrong."""
         return bool(self.rows) and not any(episode.problems for episode in self.episodes)
+
+    @classmethod
+    def read(cls, path: Path) -> "Report":
+        """The campaigns of a file; none where there is no such file."""
+        if not path.exists():
+            return cls()
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return cls([Episode(**{**job, "rows": [Row(**row) for row in job["rows"]]}) for job in content["jobs"]])
+
+    def write(self, path: Path) -> None:
+        """Every job with its faults, and what came of them."""
+        content = {"left_out": self.left_out, "jobs": [asdict(episode) for episode in self.episodes]}
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
 
     def table(self) -> str:
         """For people: a line a kind, then one an engine, then what did not hold."""
@@ -120,7 +148,7 @@ class Report:
 
 def _summary(name: str, rows: Sequence[Row]) -> str:
     lost = [row.steps_lost for row in rows if row.steps_lost is not None]
-    waits = [row.seconds_to_next_step for row in rows if row.seconds_to_next_step is not None]
+    waits = [row.seconds_to_next_step for row in rows if row.seconds_to_next_step is not None and not row.is_forked]
     steps = f"{median(lost):g} (<= {max(lost)})" if lost else "-"
     seconds = f"{median(waits):.1f} (<= {max(waits):.1f})" if waits else "-"
     return f"{name:<28}{len(rows):>7}{sum(row.recovered for row in rows):>11}{steps:>12}{seconds:>24}"
@@ -129,36 +157,52 @@ def _summary(name: str, rows: Sequence[Row]) -> str:
 class Campaign:
     """Episodes one after the other, in a folder of their own."""
 
-    def __init__(self, root: Path, *, sites: Sequence[str] = SITES, recover: bool = True, faults: int) -> None:
-        """`recover`: whether jobs may start their ranks again; without, a campaign has to fail."""
+    def __init__(
+        self,
+        root: Path,
+        *,
+        sites: Sequence[str] = SITES,
+        recover: bool = True,
+        faults: int,
+        earlier: Report | None = None,
+        real_starts_every: int = REAL_STARTS_EVERY,
+    ) -> None:
+        """`recover`: whether jobs may start their ranks again; without, a campaign has to fail.
+
+        `earlier`: campaigns that this one adds to. `real_starts_every`: of so many episodes one is without forks.
+        """
         self._root = root
+        self._real_starts_every = real_starts_every
         self._recover = recover
         self._num_faults = faults
         self._undisturbed: dict[tuple[str, bool], tuple[list[Any], dict[int, list[str]]]] = {}
         self._cloud: Cloud | None = None
-        self.report = Report()
+        self.report = Report(list(earlier.episodes) if earlier else [])
         self._parted = why_not() if "two_hosts" in sites else ""
         if self._parted:
             self.report.left_out.append(f"partition: {self._parted}")
         self._has_disks = os.geteuid() == 0
         if not self._has_disks:
             self.report.left_out.append("disk_full: a file system of its own needs root")
-        self._deck = Deck(tuple(sites))
-        self._left_out = {"partition"} if self._parted else set()
-        self._left_out |= set() if self._has_disks else {"disk_full"}
+        left_out = {"partition"} if self._parted else set()
+        self._deck = Deck(tuple(sites), left_out=left_out | (set() if self._has_disks else {"disk_full"}))
+        for row in self.report.rows:
+            if row.recovered:
+                self._deck.note(row.kind, row.engine)
 
-    def run(self, seed: int) -> Episode:
+    def run(self, seed: int, engines: Sequence[str] = ENGINES) -> Episode:
         """The episode of that seed."""
         draw = random.Random(seed)
-        engine, site_name = ENGINES[(seed - 1) % len(ENGINES)], self._deck.site(seed)
+        engine, site_name = self._deck.place(engines, self._num_faults)
         hand = self._deck.deal(draw, engine=engine, site=site_name, number=self._num_faults)
-        hand = [fault for fault in hand if fault.kind.name not in self._left_out]
+        is_forked = site_name != "desk" and bool(seed % self._real_starts_every)
         started = time.monotonic()
         expected = self._expected(engine, is_large=site_name == "cloud")
-        episode = Episode([Row(seed, engine, site_name, fault.name) for fault in hand])
+        rows = [Row(seed, engine, site_name, fault.name, is_forked=is_forked) for fault in hand]
+        episode = Episode(rows, commit=_commit(), machine=_machine())
         self.report.episodes.append(episode)
         folder = self._root / f"episode-{seed}"
-        with self._site(folder, engine, site_name, seed) as site:
+        with self._site(folder, engine, site_name, seed, is_forked=is_forked) as site:
             _Play(site, hand, episode, draw, recover=self._recover).run()
             _judge(site, hand, episode, expected)
             if episode.problems:
@@ -192,8 +236,9 @@ class Campaign:
         return write_job(self._root / f"job-{engine}", engine, steps=num_steps(self._num_faults))
 
     @contextlib.contextmanager
-    def _site(self, folder: Path, engine: str, name: str, seed: int) -> Iterator[Site]:
+    def _site(self, folder: Path, engine: str, name: str, seed: int, *, is_forked: bool) -> Iterator[Site]:
         (folder / "faults").mkdir(parents=True)
+        variables = {warm.VARIABLE: warm.modules_for(engine)} if is_forked else {}
         overrides = [
             f"checkpoint.every_steps={CHECKPOINT_EVERY}",
             "recovery.hang_seconds=6",
@@ -207,7 +252,9 @@ class Campaign:
                 from cloud import CloudSite
 
                 self._cloud = self._cloud or Cloud(self._root / "cloud")
-                site = CloudSite(self._cloud, folder, job, [*overrides, *_LARGER], num_hosts=1 + seed % 2)
+                site = CloudSite(
+                    self._cloud, folder, job, [*overrides, *_LARGER], num_hosts=1 + seed % 2, variables=variables
+                )
             elif name == "desk":
                 from desk import DeskSite
 
@@ -217,7 +264,15 @@ class Campaign:
                 wires = None
                 if num_hosts == 2 and not self._parted:
                     wires = stack.enter_context(network(f"{os.getpid() % 10_000}-{seed}", ["algo-1", "algo-2"]))
-                site = HostsSite(folder, job, overrides, num_hosts=num_hosts, network=wires, disk=self._has_disks)
+                site = HostsSite(
+                    folder,
+                    job,
+                    overrides,
+                    num_hosts=num_hosts,
+                    network=wires,
+                    disk=self._has_disks,
+                    variables=variables,
+                )
             stack.callback(site.close)
             yield site
 
@@ -379,24 +434,46 @@ def campaign(
     *,
     seeds: Sequence[int],
     sites: Sequence[str] = SITES,
+    engines: Sequence[str] = ENGINES,
     faults: int = FAULTS_PER_EPISODE,
     minutes: float | None = None,
     recover: bool = True,
+    earlier: Report | None = None,
+    real_starts_every: int = REAL_STARTS_EVERY,
     say: Callable[[Report], None] | None = None,
 ) -> Report:
     """Episodes of these seeds, as many as begin within `minutes`; what was seen. `say`: called after each."""
     until = None if minutes is None else time.monotonic() + 60 * minutes
-    played = Campaign(root, sites=sites, recover=recover, faults=faults)
+    played = Campaign(
+        root, sites=sites, recover=recover, faults=faults, earlier=earlier, real_starts_every=real_starts_every
+    )
     try:
         for seed in seeds:
             if until is not None and time.monotonic() > until:
                 break
-            played.run(seed)
+            played.run(seed, engines)
             if say is not None:
                 say(played.report)
     finally:
         played.close()
     return played.report
+
+
+def _commit() -> str:
+    """Of the checkout, with a + where files of it were changed since."""
+    where = Path(__file__).resolve().parent
+    said = [
+        subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=False).stdout.strip()
+        for arguments in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    ]
+    return said[0] + ("+" if said[1] else "")
+
+
+def _machine() -> str:
+    """Processor and how busy it is."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return f"{os.cpu_count()} cores, {names[0] if names else 'unknown'}, load average {os.getloadavg()[0]:.1f}"
 
 
 def _say(episode: Episode) -> None:
@@ -416,41 +493,39 @@ def main() -> int:
         prog="fault_campaign", description="Disturb jobs at random moments; compare them bit for bit."
     )
     parser.add_argument("--seeds", type=int, default=8, help="how many episodes (default: %(default)s)")
-    parser.add_argument("--first-seed", type=int, default=1, help="the first episode's (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, help="the first episode's (default: 1, or the next of --json's)")
     parser.add_argument("--minutes", type=float, help="begin no episode later than that")
     parser.add_argument("--faults", type=int, default=FAULTS_PER_EPISODE, help="per episode (default: %(default)s)")
     parser.add_argument("--site", action="append", choices=SITES, help="only there; may be given again (default: all)")
+    parser.add_argument("--engine", action="append", choices=ENGINES, help="only that; may be given again")
+    parser.add_argument("--real-starts", action="store_true", help="no forks: every process starts as a user's does")
     parser.add_argument("--without-recovery", action="store_true", help="prove that the campaign can fail")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every fault, and what came of it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add to this file: every fault, and what came of it")
     options = parser.parse_args()
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    earlier = Report.read(options.json) if options.json else Report()
+    next_seed = 1 + max((episode.rows[0].seed for episode in earlier.episodes), default=0)
+    first_seed = options.first_seed or next_seed
 
     def say(report: Report) -> None:
         _say(report.episodes[-1])
         if options.json:
-            _write(report, options.json)
+            report.write(options.json)
 
     with tempfile.TemporaryDirectory(prefix="fault-campaign-") as folder:
         report = campaign(
             Path(folder),
-            seeds=seeds,
+            seeds=range(first_seed, first_seed + options.seeds),
             sites=options.site or SITES,
+            engines=options.engine or ENGINES,
             faults=options.faults,
             minutes=options.minutes,
             recover=not options.without_recovery,
+            earlier=earlier,
+            real_starts_every=1 if options.real_starts else REAL_STARTS_EVERY,
             say=say,
         )
     print(report.table())
-    return 0 if report.is_good else 1
-
-
-def _write(report: Report, path: Path) -> None:
-    """Every fault, and what came of it, as far as the campaign has come."""
-    problems = [
-        {"seed": episode.rows[0].seed, "problems": episode.problems} for episode in report.episodes if episode.problems
-    ]
-    content = {"faults": [asdict(row) for row in report.rows], "left_out": report.left_out, "problems": problems}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0 if Report(report.episodes[len(earlier.episodes) :]).is_good else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,19 @@ def cloud(state: Path) -> Iterator[Cloud]:
 class CloudSite:
     """One job on spot capacity. What ends it for good (a lost host, a failure) is followed by a resume: a new job."""
 
-    def __init__(self, cloud: Cloud, root: Path, job: Path, overrides: Sequence[str], *, num_hosts: int) -> None:
+    def __init__(
+        self,
+        cloud: Cloud,
+        root: Path,
+        job: Path,
+        overrides: Sequence[str],
+        *,
+        num_hosts: int,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`variables`: for the environment of the hosts."""
         self.root = root
+        self._variables = variables
         self.s3 = cloud.s3
         self._cloud = cloud
         self._name = f"c{uuid.uuid4().hex[:8]}"
@@ -107,7 +118,7 @@ class CloudSite:
     def start(self) -> None:
         self._num_jobs += 1
         self._job_name = f"{self._name}-{self._num_jobs}"
-        variables = environment_of(self.root / "faults") | {
+        variables = environment_of(self.root / "faults", self._variables) | {
             "AWS_ENDPOINT_URL_S3": self._cloud.proxy.url,
             S3_SECONDS_VARIABLE: str(CLIENT_SECONDS),
         }
@@ -147,7 +158,7 @@ class CloudSite:
                 time.sleep(0.05)
             proxy.fault = None
             return proxy.num_disturbed[fault] > before
-        if kind == "reclaim":
+        if kind in ("reclaim", "reclaim_again"):
             notice = draw.random() < 0.3
             _call(self._cloud.info, "reclaim", {"training_job_name": self._job_name, "notice": notice})
         elif kind == "kill_host":

@@ -52,15 +52,21 @@ class Story:
     def restarts_after(self, at: float) -> list[dict[str, Any]]:
         """Starts of the ranks after a moment: `at`, `resumed` (0: anew), `last_step` and `commits` before it."""
         starts: list[dict[str, Any]] = []
-        last_step, commits, voided = 0, set(), set()
+        last_step, commits = 0, set()
+        voided: dict[int, int] = {}
+        """Step to the starts before it was spoiled: what is told of in the same start was there before."""
         for event in self._events:
             if "start" in event:
-                starts.append({"at": event["at"], "resumed": 0, "last_step": last_step, "commits": commits - voided})
+                known = commits - set(voided)
+                starts.append({"at": event["at"], "resumed": 0, "last_step": last_step, "commits": known})
                 starts[-1]["has_begun"] = False
             elif "damaged" in event:
-                voided = {*voided, event["damaged"]}
+                voided[event["damaged"]] = len(starts)
             elif match := _COMMITTED.match(event["line"]):
-                commits, voided = {*commits, int(match[1])}, voided - {int(match[1])}
+                step = int(match[1])
+                commits.add(step)
+                if voided.get(step, len(starts)) < len(starts):
+                    del voided[step]
             elif (match := _RESUMED.match(event["line"])) and starts:
                 starts[-1]["resumed"] = int(match[1])
                 starts[-1]["has_begun"] = True

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ class Kind:
     """To the newest checkpoint; then a rank is killed."""
     is_punctual: bool = False
     """It happens to the thread that trains, not at any moment of it."""
+    after: str = ""
+    """Only right after a fault of that kind; empty: after any."""
 
 
 SITES = ("one_host", "two_hosts", "cloud", "desk")
@@ -51,6 +54,7 @@ KINDS = (
     Kind("marker_corrupted", (*_HOSTS, "cloud"), is_outside=True, is_damage=True, is_punctual=True),
     Kind("manifest_missing", (*_HOSTS, "cloud"), is_outside=True, is_damage=True, is_punctual=True),
     Kind("reclaim", ("cloud",), moments=_ANY_TIME, is_outside=True),
+    Kind("reclaim_again", ("cloud",), moments=("restore",), is_outside=True, after="reclaim"),
     Kind("s3_503", ("cloud",), "goes_on", moments=("step", "save"), is_outside=True),
     Kind("s3_slow_down", ("cloud",), "goes_on", moments=("step", "save"), is_outside=True),
     Kind("s3_timeout", ("cloud",), "goes_on", moments=("save",), is_outside=True),
@@ -90,40 +94,64 @@ class Fault:
 
 
 class Deck:
-    """Deals kinds so that each is had about as often as every other, with every engine."""
+    """Deals what was played least: the engine, the site that has most of it, and there kind, moment and engine."""
 
-    def __init__(self, sites: tuple[str, ...] = SITES) -> None:
-        """`sites`: those that this machine and campaign have."""
+    def __init__(self, sites: tuple[str, ...] = SITES, *, left_out: Iterable[str] = ()) -> None:
+        """`sites`: those that this machine and campaign have. `left_out`: kinds that it can't show."""
         self._sites = sites
-        self._num_dealt: Counter[tuple[str, ...]] = Counter()
+        self._kinds = [kind for kind in KINDS if kind.name not in set(left_out)]
+        self._num_played: Counter[tuple[str, ...]] = Counter()
 
-    def site(self, seed: int) -> str:
-        """Where the episode of that seed takes place: every engine comes to every site."""
-        return self._sites[(seed - 1 + (seed - 1) // 4) % len(self._sites)]
+    def note(self, name: str, engine: str) -> None:
+        """A fault that was played (`Fault.name`): here, or by an earlier campaign."""
+        kind, _, moment = name.partition("@")
+        for key in ((kind,), (kind, moment or "step"), (kind, engine), ("engine", engine)):
+            self._num_played[key] += 1
+
+    def place(self, engines: Sequence[str], number: int) -> tuple[str, str]:
+        """Engine and site of the next episode, with `number` faults: the first of those that were had least."""
+        engine = min(engines, key=lambda engine: self._num_played["engine", engine])
+        return engine, min(self._sites, key=lambda site: self._need(engine, site, number))
+
+    def _need(self, engine: str, site: str, number: int) -> float:
+        """How often a hand's kinds were played already: less where there is more to be made up for."""
+        costs = [self._num_played[kind.name,] for kind in self._kinds if site in kind.sites]
+        total = 0
+        for _ in range(number):
+            least = costs.index(min(costs))
+            total += costs[least]
+            costs[least] += 1
+        return total
 
     def deal(self, draw: random.Random, *, engine: str, site: str, number: int) -> list[Fault]:
         """An episode's faults, in order."""
         faults: list[Fault] = []
         for index in range(number):
-            is_after_restart = bool(faults) and faults[-1].kind.effect == "restarts"
+            before = faults[-1] if faults else None
             choices = [
                 (kind, moment)
-                for kind in KINDS
-                if site in kind.sites
+                for kind in self._kinds
+                if site in kind.sites and (not kind.after or (before is not None and before.kind.name == kind.after))
                 for moment in kind.moments
-                # A restore is what follows a fault, and two of them in a row are enough.
-                if moment != "restore" or (is_after_restart and faults[-1].moment != "restore")
+                if moment != "restore" or _may_be_met_restoring(before, kind)
             ]
             draw.shuffle(choices)
             kind, moment = min(choices, key=lambda choice: self._cost(engine, *choice))
-            for key in ((kind.name,), (kind.name, moment), (kind.name, engine)):
-                self._num_dealt[key] += 1
-            faults.append(Fault(kind, moment, _order(draw, kind, moment, _FIRST_STEP + _STEPS_APART * index)))
+            fault = Fault(kind, moment, _order(draw, kind, moment, _FIRST_STEP + _STEPS_APART * index))
+            self.note(fault.name, engine)
+            faults.append(fault)
         return faults
 
     def _cost(self, engine: str, kind: Kind, moment: str) -> float:
         name = kind.name
-        return self._num_dealt[name,] + self._num_dealt[name, engine] + 0.5 * self._num_dealt[name, moment]
+        return self._num_played[name,] + self._num_played[name, engine] + 0.5 * self._num_played[name, moment]
+
+
+def _may_be_met_restoring(before: Fault | None, kind: Kind) -> bool:
+    """A restore is what follows a fault; two of them in a row are enough."""
+    if before is None or before.kind.effect != "restarts":
+        return False
+    return before.moment != "restore" or bool(kind.after)
 
 
 def num_steps(num_faults: int) -> int:

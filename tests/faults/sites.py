@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,9 +56,10 @@ class Site(Protocol):
         """End all."""
 
 
-def environment_of(folder: Path) -> dict[str, str]:
-    """What every process of a campaign's job gets."""
+def environment_of(folder: Path, variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What every process of a campaign's job gets, `variables` beside it."""
     return {
+        **(variables or {}),
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(CONTAINER), str(CONTAINER.parent)]),
@@ -75,13 +76,22 @@ class HostsSite:
     s3 = None
 
     def __init__(
-        self, root: Path, job: Path, overrides: Sequence[str], *, num_hosts: int, network: Network | None, disk: bool
+        self,
+        root: Path,
+        job: Path,
+        overrides: Sequence[str],
+        *,
+        num_hosts: int,
+        network: Network | None,
+        disk: bool,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """`network`: the hosts' own; None: this machine's loopback. `disk`: checkpoints on a file system of their own.
 
-        The latter can be filled; it needs root.
+        The latter can be filled; it needs root. `variables`: for the environment of the hosts.
         """
         self.root = root
+        self._variables = variables
         self.lines = []
         self._disk = root / "disk"
         self._disk.mkdir(parents=True)
@@ -114,7 +124,7 @@ class HostsSite:
             if self._network
             else {host: f"127.0.0.{number + 2}" for number, host in enumerate(self._hosts)}
         )
-        common = environment_of(self.root / "faults") | {
+        common = environment_of(self.root / "faults", self._variables) | {
             "TRAINYARD_RENDEZVOUS_PORT": str(free_port()),
             "TRAINYARD_HOST_ADDRESSES": json.dumps(addresses),
         }

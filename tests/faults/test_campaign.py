@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import cloud
 import evidence
 import pytest
-from campaign import ENGINES, Episode, Report, Row, _judge, _Play, campaign
+from campaign import ENGINES, Campaign, Episode, Report, Row, _judge, _Play, campaign
 from evidence import Story, samples
-from kinds import KINDS, SITES, Deck, Fault
+from kinds import KINDS, Deck, Fault
 
 
 def test_nothing_is_lost_beyond_the_last_commit_and_no_loss_is_wrong(tmp_path: Path) -> None:
-    report = campaign(tmp_path, seeds=[3], sites=["one_host"], faults=2)
+    report = campaign(tmp_path, seeds=[3], sites=["one_host"], engines=["fsdp"], faults=2)
     assert report.is_good and len(report.rows) == 2, report.table()
 
 
@@ -30,20 +30,40 @@ def test_every_site_has_an_episode_without_a_problem(tmp_path: Path) -> None:
     assert report.is_good, report.table()
 
 
-def test_a_long_campaign_has_every_kind_with_every_engine() -> None:
+def test_a_long_campaign_has_every_kind_with_every_engine_evenly() -> None:
     deck = Deck()
     seen: Counter[tuple[str, str]] = Counter()
-    for seed in range(1, 61):
-        engine, site = ENGINES[(seed - 1) % len(ENGINES)], deck.site(seed)
-        hand = deck.deal(random.Random(seed), engine=engine, site=site, number=6)
-        assert all(site in fault.kind.sites for fault in hand)
+    for seed in range(1, 33):
+        engine, site = deck.place(ENGINES, 8)
+        hand = deck.deal(random.Random(seed), engine=engine, site=site, number=8)
+        assert len(hand) == 8 and all(site in fault.kind.sites for fault in hand)
         assert [fault.order["step"] for fault in hand] == sorted(fault.order["step"] for fault in hand)
         for before, fault in zip((None, *hand), hand, strict=False):
             assert fault.moment != "restore" or (before is not None and before.kind.effect == "restarts")
+            assert not fault.kind.after or (before is not None and before.kind.name == fault.kind.after)
         seen.update((fault.kind.name, engine) for fault in hand)
-    assert {deck.site(seed) for seed in range(1, 5)} == set(SITES)
     by_kind = {kind.name: [seen[kind.name, engine] for engine in ENGINES] for kind in KINDS}
     assert all(min(counts) >= 1 and sum(counts) >= 5 for counts in by_kind.values()), by_kind
+    by_engine = [sum(seen[kind.name, engine] for kind in KINDS) for engine in ENGINES]
+    assert max(by_engine) == min(by_engine)
+
+
+def test_what_an_earlier_campaign_played_is_not_dealt_again_first(tmp_path: Path) -> None:
+    names = ("kill", "raise", "slow_rank", "clock_jump@step")
+    rows = [Row(1, "ddp", "one_host", name, happened=True, recovered=True) for name in names]
+    Report([Episode(rows, commit="abc", problems=[])]).write(tmp_path / "told.json")
+    earlier = Report.read(tmp_path / "told.json")
+    assert [row.kind for row in earlier.rows] == list(names) and earlier.episodes[0].commit == "abc"
+    deck = Campaign(tmp_path, sites=["one_host"], faults=2, earlier=earlier)._deck
+    assert deck.place(ENGINES, 2)[0] == "zero3"
+    hand = deck.deal(random.Random(1), engine="zero3", site="one_host", number=8)
+    assert not {fault.kind.name for fault in hand} & {name.partition("@")[0] for name in names}
+
+
+def test_kinds_that_a_machine_cannot_show_are_not_dealt() -> None:
+    deck = Deck(("two_hosts",), left_out=["partition"])
+    hand = deck.deal(random.Random(1), engine="ddp", site="two_hosts", number=40)
+    assert "partition" not in {fault.kind.name for fault in hand} and len(hand) == 40
 
 
 def test_a_resume_from_before_a_commit_is_a_problem_and_from_before_a_spoiled_one_is_none(tmp_path: Path) -> None:
@@ -59,6 +79,12 @@ def test_a_resume_from_before_a_commit_is_a_problem_and_from_before_a_spoiled_on
     # Killed before it had read anything: it says nothing of what it would have resumed.
     assert told(*begun, "start", "start", "resumed step=6 uri=x") == []
     assert told(*begun, "spoiled 6", "start", "resumed step=3 uri=x") == []
+    # Spoiled between the commit and its line.
+    assert told(*begun[:-1], "spoiled 6", begun[-1], "start", "resumed step=3 uri=x") == []
+    again = ("spoiled 6", "start", "resumed step=3 uri=x", "checkpoint step=6 committed", "start")
+    assert told(*begun, *again, "resumed step=3 uri=x") == ["step 6 was committed, and step 3 was resumed"]
+    assert told(*begun, *again, "resumed step=6 uri=x") == []
+    told(*begun, "spoiled 6", "start", "resumed step=3 uri=x")
     restart = Story(tmp_path).restarts_after(5.5)[0]
     assert (restart["resumed"], restart["last_step"]) == (3, 6)
 
@@ -135,8 +161,11 @@ def test_a_guard_looks_twice_however_long_a_look_takes(tmp_path: Path, monkeypat
 def test_the_table_counts_what_was_recovered() -> None:
     good = Row(1, "ddp", "one_host", "kill", happened=True, recovered=True, steps_lost=2, seconds_to_next_step=9.0)
     bad = Row(2, "fsdp", "cloud", "kill", happened=True, seconds_to_next_step=30.0)
-    report = Report([Episode([good]), Episode([bad], problems=["the losses are not those of the undisturbed job"])])
+    forked = Row(1, "ddp", "one_host", "kill", True, True, is_forked=True, steps_lost=2, seconds_to_next_step=1.0)
+    report = Report(
+        [Episode([good, forked]), Episode([bad], problems=["the losses are not those of the undisturbed job"])]
+    )
     lines = report.table().splitlines()
-    assert lines[1].split() == ["kill", "2", "1", "2", "(<=", "2)", "19.5", "(<=", "30.0)"]
+    assert lines[1].split() == ["kill", "3", "2", "2", "(<=", "2)", "19.5", "(<=", "30.0)"]
     assert lines[-1].startswith("PROBLEM seed 2, fsdp, cloud: the losses are not")
     assert not report.is_good

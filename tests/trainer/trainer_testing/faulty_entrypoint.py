@@ -4,9 +4,10 @@ import os
 import sys
 from pathlib import Path
 
+import trainer.host.run
 from trainer.entrypoint import main
 
-from trainer_testing import shifted_clock
+from trainer_testing import shifted_clock, warm
 
 FOLDER_VARIABLE = "TRAINYARD_TEST_FAULTS"
 S3_SECONDS_VARIABLE = "TRAINYARD_TEST_S3_SECONDS"
@@ -14,5 +15,7 @@ S3_SECONDS_VARIABLE = "TRAINYARD_TEST_S3_SECONDS"
 MODULE = "trainer_testing.faulty_trainer"
 
 if __name__ == "__main__":
+    if warm.VARIABLE in os.environ:
+        warm.install(trainer.host.run)
     shifted_clock.install(Path(os.environ[FOLDER_VARIABLE]))
     sys.exit(main(module=MODULE))

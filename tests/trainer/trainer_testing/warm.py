@@ -1,0 +1,240 @@
+"""Starts without start-up for a host's processes: torchrun and its ranks are forks of one that has imported everything.
+
+On two cores the imports are nearly all of a tiny job's restart: a campaign with forks plays several times the faults in
+the same time. What stays as it is: the entrypoint, torchrun's own code, the rank's wrapper, the trainer, every process
+with a pid of its own that can be killed or stopped, pipes, exit codes, and that nobody outlives who started him. What
+is not there: the interpreter's start and the imports, so times to the next step are not those of a user's job.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import io
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+VARIABLE = "TRAINYARD_TEST_WARM"
+"""Names the modules to import beforehand, with commas between; absent: every start is a real one."""
+MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.checkpoint",
+    "trainer.loop",
+    "trainer.models.build",
+    "trainer.runtime",
+    "trainer.session",
+    "transformers.models.llama.modeling_llama",
+)
+ENGINE_MODULES = {
+    "ddp": "trainer.strategies.ddp",
+    "fsdp": "trainer.strategies.fsdp",
+    "pipeline": "trainer.strategies.pipelined",
+    "zero3": "trainer.strategies.zero",
+}
+_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.02
+_MOST_BYTES = 1 << 17
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def modules_for(engine: str) -> str:
+    """The variable's value for jobs of an engine."""
+    return ",".join((*MODULES, ENGINE_MODULES[engine]))
+
+
+def install(host_module: Any) -> None:
+    """Let `host_module` (trainer.host.run) start torchrun, and torchrun its ranks, as forks; in the entrypoint, early.
+
+    Early: this process must not have threads yet.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    entrypoint = os.getpid()
+    if not os.fork():
+        _die_with(entrypoint)
+        _serve(theirs, ours)
+    theirs.close()
+
+    def popen(command: Sequence[str], *, env: dict[str, str], **_: Any) -> "Fork":
+        assert list(command[1:3]) == ["-m", "torch.distributed.run"], command
+        read, write = os.pipe()
+        try:
+            return Fork(ours, command[3:], env, is_rank=False, stderr=write, stderr_pipe=read)
+        finally:
+            os.close(write)
+
+    names = ("DEVNULL", "PIPE", "TimeoutExpired")
+    host_module.subprocess = SimpleNamespace(Popen=popen, **{name: getattr(subprocess, name) for name in names})
+
+
+class Fork:
+    """A process that the server forked: the part of `subprocess.Popen` that the host and torchrun use."""
+
+    def __init__(
+        self,
+        server: socket.socket,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        *,
+        is_rank: bool,
+        stderr: int = 2,
+        stderr_pipe: int | None = None,
+    ) -> None:
+        self.stderr = None if stderr_pipe is None else os.fdopen(stderr_pipe, "rb")
+        self.returncode: int | None = None
+        asked = {"arguments": list(arguments), "environment": environment, "is_rank": is_rank, "owner": os.getpid()}
+        self._status, theirs = os.pipe()
+        socket.send_fds(server, [json.dumps(asked).encode()], [theirs, 1, stderr])
+        os.close(theirs)
+        self._said = b""
+        while b"\n" not in self._said:  # its pid; the exit code follows at its end
+            part = os.read(self._status, 64)
+            assert part, "the process that forks ranks is gone"
+            self._said += part
+        self.pid = int(self._said.split(b"\n")[0])
+        os.set_blocking(self._status, False)
+
+    def poll(self) -> int | None:
+        """The exit code (a signal's number, negative), or None while it runs. A signal's handler may ask too."""
+        if self.returncode is None:
+            with contextlib.suppress(BlockingIOError):
+                part = os.read(self._status, 64)
+                self._said += part
+                if not part and self.returncode is None and self._said.count(b"\n") < 2:
+                    self.returncode = -signal.SIGKILL  # the server is gone, and took it along
+            lines = self._said.split(b"\n")
+            if len(lines) > 2 and self.returncode is None:
+                self.returncode = int(lines[1])
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. TimeoutExpired when that takes longer than `timeout` seconds."""
+        deadline = time.monotonic() + (1e9 if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            time.sleep(_POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """`number`, if it still runs."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve(requests: socket.socket, client: socket.socket) -> NoReturn:
+    """Fork whatever is asked for, as long as the entrypoint lives. `client`: the other end, for torchruns to ask at."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in os.environ[VARIABLE].split(","):
+        importlib.import_module(name)
+    children: dict[int, tuple[int, int]] = {}
+    """Pid to the pipe that its end is told on, and to who asked for it."""
+    while True:
+        if select.select([requests], [], [], _LOOK_SECONDS)[0]:
+            message, files, _, _ = socket.recv_fds(requests, _MOST_BYTES, 4)
+            asked = json.loads(message)
+            server, foreign = os.getpid(), [requests.fileno(), *(pipe for pipe, _ in children.values())]
+            pid = os.fork()
+            if not pid:
+                _become(asked, files, server, foreign, client)
+            os.write(files[0], f"{pid}\n".encode())
+            for file in files[1:]:
+                os.close(file)
+            children[pid] = files[0], asked["owner"]
+        _tell_of_the_dead(children)
+
+
+def _tell_of_the_dead(children: dict[int, tuple[int, int]]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        pipe, _ = children.pop(pid)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(pipe, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os.close(pipe)
+        for rank, (_, owner) in children.items():
+            if owner == pid:  # a rank doesn't outlive its torchrun
+                os.kill(rank, signal.SIGKILL)
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _become(
+    asked: dict[str, Any], files: list[int], server: int, foreign: Sequence[int], client: socket.socket
+) -> NoReturn:
+    """torchrun, or a rank of it."""
+    code = 1
+    try:
+        _die_with(server)
+        if asked["is_rank"]:
+            os.setsid()
+        for descriptor, file in zip((1, 2), files[1:], strict=True):
+            os.dup2(file, descriptor)
+        for descriptor in (*files, *foreign, *([client.fileno()] if asked["is_rank"] else [])):
+            os.close(descriptor)
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8", write_through=True)
+            for number in (1, 2)
+        )
+        _draw_own_numbers()
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        sys.orig_argv = [sys.executable, *asked["arguments"]]
+        if asked["is_rank"]:
+            from trainer.host.rank import main
+
+            # As the interpreter gets them: -u -m MODULE ARGUMENT ...
+            code = main(asked["arguments"][3:])
+        else:
+            from torch.distributed.run import main
+
+            _let_torchrun_fork(client)
+            main(asked["arguments"])
+            code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _let_torchrun_fork(server: socket.socket) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    def popen(self: Any, arguments: Sequence[str], environment: dict[str, str]) -> Fork:
+        return Fork(server, arguments[1:], environment, is_rank=True)
+
+    SubprocessHandler._popen = popen
+
+
+def _draw_own_numbers() -> None:
+    """Forks would all draw the same, and so hide what nobody seeded."""
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed()
+    np.random.seed()
+    torch.seed()
