@@ -113,14 +113,18 @@ class Deck:
         engine = min(engines, key=lambda engine: self._num_played["engine", engine])
         return engine, min(self._sites, key=lambda site: self._need(engine, site, number))
 
-    def _need(self, engine: str, site: str, number: int) -> float:
+    def _need(self, engine: str, site: str, number: int) -> int:
         """How often a hand's kinds were played already: less where there is more to be made up for."""
-        costs = [self._num_played[kind.name,] for kind in self._kinds if site in kind.sites]
+        costs = [
+            self._num_played[kind.name,] + 2 * self._num_played[kind.name, engine]
+            for kind in self._kinds
+            if site in kind.sites
+        ]
         total = 0
         for _ in range(number):
             least = costs.index(min(costs))
             total += costs[least]
-            costs[least] += 1
+            costs[least] += 3
         return total
 
     def deal(self, draw: random.Random, *, engine: str, site: str, number: int) -> list[Fault]:
