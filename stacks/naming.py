@@ -64,6 +64,16 @@ class TenantScope:
         return self.arn("sagemaker", f"training-job/{self.name}-*")
 
     @property
+    def model_packages(self) -> str:
+        """All registered models of the tenant: their group's name begins with the tenant's, as a job's does."""
+        return self.arn("sagemaker", f"model-package/{self.name}-*")
+
+    @property
+    def model_package_groups(self) -> str:
+        """The groups that they are versions of."""
+        return self.arn("sagemaker", f"model-package-group/{self.name}-*")
+
+    @property
     def role_pattern(self) -> str:
         """All roles of the tenant."""
         return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.iam_path}*"

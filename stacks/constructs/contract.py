@@ -58,8 +58,17 @@ def tenant_contract(
         vpc_id=network.vpc.vpc_id,
         subnet_ids=(network.training_subnet.subnet_id,),
         security_group_ids=(network.training_security_group.security_group_id,),
-        keys=KeyContract(data=keys.data.key_arn, checkpoints=keys.checkpoints.key_arn, logs=keys.logs.key_arn),
-        buckets=BucketContract(data=buckets.data.bucket_name, checkpoints=buckets.checkpoints.bucket_name),
+        keys=KeyContract(
+            data=keys.data.key_arn,
+            checkpoints=keys.checkpoints.key_arn,
+            logs=keys.logs.key_arn,
+            artifacts=keys.artifacts.key_arn,
+        ),
+        buckets=BucketContract(
+            data=buckets.data.bucket_name,
+            checkpoints=buckets.checkpoints.bucket_name,
+            artifacts=buckets.artifacts.bucket_name,
+        ),
         file_system=FileSystemContract(
             id=file_system.ref,
             mount_name=file_system.attr_lustre_mount_name,

@@ -135,7 +135,7 @@ def job_rules(tenant: TenantScope, roles: TenantRoles, resources: TenantResource
         "types": most,
         "key": resources.keys.checkpoints.key_arn,
         "files": resources.file_system.resource.ref,
-        "places": [f"s3://{bucket.bucket_name}/" for bucket in (buckets.data, buckets.checkpoints)],
+        "places": [f"s3://{bucket.bucket_name}/" for bucket in buckets.all],
         "images": f"{tenant.image_repository}@",
         "seconds": tenant.max_runtime_seconds,
         "metric": _metric(tenant),

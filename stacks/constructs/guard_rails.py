@@ -19,6 +19,7 @@ from trainyard.hardware import instance
 Conditions = Mapping[str, Mapping[str, object]]
 
 CREATE_JOB = "sagemaker:CreateTrainingJob"
+REGISTER_MODELS = ["sagemaker:CreateModelPackage", "sagemaker:CreateModelPackageGroup"]
 
 ALLOWED_ACTIONS = [
     "batch:Describe*",
@@ -60,6 +61,7 @@ ALLOWED_ACTIONS = [
     "s3:PutObject",
     "s3:PutObjectTagging",
     "sagemaker:AddTags",
+    *REGISTER_MODELS,
     CREATE_JOB,
     "sagemaker:Describe*",
     "sagemaker:List*",
@@ -84,8 +86,12 @@ OTHER_COMPUTE = [
     "ecs:RunTask",
     "lambda:Create*",
     "pcs:Create*",
-    # All that SageMaker can create but a training job, which alone begins with CreateTrainingJ.
-    *(f"sagemaker:Create{letter}*" for letter in ascii_uppercase if letter != "T"),
+    # All that SageMaker can create but a training job, which alone begins with CreateTrainingJ, and a model package.
+    *(f"sagemaker:Create{letter}*" for letter in ascii_uppercase if letter not in "MT"),
+    "sagemaker:CreateMl*",
+    "sagemaker:CreateModel",
+    *(f"sagemaker:CreateModel{letter}*" for letter in "BCEQ"),
+    "sagemaker:CreateMon*",
     "sagemaker:CreateTrainingP*",
     "sagemaker:CreateTrans*",
     "sagemaker:CreateTri*",
@@ -119,6 +125,12 @@ class TenantBoundary(Construct):
                     effect=iam.Effect.DENY,
                     actions=[CREATE_JOB, "sagemaker:StopTrainingJob"],
                     not_resources=[tenant.training_jobs],
+                ),
+                iam.PolicyStatement(
+                    sid="OwnModels",
+                    effect=iam.Effect.DENY,
+                    actions=REGISTER_MODELS,
+                    not_resources=[tenant.model_packages, tenant.model_package_groups],
                 ),
                 deny("OwnAccount", ["s3:*"], {"StringNotEqualsIfExists": {"aws:ResourceAccount": _account(tenant)}}),
                 iam.PolicyStatement(

@@ -54,12 +54,15 @@ class KeyUse:
 
 
 class TenantKeys(Construct):
-    """Three keys, so that a leaked log reader reads no data and a data reader changes no checkpoint."""
+    """Four keys, so that a leaked log reader reads no data, a data reader changes no checkpoint, and who serves a model
+    reads nothing else."""
 
     data: kms.Key
     """Data bucket and file system."""
     checkpoints: kms.Key
     """Checkpoint bucket, job outputs and training volumes."""
+    artifacts: kms.Key
+    """Artifacts bucket: exported models."""
     logs: kms.Key
     """Log group and notifications."""
 
@@ -72,6 +75,7 @@ class TenantKeys(Construct):
         links = [_links(tenant)] if tenant.spec.file_system.links else []
         self.data = self._key("Data", tenant, "data", [*_roles(tenant, data), _file_system(tenant), *links])
         self.checkpoints = self._key("Checkpoints", tenant, "checkpoints", _roles(tenant, checkpoints))
+        self.artifacts = self._key("Artifacts", tenant, "exported models", _roles(tenant, data))
         self.logs = self._key("Logs", tenant, "logs and notifications", [_log_service(tenant), *_notifiers(tenant)])
 
     def _key(

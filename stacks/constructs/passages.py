@@ -8,7 +8,6 @@ Attached after the resources are there: nothing depends on an endpoint, so that 
 from collections.abc import Mapping, Sequence
 
 from aws_cdk import aws_iam as iam
-from aws_cdk import aws_s3 as s3
 
 from stacks.constructs.permissions import TenantResources, log_group_arns, parameter_arns
 from stacks.naming import TenantScope
@@ -40,8 +39,7 @@ def open_passages(tenant: TenantScope, resources: TenantResources) -> None:
     for name, endpoint in endpoints.items():
         for statement in statements[name]:
             endpoint.add_to_policy(statement)
-    buckets: tuple[s3.Bucket, ...] = (resources.buckets.data, resources.buckets.checkpoints)
-    objects = [arn for bucket in buckets for arn in (bucket.bucket_arn, bucket.arn_for_objects("*"))]
+    objects = [arn for bucket in resources.buckets.all for arn in (bucket.bucket_arn, bucket.arn_for_objects("*"))]
     # A bucket's ARN names no account: a bucket of ours that was deleted could be somebody else's by now.
     here = {"aws:ResourceAccount": tenant.environment.account}
     resources.network.s3_endpoint.add_to_policy(_own(tenant, "OwnBuckets", ["s3:*"], objects, equals=here))
@@ -73,8 +71,11 @@ def _own(
 
 
 def _sagemaker(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    names = ["AddTags", "CreateModelPackage*", "DescribeModelPackage*", "ListModelPackages"]
+    models = [f"sagemaker:{name}" for name in names]
     return [
         _own(tenant, "OwnJobs", ["sagemaker:*"], [tenant.training_jobs]),
+        _own(tenant, "OwnModels", models, [tenant.model_packages, tenant.model_package_groups]),
         _own(tenant, "ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
     ]
 
@@ -106,4 +107,4 @@ def _images(tenant: TenantScope, resources: TenantResources) -> iam.PolicyStatem
 
 def _keys(resources: TenantResources) -> list[str]:
     keys = resources.keys
-    return [keys.data.key_arn, keys.checkpoints.key_arn, keys.logs.key_arn]
+    return [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn, keys.logs.key_arn]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from aws_cdk import aws_ecr as ecr
 from aws_cdk import aws_iam as iam
-from aws_cdk import aws_s3 as s3
 from constructs import Construct
 
 from stacks.constructs.guard_rails import CREATE_JOB, deny
@@ -19,6 +18,7 @@ from trainyard.spec.platform import TRAINING_LOG_GROUP
 
 LIST_BUCKET = ["s3:GetBucketLocation", "s3:ListBucket", "s3:ListBucketMultipartUploads"]
 READ_OBJECTS = ["s3:GetObject", "s3:GetObjectVersion"]
+ADD_OBJECTS = ["s3:AbortMultipartUpload", "s3:ListMultipartUploadParts", "s3:PutObject"]
 WRITE_OBJECTS = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:ListMultipartUploadParts", "s3:PutObject"]
 
 ANYTHING = ["*"]
@@ -77,10 +77,11 @@ def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStat
     """A running job reads data, writes checkpoints and outputs of jobs, logs and metrics, and joins the network."""
     buckets, keys = resources.buckets, resources.keys
     return [
-        _allow("ListOwnBuckets", LIST_BUCKET, [buckets.data.bucket_arn, buckets.checkpoints.bucket_arn]),
+        _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
         _allow("ReadData", READ_OBJECTS, [buckets.data.arn_for_objects("*")]),
+        _allow("ReadModels", READ_OBJECTS, [buckets.artifacts.arn_for_objects("models/*")]),
         _allow("ReadWriteCheckpoints", READ_OBJECTS + WRITE_OBJECTS, [buckets.checkpoints.arn_for_objects("jobs/*")]),
-        _allow("DecryptData", READ, [keys.data.key_arn]),
+        _allow("DecryptData", READ, [keys.data.key_arn, keys.artifacts.key_arn]),
         _allow("EncryptCheckpoints", READ_WRITE, [keys.checkpoints.key_arn]),
         _allow(
             "EncryptVolumes",
@@ -187,11 +188,26 @@ def _launcher(tenant: TenantScope, roles: TenantRoles, resources: TenantResource
             [roles.job.role_arn],
             {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
         ),
+        # Register and see, without Update and Delete: what passed its gate stays as it was.
+        _allow(
+            "NameModels",
+            ["sagemaker:AddTags", "sagemaker:CreateModelPackageGroup"],
+            [tenant.model_package_groups],
+            {"StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}},
+        ),
+        _allow("RegisterModels", ["sagemaker:CreateModelPackage"], [tenant.model_packages]),
+        _see_models(tenant),
         _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
-        _allow("ListOwnBuckets", LIST_BUCKET, [buckets.data.bucket_arn, buckets.checkpoints.bucket_arn]),
+        _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
         _allow("ReadWriteData", READ_OBJECTS + WRITE_OBJECTS, [buckets.data.arn_for_objects("*")]),
         _allow("ReadCheckpoints", READ_OBJECTS, [buckets.checkpoints.arn_for_objects("*")]),
-        _allow("UseDataKey", READ_WRITE, [keys.data.key_arn]),
+        # Without DeleteObject: what is registered stays.
+        _allow(
+            "AddModels",
+            READ_OBJECTS + ADD_OBJECTS,
+            [buckets.artifacts.arn_for_objects(f"{folder}/*") for folder in ("models", "registry")],
+        ),
+        _allow("UseDataKey", READ_WRITE, [keys.data.key_arn, keys.artifacts.key_arn]),
         _allow("DecryptCheckpoints", READ, [keys.checkpoints.key_arn]),
         *_read_logs(tenant, resources),
         _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
@@ -203,7 +219,7 @@ def _launcher(tenant: TenantScope, roles: TenantRoles, resources: TenantResource
 def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
     """What was run, by which configuration, with which records: all to read, nothing to change."""
     buckets, keys = resources.buckets, resources.keys
-    bucket_arns = [buckets.data.bucket_arn, buckets.checkpoints.bucket_arn]
+    bucket_arns = [bucket.bucket_arn for bucket in buckets.all]
     configuration = [
         "s3:GetBucketLogging",
         "s3:GetBucketPolicy",
@@ -213,13 +229,15 @@ def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
         "s3:GetEncryptionConfiguration",
         "s3:GetLifecycleConfiguration",
     ]
-    key_arns = [keys.data.key_arn, keys.checkpoints.key_arn, keys.logs.key_arn]
+    key_arns = [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn, keys.logs.key_arn]
+    records = [bucket.arn_for_objects("jobs/*") for bucket in (buckets.data, buckets.checkpoints)]
     return [
         _allow("SeeBuckets", [*LIST_BUCKET, *configuration], bucket_arns),
-        _allow("ReadJobRecords", READ_OBJECTS, [bucket.arn_for_objects("jobs/*") for bucket in _both(buckets)]),
-        _allow("DecryptJobRecords", READ, [keys.data.key_arn, keys.checkpoints.key_arn]),
+        _allow("ReadJobRecords", READ_OBJECTS, [*records, buckets.artifacts.arn_for_objects("registry/*")]),
+        _allow("DecryptJobRecords", READ, [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn]),
         _allow("SeeKeys", ["kms:DescribeKey", "kms:GetKeyPolicy", "kms:GetKeyRotationStatus"], key_arns),
         _allow("SeeJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags"], [tenant.training_jobs]),
+        _see_models(tenant),
         _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         _allow(
             "SeeRoles",
@@ -251,11 +269,11 @@ def _operator(tenant: TenantScope, resources: TenantResources) -> list[iam.Polic
     """What nobody may do day by day: data and checkpoints changed and deleted by hand, jobs stopped. Starts none, and
     deletes no version: what it deletes by mistake is there until the bucket's rules expire it."""
     buckets, keys = resources.buckets, resources.keys
-    objects = [bucket.arn_for_objects("*") for bucket in _both(buckets)]
+    objects = [bucket.arn_for_objects("*") for bucket in buckets.all]
     return [
-        _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in _both(buckets)]),
+        _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
         _allow("MendObjects", READ_OBJECTS + WRITE_OBJECTS, objects),
-        _allow("UseKeys", READ_WRITE, [keys.data.key_arn, keys.checkpoints.key_arn]),
+        _allow("UseKeys", READ_WRITE, [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn]),
         _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], [tenant.training_jobs]),
         _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         *_read_logs(tenant, resources),
@@ -264,8 +282,9 @@ def _operator(tenant: TenantScope, resources: TenantResources) -> list[iam.Polic
     ]
 
 
-def _both(buckets: TenantBuckets) -> tuple[s3.Bucket, s3.Bucket]:
-    return buckets.data, buckets.checkpoints
+def _see_models(tenant: TenantScope) -> iam.PolicyStatement:
+    actions = ["sagemaker:DescribeModelPackage", "sagemaker:DescribeModelPackageGroup", "sagemaker:ListModelPackages"]
+    return _allow("SeeModels", actions, [tenant.model_packages, tenant.model_package_groups])
 
 
 def _file_system_arn(tenant: TenantScope, resources: TenantResources) -> str:

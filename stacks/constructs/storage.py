@@ -19,15 +19,17 @@ CHANGES = ["NEW", "CHANGED", "DELETED"]
 
 
 class TenantBuckets(Construct):
-    """Data and checkpoints, apart: a job reads the one and writes the other."""
+    """Data, checkpoints and artifacts, apart: a job reads the first and writes the second; the third is what leaves."""
 
     data: s3.Bucket
     checkpoints: s3.Bucket
+    artifacts: s3.Bucket
+    """Exported models, for those who serve them: under a key of their own, so that serving opens no data."""
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, keys: TenantKeys) -> None:
         super().__init__(scope, construct_id)
         spec = tenant.spec.storage
-        lock = object_lock(spec.lock_mode, spec.lock_data_days) if spec.lock_data_days else None
+        lock = _lock(spec.lock_mode, spec.lock_data_days)
         ages = s3.LifecycleRule(id="Ages", transitions=_archive(spec.archive_data_after_days))
         self.data = self._bucket("Data", tenant, keys.data, ages=ages, lock=lock)
         ages = s3.LifecycleRule(
@@ -36,6 +38,14 @@ class TenantBuckets(Construct):
             expiration=_days(spec.delete_checkpoints_after_days),
         )
         self.checkpoints = self._bucket("Checkpoints", tenant, keys.checkpoints, ages=ages)
+        ages = s3.LifecycleRule(id="Ages", transitions=_archive(spec.archive_artifacts_after_days))
+        lock = _lock(spec.lock_mode, spec.lock_artifacts_days)
+        self.artifacts = self._bucket("Artifacts", tenant, keys.artifacts, ages=ages, lock=lock)
+
+    @property
+    def all(self) -> tuple[s3.Bucket, ...]:
+        """Every bucket of the tenant."""
+        return self.data, self.checkpoints, self.artifacts
 
     def _bucket(
         self,
@@ -77,6 +87,10 @@ def object_lock(mode: str, days: int) -> s3.ObjectLockRetention:
     """The retention that every new object of a bucket gets; `mode` is governance or compliance."""
     make = s3.ObjectLockRetention.compliance if mode == "compliance" else s3.ObjectLockRetention.governance
     return make(Duration.days(days))
+
+
+def _lock(mode: str, days: int | None) -> s3.ObjectLockRetention | None:
+    return object_lock(mode, days) if days is not None else None
 
 
 def _days(days: int | None) -> Duration | None:

@@ -103,7 +103,7 @@ def test_a_bucket_that_is_not_there(
 ) -> None:
     data = {**job_content()["data"], "train": [{"path": "s3://no-such-bucket-anywhere/train", "format": "jsonl"}]}
     line = refusal(["launch", write_job(data=data), "-e", str(environment_path)], 3)
-    assert "there is no bucket no-such-bucket-anywhere; the tenant's buckets are acme-data and acme-checkpoints" in line
+    assert "there is no bucket no-such-bucket-anywhere; the tenant's buckets are acme-data, acme-checkpoints" in line
 
 
 def test_a_path_that_is_not_there(

@@ -91,6 +91,20 @@ def test_one_uri_is_one_channel(deployed: Account, job: JobSpec, contract: Tenan
     assert names == ["train-0", "validation-0", "tokenizer"]
 
 
+def test_an_exported_model_is_read_from_the_artifacts_bucket(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    s3 = deployed.client("s3")
+    s3.put_object(Bucket=contract.buckets.artifacts, Key="models/acme-tiny/x/config.json", Body=b"{}")
+    named = job.model_copy(update={"model": job.model.model_copy(update={"source": "artifact://models/acme-tiny/x"})})
+    inputs = build_inputs(named, s3, contract)
+    assert inputs.job.model.source == "s3://acme-artifacts/models/acme-tiny/x"
+    assert inputs.channels[-1].location == "s3://acme-artifacts/models/acme-tiny/x/"
+    old = contract.model_copy(update={"buckets": contract.buckets.model_copy(update={"artifacts": ""})})
+    with pytest.raises(InputError, match=r"model.source: .* has no artifacts bucket yet; deploy its stacks again"):
+        absolute_job(named, old)
+
+
 def test_a_missing_bucket_is_named(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
     with pytest.raises(AwsRefusedError, match="there is no bucket nowhere-at-all; the tenant's buckets are acme-data"):
         build_inputs(with_train(job, "s3://nowhere-at-all/train"), deployed.client("s3"), contract)

@@ -24,9 +24,9 @@ def _key_statements(account: Any, tenant: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tenant", TENANTS)
-def test_three_keys_rotate_yearly(account: Any, tenant: str) -> None:
+def test_four_keys_rotate_yearly(account: Any, tenant: str) -> None:
     keys = account.resources(_stack(tenant), "AWS::KMS::Key").values()
-    assert [(key["EnableKeyRotation"], key["RotationPeriodInDays"]) for key in keys] == [(True, 365)] * 3
+    assert [(key["EnableKeyRotation"], key["RotationPeriodInDays"]) for key in keys] == [(True, 365)] * 4
 
 
 @pytest.mark.parametrize("tenant", TENANTS)
@@ -58,6 +58,10 @@ def test_no_policy_of_a_tenant_names_anything_of_another(account: Any, tenant: s
         ("Job", "Checkpoints", "kms:GenerateDataKey", "Allow"),
         ("Job", "Checkpoints", "kms:CreateGrant", "ImplicitDeny"),
         ("Job", "Logs", "kms:Decrypt", "ImplicitDeny"),
+        ("Job", "Artifacts", "kms:Decrypt", "Allow"),
+        ("Job", "Artifacts", "kms:GenerateDataKey", "ImplicitDeny"),
+        ("Launcher", "Artifacts", "kms:GenerateDataKey", "Allow"),
+        ("Auditor", "Artifacts", "kms:GenerateDataKey", "ImplicitDeny"),
         ("Launcher", "Data", "kms:GenerateDataKey", "Allow"),
         ("Launcher", "Checkpoints", "kms:Decrypt", "Allow"),
         ("Launcher", "Checkpoints", "kms:GenerateDataKey", "ImplicitDeny"),
@@ -109,10 +113,12 @@ def test_another_tenants_key_stays_shut_even_to_a_role_that_was_given_kms_on_eve
 @pytest.mark.parametrize("tenant", TENANTS)
 def test_buckets_are_encrypted_with_bucket_keys_versioned_and_private(account: Any, tenant: str) -> None:
     buckets = account.resources(_stack(tenant), "AWS::S3::Bucket")
-    assert len(buckets) == 2
+    kinds = ("Artifacts", "Checkpoints", "Data")
+    assert len(buckets) == len(kinds)
     for name, bucket in buckets.items():
         (rule,) = bucket["BucketEncryption"]["ServerSideEncryptionConfiguration"]
-        key = account.only(_stack(tenant), "AWS::KMS::Key", "KeysData" if "Data" in name else "KeysCheckpoints")
+        (kind,) = (kind for kind in kinds if name.startswith(f"Buckets{kind}"))
+        key = account.only(_stack(tenant), "AWS::KMS::Key", f"Keys{kind}")
         assert rule["BucketKeyEnabled"] is True
         assert rule["ServerSideEncryptionByDefault"]["KMSMasterKeyID"] == account.arn(_stack(tenant), key)
         assert bucket["VersioningConfiguration"] == {"Status": "Enabled"}

@@ -17,7 +17,9 @@ def resources(synthesize: Any, environments: dict[str, Any]) -> dict[str, dict[s
         "archive_data_after_days": 60,
         "archive_checkpoints_after_days": 30,
         "delete_checkpoints_after_days": 400,
+        "archive_artifacts_after_days": 90,
         "lock_data_days": 7,
+        "lock_artifacts_days": 30,
     }
     tenant["file_system"]["links"] = {"/a-b": "text/a", "/a/b": "text/b"}
     content["tenants"] = {"adapters": tenant}
@@ -37,7 +39,8 @@ def rules(bucket: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_objects_age_as_the_environment_file_says(resources: dict[str, dict[str, Any]]) -> None:
     (data,) = of_type(resources, "S3::Bucket", "BucketsData")
     (checkpoints,) = of_type(resources, "S3::Bucket", "BucketsCheckpoints")
-    for bucket, days in ((data, 60), (checkpoints, 30)):
+    (artifacts,) = of_type(resources, "S3::Bucket", "BucketsArtifacts")
+    for bucket, days in ((data, 60), (checkpoints, 30), (artifacts, 90)):
         found = rules(bucket)
         assert found["OldVersionsAndTornUploads"]["NoncurrentVersionExpiration"] == {"NoncurrentDays": 14}
         assert found["OldVersionsAndTornUploads"]["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 7}
@@ -46,14 +49,16 @@ def test_objects_age_as_the_environment_file_says(resources: dict[str, dict[str,
     assert "ExpirationInDays" not in rules(data)["Ages"]
 
 
-def test_the_data_bucket_is_locked_and_the_checkpoints_can_still_be_pruned(
+def test_data_and_artifacts_are_locked_and_the_checkpoints_can_still_be_pruned(
     resources: dict[str, dict[str, Any]],
 ) -> None:
     (data,) = of_type(resources, "S3::Bucket", "BucketsData")
     (checkpoints,) = of_type(resources, "S3::Bucket", "BucketsCheckpoints")
-    assert data["Properties"]["ObjectLockEnabled"] is True
-    retention = data["Properties"]["ObjectLockConfiguration"]["Rule"]["DefaultRetention"]
-    assert retention == {"Days": 7, "Mode": "GOVERNANCE"}
+    (artifacts,) = of_type(resources, "S3::Bucket", "BucketsArtifacts")
+    for bucket, days in ((data, 7), (artifacts, 30)):
+        assert bucket["Properties"]["ObjectLockEnabled"] is True
+        retention = bucket["Properties"]["ObjectLockConfiguration"]["Rule"]["DefaultRetention"]
+        assert retention == {"Days": days, "Mode": "GOVERNANCE"}
     assert "ObjectLockEnabled" not in checkpoints["Properties"]
 
 

@@ -28,6 +28,7 @@ def test_contract_names_the_deployed_things(account: Any) -> None:
     assert contract.security_group_ids == (physical("EC2::SecurityGroup", "TrainingGroup") + ".GroupId",)
     assert contract.buckets.data == physical("S3::Bucket", "BucketsData")
     assert contract.buckets.checkpoints == physical("S3::Bucket", "BucketsCheckpoints")
+    assert contract.buckets.artifacts == physical("S3::Bucket", "BucketsArtifacts")
     assert contract.keys.data == arn("KMS::Key", "KeysData")
     assert contract.keys.checkpoints == arn("KMS::Key", "KeysCheckpoints")
     assert contract.keys.logs == arn("KMS::Key", "KeysLogs")
@@ -60,7 +61,7 @@ def test_contracts_of_two_tenants_share_nothing_but_the_place(account: Any) -> N
 
     acme, globex = (leaves(_contract(account, tenant).model_dump(mode="json")) for tenant in ("acme", "globex"))
     place = {"123456789012", "us-east-1", "us-east-1a", "local", "/trainyard/local/image"}
-    settings = {"1", "True", "24.0", "ml.p5.4xlarge"}
+    settings = {"2", "True", "24.0", "ml.p5.4xlarge"}
     assert acme & globex == place | settings
 
 

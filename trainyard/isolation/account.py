@@ -322,6 +322,9 @@ class _Reader:
         for tenant, contract in self.contracts.items():
             job = f"arn:aws:sagemaker:{place}:training-job/{tenant}-"
             yield family("training job", tenant, job, "llama-20260101000000-0a1b")
+            packages = f"arn:aws:sagemaker:{place}:model-package"
+            yield family("model package", tenant, f"{packages}/{tenant}-", "llama/1")
+            yield family("model package group", tenant, f"{packages}-group/{tenant}-", "llama")
             streams = f"arn:aws:logs:{place}:log-group:{SHARED_LOG_GROUP}:log-stream:{tenant}-"
             yield family("log stream", tenant, streams, "llama-20260101000000-0a1b/algo-1-1700000000")
             parameters = f"arn:aws:ssm:{place}:parameter/trainyard/{self._environment.name}/{tenant}/"

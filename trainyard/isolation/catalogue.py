@@ -42,7 +42,13 @@ KIND_OF_TYPE = {
 """What the proof tells apart. A type that isn't here holds nothing of a tenant's and can't be acted as."""
 
 FAMILIES: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
-    "bucket": (("object", "/", ("jobs/job-1/checkpoints/step-1/shard-0", "train/part-0.jsonl")),),
+    "bucket": (
+        (
+            "object",
+            "/",
+            ("jobs/job-1/checkpoints/step-1/shard-0", "train/part-0.jsonl", "models/m/x/weights"),
+        ),
+    ),
     "log group": (("log stream", ":log-stream:", ("stream-1",)),),
 }
 """What is in a thing: kind, what follows the thing's ARN, examples."""
@@ -130,6 +136,16 @@ ACTIONS: dict[str, tuple[str, ...]] = {
         "CreateTrainingJob DescribeTrainingJob StopTrainingJob UpdateTrainingJob DeleteTrainingJob AddTags "
         "DeleteTags ListTags",
     ),
+    "model package": _actions(
+        "sagemaker",
+        "CreateModelPackage DescribeModelPackage BatchDescribeModelPackage ListModelPackages AccessModelPackage "
+        "UpdateModelPackage DeleteModelPackage AddTags DeleteTags ListTags",
+    ),
+    "model package group": _actions(
+        "sagemaker",
+        "CreateModelPackageGroup DescribeModelPackageGroup DeleteModelPackageGroup GetModelPackageGroupPolicy "
+        "PutModelPackageGroupPolicy DeleteModelPackageGroupPolicy AddTags DeleteTags ListTags",
+    ),
     "image repository": _actions(
         "ecr",
         "BatchCheckLayerAvailability BatchGetImage GetDownloadUrlForLayer DescribeImages ListImages "
@@ -206,7 +222,7 @@ ESCAPES: tuple[str, ...] = (
         "CreateAutoMLJobV2 CreateNotebookInstance CreatePresignedNotebookInstanceUrl CreateDomain "
         "CreatePresignedDomainUrl CreateSpace CreateApp CreateCluster UpdateCluster CreatePipeline "
         "StartPipelineExecution CreateModel CreateEndpoint CreateTrialComponent UpdateTrainingJob "
-        "CreateTrainingPlan",
+        "CreateTrainingPlan UpdateModelPackage DeleteModelPackage DeleteModelPackageGroup PutModelPackageGroupPolicy",
     ),
     *_actions("batch", "SubmitServiceJob SubmitJob RegisterJobDefinition CreateJobQueue CreateServiceEnvironment"),
     *_actions(
@@ -235,7 +251,7 @@ ESCAPES: tuple[str, ...] = (
     *_actions("ecr", "PutImage BatchDeleteImage SetRepositoryPolicy PutReplicationConfiguration"),
 )
 """What no tenant's role may do to anything: raise its own rights, start compute that no guard-rail binds, open its
-network, hand rights or data to somebody else."""
+network, hand rights or data to somebody else, change what was registered."""
 
 LISTINGS: tuple[str, ...] = (
     *_actions("batch", "DescribeJobQueues DescribeSchedulingPolicies DescribeServiceEnvironments DescribeServiceJob"),
@@ -243,7 +259,7 @@ LISTINGS: tuple[str, ...] = (
     *_actions(
         "ec2", "DescribeDhcpOptions DescribeNetworkInterfaces DescribeSecurityGroups DescribeSubnets DescribeVpcs"
     ),
-    *_actions("sagemaker", "ListTrainingJobs"),
+    *_actions("sagemaker", "ListTrainingJobs ListModelPackageGroups"),
     *_actions("servicequotas", "GetServiceQuota ListServiceQuotas"),
     *_actions("iam", "ListRoles ListPolicies"),
     *_actions("kms", "ListKeys ListAliases"),

@@ -223,6 +223,7 @@ class Crossings:
             {"sagemaker:vpcsecuritygroupids": own.security_group_ids + other.security_group_ids},
             {"sagemaker:outputkmskeyarn": other.keys.checkpoints},
             {"sagemaker:outputkmskeyarn": other.keys.data},
+            {"sagemaker:outputkmskeyarn": other.keys.artifacts},
             {"sagemaker:volumekmskeyarn": other.keys.checkpoints},
             {"sagemaker:filesystemid": other.file_system.id},
             {tag: target},
@@ -230,6 +231,9 @@ class Crossings:
         for said in stated:
             yield self._ask(role, tenant, target, CREATE_JOB, job, said)
         yield self._ask(role, tenant, target, "sagemaker:AddTags", job, {tag: target})
+        group = f"arn:aws:sagemaker:{self._place}:model-package-group/{tenant}-intruder"
+        for action in ("sagemaker:CreateModelPackageGroup", "sagemaker:AddTags"):
+            yield self._ask(role, tenant, target, action, group, {tag: target})
         yield self._ask(
             role, tenant, target, "cloudwatch:PutMetricData", "*", {"cloudwatch:namespace": f"trainyard/{target}"}
         )
@@ -239,7 +243,7 @@ class Crossings:
         caller, context = self._account.caller(role), self._context(role, {})
         boundary = [thing.pattern for thing in self._account.things_of(tenant, "managed policy")]
         contract = self._account.contracts[tenant]
-        keys = (contract.keys.data, contract.keys.checkpoints, contract.keys.logs)
+        keys = tuple(contract.keys.model_dump().values())
         own = [contract.roles.job, *boundary, *keys, *(queue.arn for queue in contract.queues.values()), "*"]
         for action in ESCAPES:
             named = {

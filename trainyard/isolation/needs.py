@@ -44,6 +44,7 @@ class Needs:
     def all(self) -> Iterator[Need]:
         """Everything that must be allowed."""
         yield from self._launcher()
+        yield from self._registry()
         yield from self._jobs()
         yield from self._job_role()
         yield from self._job_network()
@@ -117,8 +118,8 @@ class Needs:
             for name in (self._account.environment.contract_parameter(self._tenant), contract.image_parameter)
         ]
         yield from self._may("launcher", "read the contract and the image", "ssm:GetParameter", *parameters)
-        both = [self._bucket(buckets.data), self._bucket(buckets.checkpoints)]
-        yield from self._may("launcher", "list the buckets", "s3:ListBucket s3:GetBucketLocation", *both)
+        every = [self._bucket(name) for name in buckets.model_dump().values()]
+        yield from self._may("launcher", "list the buckets", "s3:ListBucket s3:GetBucketLocation", *every)
         data = [self._bucket(buckets.data, key) for key in ("train/part-0.jsonl", "jobs/job-1/record.json")]
         yield from self._may("launcher", "read and remove data", "s3:GetObject s3:DeleteObject", *data)
         yield from self._may(
@@ -130,6 +131,15 @@ class Needs:
         yield from self._may("launcher", "encrypt data", encrypt, keys.data, stated=self._via_s3(buckets.data))
         via = self._via_s3(buckets.checkpoints)
         yield from self._may("launcher", "decrypt checkpoints", "kms:Decrypt", keys.checkpoints, stated=via)
+        models = [
+            self._bucket(buckets.artifacts, key)
+            for key in ("models/acme-llama/x/model.safetensors", "registry/acme-llama/x.json")
+        ]
+        yield from self._may("launcher", "read models", "s3:GetObject", *models)
+        add = "s3:PutObject s3:AbortMultipartUpload s3:ListMultipartUploadParts"
+        yield from self._may("launcher", "add models", add, *models, absent=_SDK_UPLOAD)
+        via = self._via_s3(buckets.artifacts)
+        yield from self._may("launcher", "encrypt models", encrypt, keys.artifacts, stated=via)
         yield from self._logs("launcher")
         repository = next(thing.pattern for thing in self._account.things_of(None, "image repository"))
         yield from self._may("launcher", "check the image", "ecr:DescribeImages", repository)
@@ -137,6 +147,21 @@ class Needs:
         yield from self._may(
             "launcher", "see jobs and quotas", "sagemaker:ListTrainingJobs servicequotas:GetServiceQuota", "*"
         )
+
+    def _registry(self) -> Iterator[Need]:
+        """Models registered by the launcher, also from a machine in the network, and seen by the auditor."""
+        base = f"arn:aws:sagemaker:{self._place}:model-package"
+        package, group = f"{base}/{self._tenant}-llama/1", f"{base}-group/{self._tenant}-llama"
+        see = "sagemaker:DescribeModelPackage sagemaker:ListModelPackages"
+        tag: dict[str, Value] = {f"aws:requesttag/{TENANT_TAG}": self._tenant}
+        for endpoint in ("", "sagemaker.api"):
+            name = "sagemaker:CreateModelPackageGroup sagemaker:AddTags"
+            yield from self._may("launcher", "name a model", name, group, stated=tag, endpoint=endpoint)
+            register = f"sagemaker:CreateModelPackage {see}"
+            yield from self._may("launcher", "register a model", register, package, endpoint=endpoint)
+            describe = "sagemaker:DescribeModelPackageGroup"
+            yield from self._may("launcher", "find a model's group", describe, group, endpoint=endpoint)
+        yield from self._may("auditor", "see registered models", see, package)
 
     def _file_system(self) -> str:
         return f"arn:aws:fsx:{self._place}:file-system/{self._contract.file_system.id}"
@@ -183,14 +208,17 @@ class Needs:
         contract, buckets, keys = self._contract, self._contract.buckets, self._contract.keys
         data, objects = self._bucket(buckets.data), self._bucket(buckets.data, "train/part-0.jsonl")
         mine = self._bucket(buckets.checkpoints, "jobs/job-1/checkpoints/step-1/shard-0")
-        where = self._bucket(buckets.checkpoints)
-        yield from self._may("job", "list the buckets", "s3:ListBucket", data, where, endpoint="s3")
-        yield from self._may("job", "read data", "s3:GetObject", objects, endpoint="s3")
+        where, models = self._bucket(buckets.checkpoints), self._bucket(buckets.artifacts)
+        yield from self._may("job", "list the buckets", "s3:ListBucket", data, where, models, endpoint="s3")
+        model = self._bucket(buckets.artifacts, "models/acme-llama/x/model.safetensors")
+        yield from self._may("job", "read data and models", "s3:GetObject", objects, model, endpoint="s3")
         yield from self._may("job", "read and prune checkpoints", "s3:GetObject s3:DeleteObject", mine, endpoint="s3")
         write = "s3:PutObject s3:AbortMultipartUpload s3:ListMultipartUploadParts"
         yield from self._may("job", "write checkpoints", write, mine, absent=_SDK_UPLOAD, endpoint="s3")
         via = self._via_s3(buckets.data)
         yield from self._may("job", "decrypt data", "kms:Decrypt", keys.data, stated=via, endpoint="kms")
+        via = self._via_s3(buckets.artifacts)
+        yield from self._may("job", "decrypt models", "kms:Decrypt", keys.artifacts, stated=via, endpoint="kms")
         encrypt = "kms:GenerateDataKey kms:Decrypt"
         via = self._via_s3(buckets.checkpoints)
         yield from self._may("job", "encrypt checkpoints", encrypt, keys.checkpoints, stated=via, endpoint="kms")
@@ -257,17 +285,19 @@ class Needs:
 
     def _auditor(self) -> Iterator[Need]:
         contract, buckets, keys = self._contract, self._contract.buckets, self._contract.keys
-        both = [self._bucket(buckets.data), self._bucket(buckets.checkpoints)]
+        every = [self._bucket(name) for name in buckets.model_dump().values()]
         see = "s3:ListBucket s3:GetBucketPolicy s3:GetEncryptionConfiguration s3:GetBucketPublicAccessBlock"
-        yield from self._may("auditor", "see the buckets' configuration", see, *both)
-        for bucket, key in ((buckets.data, keys.data), (buckets.checkpoints, keys.checkpoints)):
-            yield from self._may(
-                "auditor", "read job records", "s3:GetObject", self._bucket(bucket, "jobs/j/record.json")
-            )
+        yield from self._may("auditor", "see the buckets' configuration", see, *every)
+        for bucket, key, record in (
+            (buckets.data, keys.data, "jobs/j/record.json"),
+            (buckets.checkpoints, keys.checkpoints, "jobs/j/result.json"),
+            (buckets.artifacts, keys.artifacts, "registry/acme-llama/x.json"),
+        ):
+            yield from self._may("auditor", "read job records", "s3:GetObject", self._bucket(bucket, record))
             via = self._via_s3(bucket)
             yield from self._may("auditor", "decrypt job records", "kms:Decrypt", key, stated=via)
         examine = "kms:DescribeKey kms:GetKeyPolicy kms:GetKeyRotationStatus"
-        yield from self._may("auditor", "examine the keys", examine, keys.data, keys.checkpoints, keys.logs)
+        yield from self._may("auditor", "examine the keys", examine, *keys.model_dump().values())
         yield from self._may("auditor", "see jobs", "sagemaker:DescribeTrainingJob", self._job)
         roles = (contract.roles.job, contract.roles.launcher, contract.roles.auditor)
         yield from self._may("auditor", "see the roles", "iam:GetRole iam:GetRolePolicy", *roles)
@@ -276,7 +306,11 @@ class Needs:
     def _operator(self) -> Iterator[Need]:
         """Who breaks the glass mends data and checkpoints by hand, and stops jobs."""
         buckets, keys = self._contract.buckets, self._contract.keys
-        for bucket, key in ((buckets.data, keys.data), (buckets.checkpoints, keys.checkpoints)):
+        for bucket, key in (
+            (buckets.data, keys.data),
+            (buckets.checkpoints, keys.checkpoints),
+            (buckets.artifacts, keys.artifacts),
+        ):
             thing = self._bucket(bucket, "jobs/job-1/any")
             yield from self._may("operator", "read and remove objects", "s3:GetObject s3:DeleteObject", thing)
             yield from self._may("operator", "write objects", "s3:PutObject", thing, absent=_SDK_UPLOAD)

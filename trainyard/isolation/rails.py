@@ -28,6 +28,10 @@ SIBLINGS = {
     "a cluster": ("sagemaker:CreateCluster", "cluster/x"),
     "a pipeline": ("sagemaker:CreatePipeline", "pipeline/x"),
     "a pipeline's run": ("sagemaker:StartPipelineExecution", "pipeline/x"),
+    "a model to serve": ("sagemaker:CreateModel", "model/x"),
+    "a model card": ("sagemaker:CreateModelCard", "model-card/x"),
+    "a tracking server": ("sagemaker:CreateMlflowTrackingServer", "mlflow-tracking-server/x"),
+    "changing a registered model": ("sagemaker:UpdateModelPackage", "model-package/x/1"),
     "an endpoint": ("sagemaker:CreateEndpoint", "endpoint/x"),
     "a notebook": ("sagemaker:CreateNotebookInstance", "notebook-instance/x"),
     "a space": ("sagemaker:CreateSpace", "space/d-0/x"),
@@ -89,6 +93,7 @@ def rail_cases(account: Account, tenant: str, other: str) -> Iterator[RailCase]:
     yield from cases.siblings()
     yield from cases.roles()
     yield from cases.objects()
+    yield from cases.models()
 
 
 class _Cases:
@@ -254,3 +259,14 @@ class _Cases:
         inside: dict[str, Value] = {key: self._own.account}
         yield self._case("OwnAccount", "the own bucket", action=put, resource=bucket, stated=inside, allowed=True)
         yield self._case("OwnAccount", "another account", action=put, resource=point, stated={key: OUTSIDER})
+
+    def models(self) -> Iterator[RailCase]:
+        """Registering a model under the own name, and under another's."""
+        base = f"arn:aws:sagemaker:{self._place}:model-package"
+        for owner, whose in ((self._tenant, "the own"), (self._foreign_tag, "another tenant's")):
+            allowed, rail = owner == self._tenant, "OwnModels"
+            tag: dict[str, Value] = {f"aws:RequestTag/{TENANT_TAG}": self._tenant}
+            group, create = f"{base}-group/{owner}-llama", "sagemaker:CreateModelPackageGroup"
+            yield self._case(rail, f"{whose} group", action=create, resource=group, stated=tag, allowed=allowed)
+            package, create = f"{base}/{owner}-llama/1", "sagemaker:CreateModelPackage"
+            yield self._case(rail, f"a version of {whose}", action=create, resource=package, stated={}, allowed=allowed)

@@ -37,7 +37,7 @@ class Inputs:
 
 
 def absolute_job(job: JobSpec, contract: TenantContract) -> JobSpec:
-    """`job` with tenant:// resolved; InputError names a URI that a training host can't read."""
+    """`job` with tenant:// and artifact:// resolved; InputError names a URI that a training host can't read."""
 
     def source(item: DataSource, where: str) -> DataSource:
         return item.model_copy(update={"path": _absolute(item.path, where, contract)})
@@ -60,16 +60,20 @@ def absolute_job(job: JobSpec, contract: TenantContract) -> JobSpec:
 
 def _absolute(uri: str, where: str, contract: TenantContract) -> str:
     scheme, separator, rest = uri.partition("://")
-    if not separator or scheme not in {"s3", "tenant", "fsx"}:
+    if not separator or scheme not in {"s3", "tenant", "artifact", "fsx"}:
         raise InputError(
             f"{where}: {uri!r} can't be read from a training host, which has no internet and none of your files; "
             f"copy it to the tenant's data bucket (aws s3 cp --recursive ... s3://{contract.buckets.data}/...) and "
-            "write tenant://<path>, s3://<bucket>/<path> or fsx://<path>"
+            "write tenant://<path>, artifact://<path>, s3://<bucket>/<path> or fsx://<path>"
         )
     if not rest.strip("/"):
         raise InputError(f"{where}: {uri!r} names no path; write {scheme}://<path>")
     if scheme == "tenant":
         return f"s3://{contract.buckets.data}/{rest.strip('/')}"
+    if scheme == "artifact":
+        if not contract.buckets.artifacts:
+            raise InputError(f"{where}: {uri!r}: the tenant has no artifacts bucket yet; deploy its stacks again")
+        return f"s3://{contract.buckets.artifacts}/{rest.strip('/')}"
     if scheme == "s3" and "/" not in rest.strip("/"):
         raise InputError(f"{where}: {uri!r} is a whole bucket; name a folder or a file in it: {uri.rstrip('/')}/<path>")
     return f"{scheme}://{rest.strip('/')}"
@@ -122,7 +126,8 @@ def _named_uris(job: JobSpec) -> list[tuple[str, str]]:
 def existing_s3_location(s3: Any, uri: str, contract: TenantContract) -> str:
     """`uri` itself where it is an object, `uri/` where it is a folder; AwsRefusedError where it is neither."""
     bucket, _, key = uri.removeprefix("s3://").partition("/")
-    allowed = f"the tenant's buckets are {contract.buckets.data} and {contract.buckets.checkpoints}"
+    buckets = [name for name in contract.buckets.model_dump().values() if name]
+    allowed = f"the tenant's buckets are {', '.join(buckets[:-1])} and {buckets[-1]}"
     with aws_errors("looking for", uri, f"is the bucket right? {allowed}"):
         try:
             # The listing is in key order: the object itself (if any) comes before everything below it.

@@ -176,6 +176,11 @@ def tenant_access(account: Account, contract: TenantContract, other: TenantContr
         buckets.checkpoints,
         lambda: s3.list_objects_v2(Bucket=buckets.checkpoints, MaxKeys=1),
     )
+    if buckets.artifacts:
+        listed = f"{name}: artifacts bucket"
+        yield _allowed(listed, buckets.artifacts, lambda: s3.list_objects_v2(Bucket=buckets.artifacts, MaxKeys=1))
+    else:
+        yield Check(f"{name}: artifacts bucket", "warn", "the contract names none; deploy the tenant's stacks again")
     yield _allowed(
         f"{name}: data key",
         contract.keys.data,
@@ -193,6 +198,11 @@ def _isolation(launcher: Account, contract: TenantContract, other: TenantContrac
     attempts: list[tuple[str, Callable[[], Any]]] = [
         ("data bucket", lambda: s3.list_objects_v2(Bucket=other.buckets.data, MaxKeys=1)),
         ("checkpoints bucket", lambda: s3.list_objects_v2(Bucket=other.buckets.checkpoints, MaxKeys=1)),
+        *(
+            [("artifacts bucket", lambda: s3.list_objects_v2(Bucket=other.buckets.artifacts, MaxKeys=1))]
+            if other.buckets.artifacts
+            else []  # a contract of version 1
+        ),
         ("checkpoint key", lambda: kms.generate_data_key(KeyId=other.keys.checkpoints, KeySpec="AES_256")),
         ("contract", lambda: ssm.get_parameter(Name=parameter)),
         ("launcher role", lambda: sts.assume_role(RoleArn=other.roles.launcher, RoleSessionName="trainyard-doctor")),

@@ -101,6 +101,7 @@ class _Caller:
             self._try("kms:Decrypt", keys.data, KeyId=keys.data, CiphertextBlob=ciphertext),
             self._try("s3:ListObjectsV2", bucket, Bucket=bucket),
             self._try("s3:ListObjectsV2", data, Bucket=data),
+            self._try("s3:ListObjectsV2", self._target.buckets.artifacts, Bucket=self._target.buckets.artifacts),
             self._try("kms:GenerateDataKey", keys.data, KeyId=keys.data, KeySpec="AES_256"),
             self._try("ssm:GetParameter", parameter, Name=parameter),
             self._try("sagemaker:DescribeTrainingJob", job_id, TrainingJobName=job_id),

@@ -43,8 +43,9 @@ class ModelSpec(SpecModel):
     """What is trained: an existing model (`source`) or a new one (`config`)."""
 
     source: str | None = None
-    """Hugging Face directory with all of its weights: s3://, fsx://, tenant:// or a local path. Nothing is asked of the
-    Hugging Face Hub: `hf download ID --local-dir FOLDER` first. (`trainyard plan` knows many models by their id.)"""
+    """Hugging Face directory with all of its weights: s3://, fsx://, tenant://, artifact:// (the tenant's
+    artifacts bucket, where `trainyard promote` puts models) or a local path. Nothing is asked of the Hugging Face Hub:
+    `hf download ID --local-dir FOLDER` first. (`trainyard plan` knows many models by their id.)"""
     config: dict[str, Any] | None = None
     """Hugging Face configuration with at least `model_type`: trains from random weights."""
     adapter: AdapterSpec | None = None

@@ -14,7 +14,8 @@ from pydantic import Field, field_validator, model_validator
 
 from trainyard.spec.base import Name, SpecModel, parse, read_yaml
 
-CONTRACT_VERSION = 1
+CONTRACT_VERSION = 2
+"""2: a bucket and a key for artifacts. Older contracts are read; what they lack is empty."""
 
 TRAINING_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 """SageMaker writes every job's output here, whoever owns the job: streams are told apart by the job's name."""
@@ -91,12 +92,21 @@ class StorageSpec(SpecModel):
         default=None, ge=1, le=3650, json_schema_extra=on_change("update")
     )
     """Age at which checkpoints and outputs are deleted, finished job or not."""
+    archive_artifacts_after_days: int | None = Field(
+        default=None, ge=30, le=3650, json_schema_extra=on_change("update")
+    )
+    """Age at which exported models move to Glacier Instant Retrieval. They are never deleted by age: a registered model
+    names them."""
     lock_data_days: int | None = Field(default=None, ge=1, le=3650, json_schema_extra=on_change("update"))
     """Object Lock on the data bucket: no version of data or of a job's record can be deleted or replaced within so many
     days. Once on, a bucket's lock can be changed and never taken away."""
+    lock_artifacts_days: int | None = Field(default=None, ge=1, le=3650, json_schema_extra=on_change("update"))
+    """The same for the artifacts bucket: for so long no exported model, and no record of why it was registered, can be
+    deleted or replaced."""
     lock_mode: Literal["governance", "compliance"] = Field(default="governance", json_schema_extra=on_change("update"))
-    """Who can still delete a locked version: with governance, who holds s3:BypassGovernanceRetention; with compliance
-    nobody, the account's root included, so such a tenant can't be shredded before its time."""
+    """Who can still delete a locked version, of data or artifacts: with governance, who holds
+    s3:BypassGovernanceRetention; with compliance nobody, the account's root included, so such a tenant can't be
+    shredded before its time."""
 
     @model_validator(mode="after")
     def _ages_in_order(self) -> Self:
@@ -330,6 +340,8 @@ class KeyContract(SpecModel):
     data: str
     checkpoints: str
     logs: str
+    artifacts: str = ""
+    """Exported models; empty in contracts of version 1."""
 
 
 class BucketContract(SpecModel):
@@ -339,6 +351,8 @@ class BucketContract(SpecModel):
     """Data sets, job specs and job records (`jobs/<job>/`)."""
     checkpoints: str
     """Checkpoints and outputs, by job."""
+    artifacts: str = ""
+    """Exported models (`models/`) and why each was registered (`registry/`); empty in contracts of version 1."""
 
 
 class RoleContract(SpecModel):

@@ -50,8 +50,8 @@ def contract_content() -> dict[str, Any]:
         "vpc_id": "vpc-1",
         "subnet_ids": ["subnet-1"],
         "security_group_ids": ["sg-efa", "sg-lustre"],
-        "keys": {"data": key + "data", "checkpoints": key + "checkpoints", "logs": key + "logs"},
-        "buckets": {"data": "acme-data", "checkpoints": "acme-checkpoints"},
+        "keys": {name: key + name for name in ("data", "checkpoints", "logs", "artifacts")},
+        "buckets": {"data": "acme-data", "checkpoints": "acme-checkpoints", "artifacts": "acme-artifacts"},
         "file_system": {"id": "fs-0123456789abcdef0", "mount_name": "abcdefgh", "dns_name": "fs.example.com"},
         "roles": {"job": role + "job", "launcher": role + "launcher", "auditor": role + "auditor"},
         "queues": queues,
@@ -176,7 +176,7 @@ def deployed(aws: Account, contract: TenantContract) -> Account:
     ssm, s3 = aws.client("ssm"), aws.client("s3")
     ssm.put_parameter(Name="/trainyard/test/acme/contract", Value=contract.model_dump_json(), Type="String")
     ssm.put_parameter(Name="/trainyard/test/image", Value=IMAGE, Type="String")
-    for bucket in (contract.buckets.data, contract.buckets.checkpoints):
+    for bucket in contract.buckets.model_dump().values():
         s3.create_bucket(Bucket=bucket)
     for key in ("sets/train/part-0.jsonl", "sets/validation.jsonl", "sets/tokenizer.json"):
         s3.put_object(Bucket=contract.buckets.data, Key=key, Body=b"{}\n")

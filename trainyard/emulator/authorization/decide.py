@@ -91,6 +91,7 @@ _FILLED_IN: dict[str, tuple[str, ...]] = {
         ("sagemaker:CreateTrainingJob",),
     ),
     "sagemaker:taggingaction": ("sagemaker:AddTags",),
+    "sagemaker:modelapprovalstatus": ("sagemaker:CreateModelPackage", "sagemaker:UpdateModelPackage"),
 }
 _FILLED_IN_FAMILIES = {"kms:encryptioncontext:": "kms:*", "s3:requestobjecttag/": _OBJECT_WRITES}
 
