@@ -37,7 +37,7 @@ def test_a_host_that_was_started_ends_when_the_next_one_can_not_be(
     monkeypatch.setattr(TrainingJob, "_assume", lambda self: Session("ASIA", "secret", "token"))
     info = EmulatorInfo("http://localhost:1", 1, 1, ACCOUNT, REGION, "AKIA", "secret")
     argv = [sys.executable, "-c", "import time; time.sleep(600)"]
-    site = JobSite(info, Principals(ACCOUNT, "AKIA"), tmp_path / "jobs", argv, lambda name: None)
+    site = JobSite(info, Principals(ACCOUNT, "AKIA"), tmp_path / "jobs", argv)
     request = {
         "TrainingJobName": "half",
         "RoleArn": f"arn:aws:iam::{ACCOUNT}:role/job",

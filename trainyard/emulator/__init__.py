@@ -13,7 +13,7 @@ session is known by its key and token, a root call by its key id: signatures are
 trusted here as far as anything that its user runs; on AWS the container and the account's boundary stand between.
 """
 
-from trainyard.emulator.client import job_attempts, reclaim_after, set_quota
+from trainyard.emulator.client import deliveries, fail_jobs, job_attempts, reclaim_after, set_quota
 from trainyard.emulator.daemon import find, start, stop
 from trainyard.emulator.info import DEFAULT_STATE_DIR, EmulatorInfo
 from trainyard.emulator.verify import DeploymentReport, verify_deployment
@@ -22,6 +22,8 @@ __all__ = [
     "DEFAULT_STATE_DIR",
     "DeploymentReport",
     "EmulatorInfo",
+    "deliveries",
+    "fail_jobs",
     "find",
     "job_attempts",
     "reclaim_after",

@@ -34,6 +34,28 @@ def job_attempts(info: EmulatorInfo, training_job_name: str) -> list[dict[str, A
     return list(_call(info, f"jobs/{training_job_name}")["attempts"])
 
 
+def deliveries(info: EmulatorInfo) -> list[dict[str, Any]]:
+    """What EventBridge's rules brought to functions, oldest first: see `trainyard.emulator.functions.events`."""
+    return list(_call(info, "deliveries")["deliveries"])
+
+
+def fail_jobs(info: EmulatorInfo, training_job_name_prefix: str, *, reason: str, after_log_pattern: str = "") -> None:
+    """The next job of that name prefix fails with SageMaker's own `reason`, whatever its code does.
+
+    Before it has machines; or, with `after_log_pattern`, once its first host logs a line that matches: every process
+    is killed at once, as where a machine is lost.
+    """
+    _call(
+        info,
+        "failure-plan",
+        {
+            "training_job_name_prefix": training_job_name_prefix,
+            "reason": reason,
+            "after_log_pattern": after_log_pattern,
+        },
+    )
+
+
 def _call(info: EmulatorInfo, path: str, body: dict[str, Any] | None = None) -> Any:
     data, headers = None, {}
     if body is not None:

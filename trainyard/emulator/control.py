@@ -19,10 +19,11 @@ _MAX_BODY = 1024 * 1024
 class ControlEndpoints:
     """WSGI: answers its own paths as JSON, passes everything else to the application."""
 
-    def __init__(self, application: Any, info: EmulatorInfo, jobs: Any) -> None:
+    def __init__(self, application: Any, info: EmulatorInfo, jobs: Any, bus: Any) -> None:
         self._application = application
         self._info = info
         self._jobs = jobs
+        self._bus = bus
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
         path = environ.get("PATH_INFO", "")
@@ -35,10 +36,13 @@ class ControlEndpoints:
 
     def _answer(self, environ: dict[str, Any], path: str) -> tuple[str, Any]:
         method = environ["REQUEST_METHOD"]
-        if method == "GET" and path == "health":
-            return "200 OK", {"instance_id": self._info.instance_id, "pid": self._info.pid}
-        if method == "GET" and path == "types":
-            return "200 OK", describe_types()
+        looks: dict[str, Callable[[], Any]] = {
+            "health": lambda: {"instance_id": self._info.instance_id, "pid": self._info.pid},
+            "types": describe_types,
+            "deliveries": lambda: {"deliveries": list(self._bus.deliveries)},
+        }
+        if method == "GET" and path in looks:
+            return "200 OK", looks[path]()
         if method == "GET" and path.startswith("jobs/"):
             job = self._jobs.describe(path.removeprefix("jobs/"))
             return (
@@ -49,6 +53,7 @@ class ControlEndpoints:
         actions: dict[str, Callable[[dict[str, Any]], Any]] = {
             "reclaim-plan": self._plan_reclaim,
             "reclaim": self._reclaim,
+            "failure-plan": self._plan_failure,
             "quota": self._jobs.set_quota,
         }
         if method == "POST" and path in actions:
@@ -57,7 +62,7 @@ class ControlEndpoints:
                 return refusal
             return self._act(environ, actions[path])
         return "404 Not Found", {
-            "error": f"{method} {CONTROL_PREFIX}{path}: no such endpoint; there are GET health, types, jobs/NAME, "
+            "error": f"{method} {CONTROL_PREFIX}{path}: no such endpoint; there are GET {', '.join(looks)}, jobs/NAME, "
             f"and POST {', '.join(actions)}"
         }
 
@@ -83,6 +88,12 @@ class ControlEndpoints:
         _only(request, "training_job_name_prefix", "after_log_pattern", "notice")
         return self._jobs.plan_reclaim(
             request["training_job_name_prefix"], request["after_log_pattern"], notice=bool(request.get("notice", False))
+        )
+
+    def _plan_failure(self, request: dict[str, Any]) -> Any:
+        _only(request, "training_job_name_prefix", "reason", "after_log_pattern")
+        return self._jobs.plan_failure(
+            request["training_job_name_prefix"], request["reason"], request["after_log_pattern"]
         )
 
     def _reclaim(self, request: dict[str, Any]) -> Any:

@@ -126,6 +126,7 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     from trainyard.emulator.cloudformation import engine, registry
     from trainyard.emulator.control import ControlEndpoints
     from trainyard.emulator.functions import api as functions_api
+    from trainyard.emulator.functions.events import EventBus
     from trainyard.emulator.functions.runs import Functions
     from trainyard.emulator.training import api
     from trainyard.emulator.training.jobs import TrainingJobs
@@ -142,4 +143,6 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     api.install(jobs)
     functions = Functions(info, state_dir / "functions", authorizer.principals)
     functions_api.install(functions)
-    return ControlEndpoints(authorizer, info, jobs), jobs, functions
+    bus = EventBus(info, functions)
+    jobs.listen(bus.job_changed)
+    return ControlEndpoints(authorizer, info, jobs, bus), jobs, functions

@@ -34,6 +34,8 @@ class ReclaimTrigger:
 
     pattern: re.Pattern[str]
     notice: bool
+    failure: str = ""
+    """The job ends with it, as FailureReason; empty: it starts again elsewhere, as spot jobs do."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Attempt:
         self.ended_at: float | None = None
         self.outcome: Outcome | None = None
         self.reclaimed: dict[str, Any] = {}
+        self.failure = ""
+        """Why the job ends with the capacity that went; empty where it doesn't."""
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pumps: list[threading.Thread] = []
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
@@ -140,7 +144,7 @@ class Attempt:
             line = raw.decode("utf-8", "replace").rstrip("\r\n")
             trigger = self._trigger if first else None
             if trigger is not None and trigger.pattern.search(line):
-                self._trigger = None
+                self._trigger, self.failure = None, trigger.failure
                 # Here and now, not by the job's thread: the next step begins a few milliseconds after this line.
                 self.reclaim(notice=trigger.notice, line=line)
             on_line(host, line)

@@ -48,7 +48,12 @@ class JobSite:
     principals: Principals
     root: Path
     argv: list[str]
-    trigger_for: Callable[[str], ReclaimTrigger | None]
+    trigger_for: Callable[[str, bool], ReclaimTrigger | None] = lambda name, is_spot: None
+    """What a plan says of the job of that name, spot or not."""
+    refusal_for: Callable[[str], str] = lambda name: ""
+    """FailureReason of the job of that name before it has machines; empty: it gets them."""
+    changed: Callable[[dict[str, Any]], None] = lambda description: None
+    """Told of every new TrainingJobStatus, with what DescribeTrainingJob says then."""
 
 
 @dataclass
@@ -89,6 +94,7 @@ class TrainingJob:
 
     def start(self) -> None:
         """Run it, in the background."""
+        self.site.changed(self.response())
         threading.Thread(target=self._run, daemon=True, name=self.name).start()
 
     def stop(self) -> None:
@@ -99,6 +105,7 @@ class TrainingJob:
             self._stop_wanted = True
             self.status = "Stopping"
             self._move("Stopping")
+            self.site.changed(self.response())
             attempt = self.attempts[-1] if self.attempts else None
         if attempt is not None:
             attempt.stop()
@@ -119,7 +126,7 @@ class TrainingJob:
         try:
             while True:
                 outcome = self._try_once()
-                if outcome is None or outcome.kind != "interrupted":
+                if outcome is None or outcome.kind != "interrupted" or self.status in FINAL:
                     break
                 if not self._may_go_on():
                     break
@@ -137,6 +144,9 @@ class TrainingJob:
             shutil.rmtree(self.site.root / self.name, ignore_errors=True)
 
     def _try_once(self) -> Outcome | None:
+        if refusal := self.site.refusal_for(self.name):
+            self._end("Failed", "Failed", refusal)
+            return None
         number = len(self.attempts) + 1
         attempt = Attempt(
             number, self.site.root / self.name / f"attempt-{number}", self.request, instance_count(self.request)
@@ -192,7 +202,7 @@ class TrainingJob:
             if self._stop_wanted:
                 self._end("Stopped", "Stopped")
                 return None
-            trigger = self.site.trigger_for(self.name) if self.spot else None
+            trigger = self.site.trigger_for(self.name, self.spot)
             self.attempts.append(attempt)  # before its first process, so that whatever happens ends them all
             attempt.spawn(
                 self.site.argv,
@@ -213,6 +223,9 @@ class TrainingJob:
         return outcome
 
     def _conclude(self, attempt: Attempt, outcome: Outcome, session: Session) -> None:
+        if outcome.kind == "interrupted" and attempt.failure:
+            self._end("Failed", "Failed", attempt.failure)  # nobody is left to upload anything
+            return
         if outcome.kind == "interrupted":
             self._move("Interrupted")
             attempt.remove()  # reclaimed machines take their disks with them
@@ -260,6 +273,7 @@ class TrainingJob:
             self.failure_reason = reason
             self.training_ended = _now()
             self.status = status
+            self.site.changed(self.response())
 
     # ---- what callers see ---------------------------------------------------------------------------------
 

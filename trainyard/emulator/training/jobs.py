@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,14 @@ class TrainingJobs:
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
         default = [sys.executable, "-m", "trainer.entrypoint"]
-        self._site = JobSite(info, principals, root, argv or default, self._take_plan)
+        self._site = JobSite(info, principals, root, argv or default, self._take_plan, self._take_refusal, self._tell)
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._info = info
         self._lock = threading.Lock()
         self._jobs: dict[str, TrainingJob] = {}
         self._quota: dict[str, int] = {}
         self._plans: list[tuple[str, ReclaimTrigger]] = []
+        self._refusals: list[tuple[str, str]] = []
 
     # ---- SageMaker's API ----------------------------------------------------------------------------------
 
@@ -96,6 +99,14 @@ class TrainingJobs:
         """Every job, newest first."""
         return sorted(self._jobs.values(), key=lambda job: job.created, reverse=True)
 
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Have `listener` told of every new status of a job, with DescribeTrainingJob's answer; it must not wait."""
+        self._listeners.append(listener)
+
+    def _tell(self, description: dict[str, Any]) -> None:
+        for listener in self._listeners:
+            listener(description)
+
     # ---- the emulator's own controls ----------------------------------------------------------------------
 
     def any_running(self) -> bool:
@@ -107,23 +118,40 @@ class TrainingJobs:
 
         A plan that waits for the same prefix is replaced: whoever made it may be gone without its job.
         """
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise InputError(f"after_log_pattern {pattern!r} is not a regular expression: {error}") from None
+        return self._plan(name_prefix, ReclaimTrigger(_compiled(pattern), notice))
+
+    def plan_failure(self, name_prefix: str, reason: str, pattern: str) -> dict[str, Any]:
+        """Fail the next job whose name begins so, with SageMaker's own `reason`: before it has machines, or, with
+        `pattern`, when its first host logs a line that matches; then all its processes are killed."""
+        if pattern:
+            return self._plan(name_prefix, ReclaimTrigger(_compiled(pattern), notice=False, failure=reason))
+        with self._lock:
+            self._refusals.append((name_prefix, reason))
+            return {"planned": len(self._refusals)}
+
+    def _plan(self, name_prefix: str, trigger: ReclaimTrigger) -> dict[str, Any]:
         with self._lock:
             self._plans = [plan for plan in self._plans if plan[0] != name_prefix]
-            self._plans.append((name_prefix, ReclaimTrigger(compiled, notice)))
+            self._plans.append((name_prefix, trigger))
             return {"planned": len(self._plans)}
 
-    def _take_plan(self, name: str) -> ReclaimTrigger | None:
-        """The first plan that fits an attempt about to start; a plan is good for one reclaim."""
+    def _take_plan(self, name: str, is_spot: bool) -> ReclaimTrigger | None:
+        """The first plan that fits an attempt about to start; it is good for one. On demand nothing is reclaimed."""
         with self._lock:
             for index, (prefix, trigger) in enumerate(self._plans):
-                if name.startswith(prefix):
+                if name.startswith(prefix) and (is_spot or trigger.failure):
                     del self._plans[index]
                     return trigger
         return None
+
+    def _take_refusal(self, name: str) -> str:
+        """The first planned refusal of a job of that name; it is good for one."""
+        with self._lock:
+            for index, (prefix, reason) in enumerate(self._refusals):
+                if name.startswith(prefix):
+                    del self._refusals[index]
+                    return reason
+        return ""
 
     def reclaim(self, name: str, *, notice: bool) -> dict[str, Any]:
         """Reclaim a running spot job now."""
@@ -173,3 +201,10 @@ class TrainingJobs:
         ]
         kill_all(self._site.root, pids)
         shutil.rmtree(self._site.root, ignore_errors=True)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"after_log_pattern {pattern!r} is not a regular expression: {error}") from None

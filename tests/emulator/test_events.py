@@ -1,0 +1,133 @@
+"""A job's new status reaches the functions that EventBridge's rules name; failures that are SageMaker's own."""
+
+import json
+from typing import Any
+
+from emulator_testing import ACCOUNT, TRUST_SAGEMAKER, Site, allow, policy, wait_for
+
+from trainyard import emulator
+from trainyard.emulator.functions.events import input_of
+
+CODE = """
+def handler(event, context):
+    if event.get("reason") == "ask again":
+        raise RuntimeError("not now")
+    return event
+"""
+NO_ROOM = "CapacityError: Unable to provision requested ML compute capacity. Please retry using a different instance."
+
+
+def template(name: str) -> dict[str, Any]:
+    """A function for failed jobs of a name, called by one rule that may, and named by one that may not."""
+    trust = {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
+    pattern = {
+        "source": ["aws.sagemaker"],
+        "detail-type": ["SageMaker Training Job State Change"],
+        "detail": {
+            "TrainingJobStatus": ["Failed"],
+            "$or": [{"TrainingJobName": [{"prefix": name}]}, {"RoleArn": [""]}],
+        },
+    }
+    transformer = {
+        "InputPathsMap": {"job": "$.detail.TrainingJobName", "reason": "$.detail.FailureReason"},
+        "InputTemplate": '{"job": <job>, "said": "of <job>", "reason": <reason>, "rules": {"most": 3}}',
+    }
+    function: dict[str, Any] = {"Fn::GetAtt": ["Function", "Arn"]}
+
+    def rule(own: str) -> dict[str, Any]:
+        target = {"Id": "it", "Arn": function, "InputTransformer": transformer}
+        return {"Type": "AWS::Events::Rule", "Properties": {"Name": own, "EventPattern": pattern, "Targets": [target]}}
+
+    return {
+        "Resources": {
+            "Role": {
+                "Type": "AWS::IAM::Role",
+                "Properties": {"AssumeRolePolicyDocument": {"Version": "2012-10-17", "Statement": [trust]}},
+            },
+            "Function": {
+                "Type": "AWS::Lambda::Function",
+                "Properties": {
+                    "Runtime": "python3.13",
+                    "Handler": "index.handler",
+                    "Code": {"ZipFile": CODE},
+                    "Role": {"Fn::GetAtt": ["Role", "Arn"]},
+                },
+            },
+            "May": rule(f"{name}-may"),
+            "MayNot": rule(f"{name}-may-not"),
+            "Permission": {
+                "Type": "AWS::Lambda::Permission",
+                "Properties": {
+                    "Action": "lambda:InvokeFunction",
+                    "FunctionName": function,
+                    "Principal": "events.amazonaws.com",
+                    "SourceArn": f"arn:aws:events:us-east-1:{ACCOUNT}:rule/{name}-may",
+                },
+            },
+        },
+        "Outputs": {"Arn": {"Value": function}},
+    }
+
+
+def test_a_failed_job_reaches_the_function_whose_policy_lets_the_rule(site: Site, name: str) -> None:
+    assert site.deploy(f"stack-{name}", template(name)) == "CREATE_COMPLETE", site.failures(f"stack-{name}")
+    function = site.output(f"stack-{name}", "Arn")
+    bucket = f"bucket-{name}"
+    site("s3").create_bucket(Bucket=bucket)
+    role = site.role(name, TRUST_SAGEMAKER)
+    own = allow(["s3:*", "logs:*"])
+    site("iam").put_role_policy(RoleName=name, PolicyName="own", PolicyDocument=policy(own))
+
+    def ended(job: str, **hyperparameters: str) -> dict[str, Any]:
+        site("sagemaker").create_training_job(
+            TrainingJobName=job,
+            RoleArn=role,
+            AlgorithmSpecification={"TrainingImage": "registry/image@sha256:0", "TrainingInputMode": "File"},
+            ResourceConfig={"InstanceType": "ml.p5.4xlarge", "InstanceCount": 1, "VolumeSizeInGB": 10},
+            StoppingCondition={"MaxRuntimeInSeconds": 600},
+            OutputDataConfig={"S3OutputPath": f"s3://{bucket}/out/"},
+            HyperParameters=hyperparameters,
+        )
+        look = lambda: site("sagemaker").describe_training_job(TrainingJobName=job)  # noqa: E731
+        wait_for(lambda: look()["TrainingJobStatus"] in ("Completed", "Failed"), 60)
+        answer: dict[str, Any] = look()
+        return answer
+
+    def delivered() -> list[dict[str, Any]]:
+        return [item for item in emulator.deliveries(site.info) if item["function"] == function]
+
+    emulator.fail_jobs(site.info, f"{name}-room", reason=NO_ROOM)
+    first = ended(f"{name}-room")
+    assert (first["TrainingJobStatus"], first["FailureReason"]) == ("Failed", NO_ROOM)
+    assert "TrainingStartTime" not in first and ended(f"{name}-fine")["TrainingJobStatus"] == "Completed"
+    wait_for(lambda: len(delivered()) == 2, 60)
+    refused, done = sorted(delivered(), key=lambda item: "refused" not in item)
+    assert (
+        refused["refused"] == f"its policy doesn't let arn:aws:events:us-east-1:{ACCOUNT}:rule/{name}-may-not call it"
+    )
+    expected = {"job": f"{name}-room", "said": f"of {name}-room", "reason": NO_ROOM, "rules": {"most": 3}}
+    assert done["event"] == expected and json.loads(done["payload"]) == expected
+
+    emulator.fail_jobs(site.info, f"{name}-lost", reason="ask again", after_log_pattern="step=2 ")
+    lost = ended(f"{name}-lost", steps="600")
+    assert (lost["TrainingJobStatus"], lost["FailureReason"]) == ("Failed", "ask again")
+    # What raises is asked again, twice, as Lambda does.
+    wait_for(lambda: [item["attempt"] for item in delivered() if item.get("error")] == [1, 2, 3], 60)
+
+
+def test_what_a_target_gets_of_an_event() -> None:
+    event = {"source": "aws.it", "detail": {"Name": 'a "b"', "Count": 2, "Tags": [{"Key": "k"}]}}
+    assert json.loads(input_of({}, event)) == event
+    assert input_of({"Input": "{}"}, event) == b"{}"
+    assert json.loads(input_of({"InputPath": "$.detail.Tags"}, event)) == [{"Key": "k"}]
+    paths = {"name": "$.detail.Name", "count": "$.detail.Count", "tags": "$.detail.Tags", "gone": "$.detail.Gone.On"}
+    text = r'{"a": <name>, "b": "x <name> <count>\" <nothing>", "c": <count>, "d": <tags>, "e": <gone>, "f": 1}'
+    filled = input_of({"InputTransformer": {"InputPathsMap": paths, "InputTemplate": text}}, event)
+    assert json.loads(filled) == {
+        "a": 'a "b"',
+        "b": 'x a "b" 2" <nothing>',
+        "c": 2,
+        "d": [{"Key": "k"}],
+        "e": None,
+        "f": 1,
+    }
