@@ -360,7 +360,7 @@ class ZeroSpec(SpecModel):
     overlap: bool | Auto = "auto"
     """Reduce gradients while the backward pass goes on, at twice the bucket's memory. auto: on GPUs."""
     prefetch_elements: Annotated[int, Field(ge=0)] | Auto = "auto"
-    """Stage 3: weights gathered ahead of their use; 0: none. auto: as reduce_bucket_elements."""
+    """Stage 3: weights gathered ahead of their use; 0: none. auto: as reduce_bucket_elements; 0 from NVMe."""
     persistence_threshold_elements: int = Field(default=100_000, ge=0)
     """Stage 3: parameters with fewer stay whole on every rank: norms and biases, too small to be worth a message."""
     max_live_elements: PositiveInt | Auto = "auto"
@@ -368,7 +368,7 @@ class ZeroSpec(SpecModel):
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
     """Stage 3: where a rank's part of the weights lives between uses; needs offload for the optimizer state too."""
     nvme_path: str | None = None
-    """Folder on a local NVMe disk, for offload: nvme (which this image's trainer refuses, with the reason)."""
+    """Folder on a local NVMe disk, for offload: nvme, whose files go when the job ends. Needs libaio, else refused."""
 
 
 class ParallelismSpec(SpecModel):
@@ -499,6 +499,10 @@ class RecoverySpec(SpecModel):
     """A restart that lies further back no longer counts: a month's job may lose a rank every day."""
     backoff_seconds: float = Field(default=2.0, ge=0)
     """Pause before the window's first restart; doubled for each further one, at most 300."""
+    max_resumes: int = Field(default=0, ge=0, le=20)
+    """On SageMaker: how often the tenant's resumer starts the job again when it has failed for lack of capacity, by an
+    error of SageMaker's own or a lost host, or asks to be resumed; 0: a person does. What spot capacity takes SageMaker
+    starts again by itself, and doesn't count. A second failure from the same checkpoint is left to a person."""
     hang_seconds: float | None = Field(default=300.0, gt=0)
     """A rank that finished no step for this long, and for ten times the median step, hangs; null: never."""
     start_minutes: float = Field(default=60.0, gt=0)

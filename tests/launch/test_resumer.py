@@ -1,0 +1,195 @@
+"""Who starts a failed job again without a person: the resumer's function on records that the launcher reads."""
+
+import io
+import json
+import re
+from typing import Any
+
+import pytest
+from launch_testing import IMAGE, JOB_ID
+
+from trainyard.functions import job_resumer, retry_rules
+from trainyard.launch.launcher import new_record
+from trainyard.launch.record import JobRecord, S3RecordStore
+from trainyard.launch.session import Account
+from trainyard.spec.job import JobSpec, ResolvedJob
+
+DATA, CHECKPOINTS = "acme-data", "acme-checkpoints"
+PLACES = {"data": DATA, "checkpoints": CHECKPOINTS, "broker": "the-broker"}
+NO_ROOM = "CapacityError: Unable to provision requested ML compute capacity."
+INTERNAL = "InternalServerError: We encountered an internal error. Please try again."
+LOST = "AlgorithmError: host algo-2 is gone: its entrypoint was killed, or the network parted, exit code: 1"
+
+
+class Aws:
+    """S3 by moto; what SageMaker says of a job, and a broker that remembers what it was asked."""
+
+    def __init__(self, s3: Any, reason: str = INTERNAL) -> None:
+        self.s3, self.status, self.reason = s3, "Failed", reason
+        self.answer: dict[str, Any] = {"submitted": "yes"}
+        self.asked: list[str] = []
+
+    def __call__(self, service: str) -> Any:
+        return self.s3 if service == "s3" else self
+
+    def describe_training_job(self, **_: str) -> dict[str, str]:
+        return {"TrainingJobStatus": self.status, "FailureReason": self.reason}
+
+    def invoke(self, *, FunctionName: str, Payload: bytes) -> dict[str, Any]:
+        assert FunctionName == "the-broker"
+        self.asked.append(json.loads(Payload)["job_id"])
+        return {"Payload": io.BytesIO(json.dumps(self.answer).encode())}
+
+    def resume(self, number: int) -> dict[str, Any]:
+        """What the function does when that attempt has ended."""
+        return job_resumer.resume(JOB_ID if number == 1 else f"{JOB_ID}-r{number}", PLACES, self)
+
+    def commit(self, step: int) -> None:
+        """A checkpoint, and one that was never finished."""
+        for name in (f"step-{step:08d}/COMMITTED", f"step-{step + 1:08d}/shard-0"):
+            self.s3.put_object(Bucket=CHECKPOINTS, Key=f"jobs/{JOB_ID}/checkpoints/{name}", Body=b"")
+
+
+@pytest.fixture
+def store(aws: Account, job: JobSpec, resolved: ResolvedJob) -> S3RecordStore:
+    """The record of a job that may be resumed twice."""
+    s3 = aws.client("s3")
+    for bucket in (DATA, CHECKPOINTS):
+        s3.create_bucket(Bucket=bucket)
+    recovery = resolved.spec.recovery.model_copy(update={"max_resumes": 2})
+    resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update={"recovery": recovery})})
+    record = new_record(
+        job,
+        resolved,
+        job_id=JOB_ID,
+        backend="sagemaker",
+        environment="test",
+        plan={},
+        image=IMAGE,
+        channels=(),
+        forced=(),
+        launched_by="",
+    )
+    made = S3RecordStore(s3, DATA)
+    made.create(record.with_attempt(submitted_at="2026-01-31T12:00:00+00:00"))
+    return made
+
+
+def read(store: S3RecordStore) -> JobRecord:
+    return store.read(JOB_ID).record
+
+
+def test_a_resume_is_the_launchers_own_within_the_budget_and_its_repetition_changes_nothing(
+    aws: Account, store: S3RecordStore
+) -> None:
+    cloud = Aws(aws.client("s3"), NO_ROOM)
+    first = read(store)
+    assert cloud.resume(1) == {"submitted": "yes"}
+    record = read(store)
+    expected = first.with_next_attempt()
+    assert [item.model_dump(exclude={"created_at", "submitted_at"}) for item in record.attempts] == [
+        item.model_dump(exclude={"created_at", "submitted_at"}) for item in expected.attempts
+    ]
+    assert record.attempt.submitted_at and record.state == "Submitted"
+    assert record.states[-2].note == "resumed by itself (1): no capacity; from step 0"
+    # SageMaker may tell of one change more than once.
+    assert cloud.resume(1) == {"left": "somebody has resumed it"} and cloud.asked == [JOB_ID]
+    assert read(store) == record
+    assert cloud.resume(2) == {"submitted": "yes"}, "no capacity is no crash loop"
+    assert cloud.resume(3) == {"left": "2 resumes are spent (recovery.max_resumes)"} and len(cloud.asked) == 2
+
+
+def test_a_crash_loop_is_left_to_a_person_and_progress_is_none(aws: Account, store: S3RecordStore) -> None:
+    cloud = Aws(aws.client("s3"), LOST)
+    cloud.commit(5)
+    assert "submitted" in cloud.resume(1)
+    assert cloud.resume(2) == {"left": "a crash loop: twice in a row from step 5, a host was lost"}
+    cloud.commit(10)
+    assert "submitted" in cloud.resume(2)
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        ("Failed", "AlgorithmError: rank 0 on algo-1: ValueError: a shape is wrong, exit code: 1"),
+        ("Failed", "AlgorithmError: rank 0 on algo-1: CapacityError of the program's own, exit code: 2"),
+        ("Failed", "ClientError: Data download failed"),
+        ("Stopped", ""),
+        ("Completed", ""),
+    ],
+)
+def test_what_another_start_would_not_mend_stays_ended(
+    aws: Account, store: S3RecordStore, status: str, reason: str
+) -> None:
+    cloud = Aws(aws.client("s3"), reason)
+    cloud.status = status
+    before = read(store)
+    assert cloud.resume(1) == {"left": "another start wouldn't mend what ended it"}
+    assert (read(store), cloud.asked) == (before, [])
+
+
+def test_nothing_is_resumed_that_did_not_ask_for_it(aws: Account, store: S3RecordStore) -> None:
+    stored = store.read(JOB_ID)
+    spec = stored.record.resolved.spec
+    plain = spec.model_copy(update={"recovery": spec.recovery.model_copy(update={"max_resumes": 0})})
+    resolved = stored.record.resolved.model_copy(update={"spec": plain})
+    store.replace(stored, stored.record.model_copy(update={"resolved": resolved}))
+    cloud = Aws(aws.client("s3"))
+    assert cloud.resume(1) == {"left": "recovery.max_resumes is 0"} and not cloud.asked
+
+
+def test_of_two_resumers_one_wins(aws: Account, store: S3RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cloud = Aws(aws.client("s3"))
+    honest = job_resumer.newest_step
+
+    def meanwhile(*arguments: Any) -> int:
+        # A person resumes the job between the function's look and its write.
+        monkeypatch.setattr(job_resumer, "newest_step", honest)
+        stored = store.read(JOB_ID)
+        store.replace(stored, stored.record.with_next_attempt())
+        return honest(*arguments)
+
+    monkeypatch.setattr(job_resumer, "newest_step", meanwhile)
+    with pytest.raises(RuntimeError, match="somebody else wrote its record meanwhile"):
+        cloud.resume(1)
+    assert cloud.resume(1) == {"left": "somebody has resumed it"}
+    assert (read(store).attempt.number, cloud.asked) == (2, [])
+
+
+def test_a_submission_that_failed_is_tried_again_and_one_that_was_refused_is_not(
+    aws: Account, store: S3RecordStore
+) -> None:
+    cloud = Aws(aws.client("s3"))
+    cloud.answer = {"refused": "try again", "by": "aws", "code": "Busy"}
+    with pytest.raises(RuntimeError, match="the broker did not submit it"):
+        cloud.resume(1)
+    assert read(store).attempt.number == 2 and read(store).attempt.submitted_at is None
+    cloud.answer = {"submitted": f"{JOB_ID}-r2"}
+    assert cloud.resume(1) == {"submitted": f"{JOB_ID}-r2"}, "the same attempt"
+    assert read(store).attempt.number == 2 and read(store).state == "Submitted"
+    cloud.commit(3)
+    cloud.answer = {"refused": "over the quota", "by": "rules"}
+    assert cloud.resume(2) == cloud.answer
+    assert read(store).attempt.submitted_at is None, "`trainyard resume` submits it"
+
+
+@pytest.mark.parametrize("reason", [INTERNAL, LOST, "AlgorithmError: , exit code: 75"])
+def test_batch_retries_what_the_resumer_resumes_but_capacity_which_it_retries_by_itself(reason: str) -> None:
+    assert job_resumer.cause({"TrainingJobStatus": "Failed", "FailureReason": reason})
+    rules = retry_rules.retry_rules({"recovery": {"max_resumes": 3}})
+    assert rules["attempts"] == 4 and len(rules["evaluateOnExit"]) <= 5
+    said = f"Received status from SageMaker: {reason}"
+    first = next(
+        rule
+        for rule in rules["evaluateOnExit"]
+        if re.fullmatch(re.escape(rule["onStatusReason"]).replace(r"\*", ".*"), said, re.DOTALL)
+    )
+    assert first["action"] == "RETRY"
+
+
+def test_batch_starts_once_what_did_not_ask_for_more() -> None:
+    assert retry_rules.retry_rules({"recovery": {"max_resumes": 0}}) == {"attempts": 1}
+    assert retry_rules.retry_rules({}) == {"attempts": 1}
+    assert retry_rules.retry_rules({"recovery": {"max_resumes": 20}})["attempts"] == 10
+    rules = retry_rules.retry_rules({"recovery": {"max_resumes": 1}})["evaluateOnExit"]
+    assert rules[-1] == {"action": "EXIT", "onStatusReason": "*"}

@@ -1,0 +1,154 @@
+"""Lambda: starts a failed training job again, as `trainyard resume` does, where its `recovery.max_resumes` allows.
+
+For what neither SageMaker nor a training queue starts again: no capacity, SageMaker's own errors, a lost host, "saved,
+resume me". Who resumes writes the next attempt into the job's record first, on the condition that it still is as it was
+read: of two resumers one wins. The tenant's broker then submits it, with all its checks.
+"""
+
+import datetime
+import json
+import os
+import re
+from typing import Any
+
+CAUSES = {
+    "no capacity": r"^CapacityError",
+    "SageMaker's own error": r"^InternalServerError",
+    "saved, and asked to be resumed": r"exit code:.*\b75\b",
+    "a host was lost": r"^AlgorithmError: (the first )?host \S+ is gone",
+}
+"""Pattern of FailureReason's first line, by what the log and the record call it."""
+NOTE = "resumed by itself"
+_SUFFIX = re.compile(r"-r\d+$")
+_CONFLICTS = ("PreconditionFailed", "ConditionalRequestConflict")
+_CONFIRMATIONS = 5
+
+
+def cause(job: dict[str, Any]) -> str | None:
+    """Which of CAUSES ended `job` (DescribeTrainingJob); None: another start mends nothing, or somebody stopped it."""
+    if job["TrainingJobStatus"] != "Failed":
+        return None
+    reason = str(job.get("FailureReason") or "").split("\n")[0]
+    return next((name for name, words in CAUSES.items() if re.search(words, reason)), None)
+
+
+def refusal(record: dict[str, Any], why: str | None, step: int) -> str:
+    """Why the job isn't started again, in a line; empty: it is. `step`: of its newest checkpoint."""
+    most = record["resolved"]["spec"].get("recovery", {}).get("max_resumes", 0)
+    mine = [state["note"] for state in record["states"] if state["note"].startswith(NOTE)]
+    if not most:
+        return "recovery.max_resumes is 0"
+    if why is None:
+        return "another start wouldn't mend what ended it"
+    if len(mine) >= most:
+        return f"{len(mine)} resumes are spent (recovery.max_resumes)"
+    if why != "no capacity" and mine and mine[-1].endswith(_how(why, step)):
+        return f"a crash loop: twice in a row from step {step}, {why}"
+    return ""
+
+
+def with_attempt(record: dict[str, Any], why: str, step: int, now: str) -> dict[str, Any]:
+    """The record with one more attempt, as trainyard.launch.record has it."""
+    number = record["attempts"][-1]["number"] + 1
+    count = 1 + sum(state["note"].startswith(NOTE) for state in record["states"])
+    attempt = {"number": number, "training_job_name": f"{record['job_id']}-r{number}", "created_at": now}
+    attempt |= {"submitted_at": None, "reclaims": 0, "failure": ""}
+    state = {"state": "Created", "at": now, "attempt": number, "note": f"{NOTE} ({count}){_how(why, step)}"}
+    return {**record, "attempts": [*record["attempts"], attempt], "states": [*record["states"], state]}
+
+
+def _how(why: str, step: int) -> str:
+    return f": {why}; from step {step}"
+
+
+def is_ours(record: dict[str, Any], name: str) -> bool:
+    """Whether the newest attempt follows attempt `name`, is one of this function's, and was never submitted."""
+    before, newest = ([{}] + record["attempts"])[-2:]
+    notes = [state["note"] for state in record["states"] if state["attempt"] == newest["number"]]
+    follows = before.get("training_job_name") == name and not newest.get("submitted_at")
+    return follows and bool(notes) and notes[0].startswith(NOTE)
+
+
+class Records:
+    """The tenant's job records."""
+
+    def __init__(self, s3: Any, bucket: str) -> None:
+        self._s3, self._bucket = s3, bucket
+
+    def read(self, job_id: str) -> tuple[dict[str, Any], str]:
+        """The record, and its version."""
+        found = self._s3.get_object(Bucket=self._bucket, Key=f"jobs/{job_id}/record.json")
+        return json.load(found["Body"]), found["ETag"]
+
+    def replace(self, record: dict[str, Any], version: str) -> bool:
+        """Write it over that version; False where somebody else wrote since."""
+        key, body = f"jobs/{record['job_id']}/record.json", json.dumps(record, indent=1).encode()
+        try:
+            self._s3.put_object(Bucket=self._bucket, Key=key, Body=body, IfMatch=version)
+        except self._s3.exceptions.ClientError as error:
+            if error.response["Error"]["Code"] in _CONFLICTS:
+                return False
+            raise
+        return True
+
+    def confirm(self, job_id: str, number: int) -> None:
+        """Write down that an attempt was submitted; whoever looks at the job does so too."""
+        for _ in range(_CONFIRMATIONS):
+            record, version = self.read(job_id)
+            newest = record["attempts"][-1]
+            if newest["number"] != number or newest.get("submitted_at"):
+                return
+            newest["submitted_at"] = _now()
+            record["states"].append({"state": "Submitted", "at": _now(), "attempt": number, "note": ""})
+            if self.replace(record, version):
+                return
+
+
+def newest_step(s3: Any, bucket: str, job_id: str) -> int:
+    """Of the job's committed checkpoints; 0: there is none."""
+    pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"jobs/{job_id}/checkpoints/step-")
+    keys = [item["Key"] for page in pages for item in page.get("Contents", [])]
+    found = [re.search(r"/step-(\d+)/COMMITTED$", key) for key in keys]
+    return max((int(step[1]) for step in found if step), default=0)
+
+
+def resume(name: str, places: dict[str, str], client: Any) -> dict[str, Any]:
+    """Resume the job whose attempt `name` has ended; what was done, or why nothing was.
+
+    `places`: `data` and `checkpoints` buckets, `broker` function; `client`: makes AWS clients. Raises where another try
+    may help.
+    """
+    job_id = _SUFFIX.sub("", name)
+    s3 = client("s3")
+    records = Records(s3, places["data"])
+    record, version = records.read(job_id)
+    if record["attempts"][-1]["training_job_name"] == name:
+        why = cause(client("sagemaker").describe_training_job(TrainingJobName=name))
+        step = newest_step(s3, places["checkpoints"], job_id)
+        if no := refusal(record, why, step):
+            return {"left": no}
+        record = with_attempt(record, str(why), step, _now())
+        if not records.replace(record, version):
+            raise RuntimeError(f"{name}: somebody else wrote its record meanwhile")
+    elif not is_ours(record, name):  # an event may come twice, and this function may have died in between
+        return {"left": "somebody has resumed it"}
+    asked = json.dumps({"job_id": job_id}).encode()
+    answer = json.load(client("lambda").invoke(FunctionName=places["broker"], Payload=asked)["Payload"])
+    if "submitted" in answer:
+        records.confirm(job_id, record["attempts"][-1]["number"])
+    elif answer.get("by") != "rules":
+        raise RuntimeError(f"{name}: the broker did not submit it: {json.dumps(answer)}")
+    return dict(answer)
+
+
+def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
+    """`event`: {"job": name of a training job that has failed}. After an error Lambda asks twice more."""
+    import boto3
+
+    answer = {"job": event["job"], **resume(event["job"], json.loads(os.environ["RESUMER"]), boto3.client)}
+    print(json.dumps(answer))
+    return answer
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
