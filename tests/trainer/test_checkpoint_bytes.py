@@ -5,7 +5,9 @@ The file is also the program that each rank runs: `python -m test_checkpoint_byt
 
 import itertools
 import json
+import math
 import os
+import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -13,16 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-from trainer.checkpoint import Checkpointer, restore
+from trainer.checkpoint import Checkpointer, SpoiledError, restore
 from trainer.checkpoint.blocks import BlockTable, values_in, write_blocks
 from trainer.checkpoint.destination import LocalDestination, S3Destination
 from trainer.checkpoint.manifest import commit_marker
-from trainer.checkpoint.reading import Needs, StepReader, _runs, ranges_of
+from trainer.checkpoint.needs import Needs, Placement
+from trainer.checkpoint.ranges import Extents, Share, divided, ranges_of
+from trainer.checkpoint.reading import StepReader
 from trainer.strategies.flat_shard import FlatShard
 from trainer_testing.pool import run_pooled
 
@@ -110,16 +113,16 @@ def rank_main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     num_read = [0]
-    for name in ("get_range", "get_bytes"):
+    for name in ("get_range", "get_bytes", "read_into"):
         original = getattr(LocalDestination, name)
 
-        def counted(self: Any, *arguments: Any, original: Any = original, **options: Any) -> bytes:
-            content: bytes = original(self, *arguments, **options)
-            num_read[0] += len(content)
+        def counted(self: Any, *arguments: Any, original: Any = original, **options: Any) -> Any:
+            content: bytes | int = original(self, *arguments, **options)
+            num_read[0] += content if isinstance(content, int) else len(content)
             return content
 
         setattr(LocalDestination, name, counted)
-    full, rank = whole(), dist.get_rank()
+    full = whole()
     for layout in (fsdp, zero, pipeline):
         checkpoints = _checkpointer(Path(folder) / layout.__name__, a_host=4)
         checkpoints.save(1, layout(full), {})
@@ -133,12 +136,24 @@ def rank_main(folder: str) -> None:
         info = checkpoints.latest(lambda tensors=tensors: tensors)  # type: ignore[misc]
         assert info is not None
         checkpoints.load(info, tensors)
-        for key, tensor in loaded(full).items():
-            assert torch.equal(_local(tensors[key]), _local(tensor)), (name, key, rank)
+        check_loaded(tensors, loaded(full), name)
         read[name] = num_read[0]
+        num_read[0] = 0
+        tensors = loaded({name: torch.zeros_like(tensor) for name, tensor in full.items()})
+        info = checkpoints.latest(lambda tensors=tensors: tensors, may_spoil=True)  # type: ignore[misc]
+        assert info is not None
+        checkpoints.load(info, tensors)
+        check_loaded(tensors, loaded(full), name)
+        read[f"{name}, straight"] = num_read[0]
         checkpoints.close()
     print("RESULT " + json.dumps(read), flush=True)
     dist.destroy_process_group()
+
+
+def check_loaded(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
+    """Every tensor is what was saved, on this rank."""
+    for key, tensor in expected.items():
+        assert torch.equal(_local(tensors[key]), _local(tensor)), (name, key, dist.get_rank())
 
 
 def _checkpointer(folder: Path, *, a_host: int) -> Checkpointer:
@@ -168,7 +183,9 @@ def test_a_host_reads_what_its_ranks_need(tmp_path: Path) -> None:
     lines = [next(line for line in output.splitlines() if line.startswith("RESULT ")) for output in outputs]
     read = [json.loads(line.removeprefix("RESULT ")) for line in lines]
     size = sum(tensor.numel() * 4 for tensor in whole().values())
-    for name, _, _, a_host, share in CASES:
+    for case, way in itertools.product(CASES, ("", ", straight")):
+        _, _, _, a_host, share = case
+        name = case[0] + way
         hosts = [sum(one[name] for one in read[first : first + a_host]) for first in range(0, 4, a_host)]
         for host, num_bytes in enumerate(hosts):
             assert share * size <= num_bytes <= MOST * share * size, f"{name}: host {host} read {num_bytes / size:.3f}"
@@ -237,6 +254,26 @@ def test_a_flipped_bit_is_found_where_it_is_read_and_only_there(tmp_path: Path) 
     assert info is not None and info.step == 1
 
 
+def test_what_may_be_spoiled_is_read_once_and_straight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(str(tmp_path), tmp_path)
+    shards = [tmp_path / f"checkpoints/step-0000000{step}/__0_0.distcp" for step in (1, 2)]
+    flip(shards[1], shards[1].stat().st_size // 2)
+    monkeypatch.setattr(restore, "fill_from", lambda folder, ranges, *_: ranges and pytest.fail("read twice"))
+    job, tensors = Job(str(tmp_path), tmp_path), {name: torch.zeros(1000, 1000) for name in "abc"}
+    info = job.checkpoints.latest(lambda: tensors, may_spoil=True)
+    assert info is not None and info.step == 1 and "step=2 skipped: __0_0.distcp is altered" in job.said[0]
+    assert all(tensor.eq(1).all() for tensor in tensors.values())  # it has nothing of step 2 any more
+    assert job.checkpoints.load(info, tensors) == {"step": 1}
+    flip(shards[0], shards[0].stat().st_size // 2)
+    with pytest.raises(SpoiledError):
+        job.checkpoints.latest(lambda: tensors, may_spoil=True)
+    assert "none of 2" in job.said[-1] and "starting anew" in job.said[-1]
+    # An index that is torn shows before anything is read: they are what they were.
+    for shard in shards:
+        flip(shard.with_name(".metadata"), 60)
+    assert job.checkpoints.latest(lambda: tensors, may_spoil=True) is None
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp.blocks", ".metadata"])
 def test_an_index_is_not_believed_either(tmp_path: Path, name: str) -> None:
     saved(str(tmp_path), tmp_path)
@@ -298,14 +335,14 @@ def test_of_an_object_only_the_bytes_needed_are_fetched(
 ) -> None:
     saved(s3, tmp_path)
     ranges: list[int] = []
-    original = S3Destination.get_range
+    original = S3Destination.read_into
 
-    def counted(self: S3Destination, name: str, *, start: int, num_bytes: int) -> bytes:
-        content = original(self, name, start=start, num_bytes=num_bytes)
-        ranges.append(len(content))
-        return content
+    def counted(self: S3Destination, name: str, *, start: int, memory: Any) -> int:
+        num_read = original(self, name, start=start, memory=memory)
+        ranges.append(num_read)
+        return num_read
 
-    monkeypatch.setattr(S3Destination, "get_range", counted)
+    monkeypatch.setattr(S3Destination, "read_into", counted)
     monkeypatch.setattr(S3Destination, "get_file", lambda *_: pytest.fail("a whole file was fetched"))
     taken, tensors = Job(s3, tmp_path).load("b")
     assert taken == 2 and tensors["b"].eq(2).all()
@@ -348,21 +385,55 @@ def test_room_is_looked_for_once_a_host_and_what_a_killed_run_left_is_no_lack(
     reader = StepReader(other._destination, candidate.manifest, other._retry)
     needs = Needs(reader.index, {name: torch.zeros(1000, 1000) for name in "ab"})
     # It doesn't raise: the first rank of the host sees to it.
-    other._make_room(2, reader, needs.blocks(reader))
+    other._make_room(2, reader, needs.blocks(reader.table))
 
 
 # ---------------------------------------------------------------- arithmetic
 
 
-def test_runs_are_the_elements_of_a_block_of_an_array() -> None:
-    for sizes in ((5,), (3, 4), (2, 3, 4)):
-        numbers = np.arange(np.prod(sizes)).reshape(sizes)
+def test_bytes_of_a_box_go_where_they_belong_however_they_are_cut() -> None:
+    for sizes in ((), (5,), (3, 4), (2, 3, 4)):
+        numbers = torch.arange(math.prod(sizes), dtype=torch.float32).reshape(sizes)
+        content = numbers.reshape(-1).view(torch.uint8)
         spans = [[(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in sizes]
         for block in itertools.product(*spans):
-            starts, length = _runs(sizes, [a for a, _ in block], [b - a for a, b in block])
-            found = (starts[:, None] + np.arange(length)[None, :]).reshape(-1)
-            assert found.tolist() == numbers[tuple(slice(a, b) for a, b in block)].reshape(-1).tolist()
-    assert _runs((), (), ())[0].tolist() == [0] and _runs((), (), ())[1] == 1
+            wanted = numbers[tuple(slice(a, b) for a, b in block)]
+            place = {"sizes": sizes, "offsets": [a for a, _ in block], "lengths": [b - a for a, b in block]}
+            targets = [torch.full_like(wanted, -1, dtype=kind) for kind in (torch.float32, torch.float64)]
+            targets.append(torch.full((*wanted.shape, 2), -1.0)[..., 0])  # with gaps
+            for target in targets:
+                placement = Placement(target, torch.float32, **place)  # type: ignore[arg-type]
+                for start, end in itertools.pairwise(range(0, len(content) + 12, 12)):
+                    piece = content[start : min(end, len(content))]
+                    memory = placement.memory(start, start + len(piece))
+                    if memory is None:
+                        placement.put(start, piece.clone())
+                    else:
+                        memory[:] = piece.numpy().data
+                assert torch.equal(target.float(), wanted), (sizes, block)
+
+
+def test_each_block_is_read_by_one_of_those_that_need_it() -> None:
+    assert [divided([{"a": [(0, 9)]}])[0], divided([{"a": [(0, 4)]}, {}])[1].borrowed] == [
+        Share({"a": [(0, 9)]}, {}, {}),
+        {},
+    ]
+    generator = random.Random(1)
+    for _ in range(50):
+        wanted = [{name: {b for b in range(30) if generator.random() < 0.6} for name in "ab"} for _ in range(3)]
+        needs = [{name: [(b, b + 1) for b in sorted(blocks)] for name, blocks in one.items()} for one in wanted]
+        shares = divided(needs)
+        for name in "ab":
+            read = [_blocks(one.alone, name) + _blocks(one.shared, name) for one in shares]
+            assert sorted(itertools.chain(*read)) == sorted(set().union(*(one[name] for one in wanted)))
+            for rank, share in enumerate(shares):
+                assert sorted(read[rank] + _blocks(share.borrowed, name)) == sorted(wanted[rank][name])
+                others = set().union(*(one[name] for place, one in enumerate(wanted) if place != rank))
+                assert not others & set(_blocks(share.alone, name)) and others >= set(_blocks(share.shared, name))
+
+
+def _blocks(extents: Extents, name: str) -> list[int]:
+    return [block for first, end in extents.get(name, []) for block in range(first, end)]
 
 
 def test_values_are_found_in_what_torch_saves(tmp_path: Path) -> None:
@@ -389,9 +460,10 @@ def test_what_lies_apart_is_one_request_only_where_little_is_between() -> None:
     digest = bytes(32)
     near = BlockTable([(at, at + 10, 65536, 65536, digest) for at in range(0, 10 * 65600, 65600)])
     far = BlockTable([(at, at + 10, 65536, 65536, digest) for at in range(0, 10 * 99_000, 99_000)])
-    assert [len(one.blocks) for one in ranges_of({"near": [(0, 10)]}, {"near": near})] == [10]
-    assert [len(one.blocks) for one in ranges_of({"far": [(0, 10)]}, {"far": far})] == [1] * 10
-    mixed = ranges_of({"near": [(2, 5), (7, 9)], "far": [(0, 2)]}, {"near": near, "far": far})
+    tables = {"near": near, "far": far}.__getitem__
+    assert [len(one.blocks) for one in ranges_of({"near": [(0, 10)]}, tables)] == [10]
+    assert [len(one.blocks) for one in ranges_of({"far": [(0, 10)]}, tables)] == [1] * 10
+    mixed = ranges_of({"near": [(2, 5), (7, 9)], "far": [(0, 2)]}, tables)
     assert [one.blocks for one in mixed] == [(2, 3, 4), (7, 8), (0,), (1,)]
 
 

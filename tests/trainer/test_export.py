@@ -156,14 +156,13 @@ def test_only_weights_are_read_and_an_altered_one_is_not_written(
 ) -> None:
     model = saved_model(tmp_path / "job", "Llama", optimizer={"average_decay": 0.9})
     read: list[int] = []
-    original = LocalDestination.get_range
+    original = LocalDestination.read_into
 
-    def counted(self: LocalDestination, name: str, *, start: int, num_bytes: int) -> bytes:
-        content = original(self, name, start=start, num_bytes=num_bytes)
-        read.append(len(content))
-        return content
+    def counted(self: LocalDestination, name: str, *, start: int, memory: Any) -> int:
+        read.append(original(self, name, start=start, memory=memory))
+        return read[-1]
 
-    monkeypatch.setattr(LocalDestination, "get_range", counted)
+    monkeypatch.setattr(LocalDestination, "read_into", counted)
     export(Export(str(tmp_path / "job"), tmp_path / "hf"))
     assert sum(read) == sum(tensor.nbytes for tensor in model.parameters())
     shard = tmp_path / "job/checkpoints/step-00000003/__0_0.distcp"

@@ -1,6 +1,7 @@
 """One attempt at a job: its data, model, engine, checkpoints and metrics, put together and kept in step."""
 
 import functools
+import gc
 import json
 import math
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval
+from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval, SpoiledError
 from trainer.checkpoint.base_model import base_model_digest, check_same_base
 from trainer.data import JobData, MicroBatch
 from trainer.models.described import describe_model
@@ -102,14 +103,11 @@ class Session:
         )
         self.num_steps = job.steps or _steps_of_epochs(job, self.data)
         self._validation = Validation(job, task, self.data, runtime)
-        model = task.build_model(job, self.data)
-        self._model_described = describe_model(job.spec, model)
-        self.strategy: Strategy = build_strategy(job, model=model, runtime=runtime)
+        self.strategy = self._made_engine()
         for name, choice in self.strategy.choices.items() if runtime.is_first else ():
             say(f"{name}: {choice}")
         assert self.strategy.data_parallel_rank == data_parallel_rank(job.parallelism, runtime.rank)
         self._num_readers = runtime.world_size // job.parallelism.data_parallel_size
-        seed_everything(job.spec.training.seed, rank=random_stream(job.parallelism, runtime.rank))
         self._checkpointer = _checkpointer_of(job, runtime, output_dir, scratch_dir)
         self._metrics = MetricsLog(output_dir)
         self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
@@ -142,13 +140,36 @@ class Session:
         if training.on_anomaly == "rollback" and self._checkpointer.last_committed_step is None:
             self.save()  # the first step may be the one that goes wrong
 
+    def _made_engine(self) -> Strategy:
+        """The model and its engine as they are before the first step, and the random numbers of that moment."""
+        model = self._task.build_model(self._job, self.data)
+        self._model_described = describe_model(self._job.spec, model)
+        strategy = build_strategy(self._job, model=model, runtime=self._runtime)
+        stream = random_stream(self._job.parallelism, self._runtime.rank)
+        seed_everything(self._job.spec.training.seed, rank=stream)
+        return strategy
+
+    def _newest_loaded(self) -> CheckpointInfo | None:
+        """The newest valid checkpoint, loaded; None where there is none. SpoiledError: the engine must be made anew."""
+        tensors = functools.cache(self.strategy.state_tensors)
+        info = self._checkpointer.latest(tensors, may_spoil=True)
+        if info is not None:
+            self._load(info, tensors())
+        return info
+
     def _resume(self) -> int:
         """Continues from the newest valid checkpoint, if there is one; returns the attempt's number."""
         began = time.perf_counter()
-        tensors = functools.cache(self.strategy.state_tensors)
-        info = self._checkpointer.latest(tensors)
-        if info is not None:
-            self._load(info, tensors())
+        info, is_spoiled = None, False
+        try:
+            info = self._newest_loaded()
+        except SpoiledError:  # its traceback holds the old tensors, so the new ones are made outside
+            is_spoiled = True
+        if is_spoiled:
+            self.strategy.close()
+            del self.strategy
+            gc.collect()  # hooks and models refer to each other
+            self.strategy = self._made_engine()
         attempt = self._begin_attempt(began) if self._runtime.is_first else 0
         self._left_out.read()
         if info is not None and self._runtime.is_first:
@@ -203,7 +224,10 @@ class Session:
         assert anomaly is not None
         tensors = functools.cache(self.strategy.state_tensors)
         with self.clock.excluded(), self._patience.as_at_start():
-            info = self._checkpointer.latest(tensors)
+            try:
+                info = self._checkpointer.latest(tensors, may_spoil=True)
+            except SpoiledError:
+                info = None
             if info is None:
                 raise JobFailedError(f"step {step}: {anomaly}; training.on_anomaly: rollback found no checkpoint")
             if self._left_out.num_since(info.step) >= self._job.spec.training.max_skips:

@@ -1,7 +1,8 @@
 """Checkpoints: committed or not there, readable at any layout, written while training goes on.
 
 `Checkpointer(destination, ...)` has `save(step, tensors, extra, attachments=)`, `wait`, `latest` and `load(info, ...)`.
-`latest(tensors)` reads no more of a checkpoint than these tensors need, and believes no byte before it was hashed.
+`latest(tensors)` reads no more of a checkpoint than these tensors need, and believes no byte before it was hashed;
+where the caller can make them anew, it reads straight into them.
 Every method is called by all ranks alike. A save blocks for the copy to host memory alone; writing, hashing and
 uploading happen behind. Whatever goes wrong there is one line on stdout and in `last_error`, and never stops a step.
 
@@ -17,11 +18,12 @@ Layout under the destination (a folder or an s3:// prefix):
 `Interval` says how often to save where the job leaves that open.
 
 Inside: `destination` (where bytes go), `manifest` (what is promised), `host_copy` (plan and staging), `restore` (which
-one is good), `blocks` (hashes of parts of files), `reading` (what tensors need of it), `checkpointer` (the flow).
+one is good), `blocks` (hashes of parts of files), `needs` (which of them tensors need, and where in these they go),
+`ranges` (who reads what), `reading` (the reading itself), `checkpointer` (the flow).
 """
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.interval import Interval, best_interval_seconds
-from trainer.checkpoint.restore import CheckpointInfo
+from trainer.checkpoint.restore import CheckpointInfo, SpoiledError
 
-__all__ = ["CheckpointInfo", "Checkpointer", "Interval", "best_interval_seconds"]
+__all__ = ["CheckpointInfo", "Checkpointer", "Interval", "SpoiledError", "best_interval_seconds"]

@@ -59,9 +59,11 @@ class BlockTable:
         self.boxes: dict[int, StoredBox] = {}
         self._places: list[tuple[int, int]] = []
         self._digests: list[bytes] = []
+        self._box_of: list[StoredBox] = []
         for archive_start, start, num_bytes, block_bytes, digests in sorted(boxes):
             box = StoredBox(archive_start, start, num_bytes, block_bytes, len(self._places))
             self.boxes[archive_start] = box
+            self._box_of += [box] * box.num_blocks
             ends = (start + min(num_bytes, (number + 1) * block_bytes) for number in range(box.num_blocks))
             self._places += [(start + number * block_bytes, end) for number, end in enumerate(ends)]
             self._digests += [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
@@ -71,6 +73,10 @@ class BlockTable:
     def place(self, block: int) -> tuple[int, int]:
         """First byte of a block in the file, and the one after its last."""
         return self._places[block]
+
+    def box_of(self, block: int) -> StoredBox:
+        """The box that a block is of."""
+        return self._box_of[block]
 
     def is_as_promised(self, block: int, content: memoryview) -> bool:
         """Whether `content` is the block that was saved."""
@@ -112,6 +118,17 @@ def write_blocks(shard: Path, archives: Sequence[tuple[int, int]]) -> Path:
     path = shard.with_name(shard.name + BLOCKS_SUFFIX)
     path.write_bytes(BlockTable(boxes).to_bytes())
     return path
+
+
+def unhashed_blocks(shard: Path, archives: Sequence[tuple[int, int]]) -> BlockTable:
+    """A table that knows where the values of these archives lie, and no hashes: of a file that was hashed whole."""
+    boxes = []
+    with shard.open("rb") as file:
+        for start, length in archives:
+            begin, num_bytes = values_in(file, start, length)
+            block_bytes = _block_bytes(num_bytes)
+            boxes.append((start, begin, num_bytes, block_bytes, bytes(_DIGEST_BYTES * -(-num_bytes // block_bytes))))
+    return BlockTable(boxes)
 
 
 def _hashed(file: BinaryIO, start: int, num_bytes: int) -> tuple[int, int, int, bytes]:

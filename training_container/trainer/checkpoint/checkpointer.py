@@ -45,7 +45,8 @@ from trainer.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from trainer.checkpoint.reading import Needs, mismatch
+from trainer.checkpoint.needs import Needs
+from trainer.checkpoint.reading import AlteredError, mismatch
 from trainer.checkpoint.restore import CheckpointInfo, OpenStep, Restorer
 from trainer.heartbeat import beat
 from trainer.rendezvous import PATIENT
@@ -575,20 +576,24 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ load
 
-    def latest(self, tensors: Callable[[], Mapping[str, torch.Tensor]] | None = None) -> CheckpointInfo | None:
+    def latest(
+        self, tensors: Callable[[], Mapping[str, torch.Tensor]] | None = None, *, may_spoil: bool = False
+    ) -> CheckpointInfo | None:
         """The newest committed checkpoint that is as promised; None if there is none.
 
         `tensors`: makes what will be loaded, called when there is a checkpoint. Only the bytes that these tensors need
-        are read and verified then, each once on this host; without it every byte is. Each checkpoint passed over is a
-        line on stdout. AwsRefusedError or JobFailedError if the destination can't be read, InputError if the checkpoint
-        doesn't hold these tensors.
+        are read and verified then, each once on this host; without it every byte is. `may_spoil`: they are read
+        straight into the tensors, in one pass, and `load` has to be given the same ones; without it no tensor is
+        touched before `load`. Each checkpoint passed over is a line on stdout. AwsRefusedError or JobFailedError if the
+        destination can't be read, InputError if the checkpoint doesn't hold these tensors, SpoiledError if they are no
+        longer what they were and no checkpoint is whole.
         """
         self.wait()
         if self._tier is not None:
             info = self._newest_of_tier(self._tier)
             if info is not None:
                 return info
-        return self._restorer.newest(self._bad_steps, tensors)
+        return self._restorer.newest(self._bad_steps, tensors, may_spoil=may_spoil)
 
     def _newest_of_tier(self, tier: LocalTier) -> CheckpointInfo | None:
         """The hosts' own checkpoint, where it is whole and the destination has no newer one."""
@@ -635,14 +640,15 @@ class Checkpointer:
         problem = next((found for found in problems if found is not None), None)
         if problem is not None:
             raise InputError(f"checkpoint {info.uri}: {problem}; the job's model is not the one that was saved")
-        needs = Needs(index, tensors)
+        needs = Needs(index, tensors) if info.started is None else info.started.needs
         local, self._from_tier = self._from_tier, None
         if local is not None and local.folder == info.folder and self._tier is not None:
             self._tier.bring(local, needs.files)
         try:
-            needs.fill(info.folder, info.reader)
-        except OSError as error:  # it was whole a moment ago
-            raise JobFailedError(f"checkpoint {info.uri}: can't be read: {error.strerror or error}") from None
+            info.fill(needs)
+        except (OSError, AlteredError) as error:  # it was whole a moment ago
+            said = getattr(error, "strerror", None) or error
+            raise JobFailedError(f"checkpoint {info.uri}: can't be read: {said}") from None
         self._restorer.discard(info)
         if local is None or self._is_committed(info.step):
             self.last_committed_step = info.step

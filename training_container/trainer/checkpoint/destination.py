@@ -16,6 +16,10 @@ RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before each further try: about 15 s in all, longer than S3's usual 'slow down' and a network blip."""
 
 _MULTIPART_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+"""Of an answer at a time: the SDK holds it once more."""
+_MOST_BUFFERS = 1024
+"""Of one system call: Linux's IOV_MAX."""
 
 _PERMANENT_S3_CODES = {
     "AccessDenied",
@@ -77,6 +81,10 @@ class Destination(ABC):
     @abstractmethod
     def get_range(self, name: str, *, start: int, num_bytes: int) -> bytes:
         """Read a part of a file; fewer bytes where it ends before."""
+
+    @abstractmethod
+    def read_into(self, name: str, *, start: int, memory: Sequence[memoryview]) -> int:
+        """Fill `memory`, one after the other, from byte `start` of a file; how many bytes: fewer where it ends."""
 
     @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -160,6 +168,10 @@ class LocalDestination(Destination):
             file.seek(start)
             return file.read(num_bytes)
 
+    def read_into(self, name: str, *, start: int, memory: Sequence[memoryview]) -> int:
+        with _os_errors(f"read {self._root / name}"), (self._root / name).open("rb", buffering=0) as file:
+            return read_at(file.fileno(), start, memory)
+
     def sizes(self, prefix: str) -> dict[str, int]:
         found: dict[str, int] = {}
         with _os_errors(f"list {self._root / prefix}"):
@@ -197,6 +209,25 @@ class LocalDestination(Destination):
             sync(target.parent)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def read_at(descriptor: int, start: int, memory: Sequence[memoryview]) -> int:
+    """Fill `memory`, one after the other, from byte `start` of an open file; how many bytes: fewer where it ends."""
+    at, left = start, [view for view in memory if view]
+    os.posix_fadvise(descriptor, start, sum(map(len, left)), os.POSIX_FADV_WILLNEED)
+    while left:
+        num_read = os.preadv(descriptor, left[:_MOST_BUFFERS], at)
+        if num_read == 0:
+            break
+        at += num_read
+        num_whole = 0
+        while num_whole < len(left) and len(left[num_whole]) <= num_read:
+            num_read -= len(left[num_whole])
+            num_whole += 1
+        left = left[num_whole:]
+        if num_read:
+            left[0] = left[0][num_read:]
+    return at - start
 
 
 def sync(path: Path) -> None:
@@ -283,6 +314,20 @@ class S3Destination(Destination):
             answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name), Range=wanted)
             body: bytes = answer["Body"].read()
             return body
+
+    def read_into(self, name: str, *, start: int, memory: Sequence[memoryview]) -> int:
+        wanted = f"bytes={start}-{start + sum(map(len, memory)) - 1}"
+        num_read = 0
+        with self._s3_errors("read", name):
+            body = self._client.get_object(Bucket=self._bucket, Key=self._key(name), Range=wanted)["Body"]
+            for view in memory:
+                at = 0
+                while at < len(view):
+                    count = body.readinto(view[at : at + _PIECE_BYTES])
+                    if count == 0:
+                        return num_read
+                    at, num_read = at + count, num_read + count
+        return num_read
 
     def sizes(self, prefix: str) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -1,15 +1,18 @@
 """Which checkpoint is good: newest first, every byte hashed before it is believed, and only needed bytes read.
 
-The ranks of a host tell each other which blocks their tensors touch, and read the union once: from S3 into files with
-holes in the host's scratch folder, from a shared folder to verify them (what is copied afterwards comes from the page
-cache). A world that has many ranks a host so reads what the host needs, not what each rank needs.
+The ranks of a host tell each other which blocks their tensors touch, and each block is read by one of those that need
+it: a world that has many ranks a host so reads what the host needs, not what each rank needs. What others need too they
+copy afterwards, out of the page cache where the folder is read in place, else out of files with holes in the host's
+scratch folder.
+
+Whoever can make the tensors anew lets them be read straight into (`may_spoil`): one pass, in which every block is
+hashed where it will stay. Otherwise nothing is put into a tensor before all of the checkpoint was hashed, which reads
+it once more: from the page cache in place, and by way of the scratch folder from S3.
 """
 
 import os
 import shutil
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +36,9 @@ from trainer.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from trainer.checkpoint.reading import AlteredError, Extents, Needs, Range, StepReader, mismatch, ranges_of, union
+from trainer.checkpoint.needs import Needs
+from trainer.checkpoint.ranges import Extents, Share, divided, ranges_of, union
+from trainer.checkpoint.reading import AlteredError, FolderReader, StepReader, Transfer, fill_from, mismatch
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 
 Retry = Callable[[str, Callable[[], Any]], Any]
@@ -41,8 +46,9 @@ Retry = Callable[[str, Callable[[], Any]], Any]
 
 Tensors = Callable[[], Mapping[str, torch.Tensor]]
 
-_NUM_READERS = 8
-"""Requests at once of a rank: one connection to S3 gives some 100 MB/s, and hashing takes turns with waiting."""
+
+class SpoiledError(Exception):
+    """No checkpoint was whole, and the tensors hold parts of one: they have to be made anew."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,29 @@ class CheckpointInfo:
     """The folder is a copy that may go once it was read."""
     reader: StepReader | None = field(default=None, compare=False, repr=False)
     """Knows where in its files the tensors lie; None: the folder has them all."""
+    started: "Filling | None" = field(default=None, compare=False, repr=False)
+    """What is in the tensors already, where they were read straight into."""
+
+    def fill(self, needs: Needs) -> None:
+        """Copy what isn't in the tensors yet out of the folder; `needs`: what was started with, if anything was.
+
+        OSError, AlteredError where a file ends early.
+        """
+        if self.reader is None or not self.reader.has_blocks:
+            FolderReader(self.folder, needs).fill()
+            return
+        tables = self.reader.table
+        rest = needs.blocks(tables) if self.started is None else self.started.borrowed
+        fill_from(self.folder, ranges_of(rest, tables), tables, needs)
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Tensors that have what this rank read itself."""
+
+    needs: Needs
+    borrowed: Extents
+    """What other ranks of the host read: still to be copied."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +111,7 @@ class OpenStep:
         stored = self.index.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata)
         values = torch.empty(stored.size, dtype=stored.properties.dtype)
-        Needs(self.index, {name: values}).fill(self.folder, None)
+        FolderReader(self.folder, Needs(self.index, {name: values})).fill()
         return values
 
 
@@ -111,10 +140,13 @@ class Restorer:
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "LOCAL_WORLD_SIZE" in os.environ else 0
         self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    def newest(self, bad_steps: set[int], tensors: Tensors | None = None) -> CheckpointInfo | None:
+    def newest(
+        self, bad_steps: set[int], tensors: Tensors | None = None, *, may_spoil: bool = False
+    ) -> CheckpointInfo | None:
         """The newest checkpoint that is as promised; the steps passed over are added to `bad_steps`.
 
-        `tensors`: what the caller wants of it; nothing else is read then. None: every file, whole.
+        `tensors`: what the caller wants of it; nothing else is read then. None: every file, whole. `may_spoil`: they
+        are read straight into; where not one checkpoint turns out to be whole then, SpoiledError.
         One line is reported for each that is passed over. A destination that can't be reached raises, on every rank: to
         begin anew because the network was down would lose the job's work in silence. InputError when a checkpoint is
         not of these tensors.
@@ -123,22 +155,26 @@ class Restorer:
             candidates = self._group.from_first(self._candidates)
         except DestinationError as error:
             raise self.unreachable(error) from None
+        is_spoiled = False
         for candidate in candidates:
-            problem = candidate.problem
+            problem, started = candidate.problem, None
             if problem is None:
                 assert candidate.manifest is not None
                 reader = StepReader(self._destination, candidate.manifest, self._retry)
                 if tensors is not None and reader.has_blocks:
-                    problem = self._problem_with_needed(candidate.step, reader, tensors())
+                    problem, started = self._read_needed(candidate.step, reader, tensors(), straight=may_spoil)
                 else:
                     problem = self._problem_with_files(candidate)
                 if problem is None:
-                    return self._info(candidate.step, candidate.manifest, reader)
+                    return self._info(candidate.step, candidate.manifest, reader, started)
+            is_spoiled = is_spoiled or started is not None
             bad_steps.add(candidate.step)
             self._discard(candidate.step)
             self._say(f"checkpoint step={candidate.step} skipped: {problem}; looking for the one before it")
         if candidates:
             self._say(f"checkpoint none of {len(candidates)} at {self._destination.uri} is whole: starting anew")
+        if is_spoiled:
+            raise SpoiledError
         return None
 
     def open(self, step: int | None) -> OpenStep | None:
@@ -214,78 +250,82 @@ class Restorer:
                 raise self.unreachable(failed)
         return next((found for found, _ in outcomes if found is not None), None)
 
-    def _problem_with_needed(self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    def _read_needed(
+        self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor], *, straight: bool
+    ) -> tuple[str | None, Filling | None]:
         """Read the blocks that the tensors of this host's ranks touch; the first problem of any rank, the same on all.
 
-        They are in this host's copy of the step's folder then, if that isn't read in place.
+        What the tensors don't have then is in `_info`'s folder. The second is None as long as no tensor was touched.
         """
         host = self._group.rank - self._local_rank  # ranks of a host are numbered in a row
-        said = self._group.gather_everywhere((host, *self._needed(step, reader, tensors)))
+        needs, own = self._needed(step, reader, tensors)
+        said = self._group.gather_everywhere((host, *own))
         for _, _, problem, stranger, failure in said:
             if failure is not None:
                 raise self.unreachable(failure)
             if stranger is not None:
                 raise InputError(f"{stranger}; the job's model is not the one that was saved")
             if problem is not None:
-                return problem
-        together = union(extents for of_host, extents, *_ in said if of_host == host)
+                return problem, None
+        assert needs is not None
+        shares = divided([extents for of_host, extents, *_ in said if of_host == host])
+        if not straight:
+            shares = [Share({}, union([one.alone, one.shared]), {}) for one in shares]
+        share = shares[self._local_rank]
         # Room is looked for before any rank fills it: what one has written would count as lacking to another.
-        for act in (self._make_room, self._read_share):
-            own = _outcome(self._fetched_folder(step), partial(act, step, reader, together))
-            outcomes = self._group.gather_everywhere(own)
-            for _, failed in outcomes:
-                if failed is not None:
-                    raise self.unreachable(failed)
-            found = next((problem for problem, _ in outcomes if problem is not None), None)
-            if found is not None:
-                return found
-        return None
+        problem = self._together(step, partial(self._make_room, step, reader, union(one.shared for one in shares)))
+        if problem is not None:
+            return problem, None
+        problem = self._together(step, partial(self._read_share, step, reader, share, needs if straight else None))
+        return problem, Filling(needs, share.borrowed) if straight else None
+
+    def _together(self, step: int, act: Callable[[], None]) -> str | None:
+        """Do what every rank does now: what is wrong with the checkpoint, on any of them."""
+        outcomes = self._group.gather_everywhere(_outcome(self._fetched_folder(step), act))
+        for _, failed in outcomes:
+            if failed is not None:
+                raise self.unreachable(failed)
+        return next((problem for problem, _ in outcomes if problem is not None), None)
 
     def _needed(
         self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[Extents, str | None, str | None, DestinationError | None]:
-        """(blocks, what is wrong with the checkpoint, why it isn't this job's, why it can't be read), for this rank."""
+    ) -> tuple[Needs | None, tuple[Extents, str | None, str | None, DestinationError | None]]:
+        """What this rank needs, and for the others its blocks, or what is wrong with the checkpoint, or why it isn't
+        this job's, or why it can't be read.
+        """
         try:
             stranger = mismatch(reader.index, tensors)
             if stranger is not None:
-                return {}, None, f"checkpoint {self._uri(step)}: {stranger}", None
-            return Needs(reader.index, tensors).blocks(reader), None, None, None
+                return None, ({}, None, f"checkpoint {self._uri(step)}: {stranger}", None)
+            needs = Needs(reader.index, tensors)
+            return needs, (needs.blocks(reader.table), None, None, None)
         except AlteredError as error:
-            return {}, str(error), None, None
+            return None, ({}, str(error), None, None)
         except MissingFileError as error:
-            return {}, str(error), None, None
+            return None, ({}, str(error), None, None)
         except DestinationError as error:
-            return {}, None, None, error
+            return None, ({}, None, None, error)
 
-    def _read_share(self, step: int, reader: StepReader, extents: Extents) -> None:
-        """This rank's share of what the host needs: read, verified, and kept where the folder isn't read in place."""
+    def _read_share(self, step: int, reader: StepReader, share: Share, needs: Needs | None) -> None:
+        """What this rank reads for the host: verified, put into the tensors if `needs` is given, kept for others."""
         in_place = self._destination.folder(step_folder(step)) is not None
-        folder = self._fetched_folder(step)
-        ranges = ranges_of(extents, {file: reader.table(file) for file in extents})
-        share = ranges[self._local_rank :: self._local_world_size]
-        failed = threading.Event()
-
-        def read(wanted: Range) -> None:
-            if failed.is_set():
-                return
-            try:
-                content = reader.read(wanted)
-                if not in_place:
-                    _write_at(folder / wanted.file, content, wanted.start)
-            except BaseException:
-                failed.set()  # the rest isn't worth its time
-                raise
-
-        with ThreadPoolExecutor(_NUM_READERS) as pool:
-            for _ in pool.map(read, share):
-                pass
+        folder = None if in_place else self._fetched_folder(step)
+        for extents, keep_in in ((share.alone, None), (share.shared, folder)):
+            Transfer(
+                reader.read_into,
+                reader.table,
+                verifies=True,
+                placements=None if needs is None else needs.placements,
+                devices=() if needs is None else needs.devices,
+                keep_in=keep_in,
+            ).run(ranges_of(extents, reader.table))
 
     def _make_room(self, step: int, reader: StepReader, extents: Extents) -> None:
         """The files with nothing in them yet, if the disk has room for what will be; one rank a host sees to it."""
         if self._local_rank != 0 or self._destination.folder(step_folder(step)) is not None:
             return
         folder = self._fetched_folder(step)
-        ranges = ranges_of(extents, {file: reader.table(file) for file in extents})
+        ranges = ranges_of(extents, reader.table)
         num_bytes = sum(one.end - one.start for one in ranges)
         folder.mkdir(parents=True, exist_ok=True)
         for other in folder.parent.iterdir():
@@ -327,7 +367,9 @@ class Restorer:
     def _uri(self, step: int) -> str:
         return f"{self._destination.uri}/{step_folder(step)}"
 
-    def _info(self, step: int, manifest: Manifest, reader: StepReader) -> CheckpointInfo:
+    def _info(
+        self, step: int, manifest: Manifest, reader: StepReader, started: Filling | None = None
+    ) -> CheckpointInfo:
         in_place = self._destination.folder(step_folder(step))
         return CheckpointInfo(
             step=step,
@@ -336,6 +378,7 @@ class Restorer:
             folder=in_place or self._fetched_folder(step),
             is_fetched=in_place is None,
             reader=reader,
+            started=started,
         )
 
     def _fetched_folder(self, step: int) -> Path:
@@ -368,14 +411,3 @@ def _outcome(folder: Path, operation: Callable[[], None]) -> tuple[str | None, D
     except OSError as error:
         return None, DestinationError(f"can't write {folder}: {error.strerror or error}", permanent=True)
     return None, None
-
-
-def _write_at(path: Path, content: bytes, start: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        view = memoryview(content)
-        while view:
-            written = os.pwrite(descriptor, view, start)
-            view, start = view[written:], start + written
-    finally:
-        os.close(descriptor)
