@@ -198,3 +198,19 @@ def test_weights_that_stay_gathered_cost_memory_and_spare_a_message(shape: Model
         assert memory(shape, kept).buffers >= memory(shape, layout).buffers
         dropped_seconds, kept_seconds = (step_time(shape, each, device, links).total for each in (layout, kept))
         assert kept_seconds <= dropped_seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), layouts())
+def test_weights_in_the_hosts_memory_free_the_gpu_of_them_alone_and_cost_time(
+    shape: ModelShape, layout: Layout
+) -> None:
+    layout = dataclasses.replace(
+        layout, engine="deepspeed", zero_stage=3, shard_degree=layout.data_parallel, pipeline=1, tensor=1, offload="cpu"
+    )
+    away = dataclasses.replace(layout, offloads_parameters=True)
+    here_memory, away_memory = memory(shape, layout), memory(shape, away)
+    assert away_memory.parameters < here_memory.parameters
+    assert away_memory.gradients == here_memory.gradients
+    device, links = gpu("H100"), Fabric(8, 450, 400)
+    assert step_time(shape, away, device, links).total >= step_time(shape, layout, device, links).total

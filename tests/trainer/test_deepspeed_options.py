@@ -1,11 +1,14 @@
 """DeepSpeed's sizes, offload and JSON: what is passed leaves the losses as they are, and what is wrong is one line."""
 
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainer.strategies import check_supported, deepspeed_settings
+from trainer.strategies import check_supported, deepspeed_settings, nvme_offload
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import tiny_job
@@ -147,17 +150,72 @@ def test_wrong_json_is_one_line(given: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("has_libaio", "message"), [(False, "libaio's library and headers"), (True, "checkpoints can't read")]
-)
-def test_nvme_is_refused_with_the_reason(has_libaio: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvme_without_libaio_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose: has_libaio)
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose: False)
     job = tiny_job("zero3", 2, parallelism={"offload": "nvme", "zero": {"nvme_path": "/mnt/nvme"}})
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match="libaio's library and headers") as caught:
         check_supported(job, device_type="cuda")
     assert "\n" not in str(caught.value)
+
+
+def test_a_disk_that_is_too_small_or_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, size, message in [
+        (tmp_path / "file", 10, "nvme_path: .* can't be made: Not a directory"),
+        (tmp_path / "disk", 10**15, r"nvme_path: .* GiB free; this host's share needs 14901161\.2"),
+    ]:
+        job = tiny_job("zero3", 2, parallelism={"offload": "nvme", "zero": {"nvme_path": str(path)}})
+        with pytest.raises(InputError, match=message):
+            nvme_offload.folder_of(job, size, size)
+
+
+@pytest.mark.full
+def test_state_and_weights_on_disk_change_no_loss(tmp_path: Path) -> None:
+    """Matrices large enough that DeepSpeed does put them into files (1 MiB a rank and sub-group, and a weight)."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not (AsyncIOBuilder().is_compatible(verbose=False) and shutil.which("c++")):
+        pytest.skip("DeepSpeed's async_io needs libaio and a compiler: apt-get install libaio-dev g++")
+    AsyncIOBuilder().load(verbose=False)  # compiled here, for minutes, rather than inside of a rank's time limit
+    model = FAMILIES["Llama"] | {"hidden_size": 512, "intermediate_size": 1024}
+    disk = tmp_path / "disk"
+    on_disk = {"zero": {"nvme_path": str(disk)}, "offload": "nvme"}
+    small_groups = {"zero_optimization": {"sub_group_size": 10**6}}
+    weights: dict[str, Any] = {"zero": {"nvme_path": str(disk), "offload_parameters": "nvme"}, "offload": "nvme"}
+    cases = [
+        ("zero3", on_disk),
+        ("zero3", on_disk | {"deepspeed": small_groups}),
+        ("zero3", on_disk | {"deepspeed": {"zero_optimization": {"offload_optimizer": {"pipeline_read": True}}}}),
+        ("zero3", weights | {"deepspeed": {"zero_optimization": {"offload_param": {"max_in_cpu": 1}}}}),
+        ("zero3", {"offload": "nvme", "zero": weights["zero"] | {"prefetch_elements": 10**7}}),
+    ]
+
+    def asked(number: int, **more: Any) -> RunRequest:
+        return RunRequest(cases[number][0], job={"model": model, "parallelism": cases[number][1]}, **more)
+
+    one = run(1, [RunRequest("single", last_step=2 * STEPS, job={"model": model})])[0]
+    saved = [
+        asked(number, last_step=2 * STEPS, save=str(tmp_path / str(number)), save_after_step=STEPS)
+        for number in range(len(cases))
+    ]
+    second_half = {"first_step": STEPS + 1, "last_step": 2 * STEPS}
+    resumed = [
+        RunRequest("fsdp", job={"model": model}, load=str(tmp_path / "1"), **second_half),
+        *(asked(number, load=str(tmp_path / "0"), **second_half) for number in range(len(cases))),
+    ]
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(run, 2, saved + resumed)
+        seen: set[str] = set()
+        while not running.done():  # for minutes: what a run has on disk is there for seconds
+            seen |= {path.parts[-3] for path in disk.rglob("*.swp")}
+            time.sleep(0.2)
+        results = running.result()
+    assert seen == {"optimizer", "float32params"}
+    for number, result in enumerate(results):
+        assert worst_relative_error(result, one) < 1e-5, number
+    assert not list(disk.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,6 @@ def refused_job(changes: dict[str, Any], parallelism: dict[str, Any]) -> Resolve
         ({}, {"tensor": 3}, r"parallelism\.tensor: 3 does not divide .*num_attention_heads \(4\)"),
         ({}, {"pipeline": 2}, r"parallelism\.pipeline: 2"),
         ({}, {"data_shard": 2, "expert": 2}, r"parallelism\.expert: 2"),
-        ({}, {"engine": "deepspeed", "zero_stage": 3, "offload": "nvme", "zero": {"nvme_path": "/nvme"}}, "nvme"),
         ({"training": {"precision": "fp16"}}, {"engine": "deepspeed", "zero_stage": 2}, "no fp16 on this CPU"),
         ({"training": {"precision": "fp16"}}, {"engine": "deepspeed"}, "fp16 with zero_stage 0"),
         ({"training": {"precision": "fp64"}}, {"engine": "deepspeed", "zero_stage": 1}, "fp64 is not what DeepSpeed"),

@@ -44,6 +44,9 @@ class Layout:
     num_lora_targets: int = 2
     """Adapted linear modules per layer, each taken as hidden x hidden."""
     offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where optimizer state lives."""
+    offloads_parameters: bool = False
+    """ZeRO-3: a rank's part of the weights lives in the host's memory or on its disk between uses."""
     flash_attention: bool = True
     keeps_gathered: bool = False
     """FSDP's weights, gathered for the forward pass, stay for the backward one."""

@@ -201,7 +201,8 @@ def _state(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams)
     if layout.method != "full":
         return _adapter_state(shape, layout, stage, params, share[0])
     each = state_bytes(layout)
-    per_param = (each.parameter, each.gradient, each.optimizer if layout.offload == "none" else 0.0)
+    weights = 0.0 if layout.offloads_parameters else each.parameter
+    per_param = (weights, each.gradient, each.optimizer if layout.offload == "none" else 0.0)
     sizes = [
         bytes_ * (params.dense * dense + params.expert * expert)
         for bytes_, dense, expert in zip(per_param, share, expert_share, strict=True)
@@ -218,7 +219,7 @@ def _adapter_state(
     )
     linears = max(params.total - vocabulary, 0.0)
     linear_bytes = QLORA_BYTES if layout.method == "qlora" else layout.element_bytes
-    base = (linears * linear_bytes + vocabulary * layout.element_bytes) * share
+    base = (linears * linear_bytes + vocabulary * layout.element_bytes) * share * (not layout.offloads_parameters)
     adapters = lora_params(shape, layout, stage)
     return base + 4 * adapters * share, 4 * adapters, moment_bytes(layout) * adapters
 

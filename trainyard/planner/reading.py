@@ -183,6 +183,7 @@ def layout_of(
         lora_rank=adapter.rank if adapter else 16,
         num_lora_targets=len(adapter.targets) if adapter else 2,
         offload=parallelism.offload,
+        offloads_parameters=parallelism.zero.offload_parameters != "none",
         flash_attention=job.model.attention != "eager",
         keeps_gathered=parallelism.fsdp.reshard_after_forward is False,
         optimizer=job.training.optimizer.kind,

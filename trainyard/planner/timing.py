@@ -21,6 +21,9 @@ from trainyard.planner.layout import Layout
 from trainyard.planner.memory import Stage, layer_activation_bytes, stage_params, stages, state_bytes
 from trainyard.planner.shapes import ModelShape
 
+PCIE_BYTES_PER_SECOND = 24e9
+"""One way between a host's memory and a GPU: what 16 lanes of PCIe 4 give in practice."""
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -249,6 +252,8 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
     units = stage.layers + 1
     gathered = params * layout.element_bytes / units
     times = (1 if layout.keeps_gathered else 2) * all_gather_seconds(gathered, members, links)
+    if layout.offloads_parameters:
+        times += 2 * gathered / layout.shard_degree / PCIE_BYTES_PER_SECOND
     if layout.method == "full":
         reduced = params * 4 / units if layout.engine == "torch" else gathered
         times += all_gather_seconds(reduced, members, links)
@@ -297,4 +302,4 @@ def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants
     if layout.offload == "none":
         return constants.optimizer_passes * bytes_ / _bytes_per_second(device, constants)
     # Gradients out and parameters back over PCIe, the update at a host's 50 GB/s a process.
-    return params * (each.gradient + each.parameter) / 24e9 + bytes_ / 50e9
+    return params * (each.gradient + each.parameter) / PCIE_BYTES_PER_SECOND + bytes_ / 50e9

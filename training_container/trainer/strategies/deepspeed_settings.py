@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from trainer.strategies import nvme_offload
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec, ResolvedJob
 
@@ -145,7 +146,7 @@ def check(job: ResolvedJob, *, device_type: str) -> None:
     if layout.deepspeed:
         _check_passed(layout)
     if "nvme" in (layout.offload, layout.zero.offload_parameters):
-        _check_nvme()
+        nvme_offload.check()
     precision = job.spec.training.precision
     if precision == "fp64":
         raise InputError(
@@ -173,7 +174,7 @@ def configuration(
         "gradient_accumulation_steps": job.gradient_accumulation_steps,
         # Stage 0 is clipped here: DeepSpeed does not report the norm there.
         "gradient_clipping": (training.gradient_clip or 0.0) if layout.zero_stage else 0.0,
-        "zero_optimization": _zero(layout, sizes, device_type) | _reduction(layout, sizes, num_trained or sum(sizes)),
+        "zero_optimization": _zero(job, sizes, device_type) | _reduction(layout, sizes, num_trained or sum(sizes)),
         # Offload asks for DeepSpeed's own CPU Adam, which has to be compiled; torch's fused one needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**12,
@@ -206,7 +207,8 @@ def _bucket(layout: ParallelismSpec, sizes: Sequence[int]) -> int:
     return max(*sizes, min(sum(sizes), MAX_BUCKET_ELEMENTS)) if stated == "auto" else stated
 
 
-def _zero(layout: ParallelismSpec, sizes: Sequence[int], device_type: str) -> dict[str, Any]:
+def _zero(job: ResolvedJob, sizes: Sequence[int], device_type: str) -> dict[str, Any]:
+    layout = job.parallelism
     settings, is_gpu = layout.zero, device_type == "cuda"
     bucket = _bucket(layout, sizes)
 
@@ -220,14 +222,28 @@ def _zero(layout: ParallelismSpec, sizes: Sequence[int], device_type: str) -> di
         "overlap_comm": is_gpu if settings.overlap == "auto" else settings.overlap,
     }
     if layout.zero_stage == 3:
+        is_on_disk = settings.offload_parameters == "nvme"
+        prefetch = chosen(settings.prefetch_elements, 0 if is_on_disk else bucket)
         zero |= {
-            "stage3_prefetch_bucket_size": chosen(settings.prefetch_elements, bucket),
+            "stage3_prefetch_bucket_size": prefetch,
             "stage3_max_live_parameters": chosen(settings.max_live_elements, max(bucket, MAX_LIVE_ELEMENTS)),
             "stage3_param_persistence_threshold": settings.persistence_threshold_elements,
         }
     for name, device in (("offload_optimizer", layout.offload), ("offload_param", settings.offload_parameters)):
         if device != "none":
             zero[name] = {"device": device, "pin_memory": is_gpu}
+        if device == "nvme":
+            zero[name]["nvme_path"] = str(nvme_offload.path_of(job))
+    if settings.offload_parameters == "nvme":
+        # A weight read from disk holds a buffer of the largest one's size until it is let go, and DeepSpeed stops where
+        # none is left: none is kept for a later use, and each that may be read ahead has one. Its own defaults are five
+        # buffers of 1e8 elements, whatever the model's size, and to keep and read ahead as if there were no end.
+        zero["stage3_max_reuse_distance"] = 0
+        ahead = 4 * prefetch // (nvme_offload.LEAST_BYTES * layout.data_parallel_size)
+        zero["offload_param"] |= {
+            "buffer_size": -(-max(sizes) // layout.data_parallel_size),
+            "buffer_count": 5 + ahead,
+        }
     return zero
 
 
@@ -341,22 +357,3 @@ def _first_line(error: ValidationError | TypeError) -> str:
         return "must be a section"
     first = error.errors()[0]
     return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']} (given: {first['input']!r})"
-
-
-def _check_nvme() -> None:
-    """Refused either way, with the reason that holds here.
-
-    DeepSpeed reads and writes NVMe by an operation of its own, which has to be compiled against libaio. Where it can
-    be, checkpoints are what is missing: `state_tensors` gives live memory, and there the state is in files.
-    """
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise InputError(
-            "parallelism.offload: nvme needs DeepSpeed's async_io operation, which can't be built here: libaio's"
-            " library and headers were not found (Debian, Ubuntu: apt-get install libaio-dev); use cpu"
-        )
-    raise InputError(
-        "parallelism.offload: nvme is not implemented: checkpoints can't read optimizer state that DeepSpeed keeps in"
-        " files of its own; use cpu"
-    )

@@ -9,6 +9,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from trainer.models.build import transformer_blocks
 from trainer.models.deferred_weights import fill, fill_parameters, source_of
 from trainer.optimizers.build import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
 from trainer.runtime import Runtime
-from trainer.strategies import deepspeed_settings
+from trainer.strategies import deepspeed_settings, nvme_offload
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
 from trainer.strategies.flat_shard import FlatShard
 from trainer.strategies.torch_engine import MOMENTS, persistent_buffers
@@ -33,7 +34,8 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # before the import, whi
 
 @dataclass(frozen=True)
 class _Fragment:
-    """This rank's part of one parameter: a flat range, with live views of its float32 weight and moments."""
+    """This rank's part of one parameter: a flat range, with its float32 weight and moments: live views, or copies of
+    what lies on an NVMe disk."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,8 +62,10 @@ class ZeroStrategy(Strategy):
         sizes = [parameter.numel() for parameter in model.parameters()]
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         config = deepspeed_settings.configuration(job, sizes, device_type=runtime.device.type, num_trained=num_trained)
+        self._disk = nvme_offload.folder_of(job, sum(sizes), num_trained)
         self._engine = _initialize(model, optimizer, config, runtime)
         self._model: nn.Module = self._engine.module
+        self._names = {getattr(each, "ds_id", None): name for name, each in self._model.named_parameters()}
         install_loss_head(self._model, plan)
         self._create_moments()
 
@@ -130,7 +134,10 @@ class ZeroStrategy(Strategy):
         elif self._stage == 3:
             optimizer._partition_all_parameters()
             for sub_group in range(len(optimizer.fp16_groups)):
-                optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+                with self._resident(sub_group, is_changed=True) as is_copied:
+                    if is_copied:
+                        self._put_back(sub_group, tensors)
+                    optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
             if optimizer.persistent_parameters:
                 # Small parameters stay whole on every rank between steps: their copies are stale now.
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
@@ -151,6 +158,7 @@ class ZeroStrategy(Strategy):
     def close(self) -> None:
         """See Strategy. DeepSpeed's hooks keep the model alive until its engine is destroyed."""
         self._engine.destroy()
+        nvme_offload.clean(self._disk)
 
     def _inner(self) -> torch.optim.Optimizer:
         optimizer = self._engine.optimizer
@@ -172,23 +180,44 @@ class ZeroStrategy(Strategy):
 
     def _create_moments(self) -> None:
         """Creates the state that AdamW makes in its first step, so that a load has something to read into."""
-        for weight in self._flat_weights():
-            self._inner().state[weight] = {
-                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                **{moment: torch.zeros_like(weight) for moment in MOMENTS},
-            }
+        for group, weight in enumerate(self._flat_weights()):
+            with self._resident(group, is_changed=True):
+                self._inner().state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    **{moment: torch.zeros_like(weight) for moment in MOMENTS},
+                }
         if self._stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
+    @contextmanager
+    def _resident(self, sub_group: int, *, is_changed: bool = False) -> Iterator[bool]:
+        """Around uses of a sub-group's float32 state: yields whether it lies on disk, and is in memory only here.
+
+        is_changed: it is written back at the end.
+        """
+        optimizer = self._engine.optimizer
+        if self._stage != 3 or not optimizer._swappable_optimizer_subgroup(sub_group):
+            yield False
+            return
+        optimizer._optimizer_states_and_gradient_swap_in(sub_group)
+        yield True
+        if is_changed:
+            optimizer._optimizer_states_and_gradient_swap_out(sub_group)
+        else:
+            optimizer._release_swap_buffers(sub_group)
+
     def _fragments(self) -> Iterator[_Fragment]:
+        if self._stage == 3:
+            for sub_group in range(len(self._engine.optimizer.fp16_groups)):
+                with self._resident(sub_group) as is_copied:
+                    yield from self._partitioned_fragments(sub_group, is_copied=is_copied)
+            return
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
                 continue  # frozen under an adapter: it comes from the model's source
             if self._stage == 0:
                 moments = {moment: self._inner().state[parameter][moment].flatten() for moment in MOMENTS}
                 yield _Fragment(name, self._shapes[name], 0, parameter.detach().flatten(), moments)
-            elif self._stage == 3:
-                yield self._partitioned_fragment(name, parameter)
             else:
                 yield self._mapped_fragment(name, parameter)
 
@@ -203,20 +232,35 @@ class ZeroStrategy(Strategy):
             name, self._shapes[name], mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach(), moments
         )
 
-    def _partitioned_fragment(self, name: str, parameter: Any) -> _Fragment:
+    def _partitioned_fragments(self, sub_group: int, *, is_copied: bool) -> Iterator[_Fragment]:
         """Stage 3: each parameter is cut into equal parts, the last ones padded."""
-        part = parameter.ds_tensor.ds_numel if hasattr(parameter.ds_tensor, "ds_numel") else parameter.ds_tensor.numel()
-        start = min(self.data_parallel_rank * part, parameter.ds_numel)
-        num_elements = min(start + part, parameter.ds_numel) - start
+        optimizer = self._engine.optimizer
+        flat = optimizer.fp32_partitioned_groups_flat[sub_group]
+        state = self._inner().state[flat]
+        for parameter in optimizer.fp16_groups[sub_group]:
+            _, offset, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = min(self.data_parallel_rank * part, parameter.ds_numel)
+            num_elements = min(start + part, parameter.ds_numel) - start
 
-        def view(key: str | None) -> torch.Tensor:
-            values, _ = self._engine.optimizer._get_fp32_opt_state_partition(
-                parameter, release_swap_buffers=False, optim_state_key=key
-            )
-            flat: torch.Tensor = values.detach().flatten()[:num_elements]
-            return flat
+            def view(values: torch.Tensor, offset: int = offset, num_elements: int = num_elements) -> torch.Tensor:
+                part = values.detach().narrow(0, offset, num_elements)
+                return part.clone() if is_copied else part
 
-        return _Fragment(name, self._shapes[name], start, view(None), {moment: view(moment) for moment in MOMENTS})
+            name = self._names[parameter.ds_id]
+            moments = {moment: view(state[moment]) for moment in MOMENTS}
+            yield _Fragment(name, self._shapes[name], start, view(flat), moments)
+
+    def _put_back(self, sub_group: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Copies what a load read into copies (`_partitioned_fragments`) to the sub-group's memory."""
+        for fragment in self._partitioned_fragments(sub_group, is_copied=False):
+            fragment.weight.copy_(_values(tensors[f"model.{fragment.name}"]))
+            for moment, values in fragment.moments.items():
+                values.copy_(_values(tensors[f"optim.{fragment.name}.{moment}"]))
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, FlatShard)
+    return tensor.local
 
 
 def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], runtime: Runtime) -> Any:
@@ -243,6 +287,7 @@ def _shard_block_by_block(model: nn.Module, config: dict[str, Any]) -> None:
 
     compute_type = deepspeed_settings.compute_type(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    swapper = None
     for module in (*transformer_blocks(model), model):
         own = [parameter for parameter in module.parameters() if not hasattr(parameter, "ds_id")]
         for parameter in own:
@@ -250,4 +295,7 @@ def _shard_block_by_block(model: nn.Module, config: dict[str, Any]) -> None:
         # On CPU: DeepSpeed moves a block to its device when it cuts it.
         named = ((names[id(parameter)], parameter) for parameter in own)
         fill_parameters(named, source_of(model), device=torch.device("cpu"))
-        deepspeed.zero.Init(module=module, config_dict_or_path=config, mem_efficient_linear=False)
+        cut = deepspeed.zero.Init(
+            module=module, config_dict_or_path=config, mem_efficient_linear=False, param_swapper=swapper
+        )
+        swapper = cut.param_swapper  # one for all: each makes the folder of weights on disk anew
