@@ -1,5 +1,6 @@
 """One process, and plain data parallelism: every rank holds the whole model and optimizer state."""
 
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,10 @@ from trainer.strategies.torch_engine import TorchStrategy
 from trainyard.spec.job import ResolvedJob
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+# torch 2.13 warns of the name that 2.11 knows.
+_HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFERS_BROADCAST: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
 
 class ReplicatedStrategy(TorchStrategy):
@@ -37,7 +42,7 @@ class ReplicatedStrategy(TorchStrategy):
         device_ids = [self._device.index] if self._device.type == "cuda" else None
         # Buffers are constants here (rotary frequencies), equal on every rank: nothing to broadcast at each step.
         wrapped = DistributedDataParallel(
-            model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+            model, device_ids=device_ids, gradient_as_bucket_view=True, **_NO_BUFFERS_BROADCAST
         )
         waits.log_every_step(wrapped)
         return wrapped
