@@ -5,7 +5,7 @@
 Every seed is an episode: one job of one engine at one site, to which a hand of faults happens, one after the other.
 Engine, site and faults are those that were played least; with --json, over all campaigns of that file, which it adds
 to. On most episodes processes start as forks of one that has imported everything (`trainer_testing.warm`): their times
-to the next step are not counted. Those of --real-starts, every fourth, and all at the desk start as a user's do.
+to the next step are not counted. Those of --real-starts, every eighth, and all at the desk start as a user's do.
 
 What must hold of each episode:
 - the job is done in the end, however often it had to be started, and within bounds after every fault;
@@ -45,7 +45,7 @@ from kinds import SITES, Deck, Fault, num_steps
 from network import network, why_not
 from sites import HostsSite, Site, environment_of
 from trainer_testing import warm
-from trainer_testing.distributed import start_ranks
+from trainer_testing.pool import start_pooled
 from trainer_testing.text_job import bits, rows_of, write_job
 
 ENGINES = ("ddp", "zero3", "fsdp", "pipeline")
@@ -53,7 +53,7 @@ FAULTS_PER_EPISODE = 8
 CHECKPOINT_EVERY = 3
 GUARD_SECONDS, GUARD_SECONDS_S3 = 0.5, 3.0
 """Between two looks for a good checkpoint."""
-REAL_STARTS_EVERY = 4
+REAL_STARTS_EVERY = 8
 _EPISODE_SECONDS = 1200.0
 _MOST_STARTS = 40
 _LARGER = ["model.config.hidden_size=256", "model.config.intermediate_size=512"]
@@ -197,14 +197,13 @@ class Campaign:
         hand = self._deck.deal(draw, engine=engine, site=site_name, number=self._num_faults)
         is_forked = site_name != "desk" and bool(seed % self._real_starts_every)
         started = time.monotonic()
-        expected = self._expected(engine, is_large=site_name == "cloud")
         rows = [Row(seed, engine, site_name, fault.name, is_forked=is_forked) for fault in hand]
         episode = Episode(rows, commit=_commit(), machine=_machine())
         self.report.episodes.append(episode)
         folder = self._root / f"episode-{seed}"
         with self._site(folder, engine, site_name, seed, is_forked=is_forked) as site:
             _Play(site, hand, episode, draw, recover=self._recover).run()
-            _judge(site, hand, episode, expected)
+            _judge(site, hand, episode, lambda: self._expected(engine, is_large=site_name == "cloud"))
             if episode.problems:
                 episode.said = site.lines[-60:]
         episode.seconds = time.monotonic() - started
@@ -222,7 +221,7 @@ class Campaign:
             overrides = [f"checkpoint.every_steps={CHECKPOINT_EVERY}", *(_LARGER if is_large else ())]
             arguments = [part for override in overrides for part in ("--set", override)]
             with _environment(environment_of(faults)):
-                ranks = start_ranks(
+                ranks = start_pooled(
                     2,
                     "trainer_testing.faulty_trainer",
                     *("--job", str(job), "--output-dir", str(folder / "out"), *arguments),
@@ -376,9 +375,12 @@ class _Play:
 
 
 def _judge(
-    site: Site, hand: Sequence[Fault], episode: Episode, expected: tuple[list[Any], dict[int, list[str]]]
+    site: Site,
+    hand: Sequence[Fault],
+    episode: Episode,
+    expected: Callable[[], tuple[list[Any], dict[int, list[str]]]],
 ) -> None:
-    """Fill the rows, and find what did not hold."""
+    """Fill the rows, and find what did not hold. `expected`: rows and samples of the undisturbed job."""
     folder = site.root / "faults"
     story = Story(folder)
     for number, (fault, row) in enumerate(zip(hand, episode.rows, strict=True)):
@@ -393,7 +395,7 @@ def _judge(
             episode.problems.append(f"{fault.name}: {row.steps_lost} steps lost, though it was told to stop")
     episode.problems += story.lost_commits()
     if not episode.problems:
-        rows, read = expected
+        rows, read = expected()
         if bits(_rows_at(site)) != rows:
             episode.problems.append("the losses are not those of the undisturbed job")
         if samples(folder) != read:

@@ -142,7 +142,7 @@ def test_a_fault_counts_when_the_job_met_it(is_met: bool, tmp_path: Path) -> Non
     site = SimpleNamespace(root=tmp_path, act=lambda *_: is_met)
     play = _Play(site, hand, episode, random.Random(1), recover=True)
     play._act(0, hand[0])
-    _judge(site, hand, episode, ([], {}))
+    _judge(site, hand, episode, lambda: ([], {}))
     report = Report([episode])
     assert len(report.rows) == is_met
     assert ("did not happen: kill_host (seed 7)" in report.table()) == (not is_met)
