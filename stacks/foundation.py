@@ -8,6 +8,8 @@ from aws_cdk import Stack
 from aws_cdk import aws_ecr as ecr
 from constructs import Construct
 
+from stacks.constructs.acknowledged import INLINE_POLICIES, acknowledge
+from stacks.constructs.egress import TenantEgress
 from stacks.constructs.guard_rails import TenantBoundary
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.keys import TenantKeys
@@ -34,10 +36,13 @@ class FoundationStack(Stack):
             **stack_settings(tenant.environment, stateful=True),
         )
         self._zones = list(tenant.environment.availability_zones)
+        acknowledge(self, INLINE_POLICIES)
         network = TenantNetwork(self, "Network", tenant=tenant)
         boundary = TenantBoundary(self, "Boundary", tenant=tenant, network=network)
         self.roles = TenantRoles(self, "Roles", tenant=tenant, boundary=boundary)
         keys = TenantKeys(self, "Keys", tenant=tenant, roles=self.roles)
+        if (egress := tenant.spec.network.egress) is not None:
+            TenantEgress(self, "Egress", tenant=tenant, spec=egress, network=network, keys=keys)
         buckets = TenantBuckets(self, "Buckets", tenant=tenant, keys=keys)
         file_system = TenantFileSystem(self, "FileSystem", tenant=tenant, network=network, keys=keys, buckets=buckets)
         self.resources = TenantResources(

@@ -7,12 +7,30 @@ from aws_cdk import aws_kms as kms
 from aws_cdk import aws_s3 as s3
 from constructs import Construct
 
+from stacks.constructs.acknowledged import BUCKETS, acknowledge
 from stacks.constructs.keys import ADMINISTER
 from stacks.constructs.storage import TORN_UPLOAD_DAYS, object_lock
 from stacks.naming import PARTITION
 from trainyard.spec.platform import EnvironmentSpec
 
 CLOUDTRAIL = "cloudtrail.amazonaws.com"
+
+
+NO_SECOND_COPY = {
+    "NIST.800.53.R5-CloudTrailCloudWatchLogsEnabled": (
+        "Every event of every object would be paid for a second time. EventBridge tells alarms of events without it, "
+        "and the validated files are searched where they are."
+    )
+}
+
+LOG_BUCKET = {
+    **BUCKETS,
+    **dict.fromkeys(
+        ("AwsSolutions-S1", "NIST.800.53.R5-S3BucketLoggingEnabled"),
+        "It is itself the log: files are validated by their digests and locked, and an access log of the log would "
+        "grow by itself. Changes of the bucket and its policy are management events of the trail.",
+    ),
+}
 
 
 class AuditTrail(Construct):
@@ -55,6 +73,8 @@ class AuditTrail(Construct):
                 ),
             ],
         )
+        acknowledge(self.trail, NO_SECOND_COPY)
+        acknowledge(self.bucket, LOG_BUCKET)
         assert self.bucket.policy is not None
         self.trail.node.add_dependency(self.bucket.policy)  # CloudTrail tries to write when it is made
 

@@ -16,11 +16,19 @@ from aws_cdk import aws_sns as sns
 from constructs import Construct
 
 import trainyard
+from stacks.constructs.acknowledged import FUNCTIONS, acknowledge
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 
 CODE = Path(trainyard.__file__).parent / "functions" / "job_guard.py"
+
+FAILURES = {
+    "NIST.800.53.R5-LambdaDLQ": (
+        "A check that failed twice rings the tenant's topic at once (JobNotChecked) and names the job in the log. It "
+        "is about a job that runs now: an event in a queue would be read too late."
+    )
+}
 
 MAX_INLINE_CHARACTERS = 4096
 """CloudFormation: code that stands in the template itself, so that it needs no bucket of assets."""
@@ -55,6 +63,7 @@ class JobGuard(Construct):
             timeout=Duration.minutes(1),
             log_group=resources.logs.group,
         )
+        acknowledge(self.function, FUNCTIONS | FAILURES)
         job_role = roles.job.role_arn
         events.Rule(
             self,

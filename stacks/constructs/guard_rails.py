@@ -12,6 +12,7 @@ from string import ascii_uppercase
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
+from stacks.constructs.acknowledged import acknowledge_wildcards
 from stacks.constructs.network import TenantNetwork
 from stacks.naming import TAG_TENANT, TenantScope
 from trainyard.hardware import instance
@@ -147,6 +148,10 @@ class TenantBoundary(Construct):
                 ),
             ],
         )
+        grants_nothing = (
+            "A boundary grants nothing: it is the most that the roles' own policies, exact to the resource,"
+        )
+        acknowledge_wildcards(self.policy, tenant, {"Services": f"{grants_nothing} can make use of."})
 
 
 def deny(sid: str, actions: list[str], conditions: Conditions) -> iam.PolicyStatement:

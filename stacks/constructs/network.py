@@ -2,11 +2,11 @@
 
 import ipaddress
 
-from aws_cdk import Acknowledgment, Validations
 from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
+from stacks.constructs.acknowledged import STATED_ZONES, acknowledge
 from stacks.naming import PARTITION, TenantScope
 
 LUSTRE_PORTS = (ec2.Port.tcp(988), ec2.Port.tcp_range(1018, 1023))
@@ -21,6 +21,21 @@ INTERFACE_ENDPOINTS = {
     "Kms": ec2.InterfaceVpcEndpointAwsService.KMS,
     "Parameters": ec2.InterfaceVpcEndpointAwsService.SSM,
     "Sts": ec2.InterfaceVpcEndpointAwsService.STS,
+}
+
+
+DEFAULT_GROUP = {
+    "NIST.800.53.R5-VPCDefaultSecurityGroupClosed": (
+        "CloudFormation can't change a default group without a function of our own that may change groups. Nothing is "
+        "in it: jobs in another group than the tenant's own are refused by the boundary and stopped by the detective."
+    )
+}
+
+EFA_RULES = {
+    "NIST.800.53.R5-EC2RestrictedCommonPorts": (
+        "EFA needs every protocol between the members of the group, and the group itself is the source: no address is "
+        "let in."
+    )
 }
 
 
@@ -64,6 +79,7 @@ class TenantNetwork(Construct):
             create_internet_gateway=False,
             restrict_default_security_group=False,  # would need a custom resource's Lambda; nothing uses that group
         )
+        acknowledge(self.vpc, DEFAULT_GROUP)
         training_block, endpoint_blocks = subnet_blocks(cidr, len(zones))
         self.training_subnet = self._subnet("Training", zones[0], training_block)
         endpoint_subnets = [
@@ -79,8 +95,7 @@ class TenantNetwork(Construct):
         subnet = ec2.PrivateSubnet(
             self, name, vpc_id=self.vpc.vpc_id, availability_zone=zone, cidr_block=block, map_public_ip_on_launch=False
         )
-        reason = "The environment file states the zone: synthesis looks nothing up, and EFA stays in one zone."
-        Validations.of(subnet).acknowledge(Acknowledgment(id="CloudFormation-Validate::W3010", reason=reason))
+        acknowledge(subnet, STATED_ZONES)
         return subnet
 
     def _group(self, name: str, description: str) -> ec2.SecurityGroup:
@@ -90,6 +105,7 @@ class TenantNetwork(Construct):
     def _make_training_group(self) -> None:
         group = self._group("TrainingGroup", "Training instances: EFA and TCP among themselves")
         group.add_ingress_rule(group, ec2.Port.all_traffic(), "EFA needs every protocol from the group itself")
+        acknowledge(group, EFA_RULES)
         group.add_egress_rule(group, ec2.Port.all_traffic(), "EFA needs every protocol to the group itself")
         # The VPC has no route out: this reaches the endpoints and, by prefix-list routes, S3 and DynamoDB.
         group.add_egress_rule(ec2.Peer.any_ipv4(), ec2.Port.tcp(443), "AWS services through the VPC endpoints")

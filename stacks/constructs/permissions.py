@@ -7,6 +7,7 @@ from aws_cdk import aws_ecr as ecr
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
+from stacks.constructs.acknowledged import acknowledge_wildcards
 from stacks.constructs.guard_rails import CREATE_JOB, deny
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.keys import READ, READ_WRITE, TenantKeys
@@ -23,6 +24,24 @@ WRITE_OBJECTS = ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:ListMultipart
 
 ANYTHING = ["*"]
 """Only for actions that AWS can't scope to a resource, or that give a name and nothing else."""
+
+
+SHARED_GROUP = "SageMaker's one log group for all jobs of the account; streams are told apart by the tenant's name."
+
+WILDCARDS = {
+    "CountViolations": "PutMetricData has no resource; the condition holds it to the tenant's namespace.",
+    "CreateTrainingLogGroup": SHARED_GROUP,
+    "FindLogs": SHARED_GROUP,
+    "JoinNetwork": "An interface's id is made with it; subnet and group, named beside it, are the tenant's own.",
+    "LeaveNetwork": "An interface's id is made with it; the condition holds it to the tenant's VPC.",
+    "ListJobs": "ListTrainingJobs has no resource: it shows names and states; descriptions are scoped to the tenant's.",
+    "LogInToRegistry": "GetAuthorizationToken has no resource; what is pulled is named in a statement of its own.",
+    "OpenLogStreams": SHARED_GROUP,
+    "SeeAccount": "Listings without a resource: they show that things exist; the isolation proof lists them each time.",
+    "SeeNetwork": "Describe* of EC2 has no resource: it shows that networks exist, and changes none.",
+    "WriteMetrics": "PutMetricData has no resource; the condition holds it to the tenant's namespace and SageMaker's.",
+}
+"""Sid to the reason why a statement's pattern is not the tenant's own: what a reviewer would ask."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,8 @@ class TenantPermissions(Construct):
         super().__init__(scope, construct_id)
 
         def attach(name: str, role: iam.Role, statements: list[iam.PolicyStatement]) -> None:
-            iam.Policy(self, name, roles=[role], statements=statements)
+            policy = iam.Policy(self, name, roles=[role], statements=statements)
+            acknowledge_wildcards(policy, tenant, WILDCARDS)
 
         attach("Job", roles.job, _job(tenant, resources))
         attach("Launcher", roles.launcher, _launcher(tenant, roles, resources))

@@ -7,6 +7,7 @@ from aws_cdk import aws_kms as kms
 from aws_cdk import aws_s3 as s3
 from constructs import Construct
 
+from stacks.constructs.acknowledged import BUCKETS, acknowledge
 from stacks.constructs.keys import TenantKeys
 from stacks.constructs.network import TenantNetwork
 from stacks.naming import TenantScope
@@ -78,6 +79,7 @@ class TenantBuckets(Construct):
             # No auto_delete_objects: it would put a Lambda that can empty the bucket beside the data.
             removal_policy=RemovalPolicy.RETAIN if tenant.environment.retain_data else RemovalPolicy.DESTROY,
         )
+        acknowledge(bucket, BUCKETS)
         for statement in _own_key_only(bucket, key):
             bucket.add_to_resource_policy(statement)
         return bucket

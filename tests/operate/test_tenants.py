@@ -90,16 +90,17 @@ def test_base_cost_sums_what_has_a_price_and_names_what_has_none() -> None:
         "Key": ("KMS::Key", {}),
         "Lustre": ("FSx::FileSystem", lustre),
         "Alarm": ("CloudWatch::Alarm", {}),
+        "Firewall": ("NetworkFirewall::Firewall", {"SubnetMappings": [{}]}),
         "Bucket": ("S3::Bucket", {}),
         "Role": ("IAM::Role", {}),
     }
     template = {"Resources": {name: {"Type": f"AWS::{kind}", "Properties": p} for name, (kind, p) in items.items()}}
     cost = base_cost([template], "us-east-1")
-    assert cost.known_usd_per_month == 2 * 730 * 0.01 + 1 + 2400 * 0.145
-    assert (cost.unknown, cost.by_use) == (("cloudwatch-alarm",), ("AWS::S3::Bucket",))
+    assert cost.known_usd_per_month == pytest.approx(2 * 730 * 0.01 + 1 + 2400 * 0.145 + 0.1)
+    assert (cost.unknown, cost.by_use) == (("network-firewall-endpoint",), ("AWS::S3::Bucket",))
     assert all(line.source and line.as_of for line in cost.lines if line.usd_per_month is not None)
     elsewhere = base_cost([template], "eu-central-1")
-    assert elsewhere.known_usd_per_month == 0 and len(elsewhere.unknown) == 4
+    assert elsewhere.known_usd_per_month == 0 and len(elsewhere.unknown) == 5
     json.dumps(cost.document())
 
 

@@ -23,21 +23,33 @@ Synthesize = Callable[[Any], dict[str, Template]]
 @pytest.fixture(scope="session")
 def synthesize(tmp_path_factory: pytest.TempPathFactory) -> Synthesize:
     """Environment -> templates by stack name, with the context that cdk.json gives the real command."""
+
+    def run(environment: Any) -> dict[str, Template]:
+        return synthesize_into(tmp_path_factory.mktemp("cdk.out"), environment, checked=False)
+
+    return run
+
+
+def synthesize_into(outdir: Path, environment: Any, *, checked: bool) -> dict[str, Template]:
+    """Templates by stack name; with the checks, what they refuse is left in the folder's validation report."""
     from aws_cdk import App
 
     from stacks import deploy_environment
+    from stacks.checks import enforce_checks
 
     context = json.loads((ROOT / "cdk.json").read_text())["context"]
-
-    def run(environment: Any) -> dict[str, Template]:
-        outdir = tmp_path_factory.mktemp("cdk.out")
-        app = App(outdir=str(outdir), context=context, analytics_reporting=False)
-        deploy_environment(app, environment)
+    app = App(outdir=str(outdir), context=context, analytics_reporting=False)
+    deploy_environment(app, environment)
+    if checked:
+        enforce_checks(app, environment)
+    try:
         app.synth()
-        suffix = ".template.json"
-        return {path.name.removesuffix(suffix): json.loads(path.read_text()) for path in outdir.glob("*" + suffix)}
-
-    return run
+    except RuntimeError as error:
+        if not checked or not str(error).startswith("ValidationFailed"):
+            raise
+        (outdir / "refused").touch()
+    suffix = ".template.json"
+    return {path.name.removesuffix(suffix): json.loads(path.read_text()) for path in outdir.glob("*" + suffix)}
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +61,26 @@ def environments() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def templates(synthesize: Synthesize, environments: dict[str, Any]) -> dict[str, dict[str, Template]]:
-    """Templates of all example environments, by environment and stack name."""
-    return {name: synthesize(environment) for name, environment in environments.items()}
+def assemblies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the example environments' assemblies."""
+    return tmp_path_factory.mktemp("assemblies")
+
+
+@pytest.fixture(scope="session")
+def templates(assemblies: Path, environments: dict[str, Any]) -> dict[str, dict[str, Template]]:
+    """Templates of all example environments, by environment and stack name. Made with the checks on."""
+    return {
+        name: synthesize_into(assemblies / name, environment, checked=True)
+        for name, environment in environments.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def unacknowledged(assemblies: Path, templates: dict[str, dict[str, Template]]) -> dict[str, str]:
+    """Findings of the checks by example environment; empty where there are none."""
+    from stacks.checks import findings
+
+    return {name: findings(assemblies / name) if (assemblies / name / "refused").exists() else "" for name in templates}
 
 
 @pytest.fixture(scope="session")

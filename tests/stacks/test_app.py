@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,13 @@ from trainyard.errors import InputError
 from trainyard.spec.platform import EnvironmentSpec
 
 ROOT = Path(__file__).parents[2]
+
+
+SUFFIX = ".template.json"
+
+
+def _made(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "out").glob(f"*{SUFFIX}"))
 
 
 def _run_app(context: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -32,13 +40,15 @@ def _run_app(context: dict[str, str], tmp_path: Path) -> subprocess.CompletedPro
     )
 
 
-def test_any_environment_file_wherever_it_lies(tmp_path: Path) -> None:
-    text = (ROOT / "environments" / "dev.yaml").read_text().replace("name: dev", "name: elsewhere")
+def test_the_same_templates_from_any_place_without_credentials_home_or_node(
+    tmp_path: Path, templates: dict[str, Any]
+) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(text)
+    path.write_bytes((ROOT / "environments" / "dev.yaml").read_bytes())
     done = _run_app({"environment": str(path)}, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "out" / "trainyard-elsewhere-platform.template.json").is_file()
+    made = {item.name.removesuffix(SUFFIX): json.loads(item.read_text()) for item in _made(tmp_path)}
+    assert made == templates["dev"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +65,7 @@ def test_a_wrong_environment_is_one_line_and_exit_code_2(
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert all(fragment in done.stderr for fragment in fragments)
-    assert list((tmp_path / "out").glob("*.template.json")) == []
+    assert _made(tmp_path) == []
 
 
 def test_a_region_without_a_resource_type_is_refused_at_synthesis(tmp_path: Path) -> None:
@@ -65,7 +75,8 @@ def test_a_region_without_a_resource_type_is_refused_at_synthesis(tmp_path: Path
     assert done.returncode == 2
     assert "AWS::Budgets::Budget' does not exist in 'ap-southeast-5'" in done.stderr
     # The CDK's own report comes through another process, before or after ours.
-    assert [line for line in done.stderr.splitlines() if line.startswith(f"{path}: CloudFormation would refuse this")]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(f"{path}: the templates break checks: ")]
+    assert "AWS::Budgets::Budget' does not exist" in line and "validation-report.json" in line
 
 
 def _changed(environments: dict[str, Any], change: dict[str, Any]) -> EnvironmentSpec:
@@ -157,6 +168,24 @@ def test_nothing_below_app_reads_the_process_environment() -> None:
             if imported or name in {"environ", "getenv"}:
                 readers.append(f"{path.name}:{getattr(node, 'lineno', 0)}")
     assert readers == []
+
+
+def test_no_account_region_or_secret_is_in_the_code() -> None:
+    """They come from the environment file alone; what the code names are AWS's services."""
+    region = r"\b(us|eu|ap|ca|sa|me|af|il|mx)-(gov-)?(north|south|east|west|central)+-\d\b"
+    patterns = {"account": r"\b\d{12}\b", "region": region, "access key": r"\b(AKIA|ASIA)[A-Z0-9]{12,}\b"}
+    patterns["secret"] = r"(?i)(password|secret_?access_?key|api_?key)\s*=\s*[\"'][^\"']+[\"']"
+    files = [ROOT / "app.py", ROOT / "cdk.json", *(ROOT / "stacks").rglob("*.py"), *(ROOT / "stacks").rglob("*.guard")]
+    assert len(files) > 20
+    assert re.search(region, "us-east-1") and re.search(region, "ap-southeast-2")
+    found = [
+        f"{path.name}: {kind} {match[0]}"
+        for path in files
+        for kind, pattern in patterns.items()
+        for match in re.finditer(pattern, path.read_text())
+    ]
+    # CloudTrail, IAM and STS log there whatever the region is.
+    assert [item for item in found if "audit.py: region us-east-1" not in item] == []
 
 
 def test_stack_modules_compose_constructs_and_make_no_raw_resources() -> None:

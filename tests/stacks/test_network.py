@@ -60,10 +60,23 @@ def test_file_system_waits_for_every_rule_of_its_groups(foundation: dict[str, An
     assert rules <= set(file_system["DependsOn"])
 
 
-def test_nothing_leads_out_of_the_network(templates: dict[str, Any]) -> None:
+def test_nothing_leads_out_of_the_network_of_who_did_not_ask(
+    templates: dict[str, Any], environments: dict[str, Any]
+) -> None:
     ways_out = {"InternetGateway", "NatGateway", "EIP", "Route", "TransitGatewayAttachment", "VPCPeeringConnection"}
-    types = {item["Type"] for stacks in templates.values() for t in stacks.values() for item in t["Resources"].values()}
-    assert not types & {f"AWS::EC2::{kind}" for kind in ways_out}
+    asked = {
+        f"trainyard-{environment}-{tenant}-foundation"
+        for environment, spec in environments.items()
+        for tenant in spec.tenants
+        if spec.tenants[tenant].network.egress
+    }
+    opened = {
+        name
+        for stacks in templates.values()
+        for name, template in stacks.items()
+        if {item["Type"] for item in template["Resources"].values()} & {f"AWS::EC2::{kind}" for kind in ways_out}
+    }
+    assert opened == asked == {"trainyard-staging-perception-foundation"}
 
 
 def test_endpoints_serve_what_training_calls_and_admit_the_tenants_roles_alone(account: Any) -> None:

@@ -12,6 +12,9 @@ ENVIRONMENTS = ("local", "dev", "staging", "production")
 NAMED_BY_US = {
     "AWS::CloudTrail::Trail": "TrailName",  # in the policies of the bucket and the key that it needs first
     "AWS::ECR::Repository": "RepositoryName",  # in image URIs
+    "AWS::NetworkFirewall::Firewall": "FirewallName",  # these three have no generated names
+    "AWS::NetworkFirewall::FirewallPolicy": "FirewallPolicyName",
+    "AWS::NetworkFirewall::RuleGroup": "RuleGroupName",
     "AWS::SSM::Parameter": "Name",  # how the launcher finds the contract and the image
 }
 NAME_PROPERTIES = {
@@ -26,6 +29,9 @@ NAME_PROPERTIES = {
     "AWS::IAM::ManagedPolicy": "ManagedPolicyName",
     "AWS::IAM::Role": "RoleName",
     "AWS::Logs::LogGroup": "LogGroupName",
+    "AWS::NetworkFirewall::Firewall": "FirewallName",
+    "AWS::NetworkFirewall::FirewallPolicy": "FirewallPolicyName",
+    "AWS::NetworkFirewall::RuleGroup": "RuleGroupName",
     "AWS::S3::Bucket": "BucketName",
     "AWS::SNS::Topic": "TopicName",
     "AWS::SSM::Parameter": "Name",
@@ -33,11 +39,15 @@ NAME_PROPERTIES = {
 UNTAGGABLE = {
     "AWS::EC2::SecurityGroupEgress",
     "AWS::EC2::SecurityGroupIngress",
+    "AWS::EC2::Route",
     "AWS::EC2::SubnetRouteTableAssociation",
+    "AWS::EC2::VPCCidrBlock",
+    "AWS::EC2::VPCGatewayAttachment",
     "AWS::IAM::ManagedPolicy",
     "AWS::IAM::Policy",
     "AWS::Lambda::Permission",
     "AWS::Logs::MetricFilter",
+    "AWS::NetworkFirewall::LoggingConfiguration",
     "AWS::S3::BucketPolicy",
     "AWS::SNS::Subscription",
     "AWS::SNS::TopicPolicy",
@@ -108,6 +118,22 @@ def test_training_depends_on_its_own_foundation_and_nothing_else_crosses_tenants
             if name.endswith("-training"):
                 allowed = {name.removesuffix("training") + "foundation"}
             assert imports(template) == allowed, name
+
+
+def test_all_stacks_deploy_at_once_and_one_tenants_can_be_destroyed_alone(
+    assemblies: Path, templates: dict[str, Any]
+) -> None:
+    """By the order that the CDK gives to CloudFormation: a tenant's stacks wait for the platform, and nothing waits
+    for a tenant's but its own training stack."""
+    for environment, stacks in templates.items():
+        manifest = json.loads((assemblies / environment / "manifest.json").read_text())["artifacts"]
+        platform = f"trainyard-{environment}-platform"
+        for name in stacks:
+            waits = {item for item in manifest[name].get("dependencies", []) if not item.endswith(".assets")}
+            expected = set() if name == platform else {platform}
+            if name.endswith("-training"):
+                expected = {name.removesuffix("training") + "foundation"}
+            assert waits in (expected, expected | {platform} - {name}), name
 
 
 def test_names_are_generated_save_for_a_listed_few(templates: dict[str, Any]) -> None:

@@ -95,12 +95,24 @@ def base_cost(templates: Iterable[Mapping[str, Any]], region: str) -> BaseCost:
     return BaseCost(region, lines, tuple(sorted(by_use)))
 
 
+_ONE_PRICE = {
+    "AWS::CloudWatch::Alarm": ("cloudwatch-alarm", 1, "months"),
+    "AWS::EC2::EIP": ("public-ipv4-address", HOURS_PER_MONTH, "hours"),
+    "AWS::EC2::NatGateway": ("nat-gateway", HOURS_PER_MONTH, "hours"),
+    "AWS::KMS::Key": ("kms-key", 1, "months"),
+}
+"""Types of which each resource costs the same."""
+
+
 def _billed(kind: str, properties: Mapping[str, Any]) -> list[tuple[str, int, str]]:
     """(item, quantity, unit) of a resource; nothing for one that costs by use or not at all."""
     if kind == "AWS::EC2::VPCEndpoint" and properties.get("VpcEndpointType") == "Interface":
         return [("interface-endpoint", HOURS_PER_MONTH * len(properties.get("SubnetIds", [])), "zone-hours")]
-    if kind == "AWS::KMS::Key":
-        return [("kms-key", 1, "months")]
+    if kind == "AWS::NetworkFirewall::Firewall":
+        zones = len(properties.get("SubnetMappings", []))
+        return [("network-firewall-endpoint", HOURS_PER_MONTH * zones, "zone-hours")]
+    if kind in _ONE_PRICE:
+        return [_ONE_PRICE[kind]]
     if kind == "AWS::FSx::FileSystem":
         lustre = properties.get("LustreConfiguration", {})
         deployment = str(lustre.get("DeploymentType", "")).lower().replace("_", "-")
@@ -109,8 +121,6 @@ def _billed(kind: str, properties: Mapping[str, Any]) -> list[tuple[str, int, st
         return [(item, int(properties["StorageCapacity"]), "GB-months")]
     if kind == "AWS::SSM::Parameter" and properties.get("Tier") == "Advanced":
         return [("ssm-advanced-parameter", 1, "months")]
-    if kind == "AWS::CloudWatch::Alarm":
-        return [("cloudwatch-alarm", 1, "months")]
     return []
 
 

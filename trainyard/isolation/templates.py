@@ -27,21 +27,24 @@ SYNTHESIS_SECONDS = 600
 def synthesize(environment: Path, checkout: Path) -> dict[str, Template]:
     """Templates by stack name, from the checkout's app.py in a process of its own: nothing here imports the CDK."""
     with tempfile.TemporaryDirectory(prefix="trainyard-isolation-") as folder:
-        return synthesize_into(Path(folder), environment, checkout)
+        return synthesize_into(Path(folder), environment, checkout, {"checks": "off"})
 
 
-def synthesize_into(folder: Path, environment: Path, checkout: Path) -> dict[str, Template]:
-    """The same, with the cloud assembly left in `folder`: what `cdk deploy --app FOLDER` deploys."""
+def synthesize_into(
+    folder: Path, environment: Path, checkout: Path, context: Mapping[str, str] | None = None
+) -> dict[str, Template]:
+    """The same, with the cloud assembly left in `folder`: what `cdk deploy --app FOLDER` deploys, so that the templates
+    must pass every check. `context` is app.py's, beside the environment."""
     app = checkout / "app.py"
     if not app.is_file():
         raise InputError(f"{app}: no CDK app there; run trainyard from its checkout")
     settings = json.loads((checkout / "cdk.json").read_text(encoding="utf-8"))["context"]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "CDK_"))}
-    context = json.dumps({**settings, "environment": str(environment.resolve())})
+    whole = json.dumps({**settings, "environment": str(environment.resolve()), **(context or {})})
     done = subprocess.run(
         [sys.executable, str(app)],
         cwd=checkout,
-        env={**inherited, "CDK_OUTDIR": str(folder), "CDK_CONTEXT_JSON": context},
+        env={**inherited, "CDK_OUTDIR": str(folder), "CDK_CONTEXT_JSON": whole},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -74,7 +77,16 @@ _OPAQUE = {
 }
 """Types whose id is made by AWS, with the id's prefix."""
 
-_NAMES = ("BucketName", "RoleName", "ManagedPolicyName", "Name", "RepositoryName", "LogGroupName", "TopicName")
+_NAMES = (
+    "BucketName",
+    "RoleName",
+    "ManagedPolicyName",
+    "Name",
+    "RepositoryName",
+    "LogGroupName",
+    "TopicName",
+    "FunctionName",
+)
 
 _ARNS: dict[str, str] = {
     "AWS::S3::Bucket": "arn:aws:s3:::{id}",
@@ -218,8 +230,10 @@ class Deployment:
             return self.arn(stack, name)
         return self.physical_id(stack, name)
 
-    def _attribute(self, argument: Any, stack: str) -> str:
+    def _attribute(self, argument: Any, stack: str) -> Any:
         name, _, attribute = argument.partition(".") if isinstance(argument, str) else (argument[0], "", argument[1])
+        if attribute == "EndpointIds":  # a firewall's: "zone:endpoint", one each
+            return [f"zone:vpce-{self.physical_id(stack, name)}"]
         if attribute.endswith("Arn"):
             return self.arn(stack, name)
         if attribute in {"GroupId", "VpcId", "FileSystemId", "Id", "KeyId"}:

@@ -144,6 +144,51 @@ class BudgetLimits(SpecModel):
     deployment. Default: no monitor."""
 
 
+MAX_ALLOWED_DOMAINS = 100
+"""Of one tenant: a list that people can still read. The firewall would take thousands."""
+
+ANYBODYS_DOMAINS = ("amazonaws.com", "amazonaws.com.cn", "api.aws", "on.aws")
+"""AWS itself, where everybody has buckets and APIs."""
+
+
+class EgressSpec(SpecModel):
+    """A way out to a few named hosts: a firewall, a NAT gateway and a public address of the tenant's own."""
+
+    allowed_domains: tuple[str, ...] = Field(
+        min_length=1, max_length=MAX_ALLOWED_DOMAINS, json_schema_extra=on_change("update")
+    )
+    """Hosts that HTTPS on port 443 may name: `pypi.org` is that host alone, `.hf.co` is hf.co and all hosts below it.
+    Everything else is dropped and logged, plain HTTP too. What is told apart is the name that the client states (TLS
+    server name), so list no domain where anybody can get a host of his own."""
+
+    @field_validator("allowed_domains")
+    @classmethod
+    def _are_domains(cls, domains: tuple[str, ...]) -> tuple[str, ...]:
+        for domain in domains:
+            if not re.fullmatch(r"\.?([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z][a-z0-9-]{0,61}[a-z0-9]", domain):
+                raise ValueError(
+                    f"{domain!r} is no host name; write it in small letters without scheme, port or *, e.g. pypi.org, "
+                    "or .hf.co for hf.co and all below it"
+                )
+            if any(domain.lstrip(".") == aws or domain.endswith(f".{aws}") for aws in ANYBODYS_DOMAINS):
+                raise ValueError(
+                    f"{domain!r} is AWS's, where everybody has buckets: it would lead round the network's endpoints, "
+                    "which reach what is the tenant's own; leave it out"
+                )
+        twice = sorted({domain for domain in domains if domains.count(domain) > 1})
+        if twice:
+            raise ValueError(f"{', '.join(twice)}: stands twice; keep one")
+        return domains
+
+
+class TenantNetworkSpec(SpecModel):
+    """What the tenant's network leads to besides the tenant's own resources."""
+
+    egress: EgressSpec | None = Field(default=None, json_schema_extra=on_change("update"))
+    """Default: nothing; no gateway, no NAT. Taking it away again drops two subnets and the public address, which
+    `trainyard deploy` asks to be told by name."""
+
+
 class RemovalSpec(SpecModel):
     """What becomes of the tenant's data when `trainyard tenant remove` takes the tenant away."""
 
@@ -163,6 +208,7 @@ class TenantSpec(SpecModel):
     network_index: int = Field(ge=0, json_schema_extra=on_change("replace"))
     """Which block of the environment's address range the VPC takes: stated, so that it never moves."""
     cost_center: str = Field(default="unassigned", json_schema_extra=on_change("update"))
+    network: TenantNetworkSpec = TenantNetworkSpec()
     file_system: FileSystemSpec = FileSystemSpec()
     storage: StorageSpec = StorageSpec()
     queues: dict[Name, QueueSpec] = Field(min_length=1)
