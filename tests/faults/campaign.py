@@ -25,6 +25,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -513,6 +514,8 @@ def main() -> int:
         if options.json:
             report.write(options.json)
 
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever ends it early leaves nothing behind, in the background too
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="fault-campaign-") as folder:
         report = campaign(
             Path(folder),
