@@ -1,6 +1,7 @@
 """A checkpoint as Hugging Face files: `python -m trainer.export --checkpoints PLACE --to FOLDER`.
 
     --checkpoints PLACE    a job's checkpoint destination, a folder or s3://
+    --to FOLDER|s3://      to S3, file by file: this machine holds one file of weights (--max-shard-bytes) at a time
     --step N               default: the newest good one
     --average              the running average of the weights (training.optimizer.average_decay)
     --merge                an adapter put into its base model, instead of the adapter alone in peft's format
@@ -13,10 +14,12 @@ comes out: config.json, generation_config.json, model*.safetensors with an index
 Experts that transformers packs are written one by one, as Hugging Face's files have them. One process, no GPU; in
 memory is one tensor of the checkpoint and what becomes of it, so that a machine far smaller than the model does it.
 Only the bytes of the weights are read, and each is compared with the manifest's hashes. The folder appears whole or not
-at all. Prints one line of JSON. Exit codes as the trainer's.
+at all; in S3, `export.json` with all files' sizes and SHA-256 is written last. Prints one line of JSON. Exit codes as
+the trainer's.
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 import sys
@@ -32,12 +35,12 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.base_model import weights_digest
-from trainer.checkpoint.destination import DestinationError, MissingFileError, open_destination
+from trainer.checkpoint.destination import DestinationError, MissingFileError, open_destination, with_retries
 from trainer.checkpoint.reading import AlteredError
 from trainer.checkpoint.restore import OpenStep
 from trainer.export_layouts import adapter_groups, model_groups, write_adapter_config
 from trainer.export_merged import merged_groups
-from trainer.export_weights import Described, Group, write_shards
+from trainer.export_weights import Described, Group, keep, write_shards
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.spec.job import AdapterSpec
 
@@ -61,6 +64,8 @@ _TOKENIZER_FILES = (
 )
 """What transformers' tokenizers and processors read; those that are there are copied."""
 _GENERATION_CONFIG = "generation_config.json"
+LISTING = "export.json"
+"""Of an export in S3: its files with their sizes and SHA-256, written last. Without it the export is not whole."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class Export:
 
     checkpoints: str
     """A folder or s3://."""
-    to: Path
+    to: Path | str
+    """A folder, or an s3:// prefix."""
     step: int | None = None
     """None: the newest good one."""
     average: bool = False
@@ -83,24 +89,66 @@ class Export:
 
 def export(asked: Export) -> dict[str, Any]:
     """Write the export; what was written, as JSON values. InputError, JobFailedError or AwsRefusedError in one line."""
+    to_s3 = isinstance(asked.to, str)
+    try:
+        written = _to_s3(asked, asked.to) if isinstance(asked.to, str) else _to_folder(asked, asked.to)
+    except (AlteredError, MissingFileError) as error:
+        raise JobFailedError(f"{asked.checkpoints}: {error}; --step takes another checkpoint") from None
+    except DestinationError as error:
+        by_aws = to_s3 or asked.checkpoints.startswith("s3://")
+        raise (AwsRefusedError if by_aws else JobFailedError)(str(error)) from None
+    except OSError as error:
+        raise JobFailedError(f"can't write {asked.to}: {error.strerror or error}") from None
+    return {"to": str(asked.to), **written}
+
+
+def _to_folder(asked: Export, to: Path) -> dict[str, Any]:
     # Beside the result: where the model has room, its checkpoint most likely has too.
-    with _folder_beside(asked.to) as scratch:
+    with _folder_beside(to) as scratch:
         partial = Path(scratch) / "export"
-        try:
-            partial.mkdir(mode=0o755)
-            step = _open(asked, Path(scratch))
-            written = _write(asked, step, partial)
-            to = asked.to.resolve()
-            if to.exists():
-                to.rmdir()
-            partial.replace(to)
-        except (AlteredError, MissingFileError) as error:
-            raise JobFailedError(f"{asked.checkpoints}: {error}; --step takes another checkpoint") from None
-        except DestinationError as error:
-            raise (AwsRefusedError if asked.checkpoints.startswith("s3://") else JobFailedError)(str(error)) from None
-        except OSError as error:
-            raise JobFailedError(f"can't write {asked.to}: {error.strerror or error}") from None
-    return {"step": step.manifest.step, "to": str(asked.to), **written}
+        partial.mkdir(mode=0o755)
+        step = _open(asked, Path(scratch))
+        written = _write(asked, step, partial)
+        to = to.resolve()
+        if to.exists():
+            to.rmdir()
+        partial.replace(to)
+    return {"step": step.manifest.step, **written}
+
+
+def _to_s3(asked: Export, to: str) -> dict[str, Any]:
+    """File by file, the list of them last: what an interrupted export left is written over, a whole one never."""
+    destination = open_destination(to)
+    try:
+        destination.get_bytes(LISTING)
+    except MissingFileError:
+        pass
+    else:
+        raise InputError(f"--to {to}: holds an export already; give another prefix")
+    files: dict[str, dict[str, Any]] = {}
+
+    def send(path: Path) -> None:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+        with_retries(lambda: destination.put_file(path.name, path), what=path.name, report=_report)
+        path.unlink()
+
+    with tempfile.TemporaryDirectory(prefix="trainyard-export-") as scratch:
+        folder = Path(scratch) / "export"
+        folder.mkdir()
+        step = _open(asked, Path(scratch))
+        written = {"step": step.manifest.step, **_write(asked, step, folder, finished=send)}
+        for path in sorted(folder.iterdir()):
+            send(path)
+    listing = {"version": 1, "checkpoint": step.uri, **written, "files": dict(sorted(files.items()))}
+    content = (json.dumps(listing, indent=1) + "\n").encode()
+    with_retries(lambda: destination.put_bytes(LISTING, content), what=LISTING, report=_report)
+    return {**written, "listing_sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _folder_beside(to: Path) -> tempfile.TemporaryDirectory[str]:
@@ -125,7 +173,7 @@ def _open(asked: Export, scratch: Path) -> OpenStep:
         local_dir=scratch,
         keep_last=1,
         asynchronous=False,
-        report=lambda line: print(line, file=sys.stderr),
+        report=_report,
     )
     step = checkpointer.open_step(asked.step)
     if step is None:
@@ -134,8 +182,8 @@ def _open(asked: Export, scratch: Path) -> OpenStep:
     return step
 
 
-def _write(asked: Export, step: OpenStep, folder: Path) -> dict[str, Any]:
-    """The files of the export in `folder`."""
+def _write(asked: Export, step: OpenStep, folder: Path, *, finished: Callable[[Path], None] = keep) -> dict[str, Any]:
+    """The files of the export in `folder`; `finished` may take the weights' away, one by one."""
     extra = step.manifest.extra
     config = extra.get("model_config")
     if not isinstance(config, dict):
@@ -161,7 +209,7 @@ def _write(asked: Export, step: OpenStep, folder: Path) -> dict[str, Any]:
             write_adapter_config(folder, adapter, base_model=source)
     groups = _in_type(groups, asked.dtype)
     limit = asked.max_shard_bytes if kind != "adapter" else sys.maxsize
-    files = write_shards(folder, groups, stem=stem, max_shard_bytes=limit)
+    files = write_shards(folder, groups, stem=stem, max_shard_bytes=limit, finished=finished)
     if kind != "adapter":
         _set_type(folder / "config.json", groups)
     beside = _copy_beside(asked, extra, folder)
@@ -323,13 +371,17 @@ def _copy_small(place: str, name: str, folder: Path) -> bool:
     return True
 
 
+def _place(text: str) -> Path | str:
+    return text if text.startswith("s3://") else Path(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer.export", description="Write a checkpoint as Hugging Face files."
     )
     parser.add_argument("--checkpoints", required=True, help="a job's checkpoint destination: a folder or s3://")
-    parser.add_argument("--to", type=Path, required=True, help="a folder that is empty or not there yet")
+    parser.add_argument("--to", type=_place, required=True, help="a folder that is empty or not there yet, or s3://")
     parser.add_argument("--step", type=int, help="default: the newest good one")
     parser.add_argument("--average", action="store_true", help="the running average (training.optimizer.average_decay)")
     parser.add_argument("--merge", action="store_true", help="put the adapter into its base model")

@@ -53,10 +53,22 @@ class Group:
     """Their values by name, of these shapes, on CPU; they are converted to these types."""
 
 
-def write_shards(folder: Path, groups: Sequence[Group], *, stem: str, max_shard_bytes: int) -> list[str]:
+def keep(path: Path) -> None:
+    """A finished file stays where it was written."""
+
+
+def write_shards(
+    folder: Path,
+    groups: Sequence[Group],
+    *,
+    stem: str,
+    max_shard_bytes: int,
+    finished: Callable[[Path], None] = keep,
+) -> list[str]:
     """Write the groups' tensors, in order, as `<stem>.safetensors`, or shards and an index; the files' names.
 
-    A shard holds `max_shard_bytes` at most, but a tensor at least.
+    A shard holds `max_shard_bytes` at most, but a tensor at least. `finished` may take each one away before the next
+    is begun.
     """
     shards = _shards([tensor for group in groups for tensor in group.tensors], max_shard_bytes)
     names = [_file_name(stem, number, len(shards)) for number in range(1, len(shards) + 1)]
@@ -67,6 +79,7 @@ def write_shards(folder: Path, groups: Sequence[Group], *, stem: str, max_shard_
             for tensor, content in zip(shard, values, strict=False):
                 assert content.nbytes == tensor.num_bytes, tensor.name
                 file.write(content)
+        finished(folder / name)
     if len(shards) > 1:
         _write_index(folder / f"{stem}.safetensors.index.json", names, shards)
     return names

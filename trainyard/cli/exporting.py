@@ -5,14 +5,18 @@ import subprocess
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainyard.cli.checkpoints import CheckpointsOf, StepOption, destination_of
-from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption
+from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
 from trainyard.cli.output import console, print_json
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+
+if TYPE_CHECKING:
+    from trainyard.launch.registry import Promotion, Registered
+    from trainyard.launch.session import Account
 
 
 class WeightType(StrEnum):
@@ -30,26 +34,32 @@ MergeOption = Annotated[bool, typer.Option("--merge", help="Put an adapter into 
 BaseOption = Annotated[
     Path | None, typer.Option("--base", metavar="DIR", help="The base model of --merge; default: the job's source.")
 ]
+TokenizerOption = Annotated[
+    str | None, typer.Option("--tokenizer", metavar="DIR", help="Whose tokenizer goes along; default: the job's.")
+]
+ShardOption = Annotated[float, typer.Option("--max-shard-gib", min=0.001, help="Largest file of weights.")]
 TypeOption = Annotated[WeightType | None, typer.Option("--dtype", help="Type of the weights; default: as saved.")]
 
 
 def register(parent: typer.Typer) -> None:
     """Put the verbs of this file into the command line."""
     parent.command()(export)
+    parent.command()(promote)
 
 
 def export(
     job: CheckpointsOf,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A folder that is empty or not there yet.")],
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="DIR|S3-PREFIX", help="A folder that is empty or not there yet, or s3://."),
+    ],
     step: StepOption = None,
     average: AverageOption = False,
     merge: MergeOption = False,
     base: BaseOption = None,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="DIR", help="Whose tokenizer goes along; default: the job's.")
-    ] = None,
+    tokenizer: TokenizerOption = None,
     dtype: TypeOption = None,
-    max_shard_gib: Annotated[float, typer.Option("--max-shard-gib", min=0.001, help="Largest file of weights.")] = 5.0,
+    max_shard_gib: ShardOption = 5.0,
     environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
     tenant: TenantOption = None,
     as_json: JsonOption = False,
@@ -64,12 +74,14 @@ def export(
     from trainyard.launch.local_backend import check_trainer
 
     check_trainer()
-    arguments = ["--to", str(to), "--max-shard-bytes", str(int(max_shard_gib * 2**30))]
-    for option, value in (("--step", step), ("--base", base), ("--tokenizer", tokenizer), ("--dtype", dtype)):
-        arguments += [] if value is None else [option, str(value)]
-    arguments += [option for option, wanted in (("--average", average), ("--merge", merge)) if wanted]
+    arguments = _arguments(to, step, average, merge, base, tokenizer, dtype, max_shard_gib)
     with console(stderr=True).status("asking") as spinner:
         place = destination_of(job, environment, tenant)
+        if to.startswith("s3://") and not place.variables:
+            raise InputError(
+                f"--to {to}: {job} is on this machine, and nothing says whose role may write there; export to a "
+                "folder, and copy that (aws s3 cp --recursive)"
+            )
         spinner.update(f"writing {to}")
         written = run_export(place.destination, arguments, place.variables)
     if as_json:
@@ -83,6 +95,138 @@ def export(
     print(f"  a job reads it with model: {{source: {to}}}")
     if not any(name.startswith(("tokenizer", "vocab")) for name in written["beside"]):
         print("  without a tokenizer: the job's was not found on this machine; --tokenizer DIR brings one along")
+
+
+def _arguments(
+    to: str,
+    step: int | None,
+    average: bool,
+    merge: bool,
+    base: Path | None,
+    tokenizer: str | None,
+    dtype: WeightType | None,
+    max_shard_gib: float,
+) -> list[str]:
+    """Of `python -m trainer.export`, but for the checkpoints."""
+    arguments = ["--to", to, "--max-shard-bytes", str(int(max_shard_gib * 2**30))]
+    for option, value in (("--step", step), ("--base", base), ("--tokenizer", tokenizer), ("--dtype", dtype)):
+        arguments += [] if value is None else [option, str(value)]
+    return arguments + [option for option, wanted in (("--average", average), ("--merge", merge)) if wanted]
+
+
+def promote(
+    job: JobId,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option("--gate", metavar="METRIC<=VALUE", help="What a metric at that step must be; may be repeated."),
+    ] = None,
+    step: StepOption = None,
+    model: Annotated[str | None, typer.Option("--model", help="The model's name; default: the job's.")] = None,
+    approve: Annotated[
+        bool, typer.Option("--approve", help="Register it as approved; default: waiting for a person's approval.")
+    ] = False,
+    image: Annotated[str, typer.Option("--image", metavar="ECR-URI", help="The image that serves it.")] = "",
+    average: AverageOption = False,
+    merge: MergeOption = False,
+    base: BaseOption = None,
+    tokenizer: TokenizerOption = None,
+    dtype: TypeOption = None,
+    max_shard_gib: ShardOption = 5.0,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Export a checkpoint that passes its gates to the artifacts bucket, and register it in the Model Registry.
+
+    The gates are asked of metrics.jsonl at the checkpoint's step. A second run finds what the first one did. The model
+    can be a job's model.source. Needs the trainer (torch) on this machine.
+
+    Example: trainyard promote acme-stdlib-llama-20260131120000-1a2b --gate 'validation_loss<=2.5'
+    """
+    from trainyard.launch import registry
+    from trainyard.launch.local_backend import check_trainer
+
+    gates = [registry.parse_gate(text) for text in gate or ()]
+    if not gates:
+        raise InputError("--gate is missing: say what the checkpoint must reach, e.g. --gate 'validation_loss<=2.5'")
+    check_trainer()
+    variant = "".join(f"-{word}" for word in (average and "average", merge and "merged", dtype and dtype.value) if word)
+    with console(stderr=True).status("asking") as spinner:
+        promotion, launcher = _promotion(job, environment, tenant, step=step, model=model, variant=variant, image=image)
+        s3, record, taken = launcher.client("s3"), promotion.record, promotion.checkpoint.step
+        metrics = registry.metrics_at(record.checkpoint_destination, s3, taken)
+        registry.check_gates(gates, metrics, taken)
+        known = registry.Registry(launcher, promotion.contract)
+        listing, found = registry.exported(promotion, s3), known.find(promotion)
+        if listing is None:
+            spinner.update(f"writing {promotion.uri}")
+            arguments = _arguments(promotion.uri, taken, average, merge, base, tokenizer, dtype, max_shard_gib)
+            run_export(record.checkpoint_destination, arguments, launcher.variables())
+            listing = registry.check_listing(registry.exported(promotion, s3), promotion)
+        if found is None:
+            spinner.update(f"registering {promotion.group}")
+            source = registry.record_reason(promotion, s3, gates, metrics, listing)
+            request = registry.package_request(promotion, listing, source, approve=approve)
+            registered = known.register(promotion, request)
+        else:
+            registered = found
+    _tell_promotion(promotion, registered, is_new=found is None, as_json=as_json)
+    if approve:
+        registry.refuse_unapproved(registered)
+
+
+def _promotion(
+    job: str,
+    environment: str,
+    tenant: str | None,
+    *,
+    step: int | None,
+    model: str | None,
+    variant: str,
+    image: str,
+) -> "tuple[Promotion, Account]":
+    """What is promoted, and the tenant's launcher; InputError where that job, step or name can't be."""
+    from trainyard.launch.checkpoints import chosen
+    from trainyard.launch.names import job_id_of
+    from trainyard.launch.place import environment_file, local_jobs_folder, open_tenant, tenant_in
+    from trainyard.launch.registry import Promotion, check_names
+    from trainyard.spec.platform import load_environment
+
+    job_id = job_id_of(job)
+    if (local_jobs_folder() / job_id / "record.json").exists():
+        raise InputError(
+            f"job {job_id}: ran on this machine, which has no registry; `trainyard export` writes its model"
+        )
+    spec = load_environment(environment_file(environment))
+    access = open_tenant(spec, tenant or tenant_in(job_id, spec), f"job {job_id}")
+    place = access.place
+    record = place.store.read(job_id).record
+    name = model or record.spec.name
+    check_names(name, image, access.contract)
+    checkpoint = chosen(record.checkpoint_destination, place.s3, step)
+    if not checkpoint.is_good:
+        raise InputError(f"--step {step}: {checkpoint.uri} can't be promoted: {checkpoint.problem}")
+    return Promotion(record, checkpoint, access.contract, name, variant, image), access.launcher
+
+
+def _tell_promotion(promotion: "Promotion", registered: "Registered", *, is_new: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "model_package": registered.arn,
+                "approval": registered.approval,
+                "is_new": is_new,
+                "model": promotion.uri,
+                "source": promotion.reference,
+                **promotion.properties,
+                "step": promotion.checkpoint.step,
+            }
+        )
+        return
+    verb = "registered" if is_new else "registered already, by an earlier run"
+    print(f"{registered.arn}: {verb}, {registered.approval}")
+    print(f"  step {promotion.checkpoint.step} of {promotion.record.job_id}, in {promotion.uri}/")
+    print(f"  a job of the tenant reads it with model: {{source: {promotion.reference}}}")
 
 
 def run_export(checkpoints: str, arguments: list[str], variables: dict[str, str]) -> dict[str, Any]:

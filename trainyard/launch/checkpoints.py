@@ -41,6 +41,8 @@ class Checkpoint:
     """(name, bytes, SHA-256) as the manifest promises."""
     extra: dict[str, Any] = field(default_factory=dict, repr=False)
     """What the trainer saved beside the tensors."""
+    manifest_sha256: str = ""
+    """Of the manifest, which has the hashes of all else; empty where it can't be read."""
 
     @property
     def is_good(self) -> bool:
@@ -90,7 +92,7 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
     if not seen.committed:
         return seen
     try:
-        manifest = _manifest(files, folder)
+        manifest, digest = _manifest(files, folder)
         shards = tuple((str(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in manifest["shards"])
         extra = dict(manifest["extra"])
         world_size = int(manifest["world_size"])
@@ -107,7 +109,13 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         if problem:
             break
     return _with(
-        seen, problem=problem, world_size=world_size, strategy=extra.get("strategy"), shards=shards, extra=extra
+        seen,
+        problem=problem,
+        world_size=world_size,
+        strategy=extra.get("strategy"),
+        shards=shards,
+        extra=extra,
+        manifest_sha256=digest,
     )
 
 
@@ -119,7 +127,8 @@ class _ManifestError(Exception):
     """A manifest or marker that is torn, altered or too new."""
 
 
-def _manifest(files: Files, folder: str) -> dict[str, Any]:
+def _manifest(files: Files, folder: str) -> tuple[dict[str, Any], str]:
+    """The manifest, and its SHA-256, which is the committed one."""
     content, marker = files.read(f"{folder}/{_MANIFEST}"), files.read(f"{folder}/{_MARKER}")
     if content is None:
         raise _ManifestError(f"{_MANIFEST} is missing")
@@ -132,7 +141,7 @@ def _manifest(files: Files, folder: str) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads(content)
     if int(manifest["version"]) > _MANIFEST_VERSION:
         raise _ManifestError(f"{_MANIFEST} has version {manifest['version']}, this trainyard reads {_MANIFEST_VERSION}")
-    return manifest
+    return manifest, promised
 
 
 def chosen(destination: str, s3: Any, step: int | None) -> Checkpoint:
