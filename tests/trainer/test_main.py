@@ -141,9 +141,26 @@ def test_only_the_first_rank_of_a_host_speaks(
     assert capsys.readouterr().err == ""
 
 
+def test_a_last_save_is_tried_again_until_the_destination_takes_it(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "ddp", steps=5000)
+    ranks = start_trainer(2, job, tmp_path / "out", "--set", "checkpoint.every_steps=4000")
+    read_until(ranks[0], "step=2 ")
+    shutil.rmtree(tmp_path / "out/checkpoints", ignore_errors=True)
+    (tmp_path / "out/checkpoints").write_text("a file where the folder of checkpoints should be")
+    ranks[1].send_signal(signal.SIGTERM)
+    said = read_until(ranks[0], "checkpoint step=")
+    assert "not committed" in said
+    (tmp_path / "out/checkpoints").unlink()
+    outputs = finish(ranks, timeout_seconds=300)
+    assert [code for code, _ in outputs] == [75, 75], outputs
+    stopped_at = rows_of(tmp_path / "out")[-1]["step"]
+    assert (tmp_path / f"out/checkpoints/step-{stopped_at:08d}/COMMITTED").exists()
+
+
 def test_a_stop_whose_save_fails_never_says_resume_me(tmp_path: Path) -> None:
     job = write_job(tmp_path, "single", steps=5000)
-    (rank,) = start_trainer(1, job, tmp_path / "out", "--set", "checkpoint.every_steps=4000")
+    overrides = ("checkpoint.every_steps=4000", "checkpoint.last_save_seconds=0")
+    (rank,) = start_trainer(1, job, tmp_path / "out", *(part for item in overrides for part in ("--set", item)))
     read_until(rank, "step=2 ")
     shutil.rmtree(tmp_path / "out/checkpoints", ignore_errors=True)
     (tmp_path / "out/checkpoints").write_text("a file where the folder of checkpoints should be")

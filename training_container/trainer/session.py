@@ -15,6 +15,7 @@ import torch
 from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval, SpoiledError
 from trainer.checkpoint.base_model import base_model_digest, check_same_base
 from trainer.data import JobData, MicroBatch
+from trainer.heartbeat import beat
 from trainer.models.described import describe_model
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
@@ -39,6 +40,8 @@ from trainyard.spec.job import ResolvedJob
 from trainyard.spec.retention import flat_metrics
 
 RESULT_FILE = "result.json"
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 5.0
+"""Between two tries of the last save."""
 
 
 @dataclass(frozen=True)
@@ -421,6 +424,7 @@ class Session:
         """Waits for the last checkpoint to be committed, then writes result.json, here and beside the checkpoints."""
         with self._patience.as_at_start():
             self._checkpointer.wait()
+            self._insist(time.monotonic() + self._job.spec.checkpoint.last_save_seconds)
         if self._checkpointer.last_error is not None:
             # Also when interrupted: "saved, resume me" must never be said of a step that is not there.
             ran = f"all {self.num_steps} steps ran" if status == "completed" else f"stopped at step {self.step}"
@@ -436,6 +440,21 @@ class Session:
             self._checkpointer.publish_file(METRICS_FILE, self._metrics.path)
             self._checkpointer.publish_file(GOODPUT_FILE, self._goodput.path)
             self._checkpointer.publish_file(RESULT_FILE, path)
+
+    def _insist(self, deadline: float) -> None:
+        """Try the last save again until it is committed, or the time is up: there is no later one to make up for it."""
+        pause = _FIRST_PAUSE_SECONDS
+        checkpointer = self._checkpointer
+        while checkpointer.is_anywhere(checkpointer.last_error is not None):
+            if checkpointer.is_anywhere(time.monotonic() + pause > deadline):
+                return
+            until = time.monotonic() + pause
+            while time.monotonic() < until:
+                beat()
+                time.sleep(min(0.5, pause))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self.save()
+            checkpointer.wait()
 
     def _result(self, status: str) -> dict[str, Any]:
         rows = self._metrics.rows()

@@ -463,6 +463,9 @@ class CheckpointSpec(SpecModel):
     keep_best: BestSpec | None = None
     """Those with the best values of a metric stay too."""
     asynchronous: bool = True
+    last_save_seconds: float = Field(default=30.0, ge=0, le=60)
+    """How long the job's last save, at its end or before it stops, is tried again where disk or S3 don't take it (each
+    save tries its requests again by itself as well); then what came after the checkpoint before it is lost."""
     destination: str | None = None
     """s3:// prefix or folder; default: the tenant's checkpoint bucket, or the trainer's output folder."""
     local_directory: str | None = Field(default=None, min_length=1)

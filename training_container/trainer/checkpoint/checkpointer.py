@@ -212,6 +212,10 @@ class Checkpointer:
         waits = {"blocked_seconds": self.blocked_seconds, "backpressure_seconds": self.backpressure_seconds}
         self._figures |= {"step": step, **waits}
 
+    def is_anywhere(self, flag: bool) -> bool:
+        """Whether any rank says so; all ask at the same time."""
+        return self._group.any(flag)[0]
+
     def take_figures(self) -> dict[str, float]:
         """What the saves cost since the last call, for the metrics; empty where there was none.
 
