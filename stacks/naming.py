@@ -74,6 +74,26 @@ class TenantScope:
         return self.arn("sagemaker", f"model-package-group/{self.name}-*")
 
     @property
+    def brokered(self) -> bool:
+        """Whether a broker submits the tenant's jobs, and nobody else."""
+        return self.environment.brokered(self.name)
+
+    @property
+    def broker_name(self) -> str:
+        """The function that submits the tenant's jobs. Stated, so that the foundation's policies can name it."""
+        return self.environment.broker_name(self.name)
+
+    @property
+    def broker_arn(self) -> str:
+        """The same, as policies name it."""
+        return self.arn("lambda", f"function:{self.broker_name}")
+
+    @property
+    def broker_iam_path(self) -> str:
+        """Where the broker's role lies, alone: the boundary tells it from the tenant's others by this path."""
+        return f"{self.iam_path}broker/"
+
+    @property
     def role_pattern(self) -> str:
         """All roles of the tenant."""
         return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.iam_path}*"

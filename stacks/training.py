@@ -4,9 +4,11 @@ from aws_cdk import Stack
 from constructs import Construct
 
 from stacks.constructs.alarms import TenantAlarms
+from stacks.constructs.broker import Broker
 from stacks.constructs.contract import PublishedContract
 from stacks.constructs.detective import JobGuard
 from stacks.constructs.queues import TenantQueues
+from stacks.constructs.resumer import JobResumer
 from stacks.constructs.spending import SpendingWatch
 from stacks.foundation import FoundationStack
 from stacks.naming import TenantScope
@@ -34,6 +36,11 @@ class TrainingStack(Stack):
             operator=foundation.roles.operator,
         )
         JobGuard(self, "JobGuard", tenant=tenant, roles=foundation.roles, resources=resources, topic=alarms.topic)
+        roles = foundation.roles
+        if roles.broker is not None:
+            Broker(self, "Broker", tenant=tenant, role=roles.broker, resources=resources, topic=alarms.topic)
+        if roles.resumer is not None:
+            JobResumer(self, "Resumer", tenant=tenant, role=roles.resumer, resources=resources, topic=alarms.topic)
         if (anomaly_usd := tenant.spec.budget.anomaly_usd) is not None:
             SpendingWatch(self, "Spending", tenant=tenant, anomaly_usd=anomaly_usd)
         queues = TenantQueues(self, "Queues", tenant=tenant)

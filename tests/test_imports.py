@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "planner": {"errors", "spec", "hardware"},
     "isolation": {"errors", "spec", "hardware"},
     "emulator": {"errors", "spec", "hardware"},
-    "launch": {"errors", "spec", "hardware", "planner", "emulator"},
+    "launch": {"errors", "spec", "hardware", "functions", "planner", "emulator"},
     "operate": {"errors", "spec", "hardware", "planner", "emulator", "launch", "isolation"},
     "cli": {"errors", "spec", "hardware", "planner", "emulator", "launch", "isolation", "operate", "__version__"},
 }

@@ -79,6 +79,7 @@ def tenant_contract(
             launcher=roles.launcher.role_arn,
             auditor=roles.auditor.role_arn,
             operator=roles.operator.role_arn,
+            broker=roles.broker.role_arn if roles.broker else "",
         ),
         queues={
             name: QueueContract(
@@ -94,5 +95,6 @@ def tenant_contract(
         cost_center=tenant.spec.cost_center,
         max_job_hours=tenant.spec.max_job_hours,
         monthly_usd=tenant.spec.budget.monthly_usd,
+        broker=tenant.broker_name if tenant.brokered else "",
         emulated=environment.emulated,
     )

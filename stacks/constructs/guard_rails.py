@@ -14,12 +14,13 @@ from constructs import Construct
 
 from stacks.constructs.acknowledged import acknowledge_wildcards
 from stacks.constructs.network import TenantNetwork
-from stacks.naming import TAG_TENANT, TenantScope
+from stacks.naming import PARTITION, TAG_TENANT, TenantScope
 from trainyard.hardware import instance
 
 Conditions = Mapping[str, Mapping[str, object]]
 
 CREATE_JOB = "sagemaker:CreateTrainingJob"
+INVOKE = "lambda:InvokeFunction"
 REGISTER_MODELS = ["sagemaker:CreateModelPackage", "sagemaker:CreateModelPackageGroup"]
 
 ALLOWED_ACTIONS = [
@@ -70,6 +71,7 @@ ALLOWED_ACTIONS = [
     "servicequotas:Get*",
     "servicequotas:List*",
     "ssm:GetParameter",
+    "ssm:GetParameterHistory",
     "ssm:GetParameters",
     "sts:GetCallerIdentity",
 ]
@@ -111,13 +113,14 @@ class TenantBoundary(Construct):
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, network: TenantNetwork) -> None:
         super().__init__(scope, construct_id)
+        allowed = [*ALLOWED_ACTIONS, *([INVOKE] if tenant.brokered else [])]
         self.policy = iam.ManagedPolicy(
             self,
             "Policy",
             path=tenant.iam_path,
             description=f"The most that any role of tenant {tenant.name} can ever do",
             statements=[
-                iam.PolicyStatement(sid="Services", actions=ALLOWED_ACTIONS, resources=["*"]),
+                iam.PolicyStatement(sid="Services", actions=allowed, resources=["*"]),
                 *_unstated(tenant),
                 *_outside(tenant, network),
                 deny("NoOtherCompute", OTHER_COMPUTE, {}),
@@ -127,6 +130,7 @@ class TenantBoundary(Construct):
                     actions=[CREATE_JOB, "sagemaker:StopTrainingJob"],
                     not_resources=[tenant.training_jobs],
                 ),
+                *_broker(tenant),
                 iam.PolicyStatement(
                     sid="OwnModels",
                     effect=iam.Effect.DENY,
@@ -152,6 +156,19 @@ class TenantBoundary(Construct):
             "A boundary grants nothing: it is the most that the roles' own policies, exact to the resource,"
         )
         acknowledge_wildcards(self.policy, tenant, {"Services": f"{grants_nothing} can make use of."})
+
+
+def _broker(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """No function is called but the own broker, and no job started but by it: whatever a person is allowed besides."""
+    if not tenant.brokered:
+        return []
+    role = f"arn:{PARTITION}:iam::{_account(tenant)}:role{tenant.broker_iam_path}*"
+    return [
+        iam.PolicyStatement(
+            sid="OwnBroker", effect=iam.Effect.DENY, actions=[INVOKE], not_resources=[tenant.broker_arn]
+        ),
+        deny("BrokerSubmits", [CREATE_JOB], {"ArnNotLike": {"aws:PrincipalArn": role}}),
+    ]
 
 
 def deny(sid: str, actions: list[str], conditions: Conditions) -> iam.PolicyStatement:

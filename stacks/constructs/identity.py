@@ -22,8 +22,17 @@ class TenantRoles(Construct):
     """Read-only."""
     guard: iam.Role
     """The function that re-checks jobs that have started; nobody but Lambda can take it."""
+    broker: iam.Role | None
+    """The function that submits the tenant's jobs; None where the launcher submits them itself."""
+    resumer: iam.Role | None
+    """The function that has the broker submit failed jobs again; None where there is no broker."""
     operator: iam.Role
     """Breaks the glass: mends data and checkpoints by hand. Needs a second factor; the tenant hears of each use."""
+
+    @property
+    def submitter(self) -> iam.Role:
+        """Who hands jobs to SageMaker: the broker, or the launcher where there is none."""
+        return self.broker or self.launcher
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, boundary: TenantBoundary) -> None:
         super().__init__(scope, construct_id)
@@ -52,6 +61,10 @@ class TenantRoles(Construct):
         # No source account: a function takes only roles of its own account.
         functions, path = iam.ServicePrincipal("lambda.amazonaws.com"), f"{tenant.iam_path}service/"
         self.guard = role("Guard", functions, "Re-checks the training jobs", hours=1, path=path)
+        self.broker = self.resumer = None
+        if tenant.brokered:
+            self.resumer = role("Resumer", functions, "Resumes failed training jobs", hours=1, path=path)
+            self.broker = role("Broker", functions, "Submits the training jobs", hours=1, path=tenant.broker_iam_path)
         # An absent key matches neither: sessions without a second factor, and those of identity providers, which don't
         # tell AWS of theirs, are not let in.
         present = people.with_conditions(

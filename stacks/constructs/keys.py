@@ -1,7 +1,7 @@
 """A tenant's encryption keys. The key policy alone says who may decrypt: the account's administrators can manage a
 key, and change its policy under the eyes of CloudTrail, but can't use it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aws_cdk import Duration, RemovalPolicy
 from aws_cdk import aws_iam as iam
@@ -69,11 +69,16 @@ class TenantKeys(Construct):
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, roles: TenantRoles) -> None:
         super().__init__(scope, construct_id)
         data = KeyUse(readers=(roles.job, roles.auditor), writers=(roles.launcher, roles.operator))
+        # The broker reads jobs' records beside the data, and keeps its ledger beside the checkpoints.
+        broker = (roles.broker,) if roles.broker else ()
+        # The resumer writes the next attempt into them.
+        resumer = (roles.resumer,) if roles.resumer else ()
+        records = replace(data, readers=(*data.readers, *broker), writers=(*data.writers, *resumer))
         checkpoints = KeyUse(
-            readers=(roles.launcher, roles.auditor), writers=(roles.job, roles.operator), volumes=(roles.job,)
+            readers=(roles.launcher, roles.auditor), writers=(roles.job, roles.operator, *broker), volumes=(roles.job,)
         )
         links = [_links(tenant)] if tenant.spec.file_system.links else []
-        self.data = self._key("Data", tenant, "data", [*_roles(tenant, data), _file_system(tenant), *links])
+        self.data = self._key("Data", tenant, "data", [*_roles(tenant, records), _file_system(tenant), *links])
         self.checkpoints = self._key("Checkpoints", tenant, "checkpoints", _roles(tenant, checkpoints))
         self.artifacts = self._key("Artifacts", tenant, "exported models", _roles(tenant, data))
         self.logs = self._key("Logs", tenant, "logs and notifications", [_log_service(tenant), *_notifiers(tenant)])

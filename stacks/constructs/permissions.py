@@ -8,7 +8,7 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from stacks.constructs.acknowledged import acknowledge_wildcards
-from stacks.constructs.guard_rails import CREATE_JOB, deny
+from stacks.constructs.guard_rails import CREATE_JOB, INVOKE, deny
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.keys import READ, READ_WRITE, TenantKeys
 from stacks.constructs.logs import TenantLogs
@@ -75,11 +75,19 @@ class TenantPermissions(Construct):
             acknowledge_wildcards(policy, tenant, WILDCARDS)
 
         attach("Job", roles.job, _job(tenant, resources))
-        attach("Launcher", roles.launcher, _launcher(tenant, roles, resources))
+        submit = _submit(tenant, roles)
+        if roles.broker is None:
+            attach("Launcher", roles.launcher, [*submit, *_launcher(tenant, resources)])
+        else:
+            ask = _allow("AskBroker", [INVOKE], [tenant.broker_arn])
+            attach("Launcher", roles.launcher, [ask, *_launcher(tenant, resources)])
+            attach("Broker", roles.broker, [*submit, *_broker(tenant, resources)])
+        if roles.resumer is not None:
+            attach("Resumer", roles.resumer, [*_resumer(tenant, resources)])
         attach("Auditor", roles.auditor, _auditor(tenant, resources))
         attach("Guard", roles.guard, _guard(tenant, resources))
         attach("Operator", roles.operator, _operator(tenant, resources))
-        attach("GuardRails", roles.launcher, _own_keys_and_files(resources))
+        attach("GuardRails", roles.submitter, _own_keys_and_files(resources))
 
 
 def _allow(
@@ -176,9 +184,8 @@ def _network_interfaces(tenant: TenantScope, network: TenantNetwork) -> list[iam
     ]
 
 
-def _launcher(tenant: TenantScope, roles: TenantRoles, resources: TenantResources) -> list[iam.PolicyStatement]:
-    """People and CI: the tenant's jobs, data and job records; checkpoints to read."""
-    buckets, keys = resources.buckets, resources.keys
+def _submit(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement]:
+    """To start a job: the broker's right, or the launcher's where there is no broker."""
     return [
         _allow(
             "CreateJobs",
@@ -198,15 +205,65 @@ def _launcher(tenant: TenantScope, roles: TenantRoles, resources: TenantResource
             {"StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}},
         ),
         _allow(
-            "FollowJobs",
-            ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags", "sagemaker:StopTrainingJob"],
-            [tenant.training_jobs],
-        ),
-        _allow(
             "PassJobRole",
             ["iam:PassRole"],
             [roles.job.role_arn],
             {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
+        ),
+    ]
+
+
+def _broker(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """The function that submits jobs, besides that: a job's record, the contract, the images that were released, what
+    runs now; and its ledger, which no other role can write."""
+    buckets, keys = resources.buckets, resources.keys
+    environment = tenant.environment
+    image = tenant.parameter_arn(environment.image_parameter)
+    contract = tenant.parameter_arn(environment.contract_parameter(tenant.name))
+    return [
+        _allow("ReadContract", ["ssm:GetParameter"], [contract]),
+        _allow("SeeReleases", ["ssm:GetParameterHistory"], [image]),
+        _allow("FindRecords", ["s3:ListBucket"], [bucket.bucket_arn for bucket in (buckets.data, buckets.checkpoints)]),
+        _allow("ReadRecords", ["s3:GetObject"], [buckets.data.arn_for_objects("jobs/*/record.json")]),
+        _allow("KeepLedger", ["s3:GetObject", "s3:PutObject"], [buckets.checkpoints.arn_for_objects("broker/*")]),
+        _allow("DecryptRecords", ["kms:Decrypt"], [keys.data.key_arn]),
+        _allow("EncryptLedger", ["kms:Decrypt", "kms:GenerateDataKey"], [keys.checkpoints.key_arn]),
+        _allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], [tenant.training_jobs]),
+        _allow("ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
+        _allow(
+            "WriteLogs",
+            ["logs:CreateLogStream", "logs:PutLogEvents"],
+            log_group_arns(tenant, resources.logs.group.log_group_name),
+        ),
+    ]
+
+
+def _resumer(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """The function that resumes failed jobs: why they failed, from where they can go on, the next attempt in their
+    record, and the broker, which decides whether it is submitted."""
+    buckets, keys = resources.buckets, resources.keys
+    return [
+        _allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], [tenant.training_jobs]),
+        _allow("WriteRecords", ["s3:GetObject", "s3:PutObject"], [buckets.data.arn_for_objects("jobs/*/record.json")]),
+        _allow("EncryptRecords", ["kms:Decrypt", "kms:GenerateDataKey"], [keys.data.key_arn]),
+        _allow("FindCheckpoints", ["s3:ListBucket"], [buckets.checkpoints.bucket_arn]),
+        _allow("AskBroker", [INVOKE], [tenant.broker_arn]),
+        _allow(
+            "WriteLogs",
+            ["logs:CreateLogStream", "logs:PutLogEvents"],
+            log_group_arns(tenant, resources.logs.group.log_group_name),
+        ),
+    ]
+
+
+def _launcher(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """People and CI: the tenant's jobs, data and job records; checkpoints to read."""
+    buckets, keys = resources.buckets, resources.keys
+    return [
+        _allow(
+            "FollowJobs",
+            ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags", "sagemaker:StopTrainingJob"],
+            [tenant.training_jobs],
         ),
         # Register and see, without Update and Delete: what passed its gate stays as it was.
         _allow(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trainyard.isolation import Site, resolve_templates
 from trainyard.isolation.templates import synthesize
@@ -19,15 +20,26 @@ Templates = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def environment() -> EnvironmentSpec:
-    """Two tenants, acme and globex."""
-    return load_environment(LOCAL)
+def environment_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The local environment the other way round: acme, whose policies are the ones that are broken, has a broker."""
+    content = yaml.safe_load(LOCAL.read_text())
+    content["tenants"]["acme"]["submission"] = "broker"
+    content["tenants"]["globex"]["submission"] = "direct"
+    path = tmp_path_factory.mktemp("environment") / "local.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
 
 
 @pytest.fixture(scope="session")
-def templates() -> Templates:
+def environment(environment_path: Path) -> EnvironmentSpec:
+    """Two tenants, acme and globex."""
+    return load_environment(environment_path)
+
+
+@pytest.fixture(scope="session")
+def templates(environment_path: Path) -> Templates:
     """What app.py makes of it, in a process of its own."""
-    return synthesize(LOCAL, ROOT)
+    return synthesize(environment_path, ROOT)
 
 
 @pytest.fixture(scope="session")

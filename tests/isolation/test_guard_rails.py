@@ -27,11 +27,12 @@ ADMINISTRATOR_STILL_DENIED_BY_ANOTHER = {"JobsSayOutputKey"}
 Stated = Mapping[str, Any]
 
 
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Account]:
+@pytest.fixture(scope="module", params=["broker", "direct"])
+def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Account]:
     """The local environment, with a type beside that takes a volume key: GPU types, with local NVMe, refuse one."""
     content = yaml.safe_load((ROOT / "environments" / "local.yaml").read_text())
     content["max_instances"][EBS_ONLY] = 1
+    content["tenants"]["acme"]["submission"] = request.param
     chips = {"instance_types": [EBS_ONLY], "max_instances": 1, "multi_node": False}
     content["tenants"]["acme"]["queues"]["chips"] = chips
     path = tmp_path_factory.mktemp("environment") / "local.yaml"
@@ -155,8 +156,8 @@ def test_no_evaluator_ignored_a_key(
                 ("ours", by_ours(case, deployment[1])[1]),
                 ("ministack", by_ministack(case, *deployment)[1]),
             ):
-                # ministack takes the resource's account from its ARN, which the cases name too.
-                taken = {"aws:ResourceAccount"} if name == "ministack" else set()
+                # ministack takes the resource's account from its ARN, and the caller from the request itself.
+                taken = {"aws:ResourceAccount", "aws:PrincipalArn"} if name == "ministack" else set()
                 unread = [key for key in case.stated if key.lower() not in read and key not in taken]
                 ignored += [f"{case}: {name} ignored {key}" for key in unread]
     assert ignored == []

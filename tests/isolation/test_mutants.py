@@ -53,7 +53,7 @@ def test_no_wildcard_on_what_is_anothers_survives(surveyed: Survey) -> None:
     }
     # The platform has one repository; LeaveNetwork is held by its condition on the VPC; the boundary lets own job roles
     # be passed, and jobs and models of the own name be made, and no others.
-    assert kept == {"PullImage", "SeeImage", "LeaveNetwork", "PassJobRole", "CreateJobs", "RegisterModels"}
+    assert kept == {"PullImage", "SeeImage", "LeaveNetwork", "PassJobRole", "CreateJobs", "AskBroker", "RegisterModels"}
 
 
 def test_no_swapped_principal_survives_but_where_the_boundary_holds(surveyed: Survey) -> None:
@@ -80,9 +80,9 @@ def _line(mutant: str, reason: str) -> str:
     return f"{re.sub(r'key/[0-9a-f-]{36}', 'key/...', short)} | {reason}"
 
 
-def test_lifting_the_launchers_boundary_opens_guard_rails(surveyed: Survey) -> None:
+def test_lifting_the_brokers_boundary_opens_guard_rails(surveyed: Survey) -> None:
     lifted = [item for item in surveyed.verdicts if item.mutant.what == "boundary lifted" and item.opened]
-    assert ["RolesLauncher" in item.mutant.origin.resource for item in lifted] == [True]
+    assert ["RolesBroker" in item.mutant.origin.resource for item in lifted] == [True]
     stated = {finding.stated for finding in lifted[0].opened}
     assert {"no sagemaker:vpcsubnets", "sagemaker:enableremotedebug = true"} <= stated
 

@@ -56,7 +56,7 @@ def test_every_kind_of_thing_is_asked_about(site: Site) -> None:
 
 def test_what_iam_cannot_hide_is_said(site: Site) -> None:
     shown = prove(site).unscopable
-    assert "sagemaker:ListTrainingJobs (auditor, launcher, operator)" in shown
+    assert "sagemaker:ListTrainingJobs (auditor, broker, launcher, operator)" in shown
     assert not any(item.startswith(("kms:", "s3:", "iam:", "logs:")) for item in shown)
 
 
@@ -99,6 +99,13 @@ def foreign_files(templates: Any) -> None:
     found[:] = [item for item in found if item["Sid"] != "OwnFileSystem"]
 
 
+def any_broker(templates: Any) -> None:
+    """The launcher may call every function, and nothing in the boundary is in the way."""
+    statement(templates, "AWS::IAM::Policy", "PermissionsLauncher", "AskBroker")["Resource"] = "*"
+    found = resource(templates, "AWS::IAM::ManagedPolicy", "BoundaryPolicy")["PolicyDocument"]["Statement"]
+    found[:] = [item for item in found if item["Sid"] != "OwnBroker"]
+
+
 def unlisted_action(templates: Any) -> None:
     """An action that the catalogue has never heard of, past a boundary that lets it."""
     found = statement(templates, "AWS::IAM::Policy", "PermissionsJob", "ReadData")
@@ -114,8 +121,9 @@ OPENINGS = [
     (all_logs, "logs:GetLogEvents", "acme's auditor", "PermissionsAuditor", "ReadJobLogs"),
     (all_contracts, "ssm:GetParameter", "acme's launcher", "PermissionsLauncher", "ReadContract"),
     (all_metrics, "cloudwatch:PutMetricData", "acme's job", "PermissionsJob", "WriteMetrics"),
-    (foreign_subnets, "sagemaker:CreateTrainingJob", "acme's launcher", "PermissionsLauncher", "CreateJobs"),
-    (foreign_files, "sagemaker:CreateTrainingJob", "acme's launcher", "PermissionsLauncher", "CreateJobs"),
+    (foreign_subnets, "sagemaker:CreateTrainingJob", "acme's broker", "PermissionsBroker", "CreateJobs"),
+    (foreign_files, "sagemaker:CreateTrainingJob", "acme's broker", "PermissionsBroker", "CreateJobs"),
+    (any_broker, "lambda:InvokeFunction", "acme's launcher", "PermissionsLauncher", "AskBroker"),
 ]
 
 
@@ -167,7 +175,15 @@ def test_a_deny_all_is_no_proof(altered: Alter) -> None:
     proof = prove(altered(edit))
     assert proof.allowed_cross_tenant == ()
     assert not proof.holds
-    assert {item.principal for item in proof.denied_own} == {"job", "launcher", "auditor", "operator", "RolesGuard"}
+    assert {item.principal for item in proof.denied_own} == {
+        "job",
+        "launcher",
+        "auditor",
+        "operator",
+        "broker",
+        "RolesGuard",
+        "RolesResumer",
+    }
     assert all("statement Shut" in item.decided_by[0] for item in proof.denied_own)
 
 

@@ -1,4 +1,4 @@
-"""What a launcher may start, decided by an independent evaluator over the synthesized policies."""
+"""What a launcher or a broker may start, decided by an independent evaluator over the synthesized policies."""
 
 import json
 from collections.abc import Callable
@@ -11,24 +11,50 @@ JOB = "arn:aws:sagemaker:us-east-1:123456789012:training-job/acme-llama-20260101
 EVERYTHING = {"Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
 
 
-@pytest.fixture(scope="module")
-def proper_job(account: Any) -> dict[str, Any]:
-    """The condition keys of a job that follows every rule."""
-    subnet = account.identifier(STACK, account.only(STACK, "AWS::EC2::Subnet", "Training"))
-    group = account.identifier(STACK, account.only(STACK, "AWS::EC2::SecurityGroup", "TrainingGroup"))
+def _proper(account: Any, tenant: str) -> dict[str, Any]:
+    stack = f"trainyard-local-{tenant}-foundation"
+    subnet = account.identifier(stack, account.only(stack, "AWS::EC2::Subnet", "Training"))
+    group = account.identifier(stack, account.only(stack, "AWS::EC2::SecurityGroup", "TrainingGroup"))
     return {
         "sagemaker:VpcSubnets": [subnet],
         "sagemaker:VpcSecurityGroupIds": [f"{group}.GroupId"],
         "sagemaker:InstanceTypes": ["ml.p5.4xlarge"],
-        "sagemaker:OutputKmsKeyArn": account.arn(STACK, account.only(STACK, "AWS::KMS::Key", "KeysCheckpoints")),
+        "sagemaker:OutputKmsKeyArn": account.arn(stack, account.only(stack, "AWS::KMS::Key", "KeysCheckpoints")),
         "sagemaker:MaxRuntimeInSeconds": "86400",
         "sagemaker:EnableRemoteDebug": "false",
-        "aws:RequestTag/trainyard:tenant": "acme",
+        "aws:RequestTag/trainyard:tenant": tenant,
     }
 
 
-def test_a_job_that_follows_the_rules_starts(proper_job: dict[str, Any], decide: Callable[..., str]) -> None:
+@pytest.fixture(scope="module")
+def proper_job(account: Any) -> dict[str, Any]:
+    """The condition keys of a job that follows every rule: of acme, whose launcher submits."""
+    return _proper(account, "acme")
+
+
+@pytest.fixture(scope="module")
+def brokered_job(account: Any) -> dict[str, Any]:
+    """The same of globex, whose broker submits."""
+    return _proper(account, "globex")
+
+
+def test_a_job_that_follows_the_rules_starts(
+    proper_job: dict[str, Any], brokered_job: dict[str, Any], decide: Callable[..., str]
+) -> None:
     assert decide("acme", "Launcher", "sagemaker:CreateTrainingJob", JOB, keys=proper_job) == "Allow"
+    job = JOB.replace("acme", "globex")
+    assert decide("globex", "Broker", "sagemaker:CreateTrainingJob", job, keys=brokered_job) == "Allow"
+
+
+@pytest.mark.parametrize("role", ["Launcher", "Operator", "Job", "Guard"])
+def test_nobody_but_the_broker_starts_one_whatever_else_is_attached(
+    role: str, brokered_job: dict[str, Any], decide: Callable[..., str]
+) -> None:
+    action, job = "sagemaker:CreateTrainingJob", JOB.replace("acme", "globex")
+    assert decide("globex", role, action, job, keys=brokered_job, extra_policy=EVERYTHING) == "Deny"
+    for tenant, expected in (("globex", "Allow"), ("acme", "Deny")):
+        function = f"arn:aws:lambda:us-east-1:123456789012:function:trainyard-local-{tenant}-broker"
+        assert decide("globex", role, "lambda:InvokeFunction", function, extra_policy=EVERYTHING) == expected
 
 
 CHANGES = {

@@ -24,13 +24,13 @@ ALLOWED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("Launcher", "sagemaker:DescribeTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x", {}),
     ("Launcher", "sagemaker:StopTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x", {}),
     (
-        "Launcher",
+        "Submitter",
         "sagemaker:AddTags",
         f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x",
         {"aws:RequestTag/trainyard:tenant": "{tenant}"},
     ),
     ("Launcher", "logs:GetLogEvents", LOGS + ":log-stream:{tenant}-x/algo-1-1", {}),
-    ("Launcher", "iam:PassRole", "{job_role}", {"iam:PassedToService": "sagemaker.amazonaws.com"}),
+    ("Submitter", "iam:PassRole", "{job_role}", {"iam:PassedToService": "sagemaker.amazonaws.com"}),
     ("Job", "s3:GetObject", "{artifacts}/models/m/x/config.json", {}),
     ("Launcher", "s3:PutObject", "{artifacts}/models/m/x/config.json", {}),
     ("Launcher", "s3:PutObject", "{artifacts}/registry/m/x.json", {}),
@@ -76,6 +76,7 @@ def test_own_things_are_allowed_and_the_same_of_another_tenant_are_not(
     account: Any, decide: Callable[..., str], case: Any, tenant: str, other: str
 ) -> None:
     role, action, resource, context = case
+    role = {"acme": "Launcher", "globex": "Broker"}[tenant] if role == "Submitter" else role
     own, foreign = _names(account, tenant), _names(account, other)
     own_keys = {key: _fill(value, own) for key, value in context.items()}
     assert decide(tenant, role, action, _fill(resource, own), keys=own_keys) == "Allow"
@@ -145,3 +146,23 @@ def test_a_wildcard_resource_stands_only_with_actions_that_name_nothing(account:
         "servicequotas:GetServiceQuota",
         "sts:GetCallerIdentity",
     }
+
+
+def test_a_launcher_calls_its_own_broker_which_alone_writes_its_ledger(
+    account: Any, decide: Callable[..., str]
+) -> None:
+    own, call = _names(account, "globex"), "lambda:InvokeFunction"
+    function = f"arn:aws:lambda:{REGIONAL}:function:trainyard-local-globex-broker"
+    assert decide("globex", "Launcher", call, function) == "Allow"
+    assert decide("acme", "Launcher", call, function) == "ImplicitDeny"
+    ledger = f"{own['checkpoints']}/broker/ledger-2026-01.json"
+    assert decide("globex", "Broker", "s3:PutObject", ledger) == "Allow"
+    assert decide("globex", "Broker", "s3:GetObject", f"{own['data']}/jobs/x/record.json") == "Allow"
+    for role, action, what in (
+        ("Launcher", "s3:PutObject", ledger),
+        ("Job", "s3:PutObject", ledger),
+        ("Broker", "s3:PutObject", f"{own['data']}/jobs/x/record.json"),
+        ("Broker", "s3:GetObject", f"{own['data']}/corpus/train.jsonl"),
+        ("Broker", "s3:PutObject", f"{own['checkpoints']}/jobs/x/metrics.jsonl"),
+    ):
+        assert decide("globex", role, action, what) == "ImplicitDeny"

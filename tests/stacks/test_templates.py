@@ -12,6 +12,7 @@ ENVIRONMENTS = ("local", "dev", "staging", "production")
 NAMED_BY_US = {
     "AWS::CloudTrail::Trail": "TrailName",  # in the policies of the bucket and the key that it needs first
     "AWS::ECR::Repository": "RepositoryName",  # in image URIs
+    "AWS::Lambda::Function": "FunctionName",  # the broker's, in policies of the stack that it stands on
     "AWS::NetworkFirewall::Firewall": "FirewallName",  # these three have no generated names
     "AWS::NetworkFirewall::FirewallPolicy": "FirewallPolicyName",
     "AWS::NetworkFirewall::RuleGroup": "RuleGroupName",
@@ -28,6 +29,7 @@ NAME_PROPERTIES = {
     "AWS::Events::Rule": "Name",
     "AWS::IAM::ManagedPolicy": "ManagedPolicyName",
     "AWS::IAM::Role": "RoleName",
+    "AWS::Lambda::Function": "FunctionName",
     "AWS::Logs::LogGroup": "LogGroupName",
     "AWS::NetworkFirewall::Firewall": "FirewallName",
     "AWS::NetworkFirewall::FirewallPolicy": "FirewallPolicyName",
@@ -159,11 +161,11 @@ def test_every_resource_says_whose_it_is(templates: dict[str, Any]) -> None:
 
 
 def test_no_custom_resources(templates: dict[str, Any]) -> None:
-    """They bring a Lambda with rights of its own beside the data. The one function there is, is ours."""
+    """They bring a Lambda with rights of its own beside the data. The functions there are, are ours."""
     kinds = {resource["Type"] for _, _, resource in _resources(templates)}
     assert not {kind for kind in kinds if kind.startswith(("Custom::", "AWS::CloudFormation::"))}
     functions = {name for _, name, item in _resources(templates) if item["Type"] == "AWS::Lambda::Function"}
-    assert {name[:16] for name in functions} == {"JobGuardFunction"}
+    assert {name[:-8] for name in functions} == {"JobGuardFunction", "BrokerFunction"}
 
 
 def test_stateful_stacks_are_protected_where_data_is_kept(tmp_path: Path, environments: dict[str, Any]) -> None:

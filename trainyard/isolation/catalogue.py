@@ -200,10 +200,10 @@ SHARED_ALLOWED: dict[str, frozenset[str]] = {
             "BatchCheckLayerAvailability BatchGetImage GetDownloadUrlForLayer DescribeImages ListImages",
         )
     ),
-    "parameter": frozenset(_actions("ssm", "GetParameter GetParameters")),
+    "parameter": frozenset(_actions("ssm", "GetParameter GetParameters GetParameterHistory")),
     "log group": frozenset(_actions("logs", "DescribeLogStreams CreateLogGroup CreateLogStream")),
 }
-"""What tenants may do to what the platform shares with all of them: pull the image, read which one it is, and open
+"""What tenants may do to what the platform shares with all of them: pull the image, read which one it is and was, open
 streams in the log group where SageMaker writes everybody's output (IAM scopes that to the group, not to the stream)."""
 
 ESCAPES: tuple[str, ...] = (

@@ -37,8 +37,11 @@ class Needs:
         environment = account.environment
         self._place = f"{environment.region}:{environment.account}"
         self._id = environment.account
-        self._job = f"arn:aws:sagemaker:{self._place}:training-job/{tenant}-llama-20260101000000-0a1b"
-        self._stream = f"{self._group(SHARED_LOG_GROUP)}:log-stream:{self._job.rsplit('/', 1)[-1]}/algo-1-1700000000"
+        self.job_id = f"{tenant}-llama-20260101000000-0a1b"
+        """The job that these needs are about."""
+        self._job = f"arn:aws:sagemaker:{self._place}:training-job/{self.job_id}"
+        self._stream = f"{self._group(SHARED_LOG_GROUP)}:log-stream:{self.job_id}/algo-1-1700000000"
+        self._submitter = "broker" if self._contract.broker else "launcher"
         self._endpoints = {item.service: item for item in account.endpoints if item.tenant == tenant}
 
     def all(self) -> Iterator[Need]:
@@ -46,13 +49,19 @@ class Needs:
         yield from self._launcher()
         yield from self._registry()
         yield from self._jobs()
-        yield from self._job_role()
-        yield from self._job_network()
+        yield from self.of_a_job()
         yield from self._in_the_network()
         yield from self._auditor()
         yield from self._operator()
         yield from self._guard()
+        yield from self._broker()
+        yield from self._resumer()
         yield from self._services()
+
+    def of_a_job(self) -> Iterator[Need]:
+        """What a running job asks, as its role: the tenant's job role, or one of its own."""
+        yield from self._job_role()
+        yield from self._job_network()
 
     def _group(self, name: str) -> str:
         return f"arn:aws:logs:{self._place}:log-group:{name}"
@@ -175,8 +184,8 @@ class Needs:
         yield from self._may(label, "search the own log group", "logs:FilterLogEvents", own, f"{own}:*")
 
     def _jobs(self) -> Iterator[Need]:
-        """A job on each type of each queue, as trainyard.launch asks for it."""
-        contract = self._contract
+        """A job on each type of each queue, as the broker asks for it, or trainyard.launch where there is none."""
+        contract, submitter = self._contract, self._submitter
         tag = {f"aws:requesttag/{TENANT_TAG}": self._tenant}
         for kind in sorted({kind for queue in contract.queues.values() for kind in queue.instance_types}):
             volume: dict[str, Value] = {}
@@ -193,25 +202,36 @@ class Needs:
             }
             absent = {"sagemaker:enableremotedebug", "sagemaker:volumekmskeyarn", "sagemaker:filesystemid"}
             what = f"train on {kind}"
-            yield from self._may("launcher", what, CREATE_JOB, self._job, stated=stated, absent=frozenset(absent))
+            yield from self._may(submitter, what, CREATE_JOB, self._job, stated=stated, absent=frozenset(absent))
             with_files = {**stated, "sagemaker:filesystemid": contract.file_system.id}
             what += " with the own file system"
-            yield from self._may("launcher", what, CREATE_JOB, self._job, stated=with_files, absent=frozenset(absent))
-        yield from self._may("launcher", "tag the job", "sagemaker:AddTags", self._job, stated=tag)
+            yield from self._may(submitter, what, CREATE_JOB, self._job, stated=with_files, absent=frozenset(absent))
+        yield from self._may(submitter, "tag the job", "sagemaker:AddTags", self._job, stated=tag)
         passed: dict[str, Value] = {"iam:passedtoservice": "sagemaker.amazonaws.com"}
-        yield from self._may("launcher", "hand over the job role", "iam:PassRole", contract.roles.job, stated=passed)
+        yield from self._may(submitter, "hand over the job role", "iam:PassRole", contract.roles.job, stated=passed)
         follow = "sagemaker:DescribeTrainingJob sagemaker:StopTrainingJob"
         yield from self._may("launcher", "follow and stop the job", follow, self._job)
 
     def _job_role(self) -> Iterator[Need]:
         """A running job, through its network's endpoints."""
         contract, buckets, keys = self._contract, self._contract.buckets, self._contract.keys
-        data, objects = self._bucket(buckets.data), self._bucket(buckets.data, "train/part-0.jsonl")
-        mine = self._bucket(buckets.checkpoints, "jobs/job-1/checkpoints/step-1/shard-0")
-        where, models = self._bucket(buckets.checkpoints), self._bucket(buckets.artifacts)
-        yield from self._may("job", "list the buckets", "s3:ListBucket", data, where, models, endpoint="s3")
-        model = self._bucket(buckets.artifacts, "models/acme-llama/x/model.safetensors")
-        yield from self._may("job", "read data and models", "s3:GetObject", objects, model, endpoint="s3")
+        folder, model = f"jobs/{self.job_id}", "models/acme-llama/x"
+        for bucket, prefix in (
+            (buckets.data, "train/"),
+            (buckets.data, f"{folder}/spec/"),
+            (buckets.checkpoints, f"{folder}/checkpoints/"),
+            (buckets.artifacts, f"{model}/"),
+        ):
+            stated: dict[str, Value] = {"s3:prefix": prefix}
+            name = self._bucket(bucket)
+            yield from self._may("job", "list its files", "s3:ListBucket", name, stated=stated, endpoint="s3")
+        read = (
+            self._bucket(buckets.data, "train/part-0.jsonl"),
+            self._bucket(buckets.data, f"{folder}/spec/resolved_job.json"),
+            self._bucket(buckets.artifacts, f"{model}/model.safetensors"),
+        )
+        yield from self._may("job", "read its inputs", "s3:GetObject", *read, endpoint="s3")
+        mine = self._bucket(buckets.checkpoints, f"{folder}/checkpoints/step-1/shard-0")
         yield from self._may("job", "read and prune checkpoints", "s3:GetObject s3:DeleteObject", mine, endpoint="s3")
         write = "s3:PutObject s3:AbortMultipartUpload s3:ListMultipartUploadParts"
         yield from self._may("job", "write checkpoints", write, mine, absent=_SDK_UPLOAD, endpoint="s3")
@@ -231,7 +251,7 @@ class Needs:
         groups = (shared, f"{shared}:*", own, f"{own}:*")
         yield from self._may("job", "open log streams", "logs:CreateLogStream", *groups, endpoint="logs")
         yield from self._may("job", "make SageMaker's log group", "logs:CreateLogGroup", shared, f"{shared}:*")
-        streams = (self._stream, f"{own}:log-stream:job-1")
+        streams = (self._stream, f"{own}:log-stream:{self.job_id}")
         yield from self._may("job", "write logs", "logs:PutLogEvents", *streams, endpoint="logs")
         space: dict[str, Value] = {"cloudwatch:namespace": f"trainyard/{self._tenant}"}
         publish = "cloudwatch:PutMetricData"
@@ -328,6 +348,55 @@ class Needs:
         yield from self._may(label, "count violations", "cloudwatch:PutMetricData", "*", stated=space)
         log = "logs:CreateLogStream logs:PutLogEvents"
         yield from self._may(label, "write its log", log, f"{own}:log-stream:guard")
+        role, stated = self._account.role(self._tenant, label), {"aws:principalaccount": self._id}
+        yield self._service("lambda.amazonaws.com", "take its role", "sts:AssumeRole", role.arn, stated)
+
+    def _broker(self) -> Iterator[Need]:
+        """The function that submits jobs, besides submitting; and who calls it."""
+        if not self._contract.broker:
+            return
+        contract, buckets, keys = self._contract, self._contract.buckets, self._contract.keys
+        function = f"arn:aws:lambda:{self._place}:function:{contract.broker}"
+        yield from self._may("launcher", "hand a job to the broker", "lambda:InvokeFunction", function)
+        base, label = f"arn:aws:ssm:{self._place}:parameter", "broker"
+        parameter = base + self._account.environment.contract_parameter(self._tenant)
+        yield from self._may(label, "read the contract", "ssm:GetParameter", parameter)
+        yield from self._may(
+            label, "see the released images", "ssm:GetParameterHistory", base + contract.image_parameter
+        )
+        record = self._bucket(buckets.data, f"jobs/{self._tenant}-llama-20260101000000-0a1b/record.json")
+        yield from self._may(label, "read a job's record", "s3:GetObject", record)
+        via = self._via_s3(buckets.data)
+        yield from self._may(label, "decrypt a job's record", "kms:Decrypt", keys.data, stated=via)
+        ledger = self._bucket(buckets.checkpoints, "broker/ledger-2026-01.json")
+        yield from self._may(label, "keep its ledger", "s3:GetObject s3:PutObject", ledger, absent=_SDK_UPLOAD)
+        encrypt, via = "kms:GenerateDataKey kms:Decrypt", self._via_s3(buckets.checkpoints)
+        yield from self._may(label, "encrypt its ledger", encrypt, keys.checkpoints, stated=via)
+        both = (self._bucket(buckets.data), self._bucket(buckets.checkpoints))
+        yield from self._may(label, "tell what is missing from what is denied", "s3:ListBucket", *both)
+        yield from self._may(label, "see what runs", "sagemaker:DescribeTrainingJob", self._job)
+        yield from self._may(label, "list jobs", "sagemaker:ListTrainingJobs", "*")
+        stream = f"{self._group(contract.log_group)}:log-stream:2026/01/01/[$LATEST]0a1b"
+        yield from self._may(label, "write its log", "logs:CreateLogStream logs:PutLogEvents", stream)
+        stated = {"aws:principalaccount": self._id}
+        yield self._service("lambda.amazonaws.com", "take its role", "sts:AssumeRole", contract.roles.broker, stated)
+
+    def _resumer(self) -> Iterator[Need]:
+        """The function that resumes failed jobs; there is one where there is a broker."""
+        if not self._contract.broker:
+            return
+        buckets, keys, label = self._contract.buckets, self._contract.keys, "RolesResumer"
+        yield from self._may(label, "see why a job failed", "sagemaker:DescribeTrainingJob", self._job)
+        record = self._bucket(buckets.data, f"jobs/{self._tenant}-llama-20260101000000-0a1b/record.json")
+        write = "s3:GetObject s3:PutObject"
+        yield from self._may(label, "write the next attempt into a job's record", write, record, absent=_SDK_UPLOAD)
+        encrypt, via = "kms:GenerateDataKey kms:Decrypt", self._via_s3(buckets.data)
+        yield from self._may(label, "encrypt a job's record", encrypt, keys.data, stated=via)
+        yield from self._may(label, "find the newest checkpoint", "s3:ListBucket", self._bucket(buckets.checkpoints))
+        function = f"arn:aws:lambda:{self._place}:function:{self._contract.broker}"
+        yield from self._may(label, "have the broker submit", "lambda:InvokeFunction", function)
+        stream = f"{self._group(self._contract.log_group)}:log-stream:2026/01/01/[$LATEST]0a1b"
+        yield from self._may(label, "write its log", "logs:CreateLogStream logs:PutLogEvents", stream)
         role, stated = self._account.role(self._tenant, label), {"aws:principalaccount": self._id}
         yield self._service("lambda.amazonaws.com", "take its role", "sts:AssumeRole", role.arn, stated)
 

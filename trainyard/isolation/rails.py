@@ -1,8 +1,9 @@
 """Guard-rail by guard-rail: one request that it lets through, and requests that it alone refuses.
 
-Each refusal is asked of the tenant's launcher after somebody has attached an administrator's policy to it, and differs
-from an allowed request in what the guard-rail is about, so that nothing else can be the reason. The same cases go to
-every evaluator there is: ours, the tests' two others, and AWS's own (`scripts/verify_guardrails`).
+Each refusal is asked of the tenant's launcher, or of its broker where that submits the jobs, after somebody has
+attached an administrator's policy to it, and differs from an allowed request in what the guard-rail is about, so that
+nothing else can be the reason. The same cases go to every evaluator there is: ours, the tests' two others, and AWS's
+own (`scripts/verify_guardrails`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ from trainyard.isolation.templates import Deployment
 
 ADMINISTRATOR = {"Statement": [{"Sid": "Administrator", "Effect": "Allow", "Action": "*", "Resource": "*"}]}
 """What somebody has attached to the role."""
+
+INVOKE = "lambda:InvokeFunction"
 
 SIBLINGS = {
     "tuning": ("sagemaker:CreateHyperParameterTuningJob", "hyper-parameter-tuning-job/x"),
@@ -94,6 +97,7 @@ def rail_cases(account: Account, tenant: str, other: str) -> Iterator[RailCase]:
     yield from cases.roles()
     yield from cases.objects()
     yield from cases.models()
+    yield from cases.broker()
 
 
 class _Cases:
@@ -104,6 +108,7 @@ class _Cases:
         self._own, self._other = account.contracts[tenant], account.contracts[other]
         self._foreign_tag = other
         self._launcher = account.role(tenant, "launcher")
+        self._submitter = account.role(tenant, "broker") if self._own.broker else self._launcher
         self._place = f"{account.environment.region}:{account.environment.account}"
         self._types = sorted({kind for queue in self._own.queues.values() for kind in queue.instance_types})
         self._job = f"arn:aws:sagemaker:{self._place}:training-job/{tenant}-llama-20260101000000-0a1b"
@@ -130,11 +135,19 @@ class _Cases:
     ) -> RailCase:
         return RailCase(rail, what, allowed, self._launcher, action, resource, stated)
 
+    def _submit(
+        self, rail: str, what: str, *, action: str, resource: str, stated: Mapping[str, Value], allowed: bool = False
+    ) -> RailCase:
+        """A case of whoever submits the tenant's jobs, which the boundary knows by its ARN."""
+        known = {"aws:PrincipalArn": self._submitter.arn} if self._own.broker and action == CREATE_JOB else {}
+        said: Mapping[str, Value] = {**stated, **known}
+        return RailCase(rail, what, allowed, self._submitter, action, resource, said)
+
     def _job_case(self, rail: str, what: str, changes: Mapping[str, Value | None], kind: str = "") -> RailCase:
         """A proper job with some keys changed (None: not stated)."""
         stated = {**self._proper(kind or self._types[0]), **changes}
         present = {key: value for key, value in stated.items() if value is not None}
-        return self._case(rail, what, action=CREATE_JOB, resource=self._job, stated=present)
+        return self._submit(rail, what, action=CREATE_JOB, resource=self._job, stated=present)
 
     def jobs(self) -> Iterator[RailCase]:
         """CreateTrainingJob: a proper job, with the optional keys too, and then each rule broken."""
@@ -241,7 +254,7 @@ class _Cases:
         sagemaker: dict[str, Value] = {key: "sagemaker.amazonaws.com"}
 
         def case(rail: str, what: str, resource: str, stated: Mapping[str, Value], allowed: bool = False) -> RailCase:
-            return self._case(rail, what, action="iam:PassRole", resource=resource, stated=stated, allowed=allowed)
+            return self._submit(rail, what, action="iam:PassRole", resource=resource, stated=stated, allowed=allowed)
 
         own = self._own.roles
         yield case("PassJobRoles", "the own job role", own.job, sagemaker, True)
@@ -270,3 +283,17 @@ class _Cases:
             yield self._case(rail, f"{whose} group", action=create, resource=group, stated=tag, allowed=allowed)
             package, create = f"{base}/{owner}-llama/1", "sagemaker:CreateModelPackage"
             yield self._case(rail, f"a version of {whose}", action=create, resource=package, stated={}, allowed=allowed)
+
+    def broker(self) -> Iterator[RailCase]:
+        """Where there is a broker: only it submits jobs, and of all functions only the own broker is called."""
+        if not self._own.broker:
+            return
+        base, environment = f"arn:aws:lambda:{self._place}:function:", self._account.environment
+        for owner, whose in ((self._tenant, "the own"), (self._foreign_tag, "another tenant's")):
+            arn, allowed = base + environment.broker_name(owner), owner == self._tenant
+            yield self._case("OwnBroker", f"{whose} broker", action=INVOKE, resource=arn, stated={}, allowed=allowed)
+        yield self._case("OwnBroker", "another function", action=INVOKE, resource=f"{base}x", stated={})
+        proper = self._job_case("BrokerSubmits", "a proper job", {})
+        yield replace(proper, allowed=True)
+        stated = {**proper.stated, "aws:PrincipalArn": self._launcher.arn}
+        yield replace(proper, what="a proper job of the launcher's own", role=self._launcher, stated=stated)

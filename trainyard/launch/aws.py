@@ -18,6 +18,12 @@ _MENDS = {
     "ThrottlingException": "wait a moment and repeat the command",
 }
 
+
+def advice_for(code: str) -> str:
+    """What to do about one of AWS's error codes; empty where nothing better than its own words is known."""
+    return _MENDS.get(code, "")
+
+
 DENIED_CODES = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403", "Forbidden"})
 """A policy's no, in the words of every service that we ask; any other refusal proves nothing about isolation."""
 

@@ -5,6 +5,17 @@ import secrets
 from datetime import UTC, datetime
 
 from trainyard.errors import InputError
+from trainyard.functions.training_request import output_path, spec_prefix
+
+__all__ = [
+    "attempt_name",
+    "checkpoint_destination",
+    "job_id_of",
+    "new_job_id",
+    "output_path",
+    "record_key",
+    "spec_prefix",
+]
 
 MAX_TRAINING_JOB_NAME = 63
 """SageMaker's limit (CreateTrainingJob, TrainingJobName)."""
@@ -46,16 +57,6 @@ def record_key(job_id: str) -> str:
     return f"jobs/{job_id}/record.json"
 
 
-def spec_prefix(job_id: str) -> str:
-    """Where the files of the `job` channel lie in the tenant's data bucket."""
-    return f"jobs/{job_id}/spec/"
-
-
 def checkpoint_destination(checkpoints_bucket: str, job_id: str) -> str:
     """Where the job's checkpoints and metrics go, the same for all its attempts: that is what makes a resume one."""
     return f"s3://{checkpoints_bucket}/jobs/{job_id}/"
-
-
-def output_path(checkpoints_bucket: str, job_id: str) -> str:
-    """SageMaker's S3OutputPath: model.tar.gz and output.tar.gz go to `<this><training job name>/output/`."""
-    return f"s3://{checkpoints_bucket}/jobs/{job_id}/output/"

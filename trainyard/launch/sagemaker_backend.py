@@ -1,4 +1,5 @@
-"""Jobs on SageMaker: submitted through the SageMaker Python SDK, watched through its API and CloudWatch Logs."""
+"""Jobs on SageMaker: submitted by the tenant's broker, or through the SageMaker Python SDK where the launcher may;
+watched through SageMaker's API and CloudWatch Logs."""
 
 import json
 import logging
@@ -10,6 +11,7 @@ from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch import names
 from trainyard.launch.aws import aws_errors, error_code
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.broker import ask_broker
 from trainyard.launch.channels import Channel
 from trainyard.launch.checks import RunningJob, check_queue, refused_hours
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
@@ -59,6 +61,10 @@ class SageMakerBackend:
         check_queue(record.resolved.spec, self._contract, self.running(but=name))
         say("writing the job's spec to its input channel")
         self._write_spec(record)
+        if self._contract.broker:
+            say(f"handing {name} to the tenant's broker")
+            ask_broker(self._launcher, self._contract, record.job_id)
+            return
         say("loading the SageMaker SDK")
         trainer = model_trainer(request, self._launcher)
         say(f"submitting training job {name}")

@@ -135,6 +135,7 @@ class BudgetLimits(SpecModel):
     """What the tenant may spend."""
 
     monthly_usd: float = Field(gt=0, json_schema_extra=on_change("update"))
+    """Dollars a month. The broker refuses a job that could pass it; AWS's budget only warns, hours later."""
     warn_at_percent: float = Field(default=80.0, gt=0, le=100, json_schema_extra=on_change("update"))
     notify: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
     """E-mail addresses."""
@@ -216,6 +217,8 @@ class TenantSpec(SpecModel):
     log_retention_days: Literal[30, 90, 180, 365, 731] = Field(default=365, json_schema_extra=on_change("update"))
     max_job_hours: float = Field(default=120.0, gt=0, le=28 * 24, json_schema_extra=on_change("update"))
     """The longest running time that a job may ask for."""
+    submission: Literal["broker", "direct"] | None = Field(default=None, json_schema_extra=on_change("update"))
+    """Who hands this tenant's jobs to SageMaker; default: as the environment says."""
     removal: RemovalSpec = RemovalSpec()
 
 
@@ -280,6 +283,10 @@ class EnvironmentSpec(SpecModel):
     """Keys, buckets and file systems outlive the stack; stacks are protected from deletion."""
     max_instances: dict[str, int] = Field(min_length=1, json_schema_extra=on_change("update"))
     """The account's quota, instances by SageMaker type; the tenants' queues may not exceed it one by one."""
+    submission: Literal["broker", "direct"] = Field(default="broker", json_schema_extra=on_change("update"))
+    """Who hands the tenants' jobs to SageMaker. `broker`: a function of the platform, one for each tenant, that makes
+    the request itself and checks quota and budget; the tenant's own roles can't. `direct`: the tenant's launcher role,
+    held by the guard-rails alone."""
     network: NetworkSpec = NetworkSpec()
     audit: AuditSpec = AuditSpec()
     tenants: dict[Name, TenantSpec] = Field(min_length=1)
@@ -353,6 +360,14 @@ class EnvironmentSpec(SpecModel):
         """What becomes of the tenant's data when it is removed."""
         return self.tenants[tenant].removal.data or ("retain" if self.retain_data else "shred")
 
+    def brokered(self, tenant: str) -> bool:
+        """Whether a broker submits the tenant's jobs, and nobody else."""
+        return (self.tenants[tenant].submission or self.submission) == "broker"
+
+    def broker_name(self, tenant: str) -> str:
+        """The function that submits the tenant's jobs: stated, so that policies can name it before it is there."""
+        return f"trainyard-{self.name}-{tenant}-broker"
+
     def contract_parameter(self, tenant: str) -> str:
         """SSM parameter that holds the tenant's contract."""
         return f"/trainyard/{self.name}/{tenant}/contract"
@@ -412,6 +427,8 @@ class RoleContract(SpecModel):
     """Read-only."""
     operator: str = ""
     """Breaks the glass, with a second factor; empty in contracts from before there was one."""
+    broker: str = ""
+    """What the function that submits the tenant's jobs runs as; empty where the launcher submits them itself."""
 
 
 class TenantContract(SpecModel):
@@ -439,6 +456,8 @@ class TenantContract(SpecModel):
     cost_center: str
     max_job_hours: float
     monthly_usd: float
+    broker: str = ""
+    """Name of the function that submits the tenant's jobs; empty where the launcher submits them itself."""
     emulated: bool = False
 
 

@@ -227,9 +227,9 @@ def _operation(service: str, common: Mapping[str, Any], body: bytes) -> dict[str
     elif service == "lambda":
         # Its body is the event, no parameters; of Lambda's operations tenants have this one alone.
         invoked = _INVOKE_PATH.fullmatch(path)
-        named = {"FunctionName": invoked[1]} if invoked else {}
+        function = {"FunctionName": invoked[1]} if invoked else {}
         operation = "Invoke" if invoked else _rest_operation(service, method, path)
-        return {"operation": operation, "protocol": "rest-json", "parameters": named, "ambiguity": ambiguity}
+        return {"operation": operation, "protocol": "rest-json", "parameters": function, "ambiguity": ambiguity}
     elif service in REST_JSON_SERVICES:
         operation = _rest_operation(service, method, path)
         result = {"operation": operation, "protocol": "rest-json", **_json(headers, body)}

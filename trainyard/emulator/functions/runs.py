@@ -182,7 +182,7 @@ class Functions:
 
     def _code(self, function: Any) -> Path:
         """The unpacked package: one folder for each content that the function has had."""
-        folder = self._root / "code" / function.function_name / str(function.code_digest)[:32]
+        folder: Path = self._root / "code" / function.function_name / str(function.code_digest)[:32]
         with self._lock:
             if not folder.exists():
                 fresh = folder.with_name(folder.name + ".new")

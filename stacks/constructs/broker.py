@@ -1,0 +1,121 @@
+"""The broker: the function that hands a tenant's jobs to SageMaker, so that no role of the tenant's people needs to."""
+
+import atexit
+import json
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from aws_cdk import Duration
+from aws_cdk import aws_cloudwatch as cloudwatch
+from aws_cdk import aws_cloudwatch_actions as actions
+from aws_cdk import aws_iam as iam
+from aws_cdk import aws_lambda as lambda_
+from aws_cdk import aws_sns as sns
+from constructs import Construct
+
+import trainyard
+from stacks.constructs.acknowledged import FUNCTIONS, acknowledge
+from stacks.constructs.permissions import TenantResources
+from stacks.naming import TenantScope
+from trainyard.errors import InputError
+from trainyard.hardware import instance, price
+
+FUNCTIONS_FOLDER = Path(trainyard.__file__).parent / "functions"
+MODULES = ("broker", "broker_ledger", "broker_rules", "training_request")
+TIME_LIMIT = Duration.seconds(120)
+"""A tenant's jobs of a month are listed, and described once each."""
+
+ASKED_AND_ANSWERED = {
+    "NIST.800.53.R5-LambdaDLQ": (
+        "It is called by a person who waits for its answer: a call that failed is told to that person, and nothing is "
+        "left that a queue could keep."
+    )
+}
+
+
+class Broker(Construct):
+    """The function with its settings, and an alarm where it fails (a refusal is an answer, no failure)."""
+
+    function: lambda_.Function
+
+    def __init__(
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        tenant: TenantScope,
+        role: iam.Role,
+        resources: TenantResources,
+        topic: sns.ITopic,
+    ) -> None:
+        super().__init__(scope, construct_id)
+        settings = {
+            "contract": tenant.environment.contract_parameter(tenant.name),
+            "prices": _prices(tenant),
+            "volume_keys": [kind for kind in tenant.instance_types if not instance(kind).local_nvme_gib],
+        }
+        self.function = lambda_.Function(
+            self,
+            "Function",
+            function_name=tenant.broker_name,
+            description=f"Submits the training jobs of tenant {tenant.name}",
+            runtime=lambda_.Runtime.PYTHON_3_13,
+            handler="trainyard.functions.broker.handler",
+            code=function_code(MODULES),
+            role=role.without_policy_updates(),
+            environment={"BROKER": json.dumps(settings, sort_keys=True)},
+            timeout=TIME_LIMIT,
+            memory_size=256,
+            log_group=resources.logs.group,
+        )
+        acknowledge(self.function, FUNCTIONS | ASKED_AND_ANSWERED)
+        cloudwatch.Alarm(
+            self,
+            "Failed",
+            alarm_description=(
+                f"Tenant {tenant.name}: the broker failed, so that a job was not submitted; its log says why."
+            ),
+            metric=self.function.metric_errors(period=Duration.minutes(5)),
+            threshold=1,
+            evaluation_periods=1,
+            comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
+            treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
+        ).add_alarm_action(actions.SnsAction(topic))
+
+
+def _prices(tenant: TenantScope) -> dict[str, float]:
+    """USD an instance-hour on demand of each type whose price is known."""
+    known = {}
+    for kind in tenant.instance_types:
+        try:
+            known[kind] = price(kind, tenant.environment.region).usd_per_hour
+        except InputError:
+            continue
+    return known
+
+
+def function_code(modules: Sequence[str]) -> lambda_.Code:
+    """Modules of `trainyard/functions` as an asset, under the names by which they import each other.
+
+    A zip made here and not a folder: the same bytes on every machine, and nothing that needs Docker.
+    """
+    return lambda_.Code.from_asset(str(_package(tuple(modules))))
+
+
+@cache
+def _package(modules: tuple[str, ...]) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="trainyard-function-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "function.zip"
+    files = {f"trainyard/functions/{name}.py": (FUNCTIONS_FOLDER / f"{name}.py").read_bytes() for name in modules}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as package:
+        for name in ("trainyard/__init__.py", "trainyard/functions/__init__.py", *sorted(files)):
+            # A fixed time and mode: the asset's name is the hash of its bytes.
+            entry = zipfile.ZipInfo(name, date_time=(2020, 1, 1, 0, 0, 0))
+            entry.external_attr = 0o644 << 16
+            package.writestr(entry, files.get(name, b""), zipfile.ZIP_DEFLATED)
+    return path

@@ -1,0 +1,98 @@
+"""The resumer: starts failed jobs again that ask for it (`recovery.max_resumes`), where nobody else at AWS does.
+
+SageMaker starts again what spot capacity takes, and its own errors three times; a training queue retries by its rules.
+This is for the rest, and only with a broker, which submits: the resumer itself starts no job.
+"""
+
+import json
+
+from aws_cdk import Duration
+from aws_cdk import aws_cloudwatch as cloudwatch
+from aws_cdk import aws_cloudwatch_actions as actions
+from aws_cdk import aws_events as events
+from aws_cdk import aws_events_targets as targets
+from aws_cdk import aws_iam as iam
+from aws_cdk import aws_lambda as lambda_
+from aws_cdk import aws_sns as sns
+from constructs import Construct
+
+from stacks.constructs.acknowledged import FUNCTIONS, acknowledge
+from stacks.constructs.broker import TIME_LIMIT, function_code
+from stacks.constructs.permissions import TenantResources
+from stacks.naming import TenantScope
+
+FAILURES = {
+    "NIST.800.53.R5-LambdaDLQ": (
+        "A resume that failed rings the tenant's topic (NotResumed) and names the job in the log, and the job's "
+        "record says where it stands, and `trainyard resume` goes on from there. A queue would keep nothing more."
+    )
+}
+
+
+class JobResumer(Construct):
+    """The rule, the function, and an alarm where it could not do what it should (a refusal is an answer)."""
+
+    function: lambda_.Function
+
+    def __init__(
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        tenant: TenantScope,
+        role: iam.Role,
+        resources: TenantResources,
+        topic: sns.ITopic,
+    ) -> None:
+        super().__init__(scope, construct_id)
+        places = {
+            "data": resources.buckets.data.bucket_name,
+            "checkpoints": resources.buckets.checkpoints.bucket_name,
+            "broker": tenant.broker_name,
+        }
+        self.function = lambda_.Function(
+            self,
+            "Function",
+            description=f"Resumes failed training jobs of tenant {tenant.name}",
+            runtime=lambda_.Runtime.PYTHON_3_13,
+            handler="trainyard.functions.job_resumer.handler",
+            code=function_code(("job_resumer",)),
+            role=role.without_policy_updates(),
+            environment={"RESUMER": json.dumps(places, sort_keys=True)},
+            # It waits for the broker, and writes down what that answers.
+            timeout=TIME_LIMIT.plus(Duration.seconds(30)),
+            log_group=resources.logs.group,
+        )
+        acknowledge(self.function, FUNCTIONS | FAILURES)
+        events.Rule(
+            self,
+            "FailedJobs",
+            description=f"Training jobs of tenant {tenant.name} that have failed",
+            event_pattern=events.EventPattern(
+                source=["aws.sagemaker"],
+                detail_type=["SageMaker Training Job State Change"],
+                # Not the jobs of a Batch queue: Batch names its attempts itself, and retries them by its own rules.
+                detail={"TrainingJobStatus": ["Failed"], "TrainingJobName": [{"prefix": f"{tenant.name}-"}]},
+            ),
+            targets=[
+                targets.LambdaFunction(
+                    self.function,
+                    event=events.RuleTargetInput.from_object(
+                        {"job": events.EventField.from_path("$.detail.TrainingJobName")}
+                    ),
+                )
+            ],
+        )
+        cloudwatch.Alarm(
+            self,
+            "NotResumed",
+            alarm_description=(
+                f"Tenant {tenant.name}: a failed training job asks to be resumed and could not be; the function's log "
+                "says why, `trainyard resume` does it by hand."
+            ),
+            metric=self.function.metric_errors(period=Duration.minutes(5)),
+            threshold=1,
+            evaluation_periods=1,
+            comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
+            treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
+        ).add_alarm_action(actions.SnsAction(topic))

@@ -1,0 +1,83 @@
+"""A tenant with a broker, on the deployed platform: its job runs, and its people get past the broker in no way."""
+
+import json
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from deployed_site import CHECKOUT, Site
+
+from trainyard.launch.place import TenantAccess, open_tenant
+from trainyard.spec.platform import load_environment
+
+pytestmark = pytest.mark.end_to_end
+SMALL = ("training.steps=4", "training.schedule.warmup_steps=1", "checkpoint.every_steps=4", "compute.spot=false")
+
+
+def access(tenant: str) -> TenantAccess:
+    return open_tenant(load_environment(CHECKOUT / "environments/local.yaml"), tenant, "test")
+
+
+def copy_data(acme: TenantAccess, globex: TenantAccess) -> None:
+    """The quickstart's data, which lies in acme's bucket."""
+    theirs, ours = acme.launcher.client("s3"), globex.launcher.client("s3")
+    for page in theirs.get_paginator("list_objects_v2").paginate(Bucket=acme.contract.buckets.data):
+        for item in page.get("Contents", []):
+            if not item["Key"].startswith("jobs/"):
+                body = theirs.get_object(Bucket=acme.contract.buckets.data, Key=item["Key"])["Body"].read()
+                ours.put_object(Bucket=globex.contract.buckets.data, Key=item["Key"], Body=body)
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(ClientError) as caught:
+        call()
+    assert caught.value.response["Error"]["Code"].startswith("AccessDenied"), caught.value
+    return str(caught.value)
+
+
+def test_a_brokers_job_is_the_records_job_and_nobody_gets_past_the_broker(site: Site) -> None:
+    acme, globex = access("acme"), access("globex")
+    assert (acme.contract.broker, globex.contract.broker) == ("", "trainyard-local-globex-broker")
+    copy_data(acme, globex)
+    overrides = [word for value in (*SMALL, "tenant=globex", "name=brokered") for word in ("--set", value)]
+    done = site.trainyard("launch", "jobs/quickstart.yaml", "--json", *overrides)
+    assert done.returncode == 0, done.stderr
+    job_id = str(json.loads(done.stdout)["job_id"])
+    described = globex.launcher.client("sagemaker").describe_training_job(TrainingJobName=job_id)
+    request = globex.place.backend.request(globex.place.store.read(job_id).record)  # type: ignore[attr-defined]
+    for key in set(request) - {"Tags", "HyperParameters"}:
+        assert described[key] == request[key], key
+    log = globex.launcher.client("logs").filter_log_events(logGroupName=globex.contract.log_group)["events"]
+    (audit,) = [json.loads(event["message"]) for event in log if '"submission"' in event["message"]]
+    assert (audit["submitted"], audit["request"]) == (job_id, request)
+
+    # Its queue is full now: what would go over is refused, by the launcher's own look and by the broker's.
+    again = site.trainyard("launch", "jobs/quickstart.yaml", *overrides)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1), again.stderr
+    assert "over the quota of tenant globex" in again.stderr
+    forge(globex, job_id)
+
+    name = f"{job_id}-r9"
+    said = refused(
+        lambda: globex.launcher.client("sagemaker").create_training_job(**{**request, "TrainingJobName": name})
+    )
+    assert "explicit deny in a permissions boundary" in said
+    for caller, function in ((acme, globex.contract.broker), (globex, "trainyard-local-acme-broker")):
+        refused(lambda c=caller, f=function: c.launcher.client("lambda").invoke(FunctionName=f, Payload=b"{}"))
+    assert site.trainyard("stop", job_id).returncode == 0
+
+
+def forge(globex: TenantAccess, job_id: str) -> None:
+    """The tenant rewrites its record, as it may, and asks its broker: another tenant's bucket, more machines."""
+    s3, bucket, key = globex.launcher.client("s3"), globex.contract.buckets.data, f"jobs/{job_id}/record.json"
+    proper = s3.get_object(Bucket=bucket, Key=key)["Body"].read()
+    for change, words in (
+        ({"attempts": [{"number": 1, "training_job_name": "acme-llama-1", "created_at": ""}]}, "not globex-"),
+        ({"channels": [{"name": "x", "kind": "s3", "location": "s3://acme/x/", "uri": "x"}]}, "outside of tenant"),
+        ({"attempts": [{"number": 2, "training_job_name": f"{job_id}-r2", "created_at": ""}]}, "over the quota"),
+    ):
+        s3.put_object(Bucket=bucket, Key=key, Body=json.dumps({**json.loads(proper), **change}).encode())
+        asked = json.dumps({"job_id": job_id}).encode()
+        answer = globex.launcher.client("lambda").invoke(FunctionName=globex.contract.broker, Payload=asked)
+        assert words in json.load(answer["Payload"])["refused"]
+    s3.put_object(Bucket=bucket, Key=key, Body=proper)

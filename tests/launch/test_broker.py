@@ -1,0 +1,427 @@
+"""The broker: sends what the launcher would, refuses what a record was forged to say, and keeps quota and budget."""
+
+import datetime
+import io
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import boto3
+import pytest
+from botocore.exceptions import ClientError
+from launch_testing import IMAGE, JOB_ID, REGION
+
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.functions import broker, broker_rules
+from trainyard.functions.broker_ledger import Ledger
+from trainyard.launch.broker import ask_broker
+from trainyard.launch.checks import RunningJob, check_queue
+from trainyard.launch.launcher import new_record
+from trainyard.launch.record import JobRecord, RecordedChannel, S3RecordStore
+from trainyard.launch.sagemaker_backend import SageMakerBackend
+from trainyard.launch.session import Account
+from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.platform import TenantContract
+
+PRICE = 6.0
+Change = Callable[[dict[str, Any]], None]
+
+
+class Jobs:
+    """SageMaker as the broker sees it: jobs that hold their instances until told to end."""
+
+    class exceptions:
+        """As boto3's clients have them."""
+
+        ClientError = ClientError
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.created: list[dict[str, Any]] = []
+        self.refusal = ""
+
+    def add(self, name: str, count: int, *, hours: float = 1, billed: int | None = None, old: bool = False) -> None:
+        created = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=40 if old else 0)
+        self.jobs[name] = {
+            "TrainingJobName": name,
+            "TrainingJobStatus": "InProgress" if billed is None else "Completed",
+            "CreationTime": created,
+            "ResourceConfig": {"InstanceType": "ml.p5.4xlarge", "InstanceCount": count},
+            "StoppingCondition": {"MaxRuntimeInSeconds": round(hours * 3600)},
+            **({} if billed is None else {"BillableTimeInSeconds": billed}),
+        }
+
+    def create_training_job(self, **request: Any) -> None:
+        if self.refusal:
+            raise ClientError({"Error": {"Code": self.refusal, "Message": "no\nroom"}}, "CreateTrainingJob")
+        self.created.append(request)
+        resources = request["ResourceConfig"]
+        hours = request["StoppingCondition"]["MaxRuntimeInSeconds"] / 3600
+        self.add(request["TrainingJobName"], resources["InstanceCount"], hours=hours)
+
+    def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+        if TrainingJobName not in self.jobs:
+            raise ClientError({"Error": {"Code": "ValidationException", "Message": "none"}}, "DescribeTrainingJob")
+        return self.jobs[TrainingJobName]
+
+    def get_paginator(self, _: str) -> "Jobs":
+        return self
+
+    def paginate(self, *, NameContains: str, **only: Any) -> Iterator[dict[str, Any]]:
+        status, after = only.get("StatusEquals"), only.get("CreationTimeAfter")
+        found = [
+            {"TrainingJobName": name}
+            for name, job in self.jobs.items()
+            if NameContains in name
+            and status in (None, job["TrainingJobStatus"])
+            and (after is None or job["CreationTime"] > after)
+        ]
+        yield {"TrainingJobSummaries": found}
+
+
+@pytest.fixture
+def sagemaker() -> Jobs:
+    return Jobs()
+
+
+@pytest.fixture
+def ask(deployed: Account, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """The handler, in an account where SageMaker is ours."""
+    settings = {"contract": "/trainyard/test/acme/contract", "prices": {"ml.p5.4xlarge": PRICE}, "volume_keys": []}
+    monkeypatch.setenv("BROKER", json.dumps(settings))
+    real = boto3.client
+
+    def client(name: str) -> Any:
+        return sagemaker if name == "sagemaker" else real(name, region_name=REGION)
+
+    monkeypatch.setattr(boto3, "client", client)
+
+    def asked(job_id: Any = JOB_ID) -> dict[str, Any]:
+        return broker.handler({"job_id": job_id}, None)
+
+    return asked
+
+
+@pytest.fixture
+def record(
+    deployed: Account, job: JobSpec, resolved: ResolvedJob, contract: TenantContract, channels: Any
+) -> JobRecord:
+    """A job's record as the launcher writes it, in the tenant's bucket."""
+    made = new_record(
+        job,
+        resolved,
+        job_id=JOB_ID,
+        backend="sagemaker",
+        environment="test",
+        plan={},
+        image=IMAGE,
+        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in channels],
+        forced=(),
+        launched_by="",
+    )
+    S3RecordStore(deployed.client("s3"), contract.buckets.data).create(made)
+    return made
+
+
+def forge(deployed: Account, change: Change) -> None:
+    """The tenant rewrites its record."""
+    s3, place = deployed.client("s3"), {"Bucket": "acme-data", "Key": f"jobs/{JOB_ID}/record.json"}
+    content = json.loads(s3.get_object(**place)["Body"].read())
+    change(content)
+    s3.put_object(**place, Body=json.dumps(content).encode())
+
+
+def test_it_sends_what_the_launcher_would_send_and_only_once(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, contract: TenantContract, capsys: Any
+) -> None:
+    assert ask() == {"submitted": JOB_ID, "already": False}
+    assert sagemaker.created == [SageMakerBackend(deployed, contract).request(record)]
+    assert ask() == {"submitted": JOB_ID, "already": True}
+    assert len(sagemaker.created) == 1
+    audit = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["audit"], line["job_id"], line["already"]) for line in audit] == [
+        ("submission", JOB_ID, False),
+        ("submission", JOB_ID, True),
+    ]
+    assert audit[0]["request"] == sagemaker.created[0], "an auditor sees what was submitted"
+
+
+def test_nothing_of_the_request_is_the_tenants_word(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account
+) -> None:
+    """A record that names a network, a role, an environment: none of it is looked at."""
+    ask()
+    proper = sagemaker.created.pop()
+    sagemaker.jobs.clear()
+
+    def change(content: dict[str, Any]) -> None:
+        content["VpcConfig"] = {"Subnets": ["subnet-other"], "SecurityGroupIds": ["sg-other"]}
+        content["RoleArn"] = content["resolved"]["spec"]["role"] = "arn:aws:iam::123456789012:role/Admin"
+        content["resolved"]["spec"]["tenant"] = "globex"
+        content["Environment"] = {"LD_PRELOAD": "/tmp/x"}
+        content["resolved"]["spec"]["checkpoint"]["destination"] = "s3://globex-checkpoints/jobs/x/"
+
+    forge(deployed, change)
+    deployed.client("s3").delete_object(Bucket="acme-checkpoints", Key=f"broker/ledger-{_month()}.json")
+    ask()
+    assert sagemaker.created == [proper]
+
+
+def _month() -> str:
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m}"
+
+
+def _compute(**changes: Any) -> Change:
+    return lambda content: content["resolved"]["spec"]["compute"].update(changes)
+
+
+def _resolved(**changes: Any) -> Change:
+    return lambda content: content["resolved"].update(changes)
+
+
+def _top(**changes: Any) -> Change:
+    return lambda content: content.update(changes)
+
+
+def _channel(**changes: Any) -> Change:
+    return lambda content: content["channels"][0].update(changes)
+
+
+def _attempt(**changes: Any) -> Change:
+    return lambda content: content["attempts"][-1].update(changes)
+
+
+FORGED: dict[str, tuple[Change, str]] = {
+    "another tenant": (_top(tenant="globex"), "says tenant 'globex', not acme"),
+    "another environment": (_top(environment="production"), "says environment 'production'"),
+    "another job": (_top(job_id="acme-other"), "says job_id 'acme-other'"),
+    "another's name": (_attempt(training_job_name="globex-llama-1"), "names attempt 1 'globex-llama-1', not"),
+    "no such attempt": (_attempt(number=0), "attempt '0' is not between 1 and 99"),
+    "no attempts": (_top(attempts=[]), "its record is no job record"),
+    "no spec": (_top(resolved=None), "its record is no job record"),
+    "a job's name": (lambda c: c["resolved"]["spec"].update(name="x\ny"), "is no job's name"),
+    "a foreign type": (_compute(instance_type="ml.p5.48xlarge"), "no queue of tenant acme offers it"),
+    "no type": (_compute(instance_type=None), "'None' is no instance type"),
+    "no such queue": (_compute(queue="huge"), "compute.queue 'huge': tenant acme has no such queue"),
+    "more hosts than stated": (_resolved(num_hosts=4), "'4' hosts is no number of machines"),
+    "hosts": (lambda c: (_resolved(num_hosts=5)(c), _compute(instance_count=5)(c)), "which is 4 x ml.p5.4xlarge"),
+    "negative hosts": (lambda c: (_resolved(num_hosts=-1)(c), _compute(instance_count=-1)(c)), "no number of machines"),
+    "true hosts": (lambda c: (_resolved(num_hosts=True)(c), _compute(instance_count=1)(c)), "no number of machines"),
+    "too long": (_compute(max_hours=25), "over the 24 hours"),
+    "endless": (_compute(max_hours=float("inf")), "is no running time"),
+    "no number": (_compute(max_hours=float("nan")), "is no running time"),
+    "a short wait": (_compute(max_wait_hours=1), "is not between max_hours and"),
+    "spot perhaps": (_compute(spot="yes"), "is neither true nor false"),
+    "an image of elsewhere": (
+        _top(image="999999999999.dkr.ecr.us-east-1.amazonaws.com/x@sha256:1"),
+        "none that the pl",
+    ),
+    "an image by tag": (_top(image=IMAGE.partition("@")[0] + ":latest"), "none that the platform has released"),
+    "another's bucket": (
+        _channel(location="s3://globex-data/x/"),
+        "is outside of tenant acme's buckets (acme-data, ac",
+    ),
+    "a bucket that begins alike": (_channel(location="s3://acme-data-2/x/"), "is outside of tenant acme's buckets"),
+    "up the file system": (_channel(kind="fsx", location="a/../../other"), "is no path of the file system"),
+    "another source": (_channel(kind="http"), "is neither s3 nor fsx"),
+    "the spec's channel": (_channel(name="job"), "none `job`"),
+    "two of a name": (_channel(name="tokenizer"), "each once"),
+    "no channels": (_top(channels={"a": 1}), "no list of channels"),
+}
+
+
+def test_a_forged_record_is_refused_in_one_line(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account
+) -> None:
+    proper = record.model_dump(mode="json")
+    for what, (change, words) in FORGED.items():
+        forge(deployed, lambda content: (content.clear(), content.update(json.loads(json.dumps(proper)))))
+        forge(deployed, change)
+        answer = ask()
+        assert answer.get("by") == "rules", f"{what}: {answer}"
+        assert words in answer["refused"], f"{what}: {answer['refused']}"
+        assert "\n" not in answer["refused"]
+    assert sagemaker.created == []
+
+
+def test_a_job_id_is_the_tenants_own_and_has_a_record(ask: Any, sagemaker: Jobs, deployed: Account) -> None:
+    ids = {
+        "globex-tiny-20260131120000-1a2b": "is no job of tenant acme",
+        "acme-../../globex": "is no job id",
+        "acme-" + "x" * 63: "is no job of tenant acme",
+        "acme-nothing-20260131120000-1a2b": "there is no record of it",
+    }
+    for job_id, words in ids.items():
+        assert words in ask(job_id)["refused"]
+    for odd in (None, 7, ["acme-a"]):
+        assert "is no job id" in ask(odd)["refused"]
+    assert "is no job id" in broker.handler([], None)["refused"]  # type: ignore[arg-type]
+    deployed.client("s3").put_object(Bucket="acme-data", Key="jobs/acme-torn/record.json", Body=b"{")
+    assert "is not JSON" in ask("acme-torn")["refused"]
+    assert sagemaker.created == []
+
+
+def test_a_resume_goes_on_with_the_image_that_it_began_with(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account
+) -> None:
+    released = IMAGE.replace("ab", "cd")
+    deployed.client("ssm").put_parameter(Name="/trainyard/test/image", Value=released, Overwrite=True)
+    forge(deployed, _attempt(number=2, training_job_name=f"{JOB_ID}-r2"))
+    assert ask() == {"submitted": f"{JOB_ID}-r2", "already": False}
+    assert sagemaker.created[0]["AlgorithmSpecification"]["TrainingImage"] == IMAGE
+
+
+def test_running_jobs_count_and_two_at_once_do_not_pass_each_other(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, contract: TenantContract
+) -> None:
+    sagemaker.add("acme-since-last-month", 3, old=True)
+    sagemaker.add("globex-acme-like", 9)
+    answer = ask()
+    assert "3 of the 4 instances of queue gpu are held by acme-since-last-month (3)" in answer["refused"]
+    del sagemaker.jobs["acme-since-last-month"]
+
+    ledger = _ledger(deployed, sagemaker)
+    rival = _ledger(deployed, sagemaker)
+    entry = ledger.entry("ml.p5.4xlarge", 3, 3600)
+    compute, rules = {"instance_type": "ml.p5.4xlarge"}, contract.model_dump(mode="json")
+    seen = []
+
+    def check(_: Any, holders: list[dict[str, Any]]) -> None:
+        seen.append([job["name"] for job in holders])
+        if len(seen) == 1:  # after this one has read, before it writes
+            rival.promise("acme-rival", entry, lambda jobs, held: None)
+        broker_rules.check_quota(compute, 3, rules, holders)
+
+    with pytest.raises(broker_rules.Refused, match=r"held by acme-rival \(3\)"):
+        ledger.promise("acme-slower", entry, check)
+    assert seen == [[], ["acme-rival"]]
+    assert "are held by acme-rival" in ask()["refused"]
+
+
+def _ledger(deployed: Account, sagemaker: Jobs, **ahead: float) -> Ledger:
+    return Ledger(
+        deployed.client("s3"),
+        sagemaker,
+        bucket="acme-checkpoints",
+        tenant="acme",
+        prices={"ml.p5.4xlarge": PRICE},
+        now=datetime.datetime.now(datetime.UTC) + datetime.timedelta(**ahead),
+    )
+
+
+def test_the_months_money_is_spent_promised_and_capped(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account
+) -> None:
+    # 5,000 USD; the job could cost 2 hosts x 2 h x 6 USD = 24. What ended counts as billed, what runs at its longest.
+    sagemaker.add("acme-ended", 2, hours=1000, billed=412 * 3600)
+    sagemaker.add("acme-running", 1, hours=6)
+    refused = ask()["refused"]
+    assert "this job could cost up to 24.00 USD (2 x ml.p5.4xlarge for 2 h)" in refused
+    assert f"of {_month()}'s 5,000.00 USD, 4,944.00 are spent and 36.00 could go to jobs that run" in refused
+    sagemaker.jobs["acme-running"] |= {"TrainingJobStatus": "Failed", "BillableTimeInSeconds": 60}
+    assert ask()["submitted"] == JOB_ID
+
+
+def test_a_promise_lapses_is_taken_back_and_a_lost_ledger_is_made_anew(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account
+) -> None:
+    sagemaker.refusal = "ResourceLimitExceeded"
+    answer = ask()
+    assert (answer["by"], answer["code"]) == ("aws", "ResourceLimitExceeded")
+    assert answer["refused"] == "CreateTrainingJob: ResourceLimitExceeded: no room"
+    sagemaker.refusal = ""
+    seen: list[Any] = []
+
+    def look(jobs: Any, holders: Any) -> None:
+        seen.append((sorted(jobs), sorted(job["name"] for job in holders)))
+
+    entry = _ledger(deployed, sagemaker).entry("ml.p5.4xlarge", 1, 60)
+    _ledger(deployed, sagemaker).promise("acme-never-created", entry, look)
+    _ledger(deployed, sagemaker).promise("acme-second", entry, look)
+    _ledger(deployed, sagemaker, minutes=16).promise("acme-third", entry, look)
+    assert seen == [([], []), (["acme-never-created"],) * 2, ([], [])]
+    sagemaker.add("acme-ended", 1, billed=60)
+    deployed.client("s3").delete_object(Bucket="acme-checkpoints", Key=f"broker/ledger-{_month()}.json")
+    _ledger(deployed, sagemaker).promise("acme-fourth", entry, look)
+    assert seen[-1] == (["acme-ended"], [])
+
+
+def test_broker_and_launcher_know_the_same_quota(job: JobSpec, contract: TenantContract) -> None:
+    rules = contract.model_dump(mode="json")
+    cases = itertools.product(
+        ("ml.p5.4xlarge", "ml.g6e.8xlarge", "ml.p4d.24xlarge"), (1, 2, 3, 5), (None, "gpu", "small", "none"), (0, 1, 3)
+    )
+    verdicts = {_verdicts(job, contract, rules, *case) for case in cases}
+    assert all(one == other for one, other in verdicts)
+    assert {one for one, _ in verdicts} == {"gpu", "small", "refused"}
+
+
+def _verdicts(
+    job: JobSpec, contract: TenantContract, rules: dict[str, Any], kind: str, count: int, queue: str | None, held: int
+) -> tuple[str, str]:
+    compute = {"instance_type": kind, "instance_count": count, "queue": queue}
+    asked = job.model_copy(update={"compute": job.compute.model_copy(update=compute)})
+    running = [RunningJob("acme-x", kind, held)] if held else []
+    holders = [{"name": item.name, "type": item.instance_type, "count": held} for item in running]
+    return (
+        _verdict(lambda: check_queue(asked, contract, running), InputError),
+        _verdict(lambda: broker_rules.check_quota(compute, count, rules, holders), broker_rules.Refused),
+    )
+
+
+def _verdict(call: Callable[[], str], refusal: type[Exception]) -> str:
+    try:
+        return call()
+    except refusal:
+        return "refused"
+
+
+class Called:
+    """A Lambda client that answers."""
+
+    def __init__(self, answer: Any, error: str = "") -> None:
+        self.answer, self.error, self.asked = answer, error, b""
+
+    def invoke(self, FunctionName: str, Payload: bytes) -> dict[str, Any]:
+        self.asked = Payload
+        body = self.answer if isinstance(self.answer, bytes) else json.dumps(self.answer).encode()
+        return {"Payload": io.BytesIO(body)} | ({"FunctionError": self.error} if self.error else {})
+
+
+def test_what_the_broker_says_reaches_the_person(
+    deployed: Account, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = contract.model_copy(update={"broker": "trainyard-test-acme-broker"})
+
+    def answer(content: Any, error: str = "") -> Called:
+        function = Called(content, error)
+        monkeypatch.setattr(deployed.session, "client", lambda *_, **__: function)
+        return function
+
+    asked = answer({"submitted": JOB_ID, "already": False})
+    ask_broker(deployed, told, JOB_ID)
+    assert json.loads(asked.asked) == {"job_id": JOB_ID}
+    answer({"refused": "compute.max_hours 25 is over", "by": "rules"})
+    with pytest.raises(InputError, match=r"^compute.max_hours 25 is over \(tenant acme's broker\)$"):
+        ask_broker(deployed, told, JOB_ID)
+    answer({"refused": "CreateTrainingJob: ResourceLimitExceeded: full", "by": "aws", "code": "ResourceLimitExceeded"})
+    with pytest.raises(AwsRefusedError, match=r"AWS refused: .*full; ask for a higher quota"):
+        ask_broker(deployed, told, JOB_ID)
+    for content in ({"errorMessage": "no module\nnamed x", "errorType": "ImportError"}, b"not JSON"):
+        answer(content, "Unhandled")
+        with pytest.raises(AwsRefusedError, match=r"it failed: (no module named x|not JSON); its log is in log group"):
+            ask_broker(deployed, told, JOB_ID)
+
+
+def test_where_there_is_a_broker_the_launcher_submits_nothing_itself(
+    deployed: Account, record: JobRecord, contract: TenantContract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "trainyard.launch.sagemaker_backend.ask_broker", lambda launcher, contract, job_id: asked.append(job_id)
+    )
+    told = contract.model_copy(update={"broker": "trainyard-test-acme-broker"})
+    SageMakerBackend(deployed, told).submit(record, lambda _: None)
+    assert asked == [JOB_ID]
+    assert deployed.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []

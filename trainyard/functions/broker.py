@@ -1,0 +1,105 @@
+"""Lambda: the only way in which a tenant's job gets to SageMaker.
+
+The tenant hands over a job's id and nothing else. The request is made here, from the job's record in S3 (which the
+tenant can write, so all of it is checked) and from the tenant's contract and the released images (which it can't).
+"""
+
+import datetime
+import json
+import os
+from typing import Any
+
+from trainyard.functions import broker_rules as rules
+from trainyard.functions.broker_ledger import BusyError, Ledger, described
+from trainyard.functions.broker_rules import Refused
+from trainyard.functions.training_request import stopping_condition, training_job_request
+
+
+def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
+    """`event`: {"job_id": ...}; its newest attempt is submitted.
+
+    Answers {"submitted": NAME, "already": whether it was before}, or {"refused": one line, "by": "rules" or "aws",
+    "code": AWS's own}. The last line of its log is the audit's, JSON.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        answer = _submit(event.get("job_id") if isinstance(event, dict) else None)
+    except Refused as refusal:
+        answer = {"refused": str(refusal), "by": "rules"}
+    except BusyError as busy:
+        answer = {"refused": str(busy), "by": "aws", "code": "Busy"}
+    except ClientError as error:
+        told = error.response["Error"]
+        text = " ".join(f"{error.operation_name}: {told.get('Code')}: {told.get('Message', '')}".split())
+        answer = {"refused": text, "by": "aws", "code": str(told.get("Code"))}
+    except BotoCoreError as error:
+        answer = {"refused": " ".join(str(error).split()), "by": "aws", "code": type(error).__name__}
+    asked = event.get("job_id") if isinstance(event, dict) else event
+    print(json.dumps({"audit": "submission", "job_id": str(asked)[:100], **answer}))
+    return {key: value for key, value in answer.items() if key != "request"}
+
+
+def _submit(job_id: Any) -> dict[str, Any]:
+    import boto3
+
+    settings = json.loads(os.environ["BROKER"])
+    ssm, s3, sagemaker = (boto3.client(name) for name in ("ssm", "s3", "sagemaker"))
+    contract = json.loads(ssm.get_parameter(Name=settings["contract"])["Parameter"]["Value"])
+    job_id = rules.check_job_id(job_id, contract)
+    job = rules.check_record(_record(s3, contract["buckets"]["data"], job_id), job_id, contract)
+    rules.check_image(job["image"], _released(ssm, contract), emulated=contract["emulated"])
+    name, compute = job["name"], job["spec"]["compute"]
+    if described(sagemaker, name) is not None:
+        return {"submitted": name, "already": True}
+    request = training_job_request(
+        job["spec"],
+        contract,
+        job_id=job_id,
+        training_job_name=name,
+        image=job["image"],
+        channels=job["channels"],
+        num_hosts=job["num_hosts"],
+        volume_key=compute["instance_type"] in settings["volume_keys"],
+    )
+    ledger = Ledger(
+        s3,
+        sagemaker,
+        bucket=contract["buckets"]["checkpoints"],
+        tenant=contract["tenant"],
+        prices=settings["prices"],
+        now=datetime.datetime.now(datetime.UTC),
+    )
+    longest = stopping_condition(compute)["MaxRuntimeInSeconds"]
+    entry = ledger.entry(compute["instance_type"], job["num_hosts"], longest)
+
+    def check(jobs: dict[str, dict[str, Any]], holders: list[dict[str, Any]]) -> None:
+        rules.check_quota(compute, job["num_hosts"], contract, holders)
+        rules.check_budget(entry, jobs.values(), contract, ledger.month)
+
+    ledger.promise(name, entry, check)
+    try:
+        sagemaker.create_training_job(**request)
+    except sagemaker.exceptions.ClientError:
+        # An answer that was lost is no refusal: what counts is whether the job is there.
+        if described(sagemaker, name) is None:
+            ledger.release(name)
+            raise
+    return {"submitted": name, "already": False, "request": request}
+
+
+def _record(s3: Any, bucket: str, job_id: str) -> Any:
+    try:
+        body = s3.get_object(Bucket=bucket, Key=f"jobs/{job_id}/record.json")["Body"].read()
+    except s3.exceptions.NoSuchKey:
+        raise Refused(f"job {job_id}: there is no record of it in s3://{bucket}/jobs/{job_id}/") from None
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise Refused(f"job {job_id}: its record is not JSON ({error})") from None
+
+
+def _released(ssm: Any, contract: dict[str, Any]) -> list[str]:
+    """Every image that the platform has released, the newest last: a resume goes on with the one that it began with."""
+    pages = ssm.get_paginator("get_parameter_history").paginate(Name=contract["image_parameter"])
+    return [item["Value"] for page in pages for item in page["Parameters"]]

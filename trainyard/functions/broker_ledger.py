@@ -1,0 +1,127 @@
+"""What a tenant's jobs of a month hold and cost: one small object in S3, written by the broker alone.
+
+It is a cache and a lock, not the truth: SageMaker's own descriptions are, which nobody can delete, and from which it is
+made anew where it is lost. Every write is conditional, so that of two submissions at the same moment the second sees
+the first's instances and money.
+"""
+
+import datetime
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+TRIES = 6
+UNSEEN_SECONDS = 900
+"""How long a promise stands for a job that SageMaker doesn't show: longer than a submission takes."""
+ENDED = ("Completed", "Failed", "Stopped")
+
+Jobs = dict[str, dict[str, Any]]
+
+
+class BusyError(Exception):
+    """Other submissions of the tenant kept writing the ledger."""
+
+
+class Ledger:
+    """One month of one tenant. `prices`: USD an instance-hour by type, where known."""
+
+    def __init__(
+        self, s3: Any, sagemaker: Any, *, bucket: str, tenant: str, prices: Mapping[str, float], now: datetime.datetime
+    ) -> None:
+        self._s3, self._sagemaker, self._bucket, self._prices, self._now = s3, sagemaker, bucket, prices, now
+        self._prefix = f"{tenant}-"
+        self.month = f"{now:%Y-%m}"
+        self._key = f"broker/ledger-{self.month}.json"
+
+    def entry(self, kind: str, count: int, seconds: int) -> dict[str, Any]:
+        """A job as the ledger holds it: `seconds` at its longest, `billed` once it has ended."""
+        price = self._prices.get(kind)
+        stamp = self._now.timestamp()
+        return {"type": kind, "count": count, "seconds": seconds, "usd_per_hour": price, "at": stamp, "billed": None}
+
+    def promise(self, name: str, entry: dict[str, Any], check: Callable[[Jobs, list[dict[str, Any]]], None]) -> None:
+        """Write the job down if `check` (month's jobs, those that hold instances now; without this one) lets it."""
+        for number in range(TRIES):
+            jobs, etag = self._read()
+            holders = self._refresh(jobs)
+            check({key: job for key, job in jobs.items() if key != name}, [j for j in holders if j["name"] != name])
+            if self._write({**jobs, name: entry}, etag):
+                return
+            time.sleep(random.uniform(0.05, 0.3) * (number + 1))
+        raise BusyError("other jobs of the tenant are being submitted at this moment; repeat the command")
+
+    def release(self, name: str) -> None:
+        """Take a promise back whose job SageMaker refused. Best effort: it lapses by itself."""
+        for _ in range(TRIES):
+            jobs, etag = self._read()
+            if name not in jobs or self._write({key: job for key, job in jobs.items() if key != name}, etag):
+                return
+
+    def _read(self) -> tuple[Jobs, str]:
+        try:
+            answer = self._s3.get_object(Bucket=self._bucket, Key=self._key)
+        except self._s3.exceptions.NoSuchKey:
+            return {}, ""
+        return dict(json.load(answer["Body"])["jobs"]), answer["ETag"]
+
+    def _write(self, jobs: Jobs, etag: str) -> bool:
+        body = json.dumps({"version": 1, "month": self.month, "jobs": jobs}).encode()
+        condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
+        try:
+            self._s3.put_object(Bucket=self._bucket, Key=self._key, Body=body, **condition)
+        except self._s3.exceptions.ClientError as error:
+            if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
+                return False
+            raise
+        return True
+
+    def _refresh(self, jobs: Jobs) -> list[dict[str, Any]]:
+        """Bring `jobs` up to date with SageMaker; what holds instances now, older months' jobs too."""
+        start = self._now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+        alive = {name for status in ("InProgress", "Stopping") for name in self._listed(StatusEquals=status)}
+        for name in sorted({*self._listed(CreationTimeAfter=start), *jobs}):
+            if name in jobs and (jobs[name]["billed"] is not None or name in alive):
+                continue
+            found = self._describe(name)
+            if found is not None:
+                jobs[name] = found
+            elif self._now.timestamp() - jobs[name]["at"] > UNSEEN_SECONDS:
+                del jobs[name]
+        held = {name: job for name, job in jobs.items() if job["billed"] is None}
+        for name in sorted(alive - set(jobs)):
+            found = self._describe(name)
+            if found is not None and found["billed"] is None:
+                held[name] = found
+        return [{"name": name, **job} for name, job in held.items()]
+
+    def _listed(self, **only: Any) -> list[str]:
+        pages = self._sagemaker.get_paginator("list_training_jobs").paginate(
+            NameContains=self._prefix, PaginationConfig={"PageSize": 100}, **only
+        )
+        names = [job["TrainingJobName"] for page in pages for job in page["TrainingJobSummaries"]]
+        return [name for name in names if name.startswith(self._prefix)]
+
+    def _describe(self, name: str) -> dict[str, Any] | None:
+        job = described(self._sagemaker, name)
+        if job is None:
+            return None
+        resources = job["ResourceConfig"]
+        longest = job["StoppingCondition"].get("MaxRuntimeInSeconds", 86_400)
+        entry = self.entry(resources.get("InstanceType", ""), resources.get("InstanceCount", 0), longest)
+        entry["at"] = job["CreationTime"].timestamp()
+        if job["TrainingJobStatus"] in ENDED:
+            entry["billed"] = job.get("BillableTimeInSeconds", 0)
+        return entry
+
+
+def described(sagemaker: Any, name: str) -> dict[str, Any] | None:
+    """DescribeTrainingJob's answer; None where there is no such job."""
+    try:
+        return dict(sagemaker.describe_training_job(TrainingJobName=name))
+    except sagemaker.exceptions.ClientError as error:
+        # SageMaker answers ValidationException for an unknown job; the only argument, its name, is well-formed.
+        if error.response["Error"]["Code"] in ("ResourceNotFound", "ValidationException"):
+            return None
+        raise

@@ -1,0 +1,198 @@
+"""What the broker lets through: a job's record, which its tenant can write as it likes, against the tenant's contract.
+
+Pure: nothing is read here and no clock is asked. Every refusal is one line that reaches the person who launched.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MAX_NAME = 63
+"""SageMaker: characters of a training job's name."""
+MAX_ATTEMPTS = 99
+MAX_CHANNELS = 19
+"""SageMaker's 20, less the one that carries the spec."""
+MAX_HOURS = 28 * 24
+_CHANNEL_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
+_JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+_PATH = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*/?")
+_NO_DIGEST = "0" * 64
+
+
+class Refused(Exception):
+    """The request breaks a rule: one line, what and how to mend it."""
+
+
+def check_job_id(job_id: Any, contract: Mapping[str, Any]) -> str:
+    """The job's id; refused where it isn't one of this tenant's."""
+    tenant = contract["tenant"]
+    if not isinstance(job_id, str) or not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", job_id):
+        raise Refused(f"job_id: {_shown(job_id)} is no job id (lower-case letters, digits and dashes)")
+    if not job_id.startswith(f"{tenant}-") or len(job_id) > MAX_NAME:
+        raise Refused(f"job_id: {_shown(job_id)} is no job of tenant {tenant}, whose jobs are named {tenant}-...")
+    return job_id
+
+
+def check_record(record: Any, job_id: str, contract: Mapping[str, Any]) -> dict[str, Any]:
+    """What the request is made of, each part checked: `spec`, `name` of the attempt, `num_hosts`, `channels`, image."""
+    try:
+        spec, attempt = record["resolved"]["spec"], record["attempts"][-1]
+        number, num_hosts, compute = attempt["number"], record["resolved"]["num_hosts"], spec["compute"]
+        said = (record["job_id"], record["tenant"], record["environment"], record["backend"])
+        name, image, channels = attempt["training_job_name"], record["image"], record["channels"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise Refused(f"job {job_id}: its record is no job record ({type(error).__name__}: {error})") from None
+    own = (job_id, contract["tenant"], contract["environment"], "sagemaker")
+    for what, one, other in zip(("job_id", "tenant", "environment", "backend"), said, own, strict=True):
+        if one != other:
+            raise Refused(f"job {job_id}: its record says {what} {_shown(one)}, not {other}")
+    if not _is_whole(number) or not 1 <= number <= MAX_ATTEMPTS:
+        raise Refused(f"job {job_id}: attempt {_shown(number)} is not between 1 and {MAX_ATTEMPTS}")
+    expected = job_id if number == 1 else f"{job_id}-r{number}"
+    if name != expected or len(expected) > MAX_NAME:
+        raise Refused(f"job {job_id}: its record names attempt {number} {_shown(name)}, not {expected}")
+    if not isinstance(spec["name"], str) or not _JOB_NAME.fullmatch(spec["name"]):
+        raise Refused(f"job {job_id}: name {_shown(spec['name'])} is no job's name")
+    _check_compute(compute, num_hosts, contract)
+    checked = [_check_channel(channel, contract) for channel in _list(channels, job_id)]
+    names = [channel["name"] for channel in checked]
+    if len(set(names)) < len(names) or len(names) > MAX_CHANNELS or "job" in names:
+        raise Refused(f"job {job_id}: input channels {', '.join(names)}: up to {MAX_CHANNELS}, each once, none `job`")
+    return {"spec": spec, "name": name, "num_hosts": num_hosts, "channels": checked, "image": str(image)}
+
+
+def _list(value: Any, job_id: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise Refused(f"job {job_id}: its record has no list of channels")
+    return value
+
+
+def _check_compute(compute: Any, num_hosts: Any, contract: Mapping[str, Any]) -> None:
+    kind, hours, wait = compute.get("instance_type"), compute.get("max_hours"), compute.get("max_wait_hours")
+    if not _is_whole(num_hosts) or num_hosts < 1 or num_hosts != compute.get("instance_count"):
+        raise Refused(f"compute.instance_count: {_shown(num_hosts)} hosts is no number of machines")
+    if not isinstance(kind, str):
+        raise Refused(f"compute.instance_type: {_shown(kind)} is no instance type")
+    if not _is_number(hours) or not 0 < hours <= MAX_HOURS:
+        raise Refused(f"compute.max_hours: {_shown(hours)} is no running time")
+    if hours > contract["max_job_hours"]:
+        raise Refused(
+            f"compute.max_hours {hours:g} is over the {contract['max_job_hours']:g} hours that tenant "
+            f"{contract['tenant']}'s jobs may run: lower it (a stopped job resumes from its checkpoint)"
+        )
+    if compute.get("spot") not in (True, False):
+        raise Refused(f"compute.spot: {_shown(compute.get('spot'))} is neither true nor false")
+    if wait is not None and (not _is_number(wait) or not hours <= wait <= 2 * MAX_HOURS):
+        raise Refused(f"compute.max_wait_hours: {_shown(wait)} is not between max_hours and {2 * MAX_HOURS}")
+
+
+def _check_channel(channel: Any, contract: Mapping[str, Any]) -> dict[str, str]:
+    if not isinstance(channel, dict) or not all(
+        isinstance(channel.get(key), str) for key in ("name", "kind", "location")
+    ):
+        raise Refused(f"input channel {_shown(channel)}: needs name, kind and location")
+    name, kind, location = channel["name"], channel["kind"], channel["location"]
+    if not _CHANNEL_NAME.fullmatch(name):
+        raise Refused(f"input channel {_shown(name)}: is no channel's name")
+    if kind == "fsx":
+        if not _PATH.fullmatch(location) or {".", ".."} & set(location.split("/")):
+            raise Refused(f"input channel {name}: {_shown(location)} is no path of the file system")
+    elif kind == "s3":
+        buckets = [bucket for bucket in contract["buckets"].values() if bucket]
+        if not location.startswith(tuple(f"s3://{bucket}/" for bucket in buckets)):
+            raise Refused(
+                f"input channel {name}: {_shown(location)} is outside of tenant {contract['tenant']}'s buckets "
+                f"({', '.join(buckets)}); copy the data there"
+            )
+    else:
+        raise Refused(f"input channel {name}: kind {_shown(kind)} is neither s3 nor fsx")
+    return {"name": name, "kind": kind, "location": location}
+
+
+def check_image(image: str, released: Iterable[str], *, emulated: bool) -> str:
+    """The image; refused where the platform never released it. The newest of `released` is the last."""
+    images = list(released)
+    if image not in images:
+        raise Refused(
+            f"image {_shown(image)}: is none that the platform has released (now: {images[-1]}); launch again"
+        )
+    if image.endswith(_NO_DIGEST) and not emulated:
+        raise Refused("image: the platform has released none yet")
+    return image
+
+
+def check_quota(
+    compute: Mapping[str, Any],
+    num_hosts: int,
+    contract: Mapping[str, Any],
+    holders: Iterable[Mapping[str, Any]],
+) -> str:
+    """The queue that takes the job beside its `holders` (`name`, `type`, `count` of each job that runs or waits)."""
+    kind, wanted, holding = compute["instance_type"], compute.get("queue"), list(holders)
+    queues = {name: queue for name, queue in contract["queues"].items() if wanted in (None, name)}
+    if not queues:
+        raise Refused(f"compute.queue {_shown(wanted)}: tenant {contract['tenant']} has no such queue")
+    offering = {name: queue for name, queue in queues.items() if kind in queue["instance_types"]}
+    if not offering:
+        raise Refused(f"compute.instance_type {_shown(kind)}: no queue of tenant {contract['tenant']} offers it")
+    most = max(queue["max_instances"] for queue in offering.values())
+    if num_hosts > most:
+        raise Refused(
+            f"compute.instance_count {num_hosts}: over the quota of tenant {contract['tenant']}, which is "
+            f"{most} x {kind}; use fewer, or raise max_instances of the queue in the environment file"
+        )
+    full = []
+    for name, queue in offering.items():
+        if num_hosts > 1 and not queue["multi_node"]:
+            full.append(f"queue {name} takes one-host jobs only")
+            continue
+        jobs = [job for job in holding if job["type"] in queue["instance_types"]]
+        held = sum(job["count"] for job in jobs)
+        if held + num_hosts <= queue["max_instances"]:
+            return str(name)
+        listed = ", ".join(f"{job['name']} ({job['count']})" for job in jobs)
+        full.append(
+            f"{held} of the {queue['max_instances']} instances of queue {name} are held by {listed or 'nobody'}"
+        )
+    raise Refused(
+        f"compute.instance_count {num_hosts}: over the quota of tenant {contract['tenant']}: {'; '.join(full)}; wait "
+        "until one ends, stop one (trainyard stop), or raise max_instances of the queue in the environment file"
+    )
+
+
+def check_budget(
+    job: Mapping[str, Any], others: Iterable[Mapping[str, Any]], contract: Mapping[str, Any], month: str
+) -> None:
+    """Refused where the month's jobs, this one at its longest, could cost more than the tenant may spend.
+
+    What has ended counts as billed, what runs at its longest: nobody can start more than the rest of the budget. A type
+    without a known price counts nothing.
+    """
+    spent = sum(_usd(other, other["billed"]) for other in others if other["billed"] is not None)
+    promised = sum(_usd(other, other["seconds"]) for other in others if other["billed"] is None)
+    could, most = _usd(job, job["seconds"]), contract["monthly_usd"]
+    if could and spent + promised + could > most:
+        raise Refused(
+            f"budget of tenant {contract['tenant']}: this job could cost up to {could:,.2f} USD ({job['count']} x "
+            f"{job['type']} for {job['seconds'] / 3600:g} h); of {month}'s {most:,.2f} USD, {spent:,.2f} are spent "
+            f"and {promised:,.2f} could go to jobs that run; lower compute.max_hours, wait until one ends, or raise "
+            "budget.monthly_usd in the environment file"
+        )
+
+
+def _usd(job: Mapping[str, Any], seconds: float) -> float:
+    return float((job["usd_per_hour"] or 0.0) * job["count"] * seconds / 3600)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    """A value from outside in one short line."""
+    text = " ".join(str(value).split())
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -1,0 +1,123 @@
+"""The CreateTrainingJob request: one pure function, for the launcher on a person's machine and for the broker.
+
+It takes plain JSON (a resolved job's spec, a tenant's contract), because the broker's runtime has no pydantic.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+JOB_CHANNEL = "job"
+"""The channel that carries the spec: hyperparameters hold at most 256 characters each."""
+NVME_VOLUME_GIB = 30
+"""On types with local NVMe SageMaker mounts that and takes no larger EBS volume than it; 30 GiB holds the image."""
+EBS_VOLUME_GIB = 500
+"""Types without local NVMe keep inputs and outputs on this volume, under the key that the guard-rails demand."""
+MAX_RETRIES = 3
+"""RetryStrategy retries only InternalServerError (SageMaker's own fault): always worth it, the job resumes."""
+DEFAULT_WAIT_FACTOR = 2
+"""Spot: hours of waiting and running together, as a multiple of max_hours, where the job doesn't say."""
+
+
+def spec_prefix(job_id: str) -> str:
+    """Where the files of the `job` channel lie in the tenant's data bucket."""
+    return f"jobs/{job_id}/spec/"
+
+
+def output_path(checkpoints_bucket: str, job_id: str) -> str:
+    """SageMaker's S3OutputPath: model.tar.gz and output.tar.gz go to `<this><training job name>/output/`."""
+    return f"s3://{checkpoints_bucket}/jobs/{job_id}/output/"
+
+
+def training_job_request(
+    spec: Mapping[str, Any],
+    contract: Mapping[str, Any],
+    *,
+    job_id: str,
+    training_job_name: str,
+    image: str,
+    channels: Iterable[Mapping[str, str]],
+    num_hosts: int,
+    volume_key: bool,
+    role: str = "",
+) -> dict[str, Any]:
+    """CreateTrainingJob's arguments for one attempt; nothing is read and no clock is asked.
+
+    `spec`: the resolved JobSpec as JSON; `contract`: the TenantContract as JSON; `channels`: `name`, `kind` (s3 or fsx)
+    and `location` of each. `volume_key`: whether the type keeps data on EBS, whose volume takes a key (types with local
+    NVMe refuse one). `role`: what the job runs as; default: the contract's job role.
+
+    EnableInterContainerTrafficEncryption is off on purpose: it tunnels collectives through IPsec, its effect on
+    EFA is undocumented, and the traffic never leaves the tenant's private subnets and its self-only security
+    group, on instance types whose network cards encrypt between themselves. EnableNetworkIsolation is off
+    because it takes the role's credentials from the container, and the trainer uploads its own checkpoints.
+    """
+    compute, key = spec["compute"], contract["keys"]["checkpoints"]
+    spec_uri = f"s3://{contract['buckets']['data']}/{spec_prefix(job_id)}"
+    spec_channel = {"name": JOB_CHANNEL, "kind": "s3", "location": spec_uri}
+    resources = {"InstanceType": compute["instance_type"], "InstanceCount": num_hosts}
+    resources |= {"VolumeSizeInGB": EBS_VOLUME_GIB, "VolumeKmsKeyId": key} if volume_key else {}
+    return {
+        "TrainingJobName": training_job_name,
+        # The spec travels as a channel; the SDK sends this key even when empty.
+        "HyperParameters": {},
+        "AlgorithmSpecification": {"TrainingInputMode": "File", "TrainingImage": image},
+        "RoleArn": role or contract["roles"]["job"],
+        "InputDataConfig": [_channel(channel, contract) for channel in (spec_channel, *channels)],
+        "OutputDataConfig": {"S3OutputPath": output_path(contract["buckets"]["checkpoints"], job_id), "KmsKeyId": key},
+        "ResourceConfig": {"VolumeSizeInGB": NVME_VOLUME_GIB, **resources},
+        "VpcConfig": {
+            "SecurityGroupIds": list(contract["security_group_ids"]),
+            "Subnets": list(contract["subnet_ids"]),
+        },
+        "StoppingCondition": stopping_condition(compute),
+        "Tags": _tags(spec, contract, job_id),
+        "EnableNetworkIsolation": False,
+        "EnableInterContainerTrafficEncryption": False,
+        "EnableManagedSpotTraining": compute["spot"],
+        # TRAINING_JOB_NAME changes with each attempt, the job id doesn't.
+        "Environment": {"TRAINYARD_JOB_ID": job_id},
+        "RetryStrategy": {"MaximumRetryAttempts": MAX_RETRIES},
+    }
+
+
+def stopping_condition(compute: Mapping[str, Any]) -> dict[str, int]:
+    """Seconds of running, and for spot of waiting and running, after which SageMaker stops the job."""
+    condition = {"MaxRuntimeInSeconds": round(compute["max_hours"] * 3600)}
+    if compute["spot"]:
+        wait_hours = compute.get("max_wait_hours") or compute["max_hours"] * DEFAULT_WAIT_FACTOR
+        condition["MaxWaitTimeInSeconds"] = round(wait_hours * 3600)
+    return condition
+
+
+def _channel(channel: Mapping[str, str], contract: Mapping[str, Any]) -> dict[str, Any]:
+    if channel["kind"] == "fsx":
+        files = contract["file_system"]
+        source: dict[str, Any] = {
+            "FileSystemDataSource": {
+                "FileSystemId": files["id"],
+                "FileSystemAccessMode": "ro",
+                "FileSystemType": "FSxLustre",
+                # The mount name comes first in the path of a Lustre channel.
+                "DirectoryPath": f"/{files['mount_name']}/{channel['location']}",
+            }
+        }
+    else:
+        source = {
+            "S3DataSource": {
+                "S3DataType": "S3Prefix",
+                "S3Uri": channel["location"],
+                "S3DataDistributionType": "FullyReplicated",
+            }
+        }
+    return {"ChannelName": channel["name"], "DataSource": source, "InputMode": "File"}
+
+
+def _tags(spec: Mapping[str, Any], contract: Mapping[str, Any], job_id: str) -> list[dict[str, str]]:
+    tags = {
+        "trainyard:environment": contract["environment"],
+        "trainyard:tenant": contract["tenant"],
+        "trainyard:cost-center": contract["cost_center"],
+        "trainyard:job": spec["name"],
+        "trainyard:job-id": job_id,
+    }
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
