@@ -8,6 +8,9 @@ from trainer.checkpoint.blocks import BlockTable
 
 LARGEST_RANGE_BYTES = 16 << 20
 """Of one request: S3's own advice is 8 to 16 MB a request."""
+_SMALLEST_RANGE_BYTES = 2 << 20
+_NUM_RANGES = 32
+"""What a disk reads at the least, four a reader: while the first are hashed, the next are read."""
 _GAP_SHARE = 0.05
 """What may be read without need, so that what lies close together is one request: a share of the bytes needed."""
 
@@ -107,8 +110,10 @@ def _merged(runs: Sequence[Run]) -> Iterator[Run]:
     yield first, end
 
 
-def ranges_of(extents: Extents, tables: Tables) -> list[Range]:
+def ranges_of(extents: Extents, tables: Tables, *, of_disk: bool = False) -> list[Range]:
     """What to request so that these blocks are there: few requests, and hardly a byte too many.
+
+    `of_disk`: there, unlike over a network, many small ones cost nothing.
 
     Blocks that lie apart become one request where what is between them is little: in all at most a twentieth of the
     bytes needed, the narrowest gaps first.
@@ -117,7 +122,8 @@ def ranges_of(extents: Extents, tables: Tables) -> list[Range]:
         file: [(block, *tables(file).place(block)) for first, end in runs for block in range(first, end)]
         for file, runs in extents.items()
     }
-    budget = _GAP_SHARE * sum(end - start for blocks in places.values() for _, start, end in blocks)
+    num_bytes = sum(end - start for blocks in places.values() for _, start, end in blocks)
+    budget = _GAP_SHARE * num_bytes
     gaps = sorted(
         (later[1] - earlier[2], file, later[0])
         for file, blocks in places.items()
@@ -130,16 +136,24 @@ def ranges_of(extents: Extents, tables: Tables) -> list[Range]:
         if budget < 0:
             break
         bridged.add((file, block))
-    return [one for file, blocks in places.items() for one in _split(file, blocks, bridged)]
+    most = LARGEST_RANGE_BYTES
+    if of_disk:
+        most = min(most, max(_SMALLEST_RANGE_BYTES, num_bytes // _NUM_RANGES))
+    return [one for file, blocks in places.items() for one in _split(file, blocks, bridged, most)]
 
 
-def _split(file: str, blocks: Sequence[tuple[int, int, int]], bridged: Collection[tuple[str, int]]) -> Iterator[Range]:
-    """`blocks`: (number, first byte, the one after the last); `bridged`: those read together with the one before."""
+def _split(
+    file: str, blocks: Sequence[tuple[int, int, int]], bridged: Collection[tuple[str, int]], most: int
+) -> Iterator[Range]:
+    """`blocks`: (number, first byte, the one after the last); `bridged`: those read together with the one before.
+
+    `most`: bytes of a range of more than one block.
+    """
     numbers: list[int] = []
     begin = finish = 0
     for block, start, end in blocks:
         apart = start > finish and (file, block) not in bridged
-        if numbers and (apart or end - begin > LARGEST_RANGE_BYTES):
+        if numbers and (apart or end - begin > most):
             yield Range(file, begin, finish, tuple(numbers))
             numbers = []
         if not numbers:

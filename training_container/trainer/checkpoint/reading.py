@@ -26,7 +26,7 @@ from trainer.checkpoint.ranges import Range, Tables, ranges_of
 
 INDEX = ".metadata"
 _NUM_READERS = 8
-"""Requests at once of a rank: one connection to S3 gives some 100 MB/s, and hashing takes turns with waiting."""
+"""Requests at once of a rank: one connection to S3 gives some 100 MB/s, and one core hashes 1.7 GB/s."""
 _ALIGNMENT = 64
 """Of values in a buffer: any type can be looked at there."""
 
@@ -65,11 +65,14 @@ class Transfer:
         placements: Placements | None = None,
         devices: Collection[torch.device] = (),
         keep_in: Path | None = None,
+        of_disk: bool = False,
     ) -> None:
         """`verifies`: AlteredError where a block isn't as promised. `placements`: None: the values go nowhere.
 
-        `keep_in`: a folder whose files get the ranges too.
+        `keep_in`: a folder whose files get the ranges too. `of_disk`: more readers than cores can't make it faster.
         """
+        cores = len(os.sched_getaffinity(0))
+        self._num_readers = min(_NUM_READERS, 2 * cores) if of_disk else _NUM_READERS
         self._read, self._tables, self._verifies = read, tables, verifies
         self._placements: Placements = placements or {}
         self._keep_in = keep_in
@@ -79,7 +82,9 @@ class Transfer:
 
     def run(self, ranges: Sequence[Range]) -> None:
         """Returns when all are where they belong. AlteredError, OSError, and what `read` raises."""
-        with ThreadPoolExecutor(min(_NUM_READERS, max(1, len(ranges))), initializer=self._begin_thread) as pool:
+        if not ranges:
+            return
+        with ThreadPoolExecutor(min(self._num_readers, len(ranges)), initializer=self._begin_thread) as pool:
             for _ in pool.map(self._bring, ranges):
                 pass
 
@@ -237,7 +242,7 @@ class FolderReader:
     def fill(self) -> None:
         """Copy all that is needed into its tensors. OSError."""
         extents = self._needs.blocks(self.table)
-        fill_from(self._folder, ranges_of(extents, self.table), self.table, self._needs)
+        fill_from(self._folder, ranges_of(extents, self.table, of_disk=True), self.table, self._needs)
 
 
 def fill_from(folder: Path, ranges: Sequence[Range], tables: Tables, needs: Needs) -> None:
@@ -247,7 +252,7 @@ def fill_from(folder: Path, ranges: Sequence[Range], tables: Tables, needs: Need
         with (folder / file).open("rb", buffering=0) as opened:
             return read_at(opened.fileno(), start, memory)
 
-    Transfer(read, tables, verifies=False, placements=needs.placements, devices=needs.devices).run(ranges)
+    Transfer(read, tables, verifies=False, placements=needs.placements, devices=needs.devices, of_disk=True).run(ranges)
 
 
 def mismatch(index: Metadata, tensors: Mapping[str, torch.Tensor]) -> str | None:

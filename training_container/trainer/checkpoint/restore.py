@@ -77,7 +77,7 @@ class CheckpointInfo:
             return
         tables = self.reader.table
         rest = needs.blocks(tables) if self.started is None else self.started.borrowed
-        fill_from(self.folder, ranges_of(rest, tables), tables, needs)
+        fill_from(self.folder, ranges_of(rest, tables, of_disk=True), tables, needs)
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,8 @@ class Restorer:
                 placements=None if needs is None else needs.placements,
                 devices=() if needs is None else needs.devices,
                 keep_in=keep_in,
-            ).run(ranges_of(extents, reader.table))
+                of_disk=in_place,
+            ).run(ranges_of(extents, reader.table, of_disk=in_place))
 
     def _make_room(self, step: int, reader: StepReader, extents: Extents) -> None:
         """The files with nothing in them yet, if the disk has room for what will be; one rank a host sees to it."""
