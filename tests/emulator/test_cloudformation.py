@@ -50,6 +50,36 @@ def test_each_type_is_deployed_verified_missed_and_destroyed(site: Site, name: s
         verify_deployment(site.info, [name], tmp_path)
 
 
+def test_routes_lead_to_a_firewalls_endpoint_and_go_with_it(site: Site, name: str) -> None:
+    """The firewall is only recorded; what a route table says of it is the EC2 API's."""
+    first = {"Fn::Select": [0, {"Fn::GetAtt": ["Firewall", "EndpointIds"]}]}
+    endpoint = {"Fn::Select": [1, {"Fn::Split": [":", first]}]}
+    kept = {name: item for name, item in template("network", name)["Resources"].items() if name in {"Vpc", "Subnet"}}
+    everywhere = {"DestinationCidrBlock": "0.0.0.0/0", "RouteTableId": {"Ref": "Table"}, "VpcEndpointId": endpoint}
+    firewall = {
+        "FirewallName": name,
+        "FirewallPolicyArn": "arn:aws:network-firewall:us-east-1:123456789012:firewall-policy/x",
+        "VpcId": {"Ref": "Vpc"},
+        "SubnetMappings": [{"SubnetId": {"Ref": "Subnet"}}],
+    }
+    resources = {
+        **kept,
+        "Table": {"Type": "AWS::EC2::RouteTable", "Properties": {"VpcId": {"Ref": "Vpc"}}},
+        "Firewall": {"Type": "AWS::NetworkFirewall::Firewall", "Properties": firewall},
+        "Out": {"Type": "AWS::EC2::Route", "Properties": everywhere},
+    }
+    assert site.deploy(name, {"Resources": resources}) == "CREATE_COMPLETE", site.failures(name)
+    found = site("cloudformation").describe_stack_resources(StackName=name)["StackResources"]
+    ids = {item["LogicalResourceId"]: item["PhysicalResourceId"] for item in found}
+    in_vpc = [{"Name": "vpc-id", "Values": [ids["Vpc"]]}]
+    (made,) = site("ec2").describe_vpc_endpoints(Filters=in_vpc)["VpcEndpoints"]
+    assert (made["VpcEndpointType"], made["SubnetIds"]) == ("GatewayLoadBalancer", [ids["Subnet"]])
+    assert site("ec2").describe_route_tables(RouteTableIds=[ids["Table"]])["RouteTables"]
+    site("cloudformation").delete_stack(StackName=name)
+    left = site("ec2").describe_vpc_endpoints(Filters=in_vpc)["VpcEndpoints"]
+    assert [item for item in left if item["State"].lower() not in {"deleting", "deleted"}] == []
+
+
 class FirstPage:
     """IAM as moto has it in an account of more than a hundred roles: a policy's own may not be among the first."""
 

@@ -42,6 +42,7 @@ def network() -> dict[str, Any]:
             "EC2::Subnet",
             {"VpcId": ref("Vpc"), "CidrBlock": "10.9.1.0/24", "AvailabilityZone": "us-east-1a", "Tags": TAGS},
         ),
+        "Block": resource("EC2::VPCCidrBlock", {"VpcId": ref("Vpc"), "CidrBlock": "100.64.0.0/27"}),
         "Table": resource("EC2::RouteTable", {"VpcId": ref("Vpc")}),
         "Association": resource(
             "EC2::SubnetRouteTableAssociation", {"SubnetId": ref("Subnet"), "RouteTableId": ref("Table")}
