@@ -178,6 +178,7 @@ class Campaign:
         self._num_faults = faults
         self._undisturbed: dict[tuple[str, bool], tuple[list[Any], dict[int, list[str]]]] = {}
         self._cloud: Cloud | None = None
+        self._hosts: warm.HostServer | None = None
         self.report = Report(list(earlier.episodes) if earlier else [])
         self._parted = why_not() if "two_hosts" in sites else ""
         if self._parted:
@@ -238,7 +239,6 @@ class Campaign:
     @contextlib.contextmanager
     def _site(self, folder: Path, engine: str, name: str, seed: int, *, is_forked: bool) -> Iterator[Site]:
         (folder / "faults").mkdir(parents=True)
-        variables = {warm.VARIABLE: warm.modules_for(engine)} if is_forked else {}
         overrides = [
             f"checkpoint.every_steps={CHECKPOINT_EVERY}",
             "recovery.hang_seconds=6",
@@ -252,6 +252,7 @@ class Campaign:
                 from cloud import CloudSite
 
                 self._cloud = self._cloud or Cloud(self._root / "cloud")
+                variables = {warm.VARIABLE: warm.modules_for(engine)} if is_forked else {}
                 site = CloudSite(
                     self._cloud, folder, job, [*overrides, *_LARGER], num_hosts=1 + seed % 2, variables=variables
                 )
@@ -271,13 +272,22 @@ class Campaign:
                     num_hosts=num_hosts,
                     network=wires,
                     disk=self._has_disks,
-                    variables=variables,
+                    server=self._host_server() if is_forked else None,
                 )
             stack.callback(site.close)
             yield site
 
+    def _host_server(self) -> warm.HostServer:
+        if self._hosts is None:
+            modules = ",".join(dict.fromkeys((*warm.MODULES, *warm.ENGINE_MODULES.values())))
+            with _environment(environment_of(self._root)):
+                self._hosts = warm.HostServer(modules)
+        return self._hosts
+
     def close(self) -> None:
         """End what episodes share."""
+        if self._hosts is not None:
+            self._hosts.close()
         if self._cloud is not None:
             self._cloud.close()
 

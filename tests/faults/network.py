@@ -21,6 +21,10 @@ class Network:
         """What a command begins with to run on that host."""
         return ["nsenter", f"--net=/run/netns/{self._name(host)}"]
 
+    def namespace(self, host: str) -> str:
+        """The host's namespace, as `ip netns` names it."""
+        return self._name(host)
+
     def part(self, host: str) -> None:
         """No packet reaches the host or comes from it; nobody is told."""
         _ip("-n", self._name(_SWITCH), "link", "set", self._port(host), "nomaster")

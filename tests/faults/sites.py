@@ -18,8 +18,7 @@ from network import INTERFACE, Network
 from trainer_testing.distributed import TESTS, free_port
 from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE
 from trainer_testing.host import CONTAINER, write_trees
-
-from trainyard.emulator.processes import kill_all, processes_under
+from trainer_testing.warm import VARIABLE, Fork, HostServer
 
 SILENCE_SECONDS = 8.0
 """How long a host of a campaign may say nothing: on SageMaker it is half a minute."""
@@ -70,6 +69,27 @@ def environment_of(folder: Path, variables: Mapping[str, str] | None = None) -> 
     }
 
 
+def processes_in(folder: Path) -> set[int]:
+    """Living processes whose working directory lies in `folder`: every process of a host, forked or not."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "cwd").readlink().is_relative_to(folder):
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if state not in "ZX":
+                    found.add(int(entry.name))
+    return found - {os.getpid()}
+
+
+def _kill_hosts(root: Path) -> None:
+    until = time.monotonic() + 5
+    while (left := processes_in(root)) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
 class HostsSite:
     """One or two hosts of this machine under the real entrypoint; their checkpoints in a folder, or on a small disk."""
 
@@ -84,14 +104,14 @@ class HostsSite:
         num_hosts: int,
         network: Network | None,
         disk: bool,
-        variables: Mapping[str, str] | None = None,
+        server: HostServer | None = None,
     ) -> None:
         """`network`: the hosts' own; None: this machine's loopback. `disk`: checkpoints on a file system of their own.
 
-        The latter can be filled; it needs root. `variables`: for the environment of the hosts.
+        The latter can be filled; it needs root. `server`: forks the hosts; None: they start as a user's do.
         """
         self.root = root
-        self._variables = variables
+        self._server = server
         self.lines = []
         self._disk = root / "disk"
         self._disk.mkdir(parents=True)
@@ -105,7 +125,7 @@ class HostsSite:
         self._hosts = [f"algo-{number + 1}" for number in range(num_hosts)]
         self._network = network
         self._trees: list[Path] = []
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._processes: dict[str, subprocess.Popen[str] | Fork] = {}
         self._readers: list[threading.Thread] = []
         self._lost_at: float | None = None
         self._keeps_disks = True
@@ -124,33 +144,42 @@ class HostsSite:
             if self._network
             else {host: f"127.0.0.{number + 2}" for number, host in enumerate(self._hosts)}
         )
-        common = environment_of(self.root / "faults", self._variables) | {
+        common = environment_of(self.root / "faults") | {
             "TRAINYARD_RENDEZVOUS_PORT": str(free_port()),
             "TRAINYARD_HOST_ADDRESSES": json.dumps(addresses),
         }
         for host, tree in zip(self._hosts, self._trees, strict=True):
-            process = subprocess.Popen(
-                [
-                    *(self._network.inside(host) if self._network else ()),
-                    *(sys.executable, "-m", "trainer_testing.faulty_entrypoint"),
-                ],
-                env=common | {"TRAINYARD_OPT_ML": str(tree)},
-                cwd=tree,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            environment = common | {"TRAINYARD_OPT_ML": str(tree)}
+            process = self._fork(host, tree, environment) if self._server else self._spawn(host, tree, environment)
             self._processes[host] = process
             reader = threading.Thread(target=self._read, args=(host, process), daemon=True)
             reader.start()
             self._readers.append(reader)
+
+    def _fork(self, host: str, tree: Path, environment: dict[str, str]) -> Fork:
+        assert self._server is not None
+        network = self._network.namespace(host) if self._network else None
+        return self._server.start(tree, environment | {VARIABLE: "trainer"}, network)
+
+    def _spawn(self, host: str, tree: Path, environment: dict[str, str]) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [
+                *(self._network.inside(host) if self._network else ()),
+                *(sys.executable, "-m", "trainer_testing.faulty_entrypoint"),
+            ],
+            env=environment,
+            cwd=tree,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def _name_interface(self) -> None:
         for tree in self._trees if self._network else ():
             path = tree / "input/config/resourceconfig.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | {"network_interface_name": INTERFACE}))
 
-    def _read(self, host: str, process: "subprocess.Popen[str]") -> None:
+    def _read(self, host: str, process: "subprocess.Popen[str] | Fork") -> None:
         assert process.stdout is not None
         for line in process.stdout:
             self.lines.append(f"{host} {line.rstrip()}")
@@ -165,7 +194,7 @@ class HostsSite:
             self._lost_at = time.monotonic()
         if self._lost_at is not None and time.monotonic() > self._lost_at + _SIBLING_SECONDS:
             self.reasons.append(f"hosts still ran {_SIBLING_SECONDS:.0f} s after one was lost")
-            kill_all(self.root, [])
+            _kill_hosts(self.root)
         return None
 
     def _ended(self, codes: dict[str, int | None]) -> str:
@@ -180,7 +209,7 @@ class HostsSite:
             self._fill_disk(draw.uniform(1.0, 2.5))
             return True
         host = draw.choice(self._hosts)
-        pids = processes_under(self.root / "hosts" / host)
+        pids = processes_in(self.root / "hosts" / host)
         self._keeps_disks = False
         if kind == "kill_host":
             # Some hosts come back with their disk, some are others.
@@ -192,7 +221,7 @@ class HostsSite:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
             self._wait_for_others(host)
-            for pid in processes_under(self.root / "hosts" / host):
+            for pid in processes_in(self.root / "hosts" / host):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         elif kind == "partition":
@@ -212,7 +241,7 @@ class HostsSite:
         while any(process.poll() is None for process in others):
             if time.monotonic() > until:
                 self.reasons.append(f"hosts still ran {_SIBLING_SECONDS:.0f} s after one was lost")
-                kill_all(self.root, [])
+                _kill_hosts(self.root)
             time.sleep(0.05)
 
     def _fill_disk(self, seconds: float) -> None:
@@ -225,7 +254,7 @@ class HostsSite:
 
     def leftovers(self) -> list[str]:
         until = time.monotonic() + 30
-        while (left := processes_under(self.root)) and time.monotonic() < until:
+        while (left := processes_in(self.root)) and time.monotonic() < until:
             time.sleep(0.1)
         problems = [f"left running: {pid}" for pid in sorted(left)]
         problems += [f"left behind: {path}" for path in self._disk.rglob("*partial*")]
@@ -234,7 +263,7 @@ class HostsSite:
         return problems + self.reasons
 
     def close(self) -> None:
-        kill_all(self.root, [])
+        _kill_hosts(self.root)
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()

@@ -14,8 +14,14 @@ S3_SECONDS_VARIABLE = "TRAINYARD_TEST_S3_SECONDS"
 """How long the ranks' SDK waits for S3; absent: as long as the trainer asked it to."""
 MODULE = "trainer_testing.faulty_trainer"
 
-if __name__ == "__main__":
+
+def run() -> int:
+    """The entrypoint's exit code."""
     if warm.VARIABLE in os.environ:
         warm.install(trainer.host.run)
     shifted_clock.install(Path(os.environ[FOLDER_VARIABLE]))
-    sys.exit(main(module=MODULE))
+    return main(module=MODULE)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

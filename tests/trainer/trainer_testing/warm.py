@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -44,6 +45,7 @@ _LOOK_SECONDS = 0.05
 _POLL_SECONDS = 0.02
 _MOST_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 def modules_for(engine: str) -> str:
@@ -67,7 +69,7 @@ def install(host_module: Any) -> None:
         assert list(command[1:3]) == ["-m", "torch.distributed.run"], command
         read, write = os.pipe()
         try:
-            return Fork(ours, command[3:], env, is_rank=False, stderr=write, stderr_pipe=read)
+            return Fork(ours, "torchrun", command[3:], env, outputs=(1, write), pipe=read)
         finally:
             os.close(write)
 
@@ -75,24 +77,56 @@ def install(host_module: Any) -> None:
     host_module.subprocess = SimpleNamespace(Popen=popen, **{name: getattr(subprocess, name) for name in names})
 
 
+class HostServer:
+    """Forks whole hosts, entrypoint and all, for places that know a host's processes by their working directory."""
+
+    def __init__(self, modules: str) -> None:
+        """`modules`: as the variable's value."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trainer_testing.warm", str(theirs.fileno())],
+            env=os.environ | {VARIABLE: modules, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+
+    def start(self, folder: Path, environment: dict[str, str], network: str | None) -> "Fork":
+        """A host's entrypoint in that directory, and in a network namespace; its output is `stdout`."""
+        read, write = os.pipe()
+        try:
+            where = [str(folder), *([network] if network else [])]
+            return Fork(self._socket, "host", where, environment, outputs=(write, write), pipe=read)
+        finally:
+            os.close(write)
+
+    def close(self) -> None:
+        """End it, and all that it forked."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+
 class Fork:
-    """A process that the server forked: the part of `subprocess.Popen` that the host and torchrun use."""
+    """A process that the server forked: the part of `subprocess.Popen` that campaigns, hosts and torchrun use."""
 
     def __init__(
         self,
         server: socket.socket,
+        kind: str,
         arguments: Sequence[str],
         environment: dict[str, str],
         *,
-        is_rank: bool,
-        stderr: int = 2,
-        stderr_pipe: int | None = None,
+        outputs: tuple[int, int] = (1, 2),
+        pipe: int | None = None,
     ) -> None:
-        self.stderr = None if stderr_pipe is None else os.fdopen(stderr_pipe, "rb")
+        """`kind`: host, torchrun or rank. `outputs`: its stdout and stderr; `pipe`: what reads from the latter."""
+        self.stderr = os.fdopen(pipe, "rb") if pipe is not None and kind == "torchrun" else None
+        self.stdout = os.fdopen(pipe, encoding="utf-8", errors="replace") if pipe and kind == "host" else None
         self.returncode: int | None = None
-        asked = {"arguments": list(arguments), "environment": environment, "is_rank": is_rank, "owner": os.getpid()}
+        asked = {"kind": kind, "arguments": list(arguments), "environment": environment, "owner": os.getpid()}
         self._status, theirs = os.pipe()
-        socket.send_fds(server, [json.dumps(asked).encode()], [theirs, 1, stderr])
+        socket.send_fds(server, [json.dumps(asked).encode()], [theirs, *outputs])
         os.close(theirs)
         self._said = b""
         while b"\n" not in self._said:  # its pid; the exit code follows at its end
@@ -135,8 +169,8 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def _serve(requests: socket.socket, client: socket.socket) -> NoReturn:
-    """Fork whatever is asked for, as long as the entrypoint lives. `client`: the other end, for torchruns to ask at."""
+def _serve(requests: socket.socket, client: socket.socket | None) -> NoReturn:
+    """Fork whatever is asked for, as long as the parent lives. `client`: the other end, for torchruns to ask at."""
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in os.environ[VARIABLE].split(","):
         importlib.import_module(name)
@@ -178,17 +212,17 @@ def _die_with(parent: int) -> None:
 
 
 def _become(
-    asked: dict[str, Any], files: list[int], server: int, foreign: Sequence[int], client: socket.socket
+    asked: dict[str, Any], files: list[int], server: int, foreign: Sequence[int], client: socket.socket | None
 ) -> NoReturn:
-    """torchrun, or a rank of it."""
-    code = 1
+    """A host's entrypoint, torchrun, or a rank of it."""
+    code, kind = 1, asked["kind"]
     try:
         _die_with(server)
-        if asked["is_rank"]:
+        if kind != "torchrun":
             os.setsid()
         for descriptor, file in zip((1, 2), files[1:], strict=True):
             os.dup2(file, descriptor)
-        for descriptor in (*files, *foreign, *([client.fileno()] if asked["is_rank"] else [])):
+        for descriptor in (*files, *foreign, *([client.fileno()] if client and kind == "rank" else [])):
             os.close(descriptor)
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8", write_through=True)
@@ -198,16 +232,19 @@ def _become(
         os.environ.clear()
         os.environ.update(asked["environment"])
         sys.orig_argv = [sys.executable, *asked["arguments"]]
-        if asked["is_rank"]:
-            from trainer.host.rank import main
+        if kind == "host":
+            code = _host(*asked["arguments"])
+        elif kind == "rank":
+            from trainer.host import rank
 
             # As the interpreter gets them: -u -m MODULE ARGUMENT ...
-            code = main(asked["arguments"][3:])
+            code = rank.main(asked["arguments"][3:])
         else:
-            from torch.distributed.run import main
+            from torch.distributed import run
 
+            assert client is not None
             _let_torchrun_fork(client)
-            main(asked["arguments"])
+            run.main(asked["arguments"])
             code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -219,11 +256,23 @@ def _become(
         os._exit(code)
 
 
+def _host(folder: str, network: str = "") -> int:
+    """The faulty entrypoint's exit code; `network`: a namespace's name."""
+    os.chdir(folder)
+    if network:
+        with Path(f"/run/netns/{network}").open("rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"can't enter the network namespace {network}")
+    from trainer_testing import faulty_entrypoint
+
+    return faulty_entrypoint.run()
+
+
 def _let_torchrun_fork(server: socket.socket) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     def popen(self: Any, arguments: Sequence[str], environment: dict[str, str]) -> Fork:
-        return Fork(server, arguments[1:], environment, is_rank=True)
+        return Fork(server, "rank", arguments[1:], environment)
 
     SubprocessHandler._popen = popen
 
@@ -238,3 +287,8 @@ def _draw_own_numbers() -> None:
     random.seed()
     np.random.seed()
     torch.seed()
+
+
+if __name__ == "__main__":
+    _die_with(os.getppid())
+    _serve(socket.socket(fileno=int(sys.argv[1])), None)
