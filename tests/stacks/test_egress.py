@@ -6,6 +6,7 @@ import pytest
 
 from trainyard.errors import InputError
 from trainyard.hardware.base_prices import base_cost
+from trainyard.isolation.proof import prove, resolve_templates
 from trainyard.isolation.templates import Deployment
 from trainyard.spec.base import parse
 from trainyard.spec.platform import EnvironmentSpec
@@ -103,6 +104,16 @@ def test_opening_a_tenant_moves_nothing_of_its_network_and_nobody_elses_stack(
     old, new = before[STACK]["Resources"], opened[STACK]["Resources"]
     assert {name: new.get(name) for name in old} == old
     assert all(name.startswith("Egress") for name in set(new) - set(old))
+
+
+def test_the_proof_of_isolation_holds_with_a_tenant_opened_and_asks_for_its_firewall(
+    opened: dict[str, Any], environments: dict[str, Any]
+) -> None:
+    spec = EnvironmentSpec.model_validate(with_egress(environments["local"], HOSTS))
+    site = resolve_templates(opened, spec)
+    firewalls = {thing.pattern for thing in site.account.things_of("acme", "firewall")}
+    assert "arn:aws:network-firewall:us-east-1:123456789012:firewall/trainyard-local-acme-egress" in firewalls
+    assert prove(site).holds
 
 
 def test_another_list_of_hosts_replaces_nothing(

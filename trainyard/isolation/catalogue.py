@@ -29,6 +29,11 @@ KIND_OF_TYPE = {
     "AWS::EC2::RouteTable": "network",
     "AWS::EC2::VPCEndpoint": "network",
     "AWS::EC2::FlowLog": "network",
+    "AWS::EC2::InternetGateway": "network",
+    "AWS::EC2::NatGateway": "network",
+    "AWS::NetworkFirewall::Firewall": "firewall",
+    "AWS::NetworkFirewall::FirewallPolicy": "firewall",
+    "AWS::NetworkFirewall::RuleGroup": "firewall",
     "AWS::CloudWatch::Alarm": "alarm",
     "AWS::Events::Rule": "rule",
     "AWS::Budgets::Budget": "budget",
@@ -172,6 +177,11 @@ ACTIONS: dict[str, tuple[str, ...]] = {
         "ModifyNetworkInterfaceAttribute CreateNetworkInterfacePermission DeleteNetworkInterfacePermission "
         "AssignPrivateIpAddresses",
     ),
+    "firewall": _actions(
+        "network-firewall",
+        "AssociateFirewallPolicy AssociateSubnets DisassociateSubnets DeleteFirewall DeleteFirewallPolicy "
+        "DeleteRuleGroup DescribeRuleGroup UpdateFirewallPolicy UpdateLoggingConfiguration UpdateRuleGroup",
+    ),
     "alarm": _actions("cloudwatch", "DeleteAlarms PutMetricAlarm SetAlarmState DisableAlarmActions EnableAlarmActions"),
     "rule": _actions("events", "PutRule DeleteRule DisableRule EnableRule PutTargets RemoveTargets"),
     "budget": _actions("budgets", "ViewBudget ModifyBudget CreateBudgetAction DeleteBudgetAction ExecuteBudgetAction"),
@@ -232,6 +242,7 @@ ESCAPES: tuple[str, ...] = (
         "AuthorizeSecurityGroupEgress ModifyVpcEndpoint CreateTransitGatewayVpcAttachment "
         "AssociateIamInstanceProfile",
     ),
+    *_actions("network-firewall", "CreateFirewall UpdateFirewallPolicy UpdateLoggingConfiguration UpdateRuleGroup"),
     *_actions("lambda", "CreateFunction UpdateFunctionCode AddPermission CreateFunctionUrlConfig"),
     *_actions("cloudformation", "CreateStack UpdateStack CreateChangeSet CreateStackSet"),
     *_actions("events", "PutRule PutTargets PutPermission"),

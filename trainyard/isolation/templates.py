@@ -86,6 +86,9 @@ _NAMES = (
     "LogGroupName",
     "TopicName",
     "FunctionName",
+    "FirewallName",
+    "FirewallPolicyName",
+    "RuleGroupName",
 )
 
 _ARNS: dict[str, str] = {
@@ -108,6 +111,11 @@ _ARNS: dict[str, str] = {
     "AWS::EC2::VPCEndpoint": "arn:aws:ec2:{place}:vpc-endpoint/{id}",
     "AWS::EC2::RouteTable": "arn:aws:ec2:{place}:route-table/{id}",
     "AWS::EC2::FlowLog": "arn:aws:ec2:{place}:vpc-flow-log/{id}",
+    "AWS::EC2::InternetGateway": "arn:aws:ec2:{place}:internet-gateway/{id}",
+    "AWS::EC2::NatGateway": "arn:aws:ec2:{place}:natgateway/{id}",
+    "AWS::NetworkFirewall::Firewall": "arn:aws:network-firewall:{place}:firewall/{id}",
+    "AWS::NetworkFirewall::FirewallPolicy": "arn:aws:network-firewall:{place}:firewall-policy/{id}",
+    "AWS::NetworkFirewall::RuleGroup": "arn:aws:network-firewall:{place}:stateful-rulegroup/{id}",
     "AWS::Batch::JobQueue": "arn:aws:batch:{place}:job-queue/{id}",
     "AWS::Batch::SchedulingPolicy": "arn:aws:batch:{place}:scheduling-policy/{id}",
     "AWS::Batch::ServiceEnvironment": "arn:aws:batch:{place}:service-environment/{id}",
@@ -125,6 +133,9 @@ _ARNS: dict[str, str] = {
 }
 
 _REF_IS_ARN = {
+    "AWS::NetworkFirewall::Firewall",
+    "AWS::NetworkFirewall::FirewallPolicy",
+    "AWS::NetworkFirewall::RuleGroup",
     "AWS::IAM::ManagedPolicy",
     "AWS::SNS::Topic",
     "AWS::Batch::JobQueue",
