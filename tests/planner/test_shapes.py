@@ -37,6 +37,17 @@ SMALL: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500},
     "gemma2": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500},
     "phi3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "deepseek_v2": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_experts_per_tok": 3},
+    "deepseek_v3": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "n_routed_experts": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+    },
+    "gpt_oss": {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "num_local_experts": 6},
+    "nemotron_h": {"hidden_size": 64, "hybrid_override_pattern": "ME*M-M", "moe_latent_size": 16, "n_groups": 2},
     "opt": {"hidden_size": 64, "ffn_dim": 100, "num_attention_heads": 4, "word_embed_proj_dim": 64},
 }
 
@@ -67,7 +78,16 @@ def test_known_models_have_the_real_number_of_parameters(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama-3.1-70b", 70.554), ("llama-3.1-405b", 405.853), ("mixtral-8x22b", 140.630), ("qwen3-235b-a22b", 235.094)],
+    [
+        ("llama-3.1-70b", 70.554),
+        ("llama-3.1-405b", 405.853),
+        ("mixtral-8x22b", 140.630),
+        ("qwen3-235b-a22b", 235.094),
+        ("deepseek-v3", 671.026),
+        ("kimi-k2", 1026.408),
+        ("gpt-oss-120b", 116.829),
+        ("nemotron-3-nano", 31.578),
+    ],
 )
 def test_published_sizes(name: str, billions: float) -> None:
     assert shape_of_known(name).params / 1e9 == pytest.approx(billions, abs=1e-3)

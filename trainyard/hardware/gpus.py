@@ -18,6 +18,17 @@ PCIE_GB_PER_SECOND = 24.0
 """One direction of PCIe 4 x16 as NCCL gets it (31.5 GB/s before protocol): for GPUs without NVLink."""
 
 
+GENERATIONS = {
+    "V100": "volta",
+    "T4": "turing",
+    **dict.fromkeys(("A100", "A800", "A10G", "A40", "RTX 3090"), "ampere"),
+    **dict.fromkeys(("L4", "L40S", "RTX 4090", "RTX 4080"), "ada"),
+    **dict.fromkeys(("H100", "H200", "H800", "H20", "GH200"), "hopper"),
+    **dict.fromkeys(("B200", "B300", "GB200", "GB300", "RTX PRO 6000", "RTX PRO 4500"), "blackwell"),
+    **dict.fromkeys(("MI300X", "MI325X"), "cdna3"),
+}
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One accelerator. Peaks are dense, without sparsity, in TFLOP/s."""
@@ -29,6 +40,8 @@ class Gpu:
     fp32_tflops: float
     fp8_tflops: float | None
     """None: the part has no FP8 units."""
+    fp4_tflops: float | None
+    """None: the part has no FP4 units."""
     memory_tb_per_second: float
     link_gb_per_second: float
     """One direction to the other GPUs of the node (NVLink, else PCIe)."""
@@ -38,15 +51,22 @@ class Gpu:
     source: str
 
     def peak_tflops(self, precision: str) -> float:
-        """Dense peak in a precision (bf16, fp16, fp8, fp32, fp64); FP8 on a part without it counts as bf16.
+        """Dense peak in a precision (bf16, fp16, fp8, fp4, fp32, fp64); what a part lacks counts as its next wider one.
 
         fp64 counts as fp32, which is at least its peak on every part: nothing is planned by it but proofs.
         """
         if precision in ("fp32", "fp64"):
             return self.fp32_tflops
-        if precision == "fp8" and self.fp8_tflops is not None:
+        if precision == "fp4" and self.fp4_tflops is not None:
+            return self.fp4_tflops
+        if precision in ("fp8", "fp4") and self.fp8_tflops is not None:
             return self.fp8_tflops
         return self.bf16_tflops
+
+    @property
+    def generation(self) -> str:
+        """The architecture: volta, turing, ampere, ada, hopper, blackwell, or cdna3 (AMD)."""
+        return GENERATIONS.get(self.name, "ampere")
 
 
 def gpu(name: str, memory_gb: float | None = None) -> Gpu:
@@ -96,13 +116,14 @@ def _build(key: str, memory_gb: float | None) -> Gpu:
     capacity_gib = memory_gb if memory_gb is not None else _capacity_gib(key, metrics)
     link = metrics.get("nvlink_unidirectional")
     achievable = metrics.get("bf16_MAMF_achievable")
-    fp8 = metrics.get("fp8_dense_tflops_peak")
+    fp8, fp4 = metrics.get("fp8_dense_tflops_peak"), metrics.get("fp4_dense_tflops_peak")
     return Gpu(
         name=key,
         memory_gib=capacity_gib * USABLE_MEMORY_SHARE,
         bf16_tflops=metrics["bf16_dense_tflops_peak"][0],
         fp32_tflops=metrics["fp32_dense_tflops_peak"][0],
         fp8_tflops=fp8[0] if fp8 else None,
+        fp4_tflops=fp4[0] if fp4 else None,
         memory_tb_per_second=metrics["hbm_bandwidth"][0],
         link_gb_per_second=link[0] if link else PCIE_GB_PER_SECOND,
         nvlink=link is not None,

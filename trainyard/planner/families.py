@@ -242,14 +242,123 @@ def _opt(config: Config) -> ModelShape:
     )
 
 
+DEEPSEEK_DEFAULTS = {
+    "deepseek_v2": {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 102400,
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek_v3": {
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 61,
+        "intermediate_size": 18432,
+        "vocab_size": 129280,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+    },
+}
+
+
+def _deepseek(config: Config) -> ModelShape:
+    """DeepSeek V2 and V3 (and Kimi K2, of V3's kind): latent attention, shared experts, a few dense layers first."""
+    defaults = DEEPSEEK_DEFAULTS[str(config.get("model_type"))]
+    sizes = _common({**config, "num_key_value_heads": None}, defaults)
+    expert = _number(config, defaults["moe_intermediate_size"], "moe_intermediate_size")
+    return ModelShape(
+        **{**sizes, "head_dim": _number(config, 128, "qk_nope_head_dim")},
+        experts=_number(config, defaults["n_routed_experts"], "n_routed_experts"),
+        experts_per_token=_number(config, defaults["num_experts_per_tok"], "num_experts_per_tok"),
+        moe_ffn=expert,
+        shared_ffn=expert * _number(config, defaults["n_shared_experts"], "n_shared_experts"),
+        dense_layers=min(_number(config, defaults["first_k_dense_replace"], "first_k_dense_replace"), sizes["layers"]),
+        q_lora_rank=_number(config, 1536, "q_lora_rank"),
+        kv_lora_rank=_number(config, 512, "kv_lora_rank"),
+        rope_dim=_number(config, 64, "qk_rope_head_dim"),
+    )
+
+
+def _gpt_oss(config: Config) -> ModelShape:
+    defaults = {
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 36,
+        "intermediate_size": 2880,
+        "vocab_size": 201088,
+        "head_dim": 64,
+    }
+    sizes = _common(config, defaults)
+    return ModelShape(
+        **sizes,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        experts=_number(config, 128, "num_local_experts"),
+        experts_per_token=_number(config, 4, "num_experts_per_tok"),
+        moe_ffn=sizes["ffn"],
+        attention_window=_number(config, 128, "sliding_window"),
+        attention_sinks=True,
+    )
+
+
+def _nemotron_h(config: Config) -> ModelShape:
+    """NVIDIA's hybrids: a pattern of M (Mamba-2), * (attention), E (experts) and - (feed-forward); squared ReLU."""
+    pattern = str(config.get("hybrid_override_pattern") or "")
+    if not pattern or set(pattern) - set("M*E-"):
+        raise InputError("model.config.hybrid_override_pattern: must be a text of M, *, E and - (one a layer)")
+    defaults = {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": len(pattern),
+        "intermediate_size": 21504,
+        "vocab_size": 131072,
+        "head_dim": 128,
+    }
+    sizes = _common(config, defaults)
+    routed = "E" in pattern
+    return ModelShape(
+        **{**sizes, "layers": len(pattern)},
+        gated_mlp=False,
+        norms_per_layer=1,
+        experts=_number(config, 8, "n_routed_experts") if routed else 0,
+        experts_per_token=_number(config, 2, "num_experts_per_tok") if routed else 0,
+        moe_ffn=_number(config, 7688, "moe_intermediate_size") if routed else 0,
+        shared_ffn=_number(config, 7688, "moe_shared_expert_intermediate_size") if routed else 0,
+        dense_layers=pattern.count("-"),
+        mamba_layers=pattern.count("M"),
+        attention_layers=pattern.count("*"),
+        mamba_heads=_number(config, 128, "mamba_num_heads"),
+        mamba_head_dim=_number(config, 64, "mamba_head_dim"),
+        mamba_state=_number(config, 128, "ssm_state_size"),
+        mamba_groups=_number(config, 8, "n_groups"),
+        latent=_number(config, 0, "moe_latent_size"),
+    )
+
+
 FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
+    "gpt_oss": _gpt_oss,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,
+    "nemotron_h": _nemotron_h,
     "opt": _opt,
     "phi3": _phi3,
     "qwen2": _qwen2,

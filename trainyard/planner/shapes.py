@@ -41,6 +41,27 @@ class ModelShape:
     learned_positions: int = 0
     """Rows of a learned position embedding."""
     final_norm: bool = True
+    q_lora_rank: int = 0
+    """Latent attention (DeepSeek's MLA): width of the queries' bottleneck; 0: queries are projected at once."""
+    kv_lora_rank: int = 0
+    """Latent attention: width of the keys' and values' shared bottleneck; 0: ordinary attention."""
+    rope_dim: int = 0
+    """Latent attention: dimensions of a query and key head that carry the position, beside `head_dim`."""
+    attention_window: int = 0
+    """Positions that half of the layers attend to (gpt-oss); 0: all attend to all."""
+    attention_sinks: bool = False
+    """A learned logit per head that takes the attention nobody else wants."""
+    mamba_layers: int = 0
+    """Of a hybrid, layers that are a Mamba-2 block and nothing else. In a hybrid every layer has one block."""
+    attention_layers: int = 0
+    """Of a hybrid, layers that are attention and nothing else; the rest are feed-forward or routed experts."""
+    mamba_heads: int = 0
+    mamba_head_dim: int = 0
+    mamba_state: int = 0
+    """State dimensions of a Mamba head."""
+    mamba_groups: int = 0
+    latent: int = 0
+    """Routed experts work on tokens projected down to this width (LatentMoE); 0: on `hidden`."""
 
     @property
     def query_dim(self) -> int:
@@ -55,7 +76,44 @@ class ModelShape:
     @property
     def moe_layers(self) -> int:
         """Layers with routed experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+        if not self.experts:
+            return 0
+        return self.layers - self.dense_layers - (self.mamba_layers + self.attention_layers if self.is_hybrid else 0)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Mamba and attention alternate, one block to a layer."""
+        return self.mamba_layers > 0
+
+    @property
+    def num_attentions(self) -> int:
+        """Layers with attention."""
+        return self.attention_layers if self.is_hybrid else self.layers
+
+    @property
+    def num_mlps(self) -> int:
+        """Layers with an ordinary feed-forward block."""
+        if self.is_hybrid:
+            return self.layers - self.mamba_layers - self.attention_layers - self.moe_layers
+        return self.layers - self.moe_layers
+
+    @property
+    def score_dim(self) -> float:
+        """What a token's score row costs: the mean of all heads' query and value widths (equal but under MLA)."""
+        return self.heads * (self.head_dim + self.rope_dim / 2)
+
+    @property
+    def mamba_inner(self) -> int:
+        """Width inside of a Mamba block."""
+        return self.mamba_heads * self.mamba_head_dim
+
+    @property
+    def mamba_params(self) -> int:
+        """One Mamba-2 block: projections in (gate, value, B, C, step) and out, convolution of 4, norm."""
+        mixed = self.mamba_inner + 2 * self.mamba_groups * self.mamba_state
+        projected = self.mamba_inner + mixed + self.mamba_heads
+        small = 5 * mixed + 3 * self.mamba_heads + self.mamba_inner
+        return self.hidden * (projected + self.mamba_inner) + small
 
     @property
     def norm_params(self) -> int:
@@ -64,10 +122,21 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """One layer's projections, with biases and query/key norms."""
+        """One layer's projections, with biases and query/key norms; under MLA down and up through the latents."""
+        if self.kv_lora_rank:
+            return self._latent_attention_params()
         weights = self.hidden * (self.query_dim + 2 * self.kv_dim) + self.query_dim * self.hidden
         biases = (self.query_dim + 2 * self.kv_dim) * self.qkv_bias + self.hidden * self.output_bias
-        return weights + biases + 2 * self.head_dim * self.qk_norm_per_head
+        return weights + biases + 2 * self.head_dim * self.qk_norm_per_head + self.heads * self.attention_sinks
+
+    def _latent_attention_params(self) -> int:
+        """DeepSeek-V2 (arXiv:2405.04434, section 2.1): latents with a norm each, keys and values of `head_dim`."""
+        query_out = self.heads * (self.head_dim + self.rope_dim)
+        query = self.hidden * query_out
+        if self.q_lora_rank:
+            query = self.q_lora_rank * (self.hidden + query_out + 1)
+        down = self.hidden * (self.kv_lora_rank + self.rope_dim) + self.kv_lora_rank
+        return query + down + 2 * self.kv_lora_rank * self.query_dim + self.query_dim * self.hidden
 
     def mlp_params(self, width: int) -> int:
         """A feed-forward block of that width, with biases."""
@@ -75,15 +144,23 @@ class ModelShape:
         return (inputs + 1) * self.hidden * width + (inputs * width + self.hidden) * self.mlp_bias
 
     @property
+    def one_expert_params(self) -> int:
+        """One routed expert."""
+        if self.latent:
+            return (3 if self.gated_mlp else 2) * self.latent * self.moe_ffn
+        return self.mlp_params(self.moe_ffn)
+
+    @property
     def expert_params(self) -> int:
         """All routed experts of one MoE layer."""
-        return self.experts * self.mlp_params(self.moe_ffn)
+        return self.experts * self.one_expert_params
 
     @property
     def moe_dense_params(self) -> int:
         """A MoE layer's router and shared expert: what expert parallelism does not split."""
         shared = self.mlp_params(self.shared_ffn) if self.shared_ffn else 0
-        return self.hidden * self.experts + shared + self.hidden * self.shared_gate
+        router = (self.hidden + self.mlp_bias) * self.experts
+        return router + shared + self.hidden * self.shared_gate + 2 * self.hidden * self.latent
 
     def layer_params(self, *, moe: bool) -> int:
         """One layer, all experts included."""
@@ -104,15 +181,23 @@ class ModelShape:
     @property
     def params(self) -> int:
         """All parameters."""
+        if self.is_hybrid:
+            return self.embedding_params + self._hybrid_params() + self.head_params
         dense_layers = self.layers - self.moe_layers
         layers = dense_layers * self.layer_params(moe=False) + self.moe_layers * self.layer_params(moe=True)
         return self.embedding_params + layers + self.head_params
+
+    def _hybrid_params(self) -> int:
+        """All layers of a hybrid: one norm and one block each."""
+        blocks = self.mamba_layers * self.mamba_params + self.attention_layers * self.attention_params
+        blocks += self.moe_layers * (self.expert_params + self.moe_dense_params)
+        return blocks + self.num_mlps * self.mlp_params(self.ffn) + self.layers * self.norm_params
 
     @property
     def active_params(self) -> int:
         """Parameters that one token passes through: of the routed experts only the chosen ones."""
         idle = self.experts - self.experts_per_token
-        return self.params - self.moe_layers * idle * self.mlp_params(self.moe_ffn) if self.experts else self.params
+        return self.params - self.moe_layers * idle * self.one_expert_params if self.experts else self.params
 
     @property
     def matmul_params(self) -> int:
@@ -122,7 +207,16 @@ class ModelShape:
     def flops_per_token(self, sequence_length: int, *, causal: bool = False) -> float:
         """Forward and backward FLOPs per token: 6 a weight, plus attention's 12 x layers x query_dim x S.
 
-        The convention of PaLM (arXiv:2204.02311, appendix B); `causal` counts half of the attention scores.
+        The convention of PaLM (arXiv:2204.02311, appendix B); `causal` counts half of the attention scores. Mamba's
+        scan adds 6 multiply-adds (18 with the backward pass) for each inner element and state dimension, roughly.
         """
-        attention = 12.0 * self.layers * self.query_dim * sequence_length
-        return 6.0 * self.matmul_params + attention * (0.5 if causal else 1.0)
+        attention = 12.0 * self.num_attentions * self.score_dim * self.mean_span(sequence_length)
+        scan = 18.0 * self.mamba_layers * self.mamba_inner * self.mamba_state
+        return 6.0 * self.matmul_params + attention * (0.5 if causal else 1.0) + scan
+
+    def mean_span(self, sequence_length: float) -> float:
+        """Positions that a token attends to, the mean over layers, causality not counted."""
+        if not self.attention_window or self.attention_window >= sequence_length:
+            return sequence_length
+        # A window has no causal half: twice its length, as the caller may halve it.
+        return (sequence_length + min(2.0 * self.attention_window, sequence_length)) / 2
