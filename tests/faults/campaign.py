@@ -41,7 +41,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "trainer")]
 
 from cloud import Cloud
-from evidence import Guard, Story, damage, samples
+from evidence import Guard, Story, damage, read_jsonl, samples
 from kinds import SITES, Deck, Fault, num_steps
 from network import network, why_not
 from sites import HostsSite, Site, environment_of
@@ -91,6 +91,8 @@ class Episode:
     """What did not hold; empty: all of it."""
     said: list[str] = field(default_factory=list)
     """The end of what the job said, where something did not hold."""
+    restarts: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of recovery.jsonl, of a job without forks: what the seconds to the next step were made of."""
     commit: str = ""
     """Of the code that was disturbed."""
     machine: str = ""
@@ -113,6 +115,17 @@ class Report:
     def is_good(self) -> bool:
         """Every fault was recovered from, and nothing else went wrong."""
         return bool(self.rows) and not any(episode.problems for episode in self.episodes)
+
+    def _parts(self) -> list[str]:
+        """What restarts in place took of the clock, by part: median and longest, of starts without forks."""
+        rows = [row for episode in self.episodes for row in episode.restarts if "load_seconds" in row]
+        lines = [f"{len(rows)} restarts in place, part by part:"] if rows else []
+        for part in (*PARTS, "to_next"):
+            name = "seconds_to_next_step" if part == "to_next" else f"{part}_seconds"
+            seconds = [row[name] for row in rows if name in row]
+            if seconds:
+                lines.append(f"  {name:<24}{median(seconds):>8.2f} (<= {max(seconds):.2f})")
+        return lines
 
     @classmethod
     def read(cls, path: Path) -> "Report":
@@ -137,6 +150,7 @@ class Report:
                 lines.append(_summary(title + name, [row for row in self.rows if key(row) == name]))
         lines.append(_summary("all", self.rows))
         lines += [f"left out: {words}" for words in self.left_out]
+        lines += self._parts()
         unmet = [row for episode in self.episodes for row in episode.rows if not row.happened]
         lines += [f"did not happen: {row.kind} (seed {row.seed})" for row in unmet]
         for episode in self.episodes:
@@ -145,6 +159,9 @@ class Report:
                 f"PROBLEM seed {first.seed}, {first.engine}, {first.site}: {problem}" for problem in episode.problems
             ]
         return "\n".join(lines)
+
+
+PARTS = ("detection", "stop", "backoff", "schedule", "process", "rendezvous", "build", "load", "first_step")
 
 
 def _summary(name: str, rows: Sequence[Row]) -> str:
@@ -208,6 +225,8 @@ class Campaign:
             _judge(site, hand, episode, lambda: self._expected(engine, is_large=site_name == "cloud"))
             if episode.problems:
                 episode.said = site.lines[-60:]
+            if not is_forked:
+                episode.restarts = [row for path in folder.rglob("recovery.jsonl") for row in read_jsonl(path)]
         episode.seconds = time.monotonic() - started
         return episode
 
