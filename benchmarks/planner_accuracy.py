@@ -22,7 +22,7 @@ from typing import Any
 from trainyard.errors import InputError
 from trainyard.hardware import instance
 from trainyard.planner.communication import all_reduce_seconds, all_to_all_seconds, fabric_of, group, send_seconds
-from trainyard.planner.memory import GIB, WORKSPACE_BYTES
+from trainyard.planner.constants import GIB
 from trainyard.planner.predict import predict
 
 Row = dict[str, str]
@@ -50,8 +50,8 @@ def number(text: str | None) -> float | None:
 
 
 def whole(text: str | None) -> int | None:
-    """The whole number in a cell, or None."""
-    value = number(text)
+    """The whole number in a cell, or None; of "1 (2)", two runs' in one cell, the first, as of the value."""
+    value = number(re.sub(r"\s*\(.*\)", "", text)) if text else None
     return int(value) if value is not None and value == int(value) else None
 
 
@@ -64,9 +64,9 @@ def answer(fields: dict[str, Any]) -> Answer | None:
 
 
 def precision_of(text: str) -> str | None:
-    """The precision in a table's words; FP4 has no field and counts as unknown."""
+    """The precision in a table's words."""
     lowered = text.lower()
-    for name in ("fp8", "bf16", "fp16"):
+    for name in ("fp8", "fp4", "bf16", "fp16"):
         if name in lowered:
             return name
     return None
@@ -96,13 +96,41 @@ def sharding_of(text: str) -> str | None:
 TRAIN_FIELDS = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "tp", "pp", "vp", "cp", "ep", "micro_batch")
 
 
+def _global_batch(row: Row) -> int | None:
+    """The global batch; unknown where the table's own degrees leave less than a sequence for a rank."""
+    batch, gpus = whole(row["global_batch"]), whole(row["gpus"]) or 1
+    split = (whole(row["tp"]) or 1) * (whole(row["pp"]) or 1) * (whole(row["cp"]) or 1)
+    return None if batch is not None and batch < gpus // split else batch
+
+
+def _precision(row: Row) -> str | None:
+    """NeMo's tables print two kinds of FP8 in one cell, "1614 (1540)", and then leave the precision out."""
+    pair = not row["precision"] and "printed as" in row["note"]
+    return "fp8" if pair else precision_of(row["precision"])
+
+
+def _framework(row: Row) -> str | None:
+    """The framework; Megatron-Bridge's own tables name only the library under it."""
+    return "Megatron-Bridge" if "/Megatron-Bridge" in row["source"] else row["framework"] or None
+
+
+def _version(row: Row) -> str | None:
+    """The release or date that the row's framework, place or source names."""
+    for text in (row["framework"], row["locator"], row["source"]):
+        found = re.search(r"\b(2\d\.(?:0[1-9]|1[0-2])|20[12]\d(?:-[01]\d)?)\b", text)
+        if found:
+            return found.group(1)
+    paper = re.search(r"arXiv:(\d\d)(\d\d)\.", row["source"])
+    return f"20{paper.group(1)}-{paper.group(2)}" if paper else None
+
+
 def train_fields(row: Row) -> dict[str, Any]:
     """A row of train_rows.csv as `predict` reads it."""
     fields: dict[str, Any] = {name: whole(row[name]) for name in TRAIN_FIELDS}
-    fields |= {"kv_heads": whole(row["kv_heads"]), "global_batch": whole(row["global_batch"])}
-    if row["family"] == "moe":
+    fields |= {"kv_heads": whole(row["kv_heads"]), "global_batch": _global_batch(row)}
+    if row["family"] == "moe" or not (row["layers"] or row["params_B"]):
         # The table prints the experts' width as ffn and leaves out their number: the name must tell.
-        fields |= {"model": row["model"], "moe_ffn": whole(row["ffn"])}
+        fields |= {"model": re.sub(r"\(.*\)", "", row["model"]), "moe_ffn": whole(row["ffn"])}
     else:
         fields["ffn"] = whole(row["ffn"])
     fields |= {
@@ -111,9 +139,10 @@ def train_fields(row: Row) -> dict[str, Any]:
         "gpu_mem_gb": number(row["gpu_mem_GB"]),
         "interconnect": row["interconnect"] or None,
         "sharding": sharding_of(row["zero_or_fsdp"]),
-        "precision": precision_of(row["precision"]),
+        "precision": _precision(row),
         "recompute": recompute_of(row["recompute"]),
-        "framework": row["framework"] or None,
+        "framework": _framework(row),
+        "framework_version": _version(row),
         "method": "lora" if row["task"] == "lora" else None,
     }
     return fields
@@ -205,29 +234,92 @@ def vtrain_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
         yield Score(name, index, row["source"], row["reported_metric"], float(row["value"]), predicted)
 
 
+VOCABULARIES = {"BertWordPieceCase": 29184, "bert": 29056, "GPTSentencePieceTokenizer": 256000}
+"""Rows of the vocabulary by tokenizer or family, padded as Megatron pads."""
+
+
+def _deterministic(row: Row) -> bool:
+    """Most CI cases run deterministic (cuBLAS workspaces of 32 MiB); context parallelism and fused losses can't."""
+    can_not = ("nondeterministic", "cross_entropy_loss_fusion", "reshard", "memory_speed", "release", "grpo", "fp8")
+    return row["cp"] in ("", "1") and not any(word in row["case"] for word in can_not)
+
+
+def _unfused(row: Row) -> bool:
+    """Attention with its matrix: BERT and T5 always, the others where they had to be deterministic before kernels were.
+
+    Values of the cases that don't resume, of one cluster's files, and the long-term container's first, are from before.
+    """
+    if row["family"] in ("bert", "t5", "hybrid") or row["mla"] or not _transformer_engine(row):
+        return True
+    before = row["env"] == "lts" and row["n_iter_points"] == "21"
+    older = "resume" not in row["case"] or "dracooci" in row["suffix"] or before
+    return _deterministic(row) and older
+
+
+def _transformer_engine(row: Row) -> bool:
+    """Layers of Transformer Engine: the early cases of the other kind have names of their own."""
+    case = row["case"].replace("uninstall_te", "")
+    return not (case.startswith(("gpt3_mcore_tp", "t5_mcore_tp")) and "te_" not in case)
+
+
+def _family_fields(row: Row) -> dict[str, Any]:
+    """What only one family has: T5's and LLaVA's encoders, hybrids' patterns, latent attention, frozen towers."""
+    family = row["family"]
+    if family == "t5":
+        # T5-base: 12 layers of 512 positions that 12 layers of 128 attend to.
+        return {"layers": 12, "seq": 128, "encoder_layers": 12, "encoder_seq": 512, "cross_attention": True}
+    if family == "multimodal-llava":
+        # A vision transformer of the language model's own sizes: 576 patches and a class token, put before the text.
+        tokens = 577
+        layers, seq = whole(row["layers"]), (whole(row["seq"]) or 1024) + tokens - 1
+        return {"seq": seq, "encoder_layers": layers, "encoder_seq": tokens}
+    if family == "mimo":
+        # The language model is frozen; without --bf16 it is in fp32.
+        return {"method": "lora", "lora_rank": 1, "precision": "bf16" if row["bf16"] == "True" else "fp32"}
+    if row["hybrid_pattern"]:
+        return {"hybrid_pattern": row["hybrid_pattern"], "layers": None}
+    if row["mla"] == "True":
+        return {"mla": True, "shared_ffn": 1024, "dense_layers": 1, "mtp_layers": 1, "vocab": 51200}
+    return {}
+
+
 def megatron_fields(row: Row) -> dict[str, Any]:
-    """A row of megatron_ci_memory.csv as `predict` reads it."""
+    """A row of megatron_ci_memory.csv as `predict` reads it; what a case's name says of its arguments counts."""
     fields: dict[str, Any] = {
         key: whole(row[key])
         for key in ("layers", "hidden", "heads", "kv_heads", "seq", "tp", "pp", "cp", "ep", "micro_batch")
     }
     layers, pipeline, chunk = whole(row["layers"]), whole(row["pp"]) or 1, whole(row["vpp_layers"])
+    split = (whole(row["tp"]) or 1) * pipeline * (whole(row["cp"]) or 1)
+    case = row["case"]
+    # A test has one node where nothing is said, a release run eight.
+    usual = 64 if "release" in case else 8
     return fields | {
         "ffn": whole(row["ffn_hidden"]) or 4 * (whole(row["hidden"]) or 0),
         "head_dim": whole(row["kv_channels"]),
-        "vocab": whole(row["vocab"]),
+        # Test data's tokenizers, padded as Megatron pads: GPT-2's, and BERT's word pieces.
+        "vocab": whole(row["vocab"]) or VOCABULARIES.get(row["tokenizer"] or row["family"], 50304),
         "gated_mlp": row["swiglu"] == "True",
         "tied_embeddings": row["untied"] != "True",
         "vp": layers // pipeline // chunk if layers and chunk else None,
-        "gpus": whole(row["gpus"]) or 8,
+        "gpus": max(whole(row["gpus"]) or usual, split),
         "global_batch": whole(row["global_batch"]),
         "experts": whole(row["num_experts"]),
         "experts_per_token": whole(row["topk"]),
         "moe_ffn": whole(row["moe_ffn"]),
+        "expert_tp": whole(row["etp"]),
         "sequence_parallel": row["sp"] == "True",
         "sharding": "zero3" if row["fsdp"] == "True" else "zero1" if row["dist_opt"] == "True" else "none",
+        "data_replicate": 2 if "multi_dist_optimizer_instances" in case else None,
         "precision": "fp8" if row["fp8"] else "bf16" if row["bf16"] == "True" else "fp16",
         "recompute": row["recompute"] or "none",
+        "dropout": not row["dropout"].startswith("0.0"),
+        "deterministic": _deterministic(row),
+        "attention": "unfused" if _unfused(row) else "flash",
+        "loss_fusion": "loss_fusion" in case or "memory_speed" in case,
+        "transformer_engine": _transformer_engine(row),
+        "rank": "last",
+        **_family_fields(row),
         "framework": "Megatron-Core",
         "gpu": "H100" if "h100" in row["platform"] + row["suffix"] else "A100",
     }
@@ -236,10 +328,8 @@ def megatron_fields(row: Row) -> dict[str, Any]:
 def megatron_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
     """megatron_ci_memory.csv: static and peak bytes of the last rank."""
     for index, row in enumerate(rows):
-        covered = row["family"] in ("gpt", "moe") and not row["mla"]
-        result = answer(megatron_fields(row)) if covered else None
-        # Between steps the allocator holds the training state and the kernels' workspaces.
-        static = result["model_state_gib"] * GIB + WORKSPACE_BYTES if result else None
+        result = answer(megatron_fields(row))
+        static = result["resting_memory_gib"] * GIB if result else None
         peak = result["peak_memory_gib"] * GIB if result else None
         for metric, predicted in (("mem_allocated_bytes_last", static), ("mem_max_allocated_bytes_final", peak)):
             measured = number(row[metric])

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
+Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32", "fp64"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Method = Literal["full", "lora", "qlora"]
-Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd"]
+Optimizer = Literal["adamw", "adamw_8bit", "adamw_paged", "adafactor", "muon", "sgd"]
+Library = Literal["", "litgpt", "transformers"]
+"""Whose fine-tuning loop a plain engine is; empty: a plain one, of which nothing more is known."""
+Rank = Literal["worst", "first", "last"]
 Engine = Literal["torch", "deepspeed", "megatron", "plain"]
 """Whose training state and kernels: FSDP2/DDP with fp32 weights; DeepSpeed; Megatron-Core; a plain loop whose
 weights, gradients and moments all have the training precision."""
@@ -53,8 +56,27 @@ class Layout:
     optimizer: Optimizer = "adamw"
     keeps_average: bool = False
     """A running average of the weights beside them."""
+    year: float = 2026.0
+    """When the framework's version appeared: kernels and overlap have improved since."""
     loss_chunk_tokens: int | None = None
     """Positions whose logits exist at one time, where the loss is computed in the head; None: a micro-batch's all."""
+    rank: Rank = "worst"
+    """Whose memory is asked for: the pipeline rank that needs most, or a stated one (Megatron logs the last)."""
+    expert_tensor: int | None = None
+    """Tensor parallelism inside an expert; None: as outside."""
+    dropout: bool = False
+    """Hidden and attention dropout keep their masks."""
+    fused_loss: bool = True
+    """Megatron's fused cross-entropy, which keeps two fp32 tensors of the logits' size, its plain one keeps one."""
+    compiled_loss: bool = False
+    """Compiled cross-entropy never makes the fp32 copies of the logits."""
+    transformer_engine: bool = True
+    """Megatron's layers are Transformer Engine's, with a workspace of their own."""
+    library: Library = ""
+    large_workspace: bool = False
+    """cuBLAS has 32 MiB a stream (Hopper and newer, or deterministic runs: CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
+    hopper: bool = False
+    """Hopper or newer, where Transformer Engine's workspace is 32 MiB instead of 4."""
 
     @property
     def world_size(self) -> int:
@@ -75,6 +97,18 @@ class Layout:
     def element_bytes(self) -> int:
         """Bytes of an activation element; FP8 matmuls still keep activations in bf16."""
         return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
+
+    @property
+    def expert_split(self) -> int:
+        """Ranks over which one MoE layer's routed experts are spread."""
+        return self.expert * (self.expert_tensor or self.tensor)
+
+    @property
+    def expert_shard_degree(self) -> int:
+        """Ranks that share an expert's training state: those of `shard_degree` that hold the same experts."""
+        if self.expert_tensor is None:
+            return max(1, self.shard_degree // self.expert)
+        return max(1, self.shard_degree * self.tensor // self.expert_split)
 
     @property
     def norm_split(self) -> int:

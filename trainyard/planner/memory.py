@@ -8,27 +8,48 @@ Narayanan et al. (arXiv:2104.04473, section 2.2) for micro-batches in flight per
 import math
 from dataclasses import dataclass, fields
 
+from trainyard.planner.activations import (
+    encoder_bytes,
+    layer_activation_bytes,
+    logits_bytes,
+    mtp_bytes,
+    pipeline_buffer_bytes,
+)
+from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB, MemoryConstants
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 
-GIB = 2**30
+__all__ = [
+    "Memory",
+    "Stage",
+    "StageParams",
+    "StateBytes",
+    "layer_activation_bytes",
+    "logits_bytes",
+    "lora_params",
+    "memory",
+    "micro_batches_in_flight",
+    "moment_bytes",
+    "stage_params",
+    "stages",
+    "state_bytes",
+    "workspace_bytes",
+]
 
-WORKSPACE_BYTES = 0.1 * GIB
-"""cuBLAS workspaces and kernels' scratch, measured at about 0.1 GiB in small runs whatever the model."""
+SMALL_WORKSPACE_MIB, LARGE_WORKSPACE_MIB = 8.125, 32.0
+"""torch's cuBLAS workspace of one stream and handle: its default before Hopper, and since (or :4096:8)."""
 
-CONTEXT_BYTES = 0.9 * GIB
-"""What a process holds outside the allocator: the CUDA context and NCCL's channels."""
-
-FRAGMENTATION = 0.03
-"""Share by which the allocator's reserved memory exceeds what is allocated at the peak."""
+TE_WORKSPACE_MIB, TE_HOPPER_WORKSPACE_MIB = 4.0, 32.0
+"""Transformer Engine's own workspace for products."""
 
 DEEPSPEED_BUCKET_ELEMENTS = 5e8
 """DeepSpeed's default reduce_bucket_size and allgather_bucket_size."""
 
+DEEPSPEED_SUB_GROUP = 1e9
+"""DeepSpeed's default sub_group_size of ZeRO-3."""
+
 QLORA_BYTES = 0.5 + 4 / 64
 """NF4: four bits a weight and one fp32 scale for 64 of them (arXiv:2305.14314)."""
-
-NCCL_BUFFER_BYTES = 0.05 * GIB
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,7 @@ class Memory:
     buffers: float
     """Gathered parameters, reduction buckets, cast copies."""
     workspace: float
+    """Kernels' scratch and what pipelines have received: it stays between steps."""
 
     @property
     def state(self) -> float:
@@ -55,9 +77,19 @@ class Memory:
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
     @property
+    def resting(self) -> float:
+        """What is allocated between steps (Megatron's mem-allocated-bytes)."""
+        return self.state + self.workspace
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator has taken of the device at the peak (torch.cuda.max_memory_reserved)."""
+        return self.allocated * (1 + DEFAULT_MEMORY.fragmentation)
+
+    @property
     def needed(self) -> float:
         """What the device must have: the peak, fragmentation, and what lies outside the allocator."""
-        return self.allocated * (1 + FRAGMENTATION) + CONTEXT_BYTES
+        return self.reserved + DEFAULT_MEMORY.context_gib * GIB
 
 
 @dataclass(frozen=True)
@@ -76,9 +108,17 @@ def moment_bytes(layout: Layout) -> float:
     """What the optimizer keeps of a parameter of a large matrix, besides master weights; fp32 unless it says otherwise.
 
     adamw: two averages. adamw_8bit: two of a byte each, and an fp32 scale for 256 of them (arXiv:2110.02861).
+    adamw_paged: nothing, its averages live in managed memory that the allocator doesn't see.
     adafactor: a mean per row and column, next to nothing (arXiv:1804.04235). muon and sgd: one average.
     """
-    kinds = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256), "adafactor": 0.01, "muon": 4.0, "sgd": 4.0}
+    kinds = {
+        "adamw_paged": 0.0,
+        "adamw": 8.0,
+        "adamw_8bit": 2 * (1 + 4 / 256),
+        "adafactor": 0.01,
+        "muon": 4.0,
+        "sgd": 4.0,
+    }
     return kinds[layout.optimizer] + 4.0 * layout.keeps_average
 
 
@@ -131,27 +171,40 @@ def micro_batches_in_flight(layout: Layout, rank: int) -> float:
     return min(ranks - rank, count)
 
 
-def memory(shape: ModelShape, layout: Layout) -> Memory:
-    """The worst rank's memory, in bytes."""
-    return max(
-        (_stage_memory(shape, layout, stage) for stage in stages(shape, layout)), key=lambda item: item.allocated
-    )
+def memory(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAULT_MEMORY) -> Memory:
+    """The worst rank's memory in bytes, or that of the pipeline rank that `layout.rank` names."""
+    asked = stages(shape, layout)
+    if layout.rank != "worst":
+        asked = asked[:1] if layout.rank == "first" else asked[-1:]
+    return max((_stage_memory(shape, layout, stage, constants) for stage in asked), key=lambda item: item.allocated)
 
 
-def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage) -> Memory:
+def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: MemoryConstants) -> Memory:
     params = stage_params(shape, layout, stage)
     parameters, gradients, optimizer = _state(shape, layout, stage, params)
-    activations = _stage_activations(shape, layout, stage)
-    logits = logits_bytes(shape, layout) if stage.head else 0.0
+    logits = logits_bytes(shape, layout, constants) if stage.head else 0.0
     return Memory(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations,
+        activations=_stage_activations(shape, layout, stage, logits, constants),
         logits=logits,
-        buffers=_buffers(shape, layout, stage, params),
-        workspace=WORKSPACE_BYTES,
+        buffers=_buffers(shape, layout, stage, params, logits),
+        workspace=workspace_bytes(layout) + pipeline_buffer_bytes(shape, layout),
     )
+
+
+def workspace_bytes(layout: Layout) -> float:
+    """Kernels' scratch: cuBLAS has one workspace for the forward and one for the backward thread's handle.
+
+    Megatron's own layers, without Transformer Engine, multiply through a third handle.
+    """
+    each = LARGE_WORKSPACE_MIB if layout.large_workspace or layout.hopper else SMALL_WORKSPACE_MIB
+    if layout.engine != "megatron":
+        return 2 * each * MIB
+    if not layout.transformer_engine:
+        return 3 * each * MIB
+    return (2 * each + (TE_HOPPER_WORKSPACE_MIB if layout.hopper else TE_WORKSPACE_MIB)) * MIB
 
 
 @dataclass(frozen=True)
@@ -171,17 +224,23 @@ class StageParams:
 
 def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams:
     """Parameters of a stage's rank: tensor parallelism splits projections and vocabulary, norms it copies."""
-    moe_share = shape.moe_layers / shape.layers
-    moe_layers, dense_layers = stage.layers * moe_share, stage.layers * (1 - moe_share)
-    norms = stage.layers * shape.norms_per_layer * shape.norm_params
-    block = dense_layers * shape.mlp_params(shape.ffn) + moe_layers * shape.moe_dense_params
-    dense = (stage.layers * shape.attention_params + block) / layout.tensor + norms
+    blocks = shape.num_attentions * shape.attention_params + shape.mamba_layers * shape.mamba_params
+    blocks += shape.num_mlps * shape.mlp_params(shape.ffn) + shape.moe_layers * shape.moe_dense_params
+    norms = stage.layers * (1 if shape.is_hybrid else shape.norms_per_layer) * shape.norm_params
+    dense = blocks / shape.layers * stage.layers / layout.tensor + norms
+    if stage.embedding:
+        dense += shape.encoder_params / layout.tensor
+    if stage.head:
+        dense += shape.mtp_layers * (2 * shape.hidden**2 + blocks / shape.layers) / layout.tensor
     if stage.embedding:
         dense += shape.embedding_params / layout.tensor
     # A tied head on the last of several stages is a second copy of the embedding.
     if stage.head and not (shape.tied_embeddings and stage.embedding):
         dense += shape.vocab * shape.hidden / layout.tensor
-    return StageParams(dense, moe_layers * shape.expert_params / layout.tensor / layout.expert)
+    moe_layers = stage.layers * shape.moe_layers / shape.layers
+    if stage.head and shape.moe_layers:
+        moe_layers += shape.mtp_layers
+    return StageParams(dense, moe_layers * shape.expert_params / layout.expert_split)
 
 
 def lora_params(shape: ModelShape, layout: Layout, stage: Stage) -> float:
@@ -197,7 +256,7 @@ def _state(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams)
         if layout.zero_stage >= needed_stage:
             share[index] = 1 / layout.shard_degree
             # Expert parallelism takes its ranks out of the data-parallel ones.
-            expert_share[index] = 1 / max(1, layout.shard_degree // layout.expert)
+            expert_share[index] = 1 / layout.expert_shard_degree
     if layout.method != "full":
         return _adapter_state(shape, layout, stage, params, share[0])
     each = state_bytes(layout)
@@ -224,112 +283,54 @@ def _adapter_state(
     return base + 4 * adapters * share, 4 * adapters, moment_bytes(layout) * adapters
 
 
-def _stage_activations(shape: ModelShape, layout: Layout, stage: Stage) -> float:
-    """Saved activations at the peak: micro-batches in flight, and with recomputation one layer rebuilt."""
-    kept = layer_activation_bytes(shape, layout, layout.recompute)
-    held = kept * stage.layers * stage.in_flight
-    rebuilt = 0.0 if layout.recompute == "none" else layer_activation_bytes(shape, layout, "none") - kept
+def _stage_activations(
+    shape: ModelShape, layout: Layout, stage: Stage, logits: float, constants: MemoryConstants
+) -> float:
+    """Saved activations at the peak: micro-batches in flight, and with recomputation one layer rebuilt.
+
+    A layer is rebuilt when the logits are gone: of the two only the larger counts.
+    """
+    kept = layer_activation_bytes(shape, layout, layout.recompute, constants)
+    held = kept * stage.layers * stage.in_flight + mtp_bytes(shape, layout, kept, stage.head)
+    held += encoder_bytes(shape, layout, constants) * stage.embedding * stage.in_flight
+    rebuilt = 0.0
+    if layout.recompute != "none":
+        rebuilt = layer_activation_bytes(shape, layout, "none", constants) - kept
     # The embedding's output, and the last hidden states before the head.
     edges = layout.tokens_per_micro_batch * shape.hidden * layout.element_bytes / layout.norm_split
-    return held + max(rebuilt, 0.0) + edges * (stage.embedding * stage.in_flight + stage.head)
+    return held + max(rebuilt - logits, 0.0) + edges * (stage.embedding * stage.in_flight + stage.head)
 
 
-def layer_activation_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float:
-    """Bytes that one layer (the average one) saves of one micro-batch for its backward pass."""
-    tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
-    residual = tokens * element * shape.hidden / layout.norm_split
-    if recompute == "full":
-        return residual
-    attention = _attention_activation_bytes(shape, layout, recompute)
-    moe_share = shape.moe_layers / shape.layers
-    dense = _mlp_activation_bytes(shape, layout, shape.ffn, recompute)
-    routed = _moe_activation_bytes(shape, layout, recompute) if moe_share else 0.0
-    block = dense * (1 - moe_share) + routed * moe_share
-    # Each half keeps its norm's input and output; an unfused RMSNorm keeps an fp32 copy and the normalized value too.
-    norms = 2 * residual * (2 if _fused_norm(layout) else 4)
-    if recompute == "selective" and layout.engine == "torch":
-        # Matrix products and attention are kept, norms and element-wise functions rebuilt.
-        norms = 2 * residual
-    return attention + block + norms
-
-
-def _fused_norm(layout: Layout) -> bool:
-    """Megatron fuses its norms; transformers' models, which the other engines train, compute them in fp32 by parts."""
-    return layout.engine == "megatron" or layout.precision in ("fp32", "fp64")
-
-
-def _attention_activation_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float:
-    """Queries, keys, values, and the attention's output; with an attention matrix, scores, mask and dropped scores."""
-    tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
-    projections = element * (2 * shape.query_dim + 2 * shape.kv_dim) / layout.tensor
-    statistics = 4 * shape.heads / layout.tensor
-    matrix = 0.0
-    if not layout.flash_attention and recompute == "none":
-        matrix = (2 * element + 1) * shape.heads * layout.sequence_length / layout.tensor
-    return tokens * (projections + statistics + matrix)
-
-
-def _mlp_activation_bytes(shape: ModelShape, layout: Layout, width: float, recompute: str) -> float:
-    """Inputs and output of the activation function; unfused SwiGLU keeps the activated gate as well."""
-    tensors = 2.0
-    if shape.gated_mlp:
-        tensors = 3.0 if layout.engine == "megatron" else 4.0
-    if recompute == "selective" and layout.engine == "torch":
-        tensors = 2.0 if shape.gated_mlp else 1.0
-    return layout.tokens_per_micro_batch * layout.element_bytes * width * tensors / layout.tensor
-
-
-def _moe_activation_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float:
-    """Each token's copies to its experts, their blocks, the shared expert, and the router's fp32 scores.
-
-    A balanced router is assumed: expert parallelism moves tokens, it doesn't change how many a rank holds.
-    """
-    copies = shape.experts_per_token
-    routed = _mlp_activation_bytes(shape, layout, shape.moe_ffn * copies, recompute)
-    shared = _mlp_activation_bytes(shape, layout, shape.shared_ffn, recompute)
-    tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
-    dispatched = 2 * tokens * element * copies * shape.hidden / layout.norm_split
-    return routed + shared + dispatched + tokens * 2 * 4 * shape.experts / layout.norm_split
-
-
-def logits_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Logits and cross-entropy at their peak, of one micro-batch.
-
-    transformers: logits kept by the output, log-softmax in fp32, and its gradient before and after (2+4+4+4 bytes);
-    Megatron's fused loss works in place (2+4+4). In fp32 everything has 4 bytes. A chunked loss keeps one chunk's
-    logits, in both precisions, and their gradient, and until the backward pass the gradients of the hidden states and,
-    in fp32, of the head.
-    """
-    element = layout.element_bytes
-    if layout.loss_chunk_tokens is not None and layout.tokens_per_micro_batch > layout.loss_chunk_tokens:
-        chunk = layout.loss_chunk_tokens * shape.vocab * (2 * element + 4) / layout.tensor
-        head = 4 * shape.vocab * shape.hidden / layout.tensor if layout.method == "full" else 0.0
-        return chunk + head + layout.tokens_per_micro_batch * shape.hidden * element
-    each = element + 8 if layout.engine == "megatron" else element + 12
-    return layout.tokens_per_micro_batch * shape.vocab * each / layout.tensor
-
-
-def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> float:
-    """Gathered parameters and reduction buffers, and NCCL's own where there is more than one rank."""
-    nccl = NCCL_BUFFER_BYTES if layout.world_size > 1 else 0.0
+def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, logits: float) -> float:
+    """Gathered parameters and reduction buffers; NCCL's own lie outside the allocator."""
     each = state_bytes(layout)
     layer = params.total / max(stage.layers, 1)
+    full = layout.method == "full"
     gathered_element = each.compute_copy or each.parameter
-    if layout.method != "full":
+    if not full:
         gathered_element = float(layout.element_bytes)
     if layout.gathers_once:
-        return nccl + params.total * (gathered_element + (4 if layout.method == "full" else 0))
+        return params.total * (gathered_element + (4 if full else 0))
     if layout.zero_stage == 3 and layout.shard_degree > 1:
-        # Two layers (the next is prefetched), the vocabulary's matrices, and one layer's gradients before reduction.
+        # Two layers (the next is prefetched), the vocabulary's matrices, and one layer's gradients before reduction,
+        # which begins when the logits are gone.
         vocabulary = shape.vocab * shape.hidden / layout.tensor
         matrices = stage.embedding + (stage.head and not (shape.tied_embeddings and stage.embedding))
         most = params.total if layout.keeps_gathered else 2 * layer + vocabulary * matrices
         gathered = min(most, params.total) * gathered_element
-        reduced = 0.0 if layout.method != "full" else min(max(layer, vocabulary * matrices), params.total) * 4
-        return nccl + gathered + reduced
-    if layout.method != "full":
-        return nccl
+        if not full and layout.library == "litgpt":
+            # Each rank reads the whole frozen model before it is cut: the peak of the run is then.
+            gathered = max(gathered, params.total * layout.element_bytes)
+        reduced = min(max(layer, vocabulary * matrices), params.total) * 4 if full else 0.0
+        if layout.engine == "deepspeed" and full:
+            # The step makes fp32 gradients and their unscaled copy for one sub-group of parameters at a time.
+            reduced = max(reduced, min(DEEPSPEED_SUB_GROUP, params.total / layout.shard_degree) * 8 - gathered)
+        return gathered + max(reduced - logits, 0.0)
+    if not full:
+        return 0.0
+    if layout.engine == "deepspeed" and layout.zero_stage == 3:
+        return max(min(DEEPSPEED_SUB_GROUP, params.total) * 8 - logits, 0.0)
     if layout.engine == "deepspeed" and layout.zero_stage:
-        return nccl + 2 * min(DEEPSPEED_BUCKET_ELEMENTS, params.total) * each.parameter
+        return 2 * min(DEEPSPEED_BUCKET_ELEMENTS, params.total) * each.parameter
     # Autocast keeps a low-precision copy of the fp32 weights for the length of a step.
-    return nccl + params.total * each.compute_copy
+    return params.total * each.compute_copy

@@ -11,9 +11,10 @@ from pydantic import ConfigDict
 from trainyard.errors import InputError
 from trainyard.hardware import DEFAULT_REGION, Price, price
 from trainyard.planner.communication import fabric_of
+from trainyard.planner.constants import GIB
 from trainyard.planner.goodput import Goodput, goodput
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import GIB, Memory, Stage, lora_params, memory
+from trainyard.planner.memory import Memory, Stage, lora_params, memory
 from trainyard.planner.reading import Machines, layout_of, machines_of, required_shape
 from trainyard.planner.resolve import (
     data_parallel_layouts,

@@ -3,6 +3,7 @@
 A field that is missing or null is unknown, and taken as a user of that kind of run would have it.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -13,9 +14,10 @@ from typing import Any, cast, get_args
 from trainyard.errors import InputError
 from trainyard.hardware import Gpu, gpu, instance, instance_types
 from trainyard.planner.communication import Fabric, fabric, fabric_of
+from trainyard.planner.constants import GIB
 from trainyard.planner.families import checked, shape_of_known
-from trainyard.planner.layout import Engine, Layout, Method, Precision, Recompute
-from trainyard.planner.memory import GIB, memory
+from trainyard.planner.layout import Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
+from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.timing import DEFAULT_CONSTANTS, Constants, step_time
 
@@ -27,6 +29,9 @@ KNOWN_FIELDS = frozenset(
         *("tp", "pp", "vp", "cp", "ep", "dp", "data_replicate", "sharding", "sequence_parallel", "offload"),
         *("micro_batch", "global_batch", "precision", "recompute", "optimizer", "method", "lora_rank"),
         *("framework", "framework_version"),
+        *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
+        "dense_layers",
+        *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
 )
 
@@ -36,6 +41,8 @@ NODE_GB_PER_SECOND = {"V100": 12.5, "A100": 200.0, "H100": 400.0, "H200": 400.0,
 """Network of a usual training node (8 cards of 200 Gb/s with the A100, of 400 with Hopper), where none is stated."""
 
 DEFAULT_NODE_GB_PER_SECOND = 400.0
+CARD_GB_PER_SECOND = 50.0
+"""The fastest card that A100 and H100 nodes have one of per GPU: a stated rate up to this is a GPU's."""
 SLOW_NODE_GB_PER_SECOND = 12.5
 """Nodes of GPUs without NVLink: one card of 100 Gb/s."""
 
@@ -118,6 +125,8 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
     return {
         "peak_memory_gib": use.allocated / GIB,
         "model_state_gib": use.state / GIB,
+        "resting_memory_gib": use.resting / GIB,
+        "reserved_memory_gib": use.reserved / GIB,
         "activation_gib": use.activations / GIB,
         "step_seconds": time.total,
         "tokens_per_second_per_gpu": rate,
@@ -170,10 +179,31 @@ def understand(content: Mapping[str, Any]) -> Question:
     if fields.whole("dp", data_parallel) != data_parallel:
         raise InputError(f"dp {fields.whole('dp', 1)}: gpus {gpus} / (tp x pp x cp = {split}) is {data_parallel}")
     engine = _engine(fields, shape, gpus, split)
-    layout = _layout(fields, shape, degrees, data_parallel, engine)
+    layout = _layout(fields, shape, degrees, data_parallel, engine, device)
+    links = _links(fields, device, gpus)
+    if not fields.given("micro_batch"):
+        layout = _usual_micro_batch(shape, layout, device, links)
+    return Question(shape, layout, device, links, _counts_causal(fields))
+
+
+def _counts_causal(fields: _Fields) -> bool:
+    """Frameworks whose own TFLOP/s count half of the attention scores, as causal kernels compute them."""
     text = fields.text("framework").lower()
-    causal = "bridge" in text or "automodel" in text
-    return Question(shape, layout, device, _links(fields, device, gpus), causal)
+    return "bridge" in text or "automodel" in text
+
+
+def _usual_micro_batch(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric) -> Layout:
+    """The fastest micro-batch that fits, as whoever runs a job would have tried; the smallest where none fits."""
+    sequences = layout.micro_batch * layout.num_micro_batches
+    choices = [
+        dataclasses.replace(layout, micro_batch=size, num_micro_batches=sequences // size)
+        for size in (1, 2, 4, 8, 16)
+        if sequences % size == 0 and (size == 1 or size * layout.sequence_length <= 65536)
+    ]
+    fitting = [item for item in choices if memory(shape, item).needed <= device.memory_gib * GIB]
+    if not fitting:
+        return choices[0]
+    return min(fitting, key=lambda item: step_time(shape, item, device, links).total)
 
 
 def _check_divides(shape: ModelShape, degrees: Mapping[str, int]) -> None:
@@ -189,7 +219,8 @@ def _check_divides(shape: ModelShape, degrees: Mapping[str, int]) -> None:
 def _shape(fields: _Fields) -> ModelShape:
     base = shape_of_known(fields.text("model")) if fields.given("model") else None
     params = fields.number("params_b")
-    if base is None and not (fields.given("layers") and fields.given("hidden")):
+    has_depth = fields.given("layers") or fields.given("hybrid_pattern")
+    if base is None and not (has_depth and fields.given("hidden")):
         if params is None:
             raise InputError("layers and hidden (or model, or params_b) are needed to know the model's size")
         base = _shape_of_size(params * 1e9)
@@ -199,35 +230,84 @@ def _shape(fields: _Fields) -> ModelShape:
     # Two projections of 4 x hidden, or three of less: the width tells which, where nobody says.
     gated = fields.flag("gated_mlp", base.gated_mlp if base else stated_ffn != 4 * hidden)
     ffn = stated_ffn or (math.ceil(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden)
-    experts = fields.whole("experts", base.experts if base else 0, least=0)
-    experts = 0 if experts == 1 else experts
-    moe_ffn = fields.whole("moe_ffn", base.moe_ffn if base and base.moe_ffn else ffn) if experts else 0
-    fallback_vocab = 32000 if gated else 50257
-    return checked(
-        ModelShape(
-            layers=fields.whole("layers", base.layers if base else 0),
-            hidden=hidden,
-            ffn=ffn,
-            heads=heads,
-            kv_heads=fields.whole("kv_heads", base.kv_heads if base else heads),
-            head_dim=fields.whole("head_dim", base.head_dim if base else max(1, hidden // heads)),
-            vocab=fields.whole("vocab", base.vocab if base else fallback_vocab),
-            gated_mlp=gated,
-            tied_embeddings=fields.flag("tied_embeddings", base.tied_embeddings if base else not gated),
-            experts=experts,
-            experts_per_token=fields.whole("experts_per_token", (base.experts_per_token if base else 2) or 2)
-            if experts
-            else 0,
-            moe_ffn=moe_ffn,
-            shared_ffn=base.shared_ffn if base else 0,
-            shared_gate=base.shared_gate if base else False,
-            dense_layers=base.dense_layers if base else 0,
-            norm="rms" if gated else "layer",
-            qk_norm_per_head=base.qk_norm_per_head if base else False,
-            qkv_bias=base.qkv_bias if base else not gated,
-            output_bias=not gated,
-            mlp_bias=not gated,
+    heads_or_base = base.kv_heads if base else heads
+    stated = ModelShape(
+        layers=fields.whole("layers", base.layers if base else 0, least=0 if fields.given("hybrid_pattern") else 1),
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=fields.whole("kv_heads", heads_or_base),
+        head_dim=fields.whole("head_dim", base.head_dim if base else max(1, hidden // heads)),
+        vocab=fields.whole("vocab", base.vocab if base else (32000 if gated else 50257)),
+        gated_mlp=gated,
+        tied_embeddings=fields.flag("tied_embeddings", base.tied_embeddings if base else not gated),
+        norm="rms" if gated else "layer",
+        qkv_bias=not gated,
+        output_bias=not gated,
+        mlp_bias=not gated,
+    )
+    sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated_mlp", "tied_embeddings")
+    shape = dataclasses.replace(base, **{name: getattr(stated, name) for name in sizes}) if base else stated
+    if base is not None and base.is_hybrid and not fields.given("hybrid_pattern"):
+        # A cut or longer one keeps the mixture of its layers.
+        share = shape.layers / base.layers
+        mixture = {name: round(getattr(base, name) * share) for name in ("mamba_layers", "attention_layers")}
+        shape = dataclasses.replace(shape, **mixture)
+    shape = _with_experts(fields, shape)
+    shape = _with_encoder(fields, shape)
+    if fields.flag("mla", False) and not shape.kv_lora_rank:
+        # DeepSeek's sizes, which those who follow it keep.
+        shape = dataclasses.replace(shape, q_lora_rank=1536, kv_lora_rank=512, rope_dim=64)
+    if fields.given("hybrid_pattern"):
+        shape = _with_pattern(fields, shape)
+    return checked(dataclasses.replace(shape, mtp_layers=fields.whole("mtp_layers", shape.mtp_layers, least=0)))
+
+
+def _with_experts(fields: _Fields, shape: ModelShape) -> ModelShape:
+    experts = fields.whole("experts", shape.experts, least=0)
+    if experts <= 1:
+        return dataclasses.replace(shape, experts=0, experts_per_token=0, moe_ffn=0)
+    return dataclasses.replace(
+        shape,
+        experts=experts,
+        experts_per_token=fields.whole("experts_per_token", shape.experts_per_token or 2),
+        moe_ffn=fields.whole("moe_ffn", shape.moe_ffn or shape.ffn),
+        shared_ffn=fields.whole("shared_ffn", shape.shared_ffn, least=0),
+        dense_layers=fields.whole("dense_layers", shape.dense_layers, least=0),
+    )
+
+
+def _with_encoder(fields: _Fields, shape: ModelShape) -> ModelShape:
+    if not fields.given("encoder_layers"):
+        return shape
+    return dataclasses.replace(
+        shape,
+        encoder_layers=fields.whole("encoder_layers", 0, least=0),
+        encoder_tokens=fields.whole("encoder_seq", 512),
+        cross_attention=fields.flag("cross_attention", False),
+        norms_per_layer=shape.norms_per_layer + fields.flag("cross_attention", False),
+    )
+
+
+def _with_pattern(fields: _Fields, shape: ModelShape) -> ModelShape:
+    """A hybrid by Megatron's letters: M Mamba-2, * attention, - feed-forward, E experts; | cuts the pipeline."""
+    letters = fields.text("hybrid_pattern").replace("|", "")
+    if not letters or set(letters) - set("M*-E") or "M" not in letters:
+        raise InputError(
+            "hybrid_pattern: must be made of M (Mamba), * (attention), - (feed-forward) and E (experts), with an M "
+            f"(given: {fields.text('hybrid_pattern')!r})"
         )
+    head_dim = 64
+    return dataclasses.replace(
+        shape,
+        layers=len(letters),
+        mamba_layers=letters.count("M"),
+        attention_layers=letters.count("*"),
+        dense_layers=letters.count("-"),
+        mamba_heads=2 * shape.hidden // head_dim,
+        mamba_head_dim=head_dim,
+        mamba_state=128,
+        mamba_groups=8,
     )
 
 
@@ -289,13 +369,62 @@ def _flash(fields: _Fields) -> bool:
     return not (year or "megatron-deepspeed" in text)
 
 
+def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> dict[str, Any]:
+    """Which kernels save what: of the framework, its era, and the generation of the GPU."""
+    text = f"{fields.text('framework')} {fields.text('framework_version')}".lower()
+    year = re.search(r"\b20(\d\d)\b", text)
+    hopper = not re.search(r"v100|a100|a800|a10|a40|a30|a6000|l4|rtx|t4", device.name.lower())
+    deterministic = fields.flag("deterministic", False)
+    attention = fields.choice("attention", "flash" if _flash(fields) else "unfused", ("flash", "unfused"))
+    library = next((name for name in ("litgpt", "transformers") if name in text), "")
+    if engine == "plain" and not library and any(word in text for word in ("peft", "unsloth", "hugging")):
+        library = "transformers"
+    return {
+        "dropout": fields.flag("dropout", False),
+        "fused_loss": fields.flag("loss_fusion", _flash(fields)),
+        "compiled_loss": engine == "torch" and year is not None and int(year.group(1)) >= 25,
+        "transformer_engine": fields.flag("transformer_engine", True),
+        "expert_tensor": fields.whole("expert_tp", 1) if fields.given("expert_tp") else None,
+        "rank": cast(Rank, fields.choice("rank", "worst", get_args(Rank))),
+        "large_workspace": deterministic,
+        "hopper": hopper,
+        "library": cast(Library, library),
+        "flash_attention": attention == "flash",
+    }
+
+
+def _usual_recompute(fields: _Fields, kernels: Mapping[str, Any], gpus: int, method: Method) -> str:
+    """What nobody states: transformers' tuning scripts turn checkpointing on, litgpt's where it shards."""
+    if kernels["library"] == "transformers":
+        return "full"
+    return "full" if kernels["library"] == "litgpt" and (gpus > 1 or method == "full") else "none"
+
+
+THIS_YEAR = 2026.0
+
+
+def _year(fields: _Fields) -> float:
+    """When the framework's version appeared, from its words: "2024-08", "26.04" (containers' names), "2021"."""
+    text = f"{fields.text('framework_version')} {fields.text('framework')}"
+    dated = re.search(r"\b(20[12]\d)(?:-(\d\d))?", text)
+    if dated:
+        return float(dated.group(1)) + (int(dated.group(2)) - 0.5 if dated.group(2) else 6) / 12
+    container = re.search(r"\b(2[1-9])\.(0[1-9]|1[0-2])\b", text)
+    if container:
+        return 2000 + int(container.group(1)) + (int(container.group(2)) - 0.5) / 12
+    # Composer's tables and FSDP's first version are of 2023.
+    return 2023.5 if "fsdp1" in text.lower() else THIS_YEAR
+
+
 def _layout(
-    fields: _Fields, shape: ModelShape, degrees: Mapping[str, int], data_parallel: int, engine: Engine
+    fields: _Fields, shape: ModelShape, degrees: Mapping[str, int], data_parallel: int, engine: Engine, device: Gpu
 ) -> Layout:
     ranks = data_parallel * degrees["cp"]
     method = cast(Method, fields.choice("method", "full", get_args(Method)))
-    split = ranks > 1 and degrees["tp"] * degrees["pp"] == 1 and method == "full"
-    usual = "zero3" if split and engine == "torch" and shape.params > 1.5e9 else "none"
+    kernels = _kernels(fields, device, engine, method)
+    split = ranks > 1 and degrees["tp"] * degrees["pp"] == 1
+    sharding = method == "full" and engine == "torch" and shape.params > 1.5e9
+    usual = "zero3" if split and (sharding or kernels["library"] == "litgpt") else "none"
     stage = SHARDING[fields.choice("sharding", usual, SHARDING)]
     replicas = fields.whole("data_replicate", 1)
     if ranks % replicas:
@@ -319,17 +448,29 @@ def _layout(
         shard_degree=ranks // replicas if stage else 1,
         micro_batch=micro,
         num_micro_batches=batch // (micro * data_parallel),
+        year=_year(fields),
         sequence_length=fields.whole("seq", 4096 if shape.gated_mlp else 2048),
         precision=cast(Precision, fields.choice("precision", "bf16", get_args(Precision))),
-        recompute=cast(Recompute, fields.choice("recompute", "none", get_args(Recompute))),
+        recompute=cast(
+            Recompute,
+            fields.choice("recompute", _usual_recompute(fields, kernels, ranks, method), get_args(Recompute)),
+        ),
         schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
         sequence_parallel=fields.flag("sequence_parallel", _flash(fields)),
         engine=engine,
         method=method,
         lora_rank=fields.whole("lora_rank", 16),
         offload=cast(Any, fields.choice("offload", "none", ("none", "cpu", "nvme"))),
-        flash_attention=_flash(fields),
+        optimizer=cast(
+            Optimizer, fields.choice("optimizer", _usual_optimizer(kernels, ranks, method), get_args(Optimizer))
+        ),
+        **kernels,
     )
+
+
+def _usual_optimizer(kernels: Mapping[str, Any], ranks: int, method: Method) -> str:
+    """litgpt's recipes for whole models on one GPU keep AdamW's averages in paged memory."""
+    return "adamw_paged" if kernels["library"] == "litgpt" and method == "full" and ranks == 1 else "adamw"
 
 
 def _links(fields: _Fields, device: Gpu, gpus: int) -> Fabric:
@@ -359,7 +500,9 @@ def _stated_gb_per_second(text: str, gpus_per_node: int) -> float | None:
         return float(cards.group(1)) * float(cards.group(2)) / 8
     node = re.search(r"(\d{2,5})\s*gb(?:/s|ps)", text) or re.search(r"efa\s*(\d{3,5})", text)
     if node:
-        return float(node.group(1)) / 8
+        rate = float(node.group(1)) / 8
+        # "400 Gb/s", of a node with eight cards of that speed, is each card's.
+        return rate * gpus_per_node if rate <= CARD_GB_PER_SECOND and "node" not in text else rate
     for word, gigabits in (("xdr", 800), ("ndr", 400), ("hdr", 200)):
         if word in text:
             return gigabits * gpus_per_node / 8

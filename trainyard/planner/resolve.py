@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator
 
 from trainyard.errors import InputError
+from trainyard.planner.constants import GIB
 from trainyard.planner.goodput import hours_between_failures
 from trainyard.planner.layout import Layout, Recompute
-from trainyard.planner.memory import GIB, memory
+from trainyard.planner.memory import memory
 from trainyard.planner.reading import Machines, check_shape, check_world, layout_of, machines_of, shape_of
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob

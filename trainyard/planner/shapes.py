@@ -60,6 +60,14 @@ class ModelShape:
     mamba_state: int = 0
     """State dimensions of a Mamba head."""
     mamba_groups: int = 0
+    encoder_layers: int = 0
+    """Layers of the same sizes that run before (an encoder, a vision tower), without experts and vocabulary."""
+    encoder_tokens: int = 0
+    """Positions of a sample that those layers see."""
+    cross_attention: bool = False
+    """Every layer also attends to the encoder's output."""
+    mtp_layers: int = 0
+    """Layers that predict further tokens (DeepSeek-V3), each with its own pass through the head."""
     latent: int = 0
     """Routed experts work on tokens projected down to this width (LatentMoE); 0: on `hidden`."""
 
@@ -125,9 +133,18 @@ class ModelShape:
         """One layer's projections, with biases and query/key norms; under MLA down and up through the latents."""
         if self.kv_lora_rank:
             return self._latent_attention_params()
+        return self._plain_attention_params() * (2 if self.cross_attention else 1)
+
+    def _plain_attention_params(self) -> int:
         weights = self.hidden * (self.query_dim + 2 * self.kv_dim) + self.query_dim * self.hidden
         biases = (self.query_dim + 2 * self.kv_dim) * self.qkv_bias + self.hidden * self.output_bias
         return weights + biases + 2 * self.head_dim * self.qk_norm_per_head + self.heads * self.attention_sinks
+
+    @property
+    def encoder_params(self) -> int:
+        """All layers of the encoder."""
+        block = self._plain_attention_params() + self.mlp_params(self.ffn) + 2 * self.norm_params
+        return self.encoder_layers * block
 
     def _latent_attention_params(self) -> int:
         """DeepSeek-V2 (arXiv:2405.04434, section 2.1): latents with a norm each, keys and values of `head_dim`."""
@@ -185,7 +202,13 @@ class ModelShape:
             return self.embedding_params + self._hybrid_params() + self.head_params
         dense_layers = self.layers - self.moe_layers
         layers = dense_layers * self.layer_params(moe=False) + self.moe_layers * self.layer_params(moe=True)
+        layers += self.encoder_params + self.mtp_layers * self.mtp_params
         return self.embedding_params + layers + self.head_params
+
+    @property
+    def mtp_params(self) -> int:
+        """One layer that predicts a further token: a projection of two streams, two norms, and a layer."""
+        return 2 * self.hidden**2 + 2 * self.norm_params + self.layer_params(moe=self.moe_layers > 0)
 
     def _hybrid_params(self) -> int:
         """All layers of a hybrid: one norm and one block each."""

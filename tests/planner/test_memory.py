@@ -1,0 +1,140 @@
+"""Each memory formula against the paper or the measurement that it is from."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.planner import predict
+from trainyard.planner.activations import layer_activation_bytes, logits_bytes, pipeline_buffer_bytes
+from trainyard.planner.constants import MIB
+from trainyard.planner.layout import Layout
+from trainyard.planner.memory import memory, workspace_bytes
+from trainyard.planner.predict import understand
+from trainyard.planner.shapes import ModelShape
+
+GPT = ModelShape(
+    layers=12, hidden=512, ffn=2048, heads=8, kv_heads=8, head_dim=64, vocab=50304, gated_mlp=False,
+    tied_embeddings=True, norm="layer", qkv_bias=True, output_bias=True, mlp_bias=True,
+)  # fmt: skip
+"""The model of Megatron's own functional tests."""
+
+MEGATRON = Layout(engine="megatron", micro_batch=4, sequence_length=1024, dropout=True, fused_loss=False)
+SBH = 4 * 1024 * 512
+
+
+def test_a_megatron_layer_keeps_34_sbh_with_flash_attention() -> None:
+    # Korthikanti et al. 2022, section 4.1, without the attention matrix; the softmax's statistics are not in theirs.
+    statistics = 4 * 8 * 4 * 1024
+    assert layer_activation_bytes(GPT, MEGATRON, "none") == 34 * SBH + statistics
+
+
+@pytest.mark.parametrize(("tensor", "sequence", "units"), [(2, False, 10 + 24 / 2), (4, False, 16), (4, True, 34 / 4)])
+def test_tensor_and_sequence_parallelism_split_as_the_paper_says(tensor: int, sequence: bool, units: float) -> None:
+    # Equations 2 and 4 of the same paper: sbh (10 + 24/t), and 34 sbh / t with sequence parallelism.
+    layout = dataclasses.replace(MEGATRON, tensor=tensor, sequence_parallel=sequence)
+    statistics = 4 * 8 / tensor * 4 * 1024
+    assert layer_activation_bytes(GPT, layout, "none") == units * SBH + statistics
+
+
+def test_an_attention_matrix_costs_5_as_over_h_more() -> None:
+    unfused = dataclasses.replace(MEGATRON, flash_attention=False)
+    more = layer_activation_bytes(GPT, unfused, "none") - layer_activation_bytes(GPT, MEGATRON, "none")
+    assert more == 5 * 8 * 1024 * 4 * 1024
+    dry = dataclasses.replace(unfused, dropout=False)
+    without_masks = layer_activation_bytes(GPT, dry, "none") - layer_activation_bytes(
+        GPT, dataclasses.replace(dry, flash_attention=True), "none"
+    )
+    assert without_masks == 2 * 8 * 1024 * 4 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "mib"),
+    [
+        ({"large_workspace": True}, 2 * 32 + 4),
+        ({}, 2 * 8.125 + 4),
+        ({"hopper": True}, 2 * 32 + 32),
+        ({"engine": "torch"}, 2 * 8.125),
+        ({"engine": "torch", "hopper": True}, 2 * 32),
+        ({"transformer_engine": False, "large_workspace": True}, 3 * 32),
+    ],
+)
+def test_workspaces_by_generation_and_determinism(changes: dict[str, Any], mib: float) -> None:
+    # Megatron's functional tests leave 68, 20.8 and 96 MiB beside the training state (golden values at d98e8a64).
+    assert workspace_bytes(dataclasses.replace(MEGATRON, **changes)) == mib * MIB
+
+
+def test_logits_by_kind_of_loss() -> None:
+    elements = 4 * 1024 * 50304
+    assert logits_bytes(GPT, MEGATRON) == 6 * elements
+    assert logits_bytes(GPT, dataclasses.replace(MEGATRON, fused_loss=True)) == 10 * elements
+    plain = dataclasses.replace(MEGATRON, engine="torch")
+    assert logits_bytes(GPT, plain) == 14 * elements
+    assert logits_bytes(GPT, dataclasses.replace(plain, compiled_loss=True)) == 6 * elements
+
+
+def test_a_pipeline_keeps_what_it_received() -> None:
+    tensor = 4 * 1024 * 512 * 2
+    assert pipeline_buffer_bytes(GPT, MEGATRON) == 0
+    assert pipeline_buffer_bytes(GPT, dataclasses.replace(MEGATRON, pipeline=4)) == 3 * tensor
+    assert pipeline_buffer_bytes(GPT, dataclasses.replace(MEGATRON, pipeline=4, chunks=3)) == 7 * tensor
+
+
+CI_ROW: dict[str, Any] = {
+    "layers": 12, "hidden": 512, "heads": 8, "seq": 1024, "vocab": 50304, "gated_mlp": False, "gpus": 8,
+    "micro_batch": 4, "framework": "Megatron-Core", "dropout": True, "deterministic": True, "loss_fusion": False,
+    "gpu": "A100", "rank": "last",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "resting_mib", "peak_mib"),
+    [
+        # tests/functional_tests/test_cases of NVIDIA/Megatron-LM at d98e8a64, golden values on A100 and H100.
+        ({"sharding": "zero1"}, 526.6, 2586.1),
+        ({"sharding": "zero1", "attention": "unfused"}, 526.6, 4456.6),
+        ({"recompute": "full"}, 1177.4, 2418.7),
+        ({"tp": 2, "pp": 2, "sequence_parallel": False}, 464.5, 1344.5),
+        ({"tp": 2, "pp": 2, "sequence_parallel": False, "gpu": "H100"}, 493.3, 1362.0),
+        ({"pp": 4, "vp": 3, "sharding": "zero1"}, 497.7, 2327.7),
+    ],
+)
+def test_megatrons_own_measurements(changes: dict[str, Any], resting_mib: float, peak_mib: float) -> None:
+    answer = predict(CI_ROW | changes)
+    assert answer["resting_memory_gib"] * 1024 == pytest.approx(resting_mib, rel=0.03)
+    assert answer["peak_memory_gib"] * 1024 == pytest.approx(peak_mib, rel=0.03)
+
+
+def test_the_worst_rank_is_at_least_the_first_and_the_last() -> None:
+    piped = {**CI_ROW, "pp": 4, "rank": None}
+    worst, first, last = (predict({**piped, "rank": rank})["peak_memory_gib"] for rank in (None, "first", "last"))
+    assert worst == max(first, last)
+    with pytest.raises(InputError, match="rank: must be one of worst, first, last"):
+        predict({**piped, "rank": "middle"})
+
+
+def test_an_encoder_is_counted_once_and_attended_to_by_every_layer() -> None:
+    sizes = {**CI_ROW, "encoder_layers": 12, "encoder_seq": 512}
+    alone, before = (understand(fields).shape for fields in (CI_ROW, sizes))
+    crossed = understand({**sizes, "cross_attention": True}).shape
+    layer = alone.layer_params(moe=False)
+    assert before.params - alone.params == 12 * layer
+    assert crossed.params - before.params == 12 * (alone.attention_params + alone.norm_params)
+    plain, longer = (memory(shape, MEGATRON).activations for shape in (alone, before))
+    # Activations grow with tokens: an encoder of half of the positions keeps half of as many layers.
+    assert longer - plain == pytest.approx(12 * layer_activation_bytes(alone, MEGATRON, "none") / 2, rel=0.01)
+
+
+def test_a_pattern_makes_a_hybrid() -> None:
+    shape = understand({**CI_ROW, "layers": None, "hybrid_pattern": "M-M*|-MM"}).shape
+    assert (shape.layers, shape.mamba_layers, shape.attention_layers, shape.num_mlps) == (7, 4, 1, 2)
+    with pytest.raises(InputError, match="hybrid_pattern: must be made of M"):
+        understand({**CI_ROW, "hybrid_pattern": "MX"})
+
+
+def test_experts_split_by_their_own_tensor_parallelism() -> None:
+    moe = dataclasses.replace(GPT, experts=8, experts_per_token=2, moe_ffn=2048)
+    layout = dataclasses.replace(MEGATRON, tensor=2, data_parallel=4, expert=4)
+    outside, whole = (memory(moe, dataclasses.replace(layout, expert_tensor=degree)).parameters for degree in (None, 1))
+    assert whole - outside == 2 * 12 * moe.expert_params * (1 / 4 - 1 / 8)

@@ -1,0 +1,184 @@
+"""What one micro-batch leaves in memory between forward and backward: layers, logits, buffers of pipelines.
+
+Korthikanti et al. (arXiv:2205.05198, section 4), extended to grouped queries, gated blocks, experts, latent attention,
+state-space layers, frozen weights, and kernels that keep no attention matrix. "Unit" is one tensor of tokens x hidden.
+"""
+
+import dataclasses
+
+from trainyard.planner.constants import DEFAULT_MEMORY, MemoryConstants
+from trainyard.planner.layout import Layout
+from trainyard.planner.shapes import ModelShape
+
+
+def layer_activation_bytes(
+    shape: ModelShape, layout: Layout, recompute: str, constants: MemoryConstants = DEFAULT_MEMORY
+) -> float:
+    """Bytes that one layer (the average one) saves of one micro-batch for its backward pass."""
+    residual = layout.tokens_per_micro_batch * layout.element_bytes * shape.hidden / layout.norm_split
+    if recompute == "full":
+        return residual
+    if recompute == "selective" and layout.engine == "torch":
+        return residual + constants.selective_share * _product_bytes(shape, layout)
+    if layout.method != "full" and layout.engine == "plain":
+        return _frozen_bytes(shape, layout, constants)
+    attention = _attention_bytes(shape, layout, recompute) * shape.num_attentions
+    block = _mlp_bytes(shape, layout, shape.ffn) * shape.num_mlps
+    routed = _moe_bytes(shape, layout) * shape.moe_layers if shape.moe_layers else 0.0
+    mixer = _mamba_bytes(shape, layout) * shape.mamba_layers
+    halves = 1 if shape.is_hybrid else 2
+    # Residual dropout keeps a mask of a byte an element.
+    halves += shape.cross_attention
+    norms = halves * residual * (_norm_units(layout, constants) + layout.dropout / layout.element_bytes)
+    return (attention + block + routed + mixer) / shape.layers + norms
+
+
+def _norm_units(layout: Layout, constants: MemoryConstants) -> float:
+    """A norm keeps its input and output; computed in fp32 by parts, also a copy and the normalized value."""
+    fused = layout.engine == "megatron" or layout.precision in ("fp32", "fp64")
+    return 2.0 if fused else constants.unfused_norm_units
+
+
+def _attention_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float:
+    """Queries, keys, values, and the attention's output; with an attention matrix, scores, mask and dropped scores."""
+    tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
+    width = 2 * shape.query_dim + 2 * shape.kv_dim
+    if shape.kv_lora_rank:
+        # Latent attention (arXiv:2405.04434, section 2.1): keys have all heads, and the position's dimensions are
+        # beside the others; both compressed streams and their norms' outputs stay, on every tensor rank.
+        width = 4 * shape.query_dim + 2 * shape.heads * shape.rope_dim
+        width += 2 * (shape.q_lora_rank + shape.kv_lora_rank) * layout.tensor // layout.norm_split
+    statistics = 4 * shape.heads / layout.tensor
+    matrix = 0.0
+    if not layout.flash_attention and recompute == "none":
+        kept = 2 * element + 1 if layout.dropout else element
+        seen = layout.sequence_length + (shape.encoder_tokens if shape.cross_attention else 0)
+        matrix = kept * shape.heads * seen / layout.tensor
+    if shape.cross_attention:
+        width += 2 * shape.query_dim
+    return tokens * (element * width / layout.tensor + statistics + matrix)
+
+
+def _mlp_bytes(shape: ModelShape, layout: Layout, width: float, split: float | None = None) -> float:
+    """Inputs and output of the activation function; unfused SwiGLU keeps the activated gate as well."""
+    tensors = 2.0
+    if shape.gated_mlp:
+        tensors = 3.0 if layout.engine == "megatron" else 4.0
+    return layout.tokens_per_micro_batch * layout.element_bytes * width * tensors / (split or layout.tensor)
+
+
+def _moe_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Each token's copies to its experts, their blocks, the shared expert, and the router's fp32 scores.
+
+    A balanced router is assumed: expert parallelism moves tokens, it doesn't change how many a rank holds. With
+    unsplit experts (expert tensor parallelism of 1) a rank holds a share of the tokens, whole in width.
+    """
+    copies = shape.experts_per_token
+    routed = _mlp_bytes(shape, layout, shape.moe_ffn * copies)
+    shared = _mlp_bytes(shape, layout, shape.shared_ffn)
+    tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
+    split = layout.tensor if layout.expert_tensor == 1 else 1
+    dispatched = 2 * tokens * element * copies * shape.hidden / max(split, layout.norm_split)
+    return routed + shared + dispatched + tokens * 2 * 4 * shape.experts / layout.norm_split
+
+
+def _product_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Outputs of every matrix product and of the attention: what selective recomputation by operator chooses from."""
+    element = layout.element_bytes
+    attention = shape.query_dim + 2 * shape.kv_dim
+    inputs = 2 if shape.gated_mlp else 1
+    width = shape.ffn * shape.num_mlps / shape.layers
+    if shape.moe_layers:
+        width += (shape.moe_ffn * shape.experts_per_token + shape.shared_ffn) * shape.moe_layers / shape.layers
+    split = (attention + inputs * width) / layout.tensor
+    whole = 2 * shape.hidden / layout.norm_split
+    kept = shape.query_dim / layout.tensor
+    return layout.tokens_per_micro_batch * element * (split + whole + 2 * kept)
+
+
+def _mamba_bytes(shape: ModelShape, layout: Layout) -> float:
+    """A state-space layer (Mamba-2, arXiv:2405.21060): projection, convolution's input and output, gate, scan, norm."""
+    if not shape.mamba_layers:
+        return 0.0
+    channels = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
+    width = 2 * channels + 3 * shape.mamba_inner + shape.mamba_heads
+    return layout.tokens_per_micro_batch * layout.element_bytes * width / layout.tensor
+
+
+def _frozen_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants) -> float:
+    """A layer whose own weights are frozen: no linear keeps its input, but adapters do, and functions keep theirs.
+
+    Queries, keys, values, rotated and merged with the adapters' outputs, the attention's output and the adapters'
+    input; the activation function's input and, gated, both factors of the product; the norms. Four-bit products keep
+    their inputs as well, and transformers' norms then give fp32 (prepare_model_for_kbit_training).
+    """
+    tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
+    qkv = shape.query_dim + 2 * shape.kv_dim
+    width = 2.0 * qkv + shape.query_dim + shape.kv_dim + shape.query_dim + shape.hidden
+    width += shape.ffn * (3 if shape.gated_mlp else 1)
+    width += shape.hidden * (4 if shape.norm == "rms" else 2)
+    if layout.method == "qlora":
+        width += constants.quantized_inputs * (shape.ffn + 4 * shape.hidden)
+        if layout.library == "transformers":
+            element *= 2
+    if not layout.flash_attention:
+        width += shape.heads * layout.sequence_length
+    return tokens * element * width / layout.tensor
+
+
+def logits_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAULT_MEMORY) -> float:
+    """Logits and cross-entropy at their peak, of one micro-batch.
+
+    A plain loop (transformers): logits kept by the output, an fp32 copy, log-softmax and its gradient (2+4+4+4 bytes);
+    Megatron's works in place on one fp32 copy and turns its gradient back (2+4), its fused one keeps 4 more. litgpt
+    stays in bf16. In fp32 everything has 4 bytes. A chunked loss keeps one chunk's logits, in both precisions, and
+    their gradient, and until the backward pass the gradients of the hidden states and, in fp32, of the head.
+    """
+    element = layout.element_bytes
+    tokens = layout.tokens_per_micro_batch
+    if layout.loss_chunk_tokens is not None and tokens > layout.loss_chunk_tokens:
+        chunk = layout.loss_chunk_tokens * shape.vocab * (2 * element + 4) / layout.tensor
+        head = 4 * shape.vocab * shape.hidden / layout.tensor if layout.method == "full" else 0.0
+        return chunk + head + tokens * shape.hidden * element
+    return tokens * shape.vocab * _loss_element_bytes(layout, constants) / layout.tensor
+
+
+def _loss_element_bytes(layout: Layout, constants: MemoryConstants) -> float:
+    element = layout.element_bytes
+    if layout.engine == "megatron":
+        return element + (8 if layout.fused_loss else 4)
+    if layout.engine == "torch" and layout.compiled_loss:
+        return element + 4
+    if layout.library == "litgpt":
+        return 3 * element
+    if layout.library == "transformers" and layout.method == "qlora":
+        # The head runs in fp32, as the embeddings do.
+        return 16
+    return element + constants.plain_loss_bytes
+
+
+def encoder_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAULT_MEMORY) -> float:
+    """Activations of all the encoder's layers, and what cross-attention keeps of its output: keys and values."""
+    if not shape.encoder_layers:
+        return 0.0
+    alone = dataclasses.replace(shape, encoder_layers=0, cross_attention=False, experts=0, norms_per_layer=2)
+    there = dataclasses.replace(layout, sequence_length=shape.encoder_tokens)
+    layers = shape.encoder_layers * layer_activation_bytes(alone, there, layout.recompute, constants)
+    if not shape.cross_attention or layout.recompute == "full":
+        return layers
+    keys = there.tokens_per_micro_batch * layout.element_bytes * 2 * shape.kv_dim / layout.tensor
+    return layers + shape.layers * keys
+
+
+def mtp_bytes(shape: ModelShape, layout: Layout, kept: float, head: bool) -> float:
+    """Layers that predict further tokens: their activations, and logits in fp32 kept beside the first."""
+    logits = layout.tokens_per_micro_batch * shape.vocab * 4 / layout.tensor
+    return shape.mtp_layers * (kept + logits) * head
+
+
+def pipeline_buffer_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Activations and gradients that a pipeline rank has received or is about to send: they stay between steps."""
+    if layout.pipeline == 1:
+        return 0.0
+    tensors = 3 if layout.chunks == 1 else 2 * layout.chunks + 1
+    return tensors * layout.tokens_per_micro_batch * shape.hidden * layout.element_bytes / layout.norm_split
