@@ -278,6 +278,8 @@ def _launcher(tenant: TenantScope, resources: TenantResources) -> list[iam.Polic
         _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
         _allow("ReadWriteData", READ_OBJECTS + WRITE_OBJECTS, [buckets.data.arn_for_objects("*")]),
         _allow("ReadCheckpoints", READ_OBJECTS, [buckets.checkpoints.arn_for_objects("*")]),
+        # `trainyard checkpoints prune`. Without DeleteObjectVersion: what is removed by mistake can be brought back.
+        _allow("PruneCheckpoints", ["s3:DeleteObject"], [buckets.checkpoints.arn_for_objects("jobs/*/checkpoints/*")]),
         # Without DeleteObject: what is registered stays.
         _allow(
             "AddModels",

@@ -45,6 +45,7 @@ ALLOWED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("Auditor", "s3:GetObject", "{artifacts}/registry/m/x.json", {}),
     ("Auditor", "sagemaker:DescribeModelPackage", f"arn:aws:sagemaker:{REGIONAL}:model-package/{{tenant}}-m/1", {}),
     ("Operator", "s3:DeleteObject", "{checkpoints}/jobs/x/checkpoints/step-00000010/COMMITTED", {}),
+    ("Launcher", "s3:DeleteObject", "{checkpoints}/jobs/x/checkpoints/step-00000010/COMMITTED", {}),
     ("Operator", "s3:PutObject", "{data}/corpus/train.jsonl", {}),
     ("Operator", "sagemaker:StopTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x", {}),
     ("Guard", "sagemaker:DescribeTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x", {}),
@@ -95,6 +96,12 @@ def test_own_things_are_allowed_and_the_same_of_another_tenant_are_not(
         ("Job", "iam:PassRole", "{job_role}"),
         ("Job", "logs:GetLogEvents", LOGS + ":log-stream:{tenant}-x/algo-1-1"),
         ("Launcher", "s3:PutObject", "{checkpoints}/jobs/x/checkpoints/step-00000010/COMMITTED"),
+        ("Launcher", "s3:DeleteObject", "{checkpoints}/jobs/x/metrics.jsonl"),
+        ("Launcher", "s3:DeleteObjectVersion", "{checkpoints}/jobs/x/checkpoints/step-00000010/COMMITTED"),
+        ("Resumer", "sagemaker:CreateTrainingJob", f"arn:aws:sagemaker:{REGIONAL}:training-job/{{tenant}}-x"),
+        ("Resumer", "s3:GetObject", "{data}/corpus/train.jsonl"),
+        ("Resumer", "s3:PutObject", "{data}/jobs/x/spec/resolved_job.json"),
+        ("Resumer", "s3:GetObject", "{checkpoints}/jobs/x/checkpoints/step-00000010/COMMITTED"),
         ("Job", "s3:PutObject", "{artifacts}/models/m/x/config.json"),
         ("Job", "sagemaker:CreateModelPackage", f"arn:aws:sagemaker:{REGIONAL}:model-package/{{tenant}}-m/1"),
         ("Launcher", "s3:DeleteObject", "{artifacts}/models/m/x/config.json"),
@@ -118,7 +125,8 @@ def test_own_things_are_allowed_and_the_same_of_another_tenant_are_not(
 def test_each_role_stays_inside_its_work(
     account: Any, decide: Callable[..., str], role: str, action: str, resource: str
 ) -> None:
-    assert decide("acme", role, action, _fill(resource, _names(account, "acme"))) != "Allow"
+    tenant = "globex" if role == "Resumer" else "acme"
+    assert decide(tenant, role, action, _fill(resource, _names(account, tenant))) != "Allow"
 
 
 def test_only_sagemaker_acting_for_this_account_takes_the_job_role(account: Any) -> None:

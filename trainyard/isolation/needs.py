@@ -135,7 +135,7 @@ class Needs:
             "launcher", "upload data", "s3:PutObject s3:AbortMultipartUpload", *data, absent=_SDK_UPLOAD
         )
         checkpoint = self._bucket(buckets.checkpoints, "jobs/job-1/checkpoints/step-1/COMMITTED")
-        yield from self._may("launcher", "read checkpoints", "s3:GetObject", checkpoint)
+        yield from self._may("launcher", "read and prune checkpoints", "s3:GetObject s3:DeleteObject", checkpoint)
         encrypt = "kms:GenerateDataKey kms:Decrypt"
         yield from self._may("launcher", "encrypt data", encrypt, keys.data, stated=self._via_s3(buckets.data))
         via = self._via_s3(buckets.checkpoints)
@@ -225,6 +225,10 @@ class Needs:
             stated: dict[str, Value] = {"s3:prefix": prefix}
             name = self._bucket(bucket)
             yield from self._may("job", "list its files", "s3:ListBucket", name, stated=stated, endpoint="s3")
+        # What a killed save left on its way is found, and aborted, by the next one.
+        where, prefix = self._bucket(buckets.checkpoints), f"{folder}/checkpoints/"
+        uploads, stated = "s3:ListBucketMultipartUploads", {"s3:prefix": prefix}
+        yield from self._may("job", "find unfinished uploads", uploads, where, stated=stated, endpoint="s3")
         read = (
             self._bucket(buckets.data, "train/part-0.jsonl"),
             self._bucket(buckets.data, f"{folder}/spec/resolved_job.json"),
