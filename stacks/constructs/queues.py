@@ -1,7 +1,8 @@
 """A tenant's training queues: AWS Batch holds a queue's jobs back while its share of the machines is taken.
 
-`trainyard launch` submits to SageMaker itself so far, and refuses what the running jobs leave no room for; only what is
-submitted to the queue waits in it.
+Nothing submits to them yet: the broker (and the launcher where there is none) hands jobs to SageMaker itself, and
+refuses what the running jobs leave no room for. Batch gives its training jobs names of its own (`AWSBatch...`), by
+which no policy here tells a tenant's jobs.
 """
 
 from aws_cdk import aws_batch as batch

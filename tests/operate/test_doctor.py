@@ -83,6 +83,19 @@ def test_a_missing_bucket_is_no_denial(
     assert check.level == "fail" and "NoSuchBucket, which is no denial" in check.finding
 
 
+def test_a_broker_that_cannot_be_called_fails(
+    deployed: Account, contract: TenantContract, environment: EnvironmentSpec
+) -> None:
+    for tenant in ("acme", "globex"):
+        told = contract.model_copy(update={"tenant": tenant, "broker": f"trainyard-test-{tenant}-broker"})
+        name = f"/trainyard/test/{tenant}/contract"
+        deployed.client("ssm").put_parameter(Name=name, Value=told.model_dump_json(), Type="String", Overwrite=True)
+    checks = by_name(environment, "acme")
+    assert checks["acme: broker"].level == "fail" and "ResourceNotFound" in checks["acme: broker"].finding
+    assert checks["acme: broker"].mend
+    assert "which is no denial" in checks["acme: denied globex's broker"].finding
+
+
 def test_an_unknown_tenant_is_named_at_once(environment: EnvironmentSpec) -> None:
     with pytest.raises(InputError, match="'initech' is not in environment test"):
         next(examine(environment, "initech"))

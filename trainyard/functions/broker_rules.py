@@ -38,6 +38,7 @@ def check_record(record: Any, job_id: str, contract: Mapping[str, Any]) -> dict[
     try:
         spec, attempt = record["resolved"]["spec"], record["attempts"][-1]
         number, num_hosts, compute = attempt["number"], record["resolved"]["num_hosts"], spec["compute"]
+        given, _ = spec["name"], compute["instance_type"]
         said = (record["job_id"], record["tenant"], record["environment"], record["backend"])
         name, image, channels = attempt["training_job_name"], record["image"], record["channels"]
     except (KeyError, TypeError, IndexError) as error:
@@ -51,8 +52,8 @@ def check_record(record: Any, job_id: str, contract: Mapping[str, Any]) -> dict[
     expected = job_id if number == 1 else f"{job_id}-r{number}"
     if name != expected or len(expected) > MAX_NAME:
         raise Refused(f"job {job_id}: its record names attempt {number} {_shown(name)}, not {expected}")
-    if not isinstance(spec["name"], str) or not _JOB_NAME.fullmatch(spec["name"]):
-        raise Refused(f"job {job_id}: name {_shown(spec['name'])} is no job's name")
+    if not isinstance(given, str) or not _JOB_NAME.fullmatch(given):
+        raise Refused(f"job {job_id}: name {_shown(given)} is no job's name")
     _check_compute(compute, num_hosts, contract)
     checked = [_check_channel(channel, contract) for channel in _list(channels, job_id)]
     names = [channel["name"] for channel in checked]

@@ -23,7 +23,8 @@ def check_queue(job: JobSpec, contract: TenantContract, running: Sequence[Runnin
     """The name of the tenant's queue that takes the job; InputError where none does (no --force overrides a quota).
 
     A queue's max_instances bounds the tenant's jobs together: those `running` on a queue's types count against it (a
-    type that two queues offer counts in both). Two launches in the same second can still pass each other.
+    type that two queues offer counts in both). Two launches in the same second can still pass each other here; not a
+    broker, which writes down what it lets through.
     """
     compute = job.compute
     instance_type = compute.instance_type

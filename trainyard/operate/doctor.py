@@ -186,10 +186,17 @@ def tenant_access(account: Account, contract: TenantContract, other: TenantContr
         contract.keys.data,
         lambda: kms.generate_data_key(KeyId=contract.keys.data, KeySpec="AES_256"),
     )
+    if contract.broker:
+        yield _allowed(f"{name}: broker", contract.broker, lambda: call_nothing(launcher, contract))
     if other is None:
         yield Check(f"{name}: isolation", "warn", "only one tenant's contract can be read: nothing to try against")
         return
     yield from _isolation(launcher, contract, other)
+
+
+def call_nothing(launcher: Account, contract: TenantContract) -> None:
+    """Lambda's own question whether a call would be let through: nothing runs."""
+    launcher.client("lambda").invoke(FunctionName=contract.broker, InvocationType="DryRun")
 
 
 def _isolation(launcher: Account, contract: TenantContract, other: TenantContract) -> Iterator[Check]:
@@ -203,6 +210,7 @@ def _isolation(launcher: Account, contract: TenantContract, other: TenantContrac
             if other.buckets.artifacts
             else []  # a contract of version 1
         ),
+        *([("broker", lambda: call_nothing(launcher, other))] if other.broker else []),
         ("checkpoint key", lambda: kms.generate_data_key(KeyId=other.keys.checkpoints, KeySpec="AES_256")),
         ("contract", lambda: ssm.get_parameter(Name=parameter)),
         ("launcher role", lambda: sts.assume_role(RoleArn=other.roles.launcher, RoleSessionName="trainyard-doctor")),
