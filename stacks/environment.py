@@ -19,6 +19,6 @@ def deploy_environment(scope: Construct, environment: EnvironmentSpec) -> None:
     for name in environment.tenants:
         tenant = TenantScope(environment, name)
         foundation = FoundationStack(scope, tenant=tenant, images=platform.images)
-        training = TrainingStack(scope, tenant=tenant, foundation=foundation)
+        training = TrainingStack(scope, tenant=tenant, foundation=foundation, budget_actor=platform.budget_actor)
         for stack in (foundation, training):
             tag_tenant(stack, tenant)

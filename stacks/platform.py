@@ -2,10 +2,12 @@
 
 from aws_cdk import RemovalPolicy, Stack
 from aws_cdk import aws_ecr as ecr
+from aws_cdk import aws_iam as iam
 from aws_cdk import aws_ssm as ssm
 from constructs import Construct
 
 from stacks.constructs.audit import AuditTrail
+from stacks.constructs.budget_stop import BudgetActor
 from stacks.settings import stack_settings
 from trainyard.spec.platform import EnvironmentSpec
 
@@ -19,6 +21,8 @@ class PlatformStack(Stack):
     """The ECR repository, the image parameter and the trail."""
 
     images: ecr.Repository
+    budget_actor: iam.Role | None
+    """What AWS Budgets acts as; None where no tenant's budget stops anything."""
 
     def __init__(self, scope: Construct, *, environment: EnvironmentSpec) -> None:
         name = f"trainyard-{environment.name}-platform"
@@ -48,4 +52,7 @@ class PlatformStack(Stack):
             string_value=f"{self.images.repository_uri}@{UNRELEASED_DIGEST}",
         )
         if environment.audit.trail:
+        self.budget_actor = None
+        if any(tenant.budget.stop_at_percent is not None for tenant in environment.tenants.values()):
+            self.budget_actor = BudgetActor(self, "BudgetActor", environment=environment).role
             AuditTrail(self, "Audit", environment=environment)

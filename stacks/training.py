@@ -1,10 +1,12 @@
 """A tenant's stateless half: queues, budget, alarms, and the contract. It can be deleted and deployed again."""
 
 from aws_cdk import Stack
+from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from stacks.constructs.alarms import TenantAlarms
 from stacks.constructs.broker import Broker
+from stacks.constructs.budget_stop import BudgetStop
 from stacks.constructs.contract import PublishedContract
 from stacks.constructs.detective import JobGuard
 from stacks.constructs.queues import TenantQueues
@@ -18,7 +20,9 @@ from stacks.settings import stack_settings
 class TrainingStack(Stack):
     """What runs and watches jobs on the foundation."""
 
-    def __init__(self, scope: Construct, *, tenant: TenantScope, foundation: FoundationStack) -> None:
+    def __init__(
+        self, scope: Construct, *, tenant: TenantScope, foundation: FoundationStack, budget_actor: iam.IRole | None
+    ) -> None:
         super().__init__(
             scope,
             tenant.stack_name("training"),
@@ -41,6 +45,16 @@ class TrainingStack(Stack):
             Broker(self, "Broker", tenant=tenant, role=roles.broker, resources=resources, topic=alarms.topic)
         if roles.resumer is not None:
             JobResumer(self, "Resumer", tenant=tenant, role=roles.resumer, resources=resources, topic=alarms.topic)
+        if budget_actor is not None and (percent := tenant.spec.budget.stop_at_percent) is not None:
+            BudgetStop(
+                self,
+                "BudgetStop",
+                tenant=tenant,
+                budget_name=alarms.budget.ref,
+                percent=percent,
+                submitter=roles.submitter,
+                actor=budget_actor,
+            )
         if (anomaly_usd := tenant.spec.budget.anomaly_usd) is not None:
             SpendingWatch(self, "Spending", tenant=tenant, anomaly_usd=anomaly_usd)
         queues = TenantQueues(self, "Queues", tenant=tenant)

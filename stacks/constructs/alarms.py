@@ -28,6 +28,7 @@ class TenantAlarms(Construct):
     """The tenant's topic and what publishes to it."""
 
     topic: sns.Topic
+    budget: budgets.CfnBudget
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class TenantAlarms(Construct):
             alarm.add_ok_action(action)
         self._tell_failed_jobs(tenant)
         self._tell_broken_glass(tenant, operator)
-        TenantBudget(self, "Budget", tenant=tenant)
+        self.budget = TenantBudget(self, "Budget", tenant=tenant).resource
 
     def _tell_failed_jobs(self, tenant: TenantScope) -> None:
         rule = events.Rule(
@@ -175,6 +176,8 @@ class TenantBudget(Construct):
     Mails go out directly: a mail address needs no confirmation here, as it does on a topic.
     """
 
+    resource: budgets.CfnBudget
+
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope) -> None:
         super().__init__(scope, construct_id)
         limits = tenant.spec.budget
@@ -183,7 +186,7 @@ class TenantBudget(Construct):
             for address in limits.notify
         ]
         thresholds = {("ACTUAL", limits.warn_at_percent), ("ACTUAL", 100.0), ("FORECASTED", 100.0)}
-        budgets.CfnBudget(
+        self.resource = budgets.CfnBudget(
             self,
             "Resource",
             budget=budgets.CfnBudget.BudgetDataProperty(

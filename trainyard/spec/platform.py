@@ -125,8 +125,8 @@ class QueueSpec(SpecModel):
     instance_types: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
     """SageMaker types, `ml.` and all."""
     max_instances: int = Field(ge=1, json_schema_extra=on_change("update"))
-    """Instances that the tenant's jobs in this queue may hold together. Launch and resume count the running jobs and
-    refuse what would go over; two at the same moment may pass each other, until jobs go through the Batch queue."""
+    """Instances that the tenant's jobs in this queue may hold together. What would go over is refused: by the broker,
+    or by launch and resume where there is none, where two at the same moment may pass each other."""
     multi_node: bool = Field(default=True, json_schema_extra=on_change("update"))
     """Jobs over several hosts: every type must then have EFA."""
 
@@ -139,6 +139,9 @@ class BudgetLimits(SpecModel):
     warn_at_percent: float = Field(default=80.0, gt=0, le=100, json_schema_extra=on_change("update"))
     notify: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
     """E-mail addresses."""
+    stop_at_percent: float | None = Field(default=None, ge=1, le=1000, json_schema_extra=on_change("update"))
+    """A back-stop behind the broker's own cap: at so many percent of monthly_usd, by the bill and hours late, AWS takes
+    the right to start jobs from whoever submits them. What runs goes on. Default: no such action."""
     anomaly_usd: float | None = Field(default=None, ge=0.01, json_schema_extra=on_change("update"))
     """Unusual spending of at least so many dollars is told the same day, by an anomaly monitor over the tenant's tag.
     Needs the organization's management account: in a member account AWS refuses the monitor, and with it the whole

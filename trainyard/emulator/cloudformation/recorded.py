@@ -71,6 +71,7 @@ TYPES = (
     _recorded(
         "AWS::CloudTrail::Trail", "arn:aws:cloudtrail:{region}:{account}:trail/{name}", name_property="TrailName"
     ),
+    _recorded("AWS::Budgets::BudgetsAction", "arn:aws:budgets::{account}:action/{id}", arn_attribute="ActionId"),
     _recorded(
         "AWS::CE::AnomalyMonitor",
         "arn:aws:ce::{account}:anomalymonitor/{id}",
