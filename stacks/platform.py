@@ -36,6 +36,7 @@ class PlatformStack(Stack):
             repository_name=f"trainyard-{environment.name}",  # in every image URI; generated names aren't lower-case
             image_scan_on_push=True,
             image_tag_mutability=ecr.TagMutability.IMMUTABLE,
+            encryption=ecr.RepositoryEncryption.KMS,  # ECR's own key: who pulls needs no right on it
             lifecycle_rules=[
                 ecr.LifecycleRule(max_image_count=KEPT_IMAGES, description="Releases that can be rolled back to")
             ],
@@ -51,8 +52,8 @@ class PlatformStack(Stack):
             description="Training image, pinned by digest; a release overwrites it",
             string_value=f"{self.images.repository_uri}@{UNRELEASED_DIGEST}",
         )
-        if environment.audit.trail:
         self.budget_actor = None
         if any(tenant.budget.stop_at_percent is not None for tenant in environment.tenants.values()):
             self.budget_actor = BudgetActor(self, "BudgetActor", environment=environment).role
+        if environment.audit.trail:
             AuditTrail(self, "Audit", environment=environment)

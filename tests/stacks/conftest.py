@@ -38,7 +38,9 @@ def synthesize_into(outdir: Path, environment: Any, *, checked: bool) -> dict[st
     from stacks.checks import enforce_checks
 
     context = json.loads((ROOT / "cdk.json").read_text())["context"]
-    app = App(outdir=str(outdir), context=context, analytics_reporting=False)
+    app = App(
+        outdir=str(outdir), context=context, analytics_reporting=False, builtin_cloud_formation_validation=checked
+    )
     deploy_environment(app, environment)
     if checked:
         enforce_checks(app, environment)

@@ -36,7 +36,7 @@ def _run_app(context: dict[str, str], tmp_path: Path) -> subprocess.CompletedPro
         env={**environment, "PATH": os.defpath},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
