@@ -1,0 +1,93 @@
+"""The report of all checks: what is accepted is accepted by name, and a tool that isn't there is said to be missing."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.operate import stack_checks
+from trainyard.operate.stack_checks import ACCEPTED, NotRunError, checkov, install_checkov, lint, sort_out
+
+BROKEN = {
+    "Resources": {
+        "Bucket": {"Type": "AWS::S3::Bucket", "Properties": {"AccessControl": "PublicRead"}},
+        "Policy": {
+            "Type": "AWS::IAM::ManagedPolicy",
+            "Properties": {
+                "PolicyDocument": {
+                    "Version": "2012-10-17",
+                    "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}],
+                },
+                "Rolls": ["misspelt"],
+            },
+        },
+    }
+}
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    path = tmp_path / "broken" / "Broken.template.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(BROKEN))
+    return path
+
+
+def test_cfn_lint_refuses_a_broken_template(broken: Path) -> None:
+    assert any("Rolls" in finding.text and "Broken" in finding.resource for finding in lint([broken], "us-east-1"))
+
+
+def test_what_is_accepted_is_accepted_by_name_and_policies_only_of_boundaries() -> None:
+    def failed(check: str, resource: str) -> dict[str, str]:
+        return {
+            "check_id": check,
+            "check_name": "words",
+            "resource": resource,
+            "file_path": "/trainyard-x-y.template.json",
+        }
+
+    found, accepted = sort_out(
+        [
+            failed("CKV_AWS_18", "AWS::S3::Bucket.Data"),
+            failed("CKV_AWS_108", "AWS::IAM::ManagedPolicy.BoundaryPolicy1"),
+            failed("CKV_AWS_108", "AWS::IAM::ManagedPolicy.Another"),
+            failed("CKV_AWS_20", "AWS::S3::Bucket.Data"),
+        ]
+    )
+    assert [str(item) for item in found] == [
+        "CKV_AWS_108 at trainyard-x-y/Another (words)",
+        "CKV_AWS_20 at trainyard-x-y/Data (words)",
+    ]
+    assert accepted == {"CKV_AWS_18": 1, "CKV_AWS_108": 1}
+    assert all(len(reason) > 30 for reason in ACCEPTED.values())
+
+
+def test_a_tool_that_is_not_there_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: no such index\n")
+
+    monkeypatch.setattr(subprocess, "run", offline)
+    with pytest.raises(NotRunError, match=r"^checkov==[\d.]+ can't be installed: ERROR: no such index$"):
+        install_checkov(tmp_path / "checkov")
+    with pytest.raises(NotRunError, match="no such index"):
+        checkov(tmp_path / "none", tmp_path)
+
+
+@pytest.mark.parametrize(("line", "status"), [("", 0), ("cfn-lint: NOT RUN: gone", 1)])
+def test_a_missing_opinion_fails_the_report(
+    line: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stack_checks, "install_checkov", lambda folder: folder / "checkov")
+    monkeypatch.setattr(stack_checks, "check", lambda *_: iter([("enforced: nothing", True), (line, not line)]))
+    assert stack_checks.main(["environments/dev.yaml"]) == status
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_checkov_refuses_a_public_bucket_and_a_wildcard(broken: Path, tmp_path: Path) -> None:
+    """Installs checkov: needs a package index."""
+    program = install_checkov(tmp_path / "checkov")
+    found, _ = checkov(program, broken.parent)
+    assert {"CKV_AWS_20", "CKV_AWS_108"} <= {finding.rule for finding in found}
