@@ -235,6 +235,7 @@ def test_a_job_of_this_machine_and_a_tenant_without_the_bucket(
     assert "ran on this machine, which has no registry" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_two_different_exports_are_two_packages(promote: Promote, deployed: Account) -> None:
     """The description tells them apart: image, model and variant are part of what it is a hash of."""
     first = promote()
