@@ -1,0 +1,120 @@
+"""Who starts a job again, on the deployed platform: the resumer for what the job allows, then a person on fewer hosts;
+and the detective, which looks at what has started."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from deployed_site import CHECKOUT, Site
+
+from trainyard import emulator
+from trainyard.launch.place import TenantAccess, open_tenant
+from trainyard.launch.session import open_account
+from trainyard.spec.platform import load_environment
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.full]
+NO_ROOM = "CapacityError: Unable to provision requested ML compute capacity."
+INTERNAL = "InternalServerError: We encountered an internal error. Please try again."
+SMALL = (
+    "name=again",
+    "tenant=globex",
+    "training.steps=16",
+    "training.schedule.warmup_steps=1",
+    "checkpoint.every_steps=4",
+    "checkpoint.asynchronous=false",
+    "compute.spot=false",
+    "recovery.max_resumes=1",
+)
+
+
+def access(tenant: str) -> TenantAccess:
+    return open_tenant(load_environment(CHECKOUT / "environments/local.yaml"), tenant, "test")
+
+
+def copy_data(acme: TenantAccess, globex: TenantAccess) -> None:
+    """The quickstart's data, which lies in acme's bucket."""
+    theirs, ours = acme.launcher.client("s3"), globex.launcher.client("s3")
+    for page in theirs.get_paginator("list_objects_v2").paginate(Bucket=acme.contract.buckets.data):
+        for item in page.get("Contents", []):
+            if not item["Key"].startswith("jobs/"):
+                body = theirs.get_object(Bucket=acme.contract.buckets.data, Key=item["Key"])["Body"].read()
+                ours.put_object(Bucket=globex.contract.buckets.data, Key=item["Key"], Body=body)
+
+
+def wait_for(look: Callable[[], Any], seconds: float = 300.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(0.5)
+    raise AssertionError("it never came")
+
+
+def test_a_failed_job_is_resumed_by_itself_then_by_a_person_on_one_host(site: Site) -> None:
+    acme, globex = access("acme"), access("globex")
+    copy_data(acme, globex)
+    emulator.fail_jobs(site.info, "globex-again-", reason=NO_ROOM)
+    emulator.fail_jobs(site.info, "globex-again-", reason=INTERNAL, after_log_pattern="^step=7 ")
+    overrides = [word for value in SMALL for word in ("--set", value)]
+    launched = site.trainyard("launch", "jobs/quickstart.yaml", "--json", *overrides)
+    assert launched.returncode == 0, launched.stderr
+    job_id = str(json.loads(launched.stdout)["job_id"])
+    sagemaker = globex.launcher.client("sagemaker")
+
+    def answers(name: str) -> list[Any]:
+        """What the resumer's function answered of an attempt."""
+        runs = [item for item in emulator.deliveries(site.info) if item.get("event") == {"job": name}]
+        return [json.loads(run["payload"]) for run in runs if not run["error"]]
+
+    # The first attempt finds no capacity; the second is lost at step 7, which would be one resume too many.
+    assert wait_for(lambda: answers(job_id))[0]["submitted"] == f"{job_id}-r2"
+    (left,) = wait_for(lambda: answers(f"{job_id}-r2"))
+    assert left["left"] == "1 resumes are spent (recovery.max_resumes)"
+    shown = site.trainyard("status", job_id, "--json")
+    record = globex.place.store.read(job_id).record
+    assert json.loads(shown.stdout)["state"] == "Failed", shown.stdout
+    assert record.attempt.number == 2 and record.attempt.failure == INTERNAL
+    assert "resumed by itself (1): no capacity; from step 0" in [state.note for state in record.states]
+
+    # Refused before anything is written, then taken.
+    wrong = site.trainyard("resume", job_id, "--set", "training.steps=20")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1) and "keeps the job's data" in wrong.stderr
+    changes = ("--set", "compute.instance_count=1", "--set", "parallelism=auto")
+    resumed = site.trainyard("resume", job_id, "--json", *changes)
+    assert resumed.returncode == 0, resumed.stderr
+    name = f"{job_id}-r3"
+    wait_for(lambda: sagemaker.describe_training_job(TrainingJobName=name)["TrainingJobStatus"] != "InProgress")
+    described = sagemaker.describe_training_job(TrainingJobName=name)
+    assert described["TrainingJobStatus"] == "Completed", described
+    assert described["ResourceConfig"]["InstanceCount"] == 1
+    bucket = globex.contract.buckets.checkpoints
+    text = globex.launcher.client("s3").get_object(Bucket=bucket, Key=f"jobs/{job_id}/metrics.jsonl")["Body"].read()
+    rows = [json.loads(line) for line in text.decode().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 17)), "no step twice, none left out"
+    assert next(row["step"] for row in rows if row["attempt"] == 2) == 5, "from the checkpoint of step 4"
+
+    # The detective looked at each attempt that has started, and stops one that an administrator sneaked past the rules.
+    request = globex.place.backend.request(globex.place.store.read(job_id).record)  # type: ignore[attr-defined]
+    foreign = f"globex-foreign-{job_id[-4:]}"
+    request |= {"TrainingJobName": foreign}
+    request["AlgorithmSpecification"] |= {"TrainingImage": "elsewhere/image@sha256:0"}
+    administrator = open_account(load_environment(CHECKOUT / "environments/local.yaml"))
+    administrator.client("sagemaker").create_training_job(**request)
+    ended = wait_for(
+        lambda: (
+            (found := sagemaker.describe_training_job(TrainingJobName=foreign))["TrainingJobStatus"]
+            in ("Stopped", "Failed", "Completed")
+            and found
+        )
+    )
+    assert ended["TrainingJobStatus"] == "Stopped", ended
+
+    def judgements() -> dict[str, Any]:
+        told = [item for item in emulator.deliveries(site.info) if "rules" in item.get("event", {})]
+        return {item["event"]["job"]: json.loads(item["payload"]) for item in told if not item["error"]}
+
+    wait_for(lambda: foreign in judgements())
+    judged = judgements()
+    assert judged[job_id] == judged[name] == [] and judged[foreign] == ["image: elsewhere/image@sha256:0"]
