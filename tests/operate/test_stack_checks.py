@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from trainyard.isolation.templates import synthesize
 from trainyard.operate import stack_checks
+from trainyard.operate.deploy import prepare
 from trainyard.operate.stack_checks import ACCEPTED, NotRunError, checkov, install_checkov, lint, sort_out
 
 BROKEN = {
@@ -83,6 +85,28 @@ def test_a_missing_opinion_fails_the_report(
     monkeypatch.setattr(stack_checks, "check", lambda *_: iter([("enforced: nothing", True), (line, not line)]))
     assert stack_checks.main(["environments/dev.yaml"]) == status
     assert line in capsys.readouterr().out
+
+
+def test_a_deployment_is_checked_and_a_look_at_the_templates_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`trainyard deploy` prepares what it deploys; the proof of isolation only looks."""
+    seen: list[dict[str, str]] = []
+
+    def app(command: list[str], *, env: dict[str, str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        assert Path(command[1]).name == "app.py"
+        seen.append(env)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", app)
+    checkout = Path(__file__).parents[2]
+    environment = checkout / "environments" / "dev.yaml"
+    prepare(checkout, environment, tmp_path / "cdk.out")
+    synthesize(environment, checkout)
+    contexts = [json.loads(env["CDK_CONTEXT_JSON"]) for env in seen]
+    assert [context.get("checks") for context in contexts] == [None, "off"]
+    assert ["CDK_VALIDATION" in env for env in seen] == [False, True]
+    assert all(context["@aws-cdk/core:validateAgainstDefaultRules"] is True for context in contexts)
 
 
 @pytest.mark.full
