@@ -71,6 +71,16 @@ class AuditTrail(Construct):
                         "resources.ARN": {"not_starts_with": [self.bucket.arn_for_objects("")]},
                     },
                 ),
+                _selector(
+                    "Submissions",  # who had a broker submit a job: what the broker itself can't know
+                    {
+                        "eventCategory": {"equal_to": ["Data"]},
+                        "resources.type": {"equal_to": ["AWS::Lambda::Function"]},
+                        "resources.ARN": {
+                            "starts_with": [f"arn:{PARTITION}:lambda:{place}:function:trainyard-{environment.name}-"]
+                        },
+                    },
+                ),
             ],
         )
         acknowledge(self.trail, NO_SECOND_COPY)
@@ -155,7 +165,10 @@ def _selector(name: str, fields: dict[str, dict[str, list[str]]]) -> cloudtrail.
         name=name,
         field_selectors=[
             cloudtrail.CfnTrail.AdvancedFieldSelectorProperty(
-                field=field, equal_to=test.get("equal_to"), not_starts_with=test.get("not_starts_with")
+                field=field,
+                equal_to=test.get("equal_to"),
+                starts_with=test.get("starts_with"),
+                not_starts_with=test.get("not_starts_with"),
             )
             for field, test in fields.items()
         ],

@@ -29,6 +29,10 @@ def test_the_trail_logs_every_object_but_its_own_and_every_call_in_every_region(
     (prefix,) = objects["resources.ARN"]["NotStartsWith"]
     assert prefix["Fn::Join"][1] == [{"Fn::GetAtt": [log, "Arn"]}, "/"]
     assert len(objects) == 3, "no tenant is named: one that comes later is seen too"
+    submissions = {item["Field"]: item for item in selectors["Submissions"]}
+    assert submissions["resources.type"]["Equals"] == ["AWS::Lambda::Function"]
+    (brokers,) = submissions["resources.ARN"]["StartsWith"]
+    assert brokers.endswith(":function:trainyard-production-"), "every tenant's broker, by its name"
     assert selectors["ApiCalls"] == [{"Field": "eventCategory", "Equals": ["Management"]}]
     assert trail["IsMultiRegionTrail"] and trail["EnableLogFileValidation"] and trail["IncludeGlobalServiceEvents"]
 
