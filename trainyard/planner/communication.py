@@ -1,4 +1,4 @@
-"""Collectives by an alpha-beta model: a latency, the filling of the pipeline, and bytes over a bandwidth.
+"""Collectives by a segmented alpha-beta model: a latency, the filling of the pipeline, and bytes over a bandwidth.
 
 Volumes as in Thakur et al. (2005): all-reduce moves 2 (n-1)/n of the buffer through every link, all-gather and
 reduce-scatter half of that. Groups over several nodes work in both levels at once, as NCCL does: the slower level
@@ -13,29 +13,35 @@ from trainyard.hardware import Gpu, Instance
 LINK_EFFICIENCY = 0.80
 """Bus bandwidth of large messages within a node over the link's peak: 235 of 300 GB/s on A100."""
 
-SWITCH_REDUCTION_GAIN = 1.33
-"""All-reduce on Hopper and later, where the NVSwitch adds: 480 GB/s of 450."""
+SWITCH_REDUCTION_GAIN = 1.21
+"""All-reduce on Hopper and later, where the NVSwitch adds (NCCL's NVLS): 444 GB/s of 450, 840 of a B200's 900."""
 
 SWITCH_REDUCTION_LINK_GB_PER_SECOND = 450
 """GPUs with at least this link have switches that add."""
 
-NETWORK_EFFICIENCY = 0.80
-"""Bus bandwidth of large messages over the network's peak."""
+NETWORK_EFFICIENCY = 0.85
+"""Bus bandwidth of large messages over the network's peak: 42 to 45 of 50 GB/s a GPU in an all-to-all over EFA."""
 
 LINK_LATENCY_SECONDS = 13e-6
 """All-reduce of 8 bytes within a node."""
 
-NETWORK_LATENCY_SECONDS = 56e-6
+LINK_LATENCY_PER_DOUBLING = 0.35e-6
+"""What each doubling of a small message adds to that."""
+
+NETWORK_LATENCY_SECONDS = 54e-6
 """What two nodes add to that; it grows with the logarithm of the nodes, as in NCCL's trees."""
 
-LINK_FILL_SECONDS = 50e-6
-"""What a large all-reduce within a node loses until all its links are busy."""
+LINK_FILL_SECONDS, LINK_FILL_BYTES = 45e-6, 4e6
+"""What a large all-reduce within a node loses until all its links are busy; messages of that size lose half of it."""
 
-NETWORK_FILL_SECONDS = 280e-6
-"""The same over the network."""
+NETWORK_STEP_SECONDS, NETWORK_STEP_BYTES = 50e-6, 32e3
+"""What a message over the network loses when it is no longer sent with its flag (NCCL's LL and LL128 protocols)."""
 
-FILL_BYTES = 12e6
-"""Messages of this size lose half of it."""
+NETWORK_FILL_SECONDS, NETWORK_FILL_BYTES = 360e-6, 24e6
+"""What a large one loses until every card is busy."""
+
+PEER_SECONDS = 5e-6
+"""What every peer in another node adds to an all-to-all."""
 
 SEND_LATENCY_SECONDS = 20e-6
 
@@ -81,11 +87,13 @@ def group(size: int, stride: int, gpus_per_node: int) -> Group:
 
 
 def _latency_seconds(total_bytes: float, members: Group) -> float:
-    """What an all-reduce costs beyond its bytes over bandwidth."""
-    hops = math.log2(members.num_nodes) if members.num_nodes > 1 else 0.0
-    latency = LINK_LATENCY_SECONDS + NETWORK_LATENCY_SECONDS * hops
-    fill = NETWORK_FILL_SECONDS if members.num_nodes > 1 else LINK_FILL_SECONDS
-    return latency + fill * total_bytes / (total_bytes + FILL_BYTES)
+    """What an all-reduce costs beyond its bytes over bandwidth: hops, and the filling of the pipeline by segments."""
+    if members.num_nodes == 1:
+        small = LINK_LATENCY_SECONDS + LINK_LATENCY_PER_DOUBLING * math.log2(1 + total_bytes / 16)
+        return small + LINK_FILL_SECONDS * total_bytes / (total_bytes + LINK_FILL_BYTES)
+    latency = LINK_LATENCY_SECONDS + NETWORK_LATENCY_SECONDS * math.log2(members.num_nodes)
+    step = NETWORK_STEP_SECONDS * total_bytes / (total_bytes + NETWORK_STEP_BYTES)
+    return latency + step + NETWORK_FILL_SECONDS * total_bytes / (total_bytes + NETWORK_FILL_BYTES)
 
 
 def _volume_seconds(total_bytes: float, members: Group, links: Fabric, gain: float) -> float:
@@ -125,7 +133,9 @@ def all_to_all_seconds(total_bytes: float, members: Group, links: Fabric) -> flo
     inside = total_bytes * (members.per_node - 1) / members.size
     outside = total_bytes * (members.size - members.per_node) / members.size
     within = links.link_gb_per_second * LINK_EFFICIENCY * 1e9
-    return _latency_seconds(total_bytes, members) / 2 + max(inside / within, outside / _network_bandwidth(links))
+    peers = PEER_SECONDS * (members.size - members.per_node)
+    latency = _latency_seconds(total_bytes, members) / 2 + peers
+    return latency + max(inside / within, outside / _network_bandwidth(links))
 
 
 def send_seconds(total_bytes: float, *, between_nodes: bool, links: Fabric) -> float:

@@ -1,11 +1,14 @@
-"""Step time: a roofline per layer, exposed communication, the pipeline's bubble, the optimizer.
+"""Step time: a roofline per operator, exposed communication, the pipeline's bubble, the optimizer.
 
-FLOPs as in Narayanan et al. (arXiv:2104.04473, section 5.1) without their recomputation term, which is counted where
-recomputation is on. Bubble of one-forward-one-backward schedules: (p-1)/(m v) of the ideal time (ibid., section 2.2).
-A handful of global constants, fitted to published runs; none belongs to one model or one system.
+Every matrix product has tiles that must fill the device's processors, a ceiling, and bytes that must move; attention
+has the efficiency of its kernel's generation; what is element-wise is bound by memory, what is small by the host that
+launches it. Bubble of one-forward-one-backward schedules: (p-1)/(m v) of the ideal time (Narayanan et al.,
+arXiv:2104.04473, section 2.2). The constants are global: per GPU generation and framework era, none belongs to one
+model, system or row; benchmarks/planner_accuracy.py --cross-validate shows what they are worth on sources unseen.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from trainyard.hardware import Gpu
@@ -18,44 +21,89 @@ from trainyard.planner.communication import (
     send_seconds,
 )
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import Stage, layer_activation_bytes, stage_params, stages, state_bytes
+from trainyard.planner.memory import Stage, stage_params, stages, state_bytes
 from trainyard.planner.shapes import ModelShape
 
 PCIE_BYTES_PER_SECOND = 24e9
 """One way between a host's memory and a GPU: what 16 lanes of PCIe 4 give in practice."""
 
+PROCESSORS = {"volta": 80, "turing": 40, "ampere": 108, "ada": 142, "hopper": 132, "blackwell": 148, "cdna3": 304}
+"""Streaming multiprocessors of a generation's large part: a product of fewer tiles leaves some idle."""
+
+EARLY = 2023.0
+"""Frameworks before this year waited for tensor-parallel collectives, and fused fewer kernels."""
+
+TILE = 128
+"""Rows and columns of the output that one processor computes at a time."""
+
 
 @dataclass(frozen=True)
 class Constants:
-    """What the formulas can't derive. One set for everything, rounded from a fit to the dense 16-bit rows.
+    """What the formulas can't derive. One set for everything, fitted to published runs in log space by sources.
 
-    The rows fitted are those that benchmarks/planner_accuracy.py scores, so its errors on them are no proof for others.
+    The rows fitted are those that benchmarks/planner_accuracy.py scores; its --cross-validate refits without a source.
     """
 
-    matmul_ceiling: float = 0.85
-    """Of the dense peak, reached by large matrix products, where no measurement of the part is known."""
-    fp8_ceiling: float = 0.55
-    """The same for FP8, with its casts and scales."""
-    half_tokens: float = 500.0
-    """Tokens in a micro-batch at which a product reaches half of the ceiling."""
-    half_width: float = 60.0
-    """Width of a rank's share of a projection at which it reaches half."""
-    flash_efficiency: float = 0.28
-    """Of the peak, for attention without a matrix in memory."""
-    attention_matrix_passes: float = 5.0
-    """Reads and writes of the scores, forward and backward, where attention keeps its matrix."""
-    bandwidth_efficiency: float = 0.90
+    ceiling_volta: float = 0.87
+    """Of the dense 16-bit peak, that large matrix products keep up for hours (power and clocks included)."""
+    ceiling_ampere: float = 0.69
+    ceiling_hopper: float = 0.76
+    ceiling_blackwell: float = 0.5
+    ceiling_hopper_torch: float = 0.66
+    """Of products that aren't Transformer Engine's."""
+    fp8_ceiling_hopper: float = 0.75
+    """The same for FP8, of its own peak."""
+    fp8_ceiling_blackwell: float = 0.8
+    fp4_ceiling: float = 0.8
+    half_waves: float = 0.05
+    """Waves of tiles that a product loses at its end and beginning."""
+    half_depth: float = 220.0
+    """Length of a product's sum at which it reaches half of its speed."""
+    flash_ampere: float = 0.37
+    """Of the peak, for fused causal attention, its forward pass: FlashAttention-2's kernels on Ampere."""
+    flash_hopper: float = 0.19
+    """The same kernels on Hopper, which they don't fill."""
+    flash_hopper_native: float = 0.7
+    """Kernels written for Hopper: Transformer Engine's and FlashAttention-3."""
+    flash_blackwell: float = 0.43
+    half_head: float = 7.8
+    """Width of a head at which fused attention reaches half of that."""
+    attention_matrix_passes: float = 2.0
+    """Reads and writes of the scores, forward, where attention keeps its matrix."""
+    bandwidth_efficiency: float = 0.85
     """Of the memory bandwidth, for element-wise work."""
-    elementwise_passes: float = 4.4
-    """Reads and writes of saved activations, forward; backward has twice as many."""
-    layer_launch_seconds: float = 850e-6
-    """What the host needs to launch a layer's kernels, forward: a small layer can't be faster than that."""
-    tensor_exposed: float = 0.50
+    passes_fused: float = 4.0
+    """Element-wise reads and writes over the least possible, in Megatron's layers."""
+    passes_compiled: float = 1.5
+    """The same in torch's, compiled or not."""
+    passes_early: float = 0.85
+    """The same before 2023, when fewer kernels were fused."""
+    fp8_cast_passes: float = 1.3
+    """Reads and writes of a product's input and output to scale and cast them."""
+    launch_seconds: float = 1060e-6
+    """What the host needs to launch a layer's kernels, in either direction: a small layer can't be faster."""
+    launch_moe_seconds: float = 4370e-6
+    """The same for a layer of routed experts, with its waits for the numbers of tokens."""
+    moe_passes: float = 2.0
+    """Reads and writes of every expert's copy of a token: permuting, weighting, gathering back. In 2026."""
+    moe_gain_per_year: float = 0.15
+    """Natural logarithm by which that, and the launching, has fallen a year."""
+    imbalance: float = 1.2
+    """The fullest rank's share of tokens over the mean."""
+    tensor_exposed_megatron: float = 0.86
     """Share of tensor-parallel communication that stands alone."""
-    data_overlap: float = 0.90
+    tensor_exposed_torch: float = 1.2
+    expert_exposed: float = 0.45
+    send_exposed: float = 0.1
+    """Share of an interleaved pipeline's sends that stands alone while it is full."""
+    data_overlap: float = 1.0
     """Share of backward time behind which gradient and parameter traffic hides."""
-    optimizer_passes: float = 1.5
+    data_exposed: float = 0.2
+    """Share of that traffic that never hides."""
+    optimizer_passes: float = 4.0
     """Reads and writes of gradients and optimizer state per step, over their size."""
+    jitter_per_doubling: float = 0.0005
+    """Share of a step lost for each doubling of the nodes: stragglers, and links that others use too."""
 
 
 DEFAULT_CONSTANTS = Constants()
@@ -92,7 +140,7 @@ class StepTime:
 
     def breakdown(self) -> dict[str, float]:
         """{what: seconds}."""
-        return dataclasses.asdict(self)
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True)
@@ -112,31 +160,56 @@ class _Pass:
         return self.forward + self.backward + self.recompute
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of a layer's forward pass on the GPU, by kind."""
+
+    products: float
+    scores: float
+    elementwise: float
+
+    @property
+    def forward(self) -> float:
+        return self.products + self.scores + self.elementwise
+
+    def backward(self, *, frozen: bool) -> float:
+        """Products twice (once for frozen weights), attention 2.5 times: its scores are computed again."""
+        return self.products * (1.0 if frozen else 2.0) + 2.5 * self.scores + 1.5 * self.elementwise
+
+
 def step_time(
     shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants = DEFAULT_CONSTANTS
 ) -> StepTime:
     """One optimizer step of the layout on nodes of that GPU."""
-    passes = [_pass(shape, layout, stage, device, links, constants) for stage in stages(shape, layout)]
+    rank = _Rank(shape, layout, device, links, constants)
+    passes = [rank.one_pass(stage) for stage in stages(shape, layout)]
     # The slowest stage sets the rhythm of a full pipeline.
     slowest = max(passes, key=lambda item: item.compute + item.tensor + item.expert + item.sharding)
     count = layout.num_micro_batches
     hidden_behind = constants.data_overlap * slowest.compute
-    sharding = 0.0 if layout.gathers_once else max(0.0, slowest.sharding - hidden_behind) * count
+    sharding = 0.0
+    if not layout.gathers_once:
+        exposed_each = max(constants.data_exposed * slowest.sharding, slowest.sharding - hidden_behind)
+        sharding = exposed_each * count
     once = slowest.sharding if layout.gathers_once else 0.0
     gradients = _gradient_seconds(shape, layout, links) + once
     # Replicated gradients travel once a step, behind the backward pass of the last micro-batch.
-    exposed = max(0.0, gradients - constants.data_overlap * slowest.backward) + 0.02 * gradients
+    exposed = max(constants.data_exposed * gradients, gradients - constants.data_overlap * slowest.backward)
     tensor, expert = slowest.tensor * count, slowest.expert * count
     rhythm = slowest.compute + slowest.tensor + slowest.expert + sharding / count
+    # A pipeline fills and drains through the other stages, of which most are like the first.
+    filling = passes[0].compute + passes[0].tensor + passes[0].expert + sharding / count
+    bubble = bubble_passes(layout) * filling
+    lost = constants.jitter_per_doubling * math.log2(max(1.0, layout.world_size / links.gpus_per_node))
     return StepTime(
         forward=slowest.forward * count,
         backward=slowest.backward * count,
         recompute=slowest.recompute * count,
         tensor_communication=tensor,
-        data_communication=sharding + exposed,
-        pipeline_communication=_pipeline_seconds(shape, layout, links),
+        data_communication=sharding + exposed + lost * (rhythm * count + bubble),
+        pipeline_communication=_pipeline_seconds(shape, layout, links, constants),
         expert_communication=expert,
-        bubble=bubble_passes(layout) * rhythm,
+        bubble=bubble,
         optimizer=_optimizer_seconds(shape, layout, device, constants),
     )
 
@@ -150,97 +223,244 @@ def bubble_passes(layout: Layout) -> float:
     return idle / 3 if layout.schedule == "zero_bubble" else idle
 
 
-def _pass(shape: ModelShape, layout: Layout, stage: Stage, device: Gpu, links: Fabric, constants: Constants) -> _Pass:
-    layer_forward = _layer_seconds(shape, layout, device, constants)
-    head = _head_seconds(shape, layout, device, constants) if stage.head else 0.0
-    forward = stage.layers * layer_forward + head
-    recomputed = {"none": 0.0, "selective": 0.12, "full": 1.0}[layout.recompute]
-    if layout.recompute == "selective" and not layout.flash_attention:
-        recomputed = 0.06
-    return _Pass(
-        forward=forward,
-        # Frozen base weights need no gradients of their own: half of the backward products.
-        backward=(2.0 if layout.method == "full" else 1.1) * forward,
-        recompute=recomputed * stage.layers * layer_forward,
-        tensor=_tensor_seconds(shape, layout, stage, links) * constants.tensor_exposed,
-        expert=_expert_seconds(shape, layout, stage, links),
-        sharding=_sharding_seconds(shape, layout, stage, links),
-    )
+def matmul_ceiling_tflops(layout: Layout, device: Gpu, constants: Constants) -> float:
+    """TFLOP/s of a large product of linear layers in the layout's precision."""
+    modern = device.generation in ("blackwell", "cdna3")
+    if layout.precision == "fp4" and device.fp4_tflops is not None:
+        return constants.fp4_ceiling * device.fp4_tflops
+    if layout.precision in ("fp8", "fp4") and device.fp8_tflops is not None:
+        share = constants.fp8_ceiling_blackwell if modern else constants.fp8_ceiling_hopper
+        return share * device.fp8_tflops
+    return _wide_ceiling_tflops(layout, device, constants)
 
 
-def matmul_flops_per_second(layout: Layout, device: Gpu, width: float, constants: Constants) -> float:
-    """What matrix products of this width reach: a ceiling of the peak, less where the product is small."""
-    if layout.precision == "fp8" and device.fp8_tflops is not None:
-        ceiling = constants.fp8_ceiling * device.fp8_tflops
-    elif layout.precision in ("fp32", "fp64") or device.achievable_bf16_tflops is None:
-        ceiling = constants.matmul_ceiling * device.peak_tflops(layout.precision)
-    else:
-        ceiling = device.achievable_bf16_tflops
-    tokens = layout.tokens_per_micro_batch
-    fill = tokens / (tokens + constants.half_tokens) * width / (width + constants.half_width)
-    return ceiling * 1e12 * fill
+def _wide_ceiling_tflops(layout: Layout, device: Gpu, constants: Constants) -> float:
+    """The same for what is kept in 16 bits (or 32) where the linear layers have fewer: the output projection."""
+    precision = layout.precision if layout.precision in ("fp32", "fp64") else "bf16"
+    hopper = constants.ceiling_hopper if layout.engine == "megatron" else constants.ceiling_hopper_torch
+    shares = {
+        "volta": constants.ceiling_volta,
+        "turing": constants.ceiling_volta,
+        "ampere": constants.ceiling_ampere,
+        "ada": constants.ceiling_ampere,
+        "hopper": hopper,
+    }
+    return shares.get(device.generation, constants.ceiling_blackwell) * device.peak_tflops(precision)
 
 
-def _layer_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants: Constants) -> float:
-    """Forward of the average layer for one micro-batch on one rank."""
-    tokens = layout.tokens_per_micro_batch
-    moe_share = shape.moe_layers / shape.layers
-    attention = _product_seconds(shape.attention_params, shape.query_dim, layout, device, constants)
-    dense = _product_seconds(shape.mlp_params(shape.ffn), shape.ffn, layout, device, constants) if shape.ffn else 0.0
-    block = dense * (1 - moe_share)
-    if moe_share:
-        active = shape.experts_per_token * shape.mlp_params(shape.moe_ffn) + shape.moe_dense_params
-        block += _product_seconds(active, shape.moe_ffn, layout, device, constants) * moe_share
-    saved = layer_activation_bytes(shape, dataclasses.replace(layout, flash_attention=True), "none")
-    elementwise = constants.elementwise_passes * saved / _bytes_per_second(device, constants)
-    scores = _score_seconds(shape, layout, tokens, device, constants)
-    return max(attention + block + scores + elementwise, constants.layer_launch_seconds)
+class _Rank:
+    """Times of the operators of one rank for one micro-batch."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, constants: Constants) -> None:
+        self.shape, self.layout, self.device, self.links, self.constants = shape, layout, device, links, constants
+        self.tokens = layout.tokens_per_micro_batch
+        self.narrow = matmul_ceiling_tflops(layout, device, constants) * 1e12
+        self.wide = _wide_ceiling_tflops(layout, device, constants) * 1e12
+        self.bytes_per_second = device.memory_tb_per_second * 1e12 * constants.bandwidth_efficiency
+        self.processors = PROCESSORS[device.generation]
+        self.casts = layout.precision in ("fp8", "fp4") and device.fp8_tflops is not None
+        self.moe_era = math.exp(-constants.moe_gain_per_year * (min(layout.year, 2027.0) - 2026.0))
+
+    def one_pass(self, stage: Stage) -> _Pass:
+        """One micro-batch through a stage."""
+        shape, layout, constants = self.shape, self.layout, self.constants
+        frozen = layout.method != "full"
+        kinds = self._layers()
+        total = sum(count for count, _, _ in kinds)
+        forward = backward = again = 0.0
+        for count, work, launch in kinds:
+            share = stage.layers * count / total
+            forward += share * max(work.forward, launch)
+            backward += share * max(work.backward(frozen=frozen), launch)
+            again += share * self._recomputed(work, launch)
+        if stage.head:
+            head = self._head_seconds()
+            forward, backward = forward + head, backward + head * (1.0 if frozen else 2.0)
+        overlapped = layout.engine == "megatron" and layout.year >= EARLY
+        exposed = constants.tensor_exposed_megatron if overlapped else constants.tensor_exposed_torch
+        return _Pass(
+            forward=forward,
+            backward=backward,
+            recompute=again,
+            tensor=_tensor_seconds(shape, layout, stage, self.links) * exposed,
+            expert=_expert_seconds(shape, layout, stage, self.links) * constants.expert_exposed * constants.imbalance,
+            sharding=_sharding_seconds(shape, layout, stage, self.links),
+        )
+
+    def _recomputed(self, work: _Work, launch: float) -> float:
+        if self.layout.recompute == "full":
+            return max(work.forward, launch)
+        if self.layout.recompute == "none":
+            return 0.0
+        if self.layout.engine == "torch":
+            # Half of the products and all that is element-wise (torchtitan's selection by operator).
+            return 0.4 * work.products + work.elementwise
+        # Megatron's: the core of attention, which fused kernels compute again anyway.
+        return 0.1 * work.scores if self.layout.flash_attention else work.scores
+
+    def _layers(self) -> list[tuple[int, _Work, float]]:
+        """(how many, GPU seconds, host seconds) of each kind of layer."""
+        shape, constants = self.shape, self.constants
+        small, large = constants.launch_seconds, constants.launch_moe_seconds * self.moe_era
+        attention, dense = self._attention(), self._mlp(shape.ffn)
+        routed = self._routed() if shape.moe_layers else _Work(0.0, 0.0, 0.0)
+        if shape.is_hybrid:
+            found = [
+                (shape.mamba_layers, self._mamba(), small),
+                (shape.attention_layers, attention, small / 2),
+                (shape.moe_layers, routed, large),
+                (shape.num_mlps, dense, small / 2),
+            ]
+        else:
+            found = [
+                (shape.num_mlps, _sum(attention, dense), small),
+                (shape.moe_layers, _sum(attention, routed), small / 2 + large),
+            ]
+        return [item for item in found if item[0]]
+
+    def product(self, rows: float, columns: float, depth: float, groups: float = 1.0, *, wide: bool = False) -> float:
+        """Seconds of [rows, depth] x [depth, columns], the rows being spread over `groups` matrices."""
+        constants = self.constants
+        tiles = groups * max(1.0, rows / groups / TILE) * max(1.0, columns / TILE)
+        speed = 1 / (1 + constants.half_waves * self.processors / tiles + constants.half_depth / depth)
+        seconds = 2.0 * rows * columns * depth / ((self.wide if wide else self.narrow) * speed)
+        element = self.layout.element_bytes
+        moved = element * (rows * depth + rows * columns + groups * depth * columns) / self.bytes_per_second
+        if self.casts and not wide:
+            cast = constants.fp8_cast_passes * element * rows * (depth + columns) / self.bytes_per_second
+            return max(seconds, moved) + cast
+        return max(seconds, moved)
+
+    def _elementwise(self, per_token: float) -> float:
+        """Seconds for so many elements read or written for every token."""
+        constants, layout = self.constants, self.layout
+        passes = constants.passes_fused if layout.engine == "megatron" else constants.passes_compiled
+        if layout.year < EARLY:
+            passes = constants.passes_early
+        return passes * per_token * self.tokens * layout.element_bytes / self.bytes_per_second
+
+    def _attention(self) -> _Work:
+        """Projections, scores, and norm, residual and rotation around them."""
+        shape, split = self.shape, self.layout.tensor
+        width = shape.query_dim + 2 * shape.kv_dim
+        if shape.kv_lora_rank:
+            products = self._latent_products()
+        else:
+            products = self.product(self.tokens, width / split, shape.hidden)
+        products += self.product(self.tokens, shape.hidden, shape.query_dim / split)
+        around = 6 * shape.hidden / self.layout.norm_split + 3 * width / split
+        return _Work(products, self._score_seconds(), self._elementwise(around))
+
+    def _latent_products(self) -> float:
+        """DeepSeek's projections down to the latents and up from them."""
+        shape, split, queries = (
+            self.shape,
+            self.layout.tensor,
+            self.shape.heads * (self.shape.head_dim + self.shape.rope_dim),
+        )
+        down = self.product(self.tokens, shape.q_lora_rank + shape.kv_lora_rank + shape.rope_dim, shape.hidden)
+        up = self.product(self.tokens, queries / split, shape.q_lora_rank or shape.hidden)
+        return down + up + self.product(self.tokens, 2 * shape.query_dim / split, shape.kv_lora_rank)
+
+    def _score_seconds(self) -> float:
+        """Attention's own products: causal and fused, or whole and through memory."""
+        shape, layout, constants = self.shape, self.layout, self.constants
+        peak = self.device.peak_tflops(layout.precision if layout.precision in ("fp32", "fp64") else "bf16") * 1e12
+        span = shape.mean_span(layout.sequence_length)
+        flops = 4.0 * span * shape.score_dim * self.tokens / layout.tensor
+        if layout.flash_attention:
+            # Tiles on the diagonal are computed whole.
+            causal = 0.5 * (1 + min(1.0, TILE / layout.sequence_length))
+            speed = self._flash_share() * shape.head_dim / (shape.head_dim + constants.half_head)
+            return causal * flops / (speed * peak)
+        matrix = self.tokens * layout.sequence_length * shape.heads / layout.tensor * layout.element_bytes
+        return flops / (0.4 * peak) + matrix * constants.attention_matrix_passes / self.bytes_per_second
+
+    def _flash_share(self) -> float:
+        constants, layout = self.constants, self.layout
+        # A head of 128 reaches the constant itself.
+        scale = 1 + constants.half_head / 128
+        generation = self.device.generation
+        if generation in ("volta", "turing", "ampere", "ada"):
+            return constants.flash_ampere * scale
+        if generation == "hopper":
+            native = layout.engine == "megatron" and layout.year >= 2024
+            return (constants.flash_hopper_native if native else constants.flash_hopper) * scale
+        return constants.flash_blackwell * scale
+
+    def _mlp(self, width: float) -> _Work:
+        """A feed-forward block of that width."""
+        shape, split = self.shape, self.layout.tensor
+        if not width:
+            return _Work(0.0, 0.0, 0.0)
+        inputs = 2 if shape.gated_mlp else 1
+        products = self.product(self.tokens, inputs * width / split, shape.hidden)
+        products += self.product(self.tokens, shape.hidden, width / split)
+        around = 6 * shape.hidden / self.layout.norm_split + (inputs + 1) * width / split
+        return _Work(products, 0.0, self._elementwise(around))
+
+    def _routed(self) -> _Work:
+        """Router, routed experts and the shared one; each rank has its share of experts and of tokens."""
+        shape, layout, constants = self.shape, self.layout, self.constants
+        inputs = 2 if shape.gated_mlp else 1
+        hidden = shape.latent or shape.hidden
+        copies = self.tokens * shape.experts_per_token / layout.tensor * constants.imbalance
+        local = max(1.0, shape.experts / layout.expert)
+        products = self.product(copies, inputs * shape.moe_ffn, hidden, local)
+        products += self.product(copies, hidden, shape.moe_ffn, local)
+        products += self.product(self.tokens / layout.norm_split, shape.experts, shape.hidden, wide=True)
+        if shape.latent:
+            products += 2 * self.product(self.tokens / layout.norm_split, shape.latent, shape.hidden)
+        shared = self._mlp(shape.shared_ffn)
+        passes = constants.moe_passes * self.moe_era * hidden + (inputs + 1) * shape.moe_ffn
+        moved = copies * passes * layout.element_bytes / self.bytes_per_second
+        around = self._elementwise(6 * shape.hidden / layout.norm_split)
+        return _Work(products + shared.products, 0.0, moved + around + shared.elementwise)
+
+    def _mamba(self) -> _Work:
+        """Projections in and out, the convolution and the scan, which is bound by memory."""
+        shape, split = self.shape, self.layout.tensor
+        mixed = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
+        products = self.product(self.tokens, (shape.mamba_inner + mixed) / split, shape.hidden)
+        products += self.product(self.tokens, shape.hidden, shape.mamba_inner / split)
+        around = 6 * shape.hidden / self.layout.norm_split + 12 * mixed / split
+        return _Work(products, 0.0, self._elementwise(around))
+
+    def _head_seconds(self) -> float:
+        """The output projection and the loss."""
+        shape, split = self.shape, self.layout.tensor
+        product = self.product(self.tokens, shape.vocab / split, shape.hidden, wide=True)
+        logits = self.tokens * shape.vocab / split * 4
+        return product + 3 * logits / self.bytes_per_second
 
 
-def _bytes_per_second(device: Gpu, constants: Constants) -> float:
-    return device.memory_tb_per_second * 1e12 * constants.bandwidth_efficiency
-
-
-def _product_seconds(weights: float, width: int, layout: Layout, device: Gpu, constants: Constants) -> float:
-    flops = 2.0 * weights * layout.tokens_per_micro_batch / layout.tensor
-    return flops / matmul_flops_per_second(layout, device, width / layout.tensor, constants)
-
-
-def _score_seconds(shape: ModelShape, layout: Layout, tokens: float, device: Gpu, constants: Constants) -> float:
-    """Attention's own products: causal and fused, or whole and through memory."""
-    flops = 4.0 * layout.sequence_length * shape.query_dim * tokens / layout.tensor
-    peak = device.peak_tflops(layout.precision if layout.precision in ("fp32", "fp64") else "bf16") * 1e12
-    if layout.flash_attention:
-        return 0.5 * flops / (constants.flash_efficiency * peak)
-    matrix = tokens * layout.sequence_length * shape.heads / layout.tensor * layout.element_bytes
-    passes = constants.attention_matrix_passes / 3
-    return flops / (constants.flash_efficiency * peak) + matrix * passes / _bytes_per_second(device, constants)
-
-
-def _head_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants: Constants) -> float:
-    """The output projection and the loss."""
-    product = _product_seconds(shape.vocab * shape.hidden, shape.vocab, layout, device, constants)
-    logits = layout.tokens_per_micro_batch * shape.vocab / layout.tensor * 4
-    return product + constants.elementwise_passes * logits / _bytes_per_second(device, constants)
+def _sum(one: _Work, other: _Work) -> _Work:
+    return _Work(one.products + other.products, one.scores + other.scores, one.elementwise + other.elementwise)
 
 
 def _tensor_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric) -> float:
-    """Two all-reduces a layer forward and two backward (or as many all-gather and reduce-scatter pairs)."""
+    """Two all-reduces a layer forward and two backward (or as many all-gather and reduce-scatter pairs).
+
+    A layer of experts has one: its tokens go to the experts already split over the tensor ranks.
+    """
     if layout.tensor == 1:
         return 0.0
     bytes_ = layout.tokens_per_micro_batch * shape.hidden * layout.element_bytes
     each = all_reduce_seconds(bytes_, group(layout.tensor, 1, links.gpus_per_node), links)
-    return each * stage.layers * (6 if layout.recompute == "full" else 4)
+    blocks = (2 * shape.layers - shape.moe_layers) if not shape.is_hybrid else shape.layers - shape.moe_layers
+    return each * stage.layers * blocks / shape.layers * (3 if layout.recompute == "full" else 2)
 
 
 def _expert_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric) -> float:
     """Dispatch and combination, forward and backward."""
     if layout.expert == 1 or not shape.experts:
         return 0.0
-    tokens = layout.tokens_per_micro_batch * shape.experts_per_token / layout.norm_split
-    members = group(layout.expert, layout.tensor, links.gpus_per_node)
-    each = all_to_all_seconds(tokens * shape.hidden * layout.element_bytes, members, links)
-    return each * stage.layers * shape.moe_layers / shape.layers * 4
+    tokens = layout.tokens_per_micro_batch * shape.experts_per_token / layout.tensor
+    # Ranks of one expert group follow each other: the tensor ranks take part with their own tokens.
+    members = group(layout.expert, 1, links.gpus_per_node)
+    bytes_ = tokens * (shape.latent or shape.hidden) * layout.element_bytes
+    each = all_to_all_seconds(bytes_, members, links)
+    return each * stage.layers * shape.moe_layers / shape.layers * (6 if layout.recompute == "full" else 4)
 
 
 def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric) -> float:
@@ -261,33 +481,43 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
 
 
 def _gradient_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> float:
-    """Traffic once a step: replicated gradients (DDP, ZeRO-1/2, replicas of FSDP groups), parameters under ZeRO-1/2."""
+    """Traffic once a step: replicated gradients (DDP, ZeRO-1/2, replicas of FSDP groups), parameters under ZeRO-1/2.
+
+    Experts are replicated over fewer ranks than the rest.
+    """
     if layout.method != "full":
         return 0.0
-    stage = stages(shape, layout)[0]
-    params = stage_params(shape, layout, stage).total
+    params = stage_params(shape, layout, stages(shape, layout)[0])
     each = state_bytes(layout)
     ranks = layout.data_parallel * layout.context
     if layout.zero_stage == 3:
         replicas = ranks // layout.shard_degree
         stride = layout.tensor * layout.shard_degree
         members = group(replicas, stride, links.gpus_per_node)
-        return all_reduce_seconds(params / layout.shard_degree * each.gradient, members, links)
-    members = group(ranks, layout.tensor, links.gpus_per_node)
-    if layout.zero_stage:
-        scattered = all_gather_seconds(params * each.gradient, members, links)
-        return scattered + all_gather_seconds(params * each.parameter, members, links)
-    return all_reduce_seconds(params * each.gradient, members, links)
+        return all_reduce_seconds(params.total / layout.shard_degree * each.gradient, members, links)
+    seconds = 0.0
+    for size, count, stride in (
+        (params.dense, ranks, layout.tensor),
+        (params.expert, ranks // layout.expert, layout.tensor * layout.expert),
+    ):
+        members = group(max(1, count), stride, links.gpus_per_node)
+        if layout.zero_stage:
+            seconds += all_gather_seconds(size * each.gradient, members, links)
+            seconds += all_gather_seconds(size * each.parameter, members, links)
+        else:
+            seconds += all_reduce_seconds(size * each.gradient, members, links)
+    return seconds
 
 
-def _pipeline_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> float:
+def _pipeline_seconds(shape: ModelShape, layout: Layout, links: Fabric, constants: Constants) -> float:
     """Sends and receives between stages that stand alone: those of the filling and draining pipeline."""
     if layout.pipeline == 1:
         return 0.0
     bytes_ = layout.tokens_per_micro_batch * shape.hidden * layout.element_bytes / layout.tensor
     ranks_before = layout.tensor * layout.context * layout.data_parallel
     each = send_seconds(bytes_, between_nodes=ranks_before >= links.gpus_per_node, links=links)
-    return 2 * each * (layout.pipeline - 1 + layout.num_micro_batches * (layout.chunks - 1))
+    full = constants.send_exposed * layout.num_micro_batches * (layout.chunks - 1)
+    return 2 * each * (layout.pipeline - 1 + full)
 
 
 def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants: Constants) -> float:
@@ -295,11 +525,14 @@ def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants
     stage = stages(shape, layout)[0]
     each = state_bytes(layout)
     share = layout.shard_degree if layout.zero_stage else 1
-    params = stage_params(shape, layout, stage).total / share
+    both = stage_params(shape, layout, stage)
+    # Experts are spread over the ranks already: fewer of them share an expert's state.
+    params = both.dense / share + both.expert / max(1, share // layout.expert)
     if layout.method != "full":
         params *= 0.01
     bytes_ = params * (each.parameter + each.gradient + each.optimizer)
     if layout.offload == "none":
-        return constants.optimizer_passes * bytes_ / _bytes_per_second(device, constants)
+        bandwidth = device.memory_tb_per_second * 1e12 * constants.bandwidth_efficiency
+        return constants.optimizer_passes * bytes_ / bandwidth
     # Gradients out and parameters back over PCIe, the update at a host's 50 GB/s a process.
     return params * (each.gradient + each.parameter) / PCIE_BYTES_PER_SECOND + bytes_ / 50e9
