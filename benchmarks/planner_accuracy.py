@@ -141,6 +141,7 @@ def train_fields(row: Row) -> dict[str, Any]:
         "sharding": sharding_of(row["zero_or_fsdp"]),
         "precision": _precision(row),
         "recompute": recompute_of(row["recompute"]),
+        "sequence_parallel": True if "sequence par" in row["recompute"] else None,
         "framework": _framework(row),
         "framework_version": _version(row),
         "method": "lora" if row["task"] == "lora" else None,
@@ -337,32 +338,54 @@ def megatron_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
                 yield Score(name, index, row["family"], metric, measured, predicted)
 
 
+def _finetune_library(row: Row) -> dict[str, Any]:
+    """Whose loop: the source's own scripts say what a row leaves out."""
+    if row["id"].startswith("litgpt"):
+        # Rows of the recipes ran on one GPU, whatever their GPU column says (the page's text).
+        alone = "one GPU" in row["note"]
+        checkpointed = "FSDP act-ckpt" in row["recompute"] and (whole(row["gpus"]) or 1) > 1
+        return {"framework": "litgpt", "recompute": "full" if checkpointed else None} | ({"gpus": 1} if alone else {})
+    if "Qwen README" in row["source"]:
+        full = row["method"].startswith("Full")
+        # finetune.py: rank 64 on four products a layer; whole models by ZeRO-3 without offload, checkpointed.
+        adapters = {"lora_rank": 64, "lora_targets": 7, "trains_vocabulary": "(emb)" in row["method"]}
+        zero = {"framework": "DeepSpeed", "sharding": "zero3"} if full else {"framework": "transformers"}
+        return {"recompute": "full"} | adapters | zero
+    recompute = "full" if "checkpointing" in row["recompute"] else "none" if row["recompute"] == "none" else None
+    optimizer = "adamw_8bit" if "8bit" in row["note"] else None
+    return {"framework": "transformers", "recompute": recompute, "optimizer": optimizer}
+
+
+def finetune_fields(row: Row) -> dict[str, Any]:
+    """A row of finetune_memory.csv as `predict` reads it."""
+    method = row["method"].lower()
+    quantized = row["quant"].lower() not in ("", "none")
+    kind = "full" if method.startswith("full") else "qlora" if quantized or method.startswith("q") else "lora"
+    return {
+        "model": row["model"],
+        "params_b": number(row["params_B"]),
+        "gpu": row["gpu"],
+        "gpu_mem_gb": number(row["gpu_mem_GB"]),
+        "gpus": whole(row["gpus"]),
+        "seq": whole(row["seq"]),
+        "micro_batch": whole(row["micro_batch"]),
+        "precision": precision_of(row["precision"]),
+        "method": kind,
+        "quantization": "gptq" if "gptq" in row["quant"].lower() else None,
+        **_finetune_library(row),
+    }
+
+
 def finetune_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
     """finetune_memory.csv: peaks in the row's unit (sums over GPUs where it says so) and whether it ran."""
     for index, row in enumerate(rows):
-        method = row["method"].lower()
-        quantized = row["quant"].lower() not in ("", "none")
-        kind = "full" if method.startswith("full") else "qlora" if quantized or method.startswith("q") else "lora"
-        result = answer(
-            {
-                "model": re.sub(r"[\s]+", "-", row["model"]) if not row["params_B"] else None,
-                "params_b": number(row["params_B"]),
-                "gpu": row["gpu"],
-                "gpu_mem_gb": number(row["gpu_mem_GB"]),
-                "gpus": whole(row["gpus"]),
-                "seq": whole(row["seq"]),
-                "micro_batch": whole(row["micro_batch"]),
-                "precision": precision_of(row["precision"]),
-                "recompute": "full" if "checkpointing" in row["recompute"] else None,
-                "method": kind,
-                "framework": "litgpt" if row["id"].startswith("litgpt") else "transformers",
-            }
-        )
+        result = answer(finetune_fields(row))
         measured = number(row["peak_memory"])
         if measured is not None:
             unit = GIB if row["mem_unit"] == "GiB" else 1e9
             copies = (whole(row["gpus"]) or 1) if "sum over" in row["mem_unit"] else 1
-            predicted = result["peak_memory_gib"] * GIB / unit * copies if result else None
+            kind = "reserved_memory_gib" if "reserved" in row["note"] or copies > 1 else "peak_memory_gib"
+            predicted = result[kind] * GIB / unit * copies if result else None
             yield Score(name, index, row["source"], "peak_memory", measured, predicted)
         if row["outcome"] in ("ok", "OOM"):
             fits = float(result["fits"]) if result else None

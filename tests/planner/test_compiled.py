@@ -27,8 +27,9 @@ def test_no_layout_that_the_trainer_refuses_is_offered(source: str, job: MakeJob
 
 def test_recomputation_of_compiled_blocks_is_full(job: MakeJob) -> None:
     tight: dict[str, Any] = {"global_batch_size": 64, "micro_batch_size": 4}
-    assert resolve(job(compute=SMALL, training=tight)).activation_checkpointing == "selective"
-    assert resolve(job(compute=SMALL, training=tight | COMPILED)).activation_checkpointing == "full"
+    data = {"sequence_length": 3072}
+    assert resolve(job(compute=SMALL, training=tight, data=data)).activation_checkpointing == "selective"
+    assert resolve(job(compute=SMALL, training=tight | COMPILED, data=data)).activation_checkpointing == "full"
 
 
 @pytest.mark.parametrize(

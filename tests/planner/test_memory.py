@@ -10,7 +10,7 @@ from trainyard.planner import predict
 from trainyard.planner.activations import layer_activation_bytes, logits_bytes, pipeline_buffer_bytes
 from trainyard.planner.constants import MIB
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import memory, workspace_bytes
+from trainyard.planner.memory import PARTS, memory, workspace_bytes
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
 
@@ -138,3 +138,92 @@ def test_experts_split_by_their_own_tensor_parallelism() -> None:
     layout = dataclasses.replace(MEGATRON, tensor=2, data_parallel=4, expert=4)
     outside, whole = (memory(moe, dataclasses.replace(layout, expert_tensor=degree)).parameters for degree in (None, 1))
     assert whole - outside == 2 * 12 * moe.expert_params * (1 / 4 - 1 / 8)
+
+
+LITGPT: dict[str, Any] = {
+    "model": "Llama 2", "params_b": 7, "gpu": "A100", "gpu_mem_gb": 40, "gpus": 1, "seq": 1304, "micro_batch": 1,
+    "method": "lora", "framework": "litgpt",
+}  # fmt: skip
+CANIFT: dict[str, Any] = {
+    "model": "Qwen2.5-1.5B-Instruct", "gpu": "A100", "gpus": 1, "seq": 1024, "micro_batch": 1, "method": "qlora",
+    "framework": "transformers", "optimizer": "adamw_8bit",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "gigabytes"),
+    [
+        # Lightning-AI/litgpt tutorials/resource-tables.md at 26857050, A100 40 GB.
+        (LITGPT, 21.30),
+        ({**LITGPT, "micro_batch": 2}, 29.07),
+        ({**LITGPT, "method": "qlora"}, 14.14),
+        ({**LITGPT, "model": "phi-1.5", "params_b": 1.3, "seq": 1044, "micro_batch": 4}, 10.68),
+        ({**LITGPT, "gpus": 2, "micro_batch": 4}, 23.39),
+        # DaoyuanLi2816/can-i-finetune-this at 053ce9e1 (MIT), GiB allocated.
+        (CANIFT, 4.0413 * 1.0737),
+        ({**CANIFT, "seq": 2048}, 6.5324 * 1.0737),
+        ({**CANIFT, "recompute": "none"}, 9.3413 * 1.0737),
+    ],
+)
+def test_published_peaks_of_fine_tuning(fields: dict[str, Any], gigabytes: float) -> None:
+    assert predict(fields)["peak_memory_gib"] * 1.0737 == pytest.approx(gigabytes, rel=0.08)
+
+
+def test_what_ran_out_of_memory_is_not_called_fitting() -> None:
+    # The same page: these three ended with "OOM" on 40 GB.
+    assert predict(LITGPT)["fits"]
+    assert not predict({**LITGPT, "micro_batch": 4})["fits"]
+    assert not predict({**LITGPT, "params_b": 13, "micro_batch": 2})["fits"]
+    assert not predict({**LITGPT, "params_b": 13, "gpus": 2})["fits"]
+
+
+def test_the_need_is_the_peak_and_a_margin_for_what_is_not_known() -> None:
+    shape = understand(LITGPT).shape
+    use = memory(shape, MEGATRON)
+    assert use.allocated < use.reserved < use.needed
+    certain = dataclasses.replace(use, moving_error=0.0)
+    assert 0 < certain.margin == pytest.approx(1.2816 * 0.03 * use.state)
+    assert use.margin > certain.margin
+    assert sum(getattr(use, part) for part in PARTS) == use.allocated
+
+
+def test_a_name_and_a_size_apart_make_one_model() -> None:
+    assert understand(LITGPT).shape.params == pytest.approx(6.738e9, rel=1e-3)
+    assert understand({**LITGPT, "params_b": 13}).shape.params == pytest.approx(13.016e9, rel=1e-3)
+    # A name that nobody knows is no reason to refuse where the size is stated; without a size it is.
+    assert understand({**LITGPT, "model": "our-own"}).shape.params == pytest.approx(7e9, rel=0.1)
+    with pytest.raises(InputError, match="unknown model 'our-own'"):
+        understand({**LITGPT, "model": "our-own", "params_b": None})
+
+
+def test_frozen_weights_spare_inputs_and_four_bits_spare_weights() -> None:
+    full = predict({**LITGPT, "method": "full", "optimizer": "adamw", "recompute": "none"})
+    lora, qlora = predict(LITGPT), predict({**LITGPT, "method": "qlora"})
+    assert lora["activation_gib"] < full["activation_gib"] * 1.01
+    assert qlora["activation_gib"] > lora["activation_gib"]
+    assert qlora["model_state_gib"] < lora["model_state_gib"] / 3 < full["model_state_gib"]
+
+
+def test_averages_in_paged_memory_are_not_on_the_gpu() -> None:
+    paged = predict({**LITGPT, "method": "full"})
+    here = predict({**LITGPT, "method": "full", "optimizer": "adamw"})
+    assert here["model_state_gib"] == pytest.approx(2 * paged["model_state_gib"])
+
+
+def test_selective_recomputation_keeps_products_and_attention_all_or_every_second() -> None:
+    layout = Layout(micro_batch=4, sequence_length=1024)
+    tokens = 4 * 1024 * 2
+    products = tokens * (3 * 512 + 2048 + 2 * 512)
+    both = tokens * (512 + 512)
+    assert layer_activation_bytes(GPT, layout, "selective") == both + products
+    halved = dataclasses.replace(layout, saves_every_second_product=True)
+    assert layer_activation_bytes(GPT, halved, "selective") == both + products / 2
+
+
+def test_a_layer_is_rebuilt_when_the_logits_are_gone() -> None:
+    layout = dataclasses.replace(MEGATRON, recompute="full")
+    use = memory(GPT, layout)
+    assert use.activations == pytest.approx(12 * 2 * SBH + 2 * 2 * SBH)
+    tiny = dataclasses.replace(GPT, vocab=8)
+    rebuilt = layer_activation_bytes(tiny, MEGATRON, "none") - 2 * SBH - logits_bytes(tiny, layout)
+    assert memory(tiny, layout).activations == pytest.approx(14 * 2 * SBH + rebuilt)

@@ -15,6 +15,7 @@ OUTPUTS = {
     "activation_gib",
     "resting_memory_gib",
     "reserved_memory_gib",
+    "needed_memory_gib",
     "step_seconds",
     "tokens_per_second_per_gpu",
     "model_tflops_per_gpu",

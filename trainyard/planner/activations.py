@@ -19,7 +19,9 @@ def layer_activation_bytes(
     if recompute == "full":
         return residual
     if recompute == "selective" and layout.engine == "torch":
-        return residual + constants.selective_share * _product_bytes(shape, layout)
+        share = constants.selective_share if layout.saves_every_second_product else 1.0
+        kept = layout.tokens_per_micro_batch * layout.element_bytes * shape.query_dim / layout.tensor
+        return residual + kept + share * _product_bytes(shape, layout)
     if layout.method != "full" and layout.engine == "plain":
         return _frozen_bytes(shape, layout, constants)
     attention = _attention_bytes(shape, layout, recompute) * shape.num_attentions
@@ -56,6 +58,9 @@ def _attention_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float
         matrix = kept * shape.heads * seen / layout.tensor
     if shape.cross_attention:
         width += 2 * shape.query_dim
+    if layout.library == "nanotron":
+        # Queries and keys are rotated in fp32, out of place.
+        width += 2 * (shape.query_dim + shape.kv_dim)
     return tokens * (element * width / layout.tensor + statistics + matrix)
 
 
@@ -63,7 +68,7 @@ def _mlp_bytes(shape: ModelShape, layout: Layout, width: float, split: float | N
     """Inputs and output of the activation function; unfused SwiGLU keeps the activated gate as well."""
     tensors = 2.0
     if shape.gated_mlp:
-        tensors = 3.0 if layout.engine == "megatron" else 4.0
+        tensors = 3.0 if layout.engine == "megatron" and layout.library != "nanotron" else 4.0
     return layout.tokens_per_micro_batch * layout.element_bytes * width * tensors / (split or layout.tensor)
 
 
@@ -83,7 +88,7 @@ def _moe_bytes(shape: ModelShape, layout: Layout) -> float:
 
 
 def _product_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Outputs of every matrix product and of the attention: what selective recomputation by operator chooses from."""
+    """Outputs of every matrix product: what selective recomputation chooses from, beside the attention's."""
     element = layout.element_bytes
     attention = shape.query_dim + 2 * shape.kv_dim
     inputs = 2 if shape.gated_mlp else 1
@@ -92,8 +97,7 @@ def _product_bytes(shape: ModelShape, layout: Layout) -> float:
         width += (shape.moe_ffn * shape.experts_per_token + shape.shared_ffn) * shape.moe_layers / shape.layers
     split = (attention + inputs * width) / layout.tensor
     whole = 2 * shape.hidden / layout.norm_split
-    kept = shape.query_dim / layout.tensor
-    return layout.tokens_per_micro_batch * element * (split + whole + 2 * kept)
+    return layout.tokens_per_micro_batch * element * (split + whole)
 
 
 def _mamba_bytes(shape: ModelShape, layout: Layout) -> float:
@@ -119,7 +123,7 @@ def _frozen_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants)
     width += shape.hidden * (4 if shape.norm == "rms" else 2)
     if layout.method == "qlora":
         width += constants.quantized_inputs * (shape.ffn + 4 * shape.hidden)
-        if layout.library == "transformers":
+        if layout.keeps_rest_in_fp32:
             element *= 2
     if not layout.flash_attention:
         width += shape.heads * layout.sequence_length
@@ -145,15 +149,16 @@ def logits_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants =
 
 def _loss_element_bytes(layout: Layout, constants: MemoryConstants) -> float:
     element = layout.element_bytes
+    if layout.library == "nanotron":
+        return element + 10
     if layout.engine == "megatron":
         return element + (8 if layout.fused_loss else 4)
     if layout.engine == "torch" and layout.compiled_loss:
         return element + 4
     if layout.library == "litgpt":
         return 3 * element
-    if layout.library == "transformers" and layout.method == "qlora":
-        # The head runs in fp32, as the embeddings do.
-        return 16
+    if layout.keeps_rest_in_fp32:
+        return 4 + constants.plain_loss_bytes
     return element + constants.plain_loss_bytes
 
 

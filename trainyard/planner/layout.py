@@ -8,8 +8,8 @@ Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Method = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw_8bit", "adamw_paged", "adafactor", "muon", "sgd"]
-Library = Literal["", "litgpt", "transformers"]
-"""Whose fine-tuning loop a plain engine is; empty: a plain one, of which nothing more is known."""
+Library = Literal["", "litgpt", "transformers", "nanotron"]
+"""Whose loop, where its kernels differ from those of its engine; empty: of which nothing more is known."""
 Rank = Literal["worst", "first", "last"]
 Engine = Literal["torch", "deepspeed", "megatron", "plain"]
 """Whose training state and kernels: FSDP2/DDP with fp32 weights; DeepSpeed; Megatron-Core; a plain loop whose
@@ -46,6 +46,10 @@ class Layout:
     lora_rank: int = 16
     num_lora_targets: int = 2
     """Adapted linear modules per layer, each taken as hidden x hidden."""
+    quantization: Literal["nf4", "gptq"] = "nf4"
+    """Of QLoRA's base: bitsandbytes' (transformers then keeps embeddings, norms and head in fp32), or GPTQ."""
+    trains_vocabulary: bool = False
+    """Beside adapters, copies of the embedding and the head are trained whole."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where optimizer state lives."""
     offloads_parameters: bool = False
@@ -68,6 +72,8 @@ class Layout:
     """Hidden and attention dropout keep their masks."""
     fused_loss: bool = True
     """Megatron's fused cross-entropy, which keeps two fp32 tensors of the logits' size, its plain one keeps one."""
+    saves_every_second_product: bool = False
+    """Selective recomputation keeps every other matrix product's output (torchtitan's default), not all of them."""
     compiled_loss: bool = False
     """Compiled cross-entropy never makes the fp32 copies of the logits."""
     transformer_engine: bool = True
@@ -97,6 +103,11 @@ class Layout:
     def element_bytes(self) -> int:
         """Bytes of an activation element; FP8 matmuls still keep activations in bf16."""
         return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
+
+    @property
+    def keeps_rest_in_fp32(self) -> bool:
+        """What is not quantized is in fp32, and so are the activations that it gives (prepare_model_for_kbit)."""
+        return self.method == "qlora" and self.library == "transformers" and self.quantization == "nf4"
 
     @property
     def expert_split(self) -> int:

@@ -6,7 +6,7 @@ Narayanan et al. (arXiv:2104.04473, section 2.2) for micro-batches in flight per
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from trainyard.planner.activations import (
     encoder_bytes,
@@ -20,6 +20,7 @@ from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 
 __all__ = [
+    "PARTS",
     "Memory",
     "Stage",
     "StageParams",
@@ -39,6 +40,9 @@ __all__ = [
 SMALL_WORKSPACE_MIB, LARGE_WORKSPACE_MIB = 8.125, 32.0
 """torch's cuBLAS workspace of one stream and handle: its default before Hopper, and since (or :4096:8)."""
 
+ONE_IN_TEN = 1.2816
+"""Standard deviations that a normal error exceeds once in ten times, upwards."""
+
 TE_WORKSPACE_MIB, TE_HOPPER_WORKSPACE_MIB = 4.0, 32.0
 """Transformer Engine's own workspace for products."""
 
@@ -50,6 +54,10 @@ DEEPSPEED_SUB_GROUP = 1e9
 
 QLORA_BYTES = 0.5 + 4 / 64
 """NF4: four bits a weight and one fp32 scale for 64 of them (arXiv:2305.14314)."""
+
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace")
+"""The fields of `Memory` that are bytes."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Memory:
     """Gathered parameters, reduction buckets, cast copies."""
     workspace: float
     """Kernels' scratch and what pipelines have received: it stays between steps."""
+    moving_error: float = DEFAULT_MEMORY.moving_error
+    """Relative standard error of what comes and goes within a step; no bytes."""
 
     @property
     def state(self) -> float:
@@ -74,7 +84,7 @@ class Memory:
     @property
     def allocated(self) -> float:
         """The allocator's peak (torch.cuda.max_memory_allocated)."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(getattr(self, name) for name in PARTS))
 
     @property
     def resting(self) -> float:
@@ -87,9 +97,17 @@ class Memory:
         return self.allocated * (1 + DEFAULT_MEMORY.fragmentation)
 
     @property
+    def margin(self) -> float:
+        """What the prediction may be short of, at most once in ten: its parts' own errors, as if independent."""
+        moving = (self.activations, self.logits, self.buffers)
+        variance = (DEFAULT_MEMORY.state_error * self.state) ** 2
+        variance += sum((self.moving_error * part) ** 2 for part in moving)
+        return ONE_IN_TEN * math.sqrt(variance)
+
+    @property
     def needed(self) -> float:
-        """What the device must have: the peak, fragmentation, and what lies outside the allocator."""
-        return self.reserved + DEFAULT_MEMORY.context_gib * GIB
+        """What the device must have: the peak and its margin, fragmentation, and what lies outside the allocator."""
+        return self.reserved + self.margin + DEFAULT_MEMORY.context_gib * GIB
 
 
 @dataclass(frozen=True)
@@ -134,7 +152,8 @@ def state_bytes(layout: Layout) -> StateBytes:
     if layout.engine == "deepspeed":
         return StateBytes(2, 2, 4 + moments, 0)
     if layout.engine == "megatron":
-        return StateBytes(2, 4, 4 + moments, 0)
+        # nanotron's fp32 accumulators stand beside the gradients that autograd makes.
+        return StateBytes(2, 6 if layout.library == "nanotron" else 4, 4 + moments, 0)
     return StateBytes(4, 4, moments, 2)
 
 
@@ -191,6 +210,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
         logits=logits,
         buffers=_buffers(shape, layout, stage, params, logits),
         workspace=workspace_bytes(layout) + pipeline_buffer_bytes(shape, layout),
+        moving_error=constants.plain_moving_error if layout.engine == "plain" else constants.moving_error,
     )
 
 
@@ -277,10 +297,16 @@ def _adapter_state(
         shape.vocab * shape.hidden / layout.tensor * (stage.embedding + (stage.head and not shape.tied_embeddings))
     )
     linears = max(params.total - vocabulary, 0.0)
-    linear_bytes = QLORA_BYTES if layout.method == "qlora" else layout.element_bytes
-    base = (linears * linear_bytes + vocabulary * layout.element_bytes) * share * (not layout.offloads_parameters)
+    # litgpt's head is a four-bit linear too; transformers' fine-tuning keeps what is not quantized in fp32.
+    linear_bytes = QLORA_BYTES if layout.method == "qlora" else float(layout.element_bytes)
+    whole_bytes = 4.0 if layout.keeps_rest_in_fp32 else float(layout.element_bytes)
+    base = (linears * linear_bytes + vocabulary * whole_bytes) * share * (not layout.offloads_parameters)
     adapters = lora_params(shape, layout, stage)
-    return base + 4 * adapters * share, 4 * adapters, moment_bytes(layout) * adapters
+    copies = vocabulary * layout.trains_vocabulary
+    # In the training precision, with averages in it as well.
+    trained = copies * layout.element_bytes
+    moments = moment_bytes(layout)
+    return base + 4 * adapters * share + trained, 4 * adapters + trained, moments * (adapters + copies / 2)
 
 
 def _stage_activations(

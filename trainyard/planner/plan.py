@@ -1,6 +1,5 @@
 """The plan of a job: configurations ranked by time, with memory, dollars and goodput, before anything is spent."""
 
-import dataclasses
 import datetime
 import math
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from trainyard.planner.communication import fabric_of
 from trainyard.planner.constants import GIB
 from trainyard.planner.goodput import Goodput, goodput
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import Memory, Stage, lora_params, memory
+from trainyard.planner.memory import PARTS, Memory, Stage, lora_params, memory
 from trainyard.planner.reading import Machines, layout_of, machines_of, required_shape
 from trainyard.planner.resolve import (
     data_parallel_layouts,
@@ -49,6 +48,8 @@ class MemoryPlan(SpecModel):
     """Gathered parameters, reduction buckets, cast copies."""
     workspace_gib: float
     """Kernels' scratch, the CUDA context, and what the allocator loses to fragmentation."""
+    margin_gib: float
+    """What the estimate may be short of, at most once in ten."""
     total_gib: float
     available_gib: float | None
     """What a process gets of the GPU; None where the machine isn't known."""
@@ -259,9 +260,9 @@ def _configuration(
 
 
 def _memory_plan(use: Memory, available_gib: float | None) -> MemoryPlan:
-    parts = {f"{field.name}_gib": getattr(use, field.name) / GIB for field in dataclasses.fields(use)}
-    parts["workspace_gib"] += (use.needed - use.allocated) / GIB
-    return MemoryPlan(**parts, total_gib=use.needed / GIB, available_gib=available_gib)
+    parts = {f"{name}_gib": getattr(use, name) / GIB for name in PARTS}
+    parts["workspace_gib"] += (use.needed - use.margin - use.allocated) / GIB
+    return MemoryPlan(**parts, margin_gib=use.margin / GIB, total_gib=use.needed / GIB, available_gib=available_gib)
 
 
 def _time_plan(job: JobSpec, layout: Layout, machines: Machines, shape: ModelShape) -> TimePlan | None:

@@ -14,8 +14,8 @@ from typing import Any, cast, get_args
 from trainyard.errors import InputError
 from trainyard.hardware import Gpu, gpu, instance, instance_types
 from trainyard.planner.communication import Fabric, fabric, fabric_of
-from trainyard.planner.constants import GIB
-from trainyard.planner.families import checked, shape_of_known
+from trainyard.planner.constants import GIB, has_hopper_workspaces
+from trainyard.planner.families import checked, known_name, shape_of_known
 from trainyard.planner.layout import Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
@@ -30,14 +30,22 @@ KNOWN_FIELDS = frozenset(
         *("micro_batch", "global_batch", "precision", "recompute", "optimizer", "method", "lora_rank"),
         *("framework", "framework_version"),
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
-        "dense_layers",
+        *("dense_layers", "lora_targets", "trains_vocabulary", "quantization"),
         *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
 )
 
 SHARDING = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
-NODE_GB_PER_SECOND = {"V100": 12.5, "A100": 200.0, "H100": 400.0, "H200": 400.0, "H800": 400.0}
+NODE_GB_PER_SECOND = {
+    "V100": 12.5,
+    "A100": 200.0,
+    "H100": 400.0,
+    "H200": 400.0,
+    "H800": 400.0,
+    "B300": 800.0,
+    "GB300": 800.0,
+}
 """Network of a usual training node (8 cards of 200 Gb/s with the A100, of 400 with Hopper), where none is stated."""
 
 DEFAULT_NODE_GB_PER_SECOND = 400.0
@@ -127,6 +135,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         "model_state_gib": use.state / GIB,
         "resting_memory_gib": use.resting / GIB,
         "reserved_memory_gib": use.reserved / GIB,
+        "needed_memory_gib": use.needed / GIB,
         "activation_gib": use.activations / GIB,
         "step_seconds": time.total,
         "tokens_per_second_per_gpu": rate,
@@ -217,8 +226,8 @@ def _check_divides(shape: ModelShape, degrees: Mapping[str, int]) -> None:
 
 
 def _shape(fields: _Fields) -> ModelShape:
-    base = shape_of_known(fields.text("model")) if fields.given("model") else None
     params = fields.number("params_b")
+    base = _known_shape(fields.text("model"), params) if fields.given("model") else None
     has_depth = fields.given("layers") or fields.given("hybrid_pattern")
     if base is None and not (has_depth and fields.given("hidden")):
         if params is None:
@@ -261,6 +270,18 @@ def _shape(fields: _Fields) -> ModelShape:
     if fields.given("hybrid_pattern"):
         shape = _with_pattern(fields, shape)
     return checked(dataclasses.replace(shape, mtp_layers=fields.whole("mtp_layers", shape.mtp_layers, least=0)))
+
+
+def _known_shape(name: str, params_b: float | None) -> ModelShape | None:
+    """The named model; where its size stands apart ("Llama 2", 7) both together; an unknown name of known size: None.
+
+    A name that is known already wins over the size.
+    """
+    if known_name(name) is None and params_b is not None:
+        family = re.sub(r"[\s_]+", "-", name.strip())
+        joined = f"{family}-{params_b:g}b"
+        return shape_of_known(joined) if known_name(joined) is not None else None
+    return shape_of_known(name)
 
 
 def _with_experts(fields: _Fields, shape: ModelShape) -> ModelShape:
@@ -373,21 +394,22 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
     """Which kernels save what: of the framework, its era, and the generation of the GPU."""
     text = f"{fields.text('framework')} {fields.text('framework_version')}".lower()
     year = re.search(r"\b20(\d\d)\b", text)
-    hopper = not re.search(r"v100|a100|a800|a10|a40|a30|a6000|l4|rtx|t4", device.name.lower())
     deterministic = fields.flag("deterministic", False)
     attention = fields.choice("attention", "flash" if _flash(fields) else "unfused", ("flash", "unfused"))
-    library = next((name for name in ("litgpt", "transformers") if name in text), "")
+    library = next((name for name in ("litgpt", "transformers", "nanotron") if name in text), "")
     if engine == "plain" and not library and any(word in text for word in ("peft", "unsloth", "hugging")):
         library = "transformers"
     return {
-        "dropout": fields.flag("dropout", False),
+        # Before flash attention, models were trained with dropout.
+        "dropout": fields.flag("dropout", engine == "megatron" and not _flash(fields)),
         "fused_loss": fields.flag("loss_fusion", _flash(fields)),
         "compiled_loss": engine == "torch" and year is not None and int(year.group(1)) >= 25,
         "transformer_engine": fields.flag("transformer_engine", True),
         "expert_tensor": fields.whole("expert_tp", 1) if fields.given("expert_tp") else None,
         "rank": cast(Rank, fields.choice("rank", "worst", get_args(Rank))),
         "large_workspace": deterministic,
-        "hopper": hopper,
+        "hopper": has_hopper_workspaces(device.name),
+        "saves_every_second_product": "torchtitan" in text,
         "library": cast(Library, library),
         "flash_attention": attention == "flash",
     }
@@ -412,8 +434,9 @@ def _year(fields: _Fields) -> float:
     container = re.search(r"\b(2[1-9])\.(0[1-9]|1[0-2])\b", text)
     if container:
         return 2000 + int(container.group(1)) + (int(container.group(2)) - 0.5) / 12
-    # Composer's tables and FSDP's first version are of 2023.
-    return 2023.5 if "fsdp1" in text.lower() else THIS_YEAR
+    # Megatron-DeepSpeed is of 2022, FSDP's first version of 2023: later ones would be called something else.
+    usual = {"megatron-deepspeed": 2022.5, "fsdp1": 2023.5}
+    return next((year for word, year in usual.items() if word in text.lower()), THIS_YEAR)
 
 
 def _layout(
@@ -460,6 +483,9 @@ def _layout(
         engine=engine,
         method=method,
         lora_rank=fields.whole("lora_rank", 16),
+        num_lora_targets=fields.whole("lora_targets", 2),
+        quantization=cast(Any, fields.choice("quantization", "nf4", ("nf4", "gptq"))),
+        trains_vocabulary=fields.flag("trains_vocabulary", False),
         offload=cast(Any, fields.choice("offload", "none", ("none", "cpu", "nvme"))),
         optimizer=cast(
             Optimizer, fields.choice("optimizer", _usual_optimizer(kernels, ranks, method), get_args(Optimizer))
@@ -487,6 +513,8 @@ def _links(fields: _Fields, device: Gpu, gpus: int) -> Fabric:
     usual = NODE_GB_PER_SECOND.get(
         device.name, DEFAULT_NODE_GB_PER_SECOND if device.nvlink else SLOW_NODE_GB_PER_SECOND
     )
+    # Nodes of other sizes have as many cards a GPU: a rack of NVLink has 72 of them.
+    usual *= max(1.0, per_node / 8)
     return fabric(device, per_node, _stated_gb_per_second(lowered, per_node) or usual)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from trainyard.errors import InputError
 from trainyard.hardware import Instance, instance, instance_types
+from trainyard.planner.constants import has_hopper_workspaces
 from trainyard.planner.families import FAMILIES, shape_from_config, shape_from_source
 from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.shapes import ModelShape
@@ -163,7 +164,9 @@ def layout_of(
     sharded = parallelism.data_shard * parallelism.context
     interleaved = parallelism.pipeline_schedule == "interleaved_1f1b" and parallelism.pipeline > 1
     adapter = job.model.adapter
+    machine = instance(job.compute.instance_type) if job.compute.instance_type else None
     return Layout(
+        hopper=machine is not None and machine.gpu is not None and has_hopper_workspaces(machine.gpu.name),
         tensor=parallelism.tensor,
         pipeline=parallelism.pipeline,
         chunks=INTERLEAVED_CHUNKS if interleaved else 1,

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from trainyard.planner.plan import Configuration, Plan
 
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace")
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace", "margin")
 MAX_FITTING_ROWS = 8
 MAX_REJECTED_ROWS = 3
 """Configurations shown; the chosen one always is."""
