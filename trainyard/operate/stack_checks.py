@@ -28,6 +28,7 @@ _BOUNDARY = "the permissions boundary, which grants nothing: the roles' own poli
 
 ACCEPTED = {
     "CKV_AWS_18": "the trail logs every read and write of every object, validated and locked",
+    "CKV_AWS_45": "any word of forty characters counts; that the code has no secret, tests/stacks/test_app.py holds",
     "CKV_AWS_107": _BOUNDARY,
     "CKV_AWS_108": _BOUNDARY,
     "CKV_AWS_109": _BOUNDARY,
