@@ -1,11 +1,13 @@
 """How wrong the planner is, on published and measured runs.
 
-    python benchmarks/planner_accuracy.py --rows DIR --dump FILE
+    python benchmarks/planner_accuracy.py --rows DIR --dump FILE [--cross-validate]
 
 DIR holds train_rows.csv, vtrain_single.csv, vtrain_multi.csv, megatron_ci_memory.csv, finetune_memory.csv and
 nccl_measured.csv (those that exist are read). FILE gets one line per measured value: file,row,metric,measured,
 predicted; an empty prediction is a refusal. A row goes through `predict`, as `trainyard predict --jsonl` would
 answer it: whatever the row doesn't state is unknown to the planner too.
+
+With --cross-validate the fitted constants are fitted again without each source, which is then scored by them.
 """
 
 import argparse
@@ -15,15 +17,20 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from planner_cross_validation import Case, held_out
+from planner_fit import TimeCase, left_out
 
 from trainyard.errors import InputError
 from trainyard.hardware import instance
 from trainyard.planner.communication import all_reduce_seconds, all_to_all_seconds, fabric_of, group, send_seconds
-from trainyard.planner.constants import GIB
-from trainyard.planner.predict import predict
+from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MemoryConstants
+from trainyard.planner.memory import memory
+from trainyard.planner.predict import predict, understand
+from trainyard.planner.timing import SPREAD_DENSE, SPREAD_NEW, step_time, time_spread
 
 Row = dict[str, str]
 Answer = dict[str, Any]
@@ -201,36 +208,26 @@ def train_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
         yield Score(name, index, row["source"], metric, measured, predicted)
 
 
+VTRAIN_FIELDS = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch")
+
+
+def vtrain_fields(row: Row) -> dict[str, Any]:
+    """A row of vtrain_*.csv as `predict` reads it."""
+    fields: dict[str, Any] = {key: whole(row[key]) for key in VTRAIN_FIELDS}
+    return fields | {
+        "ffn": 4 * (whole(row["hidden"]) or 0),
+        "gpu": row["gpu"],
+        "precision": precision_of(row["precision"]),
+        "recompute": recompute_of(row["recompute"]),
+        "interconnect": row["interconnect"],
+        "framework": "Megatron-DeepSpeed",
+    }
+
+
 def vtrain_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
     """vtrain_*.csv: iteration times of Megatron-DeepSpeed on A100."""
     for index, row in enumerate(rows):
-        fields: dict[str, Any] = {
-            key: whole(row[key])
-            for key in (
-                "layers",
-                "hidden",
-                "heads",
-                "seq",
-                "vocab",
-                "gpus",
-                "tp",
-                "pp",
-                "dp",
-                "micro_batch",
-                "global_batch",
-            )
-        }
-        result = answer(
-            fields
-            | {
-                "ffn": 4 * (whole(row["hidden"]) or 0),
-                "gpu": row["gpu"],
-                "precision": precision_of(row["precision"]),
-                "recompute": recompute_of(row["recompute"]),
-                "interconnect": row["interconnect"],
-                "framework": "Megatron-DeepSpeed",
-            }
-        )
+        result = answer(vtrain_fields(row))
         predicted = result["step_seconds"] * 1000 if result else None
         yield Score(name, index, row["source"], row["reported_metric"], float(row["value"]), predicted)
 
@@ -458,6 +455,143 @@ def fits_line(title: str, scores: list[Score]) -> str:
     )
 
 
+MEMORY_GRIDS = {
+    "selective_share": (0.3, 0.5, 0.7, 0.85, 1.0),
+    "plain_loss_bytes": (6.0, 8.0, 10.0, 12.0, 14.0, 16.0),
+    "quantized_inputs": (0.0, 0.5, 1.0, 1.5, 2.0),
+}
+"""The memory formulas' fitted constants. Those of Megatron are derived, none is fitted."""
+
+
+def _memory_case(group: str, fields: dict[str, Any], measured: float, *, unit: float) -> Case[MemoryConstants] | None:
+    """A peak in bytes / `unit`; None where the planner refuses."""
+    try:
+        question = understand(fields)
+    except InputError:
+        return None
+
+    def predicted(constants: MemoryConstants) -> float:
+        return memory(question.shape, question.layout, constants).allocated / unit
+
+    return Case(group, measured, predicted)
+
+
+def memory_cases(folder: Path) -> list[Case[MemoryConstants]]:
+    """Published peaks that depend on a fitted constant: of fine-tuning, and of train_rows."""
+    cases = []
+    for row in _rows(folder, "finetune_memory"):
+        measured, gpus = number(row["peak_memory"]), whole(row["gpus"]) or 1
+        if measured is not None and "reserved" not in row["note"]:
+            unit = (GIB if row["mem_unit"] == "GiB" else 1e9) / (gpus if "sum over" in row["mem_unit"] else 1)
+            cases.append(_memory_case(row["source"], finetune_fields(row), measured, unit=unit))
+    for row in _rows(folder, "train_rows"):
+        measured = number(row["value"])
+        if row["reported_metric"].startswith("peak_memory") and measured is not None:
+            unit = GIB if row["reported_metric"].endswith("GiB") else 1e9
+            cases.append(_memory_case(row["source"], train_fields(row), measured, unit=unit))
+    return [case for case in cases if case is not None]
+
+
+def cross_validated_memory(folder: Path) -> Iterator[str]:
+    """Errors by source, with the shipped constants and with those fitted without it."""
+    cases = memory_cases(folder)
+    if len({case.group for case in cases}) < 2:
+        yield "memory: fewer than two sources, nothing to leave out"
+        return
+    yield f"{'peak memory, by source':72} {'rows':>5} {'shipped':>8} {'held out':>8}  constants fitted without it"
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    fitted: dict[str, MemoryConstants] = {}
+    for held in held_out(cases, DEFAULT_MEMORY, MEMORY_GRIDS):
+        case, predicted = held.case, held.predicted or math.inf
+        shipped = case.predict(DEFAULT_MEMORY) or math.inf
+        pairs.setdefault(case.group, []).append((abs(shipped / case.measured - 1), abs(predicted / case.measured - 1)))
+        fitted[case.group] = held.constants
+    for source, errors in pairs.items():
+        shipped, left_out = (statistics.median(pair[index] for pair in errors) for index in (0, 1))
+        values = ", ".join(f"{name} {getattr(fitted[source], name):g}" for name in MEMORY_GRIDS)
+        yield f"{source[:72]:72} {len(errors):5d} {shipped:8.1%} {left_out:8.1%}  {values}"
+    everything = [pair for errors in pairs.values() for pair in errors]
+    shipped, left_out = (statistics.median(pair[index] for pair in everything) for index in (0, 1))
+    yield f"{'all':72} {len(everything):5d} {shipped:8.1%} {left_out:8.1%}"
+
+
+STEP_METRICS = ("step_time_s", "iter_time_s", "iter_time_ms", "iteration_time_ms")
+SMOKE_TESTS = ("smoke test", "un-tuned", "do not use")
+"""Notes on rows that show that something runs, not how fast it can: scored, never fitted."""
+
+
+def time_cases(folder: Path) -> list[tuple[Score, TimeCase]]:
+    """What tells a step's time, as the fit reads it."""
+    found = []
+    for name, scorer in (
+        ("train_rows", train_scores),
+        ("vtrain_single", vtrain_scores),
+        ("vtrain_multi", vtrain_scores),
+    ):
+        rows = _rows(folder, name)
+        for score in scorer(rows, name):
+            row = rows[score.row]
+            if "emory" in score.metric or score.metric.startswith("mem_") or not score.predicted:
+                continue
+            question = understand(train_fields(row) if name == "train_rows" else vtrain_fields(row))
+            seconds = step_time(question.shape, question.layout, question.device, question.links).total
+            slower = 1 if score.metric in STEP_METRICS else -1
+            measured = seconds * (score.measured / score.predicted) ** slower
+            smoke = any(word in row.get("note", "") for word in SMOKE_TESTS)
+            found.append((score, TimeCase(score.source, question, measured, fitted=not smoke)))
+    return found
+
+
+def coverage(title: str, pairs: list[tuple[Score, TimeCase]]) -> str:
+    """How many measured values the 80% interval around the prediction holds."""
+    held, widths = 0, []
+    for score, case in pairs:
+        spread = time_spread(case.question.shape, case.question.layout, case.question.device)
+        assert score.predicted
+        held += score.predicted / spread <= score.measured <= score.predicted * spread
+        widths.append(spread - 1 / spread)
+    share = f"{held / len(pairs):6.1%} of {len(pairs)} inside the 80% interval"
+    return f"{title[:72]:72} {share}, median width {statistics.median(widths):.0%} of the estimate"
+
+
+def cross_validated_time(folder: Path) -> Iterator[str]:
+    """Step time and throughput as constants predict them that never saw the row's source."""
+    pairs = time_cases(folder)
+    if len({case.source for _, case in pairs}) < 2:
+        yield "step time: fewer than two sources, nothing to leave out"
+        return
+    errors = {id(case): error for case, error in left_out([case for _, case in pairs])}
+    unseen = []
+    for score, case in pairs:
+        slower = 1 if score.metric in STEP_METRICS else -1
+        predicted = score.measured * math.exp(slower * errors[id(case)])
+        unseen.append((replace(score, predicted=predicted), case))
+    yield "step time and throughput, fitted without the source that is scored"
+    yield from report([score for score, _ in unseen])
+    yield "\n" + coverage("sources known", pairs)
+    yield coverage("source left out", unseen)
+    for kind in (SPREAD_DENSE, SPREAD_NEW):
+        members = [
+            pair
+            for pair in unseen
+            if time_spread(pair[1].question.shape, pair[1].question.layout, pair[1].question.device) == kind
+        ]
+        if members:
+            yield coverage(f"source left out, interval x {kind:g}", members)
+
+
+PARTS: list[Callable[[Path], Iterator[str]]] = [cross_validated_memory, cross_validated_time]
+"""What --cross-validate prints, one table after the other."""
+
+
+def _rows(folder: Path, name: str) -> list[Row]:
+    path = folder / f"{name}.csv"
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def report(scores: list[Score]) -> Iterator[str]:
     """The tables: by file and metric, then by file and source."""
     header = f"{'':72} {'rows':>5} {'refused':>8} {'median':>7} {'p90':>7} {'worst':>8} {'bias':>7}"
@@ -478,6 +612,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="folder with the CSV files")
     parser.add_argument("--dump", type=Path, required=True, help="CSV to write: file,row,metric,measured,predicted")
+    parser.add_argument("--cross-validate", action="store_true", help="also fit without each source, and score it")
     arguments = parser.parse_args()
     scores: list[Score] = []
     for name, scorer in FILES.items():
@@ -495,6 +630,9 @@ def main() -> int:
             predicted = "" if score.predicted is None else score.predicted
             writer.writerow([score.file, score.row, score.metric, score.measured, predicted])
     print("\n".join(report(scores)))
+    if arguments.cross_validate:
+        for part in PARTS:
+            print("\n" + "\n".join(part(arguments.rows)))
     return 0
 
 

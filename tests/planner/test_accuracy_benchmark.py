@@ -1,0 +1,82 @@
+"""The accuracy benchmark: a source never lends its own constants, and what it prints is what it dumps."""
+
+import csv
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+from planner_cross_validation import Case, held_out, loss, refit  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Slope:
+    """One constant to fit."""
+
+    slope: float = 3.0
+
+
+GRID = {"slope": (1.0, 2.0, 3.0, 4.0)}
+
+
+def _cases(group: str, slope: float, count: int) -> list[Case[Slope]]:
+    return [Case(group, slope * x, lambda constants, x=x: constants.slope * x) for x in range(1, count + 1)]  # type: ignore[misc]
+
+
+def test_a_source_is_predicted_by_constants_that_never_saw_it() -> None:
+    cases = _cases("honest", 2.0, 3) + _cases("another", 2.0, 3) + _cases("odd", 4.0, 50)
+    held = held_out(cases, Slope(), GRID)
+    assert [one.case for one in held] == cases
+    by_group = {one.case.group: one.constants.slope for one in held}
+    # The odd source has most rows, and yet can't choose its own constant; every source counts once.
+    assert by_group["odd"] == 2.0
+    assert [one.predicted for one in held if one.case.group == "odd"][:2] == [2.0, 4.0]
+
+
+def test_a_fit_does_not_start_from_the_shipped_constants() -> None:
+    cases = _cases("one", 2.0, 3)
+    assert refit(cases, Slope(99.0), GRID) == refit(cases, Slope(-99.0), GRID) == Slope(2.0)
+    assert loss(cases, Slope(2.0)) == 0.0
+    assert loss([], Slope()) == float("inf")
+
+
+FINETUNE = (
+    "id,source,model,params_B,method,quant,gpu,gpu_mem_GB,gpus,seq,micro_batch,global_batch,precision,recompute,"
+    "trainable_params,peak_memory,mem_unit,time_metric,time_value,outcome,note\n"
+    "litgpt-1,table A,Llama 2,7,LoRA,None,A100,40,1,1304,1,128,bf16-true,,,21.30,GB,,,ok,\n"
+    "litgpt-2,table A,Llama 2,7,LoRA,None,A100,40,1,1304,4,128,bf16-true,,,,GB,,,OOM,\n"
+    "canift-1,table B,Qwen2.5-1.5B,1.54,qlora,nf4,A100,16,1,1024,1,1,bf16,checkpointing,,4.0413,GiB,,,ok,\n"
+)
+
+
+@pytest.fixture(scope="module", name="printed")
+def run_benchmark(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, str]]]:
+    """Its output and its dump on three rows of two sources."""
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "finetune_memory.csv").write_text(FINETUNE)
+    command = [sys.executable, "benchmarks/planner_accuracy.py", "--rows", str(folder), "--dump", str(folder / "dump")]
+    done = subprocess.run(
+        [*command, "--cross-validate"], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120
+    )
+    with (folder / "dump").open(newline="") as file:
+        return done.stdout, list(csv.DictReader(file))
+
+
+def test_every_measured_value_is_dumped_once(printed: tuple[str, list[dict[str, str]]]) -> None:
+    _, dump = printed
+    assert [(line["row"], line["metric"]) for line in dump] == [
+        ("0", "peak_memory"), ("0", "fits"), ("1", "fits"), ("2", "peak_memory"), ("2", "fits"),
+    ]  # fmt: skip
+    assert [float(line["predicted"]) for line in dump if line["metric"] == "fits"] == [1, 0, 1]
+
+
+def test_both_tables_are_printed(printed: tuple[str, list[dict[str, str]]]) -> None:
+    output, _ = printed
+    assert "called fitting but out of memory: 0 of 1; false alarms: 0 of 2" in output
+    table = output[output.index("peak memory, by source") :]
+    assert "table A" in table and "table B" in table and "shipped held out" in table
