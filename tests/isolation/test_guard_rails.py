@@ -27,7 +27,7 @@ ADMINISTRATOR_STILL_DENIED_BY_ANOTHER = {"JobsSayOutputKey"}
 Stated = Mapping[str, Any]
 
 
-@pytest.fixture(scope="module", params=["broker", "direct"])
+@pytest.fixture(scope="module", params=["broker", pytest.param("direct", marks=pytest.mark.full)])
 def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Account]:
     """The local environment, with a type beside that takes a volume key: GPU types, with local NVMe, refuse one."""
     content = yaml.safe_load((ROOT / "environments" / "local.yaml").read_text())

@@ -90,10 +90,12 @@ def ask(deployed: Account, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch) -> 
     """The handler, in an account where SageMaker is ours."""
     settings = {"contract": "/trainyard/test/acme/contract", "prices": {"ml.p5.4xlarge": PRICE}, "volume_keys": []}
     monkeypatch.setenv("BROKER", json.dumps(settings))
-    real = boto3.client
+    clients: dict[str, Any] = {"sagemaker": sagemaker}
+    for name in ("s3", "ssm"):
+        clients[name] = boto3.client(name, region_name=REGION)
 
     def client(name: str) -> Any:
-        return sagemaker if name == "sagemaker" else real(name, region_name=REGION)
+        return clients[name]
 
     monkeypatch.setattr(boto3, "client", client)
 
