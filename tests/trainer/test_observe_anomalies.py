@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from trainer.observe.anomalies import LEAST_STEPS, WINDOW, AnomalyGuard, AnomalyWatch
-from trainer.strategies import check_supported
+from trainer.strategies import OptimizerStep, check_supported
 from trainer_testing.distributed import finish
 from trainer_testing.pool import start_pooled
 from trainer_testing.text_job import rows_of, write_job
@@ -63,6 +64,21 @@ def test_what_cannot_skip_says_so_before_anything_is_read() -> None:
     job = tiny_job("zero1", 2, on_anomaly="skip")
     with pytest.raises(InputError, match=r"training\.on_anomaly: skip is not implemented with engine: deepspeed"):
         check_supported(job, device_type="cpu")
+
+
+@pytest.mark.parametrize(("precision", "is_found"), [("fp32", True), ("bf16", True), ("fp16", False)])
+def test_an_update_that_the_engine_left_out_passes_in_silence_only_where_a_loss_scale_explains_it(
+    precision: str, is_found: bool, tmp_path: Path
+) -> None:
+    """DeepSpeed leaves out what is no number by itself: without a verdict the job would learn nothing any more."""
+    runtime = SimpleNamespace(is_first=True, sum_over_ranks=lambda *values: list(values))
+    job = tiny_job("ddp", 1)
+    training = job.spec.training.model_copy(update={"precision": precision, "on_anomaly": "rollback"})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
+    guard = AnomalyGuard(job, runtime, tmp_path, list)
+    assert guard.gate(torch.tensor(1.0), 1) is None, "an engine that can't be asked can go back too"
+    guard.check(3, math.nan, OptimizerStep(grad_norm=math.nan, was_applied=False), math.nan)
+    assert guard.wants_rollback is is_found
 
 
 def test_a_rank_that_cannot_write_its_snapshot_still_tells_the_others(

@@ -33,6 +33,7 @@ import torch
 from trainer import heartbeat
 from trainer.checkpoint import Checkpointer
 from trainer.session import GlobalBatch, Session
+from trainer.strategies.pipelined import PipelineStrategy
 from trainer.tasks.causal_lm import CausalLM
 
 from trainer_testing import shifted_clock
@@ -56,7 +57,7 @@ class Faults:
     def install(self) -> None:
         """Into the trainer's classes."""
         honest_batch, honest_save, honest_load = Session.next_batch, Session.save, Checkpointer.load
-        honest_loss = CausalLM.loss_sum
+        honest_loss, honest_scaled = CausalLM.loss_sum, PipelineStrategy._scaled_loss
 
         def next_batch(session: Session) -> GlobalBatch:
             self._hold(is_last=session.step + 1 == session.num_steps)
@@ -81,7 +82,15 @@ class Faults:
             loss = honest_loss(task, *arguments)
             return loss * math.nan if self._is_poisoned and torch.is_grad_enabled() else loss
 
+        def scaled_loss(strategy: PipelineStrategy, *arguments: torch.Tensor) -> torch.Tensor:
+            loss = honest_scaled(strategy, *arguments)
+            if self._is_poisoned and torch.is_grad_enabled():
+                strategy._loss_total *= math.nan
+                return loss * math.nan
+            return loss
+
         CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
+        PipelineStrategy._scaled_loss = scaled_loss  # type: ignore[method-assign]
         Session.next_batch, Session.save, Checkpointer.load = next_batch, save, load  # type: ignore[method-assign]
         if self._rank == 0:
             self._tell({"start": True})

@@ -136,11 +136,12 @@ class AnomalyGuard:
         self._random = random_states()
 
     def gate(self, loss_sum: torch.Tensor, num_targets: int) -> Callable[[float], bool] | None:
-        """What a strategy asks, with the gradient norm, before it updates; None: nothing, where jobs stop instead.
+        """What a strategy asks, with the gradient norm, before it updates; None: nothing, where jobs stop or go back.
 
-        All ranks get one answer, or some would update and others not: any rank's doubt counts.
+        Who goes back undoes the update too, so that engines which can't be asked (DeepSpeed) do it as well. All ranks
+        get one answer, or some would update and others not: any rank's doubt counts.
         """
-        if self._settings.on_anomaly == "stop":
+        if self._settings.on_anomaly != "skip":
             return None
         loss = self._runtime.sum_over_ranks(loss_sum.item())[0] / num_targets
 
@@ -154,7 +155,10 @@ class AnomalyGuard:
 
     def check(self, step: int, loss: float, update: OptimizerStep, own_loss_sum: float) -> None:
         """After the update: JobFailedError where the job has to end, with a snapshot named in it."""
-        if self._settings.on_anomaly != "skip" and update.was_applied:
+        # In fp16 the loss scale's overflow is no anomaly. Elsewhere an engine that left the update out (DeepSpeed does
+        # where a gradient is no number, whatever the precision) had a reason that must not pass in silence.
+        is_judged = update.was_applied or self._settings.precision != "fp16"
+        if self._settings.on_anomaly != "skip" and is_judged:
             self.found = self.watch.judge(loss, update.grad_norm)
         if self._settings.on_anomaly == "rollback":
             self._agree()
