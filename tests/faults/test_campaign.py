@@ -162,10 +162,15 @@ def test_the_table_counts_what_was_recovered() -> None:
     good = Row(1, "ddp", "one_host", "kill", happened=True, recovered=True, steps_lost=2, seconds_to_next_step=9.0)
     bad = Row(2, "fsdp", "cloud", "kill", happened=True, seconds_to_next_step=30.0)
     forked = Row(1, "ddp", "one_host", "kill", True, True, is_forked=True, steps_lost=2, seconds_to_next_step=1.0)
-    report = Report(
-        [Episode([good, forked]), Episode([bad], problems=["the losses are not those of the undisturbed job"])]
-    )
+    restart = {"detection_seconds": 0.5, "load_seconds": 2.0, "seconds_to_next_step": 9.0}
+    unfinished = {"detection_seconds": 99.0}
+    wrong = Episode([bad], problems=["the losses are not those of the undisturbed job"])
+    report = Report([Episode([good, forked], restarts=[restart, unfinished]), wrong])
     lines = report.table().splitlines()
     assert lines[1].split() == ["kill", "3", "2", "2", "(<=", "2)", "19.5", "(<=", "30.0)"]
     assert lines[-1].startswith("PROBLEM seed 2, fsdp, cloud: the losses are not")
+    assert "1 restarts in place, part by part:" in lines
+    assert [line.split() for line in lines if line.startswith("  ")] == [
+        ["detection_seconds", "0.50", "(<=", "0.50)"], ["load_seconds", "2.00", "(<=", "2.00)"], ["seconds_to_next_step", "9.00", "(<=", "9.00)"],
+    ]  # fmt: skip
     assert not report.is_good
