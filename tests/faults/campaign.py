@@ -334,6 +334,8 @@ class _Play:
         self._folder = site.root / "faults"
         self._acting: list[threading.Thread] = []
         self._begun: set[int] = set()
+        self._begun_before: set[int] = set()
+        """Those that had begun when the job was last started."""
 
     def run(self) -> None:
         """Returns when the job is done, or won't be."""
@@ -351,6 +353,7 @@ class _Play:
     def _run_to_the_end(self) -> None:
         deadline = time.monotonic() + _EPISODE_SECONDS
         while self._episode.num_starts < _MOST_STARTS:
+            self._begun_before = set(self._begun)
             self._site.start()
             self._episode.num_starts += 1
             while (outcome := self._site.outcome()) is None:
@@ -369,11 +372,12 @@ class _Play:
         self._episode.problems.append(f"not done after {_MOST_STARTS} starts")
 
     def _was_to_end(self) -> bool:
-        """Whether the newest fault is one that a host, or a person, answers by starting the job again."""
-        if not self._begun:
-            return False
-        kind = self._hand[max(self._begun)].kind
-        return kind.effect == "stops" or (kind.is_outside and kind.effect == "restarts" and not kind.is_damage)
+        """Whether a fault of this start is one that a host, or a person, answers by starting the job again."""
+        kinds = [self._hand[number].kind for number in self._begun - self._begun_before]
+        return any(
+            kind.effect == "stops" or (kind.is_outside and kind.effect == "restarts" and not kind.is_damage)
+            for kind in kinds
+        )
 
     def _look_for_faults(self) -> None:
         for number, fault in enumerate(self._hand):

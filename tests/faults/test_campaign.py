@@ -132,6 +132,17 @@ def test_an_s3_fault_that_no_request_met_did_not_happen(monkeypatch: pytest.Monk
     assert cloud.CloudSite.act(site, "s3_503", draw) and proxy.fault is None
 
 
+def test_a_job_that_was_told_to_stop_may_end_though_another_fault_came_after(tmp_path: Path) -> None:
+    kinds = {kind.name: kind for kind in KINDS}
+    hand = [Fault(kinds[name], "step", {}) for name in ("terminate_rank", "disk_full", "raise")]
+    episode = Episode([])
+    play = _Play(SimpleNamespace(root=tmp_path), hand, episode, random.Random(1), recover=True)
+    play._begun = {0, 1}
+    assert play._was_to_end(), "the disk was full when the rank that was told to stop saved"
+    play._begun_before, play._begun = {0, 1}, {0, 1, 2}
+    assert not play._was_to_end(), "the stop was answered by this start already"
+
+
 @pytest.mark.parametrize("is_met", [True, False])
 def test_a_fault_counts_when_the_job_met_it(is_met: bool, tmp_path: Path) -> None:
     (tmp_path / "faults").mkdir()
