@@ -236,6 +236,10 @@ VOCABULARIES = {"BertWordPieceCase": 29184, "bert": 29056, "GPTSentencePieceToke
 """Rows of the vocabulary by tokenizer or family, padded as Megatron pads."""
 
 
+GROUPED_CASES = ("groupedGEMM", "gpt3_moe_", "zp_z3", "in_collective", "ep4_etp1", "deepseek")
+"""Cases with --moe-grouped-gemm among their arguments."""
+
+
 def _deterministic(row: Row) -> bool:
     """Most CI cases run deterministic (cuBLAS workspaces of 32 MiB); context parallelism and fused losses can't."""
     can_not = ("nondeterministic", "cross_entropy_loss_fusion", "reshard", "memory_speed", "release", "grpo", "fp8")
@@ -261,7 +265,7 @@ def _transformer_engine(row: Row) -> bool:
 
 
 def _family_fields(row: Row) -> dict[str, Any]:
-    """What only one family has: T5's and LLaVA's encoders, hybrids' patterns, latent attention, frozen towers."""
+    """What only one family has: T5's and LLaVA's encoders, frozen language models."""
     family = row["family"]
     if family == "t5":
         # T5-base: 12 layers of 512 positions that 12 layers of 128 attend to.
@@ -273,11 +277,29 @@ def _family_fields(row: Row) -> dict[str, Any]:
         return {"seq": seq, "encoder_layers": layers, "encoder_seq": tokens}
     if family == "mimo":
         # The language model is frozen; without --bf16 it is in fp32.
-        return {"method": "lora", "lora_rank": 1, "precision": "bf16" if row["bf16"] == "True" else "fp32"}
+        # A micro-batch's samples share one packed sequence.
+        return {
+            "micro_batch": 1,
+            "method": "lora",
+            "lora_rank": 1,
+            "precision": "bf16" if row["bf16"] == "True" else "fp32",
+        }
+    return _argument_fields(row)
+
+
+def _argument_fields(row: Row) -> dict[str, Any]:
+    """What single cases have beside: hybrids' patterns, latent attention, layers spread with embedding and loss."""
     if row["hybrid_pattern"]:
         return {"hybrid_pattern": row["hybrid_pattern"], "layers": None}
     if row["mla"] == "True":
-        return {"mla": True, "shared_ffn": 1024, "dense_layers": 1, "mtp_layers": 1, "vocab": 51200}
+        # Their configuration files: one dense layer, four virtual stages a rank, a shared expert, one further token.
+        chunks = None if "offloading" in row["case"] else 4
+        return {"mla": True, "shared_ffn": 1024, "dense_layers": 1, "mtp_layers": 1, "vocab": 51200, "vp": chunks}
+    if "account_for_embedding_loss" in row["case"]:
+        # Embedding and loss count as a layer each when the layers are spread.
+        layers, pipeline = whole(row["layers"]) or 0, whole(row["pp"]) or 1
+        a_rank = (layers + 2) // pipeline
+        return {"last_stage_layers": a_rank - 1, "vp": a_rank // (whole(row["vpp_layers"]) or a_rank)}
     return {}
 
 
@@ -316,6 +338,8 @@ def megatron_fields(row: Row) -> dict[str, Any]:
         "attention": "unfused" if _unfused(row) else "flash",
         "loss_fusion": "loss_fusion" in case or "memory_speed" in case,
         "transformer_engine": _transformer_engine(row),
+        "deferred_head": "defer_embedding_wgrad" in case,
+        "grouped_experts": any(word in case for word in GROUPED_CASES),
         "rank": "last",
         **_family_fields(row),
         "framework": "Megatron-Core",

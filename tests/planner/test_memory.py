@@ -227,3 +227,20 @@ def test_a_layer_is_rebuilt_when_the_logits_are_gone() -> None:
     tiny = dataclasses.replace(GPT, vocab=8)
     rebuilt = layer_activation_bytes(tiny, MEGATRON, "none") - 2 * SBH - logits_bytes(tiny, layout)
     assert memory(tiny, layout).activations == pytest.approx(14 * 2 * SBH + rebuilt)
+
+
+def test_grouped_experts_have_four_more_workspaces() -> None:
+    # Golden values differ by 112 and 16 MiB on H100 and A100 between cases with and without --moe-grouped-gemm.
+    for hopper, each in ((True, 32), (False, 4)):
+        layout = dataclasses.replace(MEGATRON, hopper=hopper)
+        apart = dataclasses.replace(layout, grouped_experts=False)
+        assert workspace_bytes(layout, experts=True) - workspace_bytes(apart, experts=True) == 4 * each * MIB
+        assert workspace_bytes(layout) == workspace_bytes(apart)
+
+
+def test_a_deferred_head_keeps_logits_gradients_and_a_short_last_stage_fewer_parameters() -> None:
+    golden = predict({**CI_ROW, "tp": 2, "pp": 2, "sequence_parallel": False, "deferred_head": True})
+    assert golden["peak_memory_gib"] * 1024 == pytest.approx(1765.5, rel=0.05)
+    even, short = (predict({**CI_ROW, "pp": 4, "last_stage_layers": layers}) for layers in (None, 1))
+    layer = GPT.layer_params(moe=False) * 18 / 2**30
+    assert even["model_state_gib"] - short["model_state_gib"] == pytest.approx(2 * layer, rel=1e-3)

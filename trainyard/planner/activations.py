@@ -152,7 +152,9 @@ def _loss_element_bytes(layout: Layout, constants: MemoryConstants) -> float:
     if layout.library == "nanotron":
         return element + 10
     if layout.engine == "megatron":
-        return element + (8 if layout.fused_loss else 4)
+        # Of two micro-batches, where the head's gradient is deferred.
+        deferred = 2 * element if layout.deferred_head else 0
+        return element + (8 if layout.fused_loss else 4) + deferred
     if layout.engine == "torch" and layout.compiled_loss:
         return element + 4
     if layout.library == "litgpt":

@@ -76,6 +76,12 @@ class Layout:
     """Selective recomputation keeps every other matrix product's output (torchtitan's default), not all of them."""
     compiled_loss: bool = False
     """Compiled cross-entropy never makes the fp32 copies of the logits."""
+    deferred_head: bool = False
+    """Megatron computes the head's weight gradient after the pipeline has drained, and keeps the logits' gradients."""
+    grouped_experts: bool = True
+    """Megatron's experts run as one grouped product over four streams, each with a workspace."""
+    last_stage_layers: int | None = None
+    """Layers of the last pipeline rank where the split is uneven; None: as many as the others."""
     transformer_engine: bool = True
     """Megatron's layers are Transformer Engine's, with a workspace of their own."""
     library: Library = ""

@@ -46,6 +46,9 @@ ONE_IN_TEN = 1.2816
 TE_WORKSPACE_MIB, TE_HOPPER_WORKSPACE_MIB = 4.0, 32.0
 """Transformer Engine's own workspace for products."""
 
+EXPERT_STREAMS = 4
+"""Streams of Transformer Engine's grouped products."""
+
 DEEPSPEED_BUCKET_ELEMENTS = 5e8
 """DeepSpeed's default reduce_bucket_size and allgather_bucket_size."""
 
@@ -175,7 +178,8 @@ def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
     first = Stage(layers, True, count == 1, micro_batches_in_flight(layout, 0))
     if count == 1:
         return (first,)
-    return first, Stage(layers, False, True, micro_batches_in_flight(layout, count - 1))
+    last = layers if layout.last_stage_layers is None else layout.last_stage_layers
+    return first, Stage(last, False, True, micro_batches_in_flight(layout, count - 1))
 
 
 def micro_batches_in_flight(layout: Layout, rank: int) -> float:
@@ -209,22 +213,24 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
         activations=_stage_activations(shape, layout, stage, logits, constants),
         logits=logits,
         buffers=_buffers(shape, layout, stage, params, logits),
-        workspace=workspace_bytes(layout) + pipeline_buffer_bytes(shape, layout),
+        workspace=workspace_bytes(layout, experts=shape.moe_layers > 0) + pipeline_buffer_bytes(shape, layout),
         moving_error=constants.plain_moving_error if layout.engine == "plain" else constants.moving_error,
     )
 
 
-def workspace_bytes(layout: Layout) -> float:
+def workspace_bytes(layout: Layout, *, experts: bool = False) -> float:
     """Kernels' scratch: cuBLAS has one workspace for the forward and one for the backward thread's handle.
 
-    Megatron's own layers, without Transformer Engine, multiply through a third handle.
+    Megatron's own layers, without Transformer Engine, multiply through a third handle. Grouped experts have four
+    streams, each with Transformer Engine's workspace.
     """
     each = LARGE_WORKSPACE_MIB if layout.large_workspace or layout.hopper else SMALL_WORKSPACE_MIB
     if layout.engine != "megatron":
         return 2 * each * MIB
     if not layout.transformer_engine:
         return 3 * each * MIB
-    return (2 * each + (TE_HOPPER_WORKSPACE_MIB if layout.hopper else TE_WORKSPACE_MIB)) * MIB
+    streams = 1 + EXPERT_STREAMS * (experts and layout.grouped_experts)
+    return (2 * each + streams * (TE_HOPPER_WORKSPACE_MIB if layout.hopper else TE_WORKSPACE_MIB)) * MIB
 
 
 @dataclass(frozen=True)
@@ -317,7 +323,9 @@ def _stage_activations(
     A layer is rebuilt when the logits are gone: of the two only the larger counts.
     """
     kept = layer_activation_bytes(shape, layout, layout.recompute, constants)
-    held = kept * stage.layers * stage.in_flight + mtp_bytes(shape, layout, kept, stage.head)
+    # Warm-up passes of an interleaved schedule run through the chunks that are as large as everybody's.
+    layers = max(stage.layers, math.ceil(shape.layers / layout.pipeline)) if layout.chunks > 1 else stage.layers
+    held = kept * layers * stage.in_flight + mtp_bytes(shape, layout, kept, stage.head)
     held += encoder_bytes(shape, layout, constants) * stage.embedding * stage.in_flight
     rebuilt = 0.0
     if layout.recompute != "none":

@@ -31,6 +31,7 @@ KNOWN_FIELDS = frozenset(
         *("framework", "framework_version"),
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
         *("dense_layers", "lora_targets", "trains_vocabulary", "quantization"),
+        *("deferred_head", "grouped_experts", "last_stage_layers"),
         *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
 )
@@ -411,6 +412,9 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "hopper": has_hopper_workspaces(device.name),
         "saves_every_second_product": "torchtitan" in text,
         "library": cast(Library, library),
+        "deferred_head": fields.flag("deferred_head", False),
+        "grouped_experts": fields.flag("grouped_experts", True),
+        "last_stage_layers": fields.whole("last_stage_layers", 1) if fields.given("last_stage_layers") else None,
         "flash_attention": attention == "flash",
     }
 
