@@ -31,6 +31,8 @@ from test_differential import second_opinion  # after the path is set
 
 MINE, OTHER = "acme-llama-20260101000000-0a1b", "acme-llama-20260101000000-0a1c"
 RESUMED = f"{MINE}-r2"
+NOT_NARROWED = {"s3:ListBucketMultipartUploads"}
+"""IAM has no condition key for its prefix: names of another job's torn uploads show, and nothing of what is in them."""
 
 
 def inputs_of(contract: TenantContract) -> list[str]:
@@ -91,7 +93,7 @@ def test_it_may_do_none_of_it_to_another_job(account: Account, site: Site) -> No
     closed = []
     for need, of_tenant in zip(needs(account), Needs(site.account, "acme").of_a_job(), strict=True):
         foreign, by_tenants_role = about_another(need), about_another(of_tenant)
-        if foreign is None or by_tenants_role is None:
+        if foreign is None or by_tenants_role is None or foreign.action in NOT_NARROWED:
             continue
         assert not answer(replace(foreign, endpoint_policy=None)), f"{need.what}: {foreign.action} {foreign.resource}"
         assert decide(by_tenants_role).allowed, "the tenant's one role may: without that the test would prove nothing"
