@@ -17,7 +17,11 @@ OUTPUTS = {
     "reserved_memory_gib",
     "needed_memory_gib",
     "step_seconds",
+    "step_seconds_low",
+    "step_seconds_high",
     "tokens_per_second_per_gpu",
+    "tokens_per_second_per_gpu_low",
+    "tokens_per_second_per_gpu_high",
     "model_tflops_per_gpu",
     "mfu",
     "communication_fraction",
@@ -46,6 +50,34 @@ def test_all_outputs_are_there_and_agree() -> None:
     tokens = 64 * 8192
     assert answer["tokens_per_second_per_gpu"] == pytest.approx(tokens / answer["step_seconds"] / 64)
     assert answer["model_state_gib"] == pytest.approx(8.0303e9 * 16 / 64 / 2**30, rel=1e-3)
+
+
+def test_the_interval_is_around_the_estimate_and_wider_where_software_is_new() -> None:
+    old, new = predict(LLAMA), predict({**LLAMA, "gpu": "GB300", "precision": "fp4", "interconnect": "NVL72"})
+    for answer in (old, new):
+        assert answer["step_seconds_low"] < answer["step_seconds"] < answer["step_seconds_high"]
+        assert answer["tokens_per_second_per_gpu_low"] < answer["tokens_per_second_per_gpu"]
+        assert answer["tokens_per_second_per_gpu"] < answer["tokens_per_second_per_gpu_high"]
+    widths = [answer["step_seconds_high"] / answer["step_seconds_low"] for answer in (old, new)]
+    assert widths[1] > widths[0]
+
+
+def test_fewer_bits_and_newer_releases_are_faster_and_four_bits_have_their_own_peak() -> None:
+    blackwell = {**LLAMA, "gpu": "GB300", "micro_batch": 2, "framework": "Megatron-Core", "sharding": "zero1"}
+    seconds = {bits: predict({**blackwell, "precision": bits})["step_seconds"] for bits in ("bf16", "fp8", "fp4")}
+    assert seconds["fp4"] < seconds["fp8"] < seconds["bf16"]
+    answer = predict({**blackwell, "precision": "fp4"})
+    assert answer["model_tflops_per_gpu"] == pytest.approx(answer["mfu"] * 15000)
+    experts = {"model": "deepseek-v3", "gpu": "GB200", "gpus": 256, "pp": 4, "ep": 64, "framework": "Megatron-Bridge"}
+    older, newer = (predict({**experts, "framework_version": text})["step_seconds"] for text in ("25.09", "26.08"))
+    assert newer < older
+
+
+def test_an_unknown_micro_batch_is_the_fastest_that_fits() -> None:
+    job = {**LLAMA, "model": "llama-3.2-1b", "gpus": 8, "seq": 2048, "global_batch": 64, "sharding": "none"}
+    chosen = predict(job)
+    stated = [predict({**job, "micro_batch": size}) for size in (1, 2, 4, 8)]
+    assert chosen["step_seconds"] == min(answer["step_seconds"] for answer in stated if answer["fits"])
 
 
 def test_every_field_of_the_contract_is_taken() -> None:
@@ -102,6 +134,9 @@ def test_the_training_state_is_the_frameworks(fields: dict[str, Any], engine: st
         ("Selene: NVSwitch + 8x HDR200 IB/node", 200),
         ("RoCE 1600 Gbps/node", 200),
         ("DGX-H100 (NDR)", 400),
+        ("Grand Teton 400 Gb/s", 400),
+        ("400 Gb/s per node", 50),
+        ("NVL72", 3600),
         ("", 400),
     ],
 )

@@ -402,6 +402,7 @@ def checked(shape: ModelShape) -> ModelShape:
 def known_name(name: str) -> str | None:
     """The known model that a hub id, an S3 prefix or a folder speaks of, e.g. `s3://x/Meta-Llama-3.1-70B-Instruct`."""
     text = re.sub(r"[_\s]", "-", name.rstrip("/").rsplit("/", 1)[-1].lower())
+    text = text.replace("deepseekv", "deepseek-v").replace("nemotron-v3", "nemotron-3")
     # The longest name first: "llama-3.1-8b" before a shorter name inside it.
     for known in sorted(KNOWN_CONFIGS, key=len, reverse=True):
         if re.search(rf"(?<![a-z0-9.]){re.escape(known)}(?![a-z0-9.])", text):

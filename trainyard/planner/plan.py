@@ -25,7 +25,7 @@ from trainyard.planner.resolve import (
     sequences_per_rank,
 )
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.timing import StepTime, step_time
+from trainyard.planner.timing import StepTime, step_time, time_spread
 from trainyard.spec.base import SpecModel
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 
@@ -59,6 +59,9 @@ class TimePlan(SpecModel):
     """One optimizer step, and the whole run, by the clock."""
 
     step_seconds: float
+    step_seconds_low: float
+    """With the next: the 80% interval, from published runs whose source the formulas' constants had not seen."""
+    step_seconds_high: float
     breakdown_seconds: dict[str, float]
     tokens_per_second: float
     """All GPUs together."""
@@ -117,6 +120,9 @@ class Cost(SpecModel):
     expected_hours: float
     usd_on_demand: float | None
     usd_spot: float | None
+    planned_usd_low: float | None = None
+    """With the next: the 80% interval of the step's time, in dollars. Prices and failures are not in it."""
+    planned_usd_high: float | None = None
     planned_usd: float | None
     """On demand, or for a spot job its spot price; where that isn't known, the on-demand price."""
     price_basis: str
@@ -276,6 +282,8 @@ def _time_plan(job: JobSpec, layout: Layout, machines: Machines, shape: ModelSha
     peak = device.peak_tflops(layout.precision) * 1e12 * layout.world_size
     return TimePlan(
         step_seconds=time.total,
+        step_seconds_low=time.total / time_spread(shape, layout, device),
+        step_seconds_high=time.total * time_spread(shape, layout, device),
         breakdown_seconds=time.breakdown(),
         tokens_per_second=tokens / time.total,
         mfu=work * tokens / time.total / peak,
@@ -387,7 +395,9 @@ def _cost(
 ) -> Cost | None:
     if chosen.time is None or chosen.time.hours is None or checkpoint is None:
         return None
+    time = chosen.time
     hours = chosen.time.hours / checkpoint.goodput if checkpoint.goodput > 0 else float("inf")
+    low, high = (hours * bound / time.step_seconds for bound in (time.step_seconds_low, time.step_seconds_high))
     rate, basis = on_demand, on_demand.basis if on_demand else "no price known"
     if job.compute.spot and spot is not None:
         rate, basis = spot, spot.basis
@@ -398,6 +408,8 @@ def _cost(
         usd_on_demand=cost_usd(hours, machines.num_hosts, on_demand),
         usd_spot=cost_usd(hours, machines.num_hosts, spot),
         planned_usd=cost_usd(hours, machines.num_hosts, rate),
+        planned_usd_low=cost_usd(low, machines.num_hosts, rate),
+        planned_usd_high=cost_usd(high, machines.num_hosts, rate),
         price_basis=basis,
         price_as_of=rate.as_of if rate else None,
     )

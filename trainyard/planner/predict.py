@@ -19,7 +19,7 @@ from trainyard.planner.families import checked, known_name, shape_of_known
 from trainyard.planner.layout import Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.timing import DEFAULT_CONSTANTS, Constants, step_time
+from trainyard.planner.timing import DEFAULT_CONSTANTS, Constants, step_time, time_spread
 
 KNOWN_FIELDS = frozenset(
     (
@@ -130,6 +130,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
     if layout.method != "full":
         # Frozen weights have no gradients of their own: two thirds of the work.
         flops *= 2 / 3
+    spread = time_spread(shape, layout, question.device)
     ignored = sorted(set(content) - KNOWN_FIELDS)
     return {
         "peak_memory_gib": use.allocated / GIB,
@@ -139,7 +140,11 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         "needed_memory_gib": use.needed / GIB,
         "activation_gib": use.activations / GIB,
         "step_seconds": time.total,
+        "step_seconds_low": time.total / spread,
+        "step_seconds_high": time.total * spread,
         "tokens_per_second_per_gpu": rate,
+        "tokens_per_second_per_gpu_low": rate / spread,
+        "tokens_per_second_per_gpu_high": rate * spread,
         "model_tflops_per_gpu": flops / 1e12,
         "mfu": flops / (question.device.peak_tflops(layout.precision) * 1e12),
         "communication_fraction": time.communication / time.total,

@@ -1,0 +1,52 @@
+"""Collectives: what nccl-tests measured on instances of AWS, and what must hold for any message."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainyard.hardware import gpu, instance
+from trainyard.planner.communication import all_reduce_seconds, all_to_all_seconds, fabric, fabric_of, group
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "gpus", "size", "measured_seconds"),
+    [
+        ("p5.48xlarge", 8, 1024, 16.4e-6),
+        ("p5.48xlarge", 8, 2**26, 326.6e-6),
+        ("p5.48xlarge", 8, 2**34, 62.2e-3),
+        ("p5.48xlarge", 16, 8, 69.1e-6),
+        ("p5.48xlarge", 16, 2**30, 4.608e-3),
+        ("p5.48xlarge", 16, 2**34, 66.1e-3),
+        # The rows of a B200 name bus bandwidths: 646 GB/s at 256 MiB, 846 at 16 GiB.
+        ("p6-b200.48xlarge", 8, 2**28, 2 * 7 / 8 * 2**28 / 646.1e9),
+        ("p6-b200.48xlarge", 8, 2**34, 2 * 7 / 8 * 2**34 / 845.7e9),
+    ],
+)
+def test_all_reduce_is_near_what_was_measured(
+    instance_type: str, gpus: int, size: int, measured_seconds: float
+) -> None:
+    predicted = all_reduce_seconds(size, group(gpus, 1, 8), fabric_of(instance(instance_type)))
+    assert predicted == pytest.approx(measured_seconds, rel=0.2)
+
+
+def test_all_to_all_over_the_network_is_near_what_was_measured() -> None:
+    # 32 GPUs of four p5.48xlarge: 45.1 GB/s of bus bandwidth at 64 MiB.
+    measured = 31 / 32 * 2**26 / 45.1e9
+    predicted = all_to_all_seconds(2**26, group(32, 1, 8), fabric_of(instance("p5.48xlarge")))
+    assert predicted == pytest.approx(measured, rel=0.25)
+
+
+def test_textbook_figures_of_14_gb() -> None:
+    # One GPU a node at 400 Gb/s: 2 x 14 GB / 50 GB/s = 560 ms, less (n-1)/n, over what a network reaches of its rate.
+    links = fabric(gpu("H100"), 8, 400)
+    assert all_reduce_seconds(14e9, group(8, 8, 8), links) == pytest.approx(0.560 * 7 / 8 / 0.85, rel=0.01)
+
+
+@given(st.integers(0, 34), st.sampled_from([2, 8, 16, 64, 1024]), st.floats(0.1, 1.0))
+def test_slower_links_and_larger_messages_take_longer(power: int, ranks: int, node: float) -> None:
+    members, device = group(ranks, 1, 8), gpu("A100")
+    fast = fabric(device, 8, 200)
+    slow = fabric(device, 8, 200 * node)
+    assert all_reduce_seconds(2**power, members, slow) >= all_reduce_seconds(2**power, members, fast)
+    assert all_reduce_seconds(2 ** (power + 1), members, fast) > all_reduce_seconds(2**power, members, fast)
+    assert all_to_all_seconds(2**power, members, slow) >= all_to_all_seconds(2**power, members, fast)

@@ -1,0 +1,78 @@
+"""What a step's time is made of: each formula where its answer is known."""
+
+import dataclasses
+
+import pytest
+
+from trainyard.hardware import gpu
+from trainyard.planner.communication import Fabric
+from trainyard.planner.families import shape_of_known
+from trainyard.planner.layout import Layout, Precision
+from trainyard.planner.timing import DEFAULT_CONSTANTS, bubble_passes, matmul_ceiling_tflops, step_time
+
+LINKS = Fabric(8, 450, 400)
+DENSE = Layout(engine="megatron", micro_batch=2, num_micro_batches=16, sequence_length=4096, precision="bf16")
+
+
+def total(layout: Layout, model: str = "llama-2-7b", device: str = "H100") -> float:
+    return step_time(shape_of_known(model), layout, gpu(device), LINKS).total
+
+
+def test_bubbles_of_the_schedules() -> None:
+    pipeline = dataclasses.replace(DENSE, pipeline=8)
+    assert bubble_passes(DENSE) == 0
+    assert bubble_passes(pipeline) == 7
+    assert bubble_passes(dataclasses.replace(pipeline, chunks=4)) == 7 / 4
+    assert bubble_passes(dataclasses.replace(pipeline, schedule="zero_bubble")) == pytest.approx(7 / 3)
+
+
+def test_full_recomputation_adds_a_forward_pass_of_the_layers() -> None:
+    shape, device = shape_of_known("llama-2-7b"), gpu("H100")
+    time = step_time(shape, dataclasses.replace(DENSE, recompute="full"), device, LINKS)
+    assert 0.9 * time.forward < time.recompute < time.forward
+
+
+def test_a_small_layer_is_bound_by_its_launch_and_a_larger_micro_batch_then_costs_nothing() -> None:
+    one, two = (dataclasses.replace(DENSE, micro_batch=size, sequence_length=128) for size in (1, 2))
+    assert total(two, "qwen3-0.6b") == pytest.approx(total(one, "qwen3-0.6b"), rel=0.05)
+    large = [dataclasses.replace(DENSE, micro_batch=size) for size in (4, 8)]
+    assert total(large[1]) > 1.8 * total(large[0])
+
+
+def test_products_with_few_tiles_and_short_sums_are_slower() -> None:
+    # The same FLOPs with a quarter of the tokens in a micro-batch.
+    few = dataclasses.replace(DENSE, micro_batch=1, num_micro_batches=32, sequence_length=512)
+    many = dataclasses.replace(DENSE, micro_batch=4, num_micro_batches=8, sequence_length=512)
+    assert total(many, "llama-3-70b") < total(few, "llama-3-70b")
+
+
+@pytest.mark.parametrize("device", ["V100", "A100", "H100", "H20", "B200", "GB300", "MI300X", "L40S"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp4", "fp32"])
+def test_no_part_exceeds_its_peak_in_any_precision(device: str, precision: Precision) -> None:
+    layout = dataclasses.replace(DENSE, precision=precision)
+    part = gpu(device)
+    shape = shape_of_known("llama-3-70b")
+    work = shape.flops_per_token(4096, causal=True) * layout.global_batch * layout.sequence_length
+    assert work / step_time(shape, layout, part, LINKS).total < part.peak_tflops(precision) * 1e12
+
+
+def test_a_part_without_narrow_units_computes_in_wider_ones() -> None:
+    shares = {
+        bits: matmul_ceiling_tflops(dataclasses.replace(DENSE, precision=bits), gpu("A100"), DEFAULT_CONSTANTS)
+        for bits in ("bf16", "fp8", "fp4")
+    }
+    assert shares["fp4"] == shares["fp8"] == shares["bf16"]
+
+
+def test_attention_of_a_window_costs_less_than_of_the_whole_sequence() -> None:
+    long = dataclasses.replace(DENSE, sequence_length=32768, num_micro_batches=2, micro_batch=1)
+    shape = shape_of_known("gpt-oss-20b")
+    whole = dataclasses.replace(shape, attention_window=0)
+    times = [step_time(item, long, gpu("H100"), LINKS).total for item in (shape, whole)]
+    assert times[0] < times[1]
+
+
+def test_older_releases_with_experts_are_slower() -> None:
+    routed = dataclasses.replace(DENSE, expert=8, data_parallel=8, micro_batch=4)
+    older = dataclasses.replace(routed, year=2024.0)
+    assert total(routed, "qwen3-30b-a3b") < total(older, "qwen3-30b-a3b")
