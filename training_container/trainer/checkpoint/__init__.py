@@ -19,7 +19,8 @@ Layout under the destination (a folder or an s3:// prefix):
 
 Inside: `destination` (where bytes go), `manifest` (what is promised), `host_copy` (plan and staging), `restore` (which
 one is good), `blocks` (hashes of parts of files), `needs` (which of them tensors need, and where in these they go),
-`ranges` (who reads what), `reading` (the reading itself), `checkpointer` (the flow).
+`ranges` (who reads what), `reading` (the reading itself), `delivery` (the way to the destination, and what stays
+there), `checkpointer` (the flow).
 """
 
 from trainer.checkpoint.checkpointer import Checkpointer

@@ -1,6 +1,5 @@
 """The flow of a save and of a load. See the package for the layout and what is promised."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -9,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from trainer.checkpoint.blocks import write_blocks
+from trainer.checkpoint.delivery import Attachment, Delivery, Promise, attempted
 from trainer.checkpoint.destination import (
     RETRY_DELAYS_SECONDS,
     DestinationError,
     MissingFileError,
     open_destination,
-    sync,
     with_retries,
 )
 from trainer.checkpoint.group import Group
@@ -34,13 +32,9 @@ from trainer.checkpoint.local_tier import LocalCheckpoint, LocalTier
 from trainer.checkpoint.manifest import (
     COMMITTED,
     FOLDER,
-    MANIFEST,
     Manifest,
-    ManifestError,
     ShardFile,
     combine_extra,
-    commit_marker,
-    parse_manifest,
     shard_file,
     step_folder,
     step_of,
@@ -73,22 +67,10 @@ class _Save:
     step: int
     plan: SavePlan
     extra: dict[str, Any]
-    attachments: list[tuple[str, Path, int]]
-    """Name at the destination, local file, and how much of it: the file may grow meanwhile."""
+    attachments: list[Attachment]
     started: float
     results: list[WriteResult] = field(default_factory=list)
     files: list[ShardFile] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Promise:
-    """A save that every rank has written, before it is committed anywhere."""
-
-    manifest: Manifest
-    content: bytes
-    """The manifest's bytes."""
-    index: bytes
-    """DCP's `.metadata`."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +114,6 @@ class Checkpointer:
         self._destination = open_destination(destination)
         self._local_dir = local_dir.absolute()
         self._retention = Retention(keep_last, keep_every_steps, keep_best)
-        self._values: dict[int, float | None] = {}
-        """Step -> its value of keep_best's metric, of checkpoints that were looked at (first rank)."""
         self._asynchronous = asynchronous
         self._report = report
         self._delays = retry_delays_seconds
@@ -160,6 +140,14 @@ class Checkpointer:
         self._is_swept = False
         self._attached_names: set[str] = set()
         self._bad_steps: set[int] = set()
+        self._delivery = Delivery(
+            self._destination,
+            retention=self._retention,
+            retry=self._retry,
+            report=report,
+            staging=self._staging,
+            bad_steps=self._bad_steps,
+        )
         self.last_committed_step: int | None = None
         """Step of the newest checkpoint that this object committed or loaded."""
         self.last_save_seconds: float | None = None
@@ -267,9 +255,9 @@ class Checkpointer:
         """Remove now what would go once `step` is committed; the newest good one stays until then."""
         tier = self._tier
         if tier is not None:
-            self._attempt(lambda: tier.begin(step))  # if that fails, the save itself will tell
+            attempted(lambda: tier.begin(step))  # if that fails, the save itself will tell
         if self._destination.folder("") is not None:
-            self._group.from_first(lambda: self._prune(step))
+            self._group.from_first(lambda: self._delivery.prune(step))
         self._group.wait_for_all()
 
     def _lacks_space(self, step: int) -> str | None:
@@ -317,14 +305,14 @@ class Checkpointer:
                 f"checkpoint step={save.step} committed uri={self._destination.uri}/{step_folder(save.step)} "
                 f"seconds={self.last_save_seconds:.3f}"
             )
-            self._prune(save.step)
+            self._delivery.prune(save.step)
 
     def _write_and_commit(self, save: _Save) -> str | None:
         """None when the checkpoint is committed, else why not; the same on every rank."""
         error = self._begin_folders(save.step)
         if error is not None:
             return error
-        error = self._attempt(lambda: self._write_own_part(save))
+        error = attempted(lambda: self._write_own_part(save))
         parts = self._behind.gather(_RankPart(save.results, save.files, save.extra, error))
         promise = self._promised(save, parts or [])
         if isinstance(promise, str):
@@ -340,7 +328,7 @@ class Checkpointer:
 
         tier = self._tier
         if tier is not None:
-            error = _first_of(self._behind.gather_everywhere(self._attempt(lambda: tier.begin(step))))
+            error = _first_of(self._behind.gather_everywhere(attempted(lambda: tier.begin(step))))
             if error is not None:
                 self._give_up_tier(error)
         return self._begin_destination(step)
@@ -364,84 +352,67 @@ class Checkpointer:
 
     def _begin_destination(self, step: int) -> str | None:
         def clear() -> None:
-            self._retry("clearing", lambda: self._remove(step_folder(step)))
+            self._retry("clearing", lambda: self._delivery.remove(step))
             if not self._is_swept:
                 self._sweep()
 
-        return self._behind.from_first(lambda: self._attempt(clear))
+        return self._behind.from_first(lambda: attempted(clear))
 
-    def _promised(self, save: _Save, parts: list[_RankPart]) -> _Promise | str:
+    def _promised(self, save: _Save, parts: list[_RankPart]) -> Promise | str:
         """The manifest of what all ranks wrote, or why there is none; known to the first rank, or to all with a tier.
 
         The first rank writes DCP's index on the way.
         """
-        promise: list[_Promise] = []
+        promise: list[Promise] = []
 
         def make() -> str | None:
-            return self._attempt(lambda: promise.append(self._make_promise(save, parts)))
+            return attempted(lambda: promise.append(self._make_promise(save, parts)))
 
         error = self._behind.from_first(make)
         if error is not None:
             return error
         if self._tier is not None:
             return self._behind.from_first(lambda: promise[0])
-        return promise[0] if promise else _Promise(Manifest(save.step, 0, (), {}, {}), b"", b"")
+        return promise[0] if promise else Promise(Manifest(save.step, 0, (), {}, {}), b"", b"")
 
-    def _make_promise(self, save: _Save, parts: list[_RankPart]) -> _Promise:
+    def _make_promise(self, save: _Save, parts: list[_RankPart]) -> Promise:
         _raise_broken([part.error for part in parts])
         index = self._plan.write_index(self._written_folder(save.step), [part.results for part in parts])
         files = [file for part in parts for file in part.files] + [shard_file(index)]
         extra, extra_by_rank = combine_extra([part.extra for part in parts])
         manifest = Manifest(save.step, len(parts), tuple(files), extra, extra_by_rank)
-        return _Promise(manifest, manifest.to_bytes(), index.read_bytes())
+        return Promise(manifest, manifest.to_bytes(), index.read_bytes())
 
-    def _commit_locally(self, save: _Save, promise: _Promise) -> None:
+    def _commit_locally(self, save: _Save, promise: Promise) -> None:
         """Commit on the hosts' own disks; a failure is told, and the destination gets the save all the same."""
         tier = self._tier
         assert tier is not None
-        error = self._attempt(lambda: tier.commit(save.step, promise.content, promise.index))
+        error = attempted(lambda: tier.commit(save.step, promise.content, promise.index))
         error = _first_of(self._behind.gather_everywhere(error))
         if error is None:
             self.last_local_seconds = time.perf_counter() - save.started
-            error = self._attempt(lambda: tier.copy_to_peer(self._behind, save.step, save.files))
+            error = attempted(lambda: tier.copy_to_peer(self._behind, save.step, save.files))
             error = _first_of(self._behind.gather_everywhere(error))
             error = error and f"no copy on a peer: {error}"
         if error is not None and self._group.rank == 0:
             self._report(f"checkpoint step={save.step} on the hosts' disks: {error}")
 
-    def _send_and_commit(self, save: _Save, promise: _Promise) -> str | None:
+    def _send_and_commit(self, save: _Save, promise: Promise) -> str | None:
         """Bring what the ranks wrote to the destination and commit it: why that failed, or None."""
-        folder = step_folder(save.step)
+        written_to = self._written_folder(save.step)
         sent: str | None = None
-        if self._written_folder(save.step) != self._destination.folder(folder):
-            sent = self._attempt(lambda: self._upload_files(save.step, save.files))
+        if written_to != self._destination.folder(step_folder(save.step)):
+            sent = attempted(lambda: self._delivery.upload_files(save.step, save.files, written_to))
             if sent is None and self._retention.keep_last == 1:
                 # The one before goes as soon as this one is committed: it must be good, not only there.
-                sent = self._attempt(lambda: self._read_back(save.step, save.files))
+                sent = attempted(lambda: self._delivery.read_back(save.step, save.files))
         errors = self._behind.gather(sent)
-        return self._behind.from_first(lambda: self._attempt(lambda: self._commit(save, promise, errors or [])))
 
-    @staticmethod
-    def _attempt(action: Callable[[], None]) -> str | None:
-        """What went wrong, in one line, or None."""
-        try:
-            action()
-        except (DestinationError, MissingFileError) as error:
-            return str(error)
-        except OSError as error:
-            return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-        except Exception as error:  # torch's writer wraps what went wrong in kinds of its own
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return None
+        def commit() -> None:
+            _raise_broken(errors or [])
+            self._delivery.commit(save.step, promise, save.attachments, written_to)
 
-    def _remove(self, folder: str) -> None:
-        names = self._destination.sizes(folder)
-        for first in (f"{folder}/{COMMITTED}", f"{folder}/{MANIFEST}"):
-            if first in names:
-                self._destination.delete([first])
-                del names[first]
-        if names:
-            self._destination.delete(names)
+        return self._behind.from_first(lambda: attempted(commit))
 
     def _written_folder(self, step: int) -> Path:
         """Where this rank writes its part first: its host's tier, the destination's own folder, or scratch."""
@@ -455,97 +426,6 @@ class Checkpointer:
         shards = _archives_by_file(save.results)
         tables = [write_blocks(folder / name, archives) for name, archives in shards.items()]
         save.files = [shard_file(path) for path in [*(folder / name for name in shards), *tables]]
-
-    def _upload_files(self, step: int, files: Sequence[ShardFile]) -> None:
-        for file in files:
-            self._upload(f"{step_folder(step)}/{file.name}", self._written_folder(step) / file.name)
-
-    def _read_back(self, step: int, files: Sequence[ShardFile]) -> None:
-        for file in files:
-            name = f"{step_folder(step)}/{file.name}"
-            digest = hashlib.sha256()
-            for start in range(0, file.num_bytes, _READ_BACK_BYTES):
-                block = self._retry("reading back", partial(self._read_range, name, start))
-                digest.update(block)
-            if digest.hexdigest() != file.sha256:
-                raise DestinationError(f"{file.name} is not what was sent (its SHA-256 differs)", permanent=True)
-
-    def _read_range(self, name: str, start: int) -> bytes:
-        return self._destination.get_range(name, start=start, num_bytes=_READ_BACK_BYTES)
-
-    def _upload(self, name: str, path: Path) -> None:
-        self._retry(f"upload of {name}", lambda: self._destination.put_file(name, path))
-
-    def _commit(self, save: _Save, promise: _Promise, errors: Sequence[str | None]) -> None:
-        """The first rank's last act: index, attachments, manifest, a look at what is there, marker."""
-        _raise_broken(errors)
-        folder = step_folder(save.step)
-        in_place = self._destination.folder(folder)
-        if self._written_folder(save.step) != in_place:
-            self._retry("index", lambda: self._destination.put_bytes(f"{folder}/.metadata", promise.index))
-        if in_place is not None:
-            sync(in_place)
-        self._attach(save)
-        self._retry("manifest", lambda: self._destination.put_bytes(f"{folder}/{MANIFEST}", promise.content))
-        self._check_presence(folder, promise.manifest.files)
-        marker = commit_marker(save.step, promise.content)
-        self._retry("commit", lambda: self._destination.put_bytes(f"{folder}/{COMMITTED}", marker))
-
-    def _attach(self, save: _Save) -> None:
-        for name, path, size in save.attachments:
-            if self._is_at_destination(name, path):
-                continue
-            copy = self._staging / f"attachment-{name}"
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            _copy_beginning(path, copy, size)
-            self._upload(name, copy)
-
-    def _is_at_destination(self, name: str, path: Path) -> bool:
-        root = self._destination.folder("")
-        return root is not None and (root / name).exists() and (root / name).samefile(path)
-
-    def _check_presence(self, folder: str, files: Sequence[ShardFile]) -> None:
-        there = self._retry("check", lambda: self._destination.sizes(folder))
-        for file in files:
-            size = there.get(f"{folder}/{file.name}")
-            if size != file.num_bytes:
-                found = "is not there" if size is None else f"has {size} bytes there, {file.num_bytes} were written"
-                hint = "; is the folder shared by all hosts?" if self._destination.folder("") is not None else ""
-                raise DestinationError(f"{file.name} {found}{hint}", permanent=True)
-
-    def _prune(self, newest: int) -> None:
-        """Remove what retention no longer keeps when `newest` is committed, or about to be (first rank)."""
-        error = self._attempt(lambda: self._remove_expired(newest))
-        if error is not None:
-            self._report(f"checkpoint retention failed, will try again after the next save: {error}")
-
-    def _remove_expired(self, newest: int) -> None:
-        names = self._destination.sizes(FOLDER)
-        older = {step for step in map(step_of, names) if step is not None and step < newest}
-        promises = (COMMITTED, MANIFEST)
-        good = {step for step in older if all(f"{step_folder(step)}/{name}" in names for name in promises)}
-        good -= self._bad_steps
-        is_committed = f"{step_folder(newest)}/{COMMITTED}" in names
-        values = {step: self._value_of(step) for step in good}
-        values[newest] = self._value_of(newest) if is_committed else None
-        # `newest` is one of those kept. What is not good is of no use to anyone: an interrupted or a corrupt one.
-        kept = self._retention.kept(values)
-        if not is_committed and good:
-            kept.add(max(good))
-        for step in sorted(older - kept):
-            self._remove(step_folder(step))
-            self._bad_steps.discard(step)
-
-    def _value_of(self, step: int) -> float | None:
-        if self._retention.keep_best is None:
-            return None
-        if step not in self._values:
-            try:
-                content = self._retry("reading", lambda: self._destination.get_bytes(f"{step_folder(step)}/{MANIFEST}"))
-                self._values[step] = self._retention.value_of(parse_manifest(content).extra)
-            except (ManifestError, MissingFileError):  # one that can't be read must not keep the others for good
-                self._values[step] = None
-        return self._values[step]
 
     def _failed(self, step: int, error: str) -> None:
         self.num_failed_saves += 1
@@ -672,7 +552,7 @@ class Checkpointer:
         manifest = local.manifest
         mine = [file for file in manifest.files if min(local.holders[file.name]) == self._group.rank]
         files: list[tuple[str, Path, int]] = []
-        error = self._attempt(lambda: files.extend(self._copied(attachments)))
+        error = attempted(lambda: files.extend(self._copied(attachments)))
         if error is not None:
             self._report(f"checkpoint step={manifest.step} is sent without its metrics: {error}")
         save = _Save(manifest.step, SavePlan([]), manifest.extra, files, time.perf_counter(), files=mine)
@@ -682,7 +562,7 @@ class Checkpointer:
             if self._behind.from_first(self._newest_at_destination) == save.step:
                 return None  # it could not be asked when this was loaded: clearing what is good there would be no help
             return self._begin_destination(save.step) or self._send_and_commit(
-                save, _Promise(manifest, local.content, index)
+                save, Promise(manifest, local.content, index)
             )
 
         self._start_behind(save, send)
@@ -693,7 +573,7 @@ class Checkpointer:
         self._attached_names |= set(attachments)
         self._staging.mkdir(parents=True, exist_ok=True)
         for name, path in attachments.items():
-            if path.is_file() and not self._is_at_destination(name, path):
+            if path.is_file() and not self._delivery.is_there(name, path):
                 copy = self._staging / f"sent-later-{name}"
                 shutil.copyfile(path, copy)
                 files.append((name, copy, copy.stat().st_size))
@@ -703,7 +583,7 @@ class Checkpointer:
 
     def publish_file(self, name: str, path: Path) -> bool:
         """Copy a file to `<destination>/<name>` (call it on one rank); False, with a line on stdout, if that fails."""
-        error = self._attempt(lambda: self._upload(name, path))
+        error = attempted(lambda: self._delivery.upload(name, path))
         if error is not None:
             self._report(f"checkpoint {name} not uploaded: {error}")
         return error is None
@@ -747,11 +627,3 @@ def _archives_by_file(results: Sequence[WriteResult]) -> dict[str, list[tuple[in
         place = result.storage_data
         found.setdefault(str(place.relative_path), []).append((int(place.offset), int(place.length)))
     return dict(sorted(found.items()))
-
-
-def _copy_beginning(source: Path, target: Path, num_bytes: int) -> None:
-    with source.open("rb") as reader, target.open("wb") as writer:
-        left = num_bytes
-        while left > 0 and (block := reader.read(min(left, 1 << 20))):
-            writer.write(block)
-            left -= len(block)

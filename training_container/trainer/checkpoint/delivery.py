@@ -1,0 +1,190 @@
+"""What ranks wrote, brought to the destination and committed there, and what retention no longer keeps removed."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.destination import Destination, DestinationError, MissingFileError, sync
+from trainer.checkpoint.manifest import (
+    COMMITTED,
+    FOLDER,
+    MANIFEST,
+    Manifest,
+    ManifestError,
+    ShardFile,
+    commit_marker,
+    parse_manifest,
+    step_folder,
+    step_of,
+)
+from trainer.checkpoint.restore import Retry
+from trainyard.spec.retention import Retention
+
+_READ_BACK_BYTES = 16 << 20
+
+Attachment = tuple[str, Path, int]
+"""Name at the destination, local file, and how much of it: the file may grow meanwhile."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A save that every rank has written, before it is committed anywhere."""
+
+    manifest: Manifest
+    content: bytes
+    """The manifest's bytes."""
+    index: bytes
+    """DCP's `.metadata`."""
+
+
+class Delivery:
+    """One job's way to its destination. Methods raise DestinationError, MissingFileError and OSError."""
+
+    def __init__(
+        self,
+        destination: Destination,
+        *,
+        retention: Retention,
+        retry: Retry,
+        report: Callable[[str], None],
+        staging: Path,
+        bad_steps: set[int],
+    ) -> None:
+        """`staging`: this rank's scratch. `bad_steps`: those known to be altered; one that goes is taken out."""
+        self._destination, self._retention = destination, retention
+        self._retry, self._report = retry, report
+        self._staging, self._bad_steps = staging, bad_steps
+        self._values: dict[int, float | None] = {}
+        """Step -> its value of keep_best's metric, of checkpoints that were looked at (first rank)."""
+
+    def upload(self, name: str, path: Path) -> None:
+        """Copy a file to `<destination>/<name>`."""
+        self._retry(f"upload of {name}", lambda: self._destination.put_file(name, path))
+
+    def upload_files(self, step: int, files: Sequence[ShardFile], folder: Path) -> None:
+        """Copy a rank's files of a step there from `folder`."""
+        for file in files:
+            self.upload(f"{step_folder(step)}/{file.name}", folder / file.name)
+
+    def read_back(self, step: int, files: Sequence[ShardFile]) -> None:
+        """DestinationError unless each file is there as it was sent."""
+        for file in files:
+            name = f"{step_folder(step)}/{file.name}"
+            digest = hashlib.sha256()
+            for start in range(0, file.num_bytes, _READ_BACK_BYTES):
+                block = self._retry("reading back", partial(self._read_range, name, start))
+                digest.update(block)
+            if digest.hexdigest() != file.sha256:
+                raise DestinationError(f"{file.name} is not what was sent (its SHA-256 differs)", permanent=True)
+
+    def _read_range(self, name: str, start: int) -> bytes:
+        return self._destination.get_range(name, start=start, num_bytes=_READ_BACK_BYTES)
+
+    def commit(self, step: int, promise: Promise, attachments: Sequence[Attachment], written_to: Path) -> None:
+        """The first rank's last act: index, attachments, manifest, a look at what is there, marker.
+
+        `written_to`: the folder where the ranks wrote, the index among it.
+        """
+        folder = step_folder(step)
+        in_place = self._destination.folder(folder)
+        if written_to != in_place:
+            self._retry("index", lambda: self._destination.put_bytes(f"{folder}/.metadata", promise.index))
+        if in_place is not None:
+            sync(in_place)
+        self._attach(attachments)
+        self._retry("manifest", lambda: self._destination.put_bytes(f"{folder}/{MANIFEST}", promise.content))
+        self._check_presence(folder, promise.manifest.files)
+        marker = commit_marker(step, promise.content)
+        self._retry("commit", lambda: self._destination.put_bytes(f"{folder}/{COMMITTED}", marker))
+
+    def _attach(self, attachments: Sequence[Attachment]) -> None:
+        for name, path, size in attachments:
+            if self.is_there(name, path):
+                continue
+            copy = self._staging / f"attachment-{name}"
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            _copy_beginning(path, copy, size)
+            self.upload(name, copy)
+
+    def is_there(self, name: str, path: Path) -> bool:
+        """Whether `path` itself is the destination's file of that name."""
+        root = self._destination.folder("")
+        return root is not None and (root / name).exists() and (root / name).samefile(path)
+
+    def _check_presence(self, folder: str, files: Sequence[ShardFile]) -> None:
+        there = self._retry("check", lambda: self._destination.sizes(folder))
+        for file in files:
+            size = there.get(f"{folder}/{file.name}")
+            if size != file.num_bytes:
+                found = "is not there" if size is None else f"has {size} bytes there, {file.num_bytes} were written"
+                hint = "; is the folder shared by all hosts?" if self._destination.folder("") is not None else ""
+                raise DestinationError(f"{file.name} {found}{hint}", permanent=True)
+
+    def remove(self, step: int) -> None:
+        """Remove a step's files, its promise first."""
+        folder = step_folder(step)
+        names = self._destination.sizes(folder)
+        for first in (f"{folder}/{COMMITTED}", f"{folder}/{MANIFEST}"):
+            if first in names:
+                self._destination.delete([first])
+                del names[first]
+        if names:
+            self._destination.delete(names)
+
+    def prune(self, newest: int) -> None:
+        """Remove what retention no longer keeps when `newest` is committed, or about to be (first rank)."""
+        error = attempted(lambda: self._remove_expired(newest))
+        if error is not None:
+            self._report(f"checkpoint retention failed, will try again after the next save: {error}")
+
+    def _remove_expired(self, newest: int) -> None:
+        names = self._destination.sizes(FOLDER)
+        older = {step for step in map(step_of, names) if step is not None and step < newest}
+        promises = (COMMITTED, MANIFEST)
+        good = {step for step in older if all(f"{step_folder(step)}/{name}" in names for name in promises)}
+        good -= self._bad_steps
+        is_committed = f"{step_folder(newest)}/{COMMITTED}" in names
+        values = {step: self._value_of(step) for step in good}
+        values[newest] = self._value_of(newest) if is_committed else None
+        # `newest` is one of those kept. What is not good is of no use to anyone: an interrupted or a corrupt one.
+        kept = self._retention.kept(values)
+        if not is_committed and good:
+            kept.add(max(good))
+        for step in sorted(older - kept):
+            self.remove(step)
+            self._bad_steps.discard(step)
+
+    def _value_of(self, step: int) -> float | None:
+        if self._retention.keep_best is None:
+            return None
+        if step not in self._values:
+            try:
+                content = self._retry("reading", lambda: self._destination.get_bytes(f"{step_folder(step)}/{MANIFEST}"))
+                self._values[step] = self._retention.value_of(parse_manifest(content).extra)
+            except (ManifestError, MissingFileError):  # one that can't be read must not keep the others for good
+                self._values[step] = None
+        return self._values[step]
+
+
+def attempted(action: Callable[[], Any]) -> str | None:
+    """What went wrong, in one line, or None."""
+    try:
+        action()
+    except (DestinationError, MissingFileError) as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    except Exception as error:  # torch's writer wraps what went wrong in kinds of its own
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return None
+
+
+def _copy_beginning(source: Path, target: Path, num_bytes: int) -> None:
+    with source.open("rb") as reader, target.open("wb") as writer:
+        left = num_bytes
+        while left > 0 and (block := reader.read(min(left, 1 << 20))):
+            writer.write(block)
+            left -= len(block)
