@@ -62,7 +62,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def not_more(less: Memory, more: Memory) -> bool:
-    return less.allocated <= more.allocated * (1 + 1e-9)
+    return less.allocated <= more.allocated * (1 + 1e-9) and less.needed <= more.needed * (1 + 1e-9)
 
 
 @settings(max_examples=150, deadline=None)
