@@ -108,7 +108,7 @@ def _money(plan: Plan) -> list[str]:
         lines.append(f"cost: {_usd(cost.planned_usd)}{limit}, {time} ({cost.price_basis}{dated})")
         if cost.planned_usd_low is not None and cost.planned_usd_high is not None:
             between = f"{_usd(cost.planned_usd_low)} to {_usd(cost.planned_usd_high)}"
-            lines.append(f"of 10 such estimates 8 are met by {between}: the step's time, at that price")
+            lines.append(f"80% interval: {between}, for what is uncertain in the step's time, at that price")
     if plan.affordable is False:
         lines.append("NOT AFFORDABLE: above budget.max_usd or compute.max_hours")
     return lines

@@ -214,16 +214,24 @@ def step_time(
     )
 
 
-SPREAD_DENSE = 1.2
-"""Factor up and down of the 80% interval for dense models in 16 bits on GPUs up to Hopper: what holds 80% of the rows
-of sources that a fit has not seen."""
+SPREAD_DENSE = 1.3
+"""Factor up and down of the 80% interval for dense models in 16 bits on GPUs up to Hopper: what holds about 80% of the
+rows of sources that a fit has not seen."""
 
 SPREAD_NEW = 1.45
 """The same for experts, FP8 and FP4, and Blackwell, whose software still changes from release to release."""
 
+SPREAD_LAUNCH = 1.9
+"""The same where half of the layers or more are so small that the host's launches set their time, or nearly."""
+
 
 def time_spread(shape: ModelShape, layout: Layout, device: Gpu) -> float:
     """The 80% interval of a step's time is from the estimate over this factor to the estimate times it."""
+    # Links have no part in what a layer computes.
+    rank = _Rank(shape, layout, device, Fabric(1, 1.0, 1.0), DEFAULT_CONSTANTS)
+    kinds = rank.layers()
+    if sum(count for count, work, launch in kinds if work.forward < 1.5 * launch) >= sum(kind[0] for kind in kinds) / 2:
+        return SPREAD_LAUNCH
     recent = shape.experts > 0 or layout.precision in ("fp8", "fp4") or device.generation in ("blackwell", "cdna3")
     return SPREAD_NEW if recent else SPREAD_DENSE
 
@@ -279,7 +287,7 @@ class _Rank:
         """One micro-batch through a stage."""
         shape, layout, constants = self.shape, self.layout, self.constants
         frozen = layout.method != "full"
-        kinds = self._layers()
+        kinds = self.layers()
         total = sum(count for count, _, _ in kinds)
         forward = backward = again = 0.0
         for count, work, launch in kinds:
@@ -312,7 +320,7 @@ class _Rank:
         # Megatron's: the core of attention, which fused kernels compute again anyway.
         return 0.1 * work.scores if self.layout.flash_attention else work.scores
 
-    def _layers(self) -> list[tuple[int, _Work, float]]:
+    def layers(self) -> list[tuple[int, _Work, float]]:
         """(how many, GPU seconds, host seconds) of each kind of layer."""
         shape, constants = self.shape, self.constants
         small, large = constants.launch_seconds, constants.launch_moe_seconds * self.moe_era
