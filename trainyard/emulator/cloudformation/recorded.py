@@ -60,9 +60,7 @@ TYPES = (
         ref_is_arn=True,
         arn_attribute="FirewallPolicyArn",
     ),
-    _recorded(
-        "AWS::NetworkFirewall::LoggingConfiguration", "arn:aws:network-firewall:{region}:{account}:logging/{id}"
-    ),
+    _recorded("AWS::NetworkFirewall::LoggingConfiguration", "arn:aws:network-firewall:{region}:{account}:logging/{id}"),
     _recorded(
         "AWS::CloudWatch::CompositeAlarm",
         "arn:aws:cloudwatch:{region}:{account}:alarm:{name}",
