@@ -11,7 +11,8 @@ from trainyard.launch.place import TenantAccess, open_tenant
 from trainyard.spec.platform import load_environment
 
 pytestmark = pytest.mark.end_to_end
-SMALL = ("training.steps=4", "training.schedule.warmup_steps=1", "checkpoint.every_steps=4", "compute.spot=false")
+# Far too long to end by itself: it must hold its instances until the test stops it.
+LONG = ("training.steps=5000", "training.schedule.warmup_steps=1", "checkpoint.every_steps=5000", "compute.spot=false")
 
 
 def access(tenant: str) -> TenantAccess:
@@ -39,7 +40,7 @@ def test_a_brokers_job_is_the_records_job_and_nobody_gets_past_the_broker(site: 
     acme, globex = access("acme"), access("globex")
     assert (acme.contract.broker, globex.contract.broker) == ("", "trainyard-local-globex-broker")
     copy_data(acme, globex)
-    overrides = [word for value in (*SMALL, "tenant=globex", "name=brokered") for word in ("--set", value)]
+    overrides = [word for value in (*LONG, "tenant=globex", "name=brokered") for word in ("--set", value)]
     done = site.trainyard("launch", "jobs/quickstart.yaml", "--json", *overrides)
     assert done.returncode == 0, done.stderr
     job_id = str(json.loads(done.stdout)["job_id"])

@@ -52,6 +52,18 @@ def wait_for(look: Callable[[], Any], seconds: float = 300.0) -> Any:
     raise AssertionError("it never came")
 
 
+def lasting(site: Site) -> str:
+    """A stopped job thousands of steps from its end: one that is done already would be gone before anybody looks."""
+    settings = ("name=lasting", "tenant=globex", "training.steps=5000", "checkpoint.every_steps=5000")
+    overrides = [word for value in (*settings, "compute.spot=false") for word in ("--set", value)]
+    launched = site.trainyard("launch", "jobs/quickstart.yaml", "--json", *overrides)
+    assert launched.returncode == 0, launched.stderr
+    job_id = str(json.loads(launched.stdout)["job_id"])
+    stopped = site.trainyard("stop", job_id, "--wait")
+    assert stopped.returncode == 0, stopped.stderr
+    return job_id
+
+
 def test_a_failed_job_is_resumed_by_itself_then_by_a_person_on_one_host(site: Site) -> None:
     acme, globex = access("acme"), access("globex")
     copy_data(acme, globex)
@@ -96,7 +108,7 @@ def test_a_failed_job_is_resumed_by_itself_then_by_a_person_on_one_host(site: Si
     assert next(row["step"] for row in rows if row["attempt"] == 2) == 5, "from the checkpoint of step 4"
 
     # The detective looked at each attempt that has started, and stops one that an administrator sneaked past the rules.
-    request = globex.place.backend.request(globex.place.store.read(job_id).record)  # type: ignore[attr-defined]
+    request = globex.place.backend.request(globex.place.store.read(lasting(site)).record)  # type: ignore[attr-defined]
     foreign = f"globex-foreign-{job_id[-4:]}"
     request |= {"TrainingJobName": foreign}
     request["AlgorithmSpecification"] |= {"TrainingImage": "elsewhere/image@sha256:0"}
