@@ -3,10 +3,13 @@
 import json
 from typing import Any
 
+import pytest
 from emulator_testing import ACCOUNT, TRUST_SAGEMAKER, Site, allow, policy, wait_for
 
 from trainyard import emulator
-from trainyard.emulator.functions.events import input_of
+from trainyard.emulator.functions import events
+from trainyard.emulator.functions.events import EventBus, input_of
+from trainyard.emulator.functions.runs import Run
 
 CODE = """
 def handler(event, context):
@@ -131,3 +134,30 @@ def test_what_a_target_gets_of_an_event() -> None:
         "e": None,
         "f": 1,
     }
+
+
+def test_what_a_call_raises_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More events that raise than there are workers, a text that is no JSON among them; then one that is well."""
+    monkeypatch.setattr(events, "_RETRIES", 0)
+    target = {"Arn": "arn:aws:lambda:us-east-1:1:function:f"}
+
+    class Raising:
+        def permits(self, *_: str) -> bool:
+            return True
+
+        def invoke(self, _: str, event: bytes) -> Run:
+            if b"well" not in event:
+                raise OSError("no room")
+            return Run(event)
+
+    inputs = ["{}", "no JSON", "{}", '"well"', "well, and no JSON", '"well"']
+    functions: Any = Raising()
+    info: Any = None
+    bus = EventBus(info, functions, lambda event: [("rule", {**target, "Input": event["input"]})])
+    for text in inputs:
+        bus.put({"input": text})
+    wait_for(lambda: len(bus.deliveries) == len(inputs), 60)
+    told = [(item["event"], item["payload"], item["error"]) for item in bus.deliveries]
+    assert told.count(("well", '"well"', "")) == 2
+    assert told.count(({}, "OSError: no room", "Unhandled")) == 2
+    assert ("no JSON", "OSError: no room", "Unhandled") in told and ("well, and no JSON", inputs[4], "") in told

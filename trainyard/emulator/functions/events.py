@@ -90,10 +90,13 @@ class EventBus:
                 run = self._functions.invoke(function, event)
             except UnknownFunctionError as error:
                 run = Run(str(error).encode(), "Unknown")
+            except Exception as error:
+                # Whatever it is: a worker that ended would take every later event with it.
+                run = Run(f"{type(error).__name__}: {error}".encode(), "Unhandled")
             self._note(
                 {
                     "function": function,
-                    "event": json.loads(event),
+                    "event": _read(event),
                     "attempt": attempt,
                     "payload": run.payload.decode("utf-8", "replace"),
                     "error": run.error,
@@ -109,6 +112,15 @@ class EventBus:
         with self._lock:
             self.deliveries.append(delivery)
             del self.deliveries[:-_MOST_KEPT]
+
+
+def _read(event: bytes) -> Any:
+    """The JSON, or the text where it is none: a target's constant Input may be anything."""
+    text = event.decode("utf-8", "replace")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def input_of(target: Mapping[str, Any], event: Mapping[str, Any]) -> bytes:

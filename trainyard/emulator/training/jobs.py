@@ -105,7 +105,12 @@ class TrainingJobs:
 
     def _tell(self, description: dict[str, Any]) -> None:
         for listener in self._listeners:
-            listener(description)
+            try:
+                listener(description)
+            except Exception as error:
+                # The job goes on, and so do the others who listen.
+                name = description.get("TrainingJobName")
+                print(f"{name}: an event was lost: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     # ---- the emulator's own controls ----------------------------------------------------------------------
 
