@@ -191,3 +191,32 @@ def test_a_job_the_backend_lost_can_be_resumed(store: FolderRecordStore) -> None
     assert "no longer knows" in status.advice
     watch.resume(store, backend, JOB_ID, say=say_nothing)
     assert backend.submitted == [f"{JOB_ID}-r2"]
+
+
+def test_a_resume_that_the_broker_refused_is_changed_and_submitted_as_the_same_attempt(
+    store: FolderRecordStore,
+) -> None:
+    class Broker(ScriptedBackend):
+        """Its month's budget has room for jobs of an hour, which only it knows."""
+
+        def submit(self, record: JobRecord, say: Say) -> None:
+            self.script = [None]  # the backend hears of an attempt when it is submitted
+            if record.spec.compute.max_hours > 1:
+                raise InputError("over the month's budget")
+            super().submit(record, say)
+
+    def shorter(record: JobRecord) -> JobRecord:
+        compute = record.spec.compute.model_copy(update={"max_hours": 1})
+        return record.model_copy(update={"spec": record.spec.model_copy(update={"compute": compute})})
+
+    backend = Broker(FAILED)
+    assert store.read(JOB_ID).record.spec.compute.max_hours > 1
+    for _ in range(2):
+        with pytest.raises(InputError, match="over the month's budget"):
+            watch.resume(store, backend, JOB_ID)
+    left = store.read(JOB_ID).record
+    assert (left.attempt.number, left.state) == (2, "Created")
+    resumed = watch.resume(store, backend, JOB_ID, revise=shorter)
+    assert backend.submitted == backend.checked[-1:] == [f"{JOB_ID}-r2"]
+    assert (resumed.attempt.number, resumed.state, resumed.spec.compute.max_hours) == (2, "Submitted", 1)
+    assert resumed.states[: len(left.states)] == left.states

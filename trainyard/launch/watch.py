@@ -125,14 +125,15 @@ def resume(
 ) -> JobRecord:
     """Start a stopped, failed or never-submitted job again: same record, same inputs, newest checkpoint.
 
-    `revise`: the record with which it goes on (`launch.elastic`), for other machines or another layout.
+    `revise`: the record with which it goes on (`launch.elastic`), for other machines or another layout. An attempt that
+    was written and never submitted (a broker's rule refused it, say) is submitted, changed so, and gets no successor.
     The checkpoint destination is the record's, so the trainer finds its newest valid checkpoint there by itself.
     InputError where the job runs or has completed.
     """
     current = status(store, backend, job_id)
     if current.observation is None and current.record.attempt.submitted_at is None:
         if revise is not None:
-            raise InputError(f"job {job_id}: was never submitted, so there is nothing to change: launch it anew")
+            _revise_unsubmitted(store, backend, current.record, revise)
         return submit_attempt(store, backend, job_id, say)
     if current.state == "Completed":
         raise InputError(f"job {job_id}: has completed; there is nothing to resume (launch it again for a new run)")
@@ -151,3 +152,17 @@ def resume(
     assert record.state == CREATED
     say(f"attempt {record.attempt.number} of {job_id}")
     return submit_attempt(store, backend, job_id, say)
+
+
+def _revise_unsubmitted(
+    store: RecordStore, backend: Backend, seen: JobRecord, revise: Callable[[JobRecord], JobRecord]
+) -> None:
+    """Change the newest attempt before it is submitted; InputError where somebody went on with it meanwhile."""
+    backend.check(revise(seen))
+
+    def revised(record: JobRecord) -> JobRecord:
+        if record.attempt != seen.attempt:
+            raise InputError(f"job {seen.job_id}: somebody else has just resumed it; trainyard status {seen.job_id}")
+        return revise(record)
+
+    update(store, seen.job_id, revised)
