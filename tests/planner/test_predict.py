@@ -112,6 +112,15 @@ def test_unknown_sizes_are_the_familys(fields: dict[str, Any], expected: dict[st
 
 
 @pytest.mark.parametrize(
+    ("name", "params_b"), [("DeepSeek-R1-Distill-Llama-8B", 8), ("GPT2-8B", 8.3), ("Llama 2", 7), ("Qwen-7B", 7)]
+)
+def test_a_name_never_stands_for_a_model_of_another_size(name: str, params_b: float) -> None:
+    shape = understand({"model": name, "params_b": params_b, "gpu": "H100"}).shape
+    assert shape.params == pytest.approx(params_b * 1e9, rel=0.15)
+    assert not shape.experts
+
+
+@pytest.mark.parametrize(
     ("fields", "engine"),
     [
         ({"framework": "NeMo/Megatron-Core"}, "megatron"),
@@ -167,6 +176,13 @@ def test_a_rack_of_nvlink_is_one_node() -> None:
         ({"params_b": -3}, "params_b: must be a number above 0"),
         ({"seq": float("nan")}, "seq: must be a whole number"),
         ({"ep": 4}, "ep 4: must divide the number of experts"),
+        ({"model": "gpt2", "params_b": 8.3}, "params_b 8.3: gpt2 has 0.124"),
+        ({"model": "llama-2-7b-moe-8x", "params_b": 40}, "has experts, and its sizes aren't known"),
+        ({"model": "DeepSeek-V2-Lite", "params_b": 16}, "has experts, and its sizes aren't known"),
+        ({"experts": 8, "dense_layers": 100}, "dense_layers must be at most the model's 32 layers"),
+        ({"model": "mixtral-8x7b", "gpus": 4, "ep": 8}, "must divide tp x cp x dp = 4"),
+        ({"model": "mixtral-8x7b", "gpus": 8, "ep": 8, "expert_tp": 2}, "ep x expert_tp = 16 must divide"),
+        ({"model": None, "hidden": 1024, "hybrid_pattern": "ME*E"}, "experts .* is needed"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -113,6 +113,12 @@ def test_flops_per_token_by_hand() -> None:
         ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
         ("Qwen/Qwen2-57B-A14B", None),
         ("s3://models/my-model", None),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
+        ("deepseek-ai/DeepSeek-V2-Lite", None),
+        ("nvidia/GPT2-8B", None),
+        ("s3://models/llama-2-7b-moe-8x", None),
+        ("nvidia/Nemotron_3_Nano_30B", "nemotron-3-nano"),
+        ("google/gemma-7b-it", "gemma-7b"),
     ],
 )
 def test_known_models_in_paths(source: str, name: str | None) -> None:

@@ -391,6 +391,10 @@ def checked(shape: ModelShape) -> ModelShape:
         raise InputError(f"model: the feed-forward width must be at least 1 (given: {shape.ffn})")
     if shape.heads % shape.kv_heads:
         raise InputError(f"model: {shape.kv_heads} key/value heads must divide the {shape.heads} heads")
+    if shape.dense_layers > shape.layers or shape.moe_layers < 0:
+        raise InputError(
+            f"model: dense_layers must be at most the model's {shape.layers} layers (given: {shape.dense_layers})"
+        )
     if shape.experts and not 1 <= shape.experts_per_token <= shape.experts:
         raise InputError(
             f"model: experts per token must be 1 to {shape.experts}, the number of experts "
@@ -399,15 +403,61 @@ def checked(shape: ModelShape) -> ModelShape:
     return shape
 
 
+OTHER_SIZES = re.compile(
+    r"(?<![a-z0-9])(?:distill(?:ed)?|lite|moe|mini|nano|tiny|\d+x(?:\d+b)?|a\d+(?:\.\d+)?b)(?![a-z0-9])"
+)
+"""Words beside a model's name that say that its sizes are another's: what was distilled, cut down, made of experts."""
+
+SIZE_MARGIN = 1.15
+"""Rounded sizes ("7B" for 6.7 billion) are within this factor of the exact one."""
+
+
+def _stated_sizes(text: str) -> list[float]:
+    """Billions of parameters that a name states: 8 of "llama-3.1-8b"."""
+    return [float(size) for size in re.findall(r"(?<![a-z0-9.])(\d{1,5}(?:\.\d{1,3})?)b(?![a-z0-9])", text)]
+
+
+def _near(one: float, other: float) -> bool:
+    return one < other * SIZE_MARGIN and other < one * SIZE_MARGIN
+
+
+def normal_name(name: str) -> str:
+    """The last part of a hub id or path, in lower case and with hyphens, as the known names are written."""
+    text = re.sub(r"[_\s]+", "-", name.strip().rstrip("/").rsplit("/", 1)[-1].lower())
+    return text.replace("deepseekv", "deepseek-v").replace("nemotron-v3", "nemotron-3")
+
+
+def says_experts(name: str) -> bool:
+    """Whether a name says that the model has experts: "moe", "8x7b", "a3b", or a smaller one of a kind that has."""
+    text = normal_name(name)
+    if re.search(r"moe(?![a-z])|(?<![a-z0-9])(?:\d+x\d*b?|a\d+(?:\.\d+)?b)(?![a-z0-9])", text):
+        return True
+    routed = (known for known, config in KNOWN_CONFIGS.items() if shape_from_config(config).experts)
+    return "distill" not in text and any(known in text for known in routed)
+
+
 def known_name(name: str) -> str | None:
-    """The known model that a hub id, an S3 prefix or a folder speaks of, e.g. `s3://x/Meta-Llama-3.1-70B-Instruct`."""
-    text = re.sub(r"[_\s]", "-", name.rstrip("/").rsplit("/", 1)[-1].lower())
-    text = text.replace("deepseekv", "deepseek-v").replace("nemotron-v3", "nemotron-3")
+    """The known model that a hub id, an S3 prefix or a folder speaks of, e.g. `s3://x/Meta-Llama-3.1-70B-Instruct`.
+
+    A name inside another's ("GPT2-8B", "DeepSeek-R1-Distill-Llama-8B") is none: what stands beside it must not speak
+    of other sizes.
+    """
+    text = normal_name(name)
     # The longest name first: "llama-3.1-8b" before a shorter name inside it.
     for known in sorted(KNOWN_CONFIGS, key=len, reverse=True):
-        if re.search(rf"(?<![a-z0-9.]){re.escape(known)}(?![a-z0-9.])", text):
+        found = re.search(rf"(?<![a-z0-9.]){re.escape(known)}(?![a-z0-9.])", text)
+        if found is None:
+            continue
+        beside = f"{text[: found.start()]} {text[found.end() :]}"
+        if not OTHER_SIZES.search(beside) and all(has_size(known, size) for size in _stated_sizes(beside)):
             return known
     return None
+
+
+def has_size(known: str, billions: float) -> bool:
+    """Whether a known model has about that many parameters, or is called so (Gemma's 7B has 8.5)."""
+    exact = shape_from_config(KNOWN_CONFIGS[known]).params / 1e9
+    return any(_near(billions, size) for size in (exact, *_stated_sizes(known)))
 
 
 def shape_of_known(name: str) -> ModelShape:

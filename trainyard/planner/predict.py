@@ -15,7 +15,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import Gpu, gpu, instance, instance_types
 from trainyard.planner.communication import Fabric, fabric, fabric_of
 from trainyard.planner.constants import GIB, has_hopper_workspaces
-from trainyard.planner.families import checked, known_name, shape_of_known
+from trainyard.planner.families import checked, has_size, known_name, says_experts, shape_of_known
 from trainyard.planner.layout import Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
@@ -193,6 +193,11 @@ def understand(content: Mapping[str, Any]) -> Question:
         raise InputError(f"gpus {gpus}: is not a multiple of tp x pp x cp = {split}")
     if fields.whole("dp", data_parallel) != data_parallel:
         raise InputError(f"dp {fields.whole('dp', 1)}: gpus {gpus} / (tp x pp x cp = {split}) is {data_parallel}")
+    expert_split = degrees["ep"] * fields.whole("expert_tp", 1)
+    if (gpus // degrees["pp"]) % expert_split:
+        raise InputError(
+            f"ep {degrees['ep']}: ep x expert_tp = {expert_split} must divide tp x cp x dp = {gpus // degrees['pp']}"
+        )
     engine = _engine(fields, shape, gpus, split)
     layout = _layout(fields, shape, degrees, data_parallel, engine, device)
     links = _links(fields, device, gpus)
@@ -233,11 +238,18 @@ def _check_divides(shape: ModelShape, degrees: Mapping[str, int]) -> None:
 
 def _shape(fields: _Fields) -> ModelShape:
     params = fields.number("params_b")
-    base = _known_shape(fields.text("model"), params) if fields.given("model") else None
     has_depth = fields.given("layers") or fields.given("hybrid_pattern")
-    if base is None and not (has_depth and fields.given("hidden")):
+    has_sizes = has_depth and fields.given("hidden")
+    # Of a model cut to fewer layers, the stated size is not the known one's.
+    base = _known_shape(fields, None if has_depth and not has_sizes else params) if fields.given("model") else None
+    if base is None and not has_sizes:
         if params is None:
             raise InputError("layers and hidden (or model, or params_b) are needed to know the model's size")
+        if says_experts(fields.text("model")):
+            raise InputError(
+                f"model {fields.text('model')!r}: has experts, and its sizes aren't known; state layers, hidden, "
+                "experts, experts_per_token and moe_ffn"
+            )
         base = _shape_of_size(params * 1e9)
     hidden = fields.whole("hidden", base.hidden if base else 0)
     heads = fields.whole("heads", base.heads if base else max(1, hidden // 128))
@@ -278,16 +290,25 @@ def _shape(fields: _Fields) -> ModelShape:
     return checked(dataclasses.replace(shape, mtp_layers=fields.whole("mtp_layers", shape.mtp_layers, least=0)))
 
 
-def _known_shape(name: str, params_b: float | None) -> ModelShape | None:
-    """The named model; where its size stands apart ("Llama 2", 7) both together; an unknown name of known size: None.
-
-    A name that is known already wins over the size.
-    """
-    if known_name(name) is None and params_b is not None:
+def _known_shape(fields: _Fields, params_b: float | None) -> ModelShape | None:
+    """The named model; where its size stands apart ("Llama 2", 7), both; None: an unknown name of known size."""
+    name = fields.text("model")
+    known = known_name(name)
+    if params_b is None:
+        return shape_of_known(name)
+    if known is None:
         family = re.sub(r"[\s_]+", "-", name.strip())
-        joined = f"{family}-{params_b:g}b"
-        return shape_of_known(joined) if known_name(joined) is not None else None
-    return shape_of_known(name)
+        joined = known_name(f"{family}-{params_b:g}b")
+        return shape_of_known(joined) if joined is not None and has_size(joined, params_b) else None
+    if has_size(known, params_b):
+        return shape_of_known(known)
+    if fields.given("layers") or fields.given("hybrid_pattern"):
+        # Everything that counts is stated: the name is a family's.
+        return None
+    raise InputError(
+        f"params_b {params_b:g}: {known} has {shape_of_known(known).params / 1e9:.3g}; leave out one of model and "
+        "params_b, or state layers and hidden"
+    )
 
 
 def _with_experts(fields: _Fields, shape: ModelShape) -> ModelShape:
@@ -300,7 +321,7 @@ def _with_experts(fields: _Fields, shape: ModelShape) -> ModelShape:
         experts_per_token=fields.whole("experts_per_token", shape.experts_per_token or 2),
         moe_ffn=fields.whole("moe_ffn", shape.moe_ffn or shape.ffn),
         shared_ffn=fields.whole("shared_ffn", shape.shared_ffn, least=0),
-        dense_layers=fields.whole("dense_layers", shape.dense_layers, least=0),
+        dense_layers=fields.whole("dense_layers", min(shape.dense_layers, shape.layers), least=0),
     )
 
 
@@ -324,6 +345,8 @@ def _with_pattern(fields: _Fields, shape: ModelShape) -> ModelShape:
             "hybrid_pattern: must be made of M (Mamba), * (attention), - (feed-forward) and E (experts), with an M "
             f"(given: {fields.text('hybrid_pattern')!r})"
         )
+    if "E" in letters and not shape.experts:
+        raise InputError("hybrid_pattern: has E, layers of experts: experts (at least 2) is needed")
     head_dim = 64
     return dataclasses.replace(
         shape,
