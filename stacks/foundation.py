@@ -55,6 +55,15 @@ class FoundationStack(Stack):
         )
         open_passages(tenant, self.resources)
         TenantPermissions(self, "Permissions", tenant=tenant, roles=self.roles, resources=self.resources)
+        self._keep_exports()
+
+    def _keep_exports(self) -> None:
+        """Export what the training stack imports by some settings only: this stack is deployed first, and
+        CloudFormation drops no export that is still imported, so that such a setting could never be taken back."""
+        for role in (self.roles.broker, self.roles.resumer):
+            self.export_value(role.role_arn)
+        for role in (self.roles.broker, self.roles.launcher):  # whom the budget stops
+            self.export_value(role.role_name)
 
     @property
     def availability_zones(self) -> list[str]:

@@ -21,8 +21,9 @@ class PlatformStack(Stack):
     """The ECR repository, the image parameter and the trail."""
 
     images: ecr.Repository
-    budget_actor: iam.Role | None
-    """What AWS Budgets acts as; None where no tenant's budget stops anything."""
+    budget_actor: iam.Role
+    """What AWS Budgets acts as. There and exported even where no tenant's budget stops anything: CloudFormation drops
+    no export that a tenant's stack still imports, so that the last stop could never be taken back."""
 
     def __init__(self, scope: Construct, *, environment: EnvironmentSpec) -> None:
         name = f"trainyard-{environment.name}-platform"
@@ -52,8 +53,7 @@ class PlatformStack(Stack):
             description="Training image, pinned by digest; a release overwrites it",
             string_value=f"{self.images.repository_uri}@{UNRELEASED_DIGEST}",
         )
-        self.budget_actor = None
-        if any(tenant.budget.stop_at_percent is not None for tenant in environment.tenants.values()):
-            self.budget_actor = BudgetActor(self, "BudgetActor", environment=environment).role
+        self.budget_actor = BudgetActor(self, "BudgetActor", environment=environment).role
+        self.export_value(self.budget_actor.role_arn)
         if environment.audit.trail:
             AuditTrail(self, "Audit", environment=environment)

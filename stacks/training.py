@@ -21,7 +21,7 @@ class TrainingStack(Stack):
     """What runs and watches jobs on the foundation."""
 
     def __init__(
-        self, scope: Construct, *, tenant: TenantScope, foundation: FoundationStack, budget_actor: iam.IRole | None
+        self, scope: Construct, *, tenant: TenantScope, foundation: FoundationStack, budget_actor: iam.IRole
     ) -> None:
         super().__init__(
             scope,
@@ -41,11 +41,10 @@ class TrainingStack(Stack):
         )
         JobGuard(self, "JobGuard", tenant=tenant, roles=foundation.roles, resources=resources, topic=alarms.topic)
         roles = foundation.roles
-        if roles.broker is not None:
+        if tenant.brokered:
             Broker(self, "Broker", tenant=tenant, role=roles.broker, resources=resources, topic=alarms.topic)
-        if roles.resumer is not None:
             JobResumer(self, "Resumer", tenant=tenant, role=roles.resumer, resources=resources, topic=alarms.topic)
-        if budget_actor is not None and (percent := tenant.spec.budget.stop_at_percent) is not None:
+        if (percent := tenant.spec.budget.stop_at_percent) is not None:
             BudgetStop(
                 self,
                 "BudgetStop",

@@ -79,7 +79,7 @@ def tenant_contract(
             launcher=roles.launcher.role_arn,
             auditor=roles.auditor.role_arn,
             operator=roles.operator.role_arn,
-            broker=roles.broker.role_arn if roles.broker else "",
+            broker=roles.broker.role_arn if tenant.brokered else "",
         ),
         queues={
             name: QueueContract(

@@ -22,21 +22,23 @@ class TenantRoles(Construct):
     """Read-only."""
     guard: iam.Role
     """The function that re-checks jobs that have started; nobody but Lambda can take it."""
-    broker: iam.Role | None
-    """The function that submits the tenant's jobs; None where the launcher submits them itself."""
-    resumer: iam.Role | None
-    """The function that has the broker submit failed jobs again; None where there is no broker."""
+    broker: iam.Role
+    """The function that submits the tenant's jobs. Without a right where the launcher submits them itself, and not
+    absent: CloudFormation drops no export that another stack still imports, so that it could never go."""
+    resumer: iam.Role
+    """The function that has the broker submit failed jobs again. Without a right where there is no broker."""
     operator: iam.Role
     """Breaks the glass: mends data and checkpoints by hand. Needs a second factor; the tenant hears of each use."""
 
     @property
     def submitter(self) -> iam.Role:
         """Who hands jobs to SageMaker: the broker, or the launcher where there is none."""
-        return self.broker or self.launcher
+        return self.broker if self._brokered else self.launcher
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, boundary: TenantBoundary) -> None:
         super().__init__(scope, construct_id)
         account = tenant.environment.account
+        self._brokered = tenant.brokered
 
         def role(name: str, trusts: iam.IPrincipal, description: str, hours: int, path: str = "") -> iam.Role:
             return iam.Role(
@@ -61,10 +63,8 @@ class TenantRoles(Construct):
         # No source account: a function takes only roles of its own account.
         functions, path = iam.ServicePrincipal("lambda.amazonaws.com"), f"{tenant.iam_path}service/"
         self.guard = role("Guard", functions, "Re-checks the training jobs", hours=1, path=path)
-        self.broker = self.resumer = None
-        if tenant.brokered:
-            self.resumer = role("Resumer", functions, "Resumes failed training jobs", hours=1, path=path)
-            self.broker = role("Broker", functions, "Submits the training jobs", hours=1, path=tenant.broker_iam_path)
+        self.resumer = role("Resumer", functions, "Resumes failed training jobs", hours=1, path=path)
+        self.broker = role("Broker", functions, "Submits the training jobs", hours=1, path=tenant.broker_iam_path)
         # An absent key matches neither: sessions without a second factor, and those of identity providers, which don't
         # tell AWS of theirs, are not let in.
         present = people.with_conditions(

@@ -70,9 +70,9 @@ class TenantKeys(Construct):
         super().__init__(scope, construct_id)
         data = KeyUse(readers=(roles.job, roles.auditor), writers=(roles.launcher, roles.operator))
         # The broker reads jobs' records beside the data, and keeps its ledger beside the checkpoints.
-        broker = (roles.broker,) if roles.broker else ()
+        broker = (roles.broker,) if tenant.brokered else ()
         # The resumer writes the next attempt into them.
-        resumer = (roles.resumer,) if roles.resumer else ()
+        resumer = (roles.resumer,) if tenant.brokered else ()
         records = replace(data, readers=(*data.readers, *broker), writers=(*data.writers, *resumer))
         checkpoints = KeyUse(
             readers=(roles.launcher, roles.auditor), writers=(roles.job, roles.operator, *broker), volumes=(roles.job,)

@@ -76,13 +76,12 @@ class TenantPermissions(Construct):
 
         attach("Job", roles.job, _job(tenant, resources))
         submit = _submit(tenant, roles)
-        if roles.broker is None:
+        if not tenant.brokered:
             attach("Launcher", roles.launcher, [*submit, *_launcher(tenant, resources)])
         else:
             ask = _allow("AskBroker", [INVOKE], [tenant.broker_arn])
             attach("Launcher", roles.launcher, [ask, *_launcher(tenant, resources)])
             attach("Broker", roles.broker, [*submit, *_broker(tenant, resources)])
-        if roles.resumer is not None:
             attach("Resumer", roles.resumer, [*_resumer(tenant, resources)])
         attach("Auditor", roles.auditor, _auditor(tenant, resources))
         attach("Guard", roles.guard, _guard(tenant, resources))
@@ -125,7 +124,11 @@ def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStat
         _allow(
             "WriteLogs",
             ["logs:PutLogEvents"],
-            [tenant.job_log_streams, *log_group_arns(tenant, resources.logs.group.log_group_name)],
+            # By stream: the broker's audit lines stand in the own group too, and no job shall write one.
+            [
+                tenant.job_log_streams,
+                tenant.arn("logs", f"log-group:{resources.logs.group.log_group_name}:log-stream:{tenant.name}-*"),
+            ],
         ),
         _allow("CreateTrainingLogGroup", ["logs:CreateLogGroup"], log_group_arns(tenant, TRAINING_LOG_GROUP)),
         _allow(

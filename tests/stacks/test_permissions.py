@@ -156,6 +156,18 @@ def test_a_wildcard_resource_stands_only_with_actions_that_name_nothing(account:
     }
 
 
+@pytest.mark.parametrize("tenant", ["acme", "globex"])
+def test_a_job_writes_its_own_streams_and_no_line_of_the_brokers_audit(
+    account: Any, decide: Callable[..., str], tenant: str
+) -> None:
+    stack = f"trainyard-local-{tenant}-foundation"
+    group = account.identifier(stack, account.only(stack, "AWS::Logs::LogGroup", "LogsGroup"))
+    streams = f"arn:aws:logs:{REGIONAL}:log-group:{group}:log-stream"
+    assert decide(tenant, "Job", "logs:PutLogEvents", f"{streams}:{tenant}-x/algo-1-1") == "Allow"
+    assert decide(tenant, "Job", "logs:PutLogEvents", f"{streams}:2026/01/01/[$LATEST]0a1b") == "ImplicitDeny"
+    assert decide(tenant, "Guard", "logs:PutLogEvents", f"{streams}:2026/01/01/[$LATEST]0a1b") == "Allow"
+
+
 def test_a_launcher_calls_its_own_broker_which_alone_writes_its_ledger(
     account: Any, decide: Callable[..., str]
 ) -> None:

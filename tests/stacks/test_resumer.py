@@ -59,5 +59,6 @@ def test_it_gets_the_jobs_name_and_knows_its_own_tenants_places_alone(account: A
 
 def test_who_submits_directly_has_none(account: Any) -> None:
     assert not rule_of(account, "acme")
-    roles = account.resources("trainyard-local-acme-foundation", "AWS::IAM::Role")
-    assert not [name for name in roles if "Resumer" in name]
+    policies = account.resources("trainyard-local-acme-foundation", "AWS::IAM::Policy")
+    given = [role for policy in policies.values() for role in policy["Roles"]]
+    assert given and not [role for role in given if "resumer" in role or "broker" in role], "roles without a right"

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from trainyard.operate.stateful import losses
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ("local", "dev", "staging", "production")
 
@@ -106,13 +108,32 @@ def test_nothing_is_decided_at_deploy_time(templates: dict[str, Any]) -> None:
             assert not set(template) & {"Parameters", "Conditions", "Rules", "Mappings"}, name
 
 
-def test_training_depends_on_its_own_foundation_and_nothing_else_crosses_tenants(templates: dict[str, Any]) -> None:
-    def imports(value: Any) -> set[str]:
-        if isinstance(value, dict):
-            here = {value["Fn::ImportValue"].split(":")[0]} if "Fn::ImportValue" in value else set()
-            return here.union(*(imports(item) for item in value.values()))
-        return set().union(*(imports(item) for item in value)) if isinstance(value, list) else set()
+def _imports(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        here = {value["Fn::ImportValue"]} if "Fn::ImportValue" in value else set()
+        return here.union(*(_imports(item) for item in value.values()))
+    return set().union(*(_imports(item) for item in value)) if isinstance(value, list) else set()
 
+
+def test_submission_and_the_budgets_stop_change_in_place_both_ways(
+    synthesize: Any, environments: dict[str, Any], templates: dict[str, Any]
+) -> None:
+    """The stack that exports is deployed first: what it drops while the deployed training stack imports it, is refused
+    by CloudFormation; and a role that went would be refused by `trainyard deploy`."""
+    content = environments["local"].model_dump(mode="json")
+    for name, submission in (("acme", "broker"), ("globex", "direct")):
+        content["tenants"][name]["submission"] = submission
+        content["tenants"][name]["budget"]["stop_at_percent"] = 90
+    before, after = templates["local"], synthesize(type(environments["local"]).model_validate(content))
+    for old, new in ((before, after), (after, before)):
+        exports = {out["Export"]["Name"] for item in new.values() for out in item.get("Outputs", {}).values()}
+        imports = {name: _imports(template) for name, template in old.items()}
+        assert all(imports[name] for name in imports if name.endswith("-training"))
+        assert {name: found - exports for name, found in imports.items() if found - exports} == {}
+        assert losses(old, new) == []
+
+
+def test_training_depends_on_its_own_foundation_and_nothing_else_crosses_tenants(templates: dict[str, Any]) -> None:
     for environment, stacks in templates.items():
         platform = f"trainyard-{environment}-platform"
         for name, template in stacks.items():
@@ -121,7 +142,7 @@ def test_training_depends_on_its_own_foundation_and_nothing_else_crosses_tenants
                 allowed = {name.removesuffix("training") + "foundation"}
                 # AWS Budgets acts as the platform's role, where a tenant's budget stops anything.
                 allowed |= {platform} if any(key.startswith("BudgetStop") for key in template["Resources"]) else set()
-            assert imports(template) == allowed, name
+            assert {item.split(":")[0] for item in _imports(template)} == allowed, name
 
 
 def test_all_stacks_deploy_at_once_and_one_tenants_can_be_destroyed_alone(
