@@ -76,3 +76,11 @@ def test_older_releases_with_experts_are_slower() -> None:
     routed = dataclasses.replace(DENSE, expert=8, data_parallel=8, micro_batch=4)
     older = dataclasses.replace(routed, year=2024.0)
     assert total(routed, "qwen3-30b-a3b") < total(older, "qwen3-30b-a3b")
+
+
+def test_selective_recomputation_charges_products_only_where_they_are_not_kept() -> None:
+    shape, device = shape_of_known("llama-2-7b"), gpu("H100")
+    ours = dataclasses.replace(DENSE, engine="torch", recompute="selective")
+    kept = step_time(shape, ours, device, LINKS)
+    halved = step_time(shape, dataclasses.replace(ours, saves_every_second_product=True), device, LINKS)
+    assert 0 < kept.recompute < 0.2 * kept.forward < halved.recompute

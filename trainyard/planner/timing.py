@@ -315,8 +315,8 @@ class _Rank:
         if self.layout.recompute == "none":
             return 0.0
         if self.layout.engine == "torch":
-            # Half of the products and all that is element-wise (torchtitan's selection by operator).
-            return 0.4 * work.products + work.elementwise
+            # All that is element-wise; torchtitan's selection by operator also computes half of the products again.
+            return work.elementwise + (0.4 * work.products if self.layout.saves_every_second_product else 0.0)
         # Megatron's: the core of attention, which fused kernels compute again anyway.
         return 0.1 * work.scores if self.layout.flash_attention else work.scores
 
