@@ -16,6 +16,7 @@ import math
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -201,11 +202,18 @@ def train_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
     """train_rows.csv: throughput, step time, FLOPS and memory."""
     for index, row in enumerate(rows):
         metric, measured = row["reported_metric"], number(row["value"])
-        if metric in UNSCORED or measured is None:
+        if metric not in TRAIN_METRICS or measured is None:
             continue
         result = answer(train_fields(row))
         predicted = TRAIN_METRICS[metric](row, result) if result is not None else None
         yield Score(name, index, row["source"], metric, measured, predicted)
+
+
+def unscored(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for each metric of train_rows.csv that no score is taken of, with its rows and the reason."""
+    counts = Counter(row["reported_metric"] for row in rows)
+    for metric in sorted(set(counts) - set(TRAIN_METRICS)):
+        yield f"not scored: {counts[metric]} rows of {metric} ({UNSCORED.get(metric, 'a metric unknown here')})"
 
 
 VTRAIN_FIELDS = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch")
@@ -653,7 +661,7 @@ def main() -> int:
         for score in scores:
             predicted = "" if score.predicted is None else score.predicted
             writer.writerow([score.file, score.row, score.metric, score.measured, predicted])
-    print("\n".join(report(scores)))
+    print("\n".join([*report(scores), *unscored(_rows(arguments.rows, "train_rows"))]))
     if arguments.cross_validate:
         for part in PARTS:
             print("\n" + "\n".join(part(arguments.rows)))

@@ -11,6 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
+from planner_accuracy import TRAIN_FIELDS, train_scores, unscored  # noqa: E402
 from planner_cross_validation import Case, held_out, loss, refit  # noqa: E402
 
 
@@ -43,6 +44,12 @@ def test_a_fit_does_not_start_from_the_shipped_constants() -> None:
     assert refit(cases, Slope(99.0), GRID) == refit(cases, Slope(-99.0), GRID) == Slope(2.0)
     assert loss(cases, Slope(2.0)) == 0.0
     assert loss([], Slope()) == float("inf")
+
+
+def test_a_metric_that_nobody_knows_is_counted_not_fatal() -> None:
+    row = dict.fromkeys((*TRAIN_FIELDS, "source"), "") | {"reported_metric": "furlongs_per_s", "value": "3"}
+    assert list(train_scores([row], "train_rows")) == []
+    assert list(unscored([row, row])) == ["not scored: 2 rows of furlongs_per_s (a metric unknown here)"]
 
 
 FINETUNE = (
