@@ -43,7 +43,7 @@ EVERY_FIELD: dict[str, Any] = {
 
 
 def test_all_outputs_are_there_and_agree() -> None:
-    answer = predict(LLAMA)
+    answer = predict({**LLAMA, "micro_batch": 1})
     assert set(answer) == OUTPUTS
     assert answer["fits"] is True or answer["fits"] is False
     assert answer["model_tflops_per_gpu"] == pytest.approx(answer["mfu"] * 989)
@@ -78,6 +78,15 @@ def test_an_unknown_micro_batch_is_the_fastest_that_fits() -> None:
     chosen = predict(job)
     stated = [predict({**job, "micro_batch": size}) for size in (1, 2, 4, 8)]
     assert chosen["step_seconds"] == min(answer["step_seconds"] for answer in stated if answer["fits"])
+
+
+def test_an_unknown_batch_leaves_the_micro_batch_free_too() -> None:
+    job = {**LLAMA, "model": "llama-3.2-1b", "gpus": 8, "seq": 2048, "sharding": "none"}
+    question = understand(job)
+    stated = [predict({**job, "micro_batch": size}) for size in (1, 2, 4, 8, 16)]
+    best = max(answer["tokens_per_second_per_gpu"] for answer in stated if answer["fits"])
+    assert question.layout.micro_batch > 1
+    assert predict(job)["tokens_per_second_per_gpu"] == best
 
 
 def test_every_field_of_the_contract_is_taken() -> None:
@@ -201,6 +210,29 @@ def test_lines_in_lines_out_and_bad_ones_are_answered_too() -> None:
     assert [set(answer) == {"error"} for answer in answers] == [False, True, True, True, False]
     assert errors.any
     assert answers[0] == answers[4]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"gpu": "H100", "model": "llama-3-8b", "seq": 1e300}', "seq: must be a whole number of at most 1000000000"),
+        ('{"gpu": "H100", "params_b": 1e290}', "params_b: must be a number above 0, of at most 1000000"),
+        ('{"gpu": "H100", "params_b": %s}' % ("9" * 5000), "can't be read or computed"),
+        ('{"gpu": "H100", "params_b": %s}' % ("9" * 4000), "params_b: must be"),
+        ("[" * 100_000, "can't be read or computed"),
+    ],
+    ids=["float", "double", "unreadable", "whole", "nesting"],
+)  # fmt: skip
+def test_one_odd_line_does_not_end_the_stream(line: str, words: str) -> None:
+    errors = Errors()
+    odd, good = (json.loads(text) for text in predict_jsonl([line, json.dumps(LLAMA)], errors))
+    assert words in odd["error"] and len(odd["error"]) < 400
+    assert errors.any and set(good) == OUTPUTS
+
+
+def test_a_version_may_be_a_number() -> None:
+    text = {**LLAMA, "framework": "NeMo", "framework_version": "24.10"}
+    assert predict({**text, "framework_version": 24.1}) == predict(text)
 
 
 def test_good_lines_leave_no_error() -> None:

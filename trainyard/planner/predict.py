@@ -68,6 +68,23 @@ class Question:
     """The framework's own MFU counts half of the attention scores."""
 
 
+MOST = {"layers": 10_000, "encoder_layers": 10_000, "heads": 100_000, "gpus_per_node": 100_000, "vp": 10_000}
+"""Upper limits of single fields; far above what anyone has, low enough for every figure to stay finite."""
+
+MOST_WHOLE = 10**9
+MOST_NUMBER = 10**6
+"""Of the others: whole numbers, and params_b and gpu_mem_gb."""
+
+
+def _shown(value: object) -> str:
+    """A value for a message, cut where it is endless."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return "too large to print"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 class _Fields:
     """Typed access to one JSON object; InputError names the field, the value and what is allowed."""
 
@@ -81,17 +98,21 @@ class _Fields:
         value = self._content.get(name)
         if value is None:
             return default
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value != int(value) or value < least:
-            raise InputError(f"{name}: must be a whole number of at least {least} (given: {value!r})")
+        most = MOST.get(name, MOST_WHOLE)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and value > most:
+            raise InputError(f"{name}: must be a whole number of at most {most} (given: {_shown(value)})")
+        # Not a number (NaN) is on neither side.
+        if not number or not least <= value <= most or value != int(value):
+            raise InputError(f"{name}: must be a whole number of at least {least} (given: {_shown(value)})")
         return int(value)
 
     def number(self, name: str) -> float | None:
         value = self._content.get(name)
         if value is None:
             return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise InputError(f"{name}: must be a number above 0 (given: {value!r})")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MOST_NUMBER:
+            raise InputError(f"{name}: must be a number above 0, of at most {MOST_NUMBER} (given: {_shown(value)})")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -99,15 +120,18 @@ class _Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise InputError(f"{name}: must be true or false (given: {value!r})")
+            raise InputError(f"{name}: must be true or false (given: {_shown(value)})")
         return value
 
     def text(self, name: str) -> str:
         value = self._content.get(name)
         if value is None:
             return ""
+        if name == "framework_version" and isinstance(value, int | float) and not isinstance(value, bool):
+            # 24.07 without its quotes; 25.1 was 25.10.
+            return f"{value:.2f}" if isinstance(value, float) else _shown(value)
         if not isinstance(value, str):
-            raise InputError(f"{name}: must be a text (given: {value!r})")
+            raise InputError(f"{name}: must be a text (given: {_shown(value)})")
         return value
 
     def choice(self, name: str, default: str, allowed: Iterable[str]) -> str:
@@ -172,10 +196,15 @@ def predict_jsonl(lines: Iterable[str], errors: Errors | None = None) -> Iterato
             if not isinstance(content, dict):
                 raise InputError(f"must be a JSON object, is {type(content).__name__}")
             answer = predict(content)
-        except (json.JSONDecodeError, InputError) as error:
-            answer = {"error": f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)}
-            if errors is not None:
-                errors.any = True
+        except InputError as error:
+            answer = {"error": str(error)}
+        except json.JSONDecodeError as error:
+            answer = {"error": f"not JSON: {error}"}
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            # Endless numbers and nesting: one line's fault must not end the others'.
+            answer = {"error": f"can't be read or computed: {error}"}
+        if errors is not None and "error" in answer:
+            errors.any = True
         yield json.dumps(answer)
 
 
@@ -202,7 +231,7 @@ def understand(content: Mapping[str, Any]) -> Question:
     layout = _layout(fields, shape, degrees, data_parallel, engine, device)
     links = _links(fields, device, gpus)
     if not fields.given("micro_batch"):
-        layout = _usual_micro_batch(shape, layout, device, links)
+        layout = _usual_micro_batch(shape, layout, device, links, batch_known=fields.given("global_batch"))
     return Question(shape, layout, device, links, _counts_causal(fields))
 
 
@@ -212,18 +241,23 @@ def _counts_causal(fields: _Fields) -> bool:
     return "bridge" in text or "automodel" in text
 
 
-def _usual_micro_batch(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric) -> Layout:
-    """The fastest micro-batch that fits, as whoever runs a job would have tried; the smallest where none fits."""
+def _usual_micro_batch(shape: ModelShape, layout: Layout, device: Gpu, links: Fabric, *, batch_known: bool) -> Layout:
+    """The fastest micro-batch that fits, as whoever runs a job would have tried; the smallest where none fits.
+
+    Of a known global batch, those that divide it; else the number of micro-batches stays, and the batch grows.
+    """
     sequences = layout.micro_batch * layout.num_micro_batches
     choices = [
-        dataclasses.replace(layout, micro_batch=size, num_micro_batches=sequences // size)
+        dataclasses.replace(
+            layout, micro_batch=size, num_micro_batches=sequences // size if batch_known else layout.num_micro_batches
+        )
         for size in (1, 2, 4, 8, 16)
-        if sequences % size == 0 and (size == 1 or size * layout.sequence_length <= 65536)
+        if (not batch_known or sequences % size == 0) and (size == 1 or size * layout.sequence_length <= 65536)
     ]
     fitting = [item for item in choices if memory(shape, item).needed <= device.memory_gib * GIB]
     if not fitting:
         return choices[0]
-    return min(fitting, key=lambda item: step_time(shape, item, device, links).total)
+    return min(fitting, key=lambda item: step_time(shape, item, device, links).total / item.global_batch)
 
 
 def _check_divides(shape: ModelShape, degrees: Mapping[str, int]) -> None:
