@@ -40,9 +40,10 @@ def run_here(checkpoints: str, arguments: list[str], variables: dict[str, str]) 
     """`python -m trainer.export` without its process: moto is in this one."""
     from trainer.export import Export, export
 
-    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    size, step = int(given["--max-shard-bytes"]), int(given["--step"])
-    return export(Export(checkpoints, given["--to"], step, max_shard_bytes=size))
+    assert arguments[-1] == "--continue"
+    given = dict(zip(arguments[:-1:2], arguments[1::2], strict=True))
+    size, step, tokenizer = int(given["--max-shard-bytes"]), int(given["--step"]), given.get("--tokenizer")
+    return export(Export(checkpoints, given["--to"], step, tokenizer=tokenizer, max_shard_bytes=size, goes_on=True))
 
 
 @pytest.fixture
@@ -161,28 +162,74 @@ def test_a_checkpoint_becomes_a_registered_model_once(
     promote("--approve", code=1)  # it waits for a person, and no role of the tenant changes that
 
 
-def test_what_was_interrupted_goes_on(
-    promote: Promote, deployed: Account, contract: TenantContract, monkeypatch: pytest.MonkeyPatch, site: str
+def test_what_was_interrupted_goes_on_and_nothing_is_mixed(
+    promote: Promote,
+    deployed: Account,
+    contract: TenantContract,
+    monkeypatch: pytest.MonkeyPatch,
+    site: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    from trainer.export import Export, export
+
     s3, bucket = deployed.client("s3"), contract.buckets.artifacts
     folder = f"models/acme-tiny/{JOB_ID}-step-{STEP}"
     s3.put_object(Bucket=bucket, Key=f"{folder}/model.safetensors", Body=b"half of it")  # a killed export's
+    num_exports = 0
+
+    def counted(*asked: Any) -> dict[str, Any]:
+        nonlocal num_exports
+        num_exports += 1
+        return run_here(*asked)
+
+    monkeypatch.setattr(exporting, "run_export", counted)
+    # Nobody else's export goes there; and not even this one, beside another sharding's file: which would be loaded?
+    s3.put_object(Bucket=bucket, Key=f"{folder}/", Body=b"")  # a console's mark of a folder
+    with pytest.raises(InputError, match=r"is not empty \(model\.safetensors is there\)"):
+        export(Export(f"s3://{contract.buckets.checkpoints}/jobs/{JOB_ID}", f"s3://{bucket}/{folder}"))
+    asked = ["promote", JOB_ID, "-e", site, "--gate", "validation_loss<=2.5"]
+    s3.put_object(Bucket=bucket, Key=f"{folder}/model-00001-of-00009.safetensors", Body=b"old")
+    assert run(asked) == 1
+    assert "model-00001-of-00009.safetensors is there and is not of this export" in capsys.readouterr().err
+    assert f"{folder}/export.json" not in keys_of(s3, bucket, folder)
+    s3.delete_object(Bucket=bucket, Key=f"{folder}/model-00001-of-00009.safetensors")
 
     def refused(self: Any, promotion: Any, request: Any) -> Any:
         raise JobFailedError("killed")
 
     with monkeypatch.context() as patch:
         patch.setattr(registry.Registry, "register", refused)
-        assert run(["promote", JOB_ID, "-e", site, "--gate", "validation_loss<=2.5"]) == 1
-    exported = s3.head_object(Bucket=bucket, Key=f"{folder}/model.safetensors")["LastModified"]
+        assert run(asked) == 1
     told = promote("--approve")
     assert (told["is_new"], told["approval"]) == (True, "Approved")
-    assert s3.head_object(Bucket=bucket, Key=f"{folder}/model.safetensors")["LastModified"] == exported
+    assert num_exports == 2, "the second one was whole"
     assert told["source"] == f"artifact://{folder}"
     assert promote("--approve")["is_new"] is False
 
+    assert run(asked) == 0
+    assert "registered already" in (said := capsys.readouterr().out) and "without a tokenizer" in said
+
+    s3.put_object(Bucket=bucket, Key=f"{folder}/adapter_config.json", Body=b"{}")
+    assert run(asked) == 1
+    assert "adapter_config.json: is there and not in export.json" in capsys.readouterr().err
+    s3.delete_object(Bucket=bucket, Key=f"{folder}/adapter_config.json")
     s3.put_object(Bucket=bucket, Key=f"{folder}/model.safetensors", Body=b"somebody else's")
-    assert run(["promote", JOB_ID, "-e", site, "--gate", "validation_loss<=2.5"]) == 1
+    assert run(asked) == 1
+    assert "model.safetensors: has 15 bytes" in capsys.readouterr().err
+
+
+def test_what_changes_the_files_changes_their_place(tmp_path: Path) -> None:
+    def variant(tokenizer: str | None = None, base: Path | None = None) -> str:
+        return exporting._variant(merge=base is not None, base=base, tokenizer=tokenizer, dtype=None)
+
+    own = tmp_path / "own"
+    own.mkdir()
+    names = {variant(), variant("s3://acme/one"), variant("s3://acme/two"), variant(base=own)}
+    for text in ("{}", "[]"):
+        (own / "tokenizer.json").write_text(text)
+        names |= {variant(str(own)), variant(base=own), variant(str(own), own)}
+    assert len(names) == 10 and variant(str(own)) in names, names
+    assert variant() == "" and variant(base=own).startswith("-merged-base-")
 
 
 REFUSED: tuple[tuple[list[str], int, str], ...] = (
@@ -194,6 +241,7 @@ REFUSED: tuple[tuple[list[str], int, str], ...] = (
     (["--gate", "validation_loss<=2.4"], 1, "step 3 misses its gate: validation_loss is 2.5, not <=2.4"),
     (["--gate", "validation_top1_accuracy>=0.7"], 2, "has no validation_top1_accuracy at step 3 (there: loss, valida"),
     (["--gate", "loss<9", "--step", "2"], 2, "--step 2: s3://acme-checkpoints/jobs/acme-tiny-20260131120000-1a2b/ has"),
+    (["--gate", "loss<9", "--average"], 2, "--average: metrics.jsonl has the metrics of the weights and none of"),
     (["--gate", "loss<9", "--model", "Tiny"], 2, "--model Tiny: a model's name has 1 to 58 lower-case letters"),
     (["--gate", "loss<9", "--image", "nginx"], 2, "--image nginx: must be an image of ECR"),
 )

@@ -2,6 +2,7 @@
 
     --checkpoints PLACE    a job's checkpoint destination, a folder or s3://
     --to FOLDER|s3://      to S3, file by file: this machine holds one file of weights (--max-shard-bytes) at a time
+    --continue             in S3, write over the files of this very export that an interrupted run left
     --step N               default: the newest good one
     --average              the running average of the weights (training.optimizer.average_decay)
     --merge                an adapter put into its base model, instead of the adapter alone in peft's format
@@ -85,6 +86,8 @@ class Export:
     dtype: torch.dtype | None = None
     """None: as saved."""
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    goes_on: bool = False
+    """To S3: write over what an interrupted run of this very export left; else the prefix must be empty."""
 
 
 def export(asked: Export) -> dict[str, Any]:
@@ -117,14 +120,13 @@ def _to_folder(asked: Export, to: Path) -> dict[str, Any]:
 
 
 def _to_s3(asked: Export, to: str) -> dict[str, Any]:
-    """File by file, the list of them last: what an interrupted export left is written over, a whole one never."""
+    """File by file, the list of them last: a whole export is never written over, nor anything that is not of it."""
     destination = open_destination(to)
-    try:
-        destination.get_bytes(LISTING)
-    except MissingFileError:
-        pass
-    else:
+    there = {name for name in destination.sizes("") if name}  # without the prefix's own mark, which consoles make
+    if LISTING in there:
         raise InputError(f"--to {to}: holds an export already; give another prefix")
+    if there and not asked.goes_on:
+        raise InputError(f"--to {to}: is not empty ({min(there)} is there); give another prefix")
     files: dict[str, dict[str, Any]] = {}
 
     def send(path: Path) -> None:
@@ -141,6 +143,11 @@ def _to_s3(asked: Export, to: str) -> dict[str, Any]:
         written = {"step": step.manifest.step, **_write(asked, step, folder, finished=send)}
         for path in sorted(folder.iterdir()):
             send(path)
+    if foreign := sorted(there - set(files)):
+        raise JobFailedError(
+            f"--to {to}: {foreign[0]} is there and is not of this export, which has no {LISTING} therefore: give the "
+            "--max-shard-gib of the run that was interrupted, or another prefix (promote: another --model)"
+        )
     listing = {"version": 1, "checkpoint": step.uri, **written, "files": dict(sorted(files.items()))}
     content = (json.dumps(listing, indent=1) + "\n").encode()
     with_retries(lambda: destination.put_bytes(LISTING, content), what=LISTING, report=_report)
@@ -389,6 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", help="folder whose tokenizer goes along; default: the job's")
     parser.add_argument("--dtype", choices=sorted(DTYPE_NAMES), help="type of the weights; default: as saved")
     parser.add_argument("--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="largest file of weights")
+    parser.add_argument("--continue", dest="goes_on", action="store_true", help="write over what a killed run left")
     options = vars(parser.parse_args(arguments))
     options["dtype"] = DTYPE_NAMES[options["dtype"]] if options["dtype"] else None
     try:

@@ -1,8 +1,10 @@
 """`export` and `promote`: a checkpoint's weights for those who serve them, and their registration."""
 
+import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,7 +95,11 @@ def export(
         print("  peft.PeftModel.from_pretrained reads it; --merge writes a whole model")
         return
     print(f"  a job reads it with model: {{source: {to}}}")
-    if not any(name.startswith(("tokenizer", "vocab")) for name in written["beside"]):
+    _warn_of_no_tokenizer(written["beside"])
+
+
+def _warn_of_no_tokenizer(beside: Iterable[str]) -> None:
+    if not any(name.startswith(("tokenizer", "vocab")) for name in beside):
         print("  without a tokenizer: the job's was not found on this machine; --tokenizer DIR brings one along")
 
 
@@ -126,7 +132,7 @@ def promote(
         bool, typer.Option("--approve", help="Register it as approved; default: waiting for a person's approval.")
     ] = False,
     image: Annotated[str, typer.Option("--image", metavar="ECR-URI", help="The image that serves it.")] = "",
-    average: AverageOption = False,
+    average: Annotated[bool, typer.Option("--average", help="Refused: no metric is measured of it.")] = False,
     merge: MergeOption = False,
     base: BaseOption = None,
     tokenizer: TokenizerOption = None,
@@ -149,8 +155,13 @@ def promote(
     gates = [registry.parse_gate(text) for text in gate or ()]
     if not gates:
         raise InputError("--gate is missing: say what the checkpoint must reach, e.g. --gate 'validation_loss<=2.5'")
+    if average:
+        raise InputError(
+            "--average: metrics.jsonl has the metrics of the weights and none of their average, so no gate speaks of "
+            "it; leave the option out (`trainyard export --average` writes the average, and registers nothing)"
+        )
     check_trainer()
-    variant = "".join(f"-{word}" for word in (average and "average", merge and "merged", dtype and dtype.value) if word)
+    variant = _variant(merge=merge, base=base, tokenizer=tokenizer, dtype=dtype)
     with console(stderr=True).status("asking") as spinner:
         promotion, launcher = _promotion(job, environment, tenant, step=step, model=model, variant=variant, image=image)
         s3, record, taken = launcher.client("s3"), promotion.record, promotion.checkpoint.step
@@ -160,8 +171,8 @@ def promote(
         listing, found = registry.exported(promotion, s3), known.find(promotion)
         if listing is None:
             spinner.update(f"writing {promotion.uri}")
-            arguments = _arguments(promotion.uri, taken, average, merge, base, tokenizer, dtype, max_shard_gib)
-            run_export(record.checkpoint_destination, arguments, launcher.variables())
+            arguments = _arguments(promotion.uri, taken, False, merge, base, tokenizer, dtype, max_shard_gib)
+            run_export(record.checkpoint_destination, [*arguments, "--continue"], launcher.variables())
             listing = registry.check_listing(registry.exported(promotion, s3), promotion)
         if found is None:
             spinner.update(f"registering {promotion.group}")
@@ -171,8 +182,32 @@ def promote(
         else:
             registered = found
     _tell_promotion(promotion, registered, is_new=found is None, as_json=as_json)
+    if not as_json and listing.get("kind") != "adapter":
+        _warn_of_no_tokenizer(listing.get("beside", ()))
     if approve:
         registry.refuse_unapproved(registered)
+
+
+def _variant(*, merge: bool, base: Path | None, tokenizer: str | None, dtype: WeightType | None) -> str:
+    """What a promotion's folder has in its name of the options that change what lies there; "" for the plain one."""
+    words = [word for word in (merge and "merged", dtype and dtype.value) if word]
+    for option, place in (("base", None if base is None else str(base)), ("tokenizer", tokenizer)):
+        if place is not None:
+            words.append(f"{option}-{_fingerprint(place)[:8]}")
+    return "".join(f"-{word}" for word in words)
+
+
+def _fingerprint(place: str) -> str:
+    """SHA-256 of a model's or tokenizer's files but for the weights, so of what they say; of S3 the name."""
+    digest = hashlib.sha256(place.encode() if place.startswith("s3://") else b"")
+    path = Path(place)
+    try:
+        for file in sorted(path.iterdir() if path.is_dir() else [path]):
+            if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja"):
+                digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    except OSError as error:
+        raise InputError(f"{place}: can't be read: {error.strerror or error}; give a folder of this machine") from None
+    return digest.hexdigest()
 
 
 def _promotion(

@@ -83,7 +83,7 @@ class Promotion:
     model: str
     """The model's name; its group is `<tenant>-<model>`."""
     variant: str = ""
-    """How the export differs from the plain one: "-average", "-merged-bfloat16", ..."""
+    """How the export differs from the plain one: "-merged-bfloat16", "-tokenizer-1a2b3c4d", ..."""
     image: str = ""
     """ECR image that serves it; empty: to be given when the model is deployed."""
 
@@ -191,6 +191,12 @@ def exported(promotion: Promotion, s3: Any) -> dict[str, Any] | None:
         return None
     listing: dict[str, Any] = json.loads(content)
     sizes = files.sizes(folder)
+    ours = {f"{folder}/{name}" for name in ("", *listing["files"], _LISTING)}  # "": a console's mark of the folder
+    if foreign := sorted(set(sizes) - ours):
+        raise JobFailedError(
+            f"{parent}/{foreign[0]}: is there and not in {_LISTING}, and who loads the model would read it too; have "
+            "it removed, or promote under another --model"
+        )
     for name, entry in listing["files"].items():
         there = sizes.get(f"{folder}/{name}", "no")
         if there != entry["bytes"]:

@@ -334,7 +334,7 @@ class S3Destination(Destination):
         skip = len(self._key(""))
         with self._s3_errors("list", prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._key(prefix) + "/"
+                Bucket=self._bucket, Prefix=self._key(f"{prefix}/" if prefix else "")
             )
             for page in pages:
                 found.update({entry["Key"][skip:]: entry["Size"] for entry in page.get("Contents", ())})
