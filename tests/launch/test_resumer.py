@@ -113,6 +113,10 @@ def test_a_crash_loop_is_left_to_a_person_and_progress_is_none(aws: Account, sto
     [
         ("Failed", "AlgorithmError: rank 0 on algo-1: ValueError: a shape is wrong, exit code: 1"),
         ("Failed", "AlgorithmError: rank 0 on algo-1: CapacityError of the program's own, exit code: 2"),
+        ("Failed", "AlgorithmError: stopped at step 75, exit code: 1"),
+        ("Failed", "AlgorithmError: the last exit code: 1 at step 75, exit code: 1"),
+        ("Failed", "AlgorithmError: no message, exit code: algo-1 1, algo-2 75"),
+        ("Failed", "AlgorithmError: , exit code: 175"),
         ("Failed", "ClientError: Data download failed"),
         ("Stopped", ""),
         ("Completed", ""),
@@ -150,10 +154,48 @@ def test_of_two_resumers_one_wins(aws: Account, store: S3RecordStore, monkeypatc
         return honest(*arguments)
 
     monkeypatch.setattr(job_resumer, "newest_step", meanwhile)
-    with pytest.raises(RuntimeError, match="somebody else wrote its record meanwhile"):
-        cloud.resume(1)
     assert cloud.resume(1) == {"left": "somebody has resumed it"}
     assert (read(store).attempt.number, cloud.asked) == (2, [])
+
+
+def test_who_looks_at_the_job_meanwhile_stops_no_resume(
+    aws: Account, store: S3RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloud = Aws(aws.client("s3"))
+    honest = job_resumer.newest_step
+
+    def meanwhile(*arguments: Any) -> int:
+        # `trainyard status` writes down what SageMaker says, between the function's look and its write.
+        monkeypatch.setattr(job_resumer, "newest_step", honest)
+        stored = store.read(JOB_ID)
+        store.replace(stored, stored.record.model_copy(update={"launched_by": "somebody"}))
+        return honest(*arguments)
+
+    monkeypatch.setattr(job_resumer, "newest_step", meanwhile)
+    assert cloud.resume(1) == {"submitted": "yes"}
+    assert (read(store).attempt.number, read(store).launched_by) == (2, "somebody")
+
+
+def test_a_record_that_others_keep_writing_is_an_error_and_changes_nothing(
+    aws: Account, store: S3RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloud, before = Aws(aws.client("s3")), read(store)
+    monkeypatch.setattr(job_resumer.Records, "replace", lambda *_: False)
+    with pytest.raises(RuntimeError, match="somebody else kept writing its record"):
+        cloud.resume(1)
+    assert (read(store), cloud.asked) == (before, [])
+
+
+def test_it_waits_for_the_broker_as_long_as_that_may_take_and_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESUMER", json.dumps(PLACES))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+    def resume(name: str, places: dict[str, str], client: Any) -> dict[str, Any]:
+        config = client("lambda").meta.config
+        return {"waits": config.read_timeout, "tries": config.retries["total_max_attempts"]}
+
+    monkeypatch.setattr(job_resumer, "resume", resume)
+    assert job_resumer.handler({"job": "x"}, None) == {"job": "x", "waits": 130, "tries": 1}
 
 
 def test_a_submission_that_failed_is_tried_again_and_one_that_was_refused_is_not(
@@ -193,3 +235,9 @@ def test_batch_starts_once_what_did_not_ask_for_more() -> None:
     assert retry_rules.retry_rules({"recovery": {"max_resumes": 20}})["attempts"] == 10
     rules = retry_rules.retry_rules({"recovery": {"max_resumes": 1}})["evaluateOnExit"]
     assert rules[-1] == {"action": "EXIT", "onStatusReason": "*"}
+
+
+def test_every_host_that_asks_to_be_resumed_is_one_cause() -> None:
+    reason = "AlgorithmError: the container ended without a message, exit code: algo-1 75, algo-2 75"
+    found = job_resumer.cause({"TrainingJobStatus": "Failed", "FailureReason": reason})
+    assert found == "saved, and asked to be resumed"

@@ -14,7 +14,7 @@ from typing import Any
 CAUSES = {
     "no capacity": r"^CapacityError",
     "SageMaker's own error": r"^InternalServerError",
-    "saved, and asked to be resumed": r"exit code:.*\b75\b",
+    "saved, and asked to be resumed": r"exit code: (?:\S+ )?75(?:, \S+ 75)*$",
     "a host was lost": r"^AlgorithmError: (the first )?host \S+ is gone",
 }
 """Pattern of FailureReason's first line, by what the log and the record call it."""
@@ -22,6 +22,9 @@ NOTE = "resumed by itself"
 _SUFFIX = re.compile(r"-r\d+$")
 _CONFLICTS = ("PreconditionFailed", "ConditionalRequestConflict")
 _CONFIRMATIONS = 5
+"""How often a record is read again that somebody else wrote meanwhile: each look at a job's state may write it."""
+_BROKER_SECONDS = 130
+"""How long the broker's answer is waited for: a little longer than it may take (stacks/constructs/broker.py)."""
 
 
 def cause(job: dict[str, Any]) -> str | None:
@@ -119,19 +122,10 @@ def resume(name: str, places: dict[str, str], client: Any) -> dict[str, Any]:
     may help.
     """
     job_id = _SUFFIX.sub("", name)
-    s3 = client("s3")
-    records = Records(s3, places["data"])
-    record, version = records.read(job_id)
-    if record["attempts"][-1]["training_job_name"] == name:
-        why = cause(client("sagemaker").describe_training_job(TrainingJobName=name))
-        step = newest_step(s3, places["checkpoints"], job_id)
-        if no := refusal(record, why, step):
-            return {"left": no}
-        record = with_attempt(record, str(why), step, _now())
-        if not records.replace(record, version):
-            raise RuntimeError(f"{name}: somebody else wrote its record meanwhile")
-    elif not is_ours(record, name):  # an event may come twice, and this function may have died in between
-        return {"left": "somebody has resumed it"}
+    records = Records(client("s3"), places["data"])
+    record, no = _next_attempt(name, job_id, records, places["checkpoints"], client)
+    if no:
+        return {"left": no}
     asked = json.dumps({"job_id": job_id}).encode()
     answer = json.load(client("lambda").invoke(FunctionName=places["broker"], Payload=asked)["Payload"])
     if "submitted" in answer:
@@ -141,11 +135,37 @@ def resume(name: str, places: dict[str, str], client: Any) -> dict[str, Any]:
     return dict(answer)
 
 
+def _next_attempt(
+    name: str, job_id: str, records: Records, checkpoints: str, client: Any
+) -> tuple[dict[str, Any], str]:
+    """The record with an attempt to submit, written; or why the job is left alone, in a line."""
+    for _ in range(_CONFIRMATIONS):
+        record, version = records.read(job_id)
+        if record["attempts"][-1]["training_job_name"] != name:
+            # An event may come twice, and this function may have died in between.
+            return record, "" if is_ours(record, name) else "somebody has resumed it"
+        why = cause(client("sagemaker").describe_training_job(TrainingJobName=name))
+        step = newest_step(client("s3"), checkpoints, job_id)
+        if no := refusal(record, why, step):
+            return record, no
+        record = with_attempt(record, str(why), step, _now())
+        if records.replace(record, version):
+            return record, ""
+    raise RuntimeError(f"{name}: somebody else kept writing its record")
+
+
+def _client(service: str) -> Any:
+    """Of Lambda one that waits for the broker and asks once: a broker asked twice at a time would be in its own way."""
+    import boto3
+    from botocore.config import Config
+
+    patient = Config(read_timeout=_BROKER_SECONDS, retries={"total_max_attempts": 1})
+    return boto3.client(service, config=patient if service == "lambda" else None)
+
+
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     """`event`: {"job": name of a training job that has failed}. After an error Lambda asks twice more."""
-    import boto3
-
-    answer = {"job": event["job"], **resume(event["job"], json.loads(os.environ["RESUMER"]), boto3.client)}
+    answer = {"job": event["job"], **resume(event["job"], json.loads(os.environ["RESUMER"]), _client)}
     print(json.dumps(answer))
     return answer
 
