@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from aws_cdk import Duration
+from aws_cdk import Annotations, Duration
 from aws_cdk import aws_cloudwatch as cloudwatch
 from aws_cdk import aws_cloudwatch_actions as actions
 from aws_cdk import aws_iam as iam
@@ -53,9 +53,16 @@ class Broker(Construct):
         topic: sns.ITopic,
     ) -> None:
         super().__init__(scope, construct_id)
+        prices = _prices(tenant)
+        if unpriced := [kind for kind in tenant.instance_types if kind not in prices]:
+            Annotations.of(self).add_warning_v2(
+                "trainyard:NoPrice",
+                f"tenant {tenant.name}: no price of {', '.join(unpriced)} in {tenant.environment.region} is known: "
+                "budget.monthly_usd doesn't hold what they cost",
+            )
         settings = {
             "contract": tenant.environment.contract_parameter(tenant.name),
-            "prices": _prices(tenant),
+            "prices": prices,
             "volume_keys": [kind for kind in tenant.instance_types if not instance(kind).local_nvme_gib],
         }
         self.function = lambda_.Function(

@@ -9,7 +9,7 @@ from typing import Any
 
 import boto3
 import pytest
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, ParamValidationError
 from launch_testing import IMAGE, JOB_ID, REGION
 
 from trainyard.errors import AwsRefusedError, InputError
@@ -216,6 +216,8 @@ FORGED: dict[str, tuple[Change, str]] = {
     "too long": (_compute(max_hours=25), "over the 24 hours"),
     "endless": (_compute(max_hours=float("inf")), "is no running time"),
     "no number": (_compute(max_hours=float("nan")), "is no running time"),
+    "no second": (_compute(max_hours=0.0001), "'0.0001' is no running time"),
+    "spot by number": (_compute(spot=1), "'1' is neither true nor false"),
     "a short wait": (_compute(max_wait_hours=1), "is not between max_hours and"),
     "spot perhaps": (_compute(spot="yes"), "is neither true nor false"),
     "an image of elsewhere": (
@@ -326,6 +328,28 @@ def test_the_months_money_is_spent_promised_and_capped(
     assert f"of {_month()}'s 5,000.00 USD, 4,944.00 are spent and 36.00 could go to jobs that run" in refused
     sagemaker.jobs["acme-running"] |= {"TrainingJobStatus": "Failed", "BillableTimeInSeconds": 60}
     assert ask()["submitted"] == JOB_ID
+
+
+def test_a_type_without_a_price_is_let_through_and_said_to_be_uncapped(
+    ask: Any, record: JobRecord, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"contract": "/trainyard/test/acme/contract", "prices": {}, "volume_keys": []}
+    monkeypatch.setenv("BROKER", json.dumps(settings))
+    line = "no price of ml.p5.4xlarge is known here: what it costs is not held against budget.monthly_usd"
+    assert ask() == {"submitted": JOB_ID, "already": False, "uncapped": line}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["uncapped"] == line
+
+
+def test_a_request_that_was_never_sent_keeps_no_promise(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise ParamValidationError(report="MaxRuntimeInSeconds is 0")
+
+    monkeypatch.setattr(sagemaker, "create_training_job", refuse)
+    assert ask()["code"] == "ParamValidationError"
+    ledger = deployed.client("s3").get_object(Bucket="acme-checkpoints", Key=f"broker/ledger-{_month()}.json")
+    assert json.load(ledger["Body"])["jobs"] == {}
 
 
 def test_a_promise_lapses_is_taken_back_and_a_lost_ledger_is_made_anew(

@@ -1,5 +1,6 @@
 """The training stack: queues, budget, alarms, and a contract that the launcher can read."""
 
+from pathlib import Path
 from typing import Any
 
 from trainyard.spec.platform import parse_contract
@@ -111,3 +112,10 @@ def test_rejected_traffic_is_counted_by_the_thirteenth_field_of_the_default_flow
     fields = metric["FilterPattern"].strip("[]").split(", ")
     assert len(fields) == 14
     assert fields[12] == 'action="REJECT"'
+
+
+def test_a_type_without_a_price_is_warned_of_by_name(assemblies: Path, templates: Any) -> None:
+    assert templates
+    words = "tenant platform-team: no price of ml.g6e.12xlarge, ml.g6e.xlarge in us-east-1 is known"
+    assert [path.name for path in (assemblies / "dev").glob("*.json") if words in path.read_text()]
+    assert not [path.name for path in (assemblies / "local").glob("*.json") if "no price of" in path.read_text()]

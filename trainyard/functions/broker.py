@@ -18,8 +18,8 @@ from trainyard.functions.training_request import stopping_condition, training_jo
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     """`event`: {"job_id": ...}; its newest attempt is submitted.
 
-    Answers {"submitted": NAME, "already": whether it was before}, or {"refused": one line, "by": "rules" or "aws",
-    "code": AWS's own}. The last line of its log is the audit's, JSON.
+    Answers {"submitted": NAME, "already": whether it was before}, with an "uncapped" line where no price is known, or
+    {"refused": one line, "by": "rules" or "aws", "code": AWS's own}. The last line of its log is the audit's, JSON.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -42,6 +42,7 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
 
 def _submit(job_id: Any) -> dict[str, Any]:
     import boto3
+    from botocore.exceptions import ParamValidationError
 
     settings = json.loads(os.environ["BROKER"])
     ssm, s3, sagemaker = (boto3.client(name) for name in ("ssm", "s3", "sagemaker"))
@@ -80,12 +81,13 @@ def _submit(job_id: Any) -> dict[str, Any]:
     ledger.promise(name, entry, check)
     try:
         sagemaker.create_training_job(**request)
-    except sagemaker.exceptions.ClientError:
+    except (sagemaker.exceptions.ClientError, ParamValidationError):
         # An answer that was lost is no refusal: what counts is whether the job is there.
         if described(sagemaker, name) is None:
             ledger.release(name)
             raise
-    return {"submitted": name, "already": False, "request": request}
+    answer = {"submitted": name, "already": False, "request": request}
+    return answer | ({} if entry["usd_per_hour"] else {"uncapped": rules.uncapped(compute["instance_type"])})
 
 
 def _record(s3: Any, bucket: str, job_id: str) -> Any:

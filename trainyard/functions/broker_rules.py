@@ -74,14 +74,14 @@ def _check_compute(compute: Any, num_hosts: Any, contract: Mapping[str, Any]) ->
         raise Refused(f"compute.instance_count: {_shown(num_hosts)} hosts is no number of machines")
     if not isinstance(kind, str):
         raise Refused(f"compute.instance_type: {_shown(kind)} is no instance type")
-    if not _is_number(hours) or not 0 < hours <= MAX_HOURS:
+    if not _is_number(hours) or not 1 / 3600 <= hours <= MAX_HOURS:  # SageMaker counts whole seconds
         raise Refused(f"compute.max_hours: {_shown(hours)} is no running time")
     if hours > contract["max_job_hours"]:
         raise Refused(
             f"compute.max_hours {hours:g} is over the {contract['max_job_hours']:g} hours that tenant "
             f"{contract['tenant']}'s jobs may run: lower it (a stopped job resumes from its checkpoint)"
         )
-    if compute.get("spot") not in (True, False):
+    if not isinstance(compute.get("spot"), bool):
         raise Refused(f"compute.spot: {_shown(compute.get('spot'))} is neither true nor false")
     if wait is not None and (not _is_number(wait) or not hours <= wait <= 2 * MAX_HOURS):
         raise Refused(f"compute.max_wait_hours: {_shown(wait)} is not between max_hours and {2 * MAX_HOURS}")
@@ -179,6 +179,11 @@ def check_budget(
             f"and {promised:,.2f} could go to jobs that run; lower compute.max_hours, wait until one ends, or raise "
             "budget.monthly_usd in the environment file"
         )
+
+
+def uncapped(kind: str) -> str:
+    """What the answer and the audit say of a type without a price: the budget doesn't hold it."""
+    return f"no price of {kind} is known here: what it costs is not held against budget.monthly_usd"
 
 
 def _usd(job: Mapping[str, Any], seconds: float) -> float:

@@ -135,7 +135,8 @@ class BudgetLimits(SpecModel):
     """What the tenant may spend."""
 
     monthly_usd: float = Field(gt=0, json_schema_extra=on_change("update"))
-    """Dollars a month. The broker refuses a job that could pass it; AWS's budget only warns, hours later."""
+    """Dollars a month. The broker refuses a job that could pass it, by EC2's prices; a type without a known price
+    counts nothing, which synthesis warns of and the broker's answer says. AWS's budget only warns, hours later."""
     warn_at_percent: float = Field(default=80.0, gt=0, le=100, json_schema_extra=on_change("update"))
     notify: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
     """E-mail addresses."""
