@@ -33,6 +33,10 @@ def broken_resources() -> dict[str, tuple[str, dict[str, Any]]]:
         "Endpoint": ("EC2::VPCEndpoint", {"VpcId": "vpc-1", "ServiceName": "com.amazonaws.us-east-1.s3"}),
         "Plain": ("S3::BucketPolicy", {"Bucket": "open", "PolicyDocument": anything}),
         "Wide": ("IAM::ManagedPolicy", {"PolicyDocument": anything}),
+        "WideRole": (
+            "IAM::Role",
+            {"AssumeRolePolicyDocument": {}, "Policies": [{"PolicyName": "x", "PolicyDocument": anything}]},
+        ),
         "Untagged": ("SNS::Topic", {"Tags": [{"Key": "team", "Value": "x"}]}),
     }
 
