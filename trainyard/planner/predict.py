@@ -575,29 +575,79 @@ def _links(fields: _Fields, device: Gpu, gpus: int) -> Fabric:
             return fabric_of(instance(name))
     nvlink_domain = re.search(r"nvl(\d+)", lowered)
     if nvlink_domain:
-        per_node = int(nvlink_domain.group(1))
+        per_node = int(nvlink_domain.group(1)[:7])
+        if not 1 <= per_node <= MOST["gpus_per_node"]:
+            raise InputError(f"interconnect: {nvlink_domain.group()[:20]} is no NVLink domain; NVL72 is one of 72 GPUs")
     usual = NODE_GB_PER_SECOND.get(
         device.name, DEFAULT_NODE_GB_PER_SECOND if device.nvlink else SLOW_NODE_GB_PER_SECOND
     )
     # Nodes of other sizes have as many cards a GPU: a rack of NVLink has 72 of them.
     usual *= max(1.0, per_node / 8)
-    return fabric(device, per_node, _stated_gb_per_second(lowered, per_node) or usual)
+    return fabric(device, per_node, _stated_gb_per_second(text, per_node) or usual)
+
+
+RATE = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[TGM](?:(?:iga)?bits?(?:/s|ps)?|b(?:/s|ps|E)?|E)?)(?![a-z0-9])"
+"""A rate: 400 Gb/s, 3.2 Tbps, 50 GB/s, 100GbE, 10G. A capital B counts bytes."""
+
+WITHIN_NODE = (
+    rf"(?:nv-?link|nv-?switch|intra(?:-?node)?)\s*(?:v?\d(?:\.\d)?)?[\s:(]*(?:at\s+)?{RATE}",
+    rf"{RATE.replace('number', 'n').replace('unit', 'u')}\s*\(?(?:of\s+|over\s+)?(?:nv-?link|nv-?switch|intra)",
+)
+"""Rates of the links inside of a node, which say nothing of the network."""
+
+
+def _gb_per_second(rate: re.Match[str]) -> float:
+    """Decimal GB/s of a rate as RATE reads it."""
+    unit = rate.group("unit")
+    scale = {"t": 1000.0, "g": 1.0, "m": 0.001}[unit[0].lower()]
+    counts_bytes = "B" in unit and unit[-1] not in "eE"
+    return float(rate.group("number")) * scale / (1 if counts_bytes else 8)
+
+
+def _of_rates(text: str, lowered: str, gpus_per_node: int) -> float | None:
+    """GB/s of a node by the rates in the text, of a GPU, so many cards, or a node; None without any."""
+    # "80 GB" is a size.
+    rates = [rate for rate in re.finditer(RATE, text, flags=re.IGNORECASE) if rate.group("unit")[1:] != "B"]
+    for rate in rates:
+        # What the rate is of stands behind it, up to the next comma.
+        if re.match(r"[^,;]*(?:per[ -]|/)gpu", lowered[rate.end() :]):
+            return _gb_per_second(rate) * gpus_per_node
+        count = re.search(r"(\d{1,4})\s*x\s*$", lowered[: rate.start()])
+        if count:
+            return int(count.group(1)) * _gb_per_second(rate)
+    cards = re.search(r"(\d{1,4})\s*x\s*(?:[hnxe]dr)?\s*(\d{2,4})(?:g(?=-)|(?![a-z0-9]))", lowered)
+    if cards:
+        return float(cards.group(1)) * float(cards.group(2)) / 8
+    if rates:
+        speed = _gb_per_second(rates[0])
+        # "400 Gb/s", of a node with eight cards of that speed, is each card's; Ethernet of 100GbE is the node's.
+        whole = "node" in lowered or rates[0].group("unit")[-1] in "eE" or speed < SLOW_NODE_GB_PER_SECOND
+        return speed if whole or speed > CARD_GB_PER_SECOND else speed * gpus_per_node
+    return None
 
 
 def _stated_gb_per_second(text: str, gpus_per_node: int) -> float | None:
-    """GB/s of a node: "400 Gb/s per GPU", "8x200 Gb/s per node", "1600 Gbps/node", "NDR", "EFA 3200"."""
-    per_gpu = re.search(r"(\d+)\s*gb(?:/s|ps)?[^,;]*per gpu", text)
-    if per_gpu:
-        return float(per_gpu.group(1)) * gpus_per_node / 8
-    cards = re.search(r"(\d+)\s*x\s*(?:hdr)?(\d+)\s*g", text)
-    if cards:
-        return float(cards.group(1)) * float(cards.group(2)) / 8
-    node = re.search(r"(\d{2,5})\s*gb(?:/s|ps)", text) or re.search(r"efa\s*(\d{3,5})", text)
-    if node:
-        rate = float(node.group(1)) / 8
-        # "400 Gb/s", of a node with eight cards of that speed, is each card's.
-        return rate * gpus_per_node if rate <= CARD_GB_PER_SECOND and "node" not in text else rate
+    """GB/s of a node: "400 Gb/s per GPU", "8x200 Gb/s per node", "3.2 Tb/s", "100GbE", "NDR", "EFA 3200".
+
+    InputError for a rate that can't be read, so that it isn't taken for the usual one unseen.
+    """
+    for within in WITHIN_NODE:
+        text = re.sub(within, " ", text, flags=re.IGNORECASE)
+    lowered = text.lower()
+    numbers = _of_rates(text, lowered, gpus_per_node)
+    if numbers is not None:
+        if not 0 < numbers <= MOST_NUMBER:
+            raise InputError(f"interconnect: {numbers:g} GB/s a node is no rate of a network")
+        return numbers
+    adapter = re.search(r"efa\s*(\d{3,5})", lowered)
+    if adapter:
+        return float(adapter.group(1)) / 8
     for word, gigabits in (("xdr", 800), ("ndr", 400), ("hdr", 200)):
-        if word in text:
+        if word in lowered:
             return gigabits * gpus_per_node / 8
+    unread = re.search(r"\d[\d.]*\s*[kKmMgGtT](?:i?[bB]|bit)\S*", text)
+    if unread:
+        raise InputError(
+            f"interconnect: can't read the rate {unread.group()!r}; state e.g. 400 Gb/s per GPU, or 50 GB/s"
+        )
     return None
