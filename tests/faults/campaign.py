@@ -10,7 +10,7 @@ to the next step are not counted. Those of --real-starts, every eighth, and all 
 What must hold of each episode:
 - the job is done in the end, however often it had to be started, and within bounds after every fault;
 - every start goes on from the newest checkpoint that was told of and was not spoiled since; a rank that was told to
-  stop costs one step at most;
+  stop costs one step at most, unless a fault that ends ranks met the same start;
 - every step is in metrics.jsonl once, with exactly the loss, gradient norm and tokens of the undisturbed job;
 - every step was made of exactly the samples of the undisturbed job's;
 - from the first commit on there is a good checkpoint whenever one is looked for (`Guard`);
@@ -417,15 +417,16 @@ def _judge(
     """Fill the rows, and find what did not hold. `expected`: rows and samples of the undisturbed job."""
     folder = site.root / "faults"
     story = Story(folder)
+    moments = _moments(folder, len(hand))
     for number, (fault, row) in enumerate(zip(hand, episode.rows, strict=True)):
-        done = folder / f"done-{number}"
-        if not done.exists():
+        at = moments.get(number)
+        if at is None:
             episode.problems.append(f"{fault.name} never happened")
             continue
         row.happened = row.happened or not fault.kind.is_outside
-        at = float(done.read_text())
         _follow(row, fault, story, at)
-        if fault.kind.effect == "stops" and (row.steps_lost or 0) > 1:
+        is_told_to_stop = fault.kind.effect == "stops" and not _is_met_by_death(hand, moments, story, at)
+        if is_told_to_stop and (row.steps_lost or 0) > 1:
             episode.problems.append(f"{fault.name}: {row.steps_lost} steps lost, though it was told to stop")
     episode.problems += story.lost_commits()
     if not episode.problems:
@@ -440,6 +441,21 @@ def _judge(
         ]
     for row in episode.rows:
         row.recovered = row.happened and row.seconds_to_next_step is not None and not episode.problems
+
+
+def _moments(folder: Path, num_faults: int) -> dict[int, float]:
+    """When each fault happened, by its place in the hand."""
+    done = {number: folder / f"done-{number}" for number in range(num_faults)}
+    return {number: float(path.read_text()) for number, path in done.items() if path.exists()}
+
+
+def _is_met_by_death(hand: Sequence[Fault], moments: dict[int, float], story: Story, at: float) -> bool:
+    """Whether the start of that moment had a fault too that ends ranks: they may die before they can save."""
+    left = len(story.restarts_after(at))
+    return any(
+        fault.kind.effect == "restarts" and number in moments and len(story.restarts_after(moments[number])) == left
+        for number, fault in enumerate(hand)
+    )
 
 
 def _follow(row: Row, fault: Fault, story: Story, at: float) -> None:

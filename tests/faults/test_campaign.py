@@ -143,6 +143,28 @@ def test_a_job_that_was_told_to_stop_may_end_though_another_fault_came_after(tmp
     assert not play._was_to_end(), "the stop was answered by this start already"
 
 
+def test_who_dies_before_it_could_save_was_not_disobedient(tmp_path: Path) -> None:
+    kinds = {kind.name: kind for kind in KINDS}
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    lines = ("start", *(f"step={step} loss=1" for step in range(1, 10)), "start", "resumed step=6 uri=x")
+    events = [{"at": float(at), **_event(line)} for at, line in enumerate((*lines, "step=7 loss=1"), start=1)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+    def complaints(second: str, *, at: float) -> list[str]:
+        hand = [Fault(kinds[name], "step", {}) for name in ("terminate_rank", second)]
+        for number, moment in enumerate((9.5, at)):
+            (folder / f"done-{number}").write_text(str(moment))
+        episode = Episode([Row(1, "ddp", "one_host", fault.name, happened=True) for fault in hand], problems=["other"])
+        _judge(SimpleNamespace(root=tmp_path), hand, episode, lambda: ([], {}))
+        return [problem for problem in episode.problems if "told to stop" in problem]
+
+    told = ["terminate_rank: 3 steps lost, though it was told to stop"]
+    assert complaints("out_of_host_memory", at=10.5) == []
+    assert complaints("out_of_host_memory", at=12.5) == told, "of the next start"
+    assert complaints("slow_rank", at=10.5) == told, "nobody dies of it"
+
+
 @pytest.mark.parametrize("is_met", [True, False])
 def test_a_fault_counts_when_the_job_met_it(is_met: bool, tmp_path: Path) -> None:
     (tmp_path / "faults").mkdir()

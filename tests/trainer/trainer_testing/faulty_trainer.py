@@ -2,7 +2,7 @@
 
 TRAINYARD_TEST_FAULTS names a folder with `faults.json`: a list of faults, each `{"rank", "kind", "step"}` and perhaps
 - `moment`: "step" (its beginning, the default), "save" (of that step or a later one) or "restore" (the first after the
-  fault before this one in the list);
+  fault before this one in the list: when the first bytes are read; the others wait until it has happened);
 - `after_seconds`: so long after it, from another thread, whatever the rank is at by then;
 - `first_sequence`, of kind "poison", instead of `step`: the place of the batch whose loss is no number on this rank;
 - `always`: in every start, not once in all of them; `until`: not after that time (epoch seconds);
@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from trainer import heartbeat
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.ranges import Range
+from trainer.checkpoint.reading import Transfer
 from trainer.session import GlobalBatch, Session
 from trainer.strategies.pipelined import PipelineStrategy
 from trainer.tasks.causal_lm import CausalLM
@@ -42,6 +44,7 @@ from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE, S3_SECONDS_VARIAB
 SLOW_STEPS, SLOW_SECONDS = 4, 0.4
 _HOLD_SECONDS = 0.1
 _LONGEST_HOLD_SECONDS = 120.0
+_LONGEST_RESTORE_SECONDS = 2.0
 
 
 class Faults:
@@ -53,10 +56,14 @@ class Faults:
         self._faults: list[dict[str, Any]] = json.loads((folder / "faults.json").read_text())
         self._slow_steps = 0
         self._is_poisoned = False
+        self._begun: set[int] = set()
+        self._first_range = threading.Lock()
+        self._has_read = False
 
     def install(self) -> None:
         """Into the trainer's classes."""
-        honest_batch, honest_save, honest_load = Session.next_batch, Session.save, Checkpointer.load
+        honest_batch, honest_save = Session.next_batch, Session.save
+        honest_bring, honest_load = Transfer._bring_whole, Checkpointer.load
         honest_loss, honest_scaled = CausalLM.loss_sum, PipelineStrategy._scaled_loss
 
         def next_batch(session: Session) -> GlobalBatch:
@@ -74,8 +81,20 @@ class Faults:
             self._at("save", session.step)
             honest_save(session)
 
+        def bring(transfer: Transfer, one: Range) -> None:
+            with self._first_range:
+                if not self._has_read:
+                    self._has_read = True
+                    self._at("restore", 0)
+                    honest_bring(transfer, one)
+                    self._let_restore_be_met()
+                    return
+            honest_bring(transfer, one)
+
         def load(checkpointer: Checkpointer, *arguments: Any, **options: Any) -> dict[str, Any]:
-            self._at("restore", 0)
+            if not self._has_read:  # what this rank needs was read by others
+                self._has_read = True
+                self._at("restore", 0)
             return honest_load(checkpointer, *arguments, **options)
 
         def loss_sum(task: CausalLM, *arguments: Any) -> torch.Tensor:
@@ -92,6 +111,7 @@ class Faults:
         CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
         PipelineStrategy._scaled_loss = scaled_loss  # type: ignore[method-assign]
         Session.next_batch, Session.save, Checkpointer.load = next_batch, save, load  # type: ignore[method-assign]
+        Transfer._bring_whole = bring  # type: ignore[method-assign]
         if self._rank == 0:
             self._tell({"start": True})
             sys.stdout = _Tee(sys.stdout, lambda line: self._tell({"line": line}))
@@ -111,6 +131,8 @@ class Faults:
                 self._begin(number, fault)
 
     def _begin(self, number: int, fault: dict[str, Any]) -> None:
+        self._begun.add(number)
+
         def happen() -> None:
             if not fault.get("always"):
                 partial = self._folder / f".done-{number}"
@@ -147,6 +169,14 @@ class Faults:
                 time.sleep(0.02)
                 if time.monotonic() > until:
                     break
+
+    def _let_restore_be_met(self) -> None:
+        """Keep the other bytes waiting until the fault that has begun is there: a tiny checkpoint is read at once."""
+        until = time.monotonic() + _LONGEST_RESTORE_SECONDS
+        for number in self._begun:
+            ends = "over" if self._faults[number].get("holds") else "done"
+            while not (self._folder / f"{ends}-{number}").exists() and time.monotonic() < until:
+                time.sleep(0.01)
 
     def _has_poison(self, first_sequence: int) -> bool:
         return any(
