@@ -3,6 +3,7 @@
 The file is also the program that each rank runs: `python -m test_checkpoint_bytes FOLDER`.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from trainer import heartbeat
 from trainer.checkpoint import Checkpointer, SpoiledError, restore
 from trainer.checkpoint.blocks import BlockTable, values_in, write_blocks
 from trainer.checkpoint.destination import LocalDestination, S3Destination
@@ -29,7 +31,7 @@ from trainer.checkpoint.reading import StepReader
 from trainer.strategies.flat_shard import FlatShard
 from trainer_testing.pool import run_pooled
 
-from trainyard.errors import AwsRefusedError
+from trainyard.errors import AwsRefusedError, JobFailedError
 
 MOST = 1.1
 """Bytes read to bytes needed."""
@@ -469,3 +471,29 @@ def test_what_lies_apart_is_one_request_only_where_little_is_between() -> None:
 
 if __name__ == "__main__":
     rank_main(*sys.argv[1:])
+
+
+def test_a_long_read_is_no_hang_in_mid_job_and_no_first_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(str(tmp_path), tmp_path)
+    heart = tmp_path / "heart"
+    monkeypatch.setenv(heartbeat.FILE_VARIABLE, str(heart))
+    monkeypatch.setattr(heartbeat, "_heart", functools.cache(heartbeat._Heart))
+    job = Job(str(tmp_path), tmp_path)
+    assert job.load("a", "b")[0] == 2
+    assert heartbeat.read_beat(heart) is None, "a start's patience would be over"
+    heartbeat.beat(3)
+    assert job.load("a", "b")[0] == 2
+    beat = heartbeat.read_beat(heart)
+    assert beat is not None and beat.step == 3 and beat.number > 1
+
+
+def test_an_index_that_is_gone_when_it_is_loaded_is_one_line(tmp_path: Path) -> None:
+    saved(str(tmp_path), tmp_path)
+    job = Job(str(tmp_path), tmp_path)
+    info = job.checkpoints.latest()
+    assert info is not None and info.reader is not None
+    (tmp_path / "checkpoints/step-00000002/.metadata").unlink()
+    with pytest.raises(JobFailedError, match=r"step-00000002: can't be read: .*\.metadata"):
+        job.checkpoints.load(info, {"a": torch.zeros(1000, 1000)})

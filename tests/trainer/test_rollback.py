@@ -2,14 +2,19 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from trainer.observe.left_out import LEFT_OUT_FILE
+from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
+from trainer.session import Session
 from trainer_testing.distributed import finish
 from trainer_testing.pool import start_pooled
 from trainer_testing.text_job import bits, rows_of, write_job
+
+from trainyard.errors import JobFailedError
 
 STEPS, BATCH = 10, 8
 POISONED = (2, 6, 7)
@@ -107,3 +112,39 @@ def test_a_record_that_is_none_is_one_line(tmp_path: Path) -> None:
     codes, said, _ = run(tmp_path / "run", job, ())
     assert codes == [1, 1], said[-6000:]
     assert f"trainyard: {tmp_path}/run/out/{LEFT_OUT_FILE}: is not what this trainer wrote" in said
+
+
+@pytest.mark.parametrize("found", [4, 2, None])
+def test_the_batch_is_noted_before_the_long_read(tmp_path: Path, found: int | None) -> None:
+    record = tmp_path / LEFT_OUT_FILE
+    session: Any = object.__new__(Session)
+    session.step, session._output_dir = 5, tmp_path
+    session._runtime = SimpleNamespace(is_first=True, world_size=1)
+    session._job = SimpleNamespace(spec=SimpleNamespace(training=SimpleNamespace(max_skips=2)))
+    session.anomalies = SimpleNamespace(found="loss is nan", data={"sequences_consumed": 40})
+    session.strategy = SimpleNamespace(state_tensors=dict)
+    session.clock = SimpleNamespace(excluded=nullcontext)
+    session._patience = SimpleNamespace(as_at_start=nullcontext)
+    session._goodput = SimpleNamespace(went_back=lambda *_: None)
+    session._metrics = SimpleNamespace(rows=list, drop_after=lambda step: None)
+    session._left_out = LeftOutBatches(tmp_path, session._runtime)
+    session._load = lambda info, tensors: None
+    published = []
+
+    def latest(*_: Any, **__: Any) -> Any:
+        assert json.loads(record.read_text())["rolled_back_to"] == 4 and published == [LEFT_OUT_FILE]
+        return found and SimpleNamespace(step=found)
+
+    session._checkpointer = SimpleNamespace(
+        wait=lambda: True,
+        last_committed_step=4,
+        latest=latest,
+        publish_file=lambda name, path: published.append(name),
+    )
+    if found is None:
+        with pytest.raises(JobFailedError, match="found no checkpoint"):
+            session.roll_back()
+        return
+    session.roll_back()
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [(row["first_sequence"], row["rolled_back_to"]) for row in rows] == [(40, found)]

@@ -227,26 +227,37 @@ class Session:
         assert anomaly is not None
         tensors = functools.cache(self.strategy.state_tensors)
         with self.clock.excluded(), self._patience.as_at_start():
+            self._checkpointer.wait()
+            # Before the long read: a start that knew nothing of it would learn from the batch.
+            awaited = self._checkpointer.last_committed_step
+            is_noted = awaited is not None and self._leave_out(step, anomaly, awaited)
             try:
                 info = self._checkpointer.latest(tensors, may_spoil=True)
             except SpoiledError:
                 info = None
             if info is None:
                 raise JobFailedError(f"step {step}: {anomaly}; training.on_anomaly: rollback found no checkpoint")
-            if self._left_out.num_since(info.step) >= self._job.spec.training.max_skips:
+            if not (is_noted and info.step == awaited) and not self._leave_out(step, anomaly, info.step):
                 raise JobFailedError(
                     f"step {step}: {anomaly}; {self._job.spec.training.max_skips} batches were left out since step"
                     f" {info.step} (training.max_skips), so it is no longer the batch: lower training.learning_rate"
                 )
-            self._left_out.add(step=step, anomaly=anomaly, data=self.anomalies.data, checkpoint_step=info.step)
             if self._runtime.is_first:
-                # Before anything is learnt again: a start that knew nothing of it would learn from the batch.
-                self._checkpointer.publish_file(LEFT_OUT_FILE, self._left_out.path)
                 self._goodput.went_back(self._metrics.rows(), info.step)
                 self._metrics.drop_after(info.step)
                 say(f"anomaly step={step} rolled back to step={info.step}: {anomaly}; its batch is left out")
             self._load(info, tensors())
         self._upcoming = None
+
+    def _leave_out(self, step: int, anomaly: str, checkpoint_step: int) -> bool:
+        """Note the batch of that step, here and beside the checkpoints; False: it would be one too many since then."""
+        data = self.anomalies.data
+        if self._left_out.num_since(checkpoint_step, data) >= self._job.spec.training.max_skips:
+            return False
+        self._left_out.add(step=step, anomaly=anomaly, data=data, checkpoint_step=checkpoint_step)
+        if self._runtime.is_first:
+            self._checkpointer.publish_file(LEFT_OUT_FILE, self._left_out.path)
+        return True
 
     def next_batch(self) -> GlobalBatch:
         """The next optimizer step's sequences; apart from the first, `end_step` has read and counted them."""

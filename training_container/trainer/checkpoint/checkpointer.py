@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -26,7 +27,7 @@ from trainer.checkpoint.destination import (
     open_destination,
     with_retries,
 )
-from trainer.checkpoint.group import Group
+from trainer.checkpoint.group import Group, Value
 from trainer.checkpoint.host_copy import HostCopy, SharedPlan
 from trainer.checkpoint.local_tier import LocalCheckpoint, LocalTier
 from trainer.checkpoint.manifest import (
@@ -40,7 +41,7 @@ from trainer.checkpoint.manifest import (
     step_of,
 )
 from trainer.checkpoint.needs import Needs
-from trainer.checkpoint.reading import AlteredError, mismatch
+from trainer.checkpoint.reading import INDEX, AlteredError, mismatch
 from trainer.checkpoint.restore import CheckpointInfo, OpenStep, Restorer
 from trainer.heartbeat import beat
 from trainer.rendezvous import PATIENT
@@ -52,8 +53,6 @@ _LONGEST_UPLOAD = timedelta(hours=2)
 """How long ranks wait behind for the slowest one's upload."""
 
 _BEAT_SECONDS = 1.0
-
-_READ_BACK_BYTES = 16 << 20
 
 _SPACE_MARGIN_BYTES = 16 << 20
 _SPACE_FACTOR = 1.05
@@ -519,7 +518,7 @@ class Checkpointer:
         A rank of a world of the same size gets its own `extra` back, otherwise rank 0's. InputError if the checkpoint
         doesn't hold these tensors.
         """
-        index = info.reader.index if info.reader is not None else FileSystemReader(info.folder).read_metadata()
+        index = self._together(info, lambda: _index_of(info))
         problems = self._group.gather_everywhere(mismatch(index, tensors))
         problem = next((found for found in problems if found is not None), None)
         if problem is not None:
@@ -528,17 +527,28 @@ class Checkpointer:
         local, self._from_tier = self._from_tier, None
         if local is not None and local.folder == info.folder and self._tier is not None:
             self._tier.bring(local, needs.files)
-        try:
-            info.fill(needs)
-        except (OSError, AlteredError) as error:  # it was whole a moment ago
-            said = getattr(error, "strerror", None) or error
-            raise JobFailedError(f"checkpoint {info.uri}: can't be read: {said}") from None
+        self._together(info, lambda: info.fill(needs))
         self._restorer.discard(info)
         if local is None or self._is_committed(info.step):
             self.last_committed_step = info.step
         else:
             self._send_later(local, attachments or {})
         return info.manifest.extra_of(self._group.rank, self._group.world_size)
+
+    def _together(self, info: CheckpointInfo, read: Callable[[], Value]) -> Value:
+        """What `read` gives on this rank; JobFailedError or AwsRefusedError on all of them where one can't read."""
+        failure, found = None, []
+        try:
+            found.append(read())
+        except DestinationError as error:
+            failure = self._restorer.unreachable(error)
+        except (OSError, AlteredError, MissingFileError) as error:  # it was whole a moment ago
+            said = getattr(error, "strerror", None) or error
+            failure = JobFailedError(f"checkpoint {info.uri}: can't be read: {said}")
+        failures = [one for one in self._group.gather_everywhere(failure) if one is not None]
+        if failures:
+            raise failures[0]
+        return found[0]
 
     def _is_committed(self, step: int) -> bool:
         """Whether the destination has it; False if it can't be asked: who sends it then asks again."""
@@ -600,6 +610,13 @@ class Checkpointer:
         except DestinationError as error:
             raise self._restorer.unreachable(error) from None
         return True
+
+
+def _index_of(info: CheckpointInfo) -> Metadata:
+    """Where the checkpoint's tensors lie: out of the host's own copy, where all of it was verified there."""
+    reader = info.reader
+    is_here = reader is None or (info.is_fetched and not reader.knows_index and (info.folder / INDEX).is_file())
+    return FileSystemReader(info.folder).read_metadata() if reader is None or is_here else reader.index
 
 
 def free_bytes(folder: Path) -> int:

@@ -10,7 +10,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from trainer.checkpoint.destination import Destination, read_at
 from trainer.checkpoint.manifest import Manifest, ManifestError, step_folder
 from trainer.checkpoint.needs import Needs, Placements
 from trainer.checkpoint.ranges import Range, Tables, ranges_of
+from trainer.heartbeat import still_here
 
 INDEX = ".metadata"
 _NUM_READERS = 8
@@ -85,8 +86,9 @@ class Transfer:
         if not ranges:
             return
         with ThreadPoolExecutor(min(self._num_readers, len(ranges)), initializer=self._begin_thread) as pool:
-            for _ in pool.map(self._bring, ranges):
-                pass
+            for brought in as_completed([pool.submit(self._bring, one) for one in ranges]):
+                brought.result()
+                still_here()  # a way back in mid-job may read for longer than a rank may be silent
 
     def _begin_thread(self) -> None:
         if self._gpu is not None:
@@ -170,6 +172,11 @@ class StepReader:
         """Whether every shard has its table: checkpoints of the first trainers have none."""
         shards = [name for name in self._files if name != INDEX and not name.endswith(BLOCKS_SUFFIX)]
         return all(name + BLOCKS_SUFFIX in self._files for name in shards)
+
+    @property
+    def knows_index(self) -> bool:
+        """Whether `index` is at hand already."""
+        return self._index is not None
 
     @property
     def index(self) -> Metadata:

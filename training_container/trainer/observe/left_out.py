@@ -34,7 +34,12 @@ class LeftOutBatches:
         self._rows = shared[0]
 
     def add(self, *, step: int, anomaly: str, data: dict[str, Any], checkpoint_step: int) -> None:
-        """The batch that lies at position `data` of the training stream, of a step that went wrong (all ranks)."""
+        """The batch that lies at position `data` of the training stream, of a step that went wrong (all ranks).
+
+        A second word on the batch that was added last replaces the first.
+        """
+        if self._is_last(data):
+            self._rows.pop()
         row = {
             "step": step,
             "anomaly": anomaly,
@@ -49,10 +54,13 @@ class LeftOutBatches:
             partial.write_text("".join(json.dumps(one) + "\n" for one in self._rows), encoding="utf-8")
             partial.replace(self.path)
 
-    def num_since(self, checkpoint_step: int) -> int:
-        """Batches in a row that cost a way back to one and the same checkpoint."""
+    def _is_last(self, data: dict[str, Any]) -> bool:
+        return bool(self._rows) and self._rows[-1]["first_sequence"] == data["sequences_consumed"]
+
+    def num_since(self, checkpoint_step: int, data: dict[str, Any]) -> int:
+        """Batches in a row, before that at `data`, that cost a way back to one and the same checkpoint."""
         number = 0
-        for row in reversed(self._rows):
+        for row in reversed(self._rows[:-1] if self._is_last(data) else self._rows):
             if row["rolled_back_to"] != checkpoint_step:
                 break
             number += 1
