@@ -39,3 +39,27 @@ def test_ratios_are_of_one_turn_and_goals_are_judged_by_them(monkeypatch: pytest
     assert all(good["goals_met"].values())
     bad = judged(monkeypatch, turns((0.3, 0.6), (0.6, 1.2), (0.3, 0.6)))
     assert list(bad["goals_met"].values()) == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("s5cmd", "ours", "is_met"),
+    [
+        ({"seconds": [1.0]}, {"seconds": [1.2]}, True),
+        ({"seconds": [1.0]}, {"seconds": [2.0]}, False),
+        ({"absent": "not installed"}, {"seconds": [2.0]}, True),
+        ({"failed": "refused"}, {"seconds": [2.0]}, False),
+        ({"absent": "not installed"}, {"failed": "refused"}, False),
+        ({"seconds": [1.0]}, {"failed": "refused"}, False),
+    ],
+)
+def test_a_transfer_that_failed_meets_no_goal(
+    monkeypatch: pytest.MonkeyPatch, s5cmd: dict[str, Any], ours: dict[str, Any], is_met: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    bench = runpy.run_path(str(BENCHMARKS / "checkpoint_s3.py"))
+    for boto3 in ({"seconds": [3.0]}, {"failed": "refused"}):
+        figures = {"boto3": boto3, "s5cmd": s5cmd, "ours": ours}
+        whole = {name: {"version": "1", "cpu_seconds": [1.0], **one} for name, one in figures.items()}
+        told = bench["summary"]({name: whole[name] if "seconds" in one else one for name, one in figures.items()}, 1024)
+        assert bench["meets_goal"](told) == is_met
+        assert ("speed_to_boto3" in told["ours"]) == ("seconds" in ours and "seconds" in boto3)
