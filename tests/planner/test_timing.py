@@ -84,3 +84,12 @@ def test_selective_recomputation_charges_products_only_where_they_are_not_kept()
     kept = step_time(shape, ours, device, LINKS)
     halved = step_time(shape, dataclasses.replace(ours, saves_every_second_product=True), device, LINKS)
     assert 0 < kept.recompute < 0.2 * kept.forward < halved.recompute
+
+
+def test_context_parallelism_pays_for_its_keys_and_values_where_the_network_is_slow() -> None:
+    split = dataclasses.replace(DENSE, context=16, sequence_length=32768, micro_batch=1)
+    shape, device = shape_of_known("llama-2-7b"), gpu("H100")
+    fast, slow = (step_time(shape, split, device, Fabric(8, 450, rate)) for rate in (400, 0.4))
+    assert slow.context_communication > fast.context_communication
+    assert slow.context_communication > 0.5 * slow.forward
+    assert step_time(shape, DENSE, device, LINKS).context_communication == 0

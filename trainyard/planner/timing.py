@@ -120,6 +120,8 @@ class StepTime:
     data_communication: float
     pipeline_communication: float
     expert_communication: float
+    context_communication: float
+    """Keys and values of context parallelism, beyond the attention that hides them."""
     bubble: float
     optimizer: float
 
@@ -136,6 +138,7 @@ class StepTime:
             + self.data_communication
             + self.pipeline_communication
             + self.expert_communication
+            + self.context_communication
         )
 
     def breakdown(self) -> dict[str, float]:
@@ -152,12 +155,18 @@ class _Pass:
     recompute: float
     tensor: float
     expert: float
+    context: float
     sharding: float
     """Of parameter gathering and gradient scattering (ZeRO-3), before overlap."""
 
     @property
     def compute(self) -> float:
         return self.forward + self.backward + self.recompute
+
+    @property
+    def occupied(self) -> float:
+        """Computing, and the communication that stands alone in every pass."""
+        return self.compute + self.tensor + self.expert + self.context
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,7 @@ def step_time(
     rank = _Rank(shape, layout, device, links, constants)
     passes = [rank.one_pass(stage) for stage in stages(shape, layout)]
     # The slowest stage sets the rhythm of a full pipeline.
-    slowest = max(passes, key=lambda item: item.compute + item.tensor + item.expert + item.sharding)
+    slowest = max(passes, key=lambda item: item.occupied + item.sharding)
     count = layout.num_micro_batches
     hidden_behind = constants.data_overlap * slowest.compute
     sharding = 0.0
@@ -196,9 +205,9 @@ def step_time(
     # Replicated gradients travel once a step, behind the backward pass of the last micro-batch.
     exposed = max(constants.data_exposed * gradients, gradients - constants.data_overlap * slowest.backward)
     tensor, expert = slowest.tensor * count, slowest.expert * count
-    rhythm = slowest.compute + slowest.tensor + slowest.expert + sharding / count
+    rhythm = slowest.occupied + sharding / count
     # A pipeline fills and drains through the other stages, of which most are like the first.
-    filling = passes[0].compute + passes[0].tensor + passes[0].expert + sharding / count
+    filling = passes[0].occupied + sharding / count
     bubble = bubble_passes(layout) * filling
     lost = constants.jitter_per_doubling * math.log2(max(1.0, layout.world_size / links.gpus_per_node))
     return StepTime(
@@ -209,6 +218,7 @@ def step_time(
         data_communication=sharding + exposed + lost * (rhythm * count + bubble),
         pipeline_communication=_pipeline_seconds(shape, layout, links, constants),
         expert_communication=expert,
+        context_communication=slowest.context * count,
         bubble=bubble,
         optimizer=_optimizer_seconds(shape, layout, device, constants),
     )
@@ -306,8 +316,28 @@ class _Rank:
             recompute=again,
             tensor=_tensor_seconds(shape, layout, stage, self.links) * exposed,
             expert=_expert_seconds(shape, layout, stage, self.links) * constants.expert_exposed * constants.imbalance,
+            context=self._context_seconds(stage),
             sharding=_sharding_seconds(shape, layout, stage, self.links),
         )
+
+    def _context_seconds(self, stage: Stage) -> float:
+        """Context parallelism: every rank's keys and values, and back their gradients, beyond the attention's time.
+
+        (cp-1)/cp of the whole sequence's keys and values reach each rank forward; backward they come again, with as
+        many gradients (Ring Attention, arXiv:2310.01889). Attention on one part hides the exchange of the next.
+        """
+        shape, layout = self.shape, self.layout
+        if layout.context == 1:
+            return 0.0
+        width = 2 * shape.kv_dim
+        if shape.kv_lora_rank:
+            width = 2 * shape.query_dim + shape.heads * shape.rope_dim
+        bytes_ = width * self.tokens * layout.context * layout.element_bytes / layout.tensor
+        each = all_gather_seconds(bytes_, group(layout.context, layout.tensor, self.links.gpus_per_node), self.links)
+        scores = self._score_seconds()
+        forward, backward = max(0.0, each - scores), max(0.0, 2 * each - 2.5 * scores)
+        again = forward if layout.recompute == "full" else 0.0
+        return (forward + backward + again) * stage.layers * shape.num_attentions / shape.layers
 
     def _recomputed(self, work: _Work, launch: float) -> float:
         if self.layout.recompute == "full":
