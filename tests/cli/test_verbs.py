@@ -4,6 +4,7 @@ import io
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import yaml
 from launch_testing import IMAGE, job_content
 from rich.console import Console
 
-from trainyard.cli import live
+from trainyard.cli import jobs, live
 from trainyard.cli.app import run
 from trainyard.cli.live import Seen, follow
+from trainyard.errors import JobFailedError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine, Observation
 from trainyard.launch.place import place_of
@@ -98,8 +100,15 @@ def test_wait_ends_with_the_jobs_own_result(
 
     failed = Observation("Failed", failure="CapacityError: no ml.p5.4xlarge")
     monkeypatch.setattr("trainyard.launch.sagemaker_backend.SageMakerBackend.observe", lambda *_: failed)
-    assert run(["launch", job_path, "-e", str(environment_path), "--wait"]) == 1
-    assert "Failed: CapacityError: no ml.p5.4xlarge" in capsys.readouterr().err
+    more = ("--set", "recovery.max_resumes=1", "--json")
+    assert run(["launch", job_path, "-e", str(environment_path), "--wait", *more]) == 1
+    told = capsys.readouterr()
+    assert "Failed: CapacityError: no ml.p5.4xlarge\n" in told.err
+    assert "tenant acme submits directly and has no resumer" in told.err
+    place = place_of(json.loads(told.out)["job_id"], str(environment_path), None)
+    record = place.store.read(json.loads(told.out)["job_id"]).record
+    with pytest.raises(JobFailedError, match=r"no ml\.p5\.4xlarge; the tenant's resumer may start it again"):
+        jobs._require_completed(replace(place, has_resumer=True), record)
 
 
 def test_stop_ends_with_how_the_job_ended(

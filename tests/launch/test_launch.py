@@ -86,6 +86,10 @@ def test_nothing_is_recorded_for_a_job_that_is_refused(
     poor = job.model_copy(update={"compute": job.compute.model_copy(update={"max_hours": 30.0})})
     with pytest.raises(InputError, match=r"refused before anything was spent: .*24 hours.*--force"):
         launch(poor, contract, account=deployed, launcher=deployed)
+    brokered = contract.model_copy(update={"broker": "trainyard-test-acme-broker"})
+    with pytest.raises(InputError, match="24 hours") as refused:  # the broker would refuse it after all
+        launch(poor, brokered, account=deployed, launcher=deployed, force=True)
+    assert "--force" not in str(refused.value)
     assert S3RecordStore(deployed.client("s3"), contract.buckets.data).job_ids() == []
     forced = launch(poor, contract, account=deployed, launcher=deployed, force=True)
     assert len(forced.forced) == 1

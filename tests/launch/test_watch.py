@@ -131,6 +131,22 @@ def test_resume_is_a_new_attempt_of_the_same_record(store: FolderRecordStore) ->
     assert [(change.attempt, change.state) for change in resumed.states][-2:] == [(2, "Created"), (2, "Submitted")]
 
 
+def test_what_the_resumer_may_start_again(store: FolderRecordStore) -> None:
+    record = store.read(JOB_ID).record
+    recovery = record.resolved.spec.recovery.model_copy(update={"max_resumes": 1})
+    spec = record.resolved.spec.model_copy(update={"recovery": recovery})
+    allowing = record.model_copy(update={"resolved": record.resolved.model_copy(update={"spec": spec})})
+    lost = "CapacityError: Unable to provision requested ML compute capacity."
+    for case, state, failure, expected in (
+        (allowing, "Failed", lost, True),
+        (record, "Failed", lost, False),
+        (allowing, "Stopped", lost, False),
+        (allowing, "Failed", "AlgorithmError: out of memory", False),
+        (allowing.with_state("Training", note="resumed by itself (1): x"), "Failed", lost, False),
+    ):
+        assert watch.may_be_resumed(case.with_state(state).with_attempt(failure=failure)) is expected, (state, failure)
+
+
 def test_two_resumes_at_once_start_one_attempt(store: FolderRecordStore) -> None:
     class RacingStore(FolderRecordStore):
         """Somebody else resumes between our look and our write."""

@@ -1,5 +1,6 @@
 """`launch`, `status`, `logs`, `stop`, `resume`, `jobs`: a job from its spec to its end."""
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -57,14 +58,27 @@ def launch(
     """
     spec = load_for_backend(job, overrides or [], backend)
     place, record = _launch(spec, environment, processes=processes, force=force)
+    if record.backend == "sagemaker" and record.spec.recovery.max_resumes and not place.has_resumer:
+        print(f"recovery.max_resumes: tenant {record.tenant} submits directly and has no resumer", file=sys.stderr)
     if wait:
         record = _follow(place, record.job_id, quiet=as_json).record
     if as_json:
         print_json(summary(record))
     else:
         _say_launched(record)
-    if wait and record.state != "Completed":
-        raise JobFailedError(f"job {record.job_id}: {record.state}: {record.attempt.failure or 'see its logs'}")
+    if wait:
+        _require_completed(place, record)
+
+
+def _require_completed(place: "Place", record: "JobRecord") -> None:
+    """JobFailedError where a job that was followed to its end did not get there; --wait looks no further than one."""
+    from trainyard.launch.watch import may_be_resumed
+
+    if record.state == "Completed":
+        return
+    comes_back = place.has_resumer and may_be_resumed(record)
+    after = f"; the tenant's resumer may start it again: trainyard status {record.job_id}" if comes_back else ""
+    raise JobFailedError(f"job {record.job_id}: {record.state}: {record.attempt.failure or 'see its logs'}{after}")
 
 
 def load_for_backend(path: Path, overrides: list[str], backend: str | None) -> "JobSpec":
@@ -233,8 +247,8 @@ def resume(
         print_json(summary(record))
     else:
         print(f"{record.job_id}: {record.state}, attempt {record.attempt.number}")
-    if wait and record.state != "Completed":
-        raise JobFailedError(f"job {record.job_id}: {record.state}: {record.attempt.failure or 'see its logs'}")
+    if wait:
+        _require_completed(place, record)
 
 
 def jobs(

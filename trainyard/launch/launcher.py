@@ -53,7 +53,10 @@ def launch(
     checks.check_queue(job, contract, backend.running())
     say("planning")
     plan, refusals = planned(job, region=contract.region)
-    forced = refuse_or_force([*checks.refused_hours(job, contract), *refusals], force)
+    hours = checks.refused_hours(job, contract)
+    if hours and contract.broker:  # which holds to it, whatever is forced here
+        raise InputError(hours[0])
+    forced = refuse_or_force([*hours, *refusals], force)
     say("looking for the data")
     image = read_image(account, contract.image_parameter, emulated=contract.emulated)
     s3 = launcher.client("s3")

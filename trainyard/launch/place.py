@@ -24,6 +24,8 @@ class Place:
     """A client that reads the jobs' files; None on this machine."""
     account: Account | None = None
     """Who the client acts as; None on this machine."""
+    has_resumer: bool = False
+    """Whether the tenant's resumer starts failed jobs again (`recovery.max_resumes`): where a broker submits them."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -47,7 +49,8 @@ class TenantAccess:
         """Where the tenant's jobs live."""
         s3 = self.launcher.client("s3")
         store = S3RecordStore(s3, self.contract.buckets.data)
-        return Place(store, SageMakerBackend(self.launcher, self.contract), s3, self.launcher)
+        backend = SageMakerBackend(self.launcher, self.contract)
+        return Place(store, backend, s3, self.launcher, has_resumer=bool(self.contract.broker))
 
 
 def environment_file(name_or_path: str) -> Path:

@@ -50,7 +50,8 @@ class SageMakerBackend:
         """InputError where the tenant's quota, or the hours that its jobs may run, don't allow the newest attempt."""
         spec = record.resolved.spec
         check_queue(spec, self._contract, self.running(but=record.attempt.training_job_name))
-        if refused := [reason for reason in refused_hours(spec, self._contract) if reason not in record.forced]:
+        forced = () if self._contract.broker else record.forced  # a broker holds to its hours
+        if refused := [reason for reason in refused_hours(spec, self._contract) if reason not in forced]:
             raise InputError("; ".join(refused))
 
     def submit(self, record: JobRecord, say: Say) -> None:

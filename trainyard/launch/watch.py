@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trainyard.errors import InputError
+from trainyard.functions import job_resumer
 from trainyard.launch.backend import Backend, LogCursor, LogLine, Observation, Say, say_nothing
 from trainyard.launch.launcher import submit_attempt
 from trainyard.launch.record import CREATED, JobRecord, RecordConflictError, RecordStore, update
@@ -102,6 +103,13 @@ def watch(
         if finished:
             return
         sleep(POLL_SECONDS)
+
+
+def may_be_resumed(record: JobRecord) -> bool:
+    """Whether a tenant's resumer would start this failed job again; it alone knows whether it is a crash loop."""
+    spent = sum(state.note.startswith(job_resumer.NOTE) for state in record.states)
+    why = job_resumer.cause({"TrainingJobStatus": record.state, "FailureReason": record.attempt.failure})
+    return why is not None and spent < record.resolved.spec.recovery.max_resumes
 
 
 def stop(store: RecordStore, backend: Backend, job_id: str) -> Status:
