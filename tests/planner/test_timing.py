@@ -8,6 +8,7 @@ from trainyard.hardware import gpu
 from trainyard.planner.communication import Fabric
 from trainyard.planner.families import shape_of_known
 from trainyard.planner.layout import Layout, Precision
+from trainyard.planner.shapes import ModelShape
 from trainyard.planner.timing import DEFAULT_CONSTANTS, bubble_passes, matmul_ceiling_tflops, step_time
 
 LINKS = Fabric(8, 450, 400)
@@ -93,3 +94,16 @@ def test_context_parallelism_pays_for_its_keys_and_values_where_the_network_is_s
     assert slow.context_communication > fast.context_communication
     assert slow.context_communication > 0.5 * slow.forward
     assert step_time(shape, DENSE, device, LINKS).context_communication == 0
+
+
+def test_layers_beside_the_decoder_take_time_and_lift_no_utilization() -> None:
+    shape, device = shape_of_known("llama-2-7b"), gpu("H100")
+
+    def utilization(item: ModelShape) -> float:
+        flops = item.flops_per_token(4096) * DENSE.global_batch * DENSE.sequence_length
+        return flops / step_time(item, DENSE, device, LINKS).total / (device.peak_tflops("bf16") * 1e12)
+
+    encoder = dataclasses.replace(shape, encoder_layers=32, encoder_tokens=4096)
+    assert step_time(encoder, DENSE, device, LINKS).total > 1.8 * step_time(shape, DENSE, device, LINKS).total
+    for extra in ({"mtp_layers": 16}, {"encoder_layers": 32, "encoder_tokens": 16384}):
+        assert 0 < utilization(dataclasses.replace(shape, **extra)) < 1.25 * utilization(shape) < 1

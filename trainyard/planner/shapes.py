@@ -234,8 +234,11 @@ class ModelShape:
         scan adds 6 multiply-adds (18 with the backward pass) for each inner element and state dimension, roughly.
         """
         attention = 12.0 * self.num_attentions * self.score_dim * self.mean_span(sequence_length)
+        # An encoder sees its own tokens; each further token predicted passes through the head again.
+        encoder = self.encoder_params * (self.encoder_tokens / sequence_length - 1)
+        heads = self.mtp_layers * self.vocab * self.hidden
         scan = 18.0 * self.mamba_layers * self.mamba_inner * self.mamba_state
-        return 6.0 * self.matmul_params + attention * (0.5 if causal else 1.0) + scan
+        return 6.0 * (self.matmul_params + encoder + heads) + attention * (0.5 if causal else 1.0) + scan
 
     def mean_span(self, sequence_length: float) -> float:
         """Positions that a token attends to, the mean over layers, causality not counted."""

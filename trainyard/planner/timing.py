@@ -9,6 +9,7 @@ model, system or row; benchmarks/planner_accuracy.py --cross-validate shows what
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainyard.hardware import Gpu
@@ -73,11 +74,11 @@ class Constants:
     bandwidth_efficiency: float = 0.85
     """Of the memory bandwidth, for element-wise work."""
     passes_fused: float = 4.0
-    """Element-wise reads and writes over the least possible, in Megatron's layers."""
+    """Element-wise reads and writes in Megatron's layers, in units of those that the formulas name."""
     passes_compiled: float = 1.5
     """The same in torch's, compiled or not."""
     passes_early: float = 0.85
-    """The same before 2023, when fewer kernels were fused."""
+    """The same before 2023. Below one it also takes up what other terms charge too much: a fit, no count."""
     fp8_cast_passes: float = 1.3
     """Reads and writes of a product's input and output to scale and cast them."""
     launch_seconds: float = 1060e-6
@@ -93,6 +94,7 @@ class Constants:
     tensor_exposed_megatron: float = 0.86
     """Share of tensor-parallel communication that stands alone."""
     tensor_exposed_torch: float = 1.2
+    """The same factor in torch's; above one, as its collectives are slower than the model of them."""
     expert_exposed: float = 0.45
     send_exposed: float = 0.1
     """Share of an interleaved pipeline's sends that stands alone while it is full."""
@@ -305,8 +307,13 @@ class _Rank:
             forward += share * max(work.forward, launch)
             backward += share * max(work.backward(frozen=frozen), launch)
             again += share * self._recomputed(work, launch)
-        if stage.head:
-            head = self._head_seconds()
+        for work in self._beside(stage):
+            forward += max(work.forward, constants.launch_seconds)
+            backward += max(work.backward(frozen=frozen), constants.launch_seconds)
+            again += self._recomputed(work, constants.launch_seconds)
+        heads = (1 + shape.mtp_layers) * stage.head
+        if heads:
+            head = heads * self._head_seconds()
             forward, backward = forward + head, backward + head * (1.0 if frozen else 2.0)
         overlapped = layout.engine == "megatron" and layout.year >= EARLY
         exposed = constants.tensor_exposed_megatron if overlapped else constants.tensor_exposed_torch
@@ -319,6 +326,19 @@ class _Rank:
             context=self._context_seconds(stage),
             sharding=_sharding_seconds(shape, layout, stage, self.links),
         )
+
+    def _beside(self, stage: Stage) -> Iterator[_Work]:
+        """Layers that only one stage has: the encoder's before the first, those of further tokens after the last."""
+        shape, layout = self.shape, self.layout
+        if stage.embedding and shape.encoder_layers:
+            alone = dataclasses.replace(shape, encoder_layers=0, cross_attention=False, experts=0)
+            there = dataclasses.replace(layout, sequence_length=shape.encoder_tokens)
+            encoder = _Rank(alone, there, self.device, self.links, self.constants)
+            yield from [_sum(encoder._attention(), encoder._mlp(shape.ffn))] * shape.encoder_layers
+        if stage.head and shape.mtp_layers:
+            block = self._routed() if shape.moe_layers else self._mlp(shape.ffn)
+            joined = _Work(self.product(self.tokens, shape.hidden, 2 * shape.hidden / layout.tensor), 0.0, 0.0)
+            yield from [_sum(joined, _sum(self._attention(), block))] * shape.mtp_layers
 
     def _context_seconds(self, stage: Stage) -> float:
         """Context parallelism: every rank's keys and values, and back their gradients, beyond the attention's time.
@@ -355,6 +375,8 @@ class _Rank:
         shape, constants = self.shape, self.constants
         small, large = constants.launch_seconds, constants.launch_moe_seconds * self.moe_era
         attention, dense = self._attention(), self._mlp(shape.ffn)
+        if shape.cross_attention:
+            attention = _sum(attention, attention)
         routed = self._routed() if shape.moe_layers else _Work(0.0, 0.0, 0.0)
         if shape.is_hybrid:
             found = [
