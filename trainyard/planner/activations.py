@@ -114,7 +114,9 @@ def _frozen_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants)
 
     Queries, keys, values, rotated and merged with the adapters' outputs, the attention's output and the adapters'
     input; the activation function's input and, gated, both factors of the product; the norms. Four-bit products keep
-    their inputs as well, and transformers' norms then give fp32 (prepare_model_for_kbit_training).
+    their inputs as well, and what transformers doesn't quantize then gives fp32 (prepare_model_for_kbit_training casts
+    embeddings and norms), all through the layer where no autocast narrows it again: so one published run measured
+    without recomputation; with autocast it is less.
     """
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
     qkv = shape.query_dim + 2 * shape.kv_dim

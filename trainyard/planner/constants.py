@@ -1,6 +1,7 @@
 """What the memory formulas can't derive: a few constants, fitted over all sources at once, never to one of them.
 
-`benchmarks/planner_accuracy.py --cross-validate` fits each again without the source that it then scores.
+`benchmarks/planner_accuracy.py --cross-validate` fits three of them again (selective_share, plain_loss_bytes,
+quantized_inputs) without the source that it then scores; the others are from the sources' tables or estimates.
 """
 
 import re
