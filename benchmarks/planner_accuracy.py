@@ -257,12 +257,11 @@ def _deterministic(row: Row) -> bool:
 def _unfused(row: Row) -> bool:
     """Attention with its matrix: BERT and T5 always, the others where they had to be deterministic before kernels were.
 
-    Values of the cases that don't resume, of one cluster's files, and the long-term container's first, are from before.
+    Values of the cases that don't resume, and of one cluster's files, are from before.
     """
     if row["family"] in ("bert", "t5", "hybrid") or row["mla"] or not _transformer_engine(row):
         return True
-    before = row["env"] == "lts" and row["n_iter_points"] == "21"
-    older = "resume" not in row["case"] or "dracooci" in row["suffix"] or before
+    older = "resume" not in row["case"] or "dracooci" in row["suffix"]
     return _deterministic(row) and older
 
 
