@@ -430,7 +430,9 @@ def normal_name(name: str) -> str:
 def says_experts(name: str) -> bool:
     """Whether a name says that the model has experts: "moe", "8x7b", "a3b", or a smaller one of a kind that has."""
     text = normal_name(name)
-    if re.search(r"moe(?![a-z])|(?<![a-z0-9])(?:\d+x\d*b?|a\d+(?:\.\d+)?b)(?![a-z0-9])", text):
+    if re.search(
+        r"moe(?![a-z])|mixtral|gpt-oss|kimi-k|dbrx|grok|(?<![a-z0-9])(?:\d+x\d*b?|a\d+(?:\.\d+)?b)(?![a-z0-9])", text
+    ):
         return True
     routed = (known for known, config in KNOWN_CONFIGS.items() if shape_from_config(config).experts)
     return "distill" not in text and any(known in text for known in routed)
