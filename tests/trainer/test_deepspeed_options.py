@@ -3,12 +3,14 @@
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainer.strategies import check_supported, deepspeed_settings, nvme_offload
+from trainer.strategies import check_supported, deepspeed_settings
+from trainer.strategies.nvme_offload import RankFolder
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import tiny_job
@@ -164,11 +166,21 @@ def test_a_disk_that_is_too_small_or_not_there_is_refused(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     for path, size, message in [
         (tmp_path / "file", 10, "nvme_path: .* can't be made: Not a directory"),
-        (tmp_path / "disk", 10**15, r"nvme_path: .* GiB free; this host's share needs 14901161\.2"),
+        (tmp_path / "disk", 10**15, r"nvme_path: .* GiB free, and this rank needs 7450580\.6"),
     ]:
         job = tiny_job("zero3", 2, parallelism={"offload": "nvme", "zero": {"nvme_path": str(path)}})
         with pytest.raises(InputError, match=message):
-            nvme_offload.folder_of(job, size, size)
+            RankFolder(job, 1, num_elements=size, num_trained=size)
+
+
+def test_two_runs_of_a_job_never_share_files(tmp_path: Path) -> None:
+    job = tiny_job("zero3", 2, parallelism={"offload": "nvme", "zero": {"nvme_path": str(tmp_path)}})
+    first = RankFolder(job, 1, num_elements=10, num_trained=10)
+    with pytest.raises(InputError, match=r"another run of job .* has its files in"):
+        RankFolder(job, 1, num_elements=10, num_trained=10)
+    first.remove()
+    assert not list(tmp_path.iterdir())
+    RankFolder(job, 1, num_elements=10, num_trained=10).remove()
 
 
 @pytest.mark.full
@@ -209,7 +221,8 @@ def test_state_and_weights_on_disk_change_no_loss(tmp_path: Path) -> None:
         running = pool.submit(run, 2, saved + resumed)
         seen: set[str] = set()
         while not running.done():  # for minutes: what a run has on disk is there for seconds
-            seen |= {path.parts[-3] for path in disk.rglob("*.swp")}
+            with suppress(OSError):  # a folder went while it was looked into
+                seen |= {path.parts[-3] for path in disk.rglob("*.swp")}
             time.sleep(0.2)
         results = running.result()
     assert seen == {"optimizer", "float32params"}

@@ -368,7 +368,7 @@ class ZeroSpec(SpecModel):
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
     """Stage 3: where a rank's part of the weights lives between uses; needs offload for the optimizer state too."""
     nvme_path: str | None = None
-    """Folder on a local NVMe disk, for offload: nvme, whose files go when the job ends. Needs libaio, else refused."""
+    """Folder on a local NVMe disk, for offload: nvme; its files go when the job ends well. Needs libaio."""
 
 
 class ParallelismSpec(SpecModel):

@@ -22,9 +22,10 @@ from trainer.models.build import transformer_blocks
 from trainer.models.deferred_weights import fill, fill_parameters, source_of
 from trainer.optimizers.build import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
 from trainer.runtime import Runtime
-from trainer.strategies import deepspeed_settings, nvme_offload
+from trainer.strategies import deepspeed_settings
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
 from trainer.strategies.flat_shard import FlatShard
+from trainer.strategies.nvme_offload import RankFolder
 from trainer.strategies.torch_engine import MOMENTS, persistent_buffers
 from trainer.tasks import task_of
 from trainyard.spec.job import ResolvedJob
@@ -62,7 +63,10 @@ class ZeroStrategy(Strategy):
         sizes = [parameter.numel() for parameter in model.parameters()]
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         config = deepspeed_settings.configuration(job, sizes, device_type=runtime.device.type, num_trained=num_trained)
-        self._disk = nvme_offload.folder_of(job, sum(sizes), num_trained)
+        self._disk = None
+        if "nvme" in (job.parallelism.offload, job.parallelism.zero.offload_parameters):
+            self._disk = RankFolder(job, runtime.rank, num_elements=sum(sizes), num_trained=num_trained)
+            self._disk.use(config)
         self._engine = _initialize(model, optimizer, config, runtime)
         self._model: nn.Module = self._engine.module
         self._names = {getattr(each, "ds_id", None): name for name, each in self._model.named_parameters()}
@@ -158,7 +162,8 @@ class ZeroStrategy(Strategy):
     def close(self) -> None:
         """See Strategy. DeepSpeed's hooks keep the model alive until its engine is destroyed."""
         self._engine.destroy()
-        nvme_offload.clean(self._disk)
+        if self._disk is not None:
+            self._disk.remove()
 
     def _inner(self) -> torch.optim.Optimizer:
         optimizer = self._engine.optimizer
