@@ -17,7 +17,8 @@ def next_token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     logits: (batch, sequence, vocabulary), any float type; labels: (batch, sequence), not shifted:
     `labels[:, i]` is the token at i, so position i is scored against `labels[:, i + 1]`.
     """
-    return target_loss_sum(logits[:, :-1], labels[:, 1:])
+    # Not logits[:, :-1], which no view can flatten: that would copy them, and their gradient once more.
+    return target_loss_sum(logits, shifted(labels))
 
 
 def target_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
