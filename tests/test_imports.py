@@ -48,10 +48,10 @@ MAY_IMPORT = {
     "hardware": {"errors", "spec"},
     "functions": set(),
     "planner": {"errors", "spec", "hardware"},
-    "isolation": {"errors", "spec", "hardware"},
+    "isolation": {"children", "errors", "spec", "hardware"},
     "emulator": {"errors", "spec", "hardware"},
     "launch": {"errors", "spec", "hardware", "functions", "planner", "emulator"},
-    "operate": {"errors", "spec", "hardware", "planner", "emulator", "launch", "isolation"},
+    "operate": {"children", "errors", "spec", "hardware", "planner", "emulator", "launch", "isolation"},
     "cli": {"errors", "spec", "hardware", "planner", "emulator", "launch", "isolation", "operate", "__version__"},
 }
 """ARCHITECTURE.md's table, for the rooms of the toolkit; a room may always import itself."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainyard.children import output_of, start
 from trainyard.errors import InputError, JobFailedError
 from trainyard.spec.platform import EnvironmentSpec
 
@@ -46,19 +47,17 @@ def synthesize_into(
     # The CDK's own rules are told by the environment; by context they could only be made warnings.
     fast = {"CDK_VALIDATION": "false"} if (context or {}).get("checks") == "off" else {}
     whole = json.dumps({**settings, "environment": str(environment.resolve()), **(context or {})})
-    done = subprocess.run(
+    process = start(
         [sys.executable, str(app)],
         cwd=checkout,
         env={**inherited, **fast, "CDK_OUTDIR": str(folder), "CDK_CONTEXT_JSON": whole},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=SYNTHESIS_SECONDS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    if done.returncode:
-        said = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
-        if done.returncode == InputError.exit_code:
+    _, errors = output_of(process, SYNTHESIS_SECONDS)
+    if process.returncode:
+        said = (errors.strip() or "it printed nothing").splitlines()[-1]
+        if process.returncode == InputError.exit_code:
             raise InputError(said)
         raise JobFailedError(f"{environment}: synthesis failed: {said}; `cdk synth` prints all of it")
     suffix = ".template.json"

@@ -1,15 +1,14 @@
 """Synthesis, the question whether anything stateful would be lost, and `cdk deploy` by the real CLI, with its progress
 passed on and its failures in one line."""
 
-import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from trainyard.children import end_group, start
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.isolation.templates import synthesize_into
 from trainyard.launch.session import Account, open_account
@@ -44,16 +43,12 @@ def cdk(checkout: Path, arguments: list[str], aws: Mapping[str, str], log: Path,
     environment = {**inherited, **aws, "CDK_DISABLE_CLI_TELEMETRY": "true", "FORCE_COLOR": "0"}
     lines: list[str] = []
     with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(
+        process = start(
             [str(command), *arguments, "--no-notices"],
             cwd=checkout,
             env=environment,
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
         )
         assert process.stdout is not None
         try:
@@ -69,15 +64,6 @@ def cdk(checkout: Path, arguments: list[str], aws: Mapping[str, str], log: Path,
             raise
     if code:
         raise AwsRefusedError(f"cdk {arguments[0]} failed: {failure_reason(lines)} (whole log: {log})")
-
-
-def end_group(process: "subprocess.Popen[str]") -> None:
-    """End a command that leads its own session, with all that it started: the CLI runs the app, which runs jsii."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
 
 
 def gist(line: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from trainyard import emulator
+from trainyard.children import output_of, start
 from trainyard.emulator import EmulatorInfo
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.launch.contract import check_tenant
@@ -336,21 +337,8 @@ def build_report(
 def run_quietly(options: Options, command: list[str], what: str) -> str:
     """A command's stdout; JobFailedError with its last line where it fails, and it is ended if we are interrupted."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("AWS_")}
-    process = subprocess.Popen(
-        command,
-        cwd=options.checkout,
-        env=inherited,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate()
-    except BaseException:
-        deployment.end_group(process)
-        raise
+    process = start(command, cwd=options.checkout, env=inherited, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = output_of(process)
     if process.returncode:
         last = (errors.strip() or output.strip() or "it printed nothing").splitlines()[-1]
         raise JobFailedError(f"{what} failed: {last.removeprefix('trainyard: ')}")
