@@ -2,11 +2,14 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainyard.children import start
+from trainyard.isolation import templates
 from trainyard.isolation.templates import synthesize
 from trainyard.operate import stack_checks
 from trainyard.operate.deploy import prepare
@@ -93,12 +96,12 @@ def test_a_deployment_is_checked_and_a_look_at_the_templates_is_not(
     """`trainyard deploy` prepares what it deploys; the proof of isolation only looks."""
     seen: list[dict[str, str]] = []
 
-    def app(command: list[str], *, env: dict[str, str], **_: Any) -> "subprocess.CompletedProcess[str]":
+    def app(command: list[str], *, env: dict[str, str], **options: Any) -> "subprocess.Popen[str]":
         assert Path(command[1]).name == "app.py"
         seen.append(env)
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return start([sys.executable, "-c", ""], **options)
 
-    monkeypatch.setattr(subprocess, "run", app)
+    monkeypatch.setattr(templates, "start", app)
     checkout = Path(__file__).parents[2]
     environment = checkout / "environments" / "dev.yaml"
     prepare(checkout, environment, tmp_path / "cdk.out")
