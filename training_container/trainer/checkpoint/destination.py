@@ -173,6 +173,7 @@ class LocalDestination(Destination):
             return read_at(file.fileno(), start, memory)
 
     def sizes(self, prefix: str) -> dict[str, int]:
+        """See Destination."""
         found: dict[str, int] = {}
         with _os_errors(f"list {self._root / prefix}"):
             for path in (self._root / prefix).rglob("*"):
@@ -184,6 +185,7 @@ class LocalDestination(Destination):
         return found
 
     def delete(self, names: Iterable[str]) -> None:
+        """See Destination."""
         folders = set()
         for name in names:
             with _os_errors(f"remove {self._root / name}"):
@@ -316,6 +318,7 @@ class S3Destination(Destination):
             return body
 
     def read_into(self, name: str, *, start: int, memory: Sequence[memoryview]) -> int:
+        """See Destination."""
         wanted = f"bytes={start}-{start + sum(map(len, memory)) - 1}"
         num_read = 0
         with self._s3_errors("read", name):
@@ -330,6 +333,7 @@ class S3Destination(Destination):
         return num_read
 
     def sizes(self, prefix: str) -> dict[str, int]:
+        """See Destination."""
         found: dict[str, int] = {}
         skip = len(self._key(""))
         with self._s3_errors("list", prefix):
@@ -341,6 +345,7 @@ class S3Destination(Destination):
         return found
 
     def delete(self, names: Iterable[str]) -> None:
+        """See Destination."""
         keys = [{"Key": self._key(name)} for name in names]
         for start in range(0, len(keys), 1000):
             with self._s3_errors("remove from", ""):
@@ -354,6 +359,7 @@ class S3Destination(Destination):
                 )
 
     def give_up_unfinished(self, prefixes: Sequence[str]) -> int:
+        """See Destination."""
         # Their parts cost as any object does, and no listing of objects shows them.
         num_found = 0
         for prefix in prefixes:
