@@ -42,7 +42,9 @@ def say(line):
     """In one write: print's text and newline are two, and ranks share a pipe."""
     os.write(1, f"{line}\\n".encode())
 say(f"step=1 rank={rank}")
-if todo == "raise":
+if todo == "raise beside rank 0":
+    while not (output / "ready-0").exists():
+        time.sleep(0.02)
     raise ValueError("boom\\nsecond line")
 if todo == "peer loss":
     time.sleep(0.3)
@@ -59,7 +61,10 @@ if todo == "half a word":
 if todo in ("wait", "save on stop", "ignore stop"):
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(time.time()))
-    signal.signal(signal.SIGUSR1, lambda *_: say(f"usr1 rank={rank}"))
+    def usr1(*_):
+        say(f"usr1 rank={rank}")
+        (output / f"usr1-{rank}").write_text("")
+    signal.signal(signal.SIGUSR1, usr1)
     (output / f"ready-{rank}").write_text("")
     while not (stopped and todo == "save on stop"):
         time.sleep(0.02)
@@ -215,7 +220,7 @@ def test_two_hosts_meet(tmp_path: Path) -> None:
 
 def test_failure_names_rank_and_error_and_survivors_stop(tmp_path: Path) -> None:
     tree = opt_ml(tmp_path / "ml")
-    code, output = run(tree, {"1": "raise", "0": "save on stop"})
+    code, output = run(tree, {"1": "raise beside rank 0", "0": "save on stop"})
     assert code == 1
     lines = failure(tree)
     assert lines[0] == "rank 1 on algo-1: ValueError: boom second line"
@@ -249,7 +254,8 @@ def test_sigterm_lets_the_ranks_save(tmp_path: Path) -> None:
         for rank in (0, 1):
             wait_for(tree / f"output/data/ready-{rank}", process)
         process.send_signal(signal.SIGUSR1)
-        time.sleep(0.3)
+        for rank in (0, 1):
+            wait_for(tree / f"output/data/usr1-{rank}", process)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
