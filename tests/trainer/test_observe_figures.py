@@ -30,6 +30,7 @@ def figures(own_seconds: float, **changes: Any) -> Figures:
         "copy_seconds": None,
         "peaks": {"host_peak": 100.0},
         "growth": {},
+        "network": (100.0, 20.0),
     }
     return Figures(**(values | changes))
 
@@ -65,7 +66,8 @@ def test_a_straggler_is_slow_among_those_that_do_the_same(
 
 def test_a_straggler_and_a_leak_are_a_line_each_and_in_the_row(capsys: pytest.CaptureFixture[str]) -> None:
     leaking = {"host": Growth(bytes_per_step=MIB, first_step=100, last_step=400, total_bytes=300 * MIB)}
-    ranks = [figures(0.1), figures(0.1), figures(0.2, host="algo-2", data_seconds=(0.1, 0.3), growth=leaking)]
+    late = figures(0.2, host="algo-2", data_seconds=(0.1, 0.3), growth=leaking, network=(300.0, 40.0))
+    ranks = [figures(0.1), figures(0.1), late]
     observed = summary(400, ranks)
     assert capsys.readouterr().out.splitlines() == [
         "straggler step=400 rank=2 host=algo-2 own_seconds=0.2000 peers_seconds=0.1000 ratio=2.00",
@@ -76,6 +78,8 @@ def test_a_straggler_and_a_leak_are_a_line_each_and_in_the_row(capsys: pytest.Ca
     assert [(leak["rank"], leak["memory"]) for leak in observed["leaks"]] == [(2, "host")]
     assert observed["data_seconds"] == {"p50": 0.1, "p99": 0.3}
     assert observed["host_to_device_seconds"] is None
+    # Both ranks of the first host read the same counters.
+    assert observed["network"] == {"sent_bytes_per_second": 200.0, "received_bytes_per_second": 30.0}
 
 
 def floors(*mebibytes: float) -> list[tuple[int, float]]:
@@ -126,10 +130,13 @@ def test_percentiles_are_values_that_were_there() -> None:
 
 
 def test_mfu_is_a_share_of_the_peak_in_both_conventions() -> None:
-    expected = Expected(full_flops_per_token=10e9, causal_flops_per_token=8e9, peak_flops=1e15)
+    expected = Expected(
+        full_flops_per_token=10e9, causal_flops_per_token=8e9, peak_flops=1e15, planned_tokens_per_second=500_000
+    )
     figures = throughput(tokens=800_000, seconds=2.0, world_size=8, expected=expected)
     assert figures == {
         "tokens_per_second_per_rank": 50_000.0,
+        "of_plan": 0.8,
         "model_tflops_full": 500.0,
         "mfu_full": 0.5,
         "model_tflops_causal": 400.0,

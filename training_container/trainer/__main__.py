@@ -90,9 +90,11 @@ def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:
     """
     from trainyard.hardware import gpu
     from trainyard.planner.memory import memory
-    from trainyard.planner.reading import layout_of, shape_of
+    from trainyard.planner.reading import layout_of, machines_of, shape_of
+    from trainyard.planner.timing import step_time
 
-    peak = planned = None
+    peak = planned = speed = None
+    from trainyard.planner.communication import fabric_of
     try:
         shape = shape_of(job.spec)
         if device_name is not None and job.spec.training.precision != "fp64":
@@ -114,12 +116,17 @@ def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:
     return Expected(
         full_flops_per_token=share * shape.flops_per_token(length),
         causal_flops_per_token=share * shape.flops_per_token(length, causal=True),
+        instance = machines_of(job.spec, job.world_size).instance
+        if instance is not None and instance.gpu is not None:
+            seconds = step_time(shape, layout, instance.gpu, fabric_of(instance)).total
+            speed = job.spec.training.global_batch_size * job.spec.data.sequence_length / seconds
         peak_flops=peak,
         planned_bytes=planned,
     )
 
 
 def _launched_world_size() -> int:
+        planned_tokens_per_second=speed,
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

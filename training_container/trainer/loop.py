@@ -21,10 +21,11 @@ def train(session: Session) -> Outcome:
         with clock("data"):
             batch = session.next_batch()
         loss_sum = strategy.forward_backward(batch.local, batch.num_targets, clock)
+        session.tell(step, loss_sum)
         with clock("optimizer"):
             learning_rate = session.learning_rate(step)
             update = strategy.optimizer_step(learning_rate, session.anomalies.gate(loss_sum, batch.num_targets))
-        loss, request = session.end_step(step, loss_sum, batch, update)
+        loss, request = session.end_step(step, batch, update)
         step_seconds, breakdown = clock.finish_row()
         if session.anomalies.wants_rollback:
             session.roll_back()

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,11 +41,21 @@ class Runtime:
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value summed over all ranks, in float64."""
+        return self.begin_sum(*values)()
+
+    def begin_sum(self, *values: float) -> Callable[[], list[float]]:
+        """Sends the values on their way; what it returns waits for `sum_over_ranks` of them."""
         if self.world_size == 1:
-            return [float(value) for value in values]  # gloo would hand even this to another thread
+            alone = [float(value) for value in values]  # gloo would hand even this to another thread
+            return lambda: alone
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.control_group)
-        return [float(value) for value in total]
+        work = dist.all_reduce(total, group=self.control_group, async_op=True)
+
+        def finish() -> list[float]:
+            work.wait()
+            return [float(value) for value in total]
+
+        return finish
 
 
 @contextmanager

@@ -4,8 +4,9 @@ import functools
 import gc
 import json
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from trainer.heartbeat import beat
 from trainer.models.described import describe_model
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
+from trainer.observe.exposition import Exposition
 from trainer.observe.goodput import GOODPUT_FILE, GoodputLog, process_seconds
 from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
 from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
@@ -37,6 +39,7 @@ from trainer.tasks import task_of
 from trainer.validation import Validation
 from trainyard.errors import JobFailedError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.meters import LIVE
 from trainyard.spec.retention import flat_metrics
 
 RESULT_FILE = "result.json"
@@ -55,6 +58,15 @@ class GlobalBatch:
     """Tokens without padding."""
 
 
+@dataclass(frozen=True)
+class _Told:
+    """A message on its way."""
+
+    upcoming: Sequence[MicroBatch]
+    own_loss_sum: float
+    answer: Callable[[], list[float]]
+
+
 def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scratch_dir: Path) -> Checkpointer:
     spec = job.spec.checkpoint
     return Checkpointer(
@@ -69,6 +81,19 @@ def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scrat
         keep_every_steps=spec.keep_every_steps,
         keep_best=spec.keep_best,
         process_group=runtime.control_group,
+    )
+
+
+def _exposition_of(job: ResolvedJob, output_dir: Path) -> Exposition:
+    spec = job.spec
+    return Exposition(
+        output_dir,
+        tenant=spec.tenant or "",
+        job=spec.name,
+        port=spec.meters.prometheus_port,
+        # SageMaker's own variable: its stdout goes to CloudWatch Logs, nobody else's does.
+        embeds_metrics=spec.meters.cloudwatch and "TRAINING_JOB_NAME" in os.environ,
+        every_steps=spec.training.observe_every_steps,
     )
 
 
@@ -121,10 +146,12 @@ class Session:
         self._best: float | None = None
         self._base = base_model_digest(job)
         self._attempt = self._resume()
-        self._last_save_time = time.monotonic()
+        self._last_save_time = self._loaded_time = time.monotonic()
+        self._saved_at: dict[int, float] = {}
         self._interval = Interval(job.spec.checkpoint, job.hours_between_failures)
         self._position = self.data.train.state_dict()
         self._upcoming: GlobalBatch | None = None
+        self._told: _Told | None = None
         self._checkpoint_is_late = False
         self._measured: dict[str, float] = {}
         self._is_best = False
@@ -139,6 +166,7 @@ class Session:
             last_step=self.num_steps,
             expected=expected or Expected(),
         )
+        self._meters = _exposition_of(job, output_dir) if runtime.is_first else None
         self.clock = StepClock(runtime.device, world_size=runtime.world_size, show_ranges=training.phase_ranges)
         if training.on_anomaly == "rollback" and self._checkpointer.last_committed_step is None:
             self.save()  # the first step may be the one that goes wrong
@@ -293,25 +321,36 @@ class Session:
             schedule=self._job.spec.training.schedule,
         )
 
-    def end_step(
-        self, step: int, loss_sum: torch.Tensor, batch: GlobalBatch, update: OptimizerStep
-    ) -> tuple[float, Decision]:
-        """(the step's loss, what all ranks were asked for): the one message of a step that is not the engine's.
+    def tell(self, step: int, loss_sum: torch.Tensor) -> None:
+        """Sends the one message of a step that is not the engine's; `end_step` reads the answer.
 
-        The loss is the token-weighted mean over the global batch, nats. In the same message the next batch is counted
-        (it is read while a GPU still works on this step) and the first rank says whether a checkpoint is late.
+        Here the gradients have just brought the ranks together, and the message travels behind the optimizer: sent
+        after it, every step would wait for the slowest rank twice. In it are the loss, the counts of the next batch (it
+        is read while a GPU still works on this step), what signals asked for, and whether a checkpoint is late, by the
+        first rank's clock.
         """
         with self.clock("data"):
             upcoming = self._read() if step < self.num_steps else []
         votes, is_late = self.stop_flag.votes(step), float(self._runtime.is_first and self._is_checkpoint_late())
-        asked = self._profiling.votes()
-        totals = self._runtime.sum_over_ranks(loss_sum.item(), is_late, *asked, *votes, *_counts(upcoming))
+        asked, own = self._profiling.votes(), loss_sum.item()
+        answer = self._runtime.begin_sum(own, is_late, *asked, *votes, *_counts(upcoming))
+        self._told = _Told(upcoming, own, answer)
+
+    def end_step(self, step: int, batch: GlobalBatch, update: OptimizerStep) -> tuple[float, Decision]:
+        """(the step's loss, what all ranks were asked for): after the update, by the message of `tell`.
+
+        The loss is the token-weighted mean over the global batch, nats.
+        """
+        told, self._told = self._told, None
+        assert told is not None
+        self.stop_flag.beat(step)
+        totals = told.answer()
         self._checkpoint_is_late = totals[1] > 0
-        if upcoming:
-            self._upcoming = self._counted(upcoming, totals[-2:])
+        if told.upcoming:
+            self._upcoming = self._counted(told.upcoming, totals[-2:])
         loss = totals[0] / batch.num_targets
         try:
-            self.anomalies.check(step, loss, update, loss_sum.item())
+            self.anomalies.check(step, loss, update, told.own_loss_sum)
         except JobFailedError as error:
             saved = self._checkpointer.last_committed_step or 0
             raise JobFailedError(f"{error}; the newest checkpoint is of step {saved}") from None
@@ -367,6 +406,20 @@ class Session:
         self._metrics.append(row)
         self._goodput.step(row.as_json())
         say(row.as_line())
+        if self._meters is not None:
+            self._meters.publish(row.as_json() | {LIVE: self._live_figures(batch.num_tokens / step_seconds)})
+
+    def _live_figures(self, tokens_per_second: float) -> dict[str, float | None]:
+        """What a row of metrics.jsonl doesn't say, because it is true only now (first rank)."""
+        committed = self._checkpointer.last_committed_step
+        saved_at = self._loaded_time if committed is None else self._saved_at.get(committed, self._loaded_time)
+        return {
+            "steps_planned": self.num_steps,
+            "tokens_per_second": tokens_per_second,
+            "checkpoint_age_seconds": time.monotonic() - saved_at,
+            "goodput": self._goodput.share(),
+            "start_seconds": self._goodput.start_seconds,
+        }
 
     def _measure(self, row: dict[str, Any]) -> None:
         """Notes what keep_best looks at, alike on all ranks: a validated step that is the best so far is saved."""
@@ -425,6 +478,9 @@ class Session:
             self._checkpointer.save(self.step, self.strategy.state_tensors(), extra, attachments=attachments)
         self._saved_step = self.step
         self._last_save_time = time.monotonic()
+        committed = self._checkpointer.last_committed_step or 0
+        self._saved_at = {step: at for step, at in self._saved_at.items() if step >= committed}
+        self._saved_at[self.step] = self._last_save_time
         self._interval.began()
 
     def _attachments(self) -> dict[str, Path]:
@@ -491,6 +547,8 @@ class Session:
         """Frees what the engine and the checkpoints hold."""
         self.stop_flag.uninstall()
         self._profiling.close()
+        if self._meters is not None:
+            self._meters.close()
         self._checkpointer.close()
         self.data.close()
         self.strategy.close()

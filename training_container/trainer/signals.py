@@ -66,16 +66,19 @@ class StopFlag:
         "save" is given once for each time it was asked for; "save_and_exit" stays.
         """
         votes = torch.tensor(self.votes(step), dtype=torch.float64)
+        self.beat(step)
         if self._process_group is not None:
             dist.all_reduce(votes, group=self._process_group)
         return self.decision(step, votes.tolist())
 
     def votes(self, step: int) -> list[float]:
         """NUM_VOTES numbers that, summed over all ranks, say what all of them want; `decision` reads the sums."""
-        # Before the others are waited for: who waits has beaten for this step, who is waited for has not.
-        beat(step)
         self._told = self._wanted
         return [1.0, float(step), *(float(self._told == wish) for wish in range(1, len(_DECISIONS)))]
+
+    def beat(self, step: int) -> None:
+        """Before the others' votes are waited for: who waits has beaten for this step, who is waited for has not."""
+        beat(step)
 
     def decision(self, step: int, totals: Sequence[float]) -> Decision:
         """See `agreed`; `totals`: the sums of what every rank's `votes(step)` gave."""

@@ -554,6 +554,17 @@ class BudgetSpec(SpecModel):
     max_usd: float = Field(gt=0)
 
 
+class MetersSpec(SpecModel):
+    """Who else may read a running job's figures (docs/meters.md); metrics.jsonl has them in any case."""
+
+    prometheus_port: int | None = Field(default=None, ge=1024, le=65535)
+    """The first host serves http://HOST:PORT/metrics, to whom its security groups admit; null: only the file
+    metrics.prom in the output folder, for node_exporter's textfile collector."""
+    cloudwatch: bool = True
+    """On SageMaker: a line of CloudWatch's embedded metrics every training.observe_every_steps steps and at saves and
+    validations. CloudWatch bills each metric of each job's name for the hours in which it gets values."""
+
+
 class JobSpec(SpecModel):
     """Everything about one training job."""
 
@@ -571,6 +582,7 @@ class JobSpec(SpecModel):
     parallelism: ParallelismSpec | Auto = "auto"
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
+    meters: MetersSpec = MetersSpec()
     compute: ComputeSpec = ComputeSpec()
     budget: BudgetSpec | None = None
 

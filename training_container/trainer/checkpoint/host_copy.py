@@ -7,7 +7,9 @@ with plain DDP a 1/N share of the replicated tensors, not all of them.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from trainer.checkpoint.group import Group
 
 Tensors = Mapping[str, torch.Tensor]
+
+_MOST_COPIERS = 4
+_LEAST_BYTES_TO_SHARE = 16 << 20
+"""Below this threads cost more than they bring."""
 
 
 class SharedPlan:
@@ -82,7 +88,7 @@ class HostCopy:
         planner = _planner(tensors, False)
         wanted = {item.index for item in plan.items}
         self._buffers = {index: buffer for index, buffer in self._buffers.items() if index in wanted}
-        on_device = False
+        pairs = []
         for item in plan.items:
             value = planner.resolve_data(item)
             assert isinstance(value, torch.Tensor), f"{item.index.fqn}: only tensors are staged"
@@ -92,10 +98,8 @@ class HostCopy:
                 # Page-locked memory makes the copy from a GPU several times faster, and asynchronous.
                 buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
                 self._buffers[item.index] = buffer
-            buffer.copy_(value, non_blocking=value.is_cuda)
-            on_device = on_device or value.is_cuda
-        if on_device:
-            torch.cuda.current_stream().synchronize()
+            pairs.append((buffer, value))
+        _copy(pairs)
 
     def write(self, plan: SavePlan, folder: Path, *, durable: bool) -> list[WriteResult]:
         """Write the copied values as this rank's shard files in `folder`."""
@@ -104,6 +108,42 @@ class HostCopy:
         writer = FileSystemWriter(folder, sync_files=durable, per_thread_copy_ahead=0)
         results: list[WriteResult] = writer.write_data(plan, _Buffered(self._buffers)).wait()
         return results
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies second into first, all of them; returns when it is done."""
+    near = [pair for pair in pairs if not pair[1].is_cuda]
+    for buffer, value in pairs:
+        if value.is_cuda:
+            buffer.copy_(value, non_blocking=True)
+    num_threads = min(_MOST_COPIERS, _cores_a_rank())
+    if sum(value.nbytes for _, value in near) < _LEAST_BYTES_TO_SHARE:
+        num_threads = 1
+    # One core doesn't use all of a memory's bandwidth, and while training waits the others have nothing to do.
+    shares: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(num_threads)]
+    sizes = [0] * num_threads
+    for pair in sorted(near, key=lambda pair: -pair[1].nbytes):
+        least = sizes.index(min(sizes))
+        shares[least].append(pair)
+        sizes[least] += pair[1].nbytes
+    if num_threads == 1:
+        _copy_share(near)
+    else:
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="host-copy") as pool:
+            list(pool.map(_copy_share, shares))
+    if len(near) < len(pairs):
+        torch.cuda.current_stream().synchronize()
+
+
+def _copy_share(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():  # of each thread its own
+        for buffer, value in pairs:
+            buffer.copy_(value)
+
+
+def _cores_a_rank() -> int:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // ranks_here)
 
 
 class _Buffered(DefaultSavePlanner):

@@ -29,6 +29,10 @@ class GoodputLog:
         self._attempt = 0
         self._loaded_at: float | None = None
         self._totals = {"steps": 0, "useful_seconds": 0.0, "save_seconds": 0.0}
+        self._first_start = time.time()
+        self._before_load_seconds = 0.0
+        self.start_seconds: float | None = None
+        """From the start of this attempt's processes to the end of its first step; None before that."""
 
     def begin(
         self, rows: Sequence[dict[str, Any]], *, attempt: int, resumed_step: int, seconds: dict[str, float]
@@ -48,6 +52,12 @@ class GoodputLog:
             **{f"{name}_seconds": value for name, value in seconds.items()},
         }
         self._append("start", start)
+        self._first_start = _first_start_of(self.path) or self._first_start
+        self._before_load_seconds = sum(seconds.values())
+
+    def share(self) -> float:
+        """Useful seconds over those since the job's first start, 0 to 1; a queue before that start is not in it."""
+        return self._totals["useful_seconds"] / max(time.time() - self._first_start, 1e-9)
 
     def _keep(self, rows: Sequence[dict[str, Any]], last_step: int) -> tuple[int, float]:
         """Counts the rows up to a step; the number and seconds of the others."""
@@ -62,7 +72,9 @@ class GoodputLog:
         """A step was finished and written down."""
         self._add(row)
         if self._loaded_at is not None:
-            self._append("first_step", {"attempt": self._attempt, "seconds": time.monotonic() - self._loaded_at})
+            seconds = time.monotonic() - self._loaded_at
+            self._append("first_step", {"attempt": self._attempt, "seconds": seconds})
+            self.start_seconds = self._before_load_seconds + seconds
             self._loaded_at = None
 
     def _add(self, row: dict[str, Any]) -> None:
@@ -85,6 +97,16 @@ class GoodputLog:
         start = "\n" if kind == "start" and self.path.exists() else ""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{start}{json.dumps({kind: values})}\n")
+
+
+def _first_start_of(path: Path) -> float | None:
+    """When the job's first start began (epoch); None where the file doesn't say."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            return float(json.loads(line)["start"]["at"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
 
 
 def process_seconds() -> float:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.observe.memory_use import Growth, MemoryUse
+from trainer.observe.network_use import NetworkUse
 from trainer.observe.stragglers import find_stragglers
 from trainer.observe.throughput import Expected, throughput
 from trainer.runtime import Runtime
@@ -39,6 +40,8 @@ class Figures:
     peaks: dict[str, float]
     """Bytes."""
     growth: dict[str, Growth]
+    network: tuple[float, float]
+    """(sent, received) bytes a second of the whole host."""
 
 
 def largest_tensor(batch: object) -> torch.Tensor | None:
@@ -91,6 +94,7 @@ class Observer:
         self._data: list[float] = []
         self.memory = MemoryUse(runtime.device)
         self.copies = CopyProbe(runtime.device)
+        self._network = NetworkUse()
 
     def finish_step(
         self, step: int, step_seconds: float, breakdown: Mapping[str, float], tokens: int
@@ -124,6 +128,7 @@ class Observer:
             copy_seconds=(percentile(copies, 50), percentile(copies, 99)) if copies else None,
             peaks=self.memory.close_window(step),
             growth=self.memory.news_of_growth(),
+            network=self._network.rates(),
         )
         self._own.clear()
         self._data.clear()
@@ -154,7 +159,15 @@ def summary(step: int, ranks: Sequence[Figures]) -> dict[str, Any]:
         "data_seconds": _worst([rank.data_seconds for rank in ranks]),
         "host_to_device_seconds": _worst(copies) if copies else None,
         "peak_bytes": {name: max(rank.peaks[name] for rank in ranks) for name in ranks[0].peaks},
+        "network": _mean_of_hosts(ranks),
     }
+
+
+def _mean_of_hosts(ranks: Sequence[Figures]) -> dict[str, float]:
+    """Each rank of a host has read the same counters, at slightly different moments: one of them speaks for it."""
+    hosts = {rank.host: rank.network for rank in ranks}.values()
+    sent, received = (statistics.fmean(figures) for figures in zip(*hosts, strict=True))
+    return {"sent_bytes_per_second": sent, "received_bytes_per_second": received}
 
 
 def _worst(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:

@@ -16,12 +16,18 @@ class Expected:
     """Dense peak of one device in the job's precision, from its data sheet; None on CPU."""
     planned_bytes: float | None = None
     """The plan's memory at the peak of a step, on the worst rank."""
+    planned_tokens_per_second: float | None = None
+    """The plan's speed, all ranks together."""
 
 
 def throughput(tokens: float, seconds: float, world_size: int, expected: Expected) -> dict[str, float | None]:
     """Of a window of steps: `tokens` of all ranks in `seconds`; figures are per rank."""
     rate = tokens / seconds / world_size
-    figures: dict[str, float | None] = {"tokens_per_second_per_rank": rate}
+    planned = expected.planned_tokens_per_second
+    figures: dict[str, float | None] = {
+        "tokens_per_second_per_rank": rate,
+        "of_plan": None if planned is None else rate * world_size / planned,
+    }
     flops = {"full": expected.full_flops_per_token, "causal": expected.causal_flops_per_token}
     for convention, per_token in flops.items():
         achieved = None if per_token is None else per_token * rate

@@ -1,0 +1,129 @@
+"""A job's meters, as Prometheus and CloudWatch read them."""
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer.observe.exposition import PROMETHEUS_FILE, Exposition, prometheus_text
+from trainer.observe.network_use import NetworkUse
+from trainer_testing.distributed import free_port
+
+from trainyard.spec.meters import BY_NAME, LIVE, NAMESPACE
+
+ROW: dict[str, Any] = {
+    "step": 50,
+    "attempt": 2,
+    "loss": 2.5,
+    "learning_rate": 1e-4,
+    "grad_norm": None,
+    "step_seconds": 0.5,
+    "breakdown": {"data": 0.1, "checkpoint": 0.0},
+    "observed": {"stragglers": [{"rank": 3}], "throughput": {"of_plan": 0.9, "mfu_causal": None}},
+    LIVE: {"checkpoint_age_seconds": 12.0, "goodput": 0.75, "start_seconds": None},
+}
+
+
+def read(text: str) -> dict[str, float]:
+    """Samples by name, labels dropped."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_the_file_has_the_newest_value_of_each_meter(tmp_path: Path) -> None:
+    exposition = Exposition(tmp_path, tenant="acme", job="tiny")
+    exposition.publish(ROW)
+    exposition.publish({"step": 51, "loss": 2.25})
+    exposition.close()
+    text = (tmp_path / PROMETHEUS_FILE).read_text()
+    found = read(text)
+    assert found["trainyard_step"] == 51.0 and found["trainyard_loss"] == 2.25
+    assert found["trainyard_data_seconds"] == 0.1 and found["trainyard_stragglers"] == 1.0
+    assert found["trainyard_goodput"] == 0.75
+    # A norm that overflowed, a device without a peak: no sample rather than a wrong one.
+    assert not {"trainyard_grad_norm", "trainyard_mfu", "trainyard_start_seconds"} & found.keys()
+    assert '# TYPE trainyard_loss gauge\ntrainyard_loss{tenant="acme",training_job="tiny"} 2.25\n' in text
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_labels_are_escaped() -> None:
+    text = prometheus_text({BY_NAME["step"]: 1.0}, {"tenant": 'a"b\\c\nd'})
+    assert text.splitlines()[2] == 'trainyard_step{tenant="a\\"b\\\\c\\nd"} 1.0'
+
+
+def test_a_port_serves_what_the_file_has(tmp_path: Path) -> None:
+    port = free_port()
+    exposition = Exposition(tmp_path, tenant="acme", job="tiny", port=port)
+    exposition.publish(ROW)
+    exposition.publish(ROW | {"step": 51})
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert read(answer.read().decode())["trainyard_step"] == 51.0
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
+    exposition.close()
+
+
+def test_what_meters_cannot_have_ends_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    first = Exposition(tmp_path, tenant="acme", job="tiny", port=port)
+    gone = tmp_path / "gone"
+    second = Exposition(gone, tenant="acme", job="tiny", port=port)
+    second.publish(ROW)
+    second.write()
+    second.close()
+    first.close()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"meters: nothing listens at port {port}")
+    assert [line for line in said if "can't be written" in line] == [said[1]], "once is enough"
+
+
+def test_cloudwatch_gets_lines_when_somebody_would_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exposition = Exposition(tmp_path, tenant="acme", job="tiny", embeds_metrics=True, every_steps=10)
+    exposition.publish({"step": 9, "loss": 3.0})
+    exposition.publish({"step": 11, "loss": 3.0, "checkpoint": {"save_seconds": 4.0}})
+    exposition.publish(ROW)
+    exposition.close()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["Step"] for line in lines] == [11.0, 50.0]
+    assert lines[0]["CheckpointSaveSeconds"] == 4.0
+    (one, both) = lines[1]["_aws"]["CloudWatchMetrics"]
+    assert one["Namespace"] == both["Namespace"] == NAMESPACE
+    assert one["Dimensions"] == [["Tenant", "Job"]] and both["Dimensions"] == [["Tenant", "Job"], ["Tenant"]]
+    assert {"Name": "ThroughputOfPlan", "Unit": "None"} in both["Metrics"]
+    # Whatever is named must be there, and a number: CloudWatch drops the whole line otherwise, in silence.
+    for directive in (one, both):
+        assert all(isinstance(lines[1][metric["Name"]], float) for metric in directive["Metrics"])
+        assert all(name in lines[1] for names in directive["Dimensions"] for name in names)
+    assert (lines[1]["Tenant"], lines[1]["Job"]) == ("acme", "tiny")
+
+
+def test_no_line_for_cloudwatch_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Exposition(tmp_path, tenant="acme", job="tiny").publish(ROW)
+    assert capsys.readouterr().out == ""
+
+
+def test_network_cards_are_summed_without_loopback(tmp_path: Path) -> None:
+    table = "Inter-| Receive | Transmit\n face |bytes ...\n"
+    card = "{}: {} 1 0 0 0 0 0 0 {} 1 0 0 0 0 0 0\n"
+    proc = tmp_path / "dev"
+    counters = tmp_path / "ib/rdmap0/ports/1/hw_counters"
+    counters.mkdir(parents=True)
+
+    def count(received: int, sent: int) -> None:
+        rows = card.format("lo", 7, 7) + card.format("  eth0", received, sent)
+        proc.write_text(table + rows)
+        (counters / "rx_bytes").write_text(f"{received}\n")
+        (counters / "tx_bytes").write_text(f"{sent}\n")
+
+    count(100, 10)
+    use = NetworkUse(proc_net=proc, infiniband=tmp_path / "ib")
+    assert use.counted() == (20, 200)
+    count(300, 60)
+    sent, received = use.rates()
+    assert received == pytest.approx(4 * sent) and sent > 0
+    count(0, 0)  # a card was reset
+    assert use.rates() == (0.0, 0.0)
+    assert NetworkUse(proc_net=tmp_path / "none", infiniband=tmp_path / "none").counted() == (0, 0)

@@ -1,0 +1,146 @@
+"""A job's meters (`trainyard.spec.meters`) for others to read: Prometheus' text, CloudWatch's embedded metrics.
+
+Prometheus: the newest values in DIR/metrics.prom (whole or not at all; for node_exporter's textfile collector), and at
+http://HOST:PORT/metrics where the job states a port. CloudWatch: a line of JSON on stdout, which CloudWatch Logs turns
+into metrics by itself; a job that runs elsewhere writes none.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from trainer.speech import say
+from trainyard.spec.meters import METERS, NAMESPACE, Meter
+
+PROMETHEUS_FILE = "metrics.prom"
+LEAST_SECONDS = 1.0
+"""Between two writings of the file: nobody reads it more often, and a step may take milliseconds."""
+
+
+class Exposition:
+    """The newest value of each meter, told on."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        tenant: str,
+        job: str,
+        port: int | None = None,
+        embeds_metrics: bool = False,
+        every_steps: int = 50,
+    ) -> None:
+        """`job`: the spec's name, not an id: each id would be a new series to keep and to pay.
+
+        `embeds_metrics`: lines for CloudWatch, every `every_steps` and when a row has rare figures.
+        """
+        self._path = output_dir / PROMETHEUS_FILE
+        self._labels = {"tenant": tenant, "training_job": job}
+        self._values: dict[Meter, float] = {}
+        self._embeds_metrics, self._every_steps = embeds_metrics, every_steps
+        self._written_at = float("-inf")
+        self._has_complained = False
+        self._text = ""
+        self._server = None if port is None else _serve(port, lambda: self._text)
+
+    def publish(self, row: Mapping[str, Any]) -> None:
+        """Takes a step's row over, with `live` beside its own keys."""
+        found = {meter: value for meter in METERS if (value := meter.read(row)) is not None}
+        self._values |= found
+        if self._server is not None or time.monotonic() - self._written_at >= LEAST_SECONDS:
+            self.write()
+        if self._embeds_metrics and (row["step"] % self._every_steps == 0 or _RARE & row.keys()):
+            say(embedded(found, self._labels, at_milliseconds=int(1000 * time.time())))
+
+    def write(self) -> None:
+        """Brings what is read elsewhere up to date."""
+        self._text = prometheus_text(self._values, self._labels)
+        self._written_at = time.monotonic()
+        partial = self._path.with_name(self._path.name + ".partial")
+        try:
+            partial.write_text(self._text, encoding="utf-8")
+            partial.replace(self._path)
+        except (
+            OSError
+        ) as error:  # meters must not end a job; that a disk is full, a checkpoint will say with more force
+            if not self._has_complained:
+                say(f"meters: {self._path} can't be written: {error.strerror}")
+            self._has_complained = True
+
+    def close(self) -> None:
+        """The last values, then nothing more."""
+        if self._values:
+            self.write()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+_RARE = frozenset({"observed", "checkpoint", "validation_loss"})
+"""Keys of few rows, whose figures would be missed."""
+
+
+def prometheus_text(values: Mapping[Meter, float], labels: Mapping[str, str]) -> str:
+    """The text exposition format, version 0.0.4."""
+    pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in sorted(labels.items()))
+    lines = []
+    for meter, value in values.items():
+        lines.append(f"# HELP {meter.prometheus_name} {meter.help}")
+        lines.append(f"# TYPE {meter.prometheus_name} gauge")
+        lines.append(f"{meter.prometheus_name}{{{pairs}}} {value!r}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def embedded(values: Mapping[Meter, float], labels: Mapping[str, str], *, at_milliseconds: int) -> str:
+    """One line in CloudWatch's embedded metric format: all meters for the job, some for its tenant as well."""
+
+    def directive(dimensions: list[list[str]], meters: list[Meter]) -> dict[str, Any]:
+        named = [{"Name": meter.cloudwatch_name, "Unit": meter.unit} for meter in meters]
+        return {"Namespace": NAMESPACE, "Dimensions": dimensions, "Metrics": named}
+
+    both = [meter for meter in values if meter.per_tenant]
+    one = [meter for meter in values if not meter.per_tenant]
+    directives = [directive([["Tenant", "Job"]], one)] if one else []
+    directives += [directive([["Tenant", "Job"], ["Tenant"]], both)] if both else []
+    content = {
+        "_aws": {"Timestamp": at_milliseconds, "CloudWatchMetrics": directives},
+        "Tenant": labels["tenant"],
+        "Job": labels["training_job"],
+        **{meter.cloudwatch_name: value for meter, value in values.items()},
+    }
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _serve(port: int, text: Callable[[], str]) -> ThreadingHTTPServer | None:
+    """None, and a line that says so, where the port can't be had: meters must not end a job."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            """/metrics, and nothing else."""
+            is_known = self.path == "/metrics"
+            body = text().encode() if is_known else b""
+            self.send_response(200 if is_known else 404)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """A scrape every few seconds is no news."""
+
+    try:
+        server = ThreadingHTTPServer(("", port), Handler)
+    except OSError as error:
+        say(f"meters: nothing listens at port {port} (meters.prometheus_port): {error.strerror}")
+        return None
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="meters", daemon=True).start()
+    return server

@@ -1,0 +1,257 @@
+"""What a running job measures of itself for others: one list, from which the trainer's exposition, CloudWatch's alarms
+and dashboards, Prometheus' rules and Grafana's dashboard are all made, so that nothing is drawn that nobody emits.
+
+A meter is read from the row that the trainer writes to metrics.jsonl after a step (`Meter.path`), or from what only the
+trainer knows at that moment (`LIVE`, put beside the row under that key).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+NAMESPACE = "trainyard/jobs"
+"""Of the metrics in CloudWatch. Tenants are told apart by their dimension, and by the log group that brings them."""
+
+LIVE = "live"
+"""Key of a row's figures that are not in metrics.jsonl, because they grow old: ages and shares up to now."""
+
+Unit = Literal["Seconds", "Bytes", "Bytes/Second", "Count", "Count/Second", "None"]
+"""Names of CloudWatch's units that are used here."""
+
+
+@dataclass(frozen=True)
+class Meter:
+    """One figure of a job."""
+
+    name: str
+    """In snake case, with its unit where it has one; Prometheus has `trainyard_` before it."""
+    help: str
+    unit: Unit
+    path: tuple[str, ...]
+    """Keys from the row down to the number. A row that lacks it leaves the meter as it was."""
+    per_tenant: bool = False
+    """Also published for the tenant as a whole, for alarms, which can't search among jobs."""
+
+    @property
+    def prometheus_name(self) -> str:
+        """As Prometheus has it."""
+        return f"trainyard_{self.name}"
+
+    @property
+    def cloudwatch_name(self) -> str:
+        """As CloudWatch has it: StepSeconds."""
+        return "".join(word.capitalize() for word in self.name.split("_"))
+
+    def read(self, row: Mapping[str, Any]) -> float | None:
+        """The figure in a row; None where the row has none, or one that is no number."""
+        found: Any = row
+        for key in self.path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, list):
+            return float(len(found))
+        return None if isinstance(found, bool) or not isinstance(found, int | float) else float(found)
+
+
+def _observed(*path: str) -> tuple[str, ...]:
+    return ("observed", *path)
+
+
+METERS = (
+    Meter("step", "Last finished optimizer step", "Count", ("step",)),
+    Meter("steps_planned", "Optimizer steps of the whole job", "Count", (LIVE, "steps_planned")),
+    Meter("attempt", "Starts of the job so far; restarts are one less", "Count", ("attempt",)),
+    Meter("loss", "Mean loss over the tokens of the last global batch, nats", "None", ("loss",)),
+    Meter("grad_norm", "Global 2-norm of the gradient before clipping", "None", ("grad_norm",)),
+    Meter("learning_rate", "Learning rate of the last step", "None", ("learning_rate",)),
+    Meter("validation_loss", "Mean loss over the validation sets, nats", "None", ("validation_loss",)),
+    Meter("validation_perplexity", "exp of the validation loss", "None", ("validation_perplexity",)),
+    Meter("step_seconds", "Time of the last optimizer step", "Seconds", ("step_seconds",)),
+    Meter("data_seconds", "Of it, waiting for data", "Seconds", ("breakdown", "data")),
+    Meter("forward_seconds", "Of it, forward passes", "Seconds", ("breakdown", "forward")),
+    Meter("backward_seconds", "Of it, backward passes", "Seconds", ("breakdown", "backward")),
+    Meter(
+        "communication_seconds",
+        "Of it, waiting for other ranks' data (exposed communication)",
+        "Seconds",
+        ("breakdown", "communication"),
+    ),
+    Meter("optimizer_seconds", "Of it, the optimizer", "Seconds", ("breakdown", "optimizer")),
+    Meter("checkpoint_seconds", "Of it, blocked by a checkpoint", "Seconds", ("breakdown", "checkpoint")),
+    Meter(
+        "tokens_per_second",
+        "Units of the task (tokens; images for image classification) a second, all ranks, last step",
+        "Count/Second",
+        (LIVE, "tokens_per_second"),
+    ),
+    Meter(
+        "throughput_of_plan",
+        "Speed of the last observed window over the plan's: 1 is as planned; absent where there is no plan (CPU)",
+        "None",
+        _observed("throughput", "of_plan"),
+        per_tenant=True,
+    ),
+    Meter("mfu", "Model FLOPs over the devices' peak, causal attention", "None", _observed("throughput", "mfu_causal")),
+    Meter(
+        "peak_device_bytes",
+        "Peak memory of the worst rank's device",
+        "Bytes",
+        _observed("peak_bytes", "allocated_peak"),
+    ),
+    Meter("peak_host_bytes", "Peak resident memory of the worst rank", "Bytes", _observed("peak_bytes", "host_peak")),
+    Meter(
+        "network_sent_bytes_per_second",
+        "Sent by a host, all its network cards, mean of the hosts",
+        "Bytes/Second",
+        _observed("network", "sent_bytes_per_second"),
+    ),
+    Meter(
+        "network_received_bytes_per_second",
+        "Received by a host, all its network cards, mean of the hosts",
+        "Bytes/Second",
+        _observed("network", "received_bytes_per_second"),
+    ),
+    Meter("stragglers", "Ranks slower than their like in the last observed window", "Count", _observed("stragglers")),
+    Meter("leaks", "Memories that grew like a leak in the last observed window", "Count", _observed("leaks")),
+    Meter(
+        "checkpoint_age_seconds",
+        "Time since the step of the newest committed checkpoint, or since the start",
+        "Seconds",
+        (LIVE, "checkpoint_age_seconds"),
+        per_tenant=True,
+    ),
+    Meter(
+        "checkpoint_save_seconds",
+        "The last save, from its step to its commit, most of it beside training",
+        "Seconds",
+        ("checkpoint", "save_seconds"),
+    ),
+    Meter(
+        "goodput",
+        "Time of steps that were kept over wall time since the job's first start",
+        "None",
+        (LIVE, "goodput"),
+        per_tenant=True,
+    ),
+    Meter(
+        "start_seconds",
+        "From the newest start of the job's processes to the end of its first step: rendezvous, model, checkpoint",
+        "Seconds",
+        (LIVE, "start_seconds"),
+        per_tenant=True,
+    ),
+)
+"""Everything that is emitted. Hardware counters of GPUs and cards come from the hosts' own exporters."""
+
+BY_NAME = {meter.name: meter for meter in METERS}
+
+
+PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Is it on its way?", ("step", "steps_planned", "attempt", "goodput", "start_seconds", "throughput_of_plan")),
+    ("Does it learn?", ("loss", "validation_loss", "validation_perplexity", "grad_norm", "learning_rate")),
+    ("Is it fast?", ("tokens_per_second", "mfu", "step_seconds", "stragglers")),
+    (
+        "Where does a step's time go?",
+        (
+            "data_seconds",
+            "forward_seconds",
+            "backward_seconds",
+            "communication_seconds",
+            "optimizer_seconds",
+            "checkpoint_seconds",
+        ),
+    ),
+    (
+        "Memory and network",
+        (
+            "peak_device_bytes",
+            "peak_host_bytes",
+            "leaks",
+            "network_sent_bytes_per_second",
+            "network_received_bytes_per_second",
+        ),
+    ),
+    ("Could it come back?", ("checkpoint_age_seconds", "checkpoint_save_seconds")),
+)
+"""Panels by the question that they answer; every meter has its place in one of them."""
+
+PERIOD_MINUTES = 5
+"""A sample of each so often decides whether the period was good."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A service level: in so many of all periods a meter of every job stays on the good side of a limit."""
+
+    name: str
+    meter: Meter
+    limit: float
+    is_upper: bool
+    """Whether values above the limit are bad (a time), or those below it (a speed)."""
+    target: float
+    """Share of periods that must be good."""
+    advice: str
+    """What whoever is woken does first."""
+
+    @property
+    def budget(self) -> float:
+        """Share of periods that may be bad."""
+        return 1.0 - self.target
+
+    def is_bad(self, value: float) -> bool:
+        """Whether a period's value breaks the objective."""
+        return value > self.limit if self.is_upper else value < self.limit
+
+
+@dataclass(frozen=True)
+class Burn:
+    """An alarm on how fast the error budget goes: so many times the rate that would just use it up in 30 days."""
+
+    name: str
+    rate: float
+    window_minutes: int
+
+    def bad_periods(self, objective: Objective) -> tuple[int, int]:
+        """(bad periods that alarm, periods in the window); at least two, as one late sample is no trend."""
+        num_periods = self.window_minutes // PERIOD_MINUTES
+        return max(2, round(self.rate * objective.budget * num_periods)), num_periods
+
+
+BURNS = (Burn("fast", 14.4, 60), Burn("slow", 6.0, 360))
+"""The two usual pairs of the Google SRE workbook, chapter 5: 2 % of a month's budget in an hour, 5 % in six."""
+
+OBJECTIVES = (
+    Objective(
+        "throughput",
+        BY_NAME["throughput_of_plan"],
+        0.85,
+        is_upper=False,
+        target=0.99,
+        advice="a job runs below 85 % of its plan's speed: trainyard status JOB tells data waits and stragglers",
+    ),
+    Objective(
+        "checkpoint-age",
+        BY_NAME["checkpoint_age_seconds"],
+        1200.0,
+        is_upper=True,
+        target=0.99,
+        advice="a job's newest checkpoint is older than 20 minutes: trainyard checkpoints list JOB, then its log",
+    ),
+    Objective(
+        "start",
+        BY_NAME["start_seconds"],
+        300.0,
+        is_upper=True,
+        target=0.99,
+        advice="a start took over 5 minutes to its first step: trainyard status JOB says where the time went",
+    ),
+    Objective(
+        "goodput",
+        BY_NAME["goodput"],
+        0.8,
+        is_upper=False,
+        target=0.95,
+        advice="under 80 % of a job's time makes steps that it keeps: trainyard status JOB says where the rest goes",
+    ),
+)
+"""What a tenant is promised, and alarmed about. Time in the queue, and what passed between a failure and the start of
+new processes, are not known to a job: `trainyard status` has them, of its record."""
