@@ -281,7 +281,7 @@ def test_an_unknown_key_a_wrong_token_and_no_key_are_nobody(site: Site, tenants:
     assert refusal(site.make_client(forged, "s3").list_buckets).startswith("InvalidAccessKeyId")
     for path in (f"/{acme.bucket}/checkpoint", "/moto-api/reset", "/moto-api/data.json"):
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(site.info.endpoint + path, timeout=10)
+            urllib.request.urlopen(site.info.endpoint + path, timeout=120)
         assert caught.value.code == 403
 
 
@@ -289,10 +289,10 @@ def test_a_presigned_url_carries_its_makers_rights(tenants: Tenants) -> None:
     acme, globex = tenants
     put(acme, acme.bucket)
     where = {"Bucket": acme.bucket, "Key": "checkpoint"}
-    with urllib.request.urlopen(acme.s3.generate_presigned_url("get_object", Params=where), timeout=10) as answer:
+    with urllib.request.urlopen(acme.s3.generate_presigned_url("get_object", Params=where), timeout=120) as answer:
         assert answer.read() == b"data"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(globex.s3.generate_presigned_url("get_object", Params=where), timeout=10)
+        urllib.request.urlopen(globex.s3.generate_presigned_url("get_object", Params=where), timeout=120)
     assert caught.value.code == 403
 
 
@@ -308,7 +308,7 @@ def test_a_bucket_in_the_host_name_is_the_same_bucket(site: Site, tenants: Tenan
         host = f"{acme.bucket}.localhost:{site.info.port}"
         assert host in url
         request = urllib.request.Request(url.replace(host, f"127.0.0.1:{site.info.port}"), headers={"Host": host})
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return bytes(answer.read())
 
     assert get_by_host(acme) == b"data"

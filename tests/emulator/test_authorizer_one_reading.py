@@ -33,7 +33,7 @@ def send(
     site: Site, method: str, target: str, headers: dict[str, str], body: bytes | str = b"", *, host: str = ""
 ) -> tuple[int, bytes]:
     """Status and body; the target goes over the wire as it is."""
-    connection = http.client.HTTPConnection("127.0.0.1", site.info.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", site.info.port, timeout=120)
     try:
         connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
         content = body.encode() if isinstance(body, str) else body

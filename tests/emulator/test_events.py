@@ -92,7 +92,7 @@ def test_a_failed_job_reaches_the_function_whose_policy_lets_the_rule(site: Site
             HyperParameters=hyperparameters,
         )
         look = lambda: site("sagemaker").describe_training_job(TrainingJobName=job)  # noqa: E731
-        wait_for(lambda: look()["TrainingJobStatus"] in ("Completed", "Failed"), 60)
+        wait_for(lambda: look()["TrainingJobStatus"] in ("Completed", "Failed"))
         answer: dict[str, Any] = look()
         return answer
 
@@ -103,7 +103,7 @@ def test_a_failed_job_reaches_the_function_whose_policy_lets_the_rule(site: Site
     first = ended(f"{name}-room")
     assert (first["TrainingJobStatus"], first["FailureReason"]) == ("Failed", NO_ROOM)
     assert "TrainingStartTime" not in first and ended(f"{name}-fine")["TrainingJobStatus"] == "Completed"
-    wait_for(lambda: len(delivered()) == 2, 60)
+    wait_for(lambda: len(delivered()) == 2)
     refused, done = sorted(delivered(), key=lambda item: "refused" not in item)
     assert (
         refused["refused"] == f"its policy doesn't let arn:aws:events:us-east-1:{ACCOUNT}:rule/{name}-may-not call it"
@@ -115,7 +115,7 @@ def test_a_failed_job_reaches_the_function_whose_policy_lets_the_rule(site: Site
     lost = ended(f"{name}-lost", steps="600")
     assert (lost["TrainingJobStatus"], lost["FailureReason"]) == ("Failed", "ask again")
     # What raises is asked again, twice, as Lambda does.
-    wait_for(lambda: [item["attempt"] for item in delivered() if item.get("error")] == [1, 2, 3], 60)
+    wait_for(lambda: [item["attempt"] for item in delivered() if item.get("error")] == [1, 2, 3])
 
 
 def test_what_a_target_gets_of_an_event() -> None:
@@ -156,7 +156,7 @@ def test_what_a_call_raises_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> N
     bus = EventBus(info, functions, lambda event: [("rule", {**target, "Input": event["input"]})])
     for text in inputs:
         bus.put({"input": text})
-    wait_for(lambda: len(bus.deliveries) == len(inputs), 60)
+    wait_for(lambda: len(bus.deliveries) == len(inputs))
     told = [(item["event"], item["payload"], item["error"]) for item in bus.deliveries]
     assert told.count(("well", '"well"', "")) == 2
     assert told.count(({}, "OSError: no room", "Unhandled")) == 2

@@ -9,7 +9,7 @@ from typing import Any
 from trainyard.emulator.info import ADMIN_HEADER, CONTROL_PREFIX, EmulatorInfo
 from trainyard.errors import AwsRefusedError, InputError
 
-_TIMEOUT_SECONDS = 30.0
+_TIMEOUT_SECONDS = 120.0
 
 
 def reclaim_after(info: EmulatorInfo, training_job_name_prefix: str, *, log_pattern: str, notice: bool) -> None:

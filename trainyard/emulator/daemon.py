@@ -26,8 +26,11 @@ from trainyard.emulator.info import (
 from trainyard.emulator.processes import kill_all
 from trainyard.errors import AwsRefusedError, InputError
 
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
+"""One that ends is noticed at once; a busy machine takes its time to import moto."""
 _STOP_SECONDS = 15.0
+_ANSWER_SECONDS = 60.0
+"""For a daemon that holds its lock: it is there, however busy. Taken for dead, it would lose its jobs."""
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
@@ -70,7 +73,8 @@ def find(state_dir: Path) -> EmulatorInfo | None:
     if info is None:
         return None
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{info.port}{CONTROL_PREFIX}health", timeout=10) as answer:
+        url = f"http://127.0.0.1:{info.port}{CONTROL_PREFIX}health"
+        with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer:
             health = json.load(answer)
     except (OSError, ValueError):
         return None

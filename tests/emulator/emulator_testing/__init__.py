@@ -154,7 +154,7 @@ class Site:
         return str(next(item["OutputValue"] for item in outputs if item["OutputKey"] == key))
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
     """The first true value of `condition`; AssertionError when it stays false."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

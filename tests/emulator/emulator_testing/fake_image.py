@@ -35,12 +35,15 @@ def main() -> int:
     if asked.get("mode") == "fail_on_two" and shown["host"] == "algo-2":
         return 7
     if "steps" in asked:
-        return run_steps(int(asked["steps"]), stubborn=asked.get("mode") == "stubborn")
+        # The first attempt alone is held: what ends it is the test's doing, however slow the machine is.
+        held = int(asked.get("hold_at", 0)) if ROOT.parent.name == "attempt-1" else 0
+        return run_steps(int(asked["steps"]), stubborn=asked.get("mode") == "stubborn", held=held)
     return 0
 
 
-def run_steps(num_steps: int, *, stubborn: bool) -> int:
-    """A step every 100 ms; a child in a session of its own, as torchrun's ranks are; SIGTERM means save and leave."""
+def run_steps(num_steps: int, *, stubborn: bool, held: int) -> int:
+    """A step every 100 ms, and ten minutes after the one that is `held`; a child in a session of its own, as torchrun's
+    ranks are; SIGTERM means save and leave."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 
     def save(signum: int, frame: object) -> None:
@@ -51,7 +54,7 @@ def run_steps(num_steps: int, *, stubborn: bool) -> int:
     signal.signal(signal.SIGTERM, save)
     for step in range(1, num_steps + 1):
         print(f"step={step} loss={1 / step:.4f}", flush=True)
-        time.sleep(0.1)
+        time.sleep(600 if step == held else 0.1)
     return 0
 
 

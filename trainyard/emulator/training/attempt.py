@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import random
 import re
 import shutil
 import signal
@@ -26,6 +27,10 @@ GRACE_SECONDS = 120.0
 """From SIGTERM to SIGKILL, at a stop and at a spot notice (SageMaker developer guide, "Stop a training job")."""
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _MAX_LINE_BYTES = 1024 * 1024
+_LAST_WORDS_SECONDS = 60.0
+"""For what was said before the end to be read; nobody is left who could say more."""
+_PORTS = range(12_000, 30_000)
+"""Below those that systems give to outgoing connections: one of these might take the port before a rank listens."""
 
 
 @dataclass
@@ -93,7 +98,7 @@ class Attempt:
     ) -> None:
         """Start every host's process; `on_line(host, line)` gets their output as it comes."""
         self._trigger = trigger
-        self.port = _free_port(self.addresses[self.hosts[0]])
+        self.port = _free_port()
         for host, tree in zip(self.hosts, self.trees, strict=True):
             process = subprocess.Popen(
                 list(argv),
@@ -223,7 +228,7 @@ class Attempt:
     def _finish(self, exit_codes: Mapping[str, int]) -> Outcome:
         kill_all(self.root, self.pids.values())  # what a host left running would hold its output open
         for pump in self._pumps:
-            pump.join(timeout=5)
+            pump.join(timeout=_LAST_WORDS_SECONDS)
         for process in self._processes.values():
             if process.stdout is not None:
                 process.stdout.close()
@@ -260,15 +265,19 @@ _recent_ports: list[int] = []
 _port_lock = threading.Lock()
 
 
-def _free_port(address: str) -> int:
-    """A port that is free on `address` now and was not given to another attempt lately."""
+def _free_port() -> int:
+    """A port that is free now and was not given to another attempt lately."""
     with _port_lock:
         for _ in range(100):
+            port = random.SystemRandom().choice(_PORTS)
+            if port in _recent_ports:
+                continue
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.bind((address, 0))
-                port: int = probe.getsockname()[1]
-            if port not in _recent_ports:
-                _recent_ports.append(port)
-                del _recent_ports[:-200]
-                return port
-    raise RuntimeError(f"no free port on {address}")
+                try:
+                    probe.bind(("", port))  # on all addresses, as the ranks' store does
+                except OSError:
+                    continue
+            _recent_ports.append(port)
+            del _recent_ports[:-200]
+            return port
+    raise RuntimeError(f"no free port between {_PORTS.start} and {_PORTS.stop}")
