@@ -10,7 +10,7 @@ from trainyard.spec.platform import EnvironmentSpec, TenantContract, parse_contr
 _IMAGE = re.compile(r"^\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(\.cn)?/[a-z0-9._/-]+@sha256:[0-9a-f]{64}$")
 
 _NO_IMAGE = (
-    "this version builds no image, so training on AWS itself must wait for one that does: until then use "
+    "build and publish one: scripts/build_image, then scripts/publish_image (docs/image.md); until then use "
     "`--environment local` (AWS on this machine) or `--backend local`"
 )
 
