@@ -107,7 +107,7 @@ def run_poisoned(
     """Exit codes and outputs by rank, and the rows."""
     wrong = json.dumps({str(step): factor for step, factor in factors.items()})
     options = ["--job", str(job), "--output-dir", str(output_dir), *arguments]
-    outputs = finish(start_pooled(2, "trainer_testing.poisoned_trainer", wrong, "1", *options), timeout_seconds=400)
+    outputs = finish(start_pooled(2, "trainer_testing.poisoned_trainer", wrong, "1", *options), timeout_seconds=600)
     return [code for code, _ in outputs], [text for _, text in outputs], rows_of(output_dir)
 
 
@@ -168,5 +168,5 @@ def read_profile(output_dir: Path, said: str) -> None:
         names = [str(event.get("name")) for event in events]
         assert sum(name.startswith("Optimizer.step") for name in names) == 1, "of two steps one was skipped"
         assert any(name == "gloo:all_reduce" or name.startswith("c10d::") for name in names)
-        entries = json.loads((folder / f"rank-{rank}-collectives.json").read_text())["entries"]
+        entries = json.loads((folder / f"rank-{rank}-collectives.json").read_text())["gloo"]["entries"]
         assert {"gloo:all_reduce"} <= {entry["profiling_name"] for entry in entries}

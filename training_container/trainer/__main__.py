@@ -62,10 +62,14 @@ def _run(options: argparse.Namespace) -> int:
 
     # torch takes seconds to import: a wrong job is refused before that.
     from trainer.loop import Outcome, train
+    from trainer.observe.flight_recorder import told_when_asked
     from trainer.runtime import distributed_runtime
     from trainer.session import Session
 
-    with distributed_runtime(cpu_threads=job.spec.training.cpu_threads, recovery=job.spec.recovery) as runtime:
+    with (
+        told_when_asked(),
+        distributed_runtime(cpu_threads=job.spec.training.cpu_threads, recovery=job.spec.recovery) as runtime,
+    ):
         session = Session(
             job,
             runtime,

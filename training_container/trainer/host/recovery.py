@@ -4,12 +4,13 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.host.rank import RESUME_EXIT_CODE
+from trainer.host.standings import Standing, mismatch
 from trainer.speech import say
 from trainyard.spec.job import RecoverySpec
 
@@ -44,6 +45,8 @@ class Ending:
     """A rank stood still, so the other hosts look at their stacks too before theirs are killed."""
     was_told_to_stop: bool = False
     """A signal asked for the end, so nothing is started again."""
+    standings: dict[str, Standing] = field(default_factory=dict)
+    """Where ranks stood in their collectives when they hung, by rank."""
 
     @property
     def is_failure(self) -> bool:
@@ -119,12 +122,19 @@ def cause(endings: dict[str, Ending]) -> Ending:
     failures = [ending for ending in endings.values() if ending.is_failure]
     if failures:
         first = min(failures, key=lambda ending: (ending.is_consequence, ending.has_spoken, ending.step))
-        return replace(first, step=max(ending.step for ending in endings.values()))
+        first = replace(first, step=max(ending.step for ending in endings.values()), standings={})
+        return _with_words(first, _who_waits_for_whom(endings.values())) if first.is_hang else first
     return next((ending for ending in endings.values() if ending.exit_code), next(iter(endings.values())))
 
 
+def _who_waits_for_whom(endings: Iterable[Ending]) -> str:
+    """The collective that ranks wait in and who is missing there, over all hosts; empty where that can't be told."""
+    found = mismatch({int(rank): one for ending in endings for rank, one in ending.standings.items()})
+    return found.words if found else ""
+
+
 def _with_words(failure: Ending, words: str) -> Ending:
-    return replace(failure, reason=f"{failure.reason}; {words}")
+    return replace(failure, reason=f"{failure.reason}; {words}") if words else failure
 
 
 def _without_numbers(text: str) -> str:

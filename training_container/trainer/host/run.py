@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from typing import Any
 from trainer.host.hosts import Hosts
 from trainer.host.rank import RESUME_EXIT_CODE, STOP_FILE, RankReport, read_reports
 from trainer.host.recovery import Ending, RecoveryLog
+from trainer.host.standings import Standing, asked, mismatch
 from trainer.host.watch import StepWatch, innermost, is_stopped, take_stacks
 from trainer.speech import say
 from trainyard.spec.job import ResolvedJob
@@ -94,6 +96,8 @@ class HostRun:
         self._was_killed = False
         self._hang = ""
         """Which rank hangs and where it stands; empty where none does."""
+        self._standings: dict[int, Standing] = {}
+        """Where this host's ranks stand in their collectives, once one hangs."""
         self._noticed_at: float | None = None
         """When this host found out that the ranks have to stop (monotonic)."""
         self._quiet_seconds = 0.0
@@ -144,6 +148,7 @@ class HostRun:
             step=watch.last_step,
             was_told_to_stop=self._was_told_to_stop,
             is_hang=bool(self._hang),
+            standings={str(rank): standing for rank, standing in self._standings.items()},
             is_consequence=ending.is_consequence or self._is_consequence,
         )
 
@@ -154,7 +159,7 @@ class HostRun:
         if self._was_told_to_stop:  # by a signal since `run` looked: what it left for the ranks was removed above
             (self._reports / STOP_FILE).touch()
         self._tail.clear()
-        self._hang, self._is_consequence = "", False
+        self._hang, self._standings, self._is_consequence = "", {}, False
         self._noticed_at, self._quiet_seconds = None, 0.0
         self._killed.clear()
         resolved = self._work / "resolved_job.json"
@@ -211,9 +216,13 @@ class HostRun:
         )
 
     def _diagnose(self, watch: StepWatch, silent: Mapping[int, float]) -> None:
-        """Keep every rank's stacks, and say in one line which rank it is that the others wait for."""
+        """Keep every rank's stacks and collectives, and say in one line which rank it is that the others wait for."""
         reports = self._all_reports()
         stopped = {rank for rank, report in reports.items() if report.exit_code is None and is_stopped(report.pid)}
+        # Before the stacks: after them every rank is stopped.
+        running = [rank for rank, report in reports.items() if report.exit_code is None and rank not in stopped]
+        answers = asked(self._reports, running)
+        self._standings = {rank: answer["standing"] for rank, answer in answers.items()}
         stacks = take_stacks(self._reports, reports)
         if not silent:
             self._is_consequence = True
@@ -223,17 +232,25 @@ class HostRun:
         for rank, text in stacks.items():
             path = folder / f"rank-{rank}.txt"
             path.write_text(text or "no answer: the process does not run\n", encoding="utf-8")
-        behind = min(watch.step_of(rank) for rank in silent)
-        # Of those that are silent, a stopped one is the cause; else the ones that have finished the fewest steps.
-        suspects = sorted(stopped & set(silent)) or [rank for rank in sorted(silent) if watch.step_of(rank) == behind]
-        rank = suspects[0]
+        for rank, answer in answers.items():
+            (folder / f"rank-{rank}-collectives.json").write_text(json.dumps(answer["record"]), encoding="utf-8")
+        rank = self._suspect(watch, set(silent), stopped)
         where = "is stopped (SIGSTOP or frozen)" if rank in stopped else f"stands in {innermost(stacks.get(rank, ''))}"
         # What only waits may wait for another host's rank.
         self._is_consequence = rank not in stopped
         self._hang = (
             f"rank {rank} on {self._place.host} hangs: no progress for {silent[rank]:.0f} s after step"
-            f" {watch.step_of(rank)}; it {where}; stacks of all ranks in {self._data / 'stacks'}"
+            f" {watch.step_of(rank)}; it {where}; stacks and collectives of all ranks in {self._data / 'stacks'}"
         )
+
+    def _suspect(self, watch: StepWatch, silent: set[int], stopped: set[int]) -> int:
+        """Of the silent ranks one that is stopped; else who is missing in a collective; else the one that is behind."""
+        if stopped & silent:
+            return min(stopped & silent)
+        found = mismatch(self._standings)
+        if found is not None and found.rank in silent:
+            return found.rank
+        return min(silent, key=lambda rank: (watch.step_of(rank), rank))
 
     def _kill_ranks(self) -> None:
         alive = {rank: report.pid for rank, report in self._all_reports().items() if _exists(report.pid)}

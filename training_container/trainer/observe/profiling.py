@@ -5,19 +5,20 @@
     kill -s RTMIN PID                     # of any one rank: the same as `echo 3`
 
 All ranks begin with the same step. Each writes OUTPUT_DIR/profiles/step-N/rank-R.json (open it in Perfetto or
-chrome://tracing), and every rank rank-R-collectives.json, torch's flight recorder: its newest 2000 collectives (the
-variable TORCH_FR_BUFFER_SIZE changes that), with their sizes and states. The time that writing takes is in no row.
+chrome://tracing), and every rank rank-R-collectives.json, torch's flight recorder (`trainer.observe.flight_recorder`):
+its newest collectives with their sizes and states. The time that writing takes is in no row.
 """
 
+import json
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
+from trainer.observe.flight_recorder import flight_record
 from trainer.runtime import Runtime
 from trainer.speech import say
 
@@ -120,21 +121,12 @@ class Profiling:
         if profiler is not None:
             profiler.export_chrome_trace(str(folder / f"rank-{self._runtime.rank}.json"))
         recorded = flight_record()
-        if recorded is not None:
-            (folder / f"rank-{self._runtime.rank}-collectives.json").write_bytes(recorded)
-        return recorded is not None
+        if recorded:
+            (folder / f"rank-{self._runtime.rank}-collectives.json").write_text(json.dumps(recorded), encoding="utf-8")
+        return bool(recorded)
 
     def close(self) -> None:
         """Writes what a job that ends earlier has, and hears no signal any more."""
         if self._first_step:
             self._finish()
         signal.signal(signal.SIGRTMIN, self._previous)
-
-
-def flight_record() -> bytes | None:
-    """The newest collectives as JSON; None where this torch can't tell (its recorder came with NCCL at first)."""
-    library: Any = torch._C._distributed_c10d
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if hasattr(library, name):
-            return cast(bytes, getattr(library, name)())
-    return None
