@@ -1,9 +1,18 @@
-"""Which tests may run side by side."""
+"""Which tests may run side by side, and in which order."""
 
+import os
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+# Before torch is imported: two workers on two cores, with two threads each, would wait for each other's.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_STARTERS = ("trainer_testing.pool", "_worker", "trainer_testing.text_job", "trainer_testing.host", "subprocess")
+"""Words of trainer tests that start processes."""
 
 
 class RoomScheduling(LoadScopeScheduling):
@@ -23,3 +32,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """In the order in which they are found: the rooms that take longest come early."""
     config.option.loadscopereorder = False
     return RoomScheduling(config, log)
+
+
+@cache
+def _starts_processes(path: Path) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return any(word in text for word in _STARTERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Among the trainer's files those that start processes come first: no worker ends with a long one, alone."""
+    items.sort(key=lambda item: item.path.parts[-2] == "trainer" and not _starts_processes(item.path))

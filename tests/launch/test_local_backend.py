@@ -96,7 +96,7 @@ def local_spec(tmp_path: Path, name: str) -> JobSpec:
     return parse(JobSpec, content, "job")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
@@ -169,7 +169,7 @@ def test_a_killed_supervisor_is_noticed_and_resumes(place: Path, tmp_path: Path)
     os.kill(process["pid"], signal.SIGKILL)
     wait_until(lambda: not is_running(directory))
     # A rank that lived on would write into the folder that a resume reads.
-    wait_until(lambda: not any(lives(pid) for pid in (process["host_pid"], *ranks)), seconds=5.0)
+    wait_until(lambda: not any(lives(pid) for pid in (process["host_pid"], *ranks)))
     status = watch.status(store, backend, record.job_id)
     assert status.state == "Failed"
     assert "supervisor was killed" in status.record.attempt.failure

@@ -68,7 +68,7 @@ def run_benchmark(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[d
     (folder / "finetune_memory.csv").write_text(FINETUNE)
     command = [sys.executable, "benchmarks/planner_accuracy.py", "--rows", str(folder), "--dump", str(folder / "dump")]
     done = subprocess.run(
-        [*command, "--cross-validate"], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120
+        [*command, "--cross-validate"], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=400
     )
     with (folder / "dump").open(newline="") as file:
         return done.stdout, list(csv.DictReader(file))

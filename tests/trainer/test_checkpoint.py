@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,16 +227,24 @@ def test_training_waits_for_the_copy_alone_and_a_second_save_for_the_first(
 ) -> None:
     job = Job(str(tmp_path / "destination"), tmp_path, asynchronous=True)
     job.save(1)  # makes the plan and the buffers
-    slow_seconds = 2.0
-    _slow(monkeypatch, slow_seconds)  # twice a save: manifest and marker
+    may_write, written = threading.Event(), []
+    original = LocalDestination.put_bytes
+
+    def held(self: LocalDestination, name: str, content: bytes) -> None:
+        assert may_write.wait(timeout=300)
+        original(self, name, content)
+        written.append(name)
+
+    monkeypatch.setattr(LocalDestination, "put_bytes", held)
     job.checkpointer.save(2, state(2), {"step": 2})
-    assert job.checkpointer.is_saving
-    assert job.checkpointer.blocked_seconds < slow_seconds, "the caller waited for a write"
-    job.checkpointer.save(3, state(3), {"step": 3})
-    assert job.checkpointer.backpressure_seconds > 0.5, "the second save waits for the first"
+    assert job.checkpointer.is_saving and written == [], "the caller waited for a write"
     assert not job.checkpointer.wait(timeout_seconds=0.01)
-    assert job.checkpointer.wait()
-    assert job.checkpointer.last_save_seconds is not None and job.checkpointer.last_save_seconds > 0.9
+    threading.Timer(0.3, may_write.set).start()
+    job.checkpointer.save(3, state(3), {"step": 3})
+    assert len(written) >= 2, "the second save waits for the first: manifest and marker"
+    assert 0 < job.checkpointer.backpressure_seconds <= job.checkpointer.blocked_seconds
+    assert job.checkpointer.wait() and len(written) == 4
+    assert job.checkpointer.last_save_seconds is not None and job.checkpointer.last_save_seconds > 0
 
 
 # ---------------------------------------------------------------- broken checkpoints
@@ -579,7 +588,7 @@ def test_a_kill_at_any_moment_leaves_the_last_committed_one(destination: str, tm
     moments = random.Random(int.from_bytes(os.urandom(4)))
     torch.set_num_threads(1)
     first, resumed = 1, None
-    num_kills, longest = (12, 0.6) if destination.startswith("s3") else (25, 0.3)
+    num_kills, longest = (7, 0.6) if destination.startswith("s3") else (12, 0.3)
     for number in range(10 * num_kills):
         if number >= num_kills and resumed is not None and resumed > 5:
             break

@@ -181,7 +181,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def test_a_host_reads_what_its_ranks_need(tmp_path: Path) -> None:
-    outputs = run_pooled(4, "test_checkpoint_bytes", str(tmp_path), timeout_seconds=400)
+    outputs = run_pooled(4, "test_checkpoint_bytes", str(tmp_path), timeout_seconds=600)
     lines = [next(line for line in output.splitlines() if line.startswith("RESULT ")) for output in outputs]
     read = [json.loads(line.removeprefix("RESULT ")) for line in lines]
     size = sum(tensor.numel() * 4 for tensor in whole().values())

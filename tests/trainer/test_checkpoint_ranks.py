@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -202,7 +201,7 @@ def rank_main(scenario: str, destination: str, local_dir: str) -> None:
 def run(scenario: str, ranks: int, destination: str, tmp_path: Path) -> list[dict[str, Any]]:
     """What each rank printed."""
     arguments = (scenario, destination, str(tmp_path / "local"))
-    return [_result(output) for output in run_pooled(ranks, "test_checkpoint_ranks", *arguments, timeout_seconds=300)]
+    return [_result(output) for output in run_pooled(ranks, "test_checkpoint_ranks", *arguments, timeout_seconds=600)]
 
 
 def _result(output: str) -> dict[str, Any]:
@@ -282,7 +281,7 @@ def test_a_full_disk_on_one_rank_skips_the_save_on_all(tmp_path: Path) -> None:
 def test_a_rank_killed_in_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     destination = str(tmp_path / "destination")
     ranks = start_pooled(3, "test_checkpoint_ranks", "killed_rank", destination, str(tmp_path / "local"))
-    ended = finish(ranks, timeout_seconds=300)
+    ended = finish(ranks, timeout_seconds=600)
     assert [code for code, _ in ended] == [0, -signal.SIGKILL, 0], ended
     for _, output in (ended[0], ended[2]):
         result = _result(output)
@@ -292,23 +291,25 @@ def test_a_rank_killed_in_a_save_leaves_the_one_before(tmp_path: Path) -> None:
 
 def test_threads_of_this_process_do_not_mix_up_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One in flight: a save called while another is on its way waits, in whatever thread it began.
+    writing: list[str] = []
     at_once: list[int] = []
     original = LocalDestination.put_bytes
 
     def noted(self: LocalDestination, name: str, content: bytes) -> None:
+        writing.append(name)
         time.sleep(0.05)
-        at_once.append(threading.active_count())
+        at_once.append(len(writing))
         original(self, name, content)
+        writing.remove(name)
 
     monkeypatch.setattr(LocalDestination, "put_bytes", noted)
     checkpoints = Checkpointer(
         str(tmp_path / "d"), rank=0, world_size=1, local_dir=tmp_path / "l", keep_last=9, asynchronous=True
     )
-    before = threading.active_count()
     for step in range(4):
         checkpoints.save(step, {"a": torch.full((3,), float(step))}, {})
     checkpoints.close()
-    assert max(at_once) == before + 1 and len(at_once) == 8
+    assert at_once == [1] * 8, "manifest and marker of each, one after the other"
 
 
 if __name__ == "__main__":

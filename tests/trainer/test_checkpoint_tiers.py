@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from test_checkpoint_ranks import is_same, laid_out, whole
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.destination import DestinationError, LocalDestination
-from trainer_testing.distributed import run_ranks
+from trainer_testing.pool import run_pooled
 
 from trainyard.spec.job import CheckpointSpec
 
@@ -217,7 +217,7 @@ def rank_main(folder: str) -> None:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each host said of each case."""
-    outputs = run_ranks(2, "test_checkpoint_tiers", str(tmp_path_factory.mktemp("tiers")), timeout_seconds=400)
+    outputs = run_pooled(2, "test_checkpoint_tiers", str(tmp_path_factory.mktemp("tiers")), timeout_seconds=600)
     lines = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 

@@ -153,7 +153,7 @@ def test_two_ranks_on_two_hosts_are_measured_and_fall_short(tmp_path: Path, monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     path = tmp_path / "found.json"
     options = ["--sizes", "4KiB,64KiB", "--repeats", "2", "--floor", "1e6", "--json", str(path)]
-    outputs = finish(start_pooled(2, "trainer.collectives", *options), timeout_seconds=400)
+    outputs = finish(start_pooled(2, "trainer.collectives", *options), timeout_seconds=600)
     assert [code for code, _ in outputs] == [1, 1], outputs
     lines = [line for line in outputs[0][1].splitlines() if line.startswith("collective ")]
     assert len(lines) == 2 * 2 * len(OPERATIONS), "world and across; a host of one rank has nobody to talk to"

@@ -180,7 +180,7 @@ def test_the_command_trains_and_resumes_with_cut_sequences_and_spread_experts(tm
 
 def test_experts_that_nobody_chose_wait_for_no_one() -> None:
     """A rank without tokens must still take part in every exchange and every sum of gradients."""
-    output = run_pooled(4, "trainer_testing.exchange_worker", timeout_seconds=300)[0]
+    output = run_pooled(4, "trainer_testing.exchange_worker", timeout_seconds=600)[0]
     errors = json.loads(next(line for line in output.splitlines() if line.startswith(MARK)).removeprefix(MARK))
     assert len(errors) == 3
     assert max(errors.values()) < 1e-6

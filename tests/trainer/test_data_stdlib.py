@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ def test_the_same_seed_gives_the_same_bytes_and_a_second_call_does_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder in ("a", "b"):
-        arguments = ["--out", str(tmp_path / folder), "--vocab-size", "600", "--seed", "3", "--max-mib", "1"]
+        arguments = ["--out", str(tmp_path / folder), "--vocab-size", "600", "--seed", "3", "--max-mib", "0.4"]
         # Another process: hash randomization must not matter.
         subprocess.run([sys.executable, "-m", "trainer.data.prepare_stdlib", *arguments], check=True)
     for name in FILES:
@@ -31,7 +30,7 @@ def test_the_same_seed_gives_the_same_bytes_and_a_second_call_does_nothing(
     assert capsys.readouterr().out.startswith("reused")
     assert (tmp_path / "a/train.jsonl").stat().st_mtime_ns == before
     (tmp_path / "a/tokenizer.json").write_text("{}")
-    assert prepare(tmp_path / "a", vocab_size=600, seed=3, max_mib=1)["reused"] is False
+    assert prepare(tmp_path / "a", vocab_size=600, seed=3, max_mib=0.4)["reused"] is False
     assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
 
 
@@ -52,13 +51,6 @@ def test_modules_are_held_back_whole_and_the_entropy_is_the_jobs(tmp_path: Path)
     assert 4.0 < cache.unigram_entropy_nats < 6.4
     assert len(cache.tokens) == manifest["num_tokens"]["validation"]
     assert cache.vocab_size == manifest["vocab_size"] == 600
-
-
-def test_the_quickstarts_size_takes_seconds(tmp_path: Path) -> None:
-    started = time.process_time()
-    manifest = prepare(tmp_path, vocab_size=2048, seed=0, max_mib=6)
-    assert manifest["num_tokens"]["train"] > 1_000_000
-    assert time.process_time() - started < 15
 
 
 def test_wrong_arguments_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

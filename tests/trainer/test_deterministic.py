@@ -39,7 +39,7 @@ def test_the_cost_is_measured_in_turns(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     result = tmp_path / "result.json"
     subprocess.run(
-        [*command, "--out", str(result)], env=environment | {"PYTHONPATH": paths}, check=True, timeout=240, cwd=ROOT
+        [*command, "--out", str(result)], env=environment | {"PYTHONPATH": paths}, check=True, timeout=600, cwd=ROOT
     )
     content = json.loads(result.read_text(encoding="utf-8"))
     assert content["steps_each"] == 1

@@ -29,7 +29,7 @@ LOSS_TOLERANCE, NORM_TOLERANCE = 2e-3, 5e-2
 
 def run(world_size: int, requests: list[RunRequest]) -> list[Result]:
     asked = json.dumps([asdict(request) for request in requests])
-    lines = run_pooled(world_size, "trainer_testing.fp8_worker", asked, timeout_seconds=300)[0].splitlines()
+    lines = run_pooled(world_size, "trainer_testing.fp8_worker", asked, timeout_seconds=600)[0].splitlines()
     return [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
 
 

@@ -36,7 +36,7 @@ def test_torchrun_trains_and_writes_what_the_contract_says(tmp_path: Path) -> No
         cwd=TESTS,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = rows_of(output_dir)
@@ -80,12 +80,12 @@ def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert first.returncode == 0, first.stderr[-3000:]
     rows = rows_of(tmp_path / "out")
     assert len(rows) == 5
     assert all(row["breakdown"]["communication"] == 0.0 for row in rows)
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "resumed step=5 " in again.stdout
     assert bits(rows_of(tmp_path / "out")) == bits(rows)
@@ -151,7 +151,7 @@ def test_a_last_save_is_tried_again_until_the_destination_takes_it(tmp_path: Pat
     said = read_until(ranks[0], "checkpoint step=")
     assert "not committed" in said
     (tmp_path / "out/checkpoints").unlink()
-    outputs = finish(ranks, timeout_seconds=300)
+    outputs = finish(ranks, timeout_seconds=600)
     assert [code for code, _ in outputs] == [75, 75], outputs
     stopped_at = rows_of(tmp_path / "out")[-1]["step"]
     assert (tmp_path / f"out/checkpoints/step-{stopped_at:08d}/COMMITTED").exists()
@@ -165,7 +165,7 @@ def test_a_stop_whose_save_fails_never_says_resume_me(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out/checkpoints", ignore_errors=True)
     (tmp_path / "out/checkpoints").write_text("a file where the folder of checkpoints should be")
     rank.send_signal(signal.SIGTERM)
-    ((code, output),) = finish([rank], timeout_seconds=300)
+    ((code, output),) = finish([rank], timeout_seconds=600)
     assert code == 1, output
     assert not (tmp_path / "out/resume_me").exists()
     last = output.strip().splitlines()[-1]

@@ -39,9 +39,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 Case = tuple[str, str, str]
 """Model, strategy, pipeline schedule."""
+Saved = dict[int, tuple[Case, ...]]
 
-SAVED: dict[int, Case] = {8: ("qwen34", "pipeline2-tensor2-fsdp2", "1f1b"), 4: ("uneven", "tensor2-fsdp2", "1f1b")}
+SAVED: Saved = {
+    8: (("qwen34", "pipeline2-tensor2-fsdp2", "1f1b"),),
+    4: (("uneven", "tensor2-fsdp2", "1f1b"),),
+}
 """What is saved on its way, by number of ranks."""
+SAVED_BY_FOUR: Saved = {4: (*SAVED[4], ("qwen34", "pipeline2-tensor2", "1f1b"))}
+"""The short version: eight ranks on two cores take a while, and the table in `parity` has some."""
 
 SETTINGS: list[tuple[Case, dict[str, Any], float]] = [
     (("llama", "pipeline2-tensor2", "1f1b"), {"activation_checkpointing": "full"}, TOLERANCE),
@@ -53,13 +59,12 @@ SETTINGS: list[tuple[Case, dict[str, Any], float]] = [
 """Four ranks under other settings than the reference's, and how far from it they may be."""
 
 RESUMED: dict[int, list[Case]] = {
-    8: [SAVED[8]],
-    4: [("qwen34", "pipeline2-tensor2", "interleaved_1f1b"), ("qwen34", "fsdp", "1f1b"), SAVED[4]],
+    4: [("qwen34", "pipeline2-tensor2", "interleaved_1f1b"), ("qwen34", "fsdp", "1f1b")],
     2: [("qwen34", "tensor2", "1f1b"), ("qwen34", "pipeline2", "zero_bubble"), ("qwen34", "zero2", "1f1b"),
         ("uneven", "pipeline2", "gpipe")],
     1: [("qwen34", "single", "1f1b"), ("uneven", "single", "1f1b")],
 }  # fmt: skip
-"""Number of ranks -> what continues the checkpoint of its model."""
+"""Number of ranks -> what continues the checkpoint of its model, beside the one that saved it."""
 
 
 def request_of(case: Case) -> RunRequest:
@@ -69,16 +74,16 @@ def request_of(case: Case) -> RunRequest:
     return RunRequest(strategy, last_step=LAST, job={"model": MODELS[model], "parallelism": parallelism, "steps": LAST})
 
 
-def requests_of(world_size: int, folder: Path) -> dict[tuple[str, Case], RunRequest]:
+def requests_of(world_size: int, folder: Path, saved: Saved) -> dict[tuple[str, Case], RunRequest]:
     """Everything that so many ranks run, by what it is."""
+    own = saved.get(world_size, ())
     requests: dict[tuple[str, Case], RunRequest] = {}
     if world_size == 1:
         requests |= {("whole", case): request_of(case) for case in ((model, "single", "1f1b") for model in MODELS)}
-    if world_size in SAVED:
-        case = SAVED[world_size]
+    for case in own:
         save = replace(request_of(case), save=str(folder / case[0]), save_after_step=SAVED_AT)
         requests["whole", case] = save
-    for case in RESUMED[world_size]:
+    for case in (*RESUMED.get(world_size, ()), *own):
         again = replace(request_of(case), first_step=SAVED_AT + 1, load=str(folder / case[0]))
         requests[f"resumed at {world_size} ranks", case] = again
     for case, settings, _ in SETTINGS if world_size == 4 else ():
@@ -87,13 +92,20 @@ def requests_of(world_size: int, folder: Path) -> dict[tuple[str, Case], RunRequ
     return requests
 
 
+@pytest.fixture(scope="module", params=[SAVED_BY_FOUR, pytest.param(SAVED, marks=pytest.mark.full)], ids=["4", "8"])
+def saved(request: pytest.FixtureRequest) -> Saved:
+    """What is saved on its way, by number of ranks."""
+    chosen: Saved = request.param
+    return chosen
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, Case], Result]:
+def results(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, Case], Result]:
     """Every case's result, by ("whole" or "resumed at N ranks" or settings, case)."""
     folder = tmp_path_factory.mktemp("checkpoints")
     seen: dict[tuple[str, Case], Result] = {}
-    for world_size in sorted(RESUMED, reverse=True):
-        requests = requests_of(world_size, folder)
+    for world_size in sorted({*RESUMED, *saved}, reverse=True):
+        requests = requests_of(world_size, folder, saved)
         seen |= dict(zip(requests, run(world_size, list(requests.values())), strict=True))
     return seen
 
@@ -102,8 +114,9 @@ def error_of(results: dict[tuple[str, Case], Result], key: tuple[str, Case]) -> 
     return worst_relative_error(results[key], results["whole", (key[1][0], "single", "1f1b")])
 
 
-def test_sizes_that_do_not_divide_change_nothing(results: dict[tuple[str, Case], Result]) -> None:
-    assert {case: error for case in SAVED.values() if (error := error_of(results, ("whole", case))) > TOLERANCE} == {}
+def test_sizes_that_do_not_divide_change_nothing(saved: Saved, results: dict[tuple[str, Case], Result]) -> None:
+    errors = {case: error_of(results, ("whole", case)) for cases in saved.values() for case in cases}
+    assert {case: error for case, error in errors.items() if not error < TOLERANCE} == {}
 
 
 def test_recomputation_changes_nothing_and_low_precision_little(results: dict[tuple[str, Case], Result]) -> None:
@@ -112,16 +125,16 @@ def test_recomputation_changes_nothing_and_low_precision_little(results: dict[tu
         assert all(results[str(settings), case]["applied"])
 
 
-def test_a_checkpoint_goes_on_under_every_other_layout(results: dict[tuple[str, Case], Result]) -> None:
+def test_a_checkpoint_goes_on_under_every_other_layout(saved: Saved, results: dict[tuple[str, Case], Result]) -> None:
     keys = [key for key in results if key[0].startswith("resumed")]
-    assert len(keys) == sum(len(cases) for cases in RESUMED.values())
+    assert len(keys) == sum(len(cases) for cases in (*RESUMED.values(), *saved.values()))
     assert {len(results[key]["loss"]) for key in keys} == {LAST - SAVED_AT}
     errors = {key: error_of(results, key) for key in keys}
     assert {key: error for key, error in errors.items() if error > TOLERANCE} == {}
 
 
-def test_the_same_layout_goes_on_bit_for_bit(results: dict[tuple[str, Case], Result]) -> None:
-    for world_size, case in SAVED.items():
+def test_the_same_layout_goes_on_bit_for_bit(saved: Saved, results: dict[tuple[str, Case], Result]) -> None:
+    for world_size, case in ((world_size, case) for world_size, cases in saved.items() for case in cases):
         whole, resumed = results["whole", case], results[f"resumed at {world_size} ranks", case]
         for key in ("loss", "grad_norm", "validation"):
             wanted = whole[key] if key == "validation" else whole[key][SAVED_AT:]

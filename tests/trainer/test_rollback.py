@@ -35,7 +35,7 @@ def run(
         (output / LEFT_OUT_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = [part for setting in settings for part in ("--set", setting)]
     command = ["--faults", str(folder / "faults"), "--job", str(job), "--output-dir", str(output), *options]
-    ended = finish(start_pooled(2, "trainer_testing.faulty_trainer", *command), timeout_seconds=400)
+    ended = finish(start_pooled(2, "trainer_testing.faulty_trainer", *command), timeout_seconds=600)
     return [code for code, _ in ended], "\n".join(text for _, text in ended), rows_of(output)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save(folder / family.replace(", ", "-"), family) for family in families}
 
 
-def test_a_bf16_source_trains_as_in_one_process(sources: dict[str, Path]) -> None:
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_bf16_source_trains_as_in_one_process(is_whole: bool, sources: dict[str, Path]) -> None:
+    """The short one has every engine and every family, in every other pair of them."""
     jobs = {family: {"source": str(source)} for family, source in sources.items()}
     one = dict(
         zip(jobs, run(1, [RunRequest("single", last_step=STEPS, job=job) for job in jobs.values()]), strict=True)
@@ -60,9 +63,18 @@ def test_a_bf16_source_trains_as_in_one_process(sources: dict[str, Path]) -> Non
         "pipeline2": {"pipeline": 2},
         "expert2-fsdp2": {"data_shard": 2, "expert": 2},
     }
-    cases = [(family, engine) for family in ("Llama, tied", "Mixtral", "DeepSeek-V3") for engine in engines]
-    cases += [(family, engine) for family in ("Mixtral", "Qwen3-MoE", "DeepSeek-V3") for engine in split]
     layouts = engines | split
+    cases = [
+        (family, engine)
+        for families, some in (
+            (("Llama, tied", "Mixtral", "DeepSeek-V3"), engines),
+            (("Mixtral", "Qwen3-MoE", "DeepSeek-V3"), split),
+        )
+        for row, family in enumerate(families)
+        for column, engine in enumerate(some)
+        if is_whole or (row + column) % 2 == 0
+    ]
+    assert {family for family, _ in cases} == set(jobs) and {engine for _, engine in cases} == set(layouts)
     asked = [
         RunRequest(engine, last_step=STEPS, job={**jobs[family], "parallelism": layouts[engine]})
         for family, engine in cases
@@ -130,16 +142,25 @@ def share_of_one_of_four(strategy: str, layout: dict[str, Any] | None, changes: 
         allocate_freely()
 
 
+def least_share(strategy: str, layout: dict[str, Any] | None, changes: dict[str, Any]) -> float:
+    """Measured again where it is too much: what else goes on in this process is seen too, but hardly every time."""
+    share = math.inf
+    for _ in range(3):
+        share = min(share, share_of_one_of_four(strategy, layout, changes))
+        if share < MOST:
+            break
+    return share
+
+
 def test_one_of_four_ranks_never_holds_the_whole_model(tmp_path: Path) -> None:
     origins = origins_of(tmp_path)
     for strategy, layout in LAYOUTS:
         # Imports, and makes what stays.
         share_of_one_of_four(strategy, layout, {"model": FAMILIES["Llama"] | SMALL})
         for origin, changes in origins.items():
-            # Twice: what else goes on in this process is seen too, but hardly in both.
-            shares = [share_of_one_of_four(strategy, layout, changes) for _ in range(2)]
+            share = least_share(strategy, layout, changes)
             # A measurement that sees nothing would say less than half.
-            assert min(shares) < MOST and max(shares) > 0.5, (strategy, origin, shares)
+            assert 0.5 < share < MOST, (strategy, origin, share)
 
 
 def test_one_of_four_ranks_reads_its_part_of_packed_experts(tmp_path: Path) -> None:
@@ -147,8 +168,8 @@ def test_one_of_four_ranks_reads_its_part_of_packed_experts(tmp_path: Path) -> N
     large = save(tmp_path / "large", "Mixtral", **LARGE_MIXTURE)
     for strategy, layout in MIXTURE_LAYOUTS:
         share_of_one_of_four(strategy, layout, {"source": str(small)})
-        shares = [share_of_one_of_four(strategy, layout, {"source": str(large)}) for _ in range(2)]
-        assert min(shares) < MOST and max(shares) > 0.5, (strategy, shares)
+        share = least_share(strategy, layout, {"source": str(large)})
+        assert 0.5 < share < MOST, (strategy, share)
 
 
 @pytest.mark.full

@@ -31,7 +31,7 @@ def test_a_request_counts_like_a_signal() -> None:
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step() -> None:
-    outputs = run_pooled(3, "test_signals", timeout_seconds=300)
+    outputs = run_pooled(3, "test_signals", timeout_seconds=600)
     assert [output.split() for output in outputs] == [["2:save", "4:save_and_exit"]] * 3
 
 

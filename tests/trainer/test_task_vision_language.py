@@ -92,8 +92,10 @@ def worst(result: dict[str, Any], reference: dict[str, Any]) -> float:
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
-def compare(world_size: int, layouts: tuple[str, ...], shards: Path, folder: Path) -> None:
-    """Each layout, model and way to train it against one process."""
+def compare(
+    world_size: int, layouts: tuple[str, ...], shards: Path, folder: Path, *, every_other: bool = False
+) -> None:
+    """Each layout, model and way to train it against one process; or every other pair of them, with all of each."""
     save_source(folder / "source", shards)
     lora = {"kind": "lora", "rank": 4, "targets": ["q_proj", "v_proj"]}
     models = {
@@ -103,9 +105,11 @@ def compare(world_size: int, layouts: tuple[str, ...], shards: Path, folder: Pat
         "lora": {"source": str(folder / "source"), "adapter": lora},
     }
     named = []
-    for layout in layouts:
+    for row, layout in enumerate(layouts):
         exact = {} if layout.startswith("zero") else {"precision": "fp64"}
-        for name, model in models.items():
+        for column, (name, model) in enumerate(models.items()):
+            if every_other and (row + column) % 2:
+                continue
             data = {"tokenizer": str(folder / "source")} if "source" in model else {}
             job = vlm_job(shards, model=model, data=data, training=exact | {"steps": 4})
             named.append((name, TaskRequest(layout, job)))
@@ -145,7 +149,7 @@ def resolved(job: dict[str, Any], world_size: int) -> ResolvedJob:
 
 
 def test_two_ranks_equal_one_process(shards: Path, tmp_path: Path) -> None:
-    compare(2, ("ddp", "fsdp", "zero2", "zero3"), shards, tmp_path)
+    compare(2, ("ddp", "fsdp", "zero2", "zero3"), shards, tmp_path, every_other=True)
 
 
 def test_half_precision_and_a_frozen_tower(shards: Path, tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def test_half_precision_and_a_frozen_tower(shards: Path, tmp_path: Path) -> None
 
 @pytest.mark.full
 def test_all_layouts_equal_one_process(shards: Path, tmp_path: Path) -> None:
-    compare(2, ("zero0", "zero1"), shards, tmp_path)
+    compare(2, ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3"), shards, tmp_path)
     compare(4, ("ddp", "fsdp", "hsdp", "zero1", "zero3"), shards, tmp_path)
 
 
@@ -310,7 +314,7 @@ def test_a_job_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
 
     def train(output: Path) -> str:
         arguments = ("--job", str(path), "--output-dir", str(output))
-        return run_pooled(2, "trainer", *arguments, timeout_seconds=300)[0]
+        return run_pooled(2, "trainer", *arguments, timeout_seconds=600)[0]
 
     train(tmp_path / "whole")
     whole = rows_of(tmp_path / "whole")

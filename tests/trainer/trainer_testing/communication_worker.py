@@ -138,7 +138,7 @@ def _payload(kind: str, args: Sequence[Any], result: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in first)
 
 
-def count(num_ranks: int, cases: Sequence[Case], timeout_seconds: float = 300) -> dict[str, list[Counts]]:
+def count(num_ranks: int, cases: Sequence[Case], timeout_seconds: float = 600) -> dict[str, list[Counts]]:
     """Every rank's counts of one step of each case, by its name."""
     asked = json.dumps([asdict(case) for case in cases])
     module = "trainer_testing.communication_worker"

@@ -1,6 +1,8 @@
 """One rank of the tests of process control: a rendezvous that fails once, and collectives that lose patience."""
 
+import contextlib
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +31,9 @@ def retry() -> None:
 
 
 def shrink(runtime: Runtime) -> None:
-    """Rank 1 is late by three seconds, with a limit far above and then below; a patient group waits on."""
+    """Rank 1 is late: by three seconds, for a group that waits on and with a limit far above; then, with one far
+    below, until rank 0 has given up."""
+    store = dist.distributed_c10d._get_default_store()
     patient = dist.new_group(backend="gloo", group_desc=PATIENT)
     limit_collectives(0.8)
     if runtime.rank == 1:
@@ -41,12 +45,15 @@ def shrink(runtime: Runtime) -> None:
         time.sleep(3)
     print(f"sum={runtime.sum_over_ranks(1.0)[0]}", flush=True)
     limit_collectives(0.8)
-    if runtime.rank == 1:
-        time.sleep(3)
+    with contextlib.suppress(RuntimeError):  # rank 0, whose store it is, may be gone already
+        if runtime.rank == 1:
+            store.wait(["gave up"], timedelta(seconds=300))
     try:
         runtime.sum_over_ranks(1.0)
     except RuntimeError as error:
         print(f"gave up: {error}", flush=True)
+        if runtime.is_first:
+            store.set("gave up", "1")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def finish(ranks: Sequence[Process], timeout_seconds: float) -> list[Output]:
                 rank.communicate()
 
 
-def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 240) -> list[str]:
+def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_seconds: float = 600) -> list[str]:
     """Runs the ranks to a good end and returns their outputs; fails with the outputs of those that did not end well."""
     outputs = finish(start_ranks(num_ranks, module, *arguments), timeout_seconds)
     failed = [f"rank {rank} exited {code}:\n{text[-4000:]}" for rank, (code, text) in enumerate(outputs) if code != 0]

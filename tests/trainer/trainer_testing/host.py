@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer import entrypoint
 
+from trainer_testing import warm
 from trainer_testing.distributed import TESTS, free_port
 from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE
 from trainyard.planner import resolve
@@ -39,8 +40,13 @@ def write_trees(root: Path, job: Path, *, num_hosts: int, overrides: Sequence[st
 
 
 @contextmanager
-def entrypoints(trees: Sequence[Path], faults: Sequence[dict[str, Any]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """The hosts, running; whatever is left of them is killed at the end."""
+def entrypoints(
+    trees: Sequence[Path], faults: Sequence[dict[str, Any]], *, forked: str = ""
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The hosts, running; whatever is left of them is killed at the end.
+
+    `forked`: the engine of jobs whose torchrun and ranks are forks (`warm`), at every start; empty: real starts.
+    """
     folder = trees[0].parent / "faults"
     folder.mkdir(exist_ok=True)
     (folder / "faults.json").write_text(json.dumps(list(faults)))
@@ -54,6 +60,7 @@ def entrypoints(trees: Sequence[Path], faults: Sequence[dict[str, Any]]) -> Iter
         "TRAINYARD_SKIP_EFA_CHECK": "1",
         "CUDA_VISIBLE_DEVICES": "",
         FOLDER_VARIABLE: str(folder),
+        **({warm.VARIABLE: warm.modules_for(forked)} if forked else {}),
     }
     processes = [
         subprocess.Popen(

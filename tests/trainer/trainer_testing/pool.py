@@ -28,6 +28,9 @@ from trainer_testing.distributed import TESTS, collect, free_port
 
 PRELOADED = (
     "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # every engine of its asks for it, and it for torch's compiler
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
     "peft",
     "torch.distributed.checkpoint",
     "trainer.__main__",

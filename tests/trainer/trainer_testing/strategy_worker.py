@@ -53,7 +53,7 @@ class RunRequest:
     """Such a file: the last weights are compared with it, tensor by tensor."""
 
 
-def run(world_size: int, requests: Sequence[RunRequest], timeout_seconds: float = 240) -> list[Result]:
+def run(world_size: int, requests: Sequence[RunRequest], timeout_seconds: float = 600) -> list[Result]:
     """All requests one after the other in one launch of `world_size` ranks: rank 0's results, in order."""
     asked = json.dumps([asdict(request) for request in requests])
     output = run_pooled(world_size, "trainer_testing.strategy_worker", asked, timeout_seconds=timeout_seconds)[0]

@@ -52,7 +52,7 @@ class TaskRequest:
 def run(world_size: int, folder: Path, requests: Sequence[TaskRequest]) -> list[dict[str, Any]]:
     """All requests in one launch of `world_size` ranks: rank 0's results, in order."""
     asked = json.dumps([asdict(request) for request in requests])
-    output = run_pooled(world_size, "trainer_testing.task_worker", str(folder), asked, timeout_seconds=300)[0]
+    output = run_pooled(world_size, "trainer_testing.task_worker", str(folder), asked, timeout_seconds=600)[0]
     results = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
     assert len(results) == len(requests), output[-4000:]
     return results

@@ -76,7 +76,7 @@ def run_trainer(
     num_ranks: int, job: Path, output_dir: Path, *arguments: str, expected_code: int = 0
 ) -> tuple[str, list[dict[str, Any]]]:
     """Rank 0's output and the rows of metrics.jsonl, after every rank exited with `expected_code`."""
-    outputs = finish(start_trainer(num_ranks, job, output_dir, *arguments), timeout_seconds=300)
+    outputs = finish(start_trainer(num_ranks, job, output_dir, *arguments), timeout_seconds=600)
     assert [code for code, _ in outputs] == [expected_code] * num_ranks, "\n".join(text for _, text in outputs)
     return outputs[0][1], rows_of(output_dir)
 
