@@ -6,6 +6,7 @@ Every seed is an episode: one job of one engine at one site, to which a hand of 
 Engine, site and faults are those that were played least; with --json, over all campaigns of that file, which it adds
 to. On most episodes processes start as forks of one that has imported everything (`trainer_testing.warm`): their times
 to the next step are not counted. Those of --real-starts, every eighth, and all at the desk start as a user's do.
+--again plays a seed's faults once more (at other instants), --hand the ones that are named: to find what went wrong.
 
 What must hold of each episode:
 - the job is done in the end, however often it had to be started, and within bounds after every fault;
@@ -21,6 +22,7 @@ The exit code is 0 when all of it held.
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -42,7 +44,7 @@ if __name__ == "__main__":
 
 from cloud import Cloud
 from evidence import Guard, Story, damage, read_jsonl, samples
-from kinds import SITES, Deck, Fault, num_steps
+from kinds import SITES, Deck, Fault, num_steps, parsed
 from network import network, why_not
 from sites import HostsSite, Site, environment_of
 from trainer_testing import warm
@@ -93,6 +95,10 @@ class Episode:
     """The end of what the job said, where something did not hold."""
     restarts: list[dict[str, Any]] = field(default_factory=list)
     """Rows of recovery.jsonl, of a job without forks: what the seconds to the next step were made of."""
+    goodput: dict[str, Any] | None = None
+    """As `trainyard status --json` tells it, of a job that has a record (at the desk)."""
+    again: int | None = None
+    """The seed whose faults were played once more."""
     commit: str = ""
     """Of the code that was disturbed."""
     machine: str = ""
@@ -127,13 +133,25 @@ class Report:
                 lines.append(f"  {name:<24}{median(seconds):>8.2f} (<= {max(seconds):.2f})")
         return lines
 
+    def _goodput(self) -> list[str]:
+        """Where the jobs' time went, as shares of all of it."""
+        told = [episode.goodput for episode in self.episodes if episode.goodput]
+        if not told:
+            return []
+        wall = sum(one["wall_seconds"] for one in told)
+        parts = {"kept steps": sum(one["useful_seconds"] for one in told)}
+        parts |= {name: sum(one["elsewhere"][name] for one in told) for name in told[0]["elsewhere"]}
+        words = ", ".join(f"{name.replace('_', ' ')} {100 * seconds / wall:.1f}%" for name, seconds in parts.items())
+        return [f"goodput of {len(told)} jobs at the desk, {wall:.0f} s: {words}"]
+
     @classmethod
     def read(cls, path: Path) -> "Report":
         """The campaigns of a file; none where there is no such file."""
         if not path.exists():
             return cls()
         content = json.loads(path.read_text(encoding="utf-8"))
-        return cls([Episode(**{**job, "rows": [Row(**row) for row in job["rows"]]}) for job in content["jobs"]])
+        episodes = [Episode(**{**job, "rows": [Row(**row) for row in job["rows"]]}) for job in content["jobs"]]
+        return cls(episodes, content["left_out"])
 
     def write(self, path: Path) -> None:
         """Every job with its faults, and what came of them."""
@@ -141,6 +159,18 @@ class Report:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
+
+    def add_to(self, path: Path) -> None:
+        """Its newest episode, to a file that another campaign may add to at the same time."""
+        folder = os.open(path.absolute().parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            told = Report.read(path)
+            told.episodes.append(self.episodes[-1])
+            told.left_out += [words for words in self.left_out if words not in told.left_out]
+            told.write(path)
+        finally:
+            os.close(folder)
 
     def table(self) -> str:
         """For people: a line a kind, then one an engine, then what did not hold."""
@@ -150,7 +180,7 @@ class Report:
                 lines.append(_summary(title + name, [row for row in self.rows if key(row) == name]))
         lines.append(_summary("all", self.rows))
         lines += [f"left out: {words}" for words in self.left_out]
-        lines += self._parts()
+        lines += [*self._parts(), *self._goodput()]
         unmet = [row for episode in self.episodes for row in episode.rows if not row.happened]
         lines += [f"did not happen: {row.kind} (seed {row.seed})" for row in unmet]
         for episode in self.episodes:
@@ -158,6 +188,10 @@ class Report:
             lines += [
                 f"PROBLEM seed {first.seed}, {first.engine}, {first.site}: {problem}" for problem in episode.problems
             ]
+            if episode.again is not None:
+                num_met = sum(row.happened for row in episode.rows)
+                num_good = sum(row.recovered for row in episode.rows)
+                lines.append(f"seed {episode.again} again, as seed {first.seed}: {num_good} of {num_met} recovered")
         return "\n".join(lines)
 
 
@@ -193,7 +227,7 @@ class Campaign:
         self._real_starts_every = real_starts_every
         self._recover = recover
         self._num_faults = faults
-        self._undisturbed: dict[tuple[str, bool], tuple[list[Any], dict[int, list[str]]]] = {}
+        self._undisturbed: dict[tuple[str, bool, int], tuple[list[Any], dict[int, list[str]]]] = {}
         self._cloud: Cloud | None = None
         self._hosts: warm.HostServer | None = None
         self.report = Report(list(earlier.episodes) if earlier else [])
@@ -209,33 +243,49 @@ class Campaign:
             if row.recovered:
                 self._deck.note(row.kind, row.engine)
 
-    def run(self, seed: int, engines: Sequence[str] = ENGINES) -> Episode:
-        """The episode of that seed."""
+    def run(self, seed: int, engines: Sequence[str] = ENGINES, *, named: Sequence[str] = ()) -> Episode:
+        """The episode of that seed; `named`: with these faults, in this order."""
         draw = random.Random(seed)
         engine, site_name = self._deck.place(engines, self._num_faults)
-        hand = self._deck.deal(draw, engine=engine, site=site_name, number=self._num_faults)
+        if named:
+            hand = self._deck.named(draw, named, engine=engine)
+        else:
+            hand = self._deck.deal(draw, engine=engine, site=site_name, number=self._num_faults)
+        return self._played(seed, engine, site_name, hand, draw)
+
+    def run_again(self, seed: int, told: Episode) -> Episode:
+        """The faults of an episode once more, at the same site, under a seed of their own."""
+        draw = random.Random(seed)
+        first = told.rows[0]
+        hand = self._deck.named(draw, [row.kind for row in told.rows], engine=first.engine)
+        episode = self._played(seed, first.engine, first.site, hand, draw)
+        episode.again = first.seed
+        return episode
+
+    def _played(self, seed: int, engine: str, site_name: str, hand: Sequence[Fault], draw: random.Random) -> Episode:
         is_forked = site_name != "desk" and bool(seed % self._real_starts_every)
         started = time.monotonic()
         rows = [Row(seed, engine, site_name, fault.name, is_forked=is_forked) for fault in hand]
         episode = Episode(rows, commit=_commit(), machine=_machine())
         self.report.episodes.append(episode)
         folder = self._root / f"episode-{seed}"
-        with self._site(folder, engine, site_name, seed, is_forked=is_forked) as site:
+        with self._site(folder, engine, site_name, seed, len(hand), is_forked=is_forked) as site:
             _Play(site, hand, episode, draw, recover=self._recover).run()
-            _judge(site, hand, episode, lambda: self._expected(engine, is_large=site_name == "cloud"))
+            _judge(site, hand, episode, lambda: self._expected(engine, len(hand), is_large=site_name == "cloud"))
             if episode.problems:
                 episode.said = site.lines[-60:]
+            episode.goodput = site.goodput()
             if not is_forked:
                 episode.restarts = [row for path in folder.rglob("recovery.jsonl") for row in read_jsonl(path)]
         episode.seconds = time.monotonic() - started
         return episode
 
-    def _expected(self, engine: str, *, is_large: bool) -> tuple[list[Any], dict[int, list[str]]]:
+    def _expected(self, engine: str, num_faults: int, *, is_large: bool) -> tuple[list[Any], dict[int, list[str]]]:
         """Rows and samples of the job to which nothing happens."""
-        key = (engine, is_large)
+        key = (engine, is_large, num_faults)
         if key not in self._undisturbed:
-            folder = self._root / f"undisturbed-{engine}{'-large' if is_large else ''}"
-            job = self._job(engine)
+            folder = self._root / f"undisturbed-{engine}-{num_faults}{'-large' if is_large else ''}"
+            job = self._job(engine, num_faults)
             faults = folder / "faults"
             faults.mkdir(parents=True)
             (faults / "faults.json").write_text("[]")
@@ -252,11 +302,13 @@ class Campaign:
             self._undisturbed[key] = bits(rows_of(folder / "out")), samples(faults)
         return self._undisturbed[key]
 
-    def _job(self, engine: str) -> Path:
-        return write_job(self._root / f"job-{engine}", engine, steps=num_steps(self._num_faults))
+    def _job(self, engine: str, num_faults: int) -> Path:
+        return write_job(self._root / f"job-{engine}-{num_faults}", engine, steps=num_steps(num_faults))
 
     @contextlib.contextmanager
-    def _site(self, folder: Path, engine: str, name: str, seed: int, *, is_forked: bool) -> Iterator[Site]:
+    def _site(
+        self, folder: Path, engine: str, name: str, seed: int, num_faults: int, *, is_forked: bool
+    ) -> Iterator[Site]:
         (folder / "faults").mkdir(parents=True)
         overrides = [
             f"checkpoint.every_steps={CHECKPOINT_EVERY}",
@@ -264,7 +316,7 @@ class Campaign:
             "recovery.backoff_seconds=0",
             f"recovery.max_restarts={1000 if self._recover else 0}",
         ]
-        job = self._job(engine)
+        job = self._job(engine, num_faults)
         with contextlib.ExitStack() as stack:
             site: Site
             if name == "cloud":
@@ -492,18 +544,26 @@ def campaign(
     recover: bool = True,
     earlier: Report | None = None,
     real_starts_every: int = REAL_STARTS_EVERY,
+    named: Sequence[str] = (),
+    again: Sequence[Episode] = (),
     say: Callable[[Report], None] | None = None,
 ) -> Report:
-    """Episodes of these seeds, as many as begin within `minutes`; what was seen. `say`: called after each."""
+    """Episodes of these seeds, as many as begin within `minutes`; what was seen. `say`: called after each.
+
+    `named`: the faults of each, in order; `again`: episodes whose faults are played once more, before all others.
+    """
     until = None if minutes is None else time.monotonic() + 60 * minutes
     played = Campaign(
         root, sites=sites, recover=recover, faults=faults, earlier=earlier, real_starts_every=real_starts_every
     )
     try:
-        for seed in seeds:
+        for number, seed in enumerate(seeds):
             if until is not None and time.monotonic() > until:
                 break
-            played.run(seed, engines)
+            if number < len(again):
+                played.run_again(seed, again[number])
+            else:
+                played.run(seed, engines, named=named)
             if say is not None:
                 say(played.report)
     finally:
@@ -526,6 +586,19 @@ def _machine() -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return f"{os.cpu_count()} cores, {names[0] if names else 'unknown'}, load average {os.getloadavg()[0]:.1f}"
+
+
+def _hand(text: str) -> list[str]:
+    """The faults that a command names."""
+    names = [name.strip() for name in text.split(",")]
+    try:
+        for name in names:
+            parsed(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if names[0].endswith("@restore"):
+        raise argparse.ArgumentTypeError(f"{names[0]}: a restore follows on a fault; name one before it")
+    return names
 
 
 def _say(episode: Episode) -> None:
@@ -551,31 +624,45 @@ def main() -> int:
     parser.add_argument("--site", action="append", choices=SITES, help="only there; may be given again (default: all)")
     parser.add_argument("--engine", action="append", choices=ENGINES, help="only that; may be given again")
     parser.add_argument("--real-starts", action="store_true", help="no forks: every process starts as a user's does")
+    parser.add_argument("--hand", type=_hand, default=[], metavar="KIND[@MOMENT],...", help="exactly these faults")
+    parser.add_argument(
+        "--again", type=int, action="append", default=[], metavar="SEED", help="play that seed's faults of --json again"
+    )
     parser.add_argument("--without-recovery", action="store_true", help="prove that the campaign can fail")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add to this file: every fault, and what came of it")
     options = parser.parse_args()
+    if options.without_recovery and options.json:
+        parser.error("--without-recovery: what it shows is no result; leave --json away")
     earlier = Report.read(options.json) if options.json else Report()
     next_seed = 1 + max((episode.rows[0].seed for episode in earlier.episodes), default=0)
     first_seed = options.first_seed or next_seed
+    by_seed = {episode.rows[0].seed: episode for episode in earlier.episodes}
+    if unknown := [seed for seed in options.again if seed not in by_seed]:
+        parser.error(f"--again {unknown[0]}: --json has the seeds {', '.join(map(str, by_seed)) or 'of no job'}")
+    for kind, _ in map(parsed, options.hand):
+        if missing := set(options.site or SITES) - set(kind.sites):
+            parser.error(f"--hand {kind.name}: not at {', '.join(sorted(missing))}; give --site {kind.sites[0]}")
 
     def say(report: Report) -> None:
         _say(report.episodes[-1])
         if options.json:
-            report.write(options.json)
+            report.add_to(options.json)
 
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever ends it early leaves nothing behind, in the background too
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="fault-campaign-") as folder:
         report = campaign(
             Path(folder),
-            seeds=range(first_seed, first_seed + options.seeds),
+            seeds=range(first_seed, first_seed + (len(options.again) or options.seeds)),
             sites=options.site or SITES,
             engines=options.engine or ENGINES,
-            faults=options.faults,
+            faults=len(options.hand) or options.faults,
             minutes=options.minutes,
             recover=not options.without_recovery,
             earlier=earlier,
             real_starts_every=1 if options.real_starts else REAL_STARTS_EVERY,
+            named=options.hand,
+            again=[by_seed[seed] for seed in options.again],
             say=say,
         )
     print(report.table())

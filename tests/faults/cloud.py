@@ -191,6 +191,9 @@ class CloudSite:
         problems += [f"multipart upload left: {upload['Key']}" for upload in answer.get("Uploads", [])]
         return problems
 
+    def goodput(self) -> None:
+        return None
+
     def close(self) -> None:
         with contextlib.suppress(self._sagemaker.exceptions.ClientError):
             if self.outcome() is None:

@@ -17,6 +17,7 @@ from trainer_testing.faulty_entrypoint import MODULE
 
 from trainyard.emulator.processes import kill_all
 from trainyard.launch import launch_here, local_backend, watch
+from trainyard.launch.goodput import goodput
 from trainyard.launch.local_backend import LocalBackend, is_running
 from trainyard.launch.record import FolderRecordStore
 from trainyard.spec.job import load_job
@@ -119,6 +120,10 @@ class DeskSite:
         for pattern in ("*partial*", "staging/*/*", "fetched/*"):
             problems += [f"left behind: {path}" for path in directory.rglob(pattern)]
         return problems + self.reasons
+
+    def goodput(self) -> dict[str, Any] | None:
+        found = goodput(self._store.read(self._job_id).record, None)
+        return found.as_json() if found else None
 
     def close(self) -> None:
         kill_all(self._folder, [])

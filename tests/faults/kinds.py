@@ -93,6 +93,18 @@ class Fault:
         return self.kind.name if self.moment == "step" else f"{self.kind.name}@{self.moment}"
 
 
+def parsed(name: str) -> tuple[Kind, str]:
+    """Kind and moment of a `Fault.name`; ValueError where there is no such fault."""
+    word, _, moment = name.partition("@")
+    kind = next((kind for kind in KINDS if kind.name == word), None)
+    if kind is None:
+        raise ValueError(f"{name}: no such kind; there are {', '.join(kind.name for kind in KINDS)}")
+    moment = moment or "step"
+    if moment not in kind.moments and name != word:
+        raise ValueError(f"{name}: {word} happens at {', '.join(kind.moments)}")
+    return kind, moment if moment in kind.moments else kind.moments[0]
+
+
 class Deck:
     """Deals what was played least: the engine, the site that has most of it, and there kind, moment and engine."""
 
@@ -144,6 +156,15 @@ class Deck:
             fault = Fault(kind, moment, _order(draw, kind, moment, _FIRST_STEP + _STEPS_APART * index))
             self.note(fault.name, engine)
             faults.append(fault)
+        return faults
+
+    def named(self, draw: random.Random, names: Sequence[str], *, engine: str) -> list[Fault]:
+        """These faults (`Fault.name`), in this order, at moments that are drawn anew."""
+        faults = []
+        for index, name in enumerate(names):
+            kind, moment = parsed(name)
+            faults.append(Fault(kind, moment, _order(draw, kind, moment, _FIRST_STEP + _STEPS_APART * index)))
+            self.note(faults[-1].name, engine)
         return faults
 
     def _cost(self, engine: str, kind: Kind, moment: str) -> float:

@@ -51,6 +51,9 @@ class Site(Protocol):
     def leftovers(self) -> list[str]:
         """What is left of an ended job and should not be."""
 
+    def goodput(self) -> dict[str, Any] | None:
+        """The job's, as its record and its own account tell it; None where it has no record."""
+
     def close(self) -> None:
         """End all."""
 
@@ -261,6 +264,9 @@ class HostsSite:
         for pattern in ("*partial*", "staging/*/*", "fetched/*"):
             problems += [f"left behind: {path}" for path in (self.root / "hosts").rglob(pattern)]
         return problems + self.reasons
+
+    def goodput(self) -> None:
+        return None
 
     def close(self) -> None:
         _kill_hosts(self.root)

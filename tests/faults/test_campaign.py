@@ -11,7 +11,8 @@ import evidence
 import pytest
 from campaign import ENGINES, Campaign, Episode, Report, Row, _judge, _Play, campaign
 from evidence import Story, samples
-from kinds import KINDS, Deck, Fault
+from kinds import KINDS, Deck, Fault, parsed
+from trainer_testing.faulty_trainer import Faults
 
 
 def test_nothing_is_lost_beyond_the_last_commit_and_no_loss_is_wrong(tmp_path: Path) -> None:
@@ -58,6 +59,60 @@ def test_what_an_earlier_campaign_played_is_not_dealt_again_first(tmp_path: Path
     assert deck.place(ENGINES, 2)[0] == "zero3"
     hand = deck.deal(random.Random(1), engine="zero3", site="one_host", number=8)
     assert not {fault.kind.name for fault in hand} & {name.partition("@")[0] for name in names}
+
+
+def test_faults_can_be_named_and_an_episodes_be_played_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["kill", "kill_host@restore", "reclaim_again@restore", "s3_timeout@save"]
+    hand = Deck().named(random.Random(1), names, engine="ddp")
+    assert [fault.name for fault in hand] == names
+    assert [fault.order["step"] for fault in hand] == sorted(fault.order["step"] for fault in hand)
+    assert parsed("s3_timeout")[1] == "save", "its only moment"
+    for wrong, words in (("kil", "no such kind; there are kill, freeze"), ("raise@save", "raise happens at step")):
+        with pytest.raises(ValueError, match=words):
+            parsed(wrong)
+
+    played = []
+    monkeypatch.setattr(
+        Campaign, "_played", lambda _, *place: played.append(place) or Episode([Row(*place[:3], place[3][0].name)])
+    )
+    told = Episode([Row(7, "fsdp", "cloud", name) for name in names])
+    made = Campaign(tmp_path, faults=2)
+    assert made.run_again(21, told).again == 7
+    made.run(22, ["zero3"], named=names[:2])
+    (*again, hand, _), (*named, other, _) = played
+    assert again == [21, "fsdp", "cloud"] and [fault.name for fault in hand] == names
+    assert named[:2] == [22, "zero3"] and [fault.name for fault in other] == names[:2]
+
+
+def test_two_campaigns_add_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "told.json"
+    for seed in (1, 2):
+        rows = [Row(seed, "ddp", "desk", "kill", happened=True, recovered=seed == 2)]
+        goodput = {"wall_seconds": 10.0, "useful_seconds": 4.0 * seed, "elsewhere": {"first_step": 1.0}}
+        # Each began when the file was empty, and knows of nobody else.
+        Report([Episode(rows, goodput=goodput, again=1 if seed == 2 else None)], ["partition: no root"]).add_to(path)
+    told = Report.read(path)
+    assert [episode.rows[0].seed for episode in told.episodes] == [1, 2] and told.left_out == ["partition: no root"]
+    assert "goodput of 2 jobs at the desk, 20 s: kept steps 60.0%, first step 10.0%" in told.table()
+    assert "seed 1 again, as seed 2: 1 of 1 recovered" in told.table()
+
+
+def test_a_restore_meets_what_follows_on_a_fault_of_an_earlier_start(tmp_path: Path) -> None:
+    orders = [{"rank": 0, "kind": "reclaim", "moment": "restore"}, {"rank": 1, "kind": "again", "moment": "restore"}]
+    orders.insert(0, {"rank": 0, "kind": "reclaim", "step": 5, "moment": "step"})
+    (tmp_path / "faults.json").write_text(json.dumps([{"step": 9, **order} for order in orders]))
+
+    def restore() -> set[str]:
+        """Of a start's two ranks, the second one when the first has met its own."""
+        ranks = [Faults(tmp_path, rank) for rank in range(2)]
+        for rank in ranks:
+            rank._at("restore", 0)
+        return {path.name for path in tmp_path.glob("done-*")}
+
+    assert restore() == set(), "nothing has happened yet"
+    (tmp_path / "done-0").write_text("1.0")
+    assert restore() == {"done-0", "done-1"}, "not both in one restore"
+    assert restore() == {"done-0", "done-1", "done-2"}
 
 
 def test_kinds_that_a_machine_cannot_show_are_not_dealt() -> None:

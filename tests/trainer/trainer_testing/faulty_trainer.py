@@ -1,8 +1,8 @@
 """The real trainer, in which ranks die, raise or freeze where a file says so: what the entrypoint runs in tests.
 
 TRAINYARD_TEST_FAULTS names a folder with `faults.json`: a list of faults, each `{"rank", "kind", "step"}` and perhaps
-- `moment`: "step" (its beginning, the default), "save" (of that step or a later one) or "restore" (the first after the
-  fault before this one in the list: when the first bytes are read; the others wait until it has happened);
+- `moment`: "step" (its beginning, the default), "save" (of that step or a later one) or "restore" (the first in a start
+  after the fault before this one in the list: when the first bytes are read; the others wait until it has happened);
 - `after_seconds`: so long after it, from another thread, whatever the rank is at by then;
 - `first_sequence`, of kind "poison", instead of `step`: the place of the batch whose loss is no number on this rank;
 - `always`: in every start, not once in all of them; `until`: not after that time (epoch seconds);
@@ -44,7 +44,7 @@ from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE, S3_SECONDS_VARIAB
 SLOW_STEPS, SLOW_SECONDS = 4, 0.4
 _HOLD_SECONDS = 0.1
 _LONGEST_HOLD_SECONDS = 120.0
-_LONGEST_RESTORE_SECONDS = 2.0
+_LONGEST_RESTORE_SECONDS = 10.0
 
 
 class Faults:
@@ -57,6 +57,8 @@ class Faults:
         self._slow_steps = 0
         self._is_poisoned = False
         self._begun: set[int] = set()
+        self._done_before = {number for number in range(len(self._faults)) if self._is_done(number)}
+        """Before this process began: a restore meets what follows on a fault that an earlier start met."""
         self._first_range = threading.Lock()
         self._has_read = False
 
@@ -125,7 +127,7 @@ class Faults:
             is_now = {
                 "step": fault["step"] == step,
                 "save": step >= fault["step"],
-                "restore": number > 0 and self._is_done(number - 1),
+                "restore": number - 1 in self._done_before,
             }[moment]
             if is_now and shifted_clock.true_time() <= fault.get("until", math.inf):
                 self._begin(number, fault)
