@@ -93,12 +93,12 @@ def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:
     `device_name`: the GPU's; None on CPU, which has no peak here, and no plan.
     """
     from trainyard.hardware import gpu
+    from trainyard.planner.communication import fabric_of
     from trainyard.planner.memory import memory
     from trainyard.planner.reading import layout_of, machines_of, shape_of
     from trainyard.planner.timing import step_time
 
     peak = planned = speed = None
-    from trainyard.planner.communication import fabric_of
     try:
         shape = shape_of(job.spec)
         if device_name is not None and job.spec.training.precision != "fp64":
@@ -116,21 +116,21 @@ def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:
             recompute=job.activation_checkpointing,
         )
         planned = memory(shape, layout).needed
-    length, share = job.spec.data.sequence_length, 1.0 if job.spec.model.adapter is None else 2 / 3
-    return Expected(
-        full_flops_per_token=share * shape.flops_per_token(length),
-        causal_flops_per_token=share * shape.flops_per_token(length, causal=True),
         instance = machines_of(job.spec, job.world_size).instance
         if instance is not None and instance.gpu is not None:
             seconds = step_time(shape, layout, instance.gpu, fabric_of(instance)).total
             speed = job.spec.training.global_batch_size * job.spec.data.sequence_length / seconds
+    length, share = job.spec.data.sequence_length, 1.0 if job.spec.model.adapter is None else 2 / 3
+    return Expected(
+        full_flops_per_token=share * shape.flops_per_token(length),
+        causal_flops_per_token=share * shape.flops_per_token(length, causal=True),
         peak_flops=peak,
         planned_bytes=planned,
+        planned_tokens_per_second=speed,
     )
 
 
 def _launched_world_size() -> int:
-        planned_tokens_per_second=speed,
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
