@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.errors import InputError
+from trainyard.hardware import PriceBook
 from trainyard.launch.launcher import planned
 from trainyard.planner import plan, resolve
 from trainyard.spec.job import load_job
@@ -37,13 +37,13 @@ LANGUAGE = [path for path in JOBS if load_job(path).task == "causal_lm"]
 
 
 @pytest.mark.parametrize("path", [path for path in JOBS if path not in LANGUAGE], ids=lambda path: path.stem)
-def test_a_job_with_images_says_that_it_has_no_plan_and_can_be_launched(path: Path) -> None:
+def test_a_job_with_images_is_planned_as_it_states(path: Path) -> None:
     job = load_job(path)
-    assert resolve(job).world_size == 8
-    with pytest.raises(InputError, match=f"task {job.task}: only causal_lm can be planned; give the layout in"):
-        plan(job)
+    found = plan(job)
+    assert resolve(job).world_size == found.num_gpus == 8
+    assert found.fits is True and len(found.configurations) == 1
     told, refusals = planned(job)
-    assert "only causal_lm can be planned" in told["unplanned"]
+    assert told["unit"] == found.unit
     assert refusals == []
 
 
@@ -60,7 +60,7 @@ def test_the_resnet_example_is_goyals_recipe() -> None:
 @pytest.mark.parametrize("path", [path for path in LANGUAGE if path.stem != "tiny"], ids=lambda path: path.stem)
 def test_an_example_plans_fits_and_can_be_paid(path: Path) -> None:
     job = load_job(path)
-    resolved, found = resolve(job), plan(job)
+    resolved, found = resolve(job), plan(job, book=PriceBook.opened(today=None))
     assert found.num_gpus == resolved.world_size
     assert found.fits is True
     assert found.affordable is True

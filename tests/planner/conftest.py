@@ -1,5 +1,6 @@
-"""A job to vary."""
+"""A job to vary, on a day when every shipped price may be quoted."""
 
+import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,12 @@ BASE: dict[str, Any] = {
     "training": {"steps": 100, "global_batch_size": 512, "learning_rate": 1e-4},
     "compute": {"backend": "sagemaker", "instance_type": "ml.p5.48xlarge", "instance_count": 16},
 }
+
+
+@pytest.fixture(autouse=True)
+def _a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' prices must not grow old with the calendar."""
+    monkeypatch.setattr("trainyard.planner.money.today", lambda: datetime.date(2025, 11, 20))
 
 
 @pytest.fixture(name="job")

@@ -73,17 +73,21 @@ def test_dollars_are_hours_times_machines_times_price(job: MakeJob) -> None:
     assert found.cost.usd_on_demand == pytest.approx(hours * 16 * 55.04)
     spot = price("ml.p5.48xlarge", spot=True).usd_per_hour
     assert found.cost.usd_spot == pytest.approx(hours * 16 * spot)
-    assert found.cost.planned_usd == found.cost.usd_on_demand
+    assert found.cost.storage_usd is not None and found.cost.usd_on_demand is not None
+    assert found.cost.planned_usd == pytest.approx(found.cost.usd_on_demand + found.cost.storage_usd)
     assert "EC2 on demand" in found.cost.price_basis and found.cost.price_as_of is not None
 
 
 def test_a_spot_job_is_planned_at_the_spot_price_or_the_on_demand_one(job: MakeJob) -> None:
     cheap = plan(job(compute={"spot": True}))
-    assert cheap.cost is not None and cheap.cost.planned_usd == cheap.cost.usd_spot
+    assert cheap.cost is not None and cheap.cost.usd_spot is not None
+    assert cheap.cost.planned_usd == pytest.approx(cheap.cost.usd_spot + (cheap.cost.storage_usd or 0))
     assert "not a forecast" in cheap.cost.price_basis
     unknown = plan(job(model={"source": "gpt2"}, compute={"spot": True, "instance_type": "ml.p5.4xlarge"}))
     assert unknown.cost is not None and unknown.cost.usd_spot is None
-    assert unknown.cost.planned_usd == unknown.cost.usd_on_demand
+    assert unknown.cost.usd_on_demand is not None
+    storage = unknown.cost.storage_usd or 0
+    assert unknown.cost.planned_usd == pytest.approx(unknown.cost.usd_on_demand + storage)
     assert unknown.cost.price_basis.startswith("spot price unknown, counted on demand: ")
     assert any("no spot price known" in note for note in unknown.notes)
 

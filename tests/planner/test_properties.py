@@ -12,7 +12,7 @@ from trainyard.planner.communication import Fabric, all_reduce_seconds, group
 from trainyard.planner.goodput import goodput
 from trainyard.planner.layout import Engine, Layout
 from trainyard.planner.memory import Memory, memory, micro_batches_in_flight
-from trainyard.planner.plan import cost_usd
+from trainyard.planner.money import cost_usd
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.timing import step_time
 

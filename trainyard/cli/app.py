@@ -8,7 +8,19 @@ import typer
 import typer.exceptions
 
 from trainyard import __version__
-from trainyard.cli import checkpoints, deploying, doctor, emulator, exporting, isolation, jobs, planning, tenants
+from trainyard.cli import (
+    checkpoints,
+    comparing,
+    deploying,
+    doctor,
+    emulator,
+    exporting,
+    isolation,
+    jobs,
+    planning,
+    prices,
+    tenants,
+)
 from trainyard.cli.output import report_error
 from trainyard.errors import InputError, TrainyardError
 
@@ -46,12 +58,14 @@ def _options(
 
 planning.register(app)
 jobs.register(app)
+comparing.register(app)
 checkpoints.register(app)
 exporting.register(app)
 deploying.register(app)
 doctor.register(app)
 isolation.register(app)
 app.add_typer(emulator.app, name="emulator")
+app.add_typer(prices.app, name="prices")
 app.add_typer(tenants.app, name="tenant")
 
 

@@ -1,13 +1,19 @@
 """`plan` and `predict`: what a job will need, before it costs anything."""
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainyard.cli.options import JobFile, JsonOption, SetOption
 from trainyard.cli.output import console
 from trainyard.errors import InputError
+
+if TYPE_CHECKING:
+    from trainyard.hardware import PriceBook
+    from trainyard.planner import Search
+    from trainyard.spec.job import JobSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -16,21 +22,95 @@ def register(app: typer.Typer) -> None:
         app.command()(verb)
 
 
-def plan(job: JobFile, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+SearchOption = Annotated[
+    bool, typer.Option("--search", help="Look at other machines and layouts too: what is fastest, what is cheapest.")
+]
+InstancesOption = Annotated[
+    str | None,
+    typer.Option("--instances", metavar="TYPE,TYPE", help="With --search: these types; default: those with a price."),
+]
+MaxNodesOption = Annotated[
+    int | None,
+    typer.Option("--max-nodes", min=1, help="With --search: machines at most; default: 16, or twice the job's."),
+]
+DeadlineOption = Annotated[
+    float | None,
+    typer.Option("--deadline-hours", help="With --search: hours at most; default: compute.max_hours of the job."),
+]
+RegionOption = Annotated[str, typer.Option("--region", help="The region whose prices count.")]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as a page with pictures.")
+]
+
+
+def plan(
+    job: JobFile,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+    search: SearchOption = False,
+    instances: InstancesOption = None,
+    max_nodes: MaxNodesOption = None,
+    deadline_hours: DeadlineOption = None,
+    region: RegionOption = "us-east-1",
+    html: HtmlOption = None,
+) -> None:
     """Say what a job will need: memory, time, dollars, and the layout that was chosen.
 
     Example: trainyard plan jobs/quickstart.yaml --set compute.instance_count=4
+
+    --search looks at other machines, counts and layouts as well. Example: trainyard plan jobs/llama-7b.yaml --search
+    --max-nodes 8 --deadline-hours 12
     """
     from trainyard import planner
     from trainyard.spec.job import load_job
 
-    result = planner.plan(load_job(job, overrides or []))
+    asked = {"--instances": instances, "--max-nodes": max_nodes, "--deadline-hours": deadline_hours}
+    given = [name for name, value in asked.items() if value is not None]
+    if given and not search:
+        raise InputError(f"{given[0]}: belongs to --search; give both, or neither")
+    spec, book = load_job(job, overrides or []), _book()
+    found = None
+    if search:
+        found = planner.search(
+            spec,
+            instances=(instances or "").split(","),
+            max_nodes=max_nodes,
+            deadline_hours=deadline_hours,
+            region=region,
+            book=book,
+        )
+    if html is not None:
+        _write_page(html, spec, region, book, found)
     if as_json:
+        result = found or planner.plan(spec, region=region, book=book)
         print(result.model_dump_json(indent=2))
         return
     from trainyard.planner.render import render
+    from trainyard.planner.render_search import render_search
 
-    console().print(render(result))
+    console().print(render_search(found) if found else render(planner.plan(spec, region=region, book=book)))
+
+
+def _book() -> "PriceBook":
+    """Refreshed prices before the shipped ones, none of them too old."""
+    import datetime
+
+    from trainyard.hardware import PriceBook
+    from trainyard.launch.session import price_file
+
+    return PriceBook.opened(price_file(), today=datetime.date.today())
+
+
+def _write_page(file: Path, spec: "JobSpec", region: str, book: "PriceBook", found: "Search | None") -> None:
+    from trainyard import planner
+    from trainyard.planner.page import page_of
+
+    text = page_of(spec, planner.plan(spec, region=region, book=book), book=book, search=found)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--html {file}: can't be written ({error.strerror})") from None
+    print(f"{file}: written", file=sys.stderr)
 
 
 def predict(

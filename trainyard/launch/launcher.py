@@ -1,12 +1,13 @@
 """From one job spec to a running job: check, write the record, submit; in that order, so that nothing is lost."""
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainyard import planner
 from trainyard.errors import InputError
-from trainyard.hardware import DEFAULT_REGION
+from trainyard.hardware import DEFAULT_REGION, PriceBook
 from trainyard.launch import checks, names
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.backend import Backend, Say, say_nothing
@@ -27,7 +28,7 @@ from trainyard.launch.record import (
     utc_now,
 )
 from trainyard.launch.sagemaker_backend import SageMakerBackend
-from trainyard.launch.session import Account
+from trainyard.launch.session import Account, price_file
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import TenantContract
 
@@ -111,7 +112,8 @@ def planned(
     """The plan as JSON, and what it refuses. A model that can't be planned can be launched with a stated layout."""
     planner.resolve(job, world_size=world_size)
     try:
-        plan = planner.plan(job, region=region)
+        book = PriceBook.opened(price_file(), today=datetime.date.today())
+        plan = planner.plan(job, region=region, book=book)
     except InputError as error:
         return {"job": job.name, "unplanned": str(error)}, []
     return plan.model_dump(mode="json"), checks.refused_by_plan(plan)

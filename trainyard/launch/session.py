@@ -30,6 +30,11 @@ def state_root() -> Path:
     return Path(os.environ.get("TRAINYARD_STATE_DIR") or checkout_root() / ".trainyard")
 
 
+def price_file() -> Path:
+    """What `trainyard prices refresh` writes, and plans read before the shipped prices."""
+    return state_root() / "prices.json"
+
+
 def emulator_state() -> Path:
     """Where the emulator that stands in for AWS keeps its state."""
     return state_root() / "emulator"

@@ -472,17 +472,26 @@ def shape_of_known(name: str) -> ModelShape:
     return shape_from_config(KNOWN_CONFIGS[known])
 
 
-def shape_from_source(source: str) -> ModelShape:
-    """The shape of `model.source`: a local folder's config.json, else a known name within the path."""
+def config_from_source(source: str) -> Config:
+    """The configuration of `model.source`: a local folder's config.json, else of a known name within the path."""
     folder = Path(source)
     if "://" not in source and (folder / "config.json").is_file():
         try:
-            return shape_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        except json.JSONDecodeError as error:
+            found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
             raise InputError(f"{folder / 'config.json'}: is not JSON ({error})") from None
-    if known_name(source) is None:
+        if not isinstance(found, dict):
+            raise InputError(f"{folder / 'config.json'}: must be a JSON object, is {type(found).__name__}")
+        return found
+    known = known_name(source)
+    if known is None:
         raise InputError(
             f"model.source {source!r}: its sizes aren't known here; name a folder with config.json, or a path that "
             f"ends in a known model's name, such as llama-3.1-8b (known: {', '.join(sorted(KNOWN_CONFIGS))})"
         )
-    return shape_of_known(source)
+    return KNOWN_CONFIGS[known]
+
+
+def shape_from_source(source: str) -> ModelShape:
+    """The shape of `model.source`."""
+    return shape_from_config(config_from_source(source))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trainyard.errors import InputError
 from trainyard.hardware import Instance, instance, instance_types
 from trainyard.planner.constants import has_hopper_workspaces
-from trainyard.planner.families import FAMILIES, shape_from_config, shape_from_source
+from trainyard.planner.families import FAMILIES, config_from_source, shape_from_config, shape_from_source
 from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec
@@ -57,6 +57,18 @@ def required_shape(job: JobSpec) -> ModelShape:
         return shape_from_config(job.model.config)
     assert job.model.source is not None
     return shape_from_source(job.model.source)
+
+
+def model_type_of(job: JobSpec) -> str | None:
+    """transformers' name of the model's family; None where nothing tells."""
+    if job.model.config is not None:
+        return str(job.model.config["model_type"])
+    assert job.model.source is not None
+    try:
+        found = config_from_source(job.model.source).get("model_type")
+    except InputError:
+        return None
+    return None if found is None else str(found)
 
 
 def machines_of(job: JobSpec, world_size: int | None = None) -> Machines:

@@ -1,11 +1,13 @@
-"""A plan as tables in the terminal. The one module of this package that needs rich, which the container lacks."""
+"""A plan as tables in the terminal. It and `render_search` need rich, which the container lacks."""
+
+from collections.abc import Sequence
 
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trainyard.planner.plan import Configuration, Plan
+from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "workspace", "margin")
 MAX_FITTING_ROWS = 8
@@ -28,33 +30,40 @@ def render(plan: Plan) -> Group:
 
 def _headline(plan: Plan) -> str:
     where = f"{plan.instance_count} x {plan.instance_type}" if plan.instance_type else f"{plan.num_gpus} processes here"
-    length = f"{plan.steps:,} steps, {_count(plan.tokens)} tokens" if plan.steps and plan.tokens else "by epochs"
-    size = _count(plan.params)
+    length = f"{plan.steps:,} steps" if plan.steps else "by epochs"
+    length += f", {count_of(plan.tokens)} tokens" if plan.tokens else ""
+    size = count_of(plan.params)
     return f"[bold]{escape(plan.job)}[/bold]: {size} parameters, {length}, on {where} ({plan.num_gpus} ranks)"
 
 
-def _count(number: int) -> str:
-    """1.31B, 2.02M, 123K."""
+def count_of(number: int) -> str:
+    """A number of parameters or tokens in a few signs: 1.31B, 2.02M, 123K."""
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= unit:
             return f"{number / unit:,.4g}{name}"
     return str(number)
 
 
-def _usd(amount: float | None) -> str:
+def usd_of(amount: float | None) -> str:
+    """Dollars and cents; unknown where there is no price."""
     if amount is None:
         return "unknown"
     return f"${amount:,.2f}" if amount >= 0.01 else "less than $0.01"
 
 
 def _configurations(plan: Plan) -> Table:
+    return alternatives_table(_shown(plan), unit=plan.unit)
+
+
+def alternatives_table(items: Sequence[Configuration], *, unit: str = "tokens") -> Table:
+    """Configurations of the same machines, one a row."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, right in (("", False), ("layout", False), ("batch", True), ("recompute", False), ("GiB", True)):
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for name in ("s/step", "tokens/s", "MFU", "hours"):
+    for name in ("s/step", f"{unit}/s", "MFU", "hours"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", overflow="fold")
-    for item in _shown(plan):
+    for item in items:
         style = "bold green" if item.chosen and item.fits is not False else "red" if item.fits is False else ""
         table.add_row(*_cells(item), style=style)
     return table
@@ -92,23 +101,50 @@ def _memory(item: Configuration) -> Table:
 
 
 def _money(plan: Plan) -> list[str]:
-    lines = []
-    if plan.checkpoint is not None:
-        save = plan.checkpoint
-        every = f"every {save.interval_seconds / 60:.3g} min" if save.interval_seconds else "at the end only"
-        lines.append(
-            f"checkpoints: {save.size_gib:,.3g} GiB, {every} (best: {save.best_interval_seconds / 60:.3g} min), "
-            f"saved in {save.save_seconds:.3g} s; goodput {save.goodput:.1%}"
-        )
+    lines = _saves(plan.checkpoint) if plan.checkpoint is not None else []
+    host = plan.chosen.host
+    have = f" of {host.available_gib:,.0f}" if host.available_gib is not None else ""
+    lines.append(f"host memory: {host.total_gib:,.0f} GiB{have}, offloaded {host.offloaded_gib:,.0f}")
     if plan.cost is not None:
-        cost = plan.cost
-        limit = f" of {_usd(plan.max_usd)}" if plan.max_usd is not None else ""
-        dated = f", as of {cost.price_as_of}" if cost.price_as_of else ""
-        time = f"{cost.expected_hours:,.4g} of {plan.max_hours:,.4g} h"
-        lines.append(f"cost: {_usd(cost.planned_usd)}{limit}, {time} ({cost.price_basis}{dated})")
-        if cost.planned_usd_low is not None and cost.planned_usd_high is not None:
-            between = f"{_usd(cost.planned_usd_low)} to {_usd(cost.planned_usd_high)}"
-            lines.append(f"80% interval: {between}, for what is uncertain in the step's time, at that price")
+        lines += _dollars(plan, plan.cost)
     if plan.affordable is False:
         lines.append("NOT AFFORDABLE: above budget.max_usd or compute.max_hours")
+    return lines
+
+
+def _saves(save: CheckpointPlan) -> list[str]:
+    every = f"every {save.interval_seconds / 60:.3g} min" if save.interval_seconds else "at the end only"
+    tiers = ", ".join(
+        f"{tier.name} {tier.save_seconds:.3g}/{tier.restore_seconds:.3g}/{tier.recovery_seconds:.3g}"
+        + ("" if tier.within_objective else " (beyond 300)")
+        for tier in save.tiers
+    )
+    return [
+        f"checkpoints: {save.size_gib:,.3g} GiB, {every} (best: {save.best_interval_seconds / 60:.3g} min), saved in "
+        f"{save.save_seconds:.3g} s ({save.tier}), training stalls {save.stall_seconds:.2g} s; a failure in "
+        f"{save.mean_hours_between_failures:,.4g} h; goodput {save.goodput:.1%}",
+        f"seconds to save/restore/next step: {tiers}",
+    ]
+
+
+def _dollars(plan: Plan, cost: Cost) -> list[str]:
+    limit = f" of {usd_of(plan.max_usd)}" if plan.max_usd is not None else ""
+    dated = f", as of {cost.price_as_of}" if cost.price_as_of else ""
+    time = f"{cost.expected_hours:,.4g} of {plan.max_hours:,.4g} h"
+    lines = [f"cost: {usd_of(cost.planned_usd)}{limit}, {time} ({cost.price_basis}{dated})"]
+    hours = f"{cost.expected_hours_low:,.4g} to {cost.expected_hours_high:,.4g} h"
+    if cost.planned_usd_low is not None and cost.planned_usd_high is not None:
+        hours += f", {usd_of(cost.planned_usd_low)} to {usd_of(cost.planned_usd_high)} at that price"
+    lines.append(f"80% interval: {hours}; for the step's time and the failures")
+    ways = (
+        ("on demand", cost.usd_on_demand),
+        ("spot", cost.usd_spot),
+        ("capacity block", cost.usd_capacity_block),
+        ("training plan", cost.usd_training_plan),
+    )
+    known = [f"{name} {usd_of(amount)}" for name, amount in ways if amount is not None]
+    if known:
+        tokens = f"; {usd_of(cost.usd_per_million_tokens)} a million tokens" if cost.usd_per_million_tokens else ""
+        storage = f"; storage {usd_of(cost.storage_usd)} for {cost.storage_gb_months:,.3g} GB-months"
+        lines.append(f"machines: {', '.join(known)}{storage}{tokens}")
     return lines

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from trainyard.errors import InputError
+from trainyard.planner.candidates import Rules
 from trainyard.planner.constants import GIB
 from trainyard.planner.goodput import hours_between_failures
 from trainyard.planner.layout import Layout, Recompute
@@ -217,19 +218,18 @@ def data_parallel_layouts(machines: Machines) -> Iterator[ParallelismSpec]:
 def model_parallel_layouts(job: JobSpec, machines: Machines, shape: ModelShape) -> Iterator[ParallelismSpec]:
     """Tensor parallelism within a host and pipelines over hosts, FSDP over the rest; least splitting first.
 
-    fp8 and compiled mixtures of experts go without tensor parallelism, and so does what is compiled and recomputed.
+    None that the trainer refuses: fp8 and compiled mixtures of experts go without tensor parallelism, and so does what
+    is compiled and recomputed.
     """
-    recomputed = job.training.activation_checkpointing == "full"
-    uncut = job.training.precision == "fp8" or (job.training.compile and (shape.experts > 0 or recomputed))
-    most = 1 if uncut else machines.processes_per_host
+    rules = Rules(job, shape)
     for pipeline in _powers(machines.num_hosts):
         for tensor in _powers(machines.processes_per_host):
-            if tensor > most:
-                continue
             rest, remainder = divmod(machines.world_size, tensor * pipeline)
-            divides = shape.heads % tensor == 0 and shape.kv_heads % tensor == 0 and pipeline <= shape.layers
-            if tensor * pipeline > 1 and not remainder and divides:
-                yield ParallelismSpec(data_shard=rest, tensor=tensor, pipeline=pipeline)
+            if tensor * pipeline == 1 or remainder or not rest:
+                continue
+            layout = ParallelismSpec(data_shard=rest, tensor=tensor, pipeline=pipeline)
+            if rules.accepts(layout):
+                yield layout
 
 
 def _powers(limit: int) -> list[int]:

@@ -21,29 +21,10 @@ from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.strategies.base import Batch
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
-
-FAMILIES = frozenset(
-    {
-        "deepseek_v2",
-        "deepseek_v3",
-        "gemma",
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-    }
-)
-"""Model types whose tokens meet in attention alone, and there through transformers' AttentionInterface (each tested).
-
-A state-space or convolution layer would silently see a cut sequence, so others are refused.
-"""
+from trainyard.spec.support import context_obstacle
 
 OTHER_ATTENTION = ("softcap", "s_aux", "position_bias")
-"""Arguments by which some models ask for more than a mask, a scale and dropout; none of FAMILIES does."""
+"""Arguments by which some models ask for more than a mask, a scale and dropout; none of CONTEXT_FAMILIES does."""
 
 
 @dataclass(frozen=True)
@@ -76,23 +57,14 @@ def shard_batch(batch: Batch, axis: DeviceMesh) -> SequenceShard:
 
 def check(config: PretrainedConfig, job: ResolvedJob) -> None:
     """InputError, in one line, unless the job's sequences, in a model of this configuration, can be cut as it asks."""
-    degree, length, attention = job.parallelism.context, job.spec.data.sequence_length, job.spec.model.attention
-    if config.model_type not in FAMILIES:
-        raise InputError(
-            f"parallelism.context: {degree} is not verified for model_type {config.model_type}: set it to 1, or use"
-            f" one of {', '.join(sorted(FAMILIES))}"
-        )
-    if attention not in ("auto", "sdpa"):
-        raise InputError(
-            f"model.attention: {attention} is not what parallelism.context {degree} computes, which is sdpa over"
-            " exchanged keys and values: set it to auto, or context to 1"
-        )
-    if length % (2 * degree):
-        below = max(length - length % (2 * degree), 2 * degree)
-        raise InputError(
-            f"parallelism.context: {degree} cuts a sequence into {2 * degree} equal pieces, but data.sequence_length is"
-            f" {length}: use {below}, or another multiple of {2 * degree}"
-        )
+    obstacle = context_obstacle(
+        config.model_type,
+        job.parallelism.context,
+        sequence_length=job.spec.data.sequence_length,
+        attention=job.spec.model.attention,
+    )
+    if obstacle is not None:
+        raise InputError(obstacle)
 
 
 def apply(model: PreTrainedModel, axis: DeviceMesh) -> None:

@@ -28,9 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
-
-FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"})
-"""Model types with packed experts that are called as (hidden states, chosen experts, their weights); each tested."""
+from trainyard.spec.support import expert_obstacle
 
 EXPERT_DIM = 0
 """The dimension of an expert weight that the expert and tensor axes split."""
@@ -55,23 +53,9 @@ def build_mesh(layout: ParallelismSpec, device_type: str) -> DeviceMesh:
 
 def check(config: PretrainedConfig, layout: ParallelismSpec) -> None:
     """InputError, in one line, unless a model of this configuration can have its experts spread as `layout` asks."""
-    degree = layout.expert * layout.tensor
-    if layout.pipeline > 1 and layout.pipeline_schedule == "zero_bubble":
-        raise InputError(
-            "parallelism.pipeline_schedule: zero_bubble takes weight gradients apart from the others, which experts on"
-            f" {degree} ranks don't survive: use 1f1b, or set expert and tensor to 1"
-        )
-    # Tensor parallelism alone divides experts too: what is named is what the job set.
-    asked = f"parallelism.expert: {layout.expert}" if layout.expert > 1 else f"parallelism.tensor: {layout.tensor}"
-    if config.model_type not in FAMILIES:
-        raise InputError(
-            f"{asked} needs a mixture of experts that is verified for it, model_type"
-            f" {config.model_type} is not: set it to 1, or use one of {', '.join(sorted(FAMILIES))}"
-        )
-    num_experts = num_experts_of(config)
-    if num_experts % degree:
-        both = f" x tensor {layout.tensor}" if layout.expert > 1 and layout.tensor > 1 else ""
-        raise InputError(f"{asked}{both} does not divide the model's {num_experts} experts: use a divisor")
+    obstacle = expert_obstacle(config.model_type, num_experts_of(config), layout)
+    if obstacle is not None:
+        raise InputError(obstacle)
 
 
 def num_experts_of(config: PretrainedConfig) -> int:

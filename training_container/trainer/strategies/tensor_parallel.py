@@ -33,6 +33,7 @@ from trainer.optimizers.build import local_tensor
 from trainer.strategies import expert_parallel
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.support import EXPERT_FAMILIES
 
 COLUMN, ROW, FUSED, EXPERTS = "colwise", "rowwise", "fused_qkv", "moe_tp_experts"
 """Styles that make a region: columns, rows, query, key and value in one matrix, and experts on different ranks."""
@@ -69,7 +70,7 @@ def check(config: PretrainedConfig, job: ResolvedJob) -> None:
             " set it to 1 and use data_shard or pipeline"
         )
     known = {COLUMN, ROW, FUSED, *WHOLE_STYLES}
-    if config.model_type in expert_parallel.FAMILIES:
+    if config.model_type in EXPERT_FAMILIES:
         known |= {EXPERTS, "packed_colwise"}
     if unknown := sorted(set(plan.values()) - known):
         raise InputError(

@@ -285,7 +285,8 @@ def build_report(
     bitwise_equal = main_run.exact_rows == reference.exact_rows and len(main_run.exact_rows) > 0
     reclaim = main_run.reclaim()
     entropy = float(dataset["validation_unigram_entropy_nats"])
-    assert plan.cost is not None and plan.cost.planned_usd is not None and plan.on_demand is not None
+    assert plan.cost is not None
+    rate = plan.on_demand.usd_per_hour if plan.on_demand is not None else None
     passed = (
         bitwise_equal
         and probed.passed
@@ -327,7 +328,7 @@ def build_report(
         cost=reporting.CostReport(
             planned_usd=plan.cost.planned_usd,
             price_basis=plan.cost.price_basis,
-            run_usd=round(main_run.held_seconds * plan.on_demand.usd_per_hour / 3600, 4),
+            run_usd=None if rate is None else round(main_run.held_seconds * rate / 3600, 4),
         ),
         artifacts=(*main_run.artifacts, (options.output_dir / "loss.png").as_uri()),
         machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",

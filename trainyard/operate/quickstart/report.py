@@ -64,12 +64,12 @@ class IsolationReport(SpecModel):
 class CostReport(SpecModel):
     """What the job would have cost on the planned instances."""
 
-    planned_usd: float
-    """By the plan, before launch."""
+    planned_usd: float | None
+    """By the plan, before launch; null where no price is known that is young enough."""
     price_basis: str
     """Which price, from where, of which day."""
-    run_usd: float
-    """The seconds that the job really held its hosts here, at that price."""
+    run_usd: float | None
+    """The seconds that the job really held its hosts here, at the on-demand price."""
 
 
 class QuickstartReport(SpecModel):

@@ -1,0 +1,106 @@
+"""Plans of jobs with images: sizes exact, memory and time by hand where a hand can, bad sizes in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.hardware import gpu
+from trainyard.planner import plan, search
+from trainyard.planner.communication import Fabric
+from trainyard.planner.convolutions import convolutional_memory, convolutional_step, shape_of_resnet
+from trainyard.planner.layout import Layout
+from trainyard.planner.vision_language import shape_of_vision_language
+from trainyard.spec.job import JobSpec, load_job
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+RESNET_18 = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"}
+A100, LINKS = gpu("A100"), Fabric(8, 300, 50)
+
+
+def resnet(*overrides: str) -> JobSpec:
+    return load_job(JOBS / "resnet50-imagenet.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("config", "params", "gflops"),
+    [({}, 25_557_032, 4.09), (RESNET_18, 11_689_512, 1.81)],
+    ids=["ResNet-50", "ResNet-18"],
+)
+def test_resnets_have_their_published_sizes(config: dict[str, Any], params: int, gflops: float) -> None:
+    shape = shape_of_resnet(config, image_size=224, num_classes=1000)
+    assert shape.params == params
+    # Papers count a multiplication and an addition as one.
+    assert shape.flops_per_image / 3 / 2 / 1e9 == pytest.approx(gflops, rel=0.015)
+
+
+def test_activations_are_two_tensors_a_layer() -> None:
+    shape = shape_of_resnet({}, image_size=224, num_classes=1000)
+    assert shape.activation_elements == pytest.approx(11.1e6, rel=0.01), "11.1 million, as the literature has it"
+    one, two = (
+        convolutional_memory(shape, Layout(micro_batch=size, precision="bf16", optimizer="sgd")) for size in (64, 128)
+    )
+    assert two.activations == 2 * one.activations == pytest.approx(128 * 2 * 2 * shape.activation_elements)
+    assert one.optimizer == 4 * shape.params
+
+
+def test_a_step_grows_with_the_batch_and_never_beats_the_peak() -> None:
+    shape = shape_of_resnet({}, image_size=224, num_classes=1000)
+    times = [
+        convolutional_step(shape, Layout(micro_batch=size, precision="bf16", optimizer="sgd"), A100, LINKS).total
+        for size in (32, 64, 128, 256)
+    ]
+    assert times == sorted(times)
+    assert 256 * shape.flops_per_image / times[-1] < A100.bf16_tflops * 1e12
+    slow = Layout(micro_batch=32, data_parallel=8, precision="bf16", optimizer="sgd")
+    fast_links, slow_links = (convolutional_step(shape, slow, A100, Fabric(1, 300, rate)).total for rate in (50, 0.5))
+    assert slow_links > fast_links
+
+
+def test_the_examples_are_planned() -> None:
+    images = plan(resnet("training.epochs=null", "training.steps=56300"))
+    assert images.unit == "images" and images.tokens is None and images.fits is True
+    assert images.cost is not None and images.cost.usd_per_million_tokens is None
+    assert images.cost.usd_per_million_samples is not None
+    both = plan(load_job(JOBS / "vlm-llava-7b.yaml"))
+    assert both.unit == "tokens" and both.fits is True
+    assert both.params / 1e9 == pytest.approx(7.06, rel=0.01), "Vicuna-7B, CLIP ViT-L/14 and the projector"
+    assert both.cost is None, "in epochs"
+
+
+def test_a_trained_tower_needs_more_of_everything() -> None:
+    frozen, trained = (
+        plan(load_job(JOBS / "vlm-llava-7b.yaml", [f"images.freeze_vision={word}"])) for word in ("true", "false")
+    )
+    for part in ("gradients_gib", "optimizer_gib", "activations_gib"):
+        assert getattr(trained.chosen.memory, part) > getattr(frozen.chosen.memory, part)
+    assert trained.chosen.memory.parameters_gib == frozen.chosen.memory.parameters_gib
+    assert trained.chosen.time is not None and frozen.chosen.time is not None
+    assert trained.chosen.time.step_seconds > frozen.chosen.time.step_seconds
+
+
+def test_an_image_of_336_pixels_is_577_positions() -> None:
+    shape = shape_of_vision_language(load_job(JOBS / "vlm-llava-7b.yaml"))
+    assert shape.image_tokens == 577
+    assert shape.tower_params / 1e6 == pytest.approx(303.5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.config={model_type: vit}"], "only model_type resnet can be planned .given: vit"),
+        (["model.config={model_type: resnet, depths: [3, 4]}"], "hidden_sizes has 4 stages and depths 2"),
+        (["model.config={model_type: resnet, depths: [3, 4, 0, 3]}"], "must be at least 1"),
+        (["model.config={model_type: resnet, layer_type: wide}"], "layer_type 'wide': must be basic or bottleneck"),
+    ],
+)
+def test_what_can_not_be_planned_is_one_line(overrides: list[str], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        plan(resnet(*overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_machines_are_not_searched_for_images() -> None:
+    with pytest.raises(InputError, match="--search: task image_classification"):
+        search(resnet())

@@ -1,0 +1,253 @@
+"""The search: it finds the best of what it looked at, says in words what it rejects, and what it proposes runs."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from trainyard.errors import InputError
+from trainyard.hardware import instance
+from trainyard.planner import plan, resolve, search
+from trainyard.planner.candidates import Rules, layouts, split_of
+from trainyard.planner.reading import machines_of, required_shape
+from trainyard.planner.render_search import render_search
+from trainyard.planner.results import Option, Search
+from trainyard.planner.scaling import scaling
+from trainyard.planner.search import fastest, front_of
+from trainyard.spec.base import apply_overrides, parse
+from trainyard.spec.job import JobSpec, ParallelismSpec
+
+MakeJob = Callable[..., JobSpec]
+EVERY = ("tensor", "pipeline", "context", "expert")
+LLAMA_70B = {"source": "llama-3.1-70b"}
+PRICED = "p4d.24xlarge,p4de.24xlarge,p5.48xlarge"
+
+
+def found_for(job: JobSpec, **options: Any) -> Search:
+    return search(job, instances=PRICED.split(","), **{"max_nodes": 16, **options})
+
+
+def chosen_of(found: Search) -> Option:
+    return next(item for item in found.options if item.chosen)
+
+
+def test_the_chosen_one_is_the_cheapest_within_the_hours(job: MakeJob) -> None:
+    spec = job(training={"steps": 1000})
+    found = found_for(spec, deadline_hours=24)
+    chosen = chosen_of(found)
+    rivals = [item for item in found.options if item.configuration.fits and (item.expected_hours or 1e9) <= 24]
+    assert len(rivals) > 3
+    assert chosen.usd == min(item.usd for item in rivals if item.usd is not None)
+    assert found.options[0] is chosen and chosen.on_front
+    assert chosen.verdict == "chosen: the cheapest within 24 h"
+
+
+def test_a_shorter_deadline_never_costs_less_and_an_impossible_one_chooses_nothing(job: MakeJob) -> None:
+    spec = job(training={"steps": 1000})
+    by_deadline = [found_for(spec, deadline_hours=hours) for hours in (48, 12, 4)]
+    costs = [chosen_of(found).usd or 0.0 for found in by_deadline]
+    assert costs == sorted(costs)
+    none = found_for(spec, deadline_hours=0.001)
+    assert not any(item.chosen for item in none.options) and none.overrides == () and none.alternatives == ()
+    assert any("nothing keeps to 0.001 h: the fastest takes" in note for note in none.notes)
+    slow = [item for item in none.options if item.configuration.fits]
+    assert slow and all(item.verdict.startswith("too slow: ") for item in slow)
+
+
+def test_a_budget_is_kept(job: MakeJob) -> None:
+    spec = job(training={"steps": 1000}, budget={"max_usd": 1.0})
+    found = found_for(spec, deadline_hours=24 * 28)
+    assert not any(item.chosen for item in found.options)
+    assert any(item.verdict.startswith("too dear: $") for item in found.options)
+
+
+def test_nobody_on_the_front_is_beaten_and_everybody_off_it_is(job: MakeJob) -> None:
+    options = [item for item in found_for(job(training={"steps": 1000})).options if item.usd is not None]
+
+    def beats(one: Option, other: Option) -> bool:
+        assert one.usd is not None and other.usd is not None
+        hours, others = one.expected_hours or 0.0, other.expected_hours or 0.0
+        return one.usd <= other.usd and hours <= others and (one.usd < other.usd or hours < others)
+
+    for item in options:
+        assert item.on_front is not any(beats(other, item) for other in options if other is not item)
+    assert front_of([]) == []
+
+
+def test_what_does_not_fit_says_so_in_words(job: MakeJob) -> None:
+    found = search(job(model=LLAMA_70B), instances=["p5.48xlarge"], max_nodes=1)
+    rejected = found.options[-1]
+    assert rejected.configuration.fits is False and rejected.usd is None
+    assert rejected.verdict.startswith("does not fit")
+    assert "GiB of" in rejected.verdict and "; " in rejected.verdict
+
+
+def test_offloading_is_the_last_resort_and_host_memory_counts(job: MakeJob) -> None:
+    small = {"instance_type": "ml.p4d.24xlarge", "instance_count": 1}
+    offloaded = fastest(job(model={"source": "llama-2-13b"}, compute=small, data={"sequence_length": 2048}))
+    assert offloaded is not None
+    if offloaded.parallelism.offload == "cpu":
+        assert offloaded.host.offloaded_gib > 100
+    stated = {"engine": "deepspeed", "data_replicate": 8, "zero_stage": 3, "offload": "cpu"}
+    whole = plan(job(model=LLAMA_70B, compute=small, parallelism=stated))
+    needed = 70.554e9 * 16 * 1.5 / 2**30
+    assert whole.chosen.host.offloaded_gib == pytest.approx(needed, rel=1e-3)
+    assert whole.fits is False
+    assert whole.chosen.host.total_gib > (whole.chosen.host.available_gib or 0)
+
+
+def test_the_host_is_named_where_it_is_what_is_too_small(job: MakeJob) -> None:
+    stated = {"engine": "deepspeed", "data_replicate": 8, "zero_stage": 3, "offload": "cpu"}
+    small = {"instance_type": "ml.p5.48xlarge", "instance_count": 1}
+    spec = job(
+        model={"source": "llama-3.1-70b"},
+        compute=small,
+        parallelism={**stated, "zero": {"offload_parameters": "cpu"}},
+        training={"micro_batch_size": 1, "activation_checkpointing": "full"},
+    )
+    verdict = plan(spec).chosen.verdict
+    assert "does not fit the host: " in verdict and "GiB of 2048; offloaded 1774" in verdict
+    assert pytest.approx(70.554e9 * 18 * 1.5 / 2**30, abs=1) == 1774
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ({"source": None, "config": {"model_type": "phi3"}}, EVERY),
+        ({"source": None, "config": {"model_type": "opt"}}, EVERY),
+        ({"source": "llama-3.1-8b"}, ("expert",)),
+        ({"source": "mixtral-8x7b"}, ()),
+    ],
+    ids=["phi3", "opt", "llama", "mixtral"],
+)
+def test_what_the_trainer_refuses_is_not_proposed(
+    job: MakeJob, model: dict[str, Any], refused: tuple[str, ...]
+) -> None:
+    spec = job(model=model, data={"sequence_length": 16384})
+    shape = required_shape(spec)
+    found = layouts(spec, machines_of(spec), shape, Rules(spec, shape))
+    used = {axis for axis in EVERY for item in found if getattr(item, axis) > 1}
+    assert used == set(EVERY) - set(refused)
+
+
+def test_layouts_multiply_to_the_ranks_divide_the_batch_and_are_valid(job: MakeJob) -> None:
+    spec = job(model={"source": "mixtral-8x7b"}, data={"sequence_length": 8192})
+    shape = required_shape(spec)
+    found = layouts(spec, machines_of(spec), shape, Rules(spec, shape))
+    assert len(found) > 50
+    assert [split_of(item) for item in found] == sorted(split_of(item) for item in found)
+    assert len({item.model_dump_json() for item in found}) == len(found)
+    for item in found:
+        assert item.world_size == 128 and 512 % item.data_parallel_size == 0
+        assert ParallelismSpec.model_validate(item.model_dump()) == item
+
+
+@pytest.mark.parametrize(
+    ("sections", "never"),
+    [
+        ({"training": {"precision": "fp8"}}, "tensor"),
+        ({"training": {"compile": True}, "model": {"source": "mixtral-8x7b"}}, "tensor"),
+        ({"training": {"compile": True}, "model": {"source": "mixtral-8x7b"}}, "expert"),
+        ({"training": {"optimizer": {"kind": "muon"}}}, "deepspeed"),
+        ({"training": {"on_anomaly": "skip"}}, "deepspeed"),
+        ({"model": {"adapter": {"kind": "qlora"}}}, "deepspeed"),
+    ],
+)
+def test_what_the_job_asks_for_rules_layouts_out(job: MakeJob, sections: dict[str, Any], never: str) -> None:
+    spec = job(**sections)
+    shape = required_shape(spec)
+    found = layouts(spec, machines_of(spec), shape, Rules(spec, shape))
+    assert found
+    if never == "deepspeed":
+        assert not [item for item in found if item.engine == "deepspeed"]
+    else:
+        assert not [item for item in found if getattr(item, never) > 1]
+    plain = job()
+    rules = Rules(plain, required_shape(plain))
+    others = layouts(plain, machines_of(plain), required_shape(plain), rules)
+    assert [item for item in others if item.engine == "deepspeed"]
+
+
+def test_run_it_says_what_runs_as_chosen(job: MakeJob) -> None:
+    found = found_for(job(training={"steps": 1000}), deadline_hours=24)
+    chosen = chosen_of(found)
+    moved = parse(JobSpec, apply_overrides(job(training={"steps": 1000}).model_dump(mode="json"), found.overrides), "x")
+    again = plan(moved).chosen
+    assert again.parallelism == chosen.configuration.parallelism
+    assert again.time is not None and chosen.configuration.time is not None
+    assert again.time.step_seconds == pytest.approx(chosen.configuration.time.step_seconds)
+    assert resolve(moved).num_hosts == chosen.instance_count
+
+
+def test_the_fastest_is_no_slower_than_what_plan_lists(job: MakeJob) -> None:
+    for sections in ({}, {"model": LLAMA_70B}, {"model": {"source": "mixtral-8x7b"}}):
+        spec = job(**sections)
+        best = fastest(spec)
+        listed = [item.time.step_seconds for item in plan(spec).configurations if item.fits and item.time]
+        assert best is not None and best.time is not None
+        assert best.time.step_seconds <= min(listed) * (1 + 1e-9)
+
+
+def test_types_without_a_price_are_named_and_can_be_asked_for(job: MakeJob) -> None:
+    spec = job(model={"source": "gpt2"}, training={"steps": 1000, "global_batch_size": 64})
+    usual = search(spec, max_nodes=1)
+    assert any("types without a price in us-east-1 were left out" in note for note in usual.notes)
+    assert all(item.usd is not None for item in usual.options if item.configuration.fits)
+    asked = search(spec, instances=["ml.g5.12xlarge"], max_nodes=4)
+    assert {item.instance_type for item in asked.options} == {"ml.g5.12xlarge"}
+    assert all(item.usd is None for item in asked.options)
+    assert chosen_of(asked).verdict.startswith("chosen: the fastest; no price is known within")
+
+
+def test_a_type_without_efa_is_taken_alone(job: MakeJob) -> None:
+    spec = job(model={"source": "gpt2"}, training={"global_batch_size": 64})
+    found = search(spec, instances=["g5.2xlarge"], max_nodes=8)
+    assert [item.instance_count for item in found.options] == [1]
+    assert instance("g5.2xlarge").efa_interfaces == 0
+
+
+def test_a_job_in_epochs_is_ranked_by_a_thousand_steps(job: MakeJob) -> None:
+    found = found_for(job(training={"steps": None, "epochs": 3}), max_nodes=2)
+    assert any("1,000 steps" in note for note in found.notes)
+    assert chosen_of(found).usd is not None
+
+
+def test_a_search_survives_json_and_is_printed(job: MakeJob) -> None:
+    found = found_for(job(model=LLAMA_70B, training={"steps": 1000}), deadline_hours=24 * 28)
+    assert Search.model_validate_json(found.model_dump_json()) == found
+    console = Console(width=240, record=True, force_terminal=False)
+    console.print(render_search(found))
+    text = console.export_text()
+    assert "-> " in text and "run it: trainyard launch JOB.yaml --set 'compute.instance_type=" in text
+    assert "does not fit" in text and "as of 20" in text and "slower and dearer than" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"instances": ["p5.47xlarge"]}, "unknown instance type 'p5.47xlarge'"),
+        ({"instances": ["trn1.32xlarge"]}, "--instances trn1.32xlarge: has Trainium"),
+        ({"region": "eu-west-1"}, r"no price is known in eu-west-1.*prices refresh --region eu-west-1"),
+        ({"max_nodes": 0}, "--max-nodes 0: must be at least 1"),
+        ({"deadline_hours": -1.0}, "--deadline-hours -1: must be above 0"),
+        ({"deadline_hours": float("nan")}, "--deadline-hours nan: must be above 0"),
+    ],
+)
+def test_wrong_options_are_one_line(job: MakeJob, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        search(job(), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_scaling_falls_and_more_machines_are_faster_together(job: MakeJob) -> None:
+    spec = job(model={"source": "llama-2-7b"}, compute={"instance_count": 4})
+    for weak in (False, True):
+        points = scaling(spec, weak=weak)
+        assert [point.num_machines for point in points] == [1, 2, 4, 8]
+        assert points[0].efficiency == 1.0
+        for fewer, more in itertools.pairwise(points):
+            assert more.tokens_per_second > fewer.tokens_per_second
+            assert more.low < more.tokens_per_second < more.high
+            assert more.efficiency < 1.03

@@ -1,0 +1,190 @@
+"""Every sensible layout of a job on given machines: none that the trainer would refuse.
+
+Degrees are powers of two; tensor parallelism stays inside a host, where its links are. Layouts come with the least
+splitting of the model first.
+"""
+
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from trainyard.errors import InputError
+from trainyard.planner.reading import Machines, check_shape, model_type_of
+from trainyard.planner.shapes import ModelShape
+from trainyard.spec.job import JobSpec, ParallelismSpec, ZeroSpec
+from trainyard.spec.support import (
+    TENSOR_FAMILIES,
+    context_obstacle,
+    deepspeed_obstacles,
+    expert_obstacle,
+    pipeline_obstacle,
+)
+
+LEAST_CONTEXT_TOKENS = 2048
+"""Tokens of a sequence that a rank keeps under context parallelism: less leaves it nothing to compute."""
+
+MOST_PIPELINE = 32
+
+FP8_MULTIPLE = 16
+"""Tokens that 8-bit products come in."""
+
+
+class Rules:
+    """What the trainer accepts of layouts for one job: the same functions that it asks itself."""
+
+    def __init__(self, job: JobSpec, shape: ModelShape) -> None:
+        self._job, self._shape = job, shape
+        self._model_type = model_type_of(job) or ""
+        self._has_deepspeed = next(deepspeed_obstacles(job), None) is None
+        config = job.model.config or {}
+        # Some families have no key/value heads of their own, and a configuration that states them all the same.
+        self._stated_kv_heads = config.get("num_key_value_heads") or 0
+        self._balances_router = bool(config.get("output_router_logits"))
+        self._fields = {name: getattr(job, name) for name in JobSpec.model_fields}
+
+    def accepts(self, layout: ParallelismSpec) -> bool:
+        """Whether the trainer runs the layout at all, with some batch."""
+        if layout.engine == "deepspeed":
+            return self._has_deepspeed
+        try:
+            check_shape(layout, self._shape)
+        except InputError:
+            return False
+        return not any(self._obstacles(layout)) and self._is_valid(layout)
+
+    def _obstacles(self, layout: ParallelismSpec) -> Iterator[bool]:
+        """For each axis that splits the model, whether the trainer can't."""
+        shape, job = self._shape, self._job
+        if layout.tensor > 1:
+            yield not self._cuts_matrices(layout.tensor)
+        if layout.pipeline > 1:
+            yield self._pipeline_obstacle(layout, layout.pipeline, "none") is not None
+        if layout.context > 1:
+            length, attention = job.data.sequence_length, job.model.attention
+            obstacle = context_obstacle(self._model_type, layout.context, sequence_length=length, attention=attention)
+            yield obstacle is not None
+        if layout.expert > 1 or (layout.tensor > 1 and shape.experts):
+            yield not self._spreads_experts(layout)
+        if self._balances_router:
+            yield max(layout.tensor, layout.pipeline, layout.context) > 1
+
+    def accepts_batch(
+        self, layout: ParallelismSpec, *, micro_batch: int, num_micro_batches: int, recompute: str
+    ) -> bool:
+        """Whether an accepted layout takes these micro-batches and this recomputation."""
+        job = self._job
+        if layout.pipeline > 1 and self._pipeline_obstacle(layout, num_micro_batches, recompute):
+            return False
+        if job.training.compile and (recompute == "selective" or (layout.tensor > 1 and recompute == "full")):
+            return False
+        tokens = micro_batch * job.data.sequence_length // layout.context
+        return job.training.precision != "fp8" or tokens % FP8_MULTIPLE == 0
+
+    def _pipeline_obstacle(self, layout: ParallelismSpec, num_micro_batches: int, recompute: str) -> str | None:
+        return pipeline_obstacle(
+            self._model_type, self._shape.layers, layout, num_micro_batches=num_micro_batches, recompute=recompute
+        )
+
+    def _cuts_matrices(self, degree: int) -> bool:
+        job, shape = self._job, self._shape
+        adapter = job.model.adapter
+        if self._model_type not in TENSOR_FAMILIES or (adapter is not None and adapter.kind == "qlora"):
+            return False
+        if job.training.compile and shape.experts:
+            return False
+        widths = (shape.ffn, shape.moe_ffn, shape.shared_ffn, self._stated_kv_heads)
+        return all(width % degree == 0 for width in widths)
+
+    def _spreads_experts(self, layout: ParallelismSpec) -> bool:
+        if expert_obstacle(self._model_type, self._shape.experts, layout) is not None:
+            return False
+        # The ranks that hold a copy of an expert split its weights further.
+        copies = layout.data_shard * layout.context // layout.expert
+        return self._shape.hidden % copies == 0
+
+    def _is_valid(self, layout: ParallelismSpec) -> bool:
+        """What the job's own validators say of 8-bit products, compiled blocks, and so on."""
+        try:
+            JobSpec(**{**self._fields, "parallelism": layout})
+        except ValidationError:
+            return False
+        return True
+
+
+def powers(limit: int) -> list[int]:
+    """1, 2, 4, ... up to `limit`."""
+    return [1 << exponent for exponent in range(limit.bit_length())]
+
+
+def layouts(job: JobSpec, machines: Machines, shape: ModelShape, rules: Rules) -> list[ParallelismSpec]:
+    """The layouts of all ranks, the model split least first."""
+    found = [item for item in _torch_layouts(job, machines, shape) if rules.accepts(item)]
+    found += [item for item in _deepspeed_layouts(machines) if rules.accepts(item)]
+    batch = job.training.global_batch_size
+    return sorted((item for item in found if batch % item.data_parallel_size == 0), key=split_of)
+
+
+def split_of(layout: ParallelismSpec) -> int:
+    """Ranks that work on one sequence."""
+    return layout.tensor * layout.pipeline * layout.context
+
+
+def offloading_layouts(job: JobSpec, machines: Machines, rules: Rules) -> list[ParallelismSpec]:
+    """DeepSpeed with its optimizer, and its weights too, in the host's memory: for what fits in no other way."""
+    world = machines.world_size
+    found = [
+        ParallelismSpec(engine="deepspeed", data_replicate=world, zero_stage=2, offload="cpu"),
+        ParallelismSpec(engine="deepspeed", data_replicate=world, zero_stage=3, offload="cpu"),
+        ParallelismSpec(
+            engine="deepspeed",
+            data_replicate=world,
+            zero_stage=3,
+            offload="cpu",
+            zero=ZeroSpec(offload_parameters="cpu"),
+        ),
+    ]
+    return [item for item in found if rules.accepts(item) and job.training.global_batch_size % world == 0]
+
+
+def _deepspeed_layouts(machines: Machines) -> Iterator[ParallelismSpec]:
+    """ZeRO-1 and 2; stage 3 is FSDP under another name."""
+    if machines.world_size > 1:
+        for stage in (1, 2):
+            yield ParallelismSpec(engine="deepspeed", data_replicate=machines.world_size, zero_stage=stage)
+
+
+def _torch_layouts(job: JobSpec, machines: Machines, shape: ModelShape) -> Iterator[ParallelismSpec]:
+    world, per_host = machines.world_size, machines.processes_per_host
+    contexts = powers(max(1, job.data.sequence_length // LEAST_CONTEXT_TOKENS))
+    for tensor in (size for size in powers(per_host) if per_host % size == 0):
+        for context in contexts:
+            for pipeline in powers(min(MOST_PIPELINE, shape.layers)):
+                data, rest = divmod(world, tensor * context * pipeline)
+                if rest or not data:
+                    continue
+                for schedule in ("1f1b", "interleaved_1f1b") if pipeline > 1 else ("1f1b",):
+                    for expert in powers(shape.experts or 1):
+                        yield from _data_layouts(
+                            ParallelismSpec.model_construct(
+                                **{
+                                    **_DEFAULTS,
+                                    "tensor": tensor,
+                                    "context": context,
+                                    "pipeline": pipeline,
+                                    "pipeline_schedule": schedule,
+                                    "expert": expert,
+                                }
+                            ),
+                            data,
+                            max(1, per_host // (tensor * context)),
+                        )
+
+
+_DEFAULTS = dict(ParallelismSpec())
+
+
+def _data_layouts(layout: ParallelismSpec, data: int, within_host: int) -> Iterator[ParallelismSpec]:
+    """The remaining ranks as copies, as shards within hosts and copies over them, and as shards; least first."""
+    for shard in sorted({1, min(data, within_host), data}):
+        if data % shard == 0 and shard * layout.context % layout.expert == 0:
+            yield layout.model_copy(update={"data_shard": shard, "data_replicate": data // shard})

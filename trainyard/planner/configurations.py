@@ -1,0 +1,132 @@
+"""One configuration of a job as a document: memory, time, whether it fits, and why it is not the chosen one."""
+
+import dataclasses
+
+from trainyard.hardware import Instance
+from trainyard.planner.communication import fabric_of
+from trainyard.planner.constants import GIB
+from trainyard.planner.host_memory import SYSTEM_GIB, HostMemory, host_memory
+from trainyard.planner.layout import Layout
+from trainyard.planner.memory import PARTS, Memory, memory
+from trainyard.planner.reading import Machines
+from trainyard.planner.resolve import num_steps
+from trainyard.planner.results import Configuration, HostMemoryPlan, MemoryPlan, TimePlan
+from trainyard.planner.shapes import ModelShape
+from trainyard.planner.timing import step_time, time_spread
+from trainyard.spec.job import JobSpec, ParallelismSpec
+
+SAME_SPEED = 0.02
+"""Step times closer than this are no reason to prefer one."""
+
+
+def configuration(
+    job: JobSpec, parallelism: ParallelismSpec, layout: Layout, machines: Machines, shape: ModelShape
+) -> Configuration:
+    """The layout's memory and time on the machines; no verdict yet."""
+    use = memory(shape, layout)
+    host = host_memory(shape, layout, machines.processes_per_host, asynchronous_saves=job.checkpoint.asynchronous)
+    machine = machines.instance
+    available = machine.gpu.memory_gib if machine and machine.gpu else None
+    return Configuration(
+        layout=layout.words(),
+        parallelism=parallelism,
+        micro_batch_size=layout.micro_batch,
+        gradient_accumulation_steps=layout.num_micro_batches,
+        activation_checkpointing=layout.recompute,
+        memory=memory_plan(use, available),
+        host=host_plan(host, machines),
+        time=_time_plan(job, layout, machines, shape),
+        fits=fits_both(use, host, machine),
+        chosen=False,
+        verdict="",
+    )
+
+
+def fits_both(use: Memory, host: HostMemory, machine: Instance | None) -> bool | None:
+    """Whether GPU and host hold it; None where the machine isn't known."""
+    if machine is None or machine.gpu is None:
+        return None
+    return use.needed <= machine.gpu.memory_gib * GIB and host.needed <= machine.memory_gib * GIB
+
+
+def memory_plan(use: Memory, available_gib: float | None) -> MemoryPlan:
+    """The document of a GPU's memory."""
+    parts = {f"{name}_gib": getattr(use, name) / GIB for name in PARTS}
+    parts["workspace_gib"] += (use.needed - use.margin - use.allocated) / GIB
+    return MemoryPlan(**parts, margin_gib=use.margin / GIB, total_gib=use.needed / GIB, available_gib=available_gib)
+
+
+def host_plan(host: HostMemory, machines: Machines) -> HostMemoryPlan:
+    """The document of a host's memory."""
+    parts = {f"{name}_gib": value / GIB for name, value in dataclasses.asdict(host).items()}
+    total = host.needed / GIB
+    return HostMemoryPlan(
+        **parts,
+        total_gib=total,
+        rank_gib=(total - SYSTEM_GIB) / machines.processes_per_host,
+        available_gib=machines.instance.memory_gib if machines.instance is not None else None,
+    )
+
+
+def _time_plan(job: JobSpec, layout: Layout, machines: Machines, shape: ModelShape) -> TimePlan | None:
+    if machines.instance is None or machines.instance.gpu is None:
+        return None
+    device = machines.instance.gpu
+    time = step_time(shape, layout, device, fabric_of(machines.instance))
+    spread = time_spread(shape, layout, device)
+    tokens = layout.global_batch * layout.sequence_length
+    steps = num_steps(job)
+    work = shape.flops_per_token(layout.sequence_length) * (1.0 if layout.method == "full" else 2 / 3)
+    peak = device.peak_tflops(layout.precision) * 1e12 * layout.world_size
+    return TimePlan(
+        step_seconds=time.total,
+        step_seconds_low=time.total / spread,
+        step_seconds_high=time.total * spread,
+        breakdown_seconds=time.breakdown(),
+        tokens_per_second=tokens / time.total,
+        mfu=work * tokens / time.total / peak,
+        hours=steps * time.total / 3600 if steps is not None else None,
+    )
+
+
+def largest_part(use: MemoryPlan) -> str:
+    """The category that takes most, with its GiB: "activations 52.0"."""
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+    name = max(names, key=lambda part: getattr(use, f"{part}_gib"))
+    return f"{name} {getattr(use, f'{name}_gib'):.1f}"
+
+
+def does_not_fit(item: Configuration) -> str:
+    """Why a configuration that doesn't fit doesn't: the GPU's memory, else the host's."""
+    use, host = item.memory, item.host
+    if use.available_gib is not None and use.total_gib > use.available_gib:
+        return f"does not fit: {use.total_gib:.1f} GiB of {use.available_gib:.1f}; {largest_part(use)}"
+    parts = {"processes": host.processes_gib, "copies of a save": host.checkpoint_gib, "offloaded": host.offloaded_gib}
+    name = max(parts, key=lambda part: parts[part])
+    have = "?" if host.available_gib is None else f"{host.available_gib:.0f}"
+    return f"does not fit the host: {host.total_gib:.0f} GiB of {have}; {name} {parts[name]:.0f}"
+
+
+def chosen_verdict(item: Configuration, reason: str) -> str:
+    """Why the chosen one is chosen."""
+    return f"{reason}, but {does_not_fit(item)}" if item.fits is False else f"chosen: {reason}"
+
+
+def verdict_of(item: Configuration, chosen: Configuration) -> str:
+    """Why another configuration of the same machines isn't the chosen one."""
+    if item.fits is False:
+        return does_not_fit(item)
+    assert item.time is not None and chosen.time is not None
+    ratio = item.time.step_seconds / chosen.time.step_seconds
+    if abs(ratio - 1) < SAME_SPEED:
+        return "as fast by this estimate, with another split"
+    if ratio >= 1:
+        return f"{ratio - 1:.0%} slower; {largest_loss(item.time)}"
+    return f"{1 - ratio:.0%} faster by this estimate; state it in parallelism to choose it"
+
+
+def largest_loss(time: TimePlan) -> str:
+    """What of a step is not computing, and most: "bubble takes 12% of a step"."""
+    losses = {name: value for name, value in time.breakdown_seconds.items() if name not in ("forward", "backward")}
+    name = max(losses, key=lambda part: losses[part])
+    return f"{name.replace('_', ' ')} takes {losses[name] / time.step_seconds:.0%} of a step"

@@ -1,0 +1,205 @@
+"""The few shapes that the plan's page is drawn with: SVG as text, no script, nothing loaded."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+WIDTH = 960
+"""Of every picture, in SVG's units."""
+
+LABEL_WIDTH = 250
+"""Left of the bars, for their names."""
+
+CHARACTER_WIDTH = 6.6
+"""Of a 12-unit character, roughly: texts are cut where they would run into what stands beside them."""
+
+COLOURS = (
+    "#3b6fb6",
+    "#e08a2e",
+    "#4a9d5b",
+    "#b5493f",
+    "#7d62a8",
+    "#8a6d5a",
+    "#c96fa6",
+    "#7f8790",
+    "#b3a53a",
+    "#3a9fb0",
+)
+
+
+@dataclass
+class Picture:
+    """Shapes in the order that they are drawn."""
+
+    height: float
+    title: str
+    parts: list[str] = field(default_factory=list)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        anchor: str = "start",
+        size: int = 12,
+        colour: str = "#222",
+        most: float = 0,
+    ) -> None:
+        """Words at a place, cut to `most` units of width where that is given."""
+        fits = int(most / (CHARACTER_WIDTH * size / 12)) if most else 0
+        shown = words if not fits or len(words) <= fits else words[: max(1, fits - 1)] + "…"
+        self.parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">'
+            f"{escape(shown)}</text>"
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, colour: str, tip: str = "") -> None:
+        """A filled rectangle, with words that appear over it."""
+        tips = f"<title>{escape(tip)}</title>" if tip else ""
+        self.parts.append(
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(0.0, width):.2f}" height="{height:.2f}" fill="{colour}">'
+            f"{tips}</rect>"
+        )
+
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, *, colour: str = "#888", width: float = 1, dash: str = ""
+    ) -> None:
+        """A straight line."""
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        self.parts.append(
+            f'<line x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}" stroke="{colour}" '
+            f'stroke-width="{width}"{dashes}/>'
+        )
+
+    def path(self, points: Sequence[tuple[float, float]], *, colour: str, dash: str = "") -> None:
+        """A line through points."""
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        where = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        self.parts.append(f'<polyline points="{where}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
+
+    def area(self, points: Sequence[tuple[float, float]], *, colour: str) -> None:
+        """A pale surface: where a value may lie."""
+        where = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        self.parts.append(f'<polygon points="{where}" fill="{colour}" fill-opacity="0.15"/>')
+
+    def dot(self, x: float, y: float, radius: float, colour: str, tip: str) -> None:
+        """A point with words that appear over it."""
+        self.parts.append(
+            f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius}" fill="{colour}"><title>{escape(tip)}</title></circle>'
+        )
+
+    def whisker(self, x1: float, x2: float, y: float, *, size: float = 5) -> None:
+        """An interval from left to right."""
+        self.line(x1, y, x2, y, colour="#111", width=1.5)
+        for x in (x1, x2):
+            self.line(x, y - size, x, y + size, colour="#111", width=1.5)
+
+    def svg(self) -> str:
+        """The picture."""
+        return (
+            f'<svg viewBox="0 0 {WIDTH} {self.height:.0f}" role="img" aria-label="{escape(self.title)}" '
+            f'font-family="system-ui, sans-serif">{"".join(self.parts)}</svg>'
+        )
+
+
+def legend(picture: Picture, names: Sequence[str], y: float) -> float:
+    """Colours and what they mean, in rows; where the last row ends."""
+    x = 10.0
+    for index, name in enumerate(names):
+        width = 22 + len(name) * CHARACTER_WIDTH
+        if x + width > WIDTH - 10:
+            x, y = 10.0, y + 20
+        picture.box(x, y - 10, 12, 12, COLOURS[index % len(COLOURS)])
+        picture.text(x + 16, y, name)
+        x += width + 14
+    return y + 14
+
+
+def ticks(most: float, count: int = 5) -> list[float]:
+    """Round numbers from 0 to about `most`."""
+    if not math.isfinite(most) or most <= 0:
+        return [0.0]
+    raw = most / count
+    unit = 10 ** math.floor(math.log10(raw))
+    step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw)
+    return [step * index for index in range(math.floor(most / step + 1e-9) + 1)]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A value's place on an axis."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    logarithmic: bool = False
+
+    def at(self, value: float) -> float:
+        """The place of a value, kept on the axis."""
+        low, high = self.low, self.high
+        if self.logarithmic:
+            value, low, high = (math.log(max(item, 1e-12)) for item in (value, low, high))
+        share = 0.5 if high == low else (value - low) / (high - low)
+        return self.start + (self.end - self.start) * min(1.0, max(0.0, share))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stacked bar: the parts' values, an interval of their sum, and words behind it."""
+
+    name: str
+    parts: Sequence[float]
+    low: float | None = None
+    high: float | None = None
+    after: str = ""
+    marked: bool = False
+
+
+def stacked_bars(
+    title: str,
+    unit: str,
+    names: Sequence[str],
+    bars: Sequence[Bar],
+    *,
+    limit: float | None = None,
+    limit_name: str = "",
+) -> str:
+    """Bars from left to right, one below the other, all on one scale; a dashed line where a limit is."""
+    picture = Picture(0, title)
+    top = legend(picture, names, 16) + 14
+    behind = 130
+    most = max([sum(bar.parts) for bar in bars] + [bar.high or 0.0 for bar in bars] + [limit or 0.0])
+    scale = Scale(0.0, most * 1.02 or 1.0, LABEL_WIDTH, WIDTH - behind)
+    y = top
+    for bar in bars:
+        colour = "#111" if bar.marked else "#444"
+        picture.text(LABEL_WIDTH - 8, y + 15, bar.name, anchor="end", colour=colour, most=LABEL_WIDTH - 16)
+        x = scale.at(0)
+        total = 0.0
+        for index, value in enumerate(bar.parts):
+            total += value
+            end = scale.at(total)
+            tip = f"{names[index]}: {value:.3g} {unit}"
+            picture.box(x, y, end - x, 20, COLOURS[index % len(COLOURS)], tip)
+            x = end
+        if bar.low is not None and bar.high is not None:
+            picture.whisker(scale.at(bar.low), scale.at(bar.high), y + 10)
+        furthest = max(x, scale.at(bar.high or 0.0), scale.at(limit or 0.0) if limit else 0.0)
+        picture.text(furthest + 6, y + 15, bar.after, colour=colour, most=WIDTH - furthest - 8)
+        y += 28
+    for value in ticks(most):
+        place = scale.at(value)
+        picture.line(place, top - 4, place, y, colour="#ddd")
+        picture.text(place, y + 16, f"{value:g}", anchor="middle", colour="#666")
+    picture.text(WIDTH - behind + 40, y + 16, unit, colour="#666")
+    if limit is not None:
+        place = scale.at(limit)
+        picture.line(place, top - 6, place, y, colour="#b00", width=2, dash="5 4")
+        picture.text(place, y + 34, limit_name, anchor="middle", colour="#b00")
+    picture.height = y + 44
+    # The grid lies under the bars.
+    picture.parts.sort(key=lambda part: 0 if 'stroke="#ddd"' in part else 1)
+    return picture.svg()

@@ -1,0 +1,486 @@
+"""The search: one job on every sensible machine, count and layout; what is fastest, what is cheapest, why others lost.
+
+Of each machine (type and count) the fastest configuration that fits stands for it. Of these, some are beaten by another
+one in time and in dollars; the rest is the front. Chosen is the cheapest that keeps to the hours and dollars asked for.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from trainyard.errors import InputError
+from trainyard.hardware import DEFAULT_REGION, Instance, PriceBook, instance, instance_types
+from trainyard.planner.candidates import Rules, layouts, offloading_layouts, powers, split_of
+from trainyard.planner.communication import fabric_of
+from trainyard.planner.configurations import configuration, does_not_fit, fits_both, verdict_of
+from trainyard.planner.host_memory import host_memory
+from trainyard.planner.layout import Layout, Recompute
+from trainyard.planner.memory import Memory, memory
+from trainyard.planner.money import cost_of, goodput_of, quotes_of, saved_params, todays_book
+from trainyard.planner.reading import Machines, layout_of, machines_of, required_shape
+from trainyard.planner.resolve import (
+    check_precision,
+    levels,
+    micro_batch_choices,
+    num_steps,
+    sequences_per_rank,
+)
+from trainyard.planner.results import Configuration, Option, Search
+from trainyard.planner.shapes import ModelShape
+from trainyard.planner.timing import step_time
+from trainyard.spec.job import JobSpec, ParallelismSpec
+
+MOST_FURTHER_SPLITTING = 4
+"""Layouts that split the model further than this, times the least splitting that fits, only add communication."""
+
+LEAST_MOST_NODES = 16
+"""Machines that are looked at where nobody says how many: up to so many, or twice the job's own number."""
+
+STEPS_OF_ENDLESS = 1000
+"""A job in epochs has no known length: hours and dollars are of so many steps."""
+
+NUM_ALTERNATIVES = 8
+"""Other configurations of the chosen machines that are kept, with why they lost."""
+
+SAME_MONEY = 0.005
+"""Hours and dollars closer than this are the same."""
+
+
+def search(
+    job: JobSpec,
+    *,
+    instances: Sequence[str] = (),
+    max_nodes: int | None = None,
+    deadline_hours: float | None = None,
+    region: str = DEFAULT_REGION,
+    book: PriceBook | None = None,
+) -> Search:
+    """The machines and layouts for a job, ranked; InputError in one line for a wrong option or model.
+
+    `instances`: the types to look at; default: those with a price, and the job's own. `max_nodes`: default twice the
+    job's own number, at least 16. `deadline_hours`: default the job's compute.max_hours.
+    """
+    if job.task != "causal_lm":
+        raise InputError(f"--search: task {job.task}: machines are searched for causal_lm alone; plan without it")
+    shape = required_shape(job)
+    if max_nodes is not None and max_nodes < 1:
+        raise InputError(f"--max-nodes {max_nodes}: must be at least 1")
+    if deadline_hours is not None and not 0 < deadline_hours < math.inf:
+        raise InputError(f"--deadline-hours {deadline_hours:g}: must be above 0")
+    book = book or todays_book()
+    types, left_out = _types(job, instances, region, book)
+    most = max_nodes or max(LEAST_MOST_NODES, 2 * job.compute.instance_count)
+    looked = _Searched(shape=shape, region=region, book=book)
+    options = [
+        option for moved in _moved(job, types, most) if (option := looked.option(moved, machines_of(moved))) is not None
+    ]
+    if not options:
+        batch = job.training.global_batch_size
+        raise InputError(f"training.global_batch_size {batch}: no layout of up to {most} machines divides it")
+    limit = deadline_hours or job.compute.max_hours
+    budget = job.budget.max_usd if job.budget else None
+    ranked = _ranked(options, limit, budget)
+    chosen = next((item for item in ranked if item.chosen), None)
+    notes = []
+    if left_out:
+        notes.append(
+            f"{len(left_out)} types without a price in {region} were left out (name them: --instances "
+            f"{','.join(left_out[:3])}...); newer prices: trainyard prices refresh"
+        )
+    if num_steps(job) is None:
+        notes.append(f"the job is stated in epochs: hours and dollars are of {STEPS_OF_ENDLESS:,} steps")
+    if chosen is None:
+        notes.append(_nothing_chosen(ranked, limit, budget))
+    return Search(
+        job=job.name,
+        params=shape.params,
+        steps=num_steps(job),
+        region=region,
+        deadline_hours=limit,
+        max_usd=budget,
+        num_layouts=looked.num_layouts,
+        num_estimates=looked.num_estimates,
+        options=tuple(ranked),
+        alternatives=() if chosen is None else looked.alternatives(chosen),
+        overrides=() if chosen is None else _overrides(job, chosen),
+        notes=tuple(notes),
+    )
+
+
+def fastest(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None = None) -> Configuration | None:
+    """The fastest configuration on the very machines that the job names, or the nearest to fit; None: no layout."""
+    looked = _Searched(shape=required_shape(job), region=region, book=book or todays_book())
+    machines = machines_of(job)
+    if machines.instance is None:
+        return None
+    option = looked.option(job, machines)
+    return None if option is None else option.configuration
+
+
+def _types(job: JobSpec, asked: Sequence[str], region: str, book: PriceBook) -> tuple[list[str], list[str]]:
+    """(types to look at, types that are left out for want of a price), without `ml.`."""
+    if any(name.strip() for name in asked):
+        named = [name.strip().removeprefix("ml.") for name in asked if name.strip()]
+        for name in named:
+            if instance(name).gpu is None:
+                raise InputError(
+                    f"--instances {name}: has {instance(name).accelerator}, the trainer runs on NVIDIA GPUs"
+                )
+        return list(dict.fromkeys(named)), []
+    own = (job.compute.instance_type or "").removeprefix("ml.")
+    priced: list[str] = []
+    without: list[str] = []
+    for name in _distinct_types():
+        purchase = "spot" if job.compute.spot else "on_demand"
+        found = any(_has_price(book, name, region, kind) for kind in (purchase, "on_demand"))
+        (priced if found else without).append(name)
+    if not priced:
+        raise InputError(
+            f"--search: no price is known in {region}, or none that is young enough; get today's (trainyard prices "
+            f"refresh --region {region}), or name --instances to rank them by time alone"
+        )
+    without = [name for name in without if name != own]
+    if own and own not in priced:
+        priced.append(own)
+    return priced, without
+
+
+def _has_price(book: PriceBook, name: str, region: str, purchase: str) -> bool:
+    try:
+        book.price(name, region, "spot" if purchase == "spot" else "on_demand")
+    except InputError:
+        return False
+    return True
+
+
+def _distinct_types() -> list[str]:
+    """GPU types that differ in GPUs or network: of those that differ in processors alone, the smallest."""
+    smallest: dict[tuple[object, ...], Instance] = {}
+    for name in instance_types():
+        machine = instance(name)
+        if machine.gpu is None:
+            continue
+        # Alone, a machine of one GPU is as good as another: its network doesn't count.
+        network = machine.network_gb_per_second if machine.num_gpus > 1 or machine.efa_interfaces else 0.0
+        kind = (machine.accelerator, machine.gpu_memory_gib, machine.num_gpus, network)
+        if kind not in smallest or machine.vcpus < smallest[kind].vcpus:
+            smallest[kind] = machine
+    return sorted(machine.type for machine in smallest.values())
+
+
+def _moved(job: JobSpec, types: Sequence[str], most: int) -> Iterator[JobSpec]:
+    """The job on every machine: its layout forgotten, counts in powers of two, its own, and the most."""
+    for name in types:
+        machine = instance(name)
+        counts = {*powers(most), most} if machine.efa_interfaces else {1}
+        full = f"ml.{name}"
+        if job.compute.instance_type in (full, name) and (machine.efa_interfaces or job.compute.instance_count == 1):
+            counts.add(job.compute.instance_count)
+        for count in sorted(item for item in counts if item <= max(most, job.compute.instance_count)):
+            compute = job.compute.model_copy(
+                update={"backend": "sagemaker", "instance_type": full, "instance_count": count}
+            )
+            yield job.model_copy(update={"compute": compute, "parallelism": "auto"})
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """One layout at its fastest."""
+
+    parallelism: ParallelismSpec
+    layout: Layout
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What was found on one type and count."""
+
+    job: JobSpec
+    machines: Machines
+    fitting: Sequence[_Fitting]
+    too_large: Sequence[tuple[ParallelismSpec, Layout]]
+    """Each at its most frugal."""
+
+
+@dataclass
+class _Searched:
+    """What was looked at; memory is remembered, as it is the same on machines that differ in their links alone."""
+
+    shape: ModelShape
+    region: str
+    book: PriceBook
+    num_layouts: int = 0
+    num_estimates: int = 0
+    _memory: dict[Layout, Memory] = field(default_factory=dict)
+    _found: dict[tuple[str, int], _Machine] = field(default_factory=dict)
+
+    def option(self, job: JobSpec, machines: Machines) -> Option | None:
+        """The machine with its fastest configuration that fits, else with the one nearest to it; None: no layout."""
+        try:
+            check_precision(job, machines)
+        except InputError:
+            return None
+        rules = Rules(job, self.shape)
+        fitting, too_large = self._look(job, machines, layouts(job, machines, self.shape, rules), rules)
+        if not fitting:
+            more, larger = self._look(job, machines, offloading_layouts(job, machines, rules), rules)
+            fitting, too_large = more, [*too_large, *larger]
+        if not fitting and not too_large:
+            return None
+        name = str(job.compute.instance_type)
+        self._found[name, machines.num_hosts] = _Machine(job, machines, fitting, too_large)
+        if fitting:
+            best = min(fitting, key=lambda item: item.seconds)
+            return self._priced(job, machines, best)
+        nearest = min(too_large, key=lambda item: self._use(item[1]).needed)
+        item = configuration(job, nearest[0], nearest[1], machines, self.shape)
+        return self._option(job, machines, item.model_copy(update={"verdict": does_not_fit(item)}))
+
+    def alternatives(self, chosen: Option) -> tuple[Configuration, ...]:
+        """Other configurations of the chosen machines, fitting ones first, with why they lost."""
+        here = self._found[chosen.instance_type, chosen.instance_count]
+        fitting = sorted(here.fitting, key=lambda item: item.seconds)[: NUM_ALTERNATIVES + 1]
+        kept = [(item.parallelism, item.layout) for item in fitting]
+        kept += sorted(here.too_large, key=lambda item: self._use(item[1]).needed)[: NUM_ALTERNATIVES // 2]
+        found = [configuration(here.job, *item, here.machines, self.shape) for item in kept]
+        best = chosen.configuration
+        return tuple(
+            item.model_copy(update={"verdict": verdict_of(item, best)})
+            for item in found
+            if item.parallelism != best.parallelism
+        )
+
+    def _look(
+        self, job: JobSpec, machines: Machines, found: Sequence[ParallelismSpec], rules: Rules
+    ) -> tuple[list[_Fitting], list[tuple[ParallelismSpec, Layout]]]:
+        """(layouts that fit, each at its fastest; those that don't, each at its most frugal)."""
+        fitting: list[_Fitting] = []
+        too_large: list[tuple[ParallelismSpec, Layout]] = []
+        least: int | None = None
+        for parallelism in found:
+            if least is not None and split_of(parallelism) > MOST_FURTHER_SPLITTING * least:
+                break
+            self.num_layouts += 1
+            best, frugal = self._fastest(job, machines, parallelism, rules)
+            if best is not None:
+                fitting.append(best)
+                least = min(least or split_of(parallelism), split_of(parallelism))
+            elif frugal is not None:
+                too_large.append((parallelism, frugal))
+        return fitting, too_large
+
+    def _fastest(
+        self, job: JobSpec, machines: Machines, parallelism: ParallelismSpec, rules: Rules
+    ) -> tuple[_Fitting | None, Layout | None]:
+        """(the layout with its fastest micro-batch that fits, None; or None, its most frugal one)."""
+        assert machines.instance is not None and machines.instance.gpu is not None
+        per_rank = sequences_per_rank(job, parallelism)
+        sizes = [size for size in micro_batch_choices(job, parallelism) if per_rank // size >= parallelism.pipeline]
+        allowed = [
+            (size, recompute)
+            for size in sizes
+            for recompute in levels(job, parallelism)
+            if rules.accepts_batch(
+                parallelism, micro_batch=size, num_micro_batches=per_rank // size, recompute=recompute
+            )
+        ]
+        if not allowed:
+            return None, None
+
+        def at(size: int, recompute: Recompute) -> Layout:
+            count = per_rank // size
+            return layout_of(job, parallelism, micro_batch=size, num_micro_batches=count, recompute=recompute)
+
+        frugal = at(*allowed[-1])
+        if not self._fits(job, frugal, machines):
+            return None, frugal
+        best: _Fitting | None = None
+        links = fabric_of(machines.instance)
+        done: set[int] = set()
+        for size, recompute in allowed:
+            # Of one micro-batch, the least recomputation that fits is the fastest.
+            if size in done:
+                continue
+            layout = at(size, recompute)
+            if not self._fits(job, layout, machines):
+                continue
+            done.add(size)
+            self.num_estimates += 1
+            seconds = step_time(self.shape, layout, machines.instance.gpu, links).total
+            if best is None or seconds < best.seconds:
+                best = _Fitting(parallelism, layout, seconds)
+            if recompute == allowed[0][1] and parallelism.pipeline == 1:
+                # Smaller micro-batches fit as well, and without a pipeline to fill none of them is faster.
+                break
+        return best, None
+
+    def _use(self, layout: Layout) -> Memory:
+        found = self._memory.get(layout)
+        if found is None:
+            self.num_estimates += 1
+            found = self._memory[layout] = memory(self.shape, layout)
+        return found
+
+    def _fits(self, job: JobSpec, layout: Layout, machines: Machines) -> bool:
+        host = host_memory(
+            self.shape, layout, machines.processes_per_host, asynchronous_saves=job.checkpoint.asynchronous
+        )
+        return fits_both(self._use(layout), host, machines.instance) is True
+
+    def _priced(self, job: JobSpec, machines: Machines, best: _Fitting) -> Option:
+        """Hours and dollars of a machine's best configuration; of a job in epochs, those of some steps."""
+        item = configuration(job, best.parallelism, best.layout, machines, self.shape)
+        time = item.time
+        assert time is not None
+        steps = num_steps(job)
+        if steps is None:
+            steps = STEPS_OF_ENDLESS
+            time = time.model_copy(update={"hours": steps * time.step_seconds / 3600})
+        quotes = quotes_of(job, machines, self.region, self.book)
+        run, _ = goodput_of(job, machines, saved_params(job, self.shape), time.step_seconds, steps)
+        cost = cost_of(job, steps=steps, time=time, run=run, machines=machines, quotes=quotes, book=self.book)
+        assert cost is not None
+        return self._option(job, machines, item).model_copy(
+            update={
+                "expected_hours": cost.expected_hours,
+                "expected_hours_low": cost.expected_hours_low,
+                "expected_hours_high": cost.expected_hours_high,
+                "usd": cost.planned_usd,
+                "usd_low": cost.planned_usd_low,
+                "usd_high": cost.planned_usd_high,
+                "price_basis": cost.price_basis,
+                "price_as_of": cost.price_as_of,
+                "goodput": run.fraction,
+            }
+        )
+
+    def _option(self, job: JobSpec, machines: Machines, item: Configuration) -> Option:
+        return Option(
+            instance_type=str(job.compute.instance_type),
+            instance_count=machines.num_hosts,
+            num_gpus=machines.world_size,
+            configuration=item,
+            verdict=item.verdict,
+        )
+
+
+def _ranked(options: Sequence[Option], limit: float, budget: float | None) -> list[Option]:
+    """Options with verdicts: those that keep to the limits by dollars, then the others that fit, then the rest."""
+    fitting = [item for item in options if item.configuration.fits]
+    front = front_of(fitting)
+    allowed = [item for item in fitting if _obstacle(item, limit, budget) is None]
+    priced = [item for item in allowed if item.usd is not None]
+    chosen = min(priced or allowed, key=_money, default=None)
+    judged = []
+    for item in fitting:
+        verdict = _verdict(item, chosen, fitting, limit, budget)
+        judged.append(item.model_copy(update={"on_front": item in front, "chosen": item is chosen, "verdict": verdict}))
+    judged.sort(key=lambda item: (_obstacle(item, limit, budget) is not None, not item.chosen, _money(item)))
+    rest = sorted(
+        (item for item in options if not item.configuration.fits),
+        key=lambda item: item.configuration.memory.total_gib - (item.configuration.memory.available_gib or 0.0),
+    )
+    return [*judged, *rest]
+
+
+def _money(item: Option) -> tuple[float, float]:
+    hours = item.expected_hours if item.expected_hours is not None else math.inf
+    return (item.usd if item.usd is not None else math.inf, hours)
+
+
+def front_of(options: Sequence[Option]) -> list[Option]:
+    """Those that no other one beats in hours and dollars together; what has no price can't be compared."""
+    priced = sorted(
+        (item for item in options if item.usd is not None), key=lambda item: (item.expected_hours, item.usd)
+    )
+    found: list[Option] = []
+    for item in priced:
+        if not found or (item.usd or 0.0) < (found[-1].usd or 0.0):
+            found.append(item)
+    return found
+
+
+def _obstacle(item: Option, limit: float, budget: float | None) -> str | None:
+    """Why an option that fits may not be chosen."""
+    hours = item.expected_hours if item.expected_hours is not None else math.inf
+    if hours > limit:
+        return f"too slow: {hours:,.4g} h of the {limit:,.4g} allowed"
+    if budget is not None and item.usd is not None and item.usd > budget:
+        return f"too dear: ${item.usd:,.2f} of the ${budget:,.2f} allowed"
+    return None
+
+
+def _verdict(item: Option, chosen: Option | None, fitting: Sequence[Option], limit: float, budget: float | None) -> str:
+    """Why an option is chosen or not."""
+    hours = item.expected_hours or math.inf
+    if item is chosen:
+        within = f"{limit:,.4g} h" + (f" and ${budget:,.2f}" if budget is not None else "")
+        return f"chosen: the {'cheapest' if item.usd is not None else 'fastest; no price is known'} within {within}"
+    obstacle = _obstacle(item, limit, budget)
+    if obstacle is not None:
+        return obstacle
+    if item.usd is None:
+        return "no price known: it can't be weighed"
+    beaten = [
+        other
+        for other in fitting
+        if other is not item
+        and other.usd is not None
+        and other.usd <= item.usd
+        and (other.expected_hours or 0.0) <= hours
+        and (other.usd, other.expected_hours) != (item.usd, item.expected_hours)
+    ]
+    if beaten:
+        best = min(beaten, key=_money)
+        return f"slower and dearer than {best.instance_count} x {best.instance_type}"
+    assert chosen is not None and chosen.usd is not None and chosen.expected_hours is not None
+    dearer, ratio = item.usd / chosen.usd - 1, chosen.expected_hours / hours
+    if dearer < SAME_MONEY:
+        return f"as dear, {ratio:.2f} times as fast"
+    return f"{ratio:.2f} times as fast, {dearer:.0%} dearer"
+
+
+def _nothing_chosen(ranked: Sequence[Option], limit: float, budget: float | None) -> str:
+    fitting = [item for item in ranked if item.configuration.fits]
+    if not fitting:
+        near = ranked[0]
+        return f"nothing fits: nearest is {near.instance_count} x {near.instance_type}, which {near.verdict}"
+    fastest = min(fitting, key=lambda item: item.expected_hours or math.inf)
+    asked = f"{limit:,.4g} h" + (f" and ${budget:,.2f}" if budget is not None else "")
+    price = f" for ${fastest.usd:,.2f}" if fastest.usd is not None else ""
+    return (
+        f"nothing keeps to {asked}: the fastest takes {fastest.expected_hours or math.inf:,.4g} h{price} "
+        f"({fastest.instance_count} x {fastest.instance_type}); allow more (--deadline-hours, budget.max_usd) or more "
+        "machines (--max-nodes)"
+    )
+
+
+def _overrides(job: JobSpec, chosen: Option) -> tuple[str, ...]:
+    """What to --set so that the job runs as chosen."""
+    item = chosen.configuration
+    default = ParallelismSpec()
+    stated = {
+        name: value
+        for name, value in item.parallelism.model_dump(mode="json").items()
+        if value != getattr(default, name) and name not in ("fsdp", "zero", "deepspeed")
+    }
+    if item.parallelism.zero != default.zero:
+        stated["zero"] = {"offload_parameters": item.parallelism.zero.offload_parameters}
+    words = ", ".join(f"{name}: {_yaml(value)}" for name, value in stated.items())
+    found = [
+        f"compute.instance_type={chosen.instance_type}",
+        f"compute.instance_count={chosen.instance_count}",
+        f"parallelism={{{words}}}",
+        f"training.micro_batch_size={item.micro_batch_size}",
+        f"training.activation_checkpointing={item.activation_checkpointing}",
+    ]
+    if job.compute.backend != "sagemaker":
+        found.insert(0, "compute.backend=sagemaker")
+    return tuple(found)
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_yaml(item)}" for name, item in value.items()) + "}"
+    return str(value)
