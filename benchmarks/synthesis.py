@@ -28,6 +28,8 @@ def environment(num_tenants: int) -> str:
     content = yaml.safe_load((ROOT / "environments" / "production.yaml").read_text())
     tenant = next(iter(content["tenants"].values()))
     content["tenants"] = {f"team{number:03d}": {**tenant, "network_index": number} for number in range(num_tenants)}
+    # What they are all guaranteed must be there.
+    content["max_instances"] = {kind: count * num_tenants for kind, count in content["max_instances"].items()}
     return yaml.safe_dump(content)
 
 
