@@ -17,8 +17,9 @@ from trainer.speech import say
 from trainyard.spec.meters import METERS, NAMESPACE, Meter
 
 PROMETHEUS_FILE = "metrics.prom"
-LEAST_SECONDS = 1.0
-"""Between two writings of the file: nobody reads it more often, and a step may take milliseconds."""
+LEAST_SECONDS = 10.0
+"""Between two writings of the file: nobody reads it more often, a step may take milliseconds, and to put one file in
+another's place takes 3 ms on ext4, which first writes the new one to the disk."""
 
 
 class Exposition:
@@ -51,7 +52,9 @@ class Exposition:
         """Takes a step's row over, with `live` beside its own keys."""
         found = {meter: value for meter in METERS if (value := meter.read(row)) is not None}
         self._values |= found
-        if self._server is not None or time.monotonic() - self._written_at >= LEAST_SECONDS:
+        if self._server is not None:
+            self._text = prometheus_text(self._values, self._labels)
+        if time.monotonic() - self._written_at >= LEAST_SECONDS:
             self.write()
         if self._embeds_metrics and (row["step"] % self._every_steps == 0 or _RARE & row.keys()):
             say(embedded(found, self._labels, at_milliseconds=int(1000 * time.time())))
