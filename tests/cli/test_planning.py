@@ -1,0 +1,74 @@
+"""`plan` with its options, as a person and as a program use it: wrong questions are one line and code 2."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from trainyard.cli.app import run
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+JOB = str(JOBS / "llama-7b.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test sees this machine's refreshed prices."""
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert run(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("trainyard: ") and printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--set", "training.global_batch_size=-4"],
+            "training.global_batch_size: input should be greater than or equal",
+        ),
+        (["--set", "training.micro_batch_size=0"], "micro_batch_size"),
+        (["--set", "compute.instance_type=ml.p9.48xlarge"], "unknown instance type 'ml.p9.48xlarge'; close to it"),
+        (
+            ["--set", "parallelism={tensor: 16, data_shard: 1}", "--set", "compute.instance_count=2"],
+            "does not divide",
+        ),
+        (["--max-nodes", "4"], "--max-nodes: belongs to --search"),
+        (["--deadline-hours", "4"], "--deadline-hours: belongs to --search"),
+        (["--search", "--instances", "p9.48xlarge"], "unknown instance type 'p9.48xlarge'"),
+        (["--search", "--region", "ap-south-1"], "no price is known in ap-south-1"),
+        (["--search", "--deadline-hours", "0"], "--deadline-hours 0: must be above 0"),
+        (["--search", "--max-nodes", "0"], "--max-nodes"),
+    ],
+    ids=lambda item: " ".join(item) if isinstance(item, list) else "",
+)
+def test_wrong_questions(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # 40 heads: 16 divides neither them nor the hosts' eight GPUs.
+    model = ["--set", "model.source=llama-2-13b"] if "divide" in words else []
+    assert words in refused(["plan", JOB, *model, *arguments], capsys)
+
+
+def test_zero_layers_and_an_unknown_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = str(JOBS / "gpt-175b.yaml")
+    zero = ["--set", "model.config.num_hidden_layers=0"]
+    assert "layers must be at least 1 (given: 0)" in refused(["plan", job, *zero], capsys)
+    assert "layers must be at least 1 (given: 0)" in refused(["plan", job, "--search", *zero], capsys)
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"gpu": "H1000", "layers": 2, "hidden": 64}\n'))
+    assert run(["predict", "--jsonl"]) == 2
+    assert "unknown GPU 'H1000'; did you mean H100" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_search_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--search", "--instances", "p5.48xlarge", "--max-nodes", "2"]
+    assert run(["plan", JOB, *few]) == 0
+    shown = capsys.readouterr().out
+    assert "-> " in shown and "run it: trainyard launch JOB.yaml --set 'compute.instance_type=ml.p5.48xlarge'" in shown
+    assert run(["plan", JOB, *few, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [option["instance_count"] for option in found["options"] if option["chosen"]] != []
+    assert {option["instance_type"] for option in found["options"]} == {"ml.p5.48xlarge"}
