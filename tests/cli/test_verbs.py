@@ -215,7 +215,7 @@ def test_plan_and_predict_speak_json(
 def test_interrupting_is_quiet(
     job_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("trainyard.planner.plan", interrupt)
@@ -251,7 +251,9 @@ def test_following_shows_steps_states_and_checkpoints(
         saved = LogLine("algo-1", "checkpoint step=3 committed uri=s3://x", 1)
         yield _status(record, "Training"), [training, saved, LogLine("algo-1", "[a] noise", 2)]
         yield _status(record.with_attempt(reclaims=1), "Training"), []
-        time.sleep(0.5)  # as long as a look at AWS takes: the spinner's own thread draws meanwhile
+        deadline = time.monotonic() + 120  # a look at AWS takes a while: the spinner's own thread draws meanwhile
+        while "step 3 " not in shown.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
         yield _status(record, "Completed"), []
 
     shown = io.StringIO()
