@@ -33,6 +33,9 @@ class Hosts(Protocol):
     def wants_stop(self) -> Stop | None:
         """Whether the ranks that run here now have to stop."""
 
+    def tell_of_hang(self) -> bool:
+        """A rank hangs here: the others look at theirs too, which the end of this one's would end. False: no others."""
+
     def conclude(self, ending: Ending) -> Restart | Ending:
         """Report how this host's ranks ended; what all hosts do now. Waits for the others."""
 
@@ -49,6 +52,10 @@ class OneHost:
     def wants_stop(self) -> Stop | None:
         """See Hosts."""
         return None
+
+    def tell_of_hang(self) -> bool:
+        """See Hosts."""
+        return False
 
     def conclude(self, ending: Ending) -> Restart | Ending:
         """See Hosts."""
@@ -113,9 +120,12 @@ class Judge:
                 return
             self._connections[host] = connection
         while (message := connection.receive()) is not None:
-            if "ending" in message:
-                with self._lock:
+            with self._lock:
+                if "ending" in message:
                     self._note(host, _ending(message["ending"]))
+                elif "hang" in message and not self._has_stopped:
+                    self._has_stopped = True
+                    self._tell_all({"stop": "hang"})
         with self._lock:
             self._lost(host)
 
@@ -189,6 +199,11 @@ class ManyHosts:
     def wants_stop(self) -> Stop | None:
         """See Hosts."""
         return self._stop
+
+    def tell_of_hang(self) -> bool:
+        """See Hosts."""
+        self._connection.send({"hang": True})
+        return True
 
     def conclude(self, ending: Ending) -> Restart | Ending:
         """See Hosts."""

@@ -21,7 +21,7 @@ from typing import Any
 from trainer.host.hosts import Hosts
 from trainer.host.rank import RESUME_EXIT_CODE, STOP_FILE, RankReport, read_reports
 from trainer.host.recovery import Ending, RecoveryLog
-from trainer.host.standings import Standing, asked, mismatch
+from trainer.host.standings import ANSWER_SECONDS, Standing, asked, mismatch
 from trainer.host.watch import StepWatch, innermost, is_stopped, take_stacks
 from trainer.speech import say
 from trainyard.spec.job import ResolvedJob
@@ -200,10 +200,12 @@ class HostRun:
                 kill_at = time.monotonic() + (2 * _SURVIVOR_SECONDS if self._ranks() else 0)
             elif stop == "hang":
                 self._diagnose(watch, watch.silent_seconds(self._all_reports()))
-                kill_at = time.monotonic() + _SURVIVOR_SECONDS
+                kill_at = time.monotonic() + _SURVIVOR_SECONDS + ANSWER_SECONDS
             elif not self._was_told_to_stop and (silent := watch.hanging(self._all_reports())):
+                # Ranks that are killed end the others' wait: so not before these have told where they stand.
+                wait_seconds = ANSWER_SECONDS if hosts.tell_of_hang() else 0.0
                 self._diagnose(watch, silent)
-                kill_at = time.monotonic() + _SURVIVOR_SECONDS
+                kill_at = time.monotonic() + _SURVIVOR_SECONDS + wait_seconds
 
     def _notice(self, watch: StepWatch) -> None:
         if self._noticed_at is None:
