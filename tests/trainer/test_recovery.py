@@ -11,7 +11,9 @@ from trainer_testing.host import entrypoints, recoveries, write_trees
 from trainer_testing.text_job import bits, rows_of, run_trainer, start_faulty_trainer, write_job
 
 STEPS = 12
-SETTINGS = ["checkpoint.every_steps=3", "recovery.hang_seconds=4", "recovery.backoff_seconds=0.1"]
+SETTINGS = ["checkpoint.every_steps=3", "recovery.hang_seconds=10", "recovery.backoff_seconds=0.1"]
+STARTS = [pytest.param("ddp", id="forks"), pytest.param("", id="real", marks=pytest.mark.full)]
+"""How processes start; the test of an error that comes back has real starts always."""
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +27,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[An
 
 
 def run(
-    root: Path, job: Path, faults: Sequence[dict[str, Any]], *settings: str, num_hosts: int = 1
+    root: Path, job: Path, faults: Sequence[dict[str, Any]], *settings: str, num_hosts: int = 1, forked: str = ""
 ) -> tuple[list[int], str, list[Path]]:
     """Exit codes of the hosts, what they said, and their trees."""
     overrides = [*SETTINGS, f"checkpoint.destination={root}/checkpoints", *settings]
     trees = write_trees(root, job, num_hosts=num_hosts, overrides=overrides)
-    with entrypoints(trees, faults) as processes:
-        ended = finish(processes, timeout_seconds=400)
+    with entrypoints(trees, faults, forked=forked) as processes:
+        ended = finish(processes, timeout_seconds=600)
     return [code for code, _ in ended], "\n".join(output for _, output in ended), trees
 
 
+@pytest.mark.parametrize("forked", STARTS)
 def test_a_frozen_and_a_raising_rank_cost_a_few_steps_and_no_bit(
-    undisturbed: tuple[Path, list[Any]], tmp_path: Path
+    undisturbed: tuple[Path, list[Any]], tmp_path: Path, forked: str
 ) -> None:
     job, expected = undisturbed
     faults = [{"rank": 1, "step": 5, "kind": "stop"}, {"rank": 0, "step": 12, "kind": "raise"}]
-    codes, output, (tree,) = run(tmp_path, job, faults)
+    codes, output, (tree,) = run(tmp_path, job, faults, forked=forked)
     assert codes == [0], output[-6000:]
     assert bits(rows_of(tree / "output/data")) == expected
     rows = recoveries(tree)
@@ -59,10 +62,11 @@ def test_a_frozen_and_a_raising_rank_cost_a_few_steps_and_no_bit(
     assert not (tree / "output/failure").exists()
 
 
-def test_two_hosts_restart_together(undisturbed: tuple[Path, list[Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("forked", STARTS)
+def test_two_hosts_restart_together(undisturbed: tuple[Path, list[Any]], tmp_path: Path, forked: str) -> None:
     job, expected = undisturbed
     faults = [{"rank": 1, "step": 5, "kind": "kill"}, {"rank": 1, "step": 8, "kind": "stop"}]
-    codes, output, trees = run(tmp_path, job, faults, num_hosts=2)
+    codes, output, trees = run(tmp_path, job, faults, num_hosts=2, forked=forked)
     assert codes == [0, 0], output[-6000:]
     assert bits(rows_of(trees[0] / "output/data")) == expected
     rows = recoveries(trees[0])
@@ -70,6 +74,8 @@ def test_two_hosts_restart_together(undisturbed: tuple[Path, list[Any]], tmp_pat
     assert rows[0]["last_step"] == 4 and 7 <= rows[1]["last_step"] <= STEPS and len(rows) == 2
     assert "rank 1 on algo-2 was killed by SIGKILL" in rows[0]["reason"]
     assert "rank 1 on algo-2 hangs" in rows[1]["reason"] and "is stopped" in rows[1]["reason"]
+    waits = r"; rank 0 waits in all_reduce of \S+ \S+, number \d+ of ranks 0, 1; no answer from rank 1$"
+    assert re.search(waits, rows[1]["reason"]), rows[1]["reason"]
     assert recoveries(trees[1]) == []
 
 
@@ -91,7 +97,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_batch(tmp_path: Path) -> 
     alone = (*still, "--set", "parallelism=auto")
     _, whole = run_trainer(1, job, tmp_path / "whole", *alone)
     ranks = start_faulty_trainer(2, job, tmp_path / "out", [{"rank": 1, "step": 6, "kind": "terminate"}], *still)
-    assert [code for code, _ in finish(ranks, timeout_seconds=300)] == [75, 75]
+    assert [code for code, _ in finish(ranks, timeout_seconds=600)] == [75, 75]
     num_before = len(rows_of(tmp_path / "out"))
     _, rows = run_trainer(1, job, tmp_path / "out", *alone)
     assert 5 <= num_before < STEPS and [row["step"] for row in rows] == list(range(1, STEPS + 1))
