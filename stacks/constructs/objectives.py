@@ -1,0 +1,90 @@
+"""What a tenant's jobs are promised, watched: burn-rate alarms, and a dashboard of every meter that jobs publish.
+
+Both from `trainyard.spec.meters`. The metrics are in the tenant's log streams, from where CloudWatch takes them; a job
+with meters.cloudwatch: false has none, and an alarm without data is silent.
+"""
+
+import json
+from typing import Any
+
+from aws_cdk import Duration
+from aws_cdk import aws_cloudwatch as cloudwatch
+from aws_cdk import aws_cloudwatch_actions as actions
+from aws_cdk import aws_sns as sns
+from constructs import Construct
+
+from stacks.naming import TenantScope
+from trainyard.spec.meters import BURNS, BY_NAME, NAMESPACE, OBJECTIVES, PANELS, PERIOD_MINUTES, Burn, Meter, Objective
+
+_WIDTH, _HEIGHT = 8, 6
+_COLUMNS = 24
+"""A dashboard's width, in its own units."""
+
+
+class TenantObjectives(Construct):
+    """Two alarms for each objective, which tell the tenant's topic, and the tenant's dashboard."""
+
+    def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, topic: sns.ITopic) -> None:
+        super().__init__(scope, construct_id)
+        for objective in OBJECTIVES:
+            for burn in BURNS:
+                self._alarm(tenant, objective, burn).add_alarm_action(actions.SnsAction(topic))
+        cloudwatch.CfnDashboard(self, "Dashboard", dashboard_body=json.dumps(_dashboard(tenant), sort_keys=True))
+
+    def _alarm(self, tenant: TenantScope, objective: Objective, burn: Burn) -> cloudwatch.Alarm:
+        bad, num_periods = burn.bad_periods(objective)
+        comparisons = cloudwatch.ComparisonOperator
+        return cloudwatch.Alarm(
+            self,
+            "".join(word.capitalize() for word in (*objective.name.split("-"), burn.name)),
+            alarm_description=(
+                f"Tenant {tenant.name}, {objective.name}: {bad} of the last {num_periods} periods of {PERIOD_MINUTES}"
+                f" minutes were bad, {burn.rate:g} times what {objective.target:.0%} of a month allows;"
+                f" {objective.advice}"
+            ),
+            metric=cloudwatch.Metric(
+                namespace=NAMESPACE,
+                metric_name=objective.meter.cloudwatch_name,
+                dimensions_map={"Tenant": tenant.name},
+                # Of several jobs the worst decides: a mean would hide it behind the others.
+                statistic="Maximum" if objective.is_upper else "Minimum",
+                period=Duration.minutes(PERIOD_MINUTES),
+            ),
+            threshold=objective.limit,
+            comparison_operator=(
+                comparisons.GREATER_THAN_THRESHOLD if objective.is_upper else comparisons.LESS_THAN_THRESHOLD
+            ),
+            evaluation_periods=num_periods,
+            datapoints_to_alarm=bad,
+            treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
+        )
+
+
+def _dashboard(tenant: TenantScope) -> dict[str, Any]:
+    """The body of a CloudWatch dashboard: a heading for each question, a graph for each meter, a line for each job."""
+    widgets: list[dict[str, Any]] = []
+    top = 0
+    for title, names in PANELS:
+        text = {"type": "text", "properties": {"markdown": f"## {title}"}}
+        widgets.append(text | {"x": 0, "y": top, "width": _COLUMNS, "height": 1})
+        top += 1
+        in_row = _COLUMNS // _WIDTH
+        for index, name in enumerate(names):
+            place = {"x": _WIDTH * (index % in_row), "y": top + _HEIGHT * (index // in_row)}
+            widgets.append(_graph(tenant, BY_NAME[name]) | place | {"width": _WIDTH, "height": _HEIGHT})
+        top += _HEIGHT * -(-len(names) // in_row)
+    return {"widgets": widgets}
+
+
+def _graph(tenant: TenantScope, meter: Meter) -> dict[str, Any]:
+    metric = f'MetricName="{meter.cloudwatch_name}" Tenant="{tenant.name}"'
+    search = f"SEARCH('{{{NAMESPACE},Tenant,Job}} {metric}', 'Average', 60)"
+    return {
+        "type": "metric",
+        "properties": {
+            "title": meter.name.replace("_", " "),
+            "region": tenant.environment.region,
+            "view": "timeSeries",
+            "metrics": [[{"expression": search, "label": "", "id": "jobs"}]],
+        },
+    }
