@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.blocks import BLOCKS_SUFFIX, parse_blocks
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None = None) -> None:
@@ -14,3 +15,18 @@ def save_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], extra: dict[
     )
     checkpointer.save(3, tensors, extra or {}, attachments={})
     checkpointer.close()
+
+
+def unchanged_bytes(older: Path, newer: Path) -> tuple[int, int]:
+    """Bytes of the blocks that one step's checkpoint has in common with an earlier one's, and of all its blocks."""
+    same = total = 0
+    for path in newer.glob(f"*{BLOCKS_SUFFIX}"):
+        before, now = (parse_blocks((folder / path.name).read_bytes()) for folder in (older, newer))
+        for box, earlier in zip(now.boxes.values(), before.boxes.values(), strict=True):
+            total += box.num_bytes
+            for number in range(box.num_blocks):
+                start, end = now.place(box.first_block + number)
+                if now.digest(box.first_block + number) == before.digest(earlier.first_block + number):
+                    same += end - start
+    assert total, "no blocks to compare"
+    return same, total

@@ -78,6 +78,10 @@ class BlockTable:
         """The box that a block is of."""
         return self._box_of[block]
 
+    def digest(self, block: int) -> bytes:
+        """SHA-256 of a block."""
+        return self._digests[block]
+
     def is_as_promised(self, block: int, content: memoryview) -> bool:
         """Whether `content` is the block that was saved."""
         return hashlib.sha256(content).digest() == self._digests[block]
