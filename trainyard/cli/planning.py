@@ -22,6 +22,12 @@ def register(app: typer.Typer) -> None:
         app.command()(verb)
 
 
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Build one rank by the trainer's own code, and trace a step (needs torch).")
+]
+RankOption = Annotated[int | None, typer.Option("--rank", min=0, help="With --dry-run: which rank; default: 0.")]
+
+
 SearchOption = Annotated[
     bool, typer.Option("--search", help="Look at other machines and layouts too: what is fastest, what is cheapest.")
 ]
@@ -47,6 +53,8 @@ def plan(
     job: JobFile,
     overrides: SetOption = None,
     as_json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    rank: RankOption = None,
     search: SearchOption = False,
     instances: InstancesOption = None,
     max_nodes: MaxNodesOption = None,
@@ -60,10 +68,22 @@ def plan(
 
     --search looks at other machines, counts and layouts as well. Example: trainyard plan jobs/llama-7b.yaml --search
     --max-nodes 8 --deadline-hours 12
+
+    --dry-run proves it: the rank's memory and messages, traced here, of any job. Example: trainyard plan
+    jobs/llama-70b.yaml --dry-run --rank 127
     """
     from trainyard import planner
     from trainyard.spec.job import load_job
 
+    if rank is not None and not dry_run:
+        raise InputError("--rank: says which rank --dry-run traces; give both, or neither")
+    if dry_run:
+        from trainyard.cli.dry_running import plan_and_trace
+
+        if search or html is not None:
+            raise InputError(f"{'--search' if search else '--html'}: not with --dry-run, which traces the job as it is")
+        plan_and_trace(load_job(job, overrides or []), rank or 0, as_json=as_json)
+        return
     asked = {"--instances": instances, "--max-nodes": max_nodes, "--deadline-hours": deadline_hours}
     given = [name for name, value in asked.items() if value is not None]
     if given and not search:

@@ -31,6 +31,8 @@ __all__ = [
     "memory",
     "micro_batches_in_flight",
     "moment_bytes",
+    "rank_memory",
+    "stage_at",
     "stage_params",
     "stages",
     "state_bytes",
@@ -200,6 +202,25 @@ def memory(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAU
     if layout.rank != "worst":
         asked = asked[:1] if layout.rank == "first" else asked[-1:]
     return max((_stage_memory(shape, layout, stage, constants) for stage in asked), key=lambda item: item.allocated)
+
+
+def rank_memory(shape: ModelShape, layout: Layout, place: int, constants: MemoryConstants = DEFAULT_MEMORY) -> Memory:
+    """The memory of a rank at one place along the trainer's pipeline, from 0."""
+    return _stage_memory(shape, layout, stage_at(shape, layout, place), constants)
+
+
+def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
+    """What the rank at one place along the trainer's pipeline holds: one stage, or two of twice as many.
+
+    interleaved_1f1b goes through the ranks twice; zero_bubble there and back, so that its first rank has both ends
+    (Qi et al., arXiv:2405.15362, section 3).
+    """
+    ranks = layout.pipeline
+    seconds = {"interleaved_1f1b": place + ranks, "zero_bubble": 2 * ranks - 1 - place}
+    mine = [place, seconds[layout.schedule]] if layout.schedule in seconds and ranks > 1 else [place]
+    count = ranks * len(mine)
+    layers = sum((index + 1) * shape.layers // count - index * shape.layers // count for index in mine)
+    return Stage(layers, 0 in mine, count - 1 in mine, micro_batches_in_flight(layout, place))
 
 
 def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: MemoryConstants) -> Memory:

@@ -136,6 +136,17 @@ class _Route:
     """(received rows,): the expert each is for, counted from this rank's first."""
 
 
+def row_counts(counts: torch.Tensor, received: torch.Tensor, num_rows: int) -> list[list[int]]:
+    """Rows to each rank, and rows from each. Waits for the device.
+
+    counts, received: (ranks, local experts); num_rows: (token, choice) pairs that this rank has, from which a dry run,
+    whose tensors have no values, makes numbers of its own.
+    """
+    del num_rows
+    sums: list[list[int]] = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()
+    return sums
+
+
 class TokenExchange:
     """Stands in for an experts module's forward: sends rows to their experts' ranks, runs those here, sends back."""
 
@@ -181,7 +192,7 @@ class TokenExchange:
         counts = counts.scatter_add(0, local_numbers, is_mine.long()).view(self._size, self.num_local_experts)
         received = torch.empty_like(counts)  # (sending rank, local expert)
         dist.all_to_all_single(received, counts, group=self._group)
-        sums = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()  # waits for the device
+        sums = row_counts(counts, received, flat.numel())
         local = torch.arange(self.num_local_experts, device=flat.device).repeat(self._size)
         return _Route(
             order=order[: sum(sums[0])],

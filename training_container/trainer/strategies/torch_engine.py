@@ -18,6 +18,7 @@ from trainer.optimizers.build import (
     describe,
     global_grad_norm,
     local_gradients,
+    local_tensor,
     moments_of,
     set_learning_rate,
     set_moments,
@@ -142,6 +143,16 @@ class TorchStrategy(Strategy):
             return self._loss_sum(batch)
         with self._autocast():
             return self._task.validation_sums(self._forward, batch, self._device)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """This rank's part of what it keeps: `parameters` (frozen ones and buffers too), `gradients`, `optimizer`."""
+        parameters = list(self._model.parameters())
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        return {
+            "parameters": [local_tensor(tensor) for tensor in (*parameters, *self._model.buffers())],
+            "gradients": [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            "optimizer": [local_tensor(value) for value in states if isinstance(value, torch.Tensor)],
+        }
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """See Strategy. Parameters and moments are plain tensors under DDP, DTensors under FSDP."""

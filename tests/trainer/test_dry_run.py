@@ -1,0 +1,236 @@
+"""The dry run against what it stands for: real steps on this machine, and the planner's closed forms.
+
+Its messages are compared with those of real ranks in test_communication_volume.py.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from trainer.dry_run import building, trace
+from trainer.models.build import outline_model
+from trainer.runtime import Runtime
+from trainer.strategies import build_strategy
+from trainer_testing.families import FAMILIES
+from trainer_testing.strategy_worker import no_clock
+from trainer_testing.tiny import MODEL, rank_batches, tiny_job
+
+from trainyard.cli.dry_running import compared, planned_bytes
+from trainyard.errors import InputError, JobFailedError
+from trainyard.planner import resolve
+from trainyard.spec.job import JobSpec, ResolvedJob, load_job
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+ALONE = Runtime(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), control_group=None)  # type: ignore[arg-type]  # nobody to talk to
+
+
+def traced(job: ResolvedJob, rank: int = 0) -> dict[str, Any]:
+    return trace.trace(job, rank)
+
+
+def measured_bytes(job: ResolvedJob) -> int:
+    """The peak of one real step of a world of one, by torch's own profiler, above what is held before it."""
+    strategy = build_strategy(job, model=outline_model(job, vocab_size=MODEL["vocab_size"]), runtime=ALONE)
+    batches = rank_batches(job, 1, 0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        strategy.forward_backward(batches, 100, no_clock)
+        strategy.optimizer_step(1e-3)
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in seen.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
+    assert changes, "the profiler noted no allocation"
+    held = most = 0
+    for _, change in changes:
+        held += change
+        most = max(most, held)
+    return most
+
+
+EAGER = {"attention": "eager"}
+
+
+def eager(job: ResolvedJob) -> ResolvedJob:
+    """Attention that a CPU computes as it is written: what a GPU's kernel keeps can't be measured here."""
+    model = job.spec.model.model_copy(update=EAGER)
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})})
+
+
+@pytest.mark.parametrize(
+    ("activation_checkpointing", "training"),
+    [("none", {"precision": "bf16"}), ("full", {})],
+)
+def test_the_trace_of_a_world_of_one_is_what_the_profiler_measures(
+    activation_checkpointing: str, training: dict[str, Any]
+) -> None:
+    job = eager(tiny_job("single", 1, activation_checkpointing=activation_checkpointing, **training))
+    found = traced(job)
+    before = found["memory_bytes"]["parameters"] + found["memory_bytes"]["optimizer"]
+    assert found["peak_bytes"] - before == pytest.approx(measured_bytes(job), rel=0.02)
+
+
+def big_job(parallelism: dict[str, Any], **training: Any) -> ResolvedJob:
+    """A few layers of a 7B: as dear to trace as a tiny model's, and as large as the formulas are made for."""
+    spec = {
+        "name": "few-layers",
+        "model": {"config": SEVEN_BILLION},
+        "data": {"train": [{"path": "unused", "format": "text"}], "sequence_length": 2048},
+        "training": {
+            "steps": 10,
+            "global_batch_size": 16,
+            "micro_batch_size": 1,
+            "learning_rate": 1e-4,
+            "precision": "bf16",
+            "activation_checkpointing": "none",
+        }
+        | training,
+        "parallelism": parallelism,
+    }
+    return resolve(JobSpec.model_validate(spec), world_size=8)
+
+
+SEVEN_BILLION = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+}
+
+
+def differences(job: ResolvedJob, rank: int) -> tuple[float, float]:
+    """By how much the closed form differs from the trace, relative: static memory, activations."""
+    found = traced(job, rank)
+    planned = planned_bytes(job.spec, job, rank)
+    assert planned is not None
+    have = compared(found)
+    static = ("parameters", "gradients", "optimizer")
+    sums = [sum(float(values[name] or 0) for name in static) for values in (planned, have)]
+    assert have["activations"]
+    return sums[0] / sums[1] - 1, planned["activations"] / have["activations"] - 1
+
+
+def test_closed_form_and_trace_agree() -> None:
+    static, activations = differences(big_job({"data_shard": 8}), 5)
+    assert abs(static) < 0.03
+    assert abs(activations) < 0.10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("parallelism", "rank"),
+    [
+        ({"data_shard": 2, "tensor": 4}, 3),
+        ({"data_shard": 2, "pipeline": 2, "tensor": 2}, 0),
+        ({"data_shard": 2, "pipeline": 2, "tensor": 2}, 7),
+        ({"data_shard": 4, "context": 2}, 1),
+    ],
+)
+def test_closed_form_and_trace_agree_on_every_ranks_state(parallelism: dict[str, Any], rank: int) -> None:
+    static, _ = differences(big_job(parallelism), rank)
+    assert abs(static) < 0.03
+
+
+def test_a_long_step_continues_what_two_short_ones_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tiny_job("product", 2, parallelism={"pipeline": 2}, micro_batch_size=2)
+    continued = traced(job)
+    assert continued["micro_batches"] == {"a_step": 8, "traced": [4, 6]}
+    monkeypatch.setattr(trace, "LONGEST_WHOLE", 100)
+    whole = traced(job)
+    assert whole["micro_batches"] == {"a_step": 8, "traced": [8]}
+    for name in ("memory_bytes", "messages", "gradients_bytes", "peak_phase"):
+        assert continued[name] == whole[name], name
+
+
+def test_any_rank_of_a_grid_can_be_traced() -> None:
+    job = tiny_job("product", 8, parallelism={"pipeline": 2, "tensor": 2, "data_shard": 2}, micro_batch_size=2)
+    found = {rank: traced(job, rank) for rank in (0, 3, 7)}
+    assert [one["place"]["pipeline"] for one in found.values()] == [0, 0, 1]
+    kinds = {(message["name"], message["axis"]) for message in found[0]["messages"]}
+    assert {
+        ("send", "pipeline"),
+        ("receive", "pipeline"),
+        ("all_gather", "tensor"),
+        ("reduce_scatter", "data_shard"),
+    } <= kinds
+    assert found[0]["memory_bytes"] == found[3]["memory_bytes"]
+    assert found[0]["memory_bytes"] != found[7]["memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parallelism"),
+    [("Mixtral", {"data_shard": 4, "expert": 2})],
+)
+def test_experts_get_even_shares_of_tokens(name: str, parallelism: dict[str, Any]) -> None:
+    job = tiny_job("product", 4, model=FAMILIES[name], parallelism=parallelism)
+    messages = {(message["name"], message["axis"], message["dtype"]): message for message in traced(job)["messages"]}
+    sizes = FAMILIES[name]
+    rows = 24 * 2 * sizes["num_experts_per_tok"] // parallelism.get("tensor", 1)
+    exchange = messages["all_to_all", "data_shard", "float32"]
+    layers, count = sizes["num_hidden_layers"], job.gradient_accumulation_steps
+    assert exchange["count"] == 4 * layers * count
+    assert exchange["bytes"] == 4 * layers * count * rows * sizes["hidden_size"] * 4
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "rank", "message"),
+    [
+        ({"data_shard": 2}, 2, "--rank 2: the job has ranks 0 to 1"),
+        ({"tensor": 4}, 0, "parallelism.tensor: 4 does not divide the model's num_key_value_heads"),
+        ({"pipeline": 4}, 0, "1f1b makes 4 stages, but the model has 2 layers"),
+    ],
+)
+def test_what_a_launch_would_refuse_is_one_line(parallelism: dict[str, Any], rank: int, message: str) -> None:
+    world = max(parallelism.values())
+    with pytest.raises(InputError, match=message) as caught:
+        traced(tiny_job("product", world, parallelism=parallelism), rank)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_launch_would_end_in_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("shapes\ndon't fit")
+
+    monkeypatch.setattr(trace, "build", broken)
+    with pytest.raises(JobFailedError, match="rank 1 of 2: RuntimeError: shapes don't fit"):
+        traced(tiny_job("fsdp", 2), 1)
+
+
+def test_of_deepspeed_the_model_is_traced_and_no_more() -> None:
+    found = traced(tiny_job("zero2", 2))
+    assert found["peak_bytes"] is None and found["messages"] is None
+    assert {name for name, value in found["memory_bytes"].items() if value is None} == {
+        "parameters",
+        "gradients",
+        "optimizer",
+        "buffers",
+    }
+    assert found["memory_bytes"]["activations"] > 0
+    assert "engine: deepspeed" in found["notes"][0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("llama-70b", (0, 40, 127)), ("gpt-175b", (0, 511)), ("llama-7b", (0,)), ("llama-8b-lora", (0,))],
+)
+def test_the_examples_state_is_what_the_formulas_say(name: str, ranks: Sequence[int]) -> None:
+    """A minute each."""
+    from trainyard.planner.families import config_from_source
+
+    spec = load_job(JOBS / f"{name}.yaml")
+    job = resolve(spec)
+    stated = dict(config_from_source(spec.model.source)) if spec.model.source else None
+    for rank in ranks:
+        found = traced(building.with_configuration(job, stated), rank)
+        planned, have = planned_bytes(spec, job, rank), compared(found)
+        assert planned is not None
+        static = ("parameters", "gradients", "optimizer")
+        assert sum(planned[part] for part in static) == pytest.approx(sum(have[part] or 0 for part in static), rel=0.03)

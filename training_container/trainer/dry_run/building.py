@@ -1,0 +1,185 @@
+"""One rank as the trainer builds it, over a process group that talks to nobody and with tensors that have no values."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as ddp
+from transformers import PreTrainedModel
+
+from trainer.data.tokenizer import tokenizer_of
+from trainer.dry_run.watch import Answers
+from trainer.models.build import outline_model
+from trainer.models.configuration import configuration_in
+from trainer.runtime import Runtime
+from trainer.strategies import Strategy, build_strategy, torch_engine
+from trainer.strategies.fsdp import COMPUTE_TYPES
+from trainer.strategies.torch_engine import TorchStrategy
+from trainer.tasks import task_of
+from trainyard.errors import InputError
+from trainyard.spec.job import ResolvedJob
+
+_LAYOUTS_WITH_MESH = ("data_shard", "tensor", "pipeline", "context", "expert")
+
+
+@contextmanager
+def alone_as(rank: int, world_size: int, processes_per_host: int) -> Iterator[Runtime]:
+    """This process as one rank of many, of which the others don't exist: messages are sent to nobody."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield Runtime(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank % processes_per_host,
+            device=torch.device("cpu"),
+            control_group=group,
+        )
+    finally:
+        dist.destroy_process_group()
+        # torch remembers how tensors travel between placements by meshes that are equal, but whose groups are gone.
+        _redistribute._gen_transform_infos.cache_clear()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch
+
+
+def with_configuration(job: ResolvedJob, stated: dict[str, Any] | None) -> ResolvedJob:
+    """The job with its model's configuration in place of a source, whose weights nobody reads here.
+
+    `stated`: what is known of a source that is not on this machine; a local folder's config.json comes first.
+    """
+    model = job.spec.model
+    if model.source is None:
+        return job
+    try:
+        config = configuration_in(model.source).to_dict()
+    except InputError:
+        if stated is None:
+            raise
+        config = stated
+    told = {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path")}
+    # Not validated anew: an adapter goes with a source alone, of which this is the outline.
+    return _with_spec(job, model=model.model_copy(update={"source": None, "config": told}))
+
+
+def shortened(job: ResolvedJob, num_micro_batches: int) -> ResolvedJob:
+    """The job with fewer micro-batches a step, its blocks not compiled: compiled code can't be looked into."""
+    batch = num_micro_batches * job.micro_batch_size * job.parallelism.data_parallel_size
+    training = job.spec.training.model_copy(update={"global_batch_size": batch, "compile": False})
+    return _with_spec(job, training=training).model_copy(update={"gradient_accumulation_steps": num_micro_batches})
+
+
+def _with_spec(job: ResolvedJob, **changes: Any) -> ResolvedJob:
+    return job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
+
+
+def build(job: ResolvedJob, runtime: Runtime, mode: FakeTensorMode) -> tuple[TorchStrategy, PreTrainedModel]:
+    """The rank's engine, and the model that it was made of."""
+    model = _model_of(job)
+    _take_values(model, mode)
+    strategy: Strategy
+    with _quiet(), _without_values(), Answers():
+        if job.parallelism.engine == "deepspeed":
+            with mode:
+                strategy = _TorchPart(job=job, model=model, runtime=runtime)
+        elif any(getattr(job.parallelism, degree) > 1 for degree in _LAYOUTS_WITH_MESH):
+            # A mesh of ranks is a tensor that is read: it needs values. Of weights without any no others are made.
+            strategy = build_strategy(job, model=model, runtime=runtime)
+        else:
+            with mode, Answers():
+                strategy = build_strategy(job, model=model, runtime=runtime)
+    assert isinstance(strategy, TorchStrategy)
+    return strategy, model
+
+
+class _TorchPart(TorchStrategy):
+    """Of an engine that cuts its memory by itself: the model in the type that it computes in, on one rank, uncut."""
+
+    name = "the model alone"
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        dtype = COMPUTE_TYPES.get(self._job.spec.training.precision, torch.float32)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return model
+
+
+def _model_of(job: ResolvedJob) -> PreTrainedModel:
+    if job.spec.task != "causal_lm":
+        return task_of(job).build_model(job, None)
+    config = job.spec.model.config or {}
+    return outline_model(job, vocab_size=config.get("vocab_size") or tokenizer_of(job.spec).vocab_size)
+
+
+def _take_values(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Puts tensors of the same shapes and types, which hold no memory, in the place of all parameters."""
+    twins: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if id(weight) not in twins:
+                with mode:
+                    values = torch.empty(weight.shape, dtype=weight.dtype)
+                    twins[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
+            module._parameters[name] = twins[id(weight)]
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Inside, weights are not filled, and DDP doesn't ask other ranks for the shapes and values of theirs."""
+    with (
+        mock.patch.object(torch_engine, "fill", lambda model, **_: model),
+        mock.patch.object(ddp, "_verify_param_shape_across_processes", lambda *_, **__: None),
+        mock.patch.object(ddp, "_sync_module_states", lambda *_, **__: None),
+        mock.patch.object(DistributedDataParallel, "__init__", _construct_with_hook),
+    ):
+        yield
+
+
+_construct = DistributedDataParallel.__init__
+
+
+def _construct_with_hook(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    """DDP asks a message for its result, which one to nobody has not: a hook hands it the bucket as it is."""
+    _construct(module, *args, **kwargs)
+    module.register_comm_hook(None, _reduced)
+    module.reducer = _SettledReducer(module.reducer)  # type: ignore[assignment]
+
+
+class _SettledReducer:
+    """DDP's reducer, but for asking other ranks in which order its buckets shall be: they stay as they are."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _reduced(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    dist.all_reduce(bucket.buffer())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

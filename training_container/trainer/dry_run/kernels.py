@@ -1,0 +1,71 @@
+"""What kernels of a GPU keep and choose, where this machine's CPU, which runs the step's Python, would do otherwise."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainer.models import attention
+from trainer.strategies import context_parallel, expert_parallel
+from trainyard.spec.job import ResolvedJob
+
+_aten = torch.ops.aten
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """F.scaled_dot_product_attention as a GPU runs it: by a kernel that keeps inputs, output and a number a query.
+
+    A mask doesn't change what is kept. Grouped keys and values stay as they are. Shapes alone are told.
+    """
+    del enable_gqa
+    is_causal = is_causal or isinstance(attn_mask, CausalBias)
+    output: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return output
+
+
+def _one_document_each(positions: torch.Tensor) -> torch.Tensor:
+    return positions.new_zeros(positions.size(0) + 1, dtype=torch.int32)
+
+
+def _causal_bias(*lengths: int) -> CausalBias:
+    """torch makes no tensor subclass inside a dispatch mode."""
+    with _disable_current_modes():
+        bias: CausalBias = causal_lower_right(*lengths)
+        return bias
+
+
+@contextmanager
+def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
+    """Inside, attention keeps what a flash kernel keeps, and routers spread tokens evenly over experts."""
+    ranks_with_experts = job.parallelism.expert * job.parallelism.tensor
+
+    def balanced(counts: torch.Tensor, received: torch.Tensor, num_rows: int) -> list[list[int]]:
+        del received
+        share = [num_rows // ranks_with_experts] * counts.size(0)
+        return [share, list(share)]
+
+    with ExitStack() as stack:
+        for owner, name, ours in (
+            (nn.functional, "scaled_dot_product_attention", _flash),
+            (context_parallel, "causal_lower_right", _causal_bias),
+            (expert_parallel, "row_counts", balanced),
+            (attention, "offsets_of", _one_document_each),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, ours))
+        yield

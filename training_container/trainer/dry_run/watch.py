@@ -1,0 +1,110 @@
+"""The mode in which a dry step runs: every operation is seen once, its memory and its messages written down."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.dry_run.ledger import Ledger
+from trainer.dry_run.messages import SPACES, Messages
+
+_aten = torch.ops.aten
+_CASTS = frozenset({_aten._to_copy.default})
+_GROUPED = _aten._grouped_mm.default
+
+
+class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+    """Answers questions for a value (`tensor.item()`), which nobody has: one, and false where it is a truth value."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation, unless it is such a question."""
+        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _answer(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+class Watch(Answers):  # type: ignore[no-untyped-call]
+    """Notes what operations allocate and send. Enter it inside the mode whose tensors have no values."""
+
+    def __init__(self, ledger: Ledger, messages: Messages) -> None:
+        super().__init__()
+        self._ledger, self._messages = ledger, messages
+        self._is_paused = False
+
+    @contextmanager
+    def without_questions_of_shape(self) -> Iterator[None]:
+        """Inside, what DTensor runs to find out an operation's shape, on all ranks' sizes together, is not noted."""
+        ask = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def quietly(*args: Any) -> Any:
+            before, self._is_paused = self._is_paused, True
+            try:
+                return ask(*args)
+            finally:
+                self._is_paused = before
+
+        with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", quietly):
+            yield
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """A Clock (strategies.base): says which phase of the step it is."""
+        before, self._ledger.phase = self._ledger.phase, phase
+        try:
+            yield
+        finally:
+            self._ledger.phase = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation, and writes down what came of it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with its local tensor comes here again
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func is _GROUPED:
+            result = _grouped_product(func, args, kwargs)
+        else:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not isinstance(result, int | float):
+            self._ledger.note(_tensors(result))
+        space = func.namespace
+        if space in SPACES:
+            tensors = self._messages.note(func, args, kwargs, result)
+            if tensors and func._schema.name.rpartition("::")[2].startswith("recv"):
+                self._ledger.mark(tensors, "buffers")
+        elif space == "fsdp":
+            self._ledger.mark(_tensors((args, kwargs, result)), "buffers")
+        elif func in _CASTS and self._ledger.is_held_as(args[0], "parameters"):
+            self._ledger.mark(_tensors(result), "buffers")
+        return result
+
+
+def _answer(dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _grouped_product(func: Any, args: Any, kwargs: Any) -> Any:
+    """What torch knows of the shapes of an experts' product, it knows in bf16 alone."""
+    first, second, *more = args
+    if first.dtype == torch.bfloat16 or not isinstance(first, FakeTensor):
+        return func(*args, **kwargs)
+    return func(first.bfloat16(), second.bfloat16(), *more, **kwargs).to(first.dtype)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
