@@ -10,6 +10,8 @@ PARTITION = "aws"
 TAG_ENVIRONMENT = "trainyard:environment"
 TAG_TENANT = "trainyard:tenant"
 TAG_COST_CENTER = "trainyard:cost-center"
+TAG_NODE = "trainyard:node"
+"""Of the cluster's machines: `compute`, or `login` for the one that takes a session."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,19 @@ class TenantScope:
         return f"{environment.account}.dkr.ecr.{environment.region}.amazonaws.com/trainyard-{environment.name}"
 
     @property
-    def training_jobs(self) -> str:
-        """All jobs of the tenant: job names begin with the tenant's, and no tenant's name begins another's."""
-        return self.arn("sagemaker", f"training-job/{self.name}-*")
+    def job_prefixes(self) -> list[str]:
+        """How the names of the tenant's training jobs begin. No tenant's name begins another's, or with awsbatch.
+
+        Batch calls what it takes from a queue `AWSBatch<name asked for><32 characters>` (its user guide's examples; its
+        service-linked role may make no others). SageMaker writes names in small letters in ARNs, Batch's examples do
+        not: both are meant.
+        """
+        return [f"{self.name}-", *(f"{batch}{self.name}-" for batch in ("AWSBatch", "awsbatch") if self.queued)]
+
+    @property
+    def training_jobs(self) -> list[str]:
+        """All jobs of the tenant."""
+        return [self.arn("sagemaker", f"training-job/{prefix}*") for prefix in self.job_prefixes]
 
     @property
     def model_packages(self) -> str:
@@ -77,6 +89,34 @@ class TenantScope:
     def brokered(self) -> bool:
         """Whether a broker submits the tenant's jobs, and nobody else."""
         return self.environment.brokered(self.name)
+
+    @property
+    def queued(self) -> bool:
+        """Whether the broker hands the tenant's jobs to the training queues, and not to SageMaker."""
+        return self.environment.queued(self.name)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether a function has failed jobs submitted again. What waits in a queue Batch retries by itself."""
+        return self.brokered and not self.queued
+
+    @property
+    def training_queues(self) -> dict[str, str]:
+        """ARN of the queue for each of the tenant's instance types."""
+        return {
+            kind: self.arn("batch", f"job-queue/{self.environment.training_queue(kind, self.name)}")
+            for kind in self.instance_types
+        }
+
+    @property
+    def shares(self) -> list[str]:
+        """The tenant's shares of them, which have its name."""
+        return [f"{queue}/quota-share/{self.name}" for queue in self.training_queues.values()]
+
+    @property
+    def service_jobs(self) -> str:
+        """Jobs in Batch's queues, whoever's: Batch makes up their ids, so that only their tags tell them apart."""
+        return self.arn("batch", "service-job/*")
 
     @property
     def broker_name(self) -> str:
@@ -109,9 +149,20 @@ class TenantScope:
         return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.job_iam_path}*"
 
     @property
-    def job_log_streams(self) -> str:
-        """The tenant's streams in SageMaker's shared log group."""
-        return self.arn("logs", f"log-group:{TRAINING_LOG_GROUP}:log-stream:{self.name}-*")
+    def job_log_streams(self) -> list[str]:
+        """The tenant's streams in SageMaker's shared log group, which begin with the job's name."""
+        group = f"log-group:{TRAINING_LOG_GROUP}:log-stream"
+        return [self.arn("logs", f"{group}:{prefix}*") for prefix in self.job_prefixes]
+
+    def machine_name(self, kind: str) -> str:
+        """Role and instance profile of the cluster's machines of a kind: `nodes` or `login`. Stated, because PCS takes
+        only roles whose name begins with AWSPCS, and so that the stack of the cluster need not import it."""
+        return f"AWSPCS-{self.environment.name}-{self.name}-{kind}"
+
+    def machine_profile_arn(self, kind: str) -> str:
+        """The instance profile of that name."""
+        name = self.machine_name(kind)
+        return f"arn:{PARTITION}:iam::{self.environment.account}:instance-profile{self.iam_path}{name}"
 
     def parameter_arn(self, parameter: str) -> str:
         """ARN of the SSM parameter with this absolute name."""

@@ -1,4 +1,4 @@
-"""What an environment's tenants share: the image repository, which image they run, and the account's audit trail."""
+"""What an environment's tenants share: the image repository, which image they run, the training queues, the trail."""
 
 from aws_cdk import RemovalPolicy, Stack
 from aws_cdk import aws_ecr as ecr
@@ -8,6 +8,7 @@ from constructs import Construct
 
 from stacks.constructs.audit import AuditTrail
 from stacks.constructs.budget_stop import BudgetActor
+from stacks.constructs.queues import SharedQueues
 from stacks.settings import stack_settings
 from trainyard.spec.platform import EnvironmentSpec
 
@@ -18,7 +19,7 @@ KEPT_IMAGES = 50
 
 
 class PlatformStack(Stack):
-    """The ECR repository, the image parameter and the trail."""
+    """The ECR repository, the image parameter, the training queues and the trail."""
 
     images: ecr.Repository
     budget_actor: iam.Role
@@ -55,5 +56,6 @@ class PlatformStack(Stack):
         )
         self.budget_actor = BudgetActor(self, "BudgetActor", environment=environment).role
         self.export_value(self.budget_actor.role_arn)
+        SharedQueues(self, "Queues", environment=environment)
         if environment.audit.trail:
             AuditTrail(self, "Audit", environment=environment)

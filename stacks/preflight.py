@@ -3,13 +3,18 @@
 import re
 
 from trainyard.errors import InputError
-from trainyard.hardware import instance
+from trainyard.hardware import instance, network_interfaces
+from trainyard.spec.cluster import ClusterSpec
 from trainyard.spec.platform import EnvironmentSpec, QueueSpec
 
 OTHER_PARTITIONS = ("cn-", "us-gov-", "us-iso", "eu-isoe-")
 
 MAX_BUDGET_ADDRESSES = 10
 """AWS Budgets: subscribers of one notification."""
+
+KEPT_ADDRESSES = 25
+"""Of the training subnet, for other things than machines: AWS's own five, the file system's servers, PCS's controller,
+the firewall's neighbours."""
 
 
 def check_environment(environment: EnvironmentSpec) -> None:
@@ -20,6 +25,8 @@ def check_environment(environment: EnvironmentSpec) -> None:
         _check_addresses(f"tenants.{tenant_name}.budget.notify", tenant.budget.notify)
         for queue_name, queue in tenant.queues.items():
             _check_types(f"tenants.{tenant_name}.queues.{queue_name}", queue)
+        if tenant.cluster is not None:
+            _check_cluster(f"tenants.{tenant_name}.cluster", tenant.cluster, environment)
 
 
 def _check_region(environment: EnvironmentSpec) -> None:
@@ -64,3 +71,25 @@ def _check_types(where: str, queue: QueueSpec) -> None:
                 f"{where}: {instance_type} has no EFA, so jobs over several hosts would run over plain TCP; choose a "
                 "type with EFA, or set multi_node: false for this queue"
             )
+
+
+def _check_cluster(where: str, cluster: ClusterSpec, environment: EnvironmentSpec) -> None:
+    taken = 1
+    for name, group in cluster.node_groups.items():
+        try:
+            machine = instance(group.instance_type)
+        except InputError as error:
+            raise InputError(f"{where}.node_groups.{name}: {error}") from None
+        if group.max_instances > 1 and not machine.efa_interfaces:
+            raise InputError(
+                f"{where}.node_groups.{name}: {group.instance_type} has no EFA, so jobs over several machines would "
+                "run over plain TCP; choose a type with EFA, or set max_instances: 1"
+            )
+        taken += group.max_instances * sum(card.has_address for card in network_interfaces(machine, efa_only=False))
+    there = 2 ** (31 - environment.network.vpc_prefix_length) - KEPT_ADDRESSES
+    if taken > there:
+        raise InputError(
+            f"{where}: its machines take {taken} addresses, one for each network card, and the tenant's training "
+            f"subnet has {there} for machines; lower max_instances, or give the environment a smaller "
+            "network.vpc_prefix_length before its first deployment"
+        )

@@ -7,9 +7,11 @@ from constructs import Construct
 from stacks.constructs.alarms import TenantAlarms
 from stacks.constructs.broker import Broker
 from stacks.constructs.budget_stop import BudgetStop
+from stacks.constructs.cluster import TenantCluster
 from stacks.constructs.contract import PublishedContract
 from stacks.constructs.detective import JobGuard
-from stacks.constructs.queues import TenantQueues
+from stacks.constructs.objectives import TenantObjectives
+from stacks.constructs.queues import TenantQueues, TenantShares
 from stacks.constructs.resumer import JobResumer
 from stacks.constructs.spending import SpendingWatch
 from stacks.foundation import FoundationStack
@@ -39,10 +41,12 @@ class TrainingStack(Stack):
             flows=resources.logs.flows,
             operator=foundation.roles.operator,
         )
+        TenantObjectives(self, "Objectives", tenant=tenant, topic=alarms.topic)
         JobGuard(self, "JobGuard", tenant=tenant, roles=foundation.roles, resources=resources, topic=alarms.topic)
         roles = foundation.roles
         if tenant.brokered:
             Broker(self, "Broker", tenant=tenant, role=roles.broker, resources=resources, topic=alarms.topic)
+        if tenant.resumed:
             JobResumer(self, "Resumer", tenant=tenant, role=roles.resumer, resources=resources, topic=alarms.topic)
         if (percent := tenant.spec.budget.stop_at_percent) is not None:
             BudgetStop(
@@ -56,5 +60,18 @@ class TrainingStack(Stack):
             )
         if (anomaly_usd := tenant.spec.budget.anomaly_usd) is not None:
             SpendingWatch(self, "Spending", tenant=tenant, anomaly_usd=anomaly_usd)
-        queues = TenantQueues(self, "Queues", tenant=tenant)
-        PublishedContract(self, "Contract", tenant=tenant, roles=foundation.roles, resources=resources, queues=queues)
+        cluster = None
+        if (machines := tenant.spec.cluster) is not None:
+            cluster = TenantCluster(self, "Cluster", tenant=tenant, spec=machines, resources=resources)
+        queues = None if tenant.queued else TenantQueues(self, "Queues", tenant=tenant)
+        if tenant.queued:
+            TenantShares(self, "Shares", tenant=tenant)
+        PublishedContract(
+            self,
+            "Contract",
+            tenant=tenant,
+            roles=foundation.roles,
+            resources=resources,
+            queues=queues,
+            cluster=cluster,
+        )

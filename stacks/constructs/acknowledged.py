@@ -99,7 +99,8 @@ def _is_own(finding: str, tenant: TenantScope) -> bool:
     kind, _, pattern = finding.partition("::")
     fixed = pattern.partition("*")[0]
     name = f"{tenant.environment.name}/{tenant.name}/"
-    marks = ("<", f"/{tenant.name}-", f":{tenant.name}-", f"/trainyard/{name}", f"{tenant.stack_name('')}")
+    jobs = [f"{before}{prefix}" for prefix in tenant.job_prefixes for before in "/:"]
+    marks = ("<", *jobs, f"/{tenant.name}-", f"/trainyard/{name}", f"{tenant.stack_name('')}")
     return kind == "Resource" and any(mark in fixed for mark in marks)
 
 

@@ -59,7 +59,10 @@ class TenantAlarms(Construct):
             event_pattern=events.EventPattern(
                 source=["aws.sagemaker"],
                 detail_type=["SageMaker Training Job State Change"],
-                detail={"TrainingJobStatus": ["Failed"], "TrainingJobName": [{"prefix": f"{tenant.name}-"}]},
+                detail={
+                    "TrainingJobStatus": ["Failed"],
+                    "TrainingJobName": [{"prefix": prefix} for prefix in tenant.job_prefixes],
+                },
             ),
         )
         self._tell("FailedJobs", rule)

@@ -25,7 +25,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import instance, price
 
 FUNCTIONS_FOLDER = Path(trainyard.__file__).parent / "functions"
-MODULES = ("broker", "broker_ledger", "broker_rules", "training_request")
+MODULES = ("broker", "broker_ledger", "broker_queue", "broker_rules", "retry_rules", "training_request")
 TIME_LIMIT = Duration.seconds(120)
 """A tenant's jobs of a month are listed, and described once each."""
 

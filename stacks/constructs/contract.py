@@ -4,18 +4,22 @@ from aws_cdk import Stack
 from aws_cdk import aws_ssm as ssm
 from constructs import Construct
 
+from stacks.constructs.cluster import TenantCluster
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.permissions import TenantResources
 from stacks.constructs.queues import TenantQueues
 from stacks.naming import TenantScope
+from trainyard.spec.cluster import LOGIN_GROUP
 from trainyard.spec.platform import (
     BucketContract,
+    ClusterContract,
     FileSystemContract,
     KeyContract,
     QueueContract,
     RoleContract,
     TenantContract,
 )
+from trainyard.spec.shares import ShareContract
 
 
 class PublishedContract(Construct):
@@ -29,10 +33,11 @@ class PublishedContract(Construct):
         tenant: TenantScope,
         roles: TenantRoles,
         resources: TenantResources,
-        queues: TenantQueues,
+        queues: TenantQueues | None,
+        cluster: TenantCluster | None,
     ) -> None:
         super().__init__(scope, construct_id)
-        contract = tenant_contract(tenant, roles, resources, queues)
+        contract = tenant_contract(tenant, roles, resources, queues, cluster)
         ssm.StringParameter(
             self,
             "Parameter",
@@ -44,9 +49,14 @@ class PublishedContract(Construct):
 
 
 def tenant_contract(
-    tenant: TenantScope, roles: TenantRoles, resources: TenantResources, queues: TenantQueues
+    tenant: TenantScope,
+    roles: TenantRoles,
+    resources: TenantResources,
+    queues: TenantQueues | None,
+    cluster: TenantCluster | None,
 ) -> TenantContract:
-    """The contract with CloudFormation's values still to come: they are strings to the model."""
+    """The contract with CloudFormation's values still to come: they are strings to the model. `queues`: None where the
+    tenant's jobs wait in those that all share."""
     environment, network = tenant.environment, resources.network
     keys, buckets, file_system = resources.keys, resources.buckets, resources.file_system.resource
     return TenantContract(
@@ -83,18 +93,45 @@ def tenant_contract(
         ),
         queues={
             name: QueueContract(
-                arn=queue.queue.attr_job_queue_arn,
-                instance_types=tenant.spec.queues[name].instance_types,
-                max_instances=tenant.spec.queues[name].max_instances,
-                multi_node=tenant.spec.queues[name].multi_node,
+                arn=queues.queues[name].queue.attr_job_queue_arn if queues else "",
+                instance_types=spec.instance_types,
+                max_instances=spec.max_instances,
+                multi_node=spec.multi_node,
             )
-            for name, queue in queues.queues.items()
+            for name, spec in tenant.spec.queues.items()
         },
+        shares=_shares(tenant),
         log_group=resources.logs.group.log_group_name,
         image_parameter=environment.image_parameter,
         cost_center=tenant.spec.cost_center,
         max_job_hours=tenant.spec.max_job_hours,
         monthly_usd=tenant.spec.budget.monthly_usd,
         broker=tenant.broker_name if tenant.brokered else "",
+        cluster=_cluster(tenant, cluster),
         emulated=environment.emulated,
     )
+
+
+def _cluster(tenant: TenantScope, cluster: TenantCluster | None) -> ClusterContract | None:
+    if (spec := tenant.spec.cluster) is None or cluster is None:
+        return None
+    return ClusterContract(
+        engine=spec.engine,
+        id=cluster.cluster.attr_id,
+        queues={
+            queue: tuple(sorted({spec.node_groups[name].instance_type for name in groups}))
+            for queue, groups in spec.partitions.items()
+        },
+        login_tag=LOGIN_GROUP,
+    )
+
+
+def _shares(tenant: TenantScope) -> dict[str, ShareContract]:
+    if not tenant.queued:
+        return {}
+    environment = tenant.environment
+    guaranteed, most = environment.guaranteed(tenant.name), environment.most(tenant.name)
+    return {
+        kind: ShareContract(queue=queue, guaranteed=guaranteed[kind], most=most[kind])
+        for kind, queue in tenant.training_queues.items()
+    }

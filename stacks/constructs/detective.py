@@ -64,7 +64,7 @@ class JobGuard(Construct):
             log_group=resources.logs.group,
         )
         acknowledge(self.function, FUNCTIONS | FAILURES)
-        job_role = roles.job.role_arn
+        job_role, names = roles.job.role_arn, [{"prefix": prefix} for prefix in tenant.job_prefixes]
         events.Rule(
             self,
             "StartedJobs",
@@ -74,7 +74,7 @@ class JobGuard(Construct):
                 detail_type=["SageMaker Training Job State Change"],
                 detail={
                     "TrainingJobStatus": ["InProgress"],
-                    "$or": [{"TrainingJobName": [{"prefix": f"{tenant.name}-"}]}, {"RoleArn": [job_role]}],
+                    "$or": [{"TrainingJobName": names}, {"RoleArn": [job_role]}],
                 },
             ),
             targets=[
@@ -137,7 +137,7 @@ def job_rules(tenant: TenantScope, roles: TenantRoles, resources: TenantResource
         for kind in queue.instance_types:
             most[kind] = max(most.get(kind, 0), queue.max_instances)
     return {
-        "prefix": f"{tenant.name}-",
+        "prefixes": tenant.job_prefixes,
         "role": roles.job.role_arn,
         "subnets": [network.training_subnet.subnet_id],
         "groups": [network.training_security_group.security_group_id],

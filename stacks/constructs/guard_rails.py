@@ -13,6 +13,7 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from stacks.constructs.acknowledged import acknowledge_wildcards
+from stacks.constructs.machine_permissions import machine_actions, only_login_nodes
 from stacks.constructs.network import TenantNetwork
 from stacks.naming import PARTITION, TAG_TENANT, TenantScope
 from trainyard.hardware import instance
@@ -21,6 +22,9 @@ Conditions = Mapping[str, Mapping[str, object]]
 
 CREATE_JOB = "sagemaker:CreateTrainingJob"
 INVOKE = "lambda:InvokeFunction"
+SUBMIT_JOB = "batch:SubmitServiceJob"
+TAG_JOB = "batch:TagResource"
+STOP_QUEUED_JOB = "batch:TerminateServiceJob"
 REGISTER_MODELS = ["sagemaker:CreateModelPackage", "sagemaker:CreateModelPackageGroup"]
 
 ALLOWED_ACTIONS = [
@@ -77,12 +81,13 @@ ALLOWED_ACTIONS = [
 ]
 """The most that the roles' own policies, which also name the resources, can make use of. Not in it, among others:
 batch:SubmitServiceJob (Batch starts jobs by a service-linked role that no condition below binds, with an unchecked
-payload), sts:AssumeRole (no hop to another tenant's role), sagemaker:UpdateTrainingJob, and every other kind of job."""
+payload; only a broker of a tenant that queues has it, see `_queue`), sts:AssumeRole (no hop to another tenant's role),
+sagemaker:UpdateTrainingJob, and every other kind of job."""
 
 
 OTHER_COMPUTE = [
     "batch:RegisterJobDefinition",
-    "batch:Submit*",
+    "batch:SubmitJob",
     "ec2:CreateFleet",
     "ec2:Request*",
     "ec2:RunInstances",
@@ -114,23 +119,25 @@ class TenantBoundary(Construct):
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, network: TenantNetwork) -> None:
         super().__init__(scope, construct_id)
         allowed = [*ALLOWED_ACTIONS, *([INVOKE] if tenant.brokered else [])]
+        if tenant.queued:
+            allowed = sorted({*allowed, SUBMIT_JOB, TAG_JOB, STOP_QUEUED_JOB} - {CREATE_JOB})
         self.policy = iam.ManagedPolicy(
             self,
             "Policy",
             path=tenant.iam_path,
             description=f"The most that any role of tenant {tenant.name} can ever do",
             statements=[
-                iam.PolicyStatement(sid="Services", actions=allowed, resources=["*"]),
-                *_unstated(tenant),
-                *_outside(tenant, network),
-                deny("NoOtherCompute", OTHER_COMPUTE, {}),
+                iam.PolicyStatement(sid="Services", actions=[*allowed, *machine_actions(tenant)], resources=["*"]),
+                *(_queue(tenant) if tenant.queued else [*_unstated(tenant), *_outside(tenant, network)]),
+                deny("NoOtherCompute", [*OTHER_COMPUTE, CREATE_JOB if tenant.queued else SUBMIT_JOB], {}),
                 iam.PolicyStatement(
                     sid="OwnJobs",
                     effect=iam.Effect.DENY,
                     actions=[CREATE_JOB, "sagemaker:StopTrainingJob"],
-                    not_resources=[tenant.training_jobs],
+                    not_resources=tenant.training_jobs,
                 ),
                 *_broker(tenant),
+                *only_login_nodes(tenant),
                 iam.PolicyStatement(
                     sid="OwnModels",
                     effect=iam.Effect.DENY,
@@ -163,11 +170,31 @@ def _broker(tenant: TenantScope) -> list[iam.PolicyStatement]:
     if not tenant.brokered:
         return []
     role = f"arn:{PARTITION}:iam::{_account(tenant)}:role{tenant.broker_iam_path}*"
+    submit = [SUBMIT_JOB, TAG_JOB] if tenant.queued else [CREATE_JOB]
     return [
         iam.PolicyStatement(
             sid="OwnBroker", effect=iam.Effect.DENY, actions=[INVOKE], not_resources=[tenant.broker_arn]
         ),
-        deny("BrokerSubmits", [CREATE_JOB], {"ArnNotLike": {"aws:PrincipalArn": role}}),
+        deny("BrokerSubmits", submit, {"ArnNotLike": {"aws:PrincipalArn": role}}),
+    ]
+
+
+def _queue(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """In the place of what binds CreateTrainingJob, which Batch then calls as itself: only the own share of the own
+    types' queues, with the own tag. What a job asks of SageMaker no condition key tells; the broker writes it."""
+    tag = f"aws:RequestTag/{TAG_TENANT}"
+    return [
+        iam.PolicyStatement(
+            sid="OwnShare",
+            effect=iam.Effect.DENY,
+            actions=[SUBMIT_JOB],
+            not_resources=[*tenant.training_queues.values(), *tenant.shares, tenant.service_jobs],
+        ),
+        deny("QueuedOwnTag", [SUBMIT_JOB], {"StringNotEquals": {tag: tenant.name}}),
+        # A negated operator also matches an absent key: a job that nobody has tagged is not ended either.
+        deny("OwnQueuedJobs", [STOP_QUEUED_JOB], {"StringNotEquals": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}}),
+        # It shows a job's whole request, and IAM can't scope it: listings show names, states and reasons.
+        deny("NoForeignRequests", ["batch:DescribeServiceJob"], {}),
     ]
 
 

@@ -27,8 +27,17 @@ class TenantRoles(Construct):
     absent: CloudFormation drops no export that another stack still imports, so that it could never go."""
     resumer: iam.Role
     """The function that has the broker submit failed jobs again. Without a right where there is no broker."""
+    nodes: iam.Role | None = None
+    """What the cluster's machines are, and with them the jobs that run there."""
+    login: iam.Role | None = None
+    """What the cluster's login node is: it can join the cluster and take a session, and nothing else."""
     operator: iam.Role
     """Breaks the glass: mends data and checkpoints by hand. Needs a second factor; the tenant hears of each use."""
+
+    @property
+    def workers(self) -> tuple[iam.Role, ...]:
+        """What training runs as: the job role, and the cluster's machines where there is one."""
+        return (self.job, *([self.nodes] if self.nodes else []))
 
     @property
     def submitter(self) -> iam.Role:
@@ -40,10 +49,13 @@ class TenantRoles(Construct):
         account = tenant.environment.account
         self._brokered = tenant.brokered
 
-        def role(name: str, trusts: iam.IPrincipal, description: str, hours: int, path: str = "") -> iam.Role:
+        def role(
+            name: str, trusts: iam.IPrincipal, description: str, hours: int, path: str = "", stated: str | None = None
+        ) -> iam.Role:
             return iam.Role(
                 self,
                 name,
+                role_name=stated,
                 path=path or tenant.iam_path,
                 assumed_by=trusts,
                 permissions_boundary=boundary.policy,
@@ -74,3 +86,16 @@ class TenantRoles(Construct):
             }
         )
         self.operator = role("Operator", present, "Breaks the glass", hours=1)
+        if tenant.spec.cluster is not None:
+            machine = iam.ServicePrincipal("ec2.amazonaws.com")
+            stated = {kind: tenant.machine_name(kind) for kind in ("nodes", "login")}
+            self.nodes = role("Nodes", machine, "Machines of the cluster", hours=1, stated=stated["nodes"])
+            self.login = role("Login", machine, "Login node of the cluster", hours=1, stated=stated["login"])
+            for name, held in (("nodes", self.nodes), ("login", self.login)):
+                iam.CfnInstanceProfile(
+                    self,
+                    f"Profile-{name}",
+                    instance_profile_name=stated[name],
+                    path=tenant.iam_path,
+                    roles=[held.role_name],
+                )

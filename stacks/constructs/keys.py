@@ -68,18 +68,21 @@ class TenantKeys(Construct):
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, roles: TenantRoles) -> None:
         super().__init__(scope, construct_id)
-        data = KeyUse(readers=(roles.job, roles.auditor), writers=(roles.launcher, roles.operator))
+        data = KeyUse(readers=(*roles.workers, roles.auditor), writers=(roles.launcher, roles.operator))
         # The broker reads jobs' records beside the data, and keeps its ledger beside the checkpoints.
         broker = (roles.broker,) if tenant.brokered else ()
         # The resumer writes the next attempt into them.
         resumer = (roles.resumer,) if tenant.brokered else ()
         records = replace(data, readers=(*data.readers, *broker), writers=(*data.writers, *resumer))
         checkpoints = KeyUse(
-            readers=(roles.launcher, roles.auditor), writers=(roles.job, roles.operator, *broker), volumes=(roles.job,)
+            readers=(roles.launcher, roles.auditor),
+            writers=(*roles.workers, roles.operator, *broker),
+            volumes=(roles.job,),
         )
+        machines = [*_roles(tenant, checkpoints), *_machines(tenant)]
         links = [_links(tenant)] if tenant.spec.file_system.links else []
         self.data = self._key("Data", tenant, "data", [*_roles(tenant, records), _file_system(tenant), *links])
-        self.checkpoints = self._key("Checkpoints", tenant, "checkpoints", _roles(tenant, checkpoints))
+        self.checkpoints = self._key("Checkpoints", tenant, "checkpoints", machines)
         self.artifacts = self._key("Artifacts", tenant, "exported models", _roles(tenant, data))
         self.logs = self._key("Logs", tenant, "logs and notifications", [_log_service(tenant), *_notifiers(tenant)])
 
@@ -132,6 +135,33 @@ def _file_system(tenant: TenantScope) -> iam.PolicyStatement:
             }
         },
     )
+
+
+def _machines(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """The volumes of the cluster's machines, which PCS starts as its service-linked role, and EC2 as that for spot (PCS
+    user guide, "Required KMS key policy for use with encrypted EBS volumes"). Anybody as principal, held to these roles
+    by condition: a key policy that names a role which isn't there yet is refused, and the account as principal would
+    leave it to the roles' own policies, which know no key of ours. EBS asks KMS in their name, they never do."""
+    if (cluster := tenant.spec.cluster) is None:
+        return []
+    linked = f"arn:{PARTITION}:iam::{tenant.environment.account}:role/aws-service-role"
+    roles = [f"{linked}/pcs.amazonaws.com/AWSServiceRoleForPCS"]
+    if any(group.purchase == "spot" for group in cluster.node_groups.values()):
+        roles.append(f"{linked}/spot.amazonaws.com/AWSServiceRoleForEC2Spot")
+    asked: dict[str, dict[str, object]] = {
+        "StringEquals": {"kms:ViaService": tenant.via("ec2"), "kms:CallerAccount": tenant.environment.account},
+        "ArnEquals": {"aws:PrincipalArn": roles},
+    }
+
+    def statement(sid: str, actions: list[str], conditions: dict[str, dict[str, object]]) -> iam.PolicyStatement:
+        return iam.PolicyStatement(
+            sid=sid, principals=[iam.AnyPrincipal()], actions=actions, resources=["*"], conditions=conditions
+        )
+
+    return [
+        statement("MachineVolumes", [*READ_WRITE, "kms:ReEncryptFrom", "kms:ReEncryptTo"], asked),
+        statement("MachineGrants", ["kms:CreateGrant"], {**asked, "Bool": {"kms:GrantIsForAWSResource": "true"}}),
+    ]
 
 
 def _links(tenant: TenantScope) -> iam.PolicyStatement:

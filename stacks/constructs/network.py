@@ -23,6 +23,13 @@ INTERFACE_ENDPOINTS = {
     "Sts": ec2.InterfaceVpcEndpointAwsService.STS,
 }
 
+CLUSTER_ENDPOINTS = {
+    "Cluster": ec2.InterfaceVpcEndpointAwsService.PARALLEL_COMPUTING_SERVICE,
+    "Sessions": ec2.InterfaceVpcEndpointAwsService.SSM_MESSAGES,
+}
+"""For a tenant with a cluster: machines join it, and people reach the login node. Without ec2messages: Run Command
+needs it, sessions don't."""
+
 
 DEFAULT_GROUP = {
     "NIST.800.53.R5-VPCDefaultSecurityGroupClosed": (
@@ -61,7 +68,7 @@ class TenantNetwork(Construct):
     s3_endpoint: ec2.GatewayVpcEndpoint
     tables_endpoint: ec2.GatewayVpcEndpoint
     interface_endpoints: dict[str, ec2.InterfaceVpcEndpoint]
-    """By the names of INTERFACE_ENDPOINTS. What endpoints let through is in `passages`."""
+    """By the names of INTERFACE_ENDPOINTS and CLUSTER_ENDPOINTS. What endpoints let through is in `passages`."""
     lustre_rules: list[Construct]
     """Must exist before the file system: FSx checks them when it is created."""
 
@@ -89,7 +96,8 @@ class TenantNetwork(Construct):
         self._make_training_group()
         self._make_file_system_group()
         self._make_gateway_endpoints(tenant, [self.training_subnet, *endpoint_subnets])
-        self._make_interface_endpoints(endpoint_subnets)
+        services = INTERFACE_ENDPOINTS | (CLUSTER_ENDPOINTS if tenant.spec.cluster is not None else {})
+        self._make_interface_endpoints(services, endpoint_subnets)
 
     def _subnet(self, name: str, zone: str, block: str) -> ec2.PrivateSubnet:
         subnet = ec2.PrivateSubnet(
@@ -142,11 +150,13 @@ class TenantNetwork(Construct):
             "DynamoDb", service=ec2.GatewayVpcEndpointAwsService.DYNAMODB, subnets=selection
         )
 
-    def _make_interface_endpoints(self, subnets: list[ec2.PrivateSubnet]) -> None:
+    def _make_interface_endpoints(
+        self, services: dict[str, ec2.InterfaceVpcEndpointAwsService], subnets: list[ec2.PrivateSubnet]
+    ) -> None:
         group = self._group("EndpointGroup", "Interface endpoints")
         group.add_ingress_rule(self.training_security_group, ec2.Port.tcp(443), "Training instances")
         self.interface_endpoints = {}
-        for name, service in INTERFACE_ENDPOINTS.items():
+        for name, service in services.items():
             self.interface_endpoints[name] = ec2.InterfaceVpcEndpoint(
                 self,
                 name,

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from aws_cdk import aws_iam as iam
 
+from stacks.constructs.machine_permissions import REGISTER, SESSIONS, own_clusters
 from stacks.constructs.permissions import TenantResources, log_group_arns, parameter_arns
-from stacks.naming import TenantScope
+from stacks.naming import TAG_TENANT, TenantScope
 from trainyard.spec.platform import TRAINING_LOG_GROUP
 
 ANYTHING = ("*",)
@@ -34,6 +35,11 @@ def open_passages(tenant: TenantScope, resources: TenantResources) -> None:
         ],
         "Sts": [_own(tenant, "WhoAmI", ["sts:GetCallerIdentity"], ANYTHING)],
     }
+    if tenant.spec.cluster is not None:
+        tag = {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}
+        statements["Cluster"] = [_own(tenant, "OwnCluster", [REGISTER], own_clusters(tenant), equals=tag)]
+        statements["Sessions"] = [_own(tenant, "TakeSessions", SESSIONS, ANYTHING)]
+        statements["Parameters"].append(_own(tenant, "SayAlive", ["ssm:UpdateInstanceInformation"], ANYTHING))
     endpoints = resources.network.interface_endpoints
     assert set(statements) == set(endpoints), "an endpoint without a policy lets everything through"
     for name, endpoint in endpoints.items():
@@ -74,7 +80,7 @@ def _sagemaker(tenant: TenantScope) -> list[iam.PolicyStatement]:
     names = ["AddTags", "CreateModelPackage*", "DescribeModelPackage*", "ListModelPackages"]
     models = [f"sagemaker:{name}" for name in names]
     return [
-        _own(tenant, "OwnJobs", ["sagemaker:*"], [tenant.training_jobs]),
+        _own(tenant, "OwnJobs", ["sagemaker:*"], tenant.training_jobs),
         _own(tenant, "OwnModels", models, [tenant.model_packages, tenant.model_package_groups]),
         _own(tenant, "ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
     ]
@@ -86,7 +92,7 @@ def _logs(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicySta
     shared = ["logs:CreateLogGroup", "logs:CreateLogStream", "logs:DescribeLogStreams"]
     return [
         _own(tenant, "OwnGroups", ["logs:*"], log_group_arns(tenant, *groups)),
-        _own(tenant, "OwnStreams", ["logs:GetLogEvents", "logs:PutLogEvents"], [tenant.job_log_streams]),
+        _own(tenant, "OwnStreams", ["logs:GetLogEvents", "logs:PutLogEvents"], tenant.job_log_streams),
         _own(tenant, "TrainingGroup", shared, log_group_arns(tenant, TRAINING_LOG_GROUP)),
     ]
 

@@ -1,6 +1,7 @@
 """What a tenant's roles may do. Written out, not granted by the constructs: the least that each one needs is exact to
 the prefix, and a grant would widen the key policies without anybody reading it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aws_cdk import aws_ecr as ecr
@@ -8,10 +9,11 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from stacks.constructs.acknowledged import acknowledge_wildcards
-from stacks.constructs.guard_rails import CREATE_JOB, INVOKE, deny
+from stacks.constructs.guard_rails import CREATE_JOB, INVOKE, SUBMIT_JOB, TAG_JOB, deny
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.keys import READ, READ_WRITE, TenantKeys
 from stacks.constructs.logs import TenantLogs
+from stacks.constructs.machine_permissions import MACHINE_WILDCARDS, join_cluster, open_shells, take_sessions
 from stacks.constructs.network import TenantNetwork
 from stacks.constructs.storage import TenantBuckets, TenantFileSystem
 from stacks.naming import TAG_TENANT, TenantScope
@@ -29,9 +31,11 @@ ANYTHING = ["*"]
 SHARED_GROUP = "SageMaker's one log group for all jobs of the account; streams are told apart by the tenant's name."
 
 WILDCARDS = {
+    **MACHINE_WILDCARDS,
     "CountViolations": "PutMetricData has no resource; the condition holds it to the tenant's namespace.",
     "CreateTrainingLogGroup": SHARED_GROUP,
     "FindLogs": SHARED_GROUP,
+    "FindQueuedJobs": "ListServiceJobs has no resource: it shows names and states of a queue's jobs, no requests.",
     "JoinNetwork": "An interface's id is made with it; subnet and group, named beside it, are the tenant's own.",
     "LeaveNetwork": "An interface's id is made with it; the condition holds it to the tenant's VPC.",
     "ListJobs": "ListTrainingJobs has no resource: it shows names and states; descriptions are scoped to the tenant's.",
@@ -39,6 +43,9 @@ WILDCARDS = {
     "OpenLogStreams": SHARED_GROUP,
     "SeeAccount": "Listings without a resource: they show that things exist; the isolation proof lists them each time.",
     "SeeNetwork": "Describe* of EC2 has no resource: it shows that networks exist, and changes none.",
+    "StopQueuedJobs": "Batch makes up a job's id; the condition on its tag holds it to the tenant's jobs.",
+    "SubmitJobs": "Batch makes up a job's id; queue and share, named beside it, and the condition are the tenant's.",
+    "TagJobs": "Batch makes up a job's id; the condition holds the tag to the tenant's own.",
     "WriteMetrics": "PutMetricData has no resource; the condition holds it to the tenant's namespace and SageMaker's.",
 }
 """Sid to the reason why a statement's pattern is not the tenant's own: what a reviewer would ask."""
@@ -75,6 +82,9 @@ class TenantPermissions(Construct):
             acknowledge_wildcards(policy, tenant, WILDCARDS)
 
         attach("Job", roles.job, _job(tenant, resources))
+        if roles.nodes is not None and roles.login is not None:
+            attach("Nodes", roles.nodes, [*join_cluster(tenant), *_work(tenant, resources)])
+            attach("Login", roles.login, [*join_cluster(tenant), *take_sessions()])
         submit = _submit(tenant, roles)
         if not tenant.brokered:
             attach("Launcher", roles.launcher, [*submit, *_launcher(tenant, resources)])
@@ -82,15 +92,18 @@ class TenantPermissions(Construct):
             ask = _allow("AskBroker", [INVOKE], [tenant.broker_arn])
             attach("Launcher", roles.launcher, [ask, *_launcher(tenant, resources)])
             attach("Broker", roles.broker, [*submit, *_broker(tenant, resources)])
+        if tenant.resumed:
             attach("Resumer", roles.resumer, [*_resumer(tenant, resources)])
         attach("Auditor", roles.auditor, _auditor(tenant, resources))
         attach("Guard", roles.guard, _guard(tenant, resources))
         attach("Operator", roles.operator, _operator(tenant, resources))
-        attach("GuardRails", roles.submitter, _own_keys_and_files(resources))
+        # Nothing of a tenant that queues says CreateTrainingJob: its boundary refuses that altogether.
+        if not tenant.queued:
+            attach("GuardRails", roles.submitter, _own_keys_and_files(resources))
 
 
 def _allow(
-    sid: str, actions: list[str], resources: list[str], conditions: dict[str, object] | None = None
+    sid: str, actions: list[str], resources: list[str], conditions: Mapping[str, object] | None = None
 ) -> iam.PolicyStatement:
     return iam.PolicyStatement(sid=sid, actions=actions, resources=resources, conditions=conditions)
 
@@ -101,7 +114,18 @@ def log_group_arns(tenant: TenantScope, *names: str) -> list[str]:
 
 
 def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
-    """A running job reads data, writes checkpoints and outputs of jobs, logs and metrics, and joins the network."""
+    """A running job on SageMaker, which puts it into the network and gives it a volume, as the job's role."""
+    volumes = _allow(
+        "EncryptVolumes",
+        ["kms:CreateGrant"],
+        [resources.keys.checkpoints.key_arn],
+        {"Bool": {"kms:GrantIsForAWSResource": "true"}},
+    )
+    return [*_work(tenant, resources), volumes, *_network_interfaces(tenant, resources.network)]
+
+
+def _work(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """A running job, wherever it is, reads data, writes checkpoints and outputs of jobs, logs and metrics."""
     buckets, keys = resources.buckets, resources.keys
     return [
         _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
@@ -110,12 +134,6 @@ def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStat
         _allow("ReadWriteCheckpoints", READ_OBJECTS + WRITE_OBJECTS, [buckets.checkpoints.arn_for_objects("jobs/*")]),
         _allow("DecryptData", READ, [keys.data.key_arn, keys.artifacts.key_arn]),
         _allow("EncryptCheckpoints", READ_WRITE, [keys.checkpoints.key_arn]),
-        _allow(
-            "EncryptVolumes",
-            ["kms:CreateGrant"],
-            [keys.checkpoints.key_arn],
-            {"Bool": {"kms:GrantIsForAWSResource": "true"}},
-        ),
         _allow(
             "OpenLogStreams",
             ["logs:CreateLogStream", "logs:DescribeLogStreams"],
@@ -126,8 +144,11 @@ def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStat
             ["logs:PutLogEvents"],
             # By stream: the broker's audit lines stand in the own group too, and no job shall write one.
             [
-                tenant.job_log_streams,
-                tenant.arn("logs", f"log-group:{resources.logs.group.log_group_name}:log-stream:{tenant.name}-*"),
+                *tenant.job_log_streams,
+                *(
+                    tenant.arn("logs", f"log-group:{resources.logs.group.log_group_name}:log-stream:{prefix}*")
+                    for prefix in tenant.job_prefixes
+                ),
             ],
         ),
         _allow("CreateTrainingLogGroup", ["logs:CreateLogGroup"], log_group_arns(tenant, TRAINING_LOG_GROUP)),
@@ -144,7 +165,6 @@ def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStat
             [resources.images.repository_arn],
         ),
         _allow("FindFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
-        *_network_interfaces(tenant, resources.network),
     ]
 
 
@@ -189,11 +209,13 @@ def _network_interfaces(tenant: TenantScope, network: TenantNetwork) -> list[iam
 
 def _submit(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement]:
     """To start a job: the broker's right, or the launcher's where there is no broker."""
+    if tenant.queued:
+        return [*_queue_up(tenant), _pass_job_role(roles)]
     return [
         _allow(
             "CreateJobs",
             [CREATE_JOB],
-            [tenant.training_jobs],
+            tenant.training_jobs,
             {
                 "StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name},
                 # ForAllValues alone is true of an absent key; ForAnyValue would let a second, foreign type through.
@@ -204,15 +226,44 @@ def _submit(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement
         _allow(
             "TagJobs",
             ["sagemaker:AddTags"],
-            [tenant.training_jobs],
+            tenant.training_jobs,
             {"StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}},
         ),
+        _pass_job_role(roles),
+    ]
+
+
+def _pass_job_role(roles: TenantRoles) -> iam.PolicyStatement:
+    to_sagemaker = {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
+    return _allow("PassJobRole", ["iam:PassRole"], [roles.job.role_arn], to_sagemaker)
+
+
+def _queue_up(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """A job into the tenant's share of its type's queue. Batch asks for queue, share and job each: the queues are
+    everybody's, the share is what tells the tenants apart; a job's id isn't known before."""
+    queued = [*tenant.training_queues.values(), *tenant.shares, tenant.service_jobs]
+    tag = {"StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}}
+    return [
+        _allow("SubmitJobs", [SUBMIT_JOB], queued, tag),
+        # A job is tagged as it is made; another tenant's, which has a tag, is not tagged over.
         _allow(
-            "PassJobRole",
-            ["iam:PassRole"],
-            [roles.job.role_arn],
-            {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
+            "TagJobs",
+            [TAG_JOB],
+            [tenant.service_jobs],
+            {**tag, "StringEqualsIfExists": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}},
         ),
+        _allow("FindQueuedJobs", ["batch:ListServiceJobs"], ANYTHING),
+    ]
+
+
+def _leave_queue(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """Jobs of the tenant's own taken out of the queues, waiting or running, and seen there."""
+    if not tenant.queued:
+        return []
+    tag = {"StringEquals": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}}
+    return [
+        _allow("StopQueuedJobs", ["batch:TerminateServiceJob"], [tenant.service_jobs], tag),
+        _allow("FindQueuedJobs", ["batch:ListServiceJobs"], ANYTHING),
     ]
 
 
@@ -231,7 +282,7 @@ def _broker(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyS
         _allow("KeepLedger", ["s3:GetObject", "s3:PutObject"], [buckets.checkpoints.arn_for_objects("broker/*")]),
         _allow("DecryptRecords", ["kms:Decrypt"], [keys.data.key_arn]),
         _allow("EncryptLedger", ["kms:Decrypt", "kms:GenerateDataKey"], [keys.checkpoints.key_arn]),
-        _allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], [tenant.training_jobs]),
+        _allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], tenant.training_jobs),
         _allow("ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
         _allow(
             "WriteLogs",
@@ -246,7 +297,7 @@ def _resumer(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
     record, and the broker, which decides whether it is submitted."""
     buckets, keys = resources.buckets, resources.keys
     return [
-        _allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], [tenant.training_jobs]),
+        _allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], tenant.training_jobs),
         _allow("WriteRecords", ["s3:GetObject", "s3:PutObject"], [buckets.data.arn_for_objects("jobs/*/record.json")]),
         _allow("EncryptRecords", ["kms:Decrypt", "kms:GenerateDataKey"], [keys.data.key_arn]),
         _allow("FindCheckpoints", ["s3:ListBucket"], [buckets.checkpoints.bucket_arn]),
@@ -266,8 +317,9 @@ def _launcher(tenant: TenantScope, resources: TenantResources) -> list[iam.Polic
         _allow(
             "FollowJobs",
             ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags", "sagemaker:StopTrainingJob"],
-            [tenant.training_jobs],
+            tenant.training_jobs,
         ),
+        *_leave_queue(tenant),
         # Register and see, without Update and Delete: what passed its gate stays as it was.
         _allow(
             "NameModels",
@@ -294,6 +346,7 @@ def _launcher(tenant: TenantScope, resources: TenantResources) -> list[iam.Polic
         *_read_logs(tenant, resources),
         _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         _allow("SeeImage", ["ecr:DescribeImages"], [resources.images.repository_arn]),
+        *open_shells(tenant),
         _see_account(),
     ]
 
@@ -318,7 +371,7 @@ def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
         _allow("ReadJobRecords", READ_OBJECTS, [*records, buckets.artifacts.arn_for_objects("registry/*")]),
         _allow("DecryptJobRecords", READ, [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn]),
         _allow("SeeKeys", ["kms:DescribeKey", "kms:GetKeyPolicy", "kms:GetKeyRotationStatus"], key_arns),
-        _allow("SeeJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags"], [tenant.training_jobs]),
+        _allow("SeeJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags"], tenant.training_jobs),
         _see_models(tenant),
         _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         _allow(
@@ -336,7 +389,7 @@ def _guard(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicySt
     """The function that looks at jobs and stops them: nothing of what they work on."""
     group = log_group_arns(tenant, resources.logs.group.log_group_name)
     return [
-        _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], [tenant.training_jobs]),
+        _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], tenant.training_jobs),
         _allow("WriteLogs", ["logs:CreateLogStream", "logs:PutLogEvents"], group),
         _allow(
             "CountViolations",
@@ -356,7 +409,8 @@ def _operator(tenant: TenantScope, resources: TenantResources) -> list[iam.Polic
         _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
         _allow("MendObjects", READ_OBJECTS + WRITE_OBJECTS, objects),
         _allow("UseKeys", READ_WRITE, [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn]),
-        _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], [tenant.training_jobs]),
+        _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], tenant.training_jobs),
+        *_leave_queue(tenant),
         _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         *_read_logs(tenant, resources),
         _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
@@ -387,7 +441,7 @@ def _read_logs(tenant: TenantScope, resources: TenantResources) -> list[iam.Poli
     own = log_group_arns(tenant, resources.logs.group.log_group_name, resources.logs.flows.log_group_name)
     return [
         _allow("FindLogs", ["logs:DescribeLogStreams"], [*log_group_arns(tenant, TRAINING_LOG_GROUP), *own]),
-        _allow("ReadJobLogs", ["logs:GetLogEvents"], [tenant.job_log_streams, *own]),
+        _allow("ReadJobLogs", ["logs:GetLogEvents"], [*tenant.job_log_streams, *own]),
         _allow("SearchOwnLogs", ["logs:FilterLogEvents"], own),
     ]
 

@@ -15,15 +15,25 @@ from trainyard.spec.platform import EnvironmentSpec, load_environment
 
 ROOT = Path(__file__).parents[2]
 LOCAL = ROOT / "environments" / "local.yaml"
+CLUSTER = {
+    "slurm_version": "25.05",
+    "ami": "ami-0123456789abcdef0",
+    "root_device": "/dev/xvda",
+    "node_groups": {"train": {"instance_type": "p5.48xlarge", "max_instances": 2}},
+    "login": {"instance_type": "m6i.xlarge"},
+}
 
 Templates = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def environment_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The local environment the other way round: acme, whose policies are the ones that are broken, has a broker."""
+    """The local environment the other way round: acme, whose policies are the ones that are broken, has a broker.
+    Both have a cluster."""
     content = yaml.safe_load(LOCAL.read_text())
     content["tenants"]["acme"]["submission"] = "broker"
+    for tenant in content["tenants"].values():
+        tenant["cluster"] = CLUSTER
     content["tenants"]["globex"]["submission"] = "direct"
     path = tmp_path_factory.mktemp("environment") / "local.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))

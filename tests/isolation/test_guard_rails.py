@@ -35,6 +35,13 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     content["tenants"]["acme"]["submission"] = request.param
     chips = {"instance_types": [EBS_ONLY], "max_instances": 1, "multi_node": False}
     content["tenants"]["acme"]["queues"]["chips"] = chips
+    content["tenants"]["acme"]["cluster"] = {
+        "slurm_version": "25.05",
+        "ami": "ami-0123456789abcdef0",
+        "root_device": "/dev/xvda",
+        "node_groups": {"train": {"instance_type": "p5.48xlarge", "max_instances": 2}},
+        "login": {"instance_type": "m6i.xlarge"},
+    }
     path = tmp_path_factory.mktemp("environment") / "local.yaml"
     path.write_text(yaml.safe_dump(content))
     environment = load_environment(path)
@@ -74,7 +81,7 @@ def simulated(deployment: tuple[Deployment, Account], cases: list[RailCase]) -> 
         input=json.dumps([simulation(case) for case in cases]),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 0, f"{done.stderr}\nscripts/setup installs the simulator"
     answers: list[dict[str, Any]] = json.loads(done.stdout)

@@ -46,6 +46,8 @@ def test_every_kind_of_thing_is_asked_about(site: Site) -> None:
     kinds = {thing.kind for thing in site.account.things_of("globex")}
     assert {"bucket", "object", "key", "file system", "role", "queue", "parameter", "log group", "log stream"} <= kinds
     assert {"training job", "network", "network interface", "topic", "managed policy", "stack"} <= kinds
+    own = {thing.kind for thing in site.account.things_of("acme")}
+    assert {"cluster", "machine", "launch template", "instance profile"} <= own
     asked = {
         (question.principal, question.thing) for question in Crossings(site.account).all() if question.tenant == "acme"
     }
@@ -183,6 +185,8 @@ def test_a_deny_all_is_no_proof(altered: Alter) -> None:
         "broker",
         "RolesGuard",
         "RolesResumer",
+        "RolesNodes",
+        "RolesLogin",
     }
     assert all("statement Shut" in item.decided_by[0] for item in proof.denied_own)
 

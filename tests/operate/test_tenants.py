@@ -156,6 +156,8 @@ def test_like_copies_what_is_not_given(local: Path, capsys: pytest.CaptureFixtur
         (["vision", "--like", "nobody"], "--like: tenant 'nobody' is not in environment local"),
         (["vision", "--like", "acme", "--queue", "gpu"], "--queue gpu: must look like NAME=TYPE[,TYPE]:MAX"),
         (["vision", "--like", "acme", "--queue", "gpu=ml.p5.4xlarge:9"], "max_instances 9 exceeds"),
+        (["vision", "--like", "acme", "--guarantee", "two"], "--guarantee two: must look like TYPE:COUNT"),
+        (["vision", "--like", "acme", "--guarantee", "ml.p5.4xlarge:1"], "share: is for submission: queue"),
         (["acme-labs", "--like", "acme"], "tenants acme and acme-labs"),
         (["Vision", "--like", "acme"], "'Vision'"),
     ],

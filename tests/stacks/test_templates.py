@@ -12,16 +12,23 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ("local", "dev", "staging", "production")
 
 NAMED_BY_US = {
+    "AWS::Batch::JobQueue": "JobQueueName",  # in policies of tenants' stacks, and what their shares are of
+    "AWS::Batch::QuotaShare": "QuotaShareName",  # the tenant's name, which policies tell shares by
     "AWS::CloudTrail::Trail": "TrailName",  # in the policies of the bucket and the key that it needs first
     "AWS::ECR::Repository": "RepositoryName",  # in image URIs
+    "AWS::IAM::InstanceProfile": "InstanceProfileName",  # PCS takes what begins with AWSPCS
+    "AWS::IAM::Role": "RoleName",  # the same, and no other role: see below
     "AWS::Lambda::Function": "FunctionName",  # the broker's, in policies of the stack that it stands on
     "AWS::NetworkFirewall::Firewall": "FirewallName",  # these three have no generated names
     "AWS::NetworkFirewall::FirewallPolicy": "FirewallPolicyName",
     "AWS::NetworkFirewall::RuleGroup": "RuleGroupName",
+    "AWS::PCS::ComputeNodeGroup": "Name",  # these two are what Slurm's users see
+    "AWS::PCS::Queue": "Name",
     "AWS::SSM::Parameter": "Name",  # how the launcher finds the contract and the image
 }
 NAME_PROPERTIES = {
     "AWS::Batch::JobQueue": "JobQueueName",
+    "AWS::Batch::QuotaShare": "QuotaShareName",
     "AWS::Batch::SchedulingPolicy": "Name",
     "AWS::Batch::ServiceEnvironment": "ServiceEnvironmentName",
     "AWS::CloudTrail::Trail": "TrailName",
@@ -30,12 +37,18 @@ NAME_PROPERTIES = {
     "AWS::ECR::Repository": "RepositoryName",
     "AWS::Events::Rule": "Name",
     "AWS::IAM::ManagedPolicy": "ManagedPolicyName",
+    "AWS::IAM::InstanceProfile": "InstanceProfileName",
     "AWS::IAM::Role": "RoleName",
     "AWS::Lambda::Function": "FunctionName",
     "AWS::Logs::LogGroup": "LogGroupName",
     "AWS::NetworkFirewall::Firewall": "FirewallName",
     "AWS::NetworkFirewall::FirewallPolicy": "FirewallPolicyName",
     "AWS::NetworkFirewall::RuleGroup": "RuleGroupName",
+    "AWS::EC2::LaunchTemplate": "LaunchTemplateName",
+    "AWS::EC2::PlacementGroup": "GroupName",
+    "AWS::PCS::Cluster": "Name",
+    "AWS::PCS::ComputeNodeGroup": "Name",
+    "AWS::PCS::Queue": "Name",
     "AWS::S3::Bucket": "BucketName",
     "AWS::SNS::Topic": "TopicName",
     "AWS::SSM::Parameter": "Name",
@@ -47,6 +60,7 @@ UNTAGGABLE = {
     "AWS::EC2::SubnetRouteTableAssociation",
     "AWS::EC2::VPCCidrBlock",
     "AWS::EC2::VPCGatewayAttachment",
+    "AWS::IAM::InstanceProfile",
     "AWS::IAM::ManagedPolicy",
     "AWS::IAM::Policy",
     "AWS::Lambda::Permission",
@@ -121,7 +135,7 @@ def test_submission_and_the_budgets_stop_change_in_place_both_ways(
     """The stack that exports is deployed first: what it drops while the deployed training stack imports it, is refused
     by CloudFormation; and a role that went would be refused by `trainyard deploy`."""
     content = environments["local"].model_dump(mode="json")
-    for name, submission in (("acme", "broker"), ("globex", "direct")):
+    for name, submission in (("acme", "queue"), ("globex", "direct")):
         content["tenants"][name]["submission"] = submission
         content["tenants"][name]["budget"]["stop_at_percent"] = 90
     before, after = templates["local"], synthesize(type(environments["local"]).model_validate(content))
@@ -168,6 +182,8 @@ def test_names_are_generated_save_for_a_listed_few(templates: dict[str, Any]) ->
         if NAME_PROPERTIES.get(resource["Type"]) in resource.get("Properties", {})
     }
     assert named == set(NAMED_BY_US.items())
+    roles = [item.get("Properties", {}) for _, _, item in _resources(templates) if item["Type"] == "AWS::IAM::Role"]
+    assert {name.split("-")[0] for item in roles if (name := item.get("RoleName"))} == {"AWSPCS"}
 
 
 def test_every_resource_says_whose_it_is(templates: dict[str, Any]) -> None:
@@ -175,6 +191,12 @@ def test_every_resource_says_whose_it_is(templates: dict[str, Any]) -> None:
         if resource["Type"] in UNTAGGABLE:
             continue
         properties = resource["Properties"]
+        # A launch template's, and those of all that it launches.
+        specified = [properties, properties.get("LaunchTemplateData", {})] if "LaunchTemplateData" in properties else []
+        for item in (given for holder in specified for given in holder["TagSpecifications"]):
+            assert {"trainyard:tenant", "trainyard:cost-center"} <= {tag["Key"] for tag in item["Tags"]}, name
+        if specified:
+            continue
         tags = properties.get("Tags") or properties.get("ResourceTags") or []
         keys = set(tags) if isinstance(tags, dict) else {tag["Key"] for tag in tags}
         expected = {"trainyard:environment"}

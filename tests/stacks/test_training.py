@@ -1,8 +1,10 @@
 """The training stack: queues, budget, alarms, and a contract that the launcher can read."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+from trainyard.spec.meters import BURNS, METERS, NAMESPACE, OBJECTIVES
 from trainyard.spec.platform import parse_contract
 
 STACK = "trainyard-local-acme-training"
@@ -62,7 +64,7 @@ def test_contracts_of_two_tenants_share_nothing_but_the_place(account: Any) -> N
 
     acme, globex = (leaves(_contract(account, tenant).model_dump(mode="json")) for tenant in ("acme", "globex"))
     place = {"123456789012", "us-east-1", "us-east-1a", "local", "/trainyard/local/image"}
-    settings = {"2", "True", "24.0", "ml.p5.4xlarge"}
+    settings = {"3", "None", "True", "24.0", "ml.p5.4xlarge"}
     assert acme & globex == place | settings
 
 
@@ -79,8 +81,11 @@ def test_queues_follow_the_environment_file(templates: dict[str, Any], environme
     for name, environment in environments.items():
         for tenant, spec in environment.tenants.items():
             resources = templates[name][f"trainyard-{name}-{tenant}-training"]["Resources"].values()
-            queues = [item for item in resources if item["Type"] == "AWS::Batch::JobQueue"]
-            assert len(queues) == len(spec.queues)
+            own = [item for item in resources if item["Type"] == "AWS::Batch::JobQueue"]
+            shares = [item for item in resources if item["Type"] == "AWS::Batch::QuotaShare"]
+            kinds = {kind for queue in spec.queues.values() for kind in queue.instance_types}
+            queued = environment.queued(tenant)
+            assert (len(own), len(shares)) == ((0, len(kinds)) if queued else (len(spec.queues), 0))
 
 
 def test_budget_counts_the_tenants_tag_and_warns_before_and_at_the_limit(account: Any) -> None:
@@ -97,7 +102,7 @@ def test_budget_counts_the_tenants_tag_and_warns_before_and_at_the_limit(account
 def test_every_alarm_reaches_the_people_of_the_environment_file(account: Any) -> None:
     topic = account.arn(STACK, account.only(STACK, "AWS::SNS::Topic"))
     alarms = account.resources(STACK, "AWS::CloudWatch::Alarm")
-    assert len(alarms) == 4
+    assert len(alarms) == 4 + len(OBJECTIVES) * len(BURNS)
     assert all(alarm["AlarmActions"] == [topic] for alarm in alarms.values())
     (subscription,) = account.resources(STACK, "AWS::SNS::Subscription").values()
     assert (subscription["TopicArn"], subscription["Endpoint"]) == (topic, "acme-leads@example.com")
@@ -119,3 +124,25 @@ def test_a_type_without_a_price_is_warned_of_by_name(assemblies: Path, templates
     words = "tenant platform-team: no price of ml.g6e.12xlarge, ml.g6e.xlarge in us-east-1 is known"
     assert [path.name for path in (assemblies / "dev").glob("*.json") if words in path.read_text()]
     assert not [path.name for path in (assemblies / "local").glob("*.json") if "no price of" in path.read_text()]
+
+
+def test_objectives_are_alarmed_about_by_the_tenants_own_meters(account: Any) -> None:
+    alarms = account.resources(STACK, "AWS::CloudWatch::Alarm").values()
+    ours = {item["MetricName"]: item for item in alarms if item.get("Namespace") == NAMESPACE}
+    # What a job publishes for its tenant, and only that, can be alarmed about.
+    assert set(ours) == {meter.cloudwatch_name for meter in METERS if meter.per_tenant}
+    assert all(item["Dimensions"] == [{"Name": "Tenant", "Value": "acme"}] for item in ours.values())
+    assert ours["CheckpointAgeSeconds"]["Statistic"] == "Maximum" and ours["Goodput"]["Statistic"] == "Minimum"
+    assert all(item["EvaluationPeriods"] * item["Period"] <= 86400 for item in ours.values()), "CloudWatch's limit"
+    assert all(len(item["AlarmDescription"]) <= 1024 for item in ours.values())
+
+
+def test_the_dashboard_draws_what_jobs_publish(account: Any) -> None:
+    (dashboard,) = account.resources(STACK, "AWS::CloudWatch::Dashboard").values()
+    widgets = json.loads(dashboard["DashboardBody"])["widgets"]
+    graphs = [item["properties"]["metrics"][0][0]["expression"] for item in widgets if item["type"] == "metric"]
+    assert len(graphs) == len(METERS)
+    for meter in METERS:
+        (graph,) = (text for text in graphs if f'MetricName="{meter.cloudwatch_name}"' in text)
+        assert f"{{{NAMESPACE},Tenant,Job}}" in graph and 'Tenant="acme"' in graph
+    assert all(item["x"] + item["width"] <= 24 for item in widgets)

@@ -58,7 +58,8 @@ def launch(
     """
     spec = load_for_backend(job, overrides or [], backend)
     place, record = _launch(spec, environment, processes=processes, force=force)
-    if record.backend == "sagemaker" and record.spec.recovery.max_resumes and not place.has_resumer:
+    starts_again = place.has_resumer or place.has_queue
+    if record.backend == "sagemaker" and record.spec.recovery.max_resumes and not starts_again:
         print(f"recovery.max_resumes: tenant {record.tenant} submits directly and has no resumer", file=sys.stderr)
     if wait:
         record = _follow(place, record.job_id, quiet=as_json).record

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from trainyard.launch.checkpoints import Checkpoint
 from trainyard.launch.goodput import Goodput
+from trainyard.launch.queue_backend import QUEUED
 from trainyard.launch.record import JobRecord
 from trainyard.launch.watch import Status
 
@@ -30,6 +31,8 @@ def status_table(current: Status, reached: Goodput | None = None) -> Group:
         facts.add_row("attempt", f"{record.attempt.number} ({record.attempt.training_job_name})")
     if record.attempt.reclaims:
         facts.add_row("reclaimed", f"{record.attempt.reclaims} x, resumed by itself")
+    if observation and observation.state == QUEUED:
+        facts.add_row("waits", observation.note)
     if observation and observation.running_seconds is not None:
         facts.add_row("running", f"{observation.running_seconds:.0f} s")
     if reached is not None:

@@ -38,6 +38,10 @@ def add(
         list[str] | None,
         typer.Option("--queue", metavar="NAME=TYPE[,TYPE]:MAX", help="A queue, e.g. gpu=ml.p5.4xlarge:4; repeatable."),
     ] = None,
+    guarantee: Annotated[
+        list[str] | None,
+        typer.Option("--guarantee", metavar="TYPE:N", help="With submission: queue, machines of its own; repeatable."),
+    ] = None,
     monthly_usd: Annotated[float | None, typer.Option("--monthly-usd", help="Its budget.")] = None,
     notify: Annotated[list[str] | None, typer.Option("--notify", help="Who hears of it; may be repeated.")] = None,
     cost_center: Annotated[str | None, typer.Option("--cost-center", help="Who pays.")] = None,
@@ -63,6 +67,8 @@ def add(
     if name in spec.tenants:
         raise InputError(f"{path}: tenant {name} is there already; `trainyard tenant show {environment} {name}`")
     wanted = _entry(spec, queue or [], monthly_usd, notify or [], cost_center, like)
+    if guarantee:
+        wanted["share"] = {**wanted.get("share", {}), "guaranteed": dict(map(_guarantee, guarantee))}
     text = entry.with_tenant(entry.read_text(path), name, wanted, str(path))
     with _spinner("synthesizing the environment without and with the tenant"):
         _, difference = preview(path, text, checkout_root())
@@ -178,6 +184,8 @@ def _entry(
     if like is not None:
         check_tenant(spec, like, "--like")
         model = spec.tenant(like).model_dump(mode="json", exclude_unset=True)
+        for own in ("cluster", "training_plans"):  # capacity that was bought for the one is not the other's
+            model.pop(own, None)
     budget = dict(model.get("budget", {}))
     budget |= {"monthly_usd": monthly_usd} if monthly_usd is not None else {}
     budget |= {"notify": notify} if notify else {}
@@ -220,6 +228,13 @@ def _queue(text: str) -> tuple[str, dict[str, Any]]:
     if not (name and equals and types and colon and number.isdigit()):
         raise InputError(f"--queue {text}: must look like NAME=TYPE[,TYPE]:MAX, e.g. gpu=ml.p5.4xlarge:4")
     return name, {"instance_types": types.split(","), "max_instances": int(number)}
+
+
+def _guarantee(text: str) -> tuple[str, int]:
+    kind, colon, number = text.rpartition(":")
+    if not (kind and colon and number.isdigit()):
+        raise InputError(f"--guarantee {text}: must look like TYPE:COUNT, e.g. ml.p5.4xlarge:2")
+    return kind, int(number)
 
 
 @contextlib.contextmanager
@@ -292,5 +307,9 @@ def _print_settings(spec: "EnvironmentSpec", name: str) -> None:
     print(f"file system: {storage.storage_gib} GiB at {storage.throughput_mb_per_s_per_tib} MB/s per TiB")
     for queue_name, queue in tenant.queues.items():
         print(f"queue {queue_name}: up to {queue.max_instances} of {', '.join(queue.instance_types)}")
+    if spec.queued(name):
+        parts = ", ".join(f"{count} {kind}" for kind, count in sorted(spec.guaranteed(name).items()))
+        idle = "lent" if tenant.share.lend else "kept"
+        print(f"share of the training queues: {parts}, {idle} while idle; the rest is borrowed")
     print(f"jobs: up to {tenant.max_job_hours:g} hours; budget: {tenant.budget.monthly_usd:,.0f} USD a month")
     print(f"cost center: {tenant.cost_center}; data on removal: {spec.data_on_removal(name)}")

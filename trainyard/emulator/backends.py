@@ -121,6 +121,11 @@ class _ServiceEnvironments:
         return str(self.get(name_or_arn)["serviceEnvironmentArn"])
 
 
+def service_environments(backend: Any) -> _ServiceEnvironments:
+    """Those of a Batch backend of moto's."""
+    return _ServiceEnvironments(backend)
+
+
 def _create_environment(self: Any) -> str:
     name, kind = self._get_param("serviceEnvironmentName"), self._get_param("serviceEnvironmentType")
     backend = self.batch_backend

@@ -123,6 +123,8 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
 
     from trainyard.emulator import backends
     from trainyard.emulator.authorization.middleware import Authorizer
+    from trainyard.emulator.batch import api as batch_api
+    from trainyard.emulator.batch.service_jobs import ServiceJobs
     from trainyard.emulator.cloudformation import engine, registry
     from trainyard.emulator.control import ControlEndpoints
     from trainyard.emulator.functions import api as functions_api
@@ -143,6 +145,9 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     api.install(jobs)
     functions = Functions(info, state_dir / "functions", authorizer.principals)
     functions_api.install(functions)
+    service_jobs = ServiceJobs(info, jobs)
+    batch_api.install(service_jobs)
+    authorizer.principals.service_job_tags = service_jobs.tags
     bus = EventBus(info, functions)
     jobs.listen(bus.job_changed)
     return ControlEndpoints(authorizer, info, jobs, bus), jobs, functions

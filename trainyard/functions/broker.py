@@ -1,4 +1,4 @@
-"""Lambda: the only way in which a tenant's job gets to SageMaker.
+"""Lambda: the only way in which a tenant's job gets to SageMaker, by a queue or at once.
 
 The tenant hands over a job's id and nothing else. The request is made here, from the job's record in S3 (which the
 tenant can write, so all of it is checked) and from the tenant's contract and the released images (which it can't).
@@ -11,6 +11,7 @@ from typing import Any
 
 from trainyard.functions import broker_rules as rules
 from trainyard.functions.broker_ledger import BusyError, Ledger, described
+from trainyard.functions.broker_queue import QueueLedger, queue_up
 from trainyard.functions.broker_rules import Refused
 from trainyard.functions.training_request import stopping_condition, training_job_request
 
@@ -51,7 +52,8 @@ def _submit(job_id: Any) -> dict[str, Any]:
     job = rules.check_record(_record(s3, contract["buckets"]["data"], job_id), job_id, contract)
     rules.check_image(job["image"], _released(ssm, contract), emulated=contract["emulated"])
     name, compute = job["name"], job["spec"]["compute"]
-    if described(sagemaker, name) is not None:
+    shares = contract.get("shares")
+    if not shares and described(sagemaker, name) is not None:
         return {"submitted": name, "already": True}
     request = training_job_request(
         job["spec"],
@@ -63,15 +65,18 @@ def _submit(job_id: Any) -> dict[str, Any]:
         num_hosts=job["num_hosts"],
         volume_key=compute["instance_type"] in settings["volume_keys"],
     )
-    ledger = Ledger(
-        s3,
-        sagemaker,
-        bucket=contract["buckets"]["checkpoints"],
-        tenant=contract["tenant"],
-        prices=settings["prices"],
-        now=datetime.datetime.now(datetime.UTC),
-    )
     longest = stopping_condition(compute)["MaxRuntimeInSeconds"]
+    kept: dict[str, Any] = {
+        "bucket": contract["buckets"]["checkpoints"],
+        "tenant": contract["tenant"],
+        "prices": settings["prices"],
+        "now": datetime.datetime.now(datetime.UTC),
+    }
+    if shares:
+        batch = boto3.client("batch")
+        queued = QueueLedger(s3, sagemaker, batch=batch, **kept)
+        return queue_up(job, contract, request, batch=batch, ledger=queued, longest_seconds=longest)
+    ledger = Ledger(s3, sagemaker, **kept)
     entry = ledger.entry(compute["instance_type"], job["num_hosts"], longest)
 
     def check(jobs: dict[str, dict[str, Any]], holders: list[dict[str, Any]]) -> None:

@@ -31,7 +31,8 @@ class Ledger:
         self, s3: Any, sagemaker: Any, *, bucket: str, tenant: str, prices: Mapping[str, float], now: datetime.datetime
     ) -> None:
         self._s3, self._sagemaker, self._bucket, self._prices, self._now = s3, sagemaker, bucket, prices, now
-        self._prefix = f"{tenant}-"
+        self._contains = f"{tenant}-"
+        self._prefixes: tuple[str, ...] = (self._contains,)
         self.month = f"{now:%Y-%m}"
         self._key = f"broker/ledger-{self.month}.json"
 
@@ -98,10 +99,10 @@ class Ledger:
 
     def _listed(self, **only: Any) -> list[str]:
         pages = self._sagemaker.get_paginator("list_training_jobs").paginate(
-            NameContains=self._prefix, PaginationConfig={"PageSize": 100}, **only
+            NameContains=self._contains, PaginationConfig={"PageSize": 100}, **only
         )
         names = [job["TrainingJobName"] for page in pages for job in page["TrainingJobSummaries"]]
-        return [name for name in names if name.startswith(self._prefix)]
+        return [name for name in names if name.startswith(self._prefixes)]
 
     def _describe(self, name: str) -> dict[str, Any] | None:
         job = described(self._sagemaker, name)

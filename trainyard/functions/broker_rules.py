@@ -161,6 +161,30 @@ def check_quota(
     )
 
 
+def check_share(compute: Mapping[str, Any], num_hosts: int, contract: Mapping[str, Any]) -> dict[str, Any]:
+    """The tenant's share of its type's queue; refused where a queue of the tenant's would never take the job. Whether
+    there is room now is Batch's to see."""
+    check_quota(compute, num_hosts, contract, ())
+    kind = compute["instance_type"]
+    share = contract["shares"].get(kind)
+    if share is None:
+        raise Refused(f"compute.instance_type {_shown(kind)}: tenant {contract['tenant']} has no share of its queue")
+    if num_hosts > share["most"]:
+        raise Refused(
+            f"compute.instance_count {num_hosts}: tenant {contract['tenant']} may hold up to {share['most']} x {kind}, "
+            "borrowed ones with them; use fewer, or raise max_instances of the queue in the environment file"
+        )
+    return dict(share)
+
+
+def check_resumes(spec: Mapping[str, Any]) -> None:
+    """Refused where the record's recovery.max_resumes, by which Batch starts the job again, is no such number."""
+    recovery = spec.get("recovery") or {}
+    resumes = recovery.get("max_resumes", 0) if isinstance(recovery, dict) else None
+    if not _is_whole(resumes) or not 0 <= resumes <= MAX_ATTEMPTS:
+        raise Refused(f"recovery.max_resumes: {_shown(resumes)} is not between 0 and {MAX_ATTEMPTS}")
+
+
 def check_budget(
     job: Mapping[str, Any], others: Iterable[Mapping[str, Any]], contract: Mapping[str, Any], month: str
 ) -> None:

@@ -36,7 +36,7 @@ def violations(job: dict[str, Any], rules: dict[str, Any]) -> list[str]:
     image = (job.get("AlgorithmSpecification") or {}).get("TrainingImage") or ""
     seconds = (job.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds") or 0
     wrong = {
-        "name": [] if job["TrainingJobName"].startswith(rules["prefix"]) else [job["TrainingJobName"]],
+        "name": [] if job["TrainingJobName"].startswith(tuple(rules["prefixes"])) else [job["TrainingJobName"]],
         "role": foreign([job.get("RoleArn")], [rules["role"]]),
         "subnets": foreign(network.get("Subnets") or ["none"], rules["subnets"]),
         "security groups": foreign(network.get("SecurityGroupIds") or ["none"], rules["groups"]),

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainyard.errors import InputError
+from trainyard.hardware.prices import price
 from trainyard.hardware.tables import rows
 
 HOURS_PER_MONTH = 730
@@ -97,6 +99,7 @@ def base_cost(templates: Iterable[Mapping[str, Any]], region: str) -> BaseCost:
 
 _ONE_PRICE = {
     "AWS::CloudWatch::Alarm": ("cloudwatch-alarm", 1, "months"),
+    "AWS::CloudWatch::Dashboard": ("cloudwatch-dashboard", 1, "months"),
     "AWS::EC2::EIP": ("public-ipv4-address", HOURS_PER_MONTH, "hours"),
     "AWS::EC2::NatGateway": ("nat-gateway", HOURS_PER_MONTH, "hours"),
     "AWS::KMS::Key": ("kms-key", 1, "months"),
@@ -111,6 +114,8 @@ def _billed(kind: str, properties: Mapping[str, Any]) -> list[tuple[str, int, st
     if kind == "AWS::NetworkFirewall::Firewall":
         zones = len(properties.get("SubnetMappings", []))
         return [("network-firewall-endpoint", HOURS_PER_MONTH * zones, "zone-hours")]
+    if kind.startswith("AWS::PCS::"):
+        return _cluster(kind, properties)
     if kind in _ONE_PRICE:
         return [_ONE_PRICE[kind]]
     if kind == "AWS::FSx::FileSystem":
@@ -119,12 +124,23 @@ def _billed(kind: str, properties: Mapping[str, Any]) -> list[tuple[str, int, st
         tier = lustre.get("PerUnitStorageThroughput")
         item = f"fsx-lustre-{deployment}-{str(properties.get('StorageType', '')).lower()}-{tier}"
         return [(item, int(properties["StorageCapacity"]), "GB-months")]
-    if kind == "AWS::SSM::Parameter" and properties.get("Tier") == "Advanced":
-        return [("ssm-advanced-parameter", 1, "months")]
-    return []
+    advanced = kind == "AWS::SSM::Parameter" and properties.get("Tier") == "Advanced"
+    return [("ssm-advanced-parameter", 1, "months")] if advanced else []
+
+
+def _cluster(kind: str, properties: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """Slurm's controller and its accounting by their size, and the machines that run whether a job does or not."""
+    if kind == "AWS::PCS::Cluster":
+        size = str(properties["Size"]).lower()
+        return [(f"pcs-{part}-{size}", HOURS_PER_MONTH, "hours") for part in ("controller", "accounting")]
+    floor = int(properties.get("ScalingConfiguration", {}).get("MinInstanceCount", 0))
+    types = [item["InstanceType"] for item in properties.get("InstanceConfigs", [])]
+    return [(f"ec2-{types[0]}", HOURS_PER_MONTH * floor, "hours")] if floor else []
 
 
 def _line(item: str, quantity: float, unit: str, region: str) -> CostLine:
+    if item.startswith("ec2-"):
+        return _machine_line(item, quantity, unit, region)
     here = [row for row in rows("aws_base_prices") if (row["item"], row["region"]) == (item, region)]
     if not here:
         return CostLine(item, quantity, unit, None)
@@ -137,3 +153,13 @@ def _line(item: str, quantity: float, unit: str, region: str) -> CostLine:
         datetime.date.fromisoformat(row["as_of"]),
         row["source"],
     )
+
+
+def _machine_line(item: str, quantity: float, unit: str, region: str) -> CostLine:
+    """Machines that run all month, at EC2's on-demand price; None for a type without one (spot and bought blocks cost
+    otherwise)."""
+    try:
+        known = price(item.removeprefix("ec2-"), region)
+    except InputError:
+        return CostLine(item, quantity, unit, None)
+    return CostLine(item, quantity, unit, round(quantity * known.usd_per_hour, 2), known.as_of, known.source)

@@ -26,6 +26,8 @@ class Instance:
     """Of one accelerator, as AWS states it; `gpu.memory_gib` is what a process gets."""
     efa_interfaces: int
     """0: no EFA, so not for jobs over several hosts."""
+    network_cards: int
+    """Each is wired by itself (`network_cards.network_interfaces`)."""
     network_gb_per_second: float
     """GB/s, one direction, all cards together."""
     vcpus: int
@@ -80,6 +82,7 @@ def _read(row: dict[str, str]) -> Instance:
         num_gpus=int(row["accel_count"]),
         gpu_memory_gib=memory_gib,
         efa_interfaces=int(row["max_efa_interfaces"] or 0),
+        network_cards=int(row["network_cards"] or 1),
         network_gb_per_second=_network_gb_per_second(row),
         vcpus=int(row["vcpus"]),
         memory_gib=float(row["host_mem_MiB"]) / 1024,

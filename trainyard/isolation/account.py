@@ -19,6 +19,8 @@ SHARED_LOG_GROUP = TRAINING_LOG_GROUP
 
 TENANT_TAG = "trainyard:tenant"
 
+NODE_TAG = "trainyard:node"
+
 DocumentKey = tuple[str, str, str]
 """Stack, logical id, and which document of the resource."""
 
@@ -320,13 +322,18 @@ class _Reader:
             return Thing(kind, tenant, f"{prefix}*", examples, f"{kind}s of {tenant}", context)
 
         for tenant, contract in self.contracts.items():
-            job = f"arn:aws:sagemaker:{place}:training-job/{tenant}-"
-            yield family("training job", tenant, job, "llama-20260101000000-0a1b")
+            prefixes = [f"{tenant}-", *(f"{batch}{tenant}-" for batch in ("AWSBatch", "awsbatch") if contract.shares)]
+            for prefix in prefixes:  # a queue's jobs are Batch's to name
+                job = f"arn:aws:sagemaker:{place}:training-job/{prefix}"
+                yield family("training job", tenant, job, "llama-20260101000000-0a1b")
+                streams = f"arn:aws:logs:{place}:log-group:{SHARED_LOG_GROUP}:log-stream:{prefix}"
+                yield family("log stream", tenant, streams, "llama-20260101000000-0a1b/algo-1-1700000000")
+            if contract.shares:  # told apart by their tags alone
+                queued, own = f"arn:aws:batch:{place}:service-job/", {f"aws:resourcetag/{TENANT_TAG}": tenant}
+                yield Thing("service job", tenant, f"{queued}*", (f"{queued}0a1b",), f"queued jobs of {tenant}", own)
             packages = f"arn:aws:sagemaker:{place}:model-package"
             yield family("model package", tenant, f"{packages}/{tenant}-", "llama/1")
             yield family("model package group", tenant, f"{packages}-group/{tenant}-", "llama")
-            streams = f"arn:aws:logs:{place}:log-group:{SHARED_LOG_GROUP}:log-stream:{tenant}-"
-            yield family("log stream", tenant, streams, "llama-20260101000000-0a1b/algo-1-1700000000")
             parameters = f"arn:aws:ssm:{place}:parameter/trainyard/{self._environment.name}/{tenant}/"
             yield family("parameter", tenant, parameters, "contract")
             vpc = f"arn:aws:ec2:{place}:vpc/{contract.vpc_id}"
@@ -334,6 +341,14 @@ class _Reader:
             yield Thing(
                 "network interface", tenant, interfaces + "*", (interfaces + f"eni-{tenant}",), vpc, {"ec2:vpc": vpc}
             )
+            if contract.cluster is not None:
+                tags = {TENANT_TAG: tenant, NODE_TAG: contract.cluster.login_tag}
+                said = {
+                    f"{kind}:resourcetag/{key}": value for kind in ("aws", "ec2", "ssm") for key, value in tags.items()
+                }
+                machines = f"arn:aws:ec2:{place}:instance/"
+                name = f"machines of {tenant}"
+                yield Thing("machine", tenant, machines + "*", (machines + f"i-{tenant}",), name, said)
         group = f"arn:aws:logs:{place}:log-group:{SHARED_LOG_GROUP}"
         yield Thing("log group", None, group, (group, f"{group}:*"), "SageMaker's shared log group")
         for stack in self._deployment.templates:

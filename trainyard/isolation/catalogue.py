@@ -16,6 +16,7 @@ KIND_OF_TYPE = {
     "AWS::IAM::Role": "role",
     "AWS::IAM::ManagedPolicy": "managed policy",
     "AWS::Batch::JobQueue": "queue",
+    "AWS::Batch::QuotaShare": "quota share",
     "AWS::Batch::SchedulingPolicy": "queue",
     "AWS::Batch::ServiceEnvironment": "queue",
     "AWS::SQS::Queue": "message queue",
@@ -41,7 +42,12 @@ KIND_OF_TYPE = {
     "AWS::StepFunctions::StateMachine": "state machine",
     "AWS::DynamoDB::Table": "table",
     "AWS::SecretsManager::Secret": "secret",
+    "AWS::EC2::LaunchTemplate": "launch template",
+    "AWS::EC2::PlacementGroup": "launch template",
+    "AWS::IAM::InstanceProfile": "instance profile",
     "AWS::PCS::Cluster": "cluster",
+    "AWS::PCS::ComputeNodeGroup": "cluster",
+    "AWS::PCS::Queue": "cluster",
     "AWS::SageMaker::Cluster": "cluster",
 }
 """What the proof tells apart. A type that isn't here holds nothing of a tenant's and can't be acted as."""
@@ -118,8 +124,10 @@ ACTIONS: dict[str, tuple[str, ...]] = {
         "batch",
         "SubmitServiceJob SubmitJob TerminateServiceJob TerminateJob CancelJob UpdateJobQueue "
         "DeleteJobQueue UpdateSchedulingPolicy DeleteSchedulingPolicy UpdateServiceEnvironment "
-        "DeleteServiceEnvironment TagResource UntagResource",
+        "DeleteServiceEnvironment CreateQuotaShare TagResource UntagResource",
     ),
+    "quota share": _actions("batch", "SubmitServiceJob UpdateQuotaShare DeleteQuotaShare TagResource UntagResource"),
+    "service job": _actions("batch", "TerminateServiceJob UpdateServiceJob TagResource UntagResource"),
     "message queue": _actions(
         "sqs", "SendMessage ReceiveMessage DeleteMessage PurgeQueue DeleteQueue SetQueueAttributes AddPermission"
     ),
@@ -195,7 +203,27 @@ ACTIONS: dict[str, tuple[str, ...]] = {
         "GetItem Query Scan BatchGetItem PutItem UpdateItem DeleteItem BatchWriteItem DeleteTable ExportTable",
     ),
     "secret": _actions("secretsmanager", "GetSecretValue PutSecretValue UpdateSecret DeleteSecret PutResourcePolicy"),
-    "cluster": _actions("pcs", "GetCluster UpdateCluster DeleteCluster CreateQueue CreateComputeNodeGroup")
+    "machine": _actions("ssm", "StartSession SendCommand")
+    + _actions(
+        "ec2",
+        "TerminateInstances StopInstances RebootInstances ModifyInstanceAttribute ModifyInstanceMetadataOptions "
+        "AssociateIamInstanceProfile ReplaceIamInstanceProfileAssociation AttachVolume CreateImage GetConsoleOutput "
+        "GetPasswordData CreateTags DeleteTags",
+    )
+    + _actions("ec2-instance-connect", "SendSSHPublicKey OpenTunnel"),
+    "launch template": _actions(
+        "ec2", "CreateLaunchTemplateVersion ModifyLaunchTemplate DeleteLaunchTemplate DeletePlacementGroup RunInstances"
+    ),
+    "instance profile": _actions(
+        "iam",
+        "GetInstanceProfile AddRoleToInstanceProfile RemoveRoleFromInstanceProfile DeleteInstanceProfile "
+        "TagInstanceProfile UntagInstanceProfile",
+    ),
+    "cluster": _actions(
+        "pcs",
+        "GetCluster UpdateCluster DeleteCluster CreateQueue UpdateQueue DeleteQueue CreateComputeNodeGroup "
+        "UpdateComputeNodeGroup DeleteComputeNodeGroup RegisterComputeNodeGroupInstance TagResource UntagResource",
+    )
     + _actions("sagemaker", "DescribeCluster UpdateCluster DeleteCluster BatchDeleteClusterNodes ListClusterNodes"),
     "stack": _actions(
         "cloudformation",
@@ -212,9 +240,11 @@ SHARED_ALLOWED: dict[str, frozenset[str]] = {
     ),
     "parameter": frozenset(_actions("ssm", "GetParameter GetParameters GetParameterHistory")),
     "log group": frozenset(_actions("logs", "DescribeLogStreams CreateLogGroup CreateLogStream")),
+    "queue": frozenset(_actions("batch", "SubmitServiceJob")),
 }
 """What tenants may do to what the platform shares with all of them: pull the image, read which one it is and was, open
-streams in the log group where SageMaker writes everybody's output (IAM scopes that to the group, not to the stream)."""
+streams in the log group where SageMaker writes everybody's output (IAM scopes that to the group, not to the stream),
+and queue for machines: into the own share alone, and the broker alone, which is asked about apart."""
 
 ESCAPES: tuple[str, ...] = (
     *_actions(
@@ -234,7 +264,11 @@ ESCAPES: tuple[str, ...] = (
         "StartPipelineExecution CreateModel CreateEndpoint CreateTrialComponent UpdateTrainingJob "
         "CreateTrainingPlan UpdateModelPackage DeleteModelPackage DeleteModelPackageGroup PutModelPackageGroupPolicy",
     ),
-    *_actions("batch", "SubmitServiceJob SubmitJob RegisterJobDefinition CreateJobQueue CreateServiceEnvironment"),
+    *_actions(
+        "batch",
+        "SubmitServiceJob SubmitJob RegisterJobDefinition CreateJobQueue CreateServiceEnvironment CreateQuotaShare "
+        "UpdateQuotaShare DeleteQuotaShare UpdateServiceJob DescribeServiceJob",
+    ),
     *_actions(
         "ec2",
         "RunInstances CreateVpcPeeringConnection AcceptVpcPeeringConnection CreateRoute "
@@ -247,7 +281,7 @@ ESCAPES: tuple[str, ...] = (
     *_actions("cloudformation", "CreateStack UpdateStack CreateChangeSet CreateStackSet"),
     *_actions("events", "PutRule PutTargets PutPermission"),
     *_actions("states", "CreateStateMachine StartExecution"),
-    *_actions("ssm", "SendCommand StartSession StartAutomationExecution CreateAssociation"),
+    *_actions("ssm", "SendCommand StartAutomationExecution CreateAssociation"),
     *_actions("logs", "PutResourcePolicy PutDestinationPolicy PutSubscriptionFilter"),
     *_actions("cloudtrail", "StopLogging DeleteTrail UpdateTrail PutEventSelectors"),
     *_actions("organizations", "LeaveOrganization DetachPolicy"),
@@ -265,7 +299,7 @@ ESCAPES: tuple[str, ...] = (
 network, hand rights or data to somebody else, change what was registered."""
 
 LISTINGS: tuple[str, ...] = (
-    *_actions("batch", "DescribeJobQueues DescribeSchedulingPolicies DescribeServiceEnvironments DescribeServiceJob"),
+    *_actions("batch", "DescribeJobQueues DescribeSchedulingPolicies DescribeServiceEnvironments ListServiceJobs"),
     *_actions("cloudwatch", "DescribeAlarms GetMetricData GetMetricStatistics ListMetrics"),
     *_actions(
         "ec2", "DescribeDhcpOptions DescribeNetworkInterfaces DescribeSecurityGroups DescribeSubnets DescribeVpcs"
@@ -285,8 +319,9 @@ LISTINGS: tuple[str, ...] = (
 no policy can hide one tenant's names there from another."""
 
 
-WITHOUT_RESOURCE = frozenset({"sts:getcalleridentity", "cloudwatch:putmetricdata"})
-"""Neither on a thing nor a listing: who am I, and metrics, which the proof asks about by their namespace."""
+WITHOUT_RESOURCE = frozenset({"sts:getcalleridentity", "cloudwatch:putmetricdata", "ssm:updateinstanceinformation"})
+"""Neither on a thing nor a listing: who am I, metrics, which the proof asks about by their namespace, and a machine's
+own sign of life."""
 
 
 def every_action(kind: str, patterns: Iterable[str]) -> tuple[str, ...]:

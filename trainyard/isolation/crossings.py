@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from trainyard.hardware import instance
 from trainyard.isolation.account import (
+    NODE_TAG,
     PLATFORM,
     SHARED_LOG_GROUP,
     TENANT_TAG,
@@ -25,6 +26,7 @@ from trainyard.isolation.evaluator import Caller, Request
 from trainyard.isolation.policy import Policy, parse_statements
 
 CREATE_JOB = "sagemaker:CreateTrainingJob"
+SUBMIT = "batch:SubmitServiceJob"
 GUARD_RAIL = "guard-rail"
 OUTSIDER = "999999999999"
 """An account that is not the environment's."""
@@ -244,7 +246,9 @@ class Crossings:
         boundary = [thing.pattern for thing in self._account.things_of(tenant, "managed policy")]
         contract = self._account.contracts[tenant]
         keys = tuple(contract.keys.model_dump().values())
-        own = [contract.roles.job, *boundary, *keys, *(queue.arn for queue in contract.queues.values()), "*"]
+        queues = [queue.arn for queue in contract.queues.values() if queue.arn]
+        queues += [arn for share in contract.shares.values() for arn in (share.queue, share_arn(share.queue, tenant))]
+        own = [contract.roles.job, *boundary, *keys, *queues, "*"]
         for action in ESCAPES:
             named = {
                 pattern.replace("*", "x").replace("?", "x")
@@ -253,6 +257,8 @@ class Crossings:
                 if pattern != "*"
             }
             for resource in [*own, *sorted(named)]:
+                if action == SUBMIT and contract.shares and role.label == "broker" and resource != "*":
+                    continue  # its work; what it must say is asked in _queue_rules, and whose share in _things
                 thing = next((item for item in self._account.things if item.pattern == resource), None)
                 policy = self._account.policy_of(thing) if thing else None
                 yield Question(
@@ -290,7 +296,33 @@ class Crossings:
             yield self._ask(role, tenant, GUARD_RAIL, "iam:PassRole", contract.roles.job, said)
         shared = f"arn:aws:logs:{self._place}:log-group:{SHARED_LOG_GROUP}"
         yield self._ask(role, tenant, GUARD_RAIL, "logs:FilterLogEvents", shared, {})
+        yield from self._queue_rules(role, tenant)
         yield self._carried_out(role, tenant)
+        yield from self._shells(role, tenant)
+
+    def _shells(self, role: Role, tenant: str) -> Iterator[Question]:
+        """A shell on a machine of the own cluster that is no login node, on one without a tag, or by another document
+        than that of an interactive shell."""
+        machine, start = f"arn:aws:ec2:{self._place}:instance/i-own", "ssm:StartSession"
+        owner, node = f"ssm:resourcetag/{TENANT_TAG}", f"ssm:resourcetag/{NODE_TAG}"
+        yield self._ask(role, tenant, GUARD_RAIL, start, machine, {owner: tenant, node: "compute"})
+        yield self._ask(role, tenant, GUARD_RAIL, start, machine, {owner: tenant}, absent=node)
+        yield self._ask(role, tenant, GUARD_RAIL, start, machine, {}, absent=owner)
+        yield self._ask(role, tenant, GUARD_RAIL, start, machine, {"ssm:sessiondocumentaccesscheck": "false"})
+        tunnel = f"arn:aws:ssm:{self._place}:document/AWS-StartPortForwardingSession"
+        yield self._ask(role, tenant, GUARD_RAIL, start, tunnel, {})
+
+    def _queue_rules(self, role: Role, tenant: str) -> Iterator[Question]:
+        """Jobs for a queue that don't say whose they are, and jobs there that nobody has tagged."""
+        tag = f"aws:requesttag/{TENANT_TAG}"
+        for share in self._account.contracts[tenant].shares.values():
+            for resource in (share.queue, share_arn(share.queue, tenant)):
+                yield self._ask(role, tenant, GUARD_RAIL, SUBMIT, resource, {}, absent=tag)
+                yield self._ask(role, tenant, GUARD_RAIL, SUBMIT, resource, {tag: "somebody-else"})
+        job = f"arn:aws:batch:{self._place}:service-job/0a1b"
+        # No tag of the job is stated: it has none.
+        yield self._ask(role, tenant, GUARD_RAIL, "batch:TerminateServiceJob", job, {})
+        yield self._ask(role, tenant, GUARD_RAIL, "batch:TagResource", job, {tag: "somebody-else"})
 
     def _carried_out(self, role: Role, tenant: str) -> Question:
         """An upload to another account's bucket that lets everybody in."""
@@ -393,8 +425,8 @@ class Crossings:
             for name in statement.principals.services
         }
         for name, statement in names.items():
-            if name == "lambda.amazonaws.com" and thing.kind == "role":
-                continue  # a function takes only roles of its own account, and states no source when it does
+            if name in {"lambda.amazonaws.com", "ec2.amazonaws.com"} and thing.kind == "role":
+                continue  # functions and machines take only roles of their own account, and state no source then
             if thing.kind == "key" and name.startswith("events."):
                 continue  # EventBridge states no source when it encrypts: the topic's own policy holds there
             service = Caller(name, OUTSIDER, service=True)
@@ -536,6 +568,11 @@ def open_door() -> Policy:
     """A bucket policy that lets everybody do everything."""
     everybody = {"Effect": "Allow", "Principal": "*", "Action": "*", "Resource": "*"}
     return Policy(parse_statements({"Statement": everybody}, "", "bucket of another account", "PolicyDocument"))
+
+
+def share_arn(queue: str, tenant: str) -> str:
+    """The tenant's share of a queue: shares have the tenants' names."""
+    return f"{queue}/quota-share/{tenant}"
 
 
 def _said(value: Value) -> str:

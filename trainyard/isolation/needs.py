@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from trainyard.hardware import instance
-from trainyard.isolation.account import SHARED_LOG_GROUP, TENANT_TAG, Account, Role, Thing
+from trainyard.isolation.account import NODE_TAG, SHARED_LOG_GROUP, TENANT_TAG, Account, Role, Thing
 from trainyard.isolation.conditions import Context, Value
-from trainyard.isolation.crossings import CREATE_JOB, OUTSIDER, image_layers, somebody
+from trainyard.isolation.crossings import CREATE_JOB, OUTSIDER, SUBMIT, image_layers, share_arn, somebody
 from trainyard.isolation.evaluator import Caller, Request
 
 _ABSENT = frozenset({"aws:principaltag/*", "aws:resourcetag/*", "aws:requesttag/*"})
@@ -39,8 +39,10 @@ class Needs:
         self._id = environment.account
         self.job_id = f"{tenant}-llama-20260101000000-0a1b"
         """The job that these needs are about."""
-        self._job = f"arn:aws:sagemaker:{self._place}:training-job/{self.job_id}"
-        self._stream = f"{self._group(SHARED_LOG_GROUP)}:log-stream:{self.job_id}/algo-1-1700000000"
+        # A queue's training jobs are called by Batch.
+        name = f"AWSBatch{tenant}-0a1b2c3d{'0' * 32}" if self._contract.shares else self.job_id
+        self._job = f"arn:aws:sagemaker:{self._place}:training-job/{name}"
+        self._stream = f"{self._group(SHARED_LOG_GROUP)}:log-stream:{name}/algo-1-1700000000"
         self._submitter = "broker" if self._contract.broker else "launcher"
         self._endpoints = {item.service: item for item in account.endpoints if item.tenant == tenant}
 
@@ -56,11 +58,13 @@ class Needs:
         yield from self._guard()
         yield from self._broker()
         yield from self._resumer()
+        yield from self._cluster()
         yield from self._services()
 
     def of_a_job(self) -> Iterator[Need]:
         """What a running job asks, as its role: the tenant's job role, or one of its own."""
-        yield from self._job_role()
+        yield from self._work("job")
+        yield from self._job_volume()
         yield from self._job_network()
 
     def _group(self, name: str) -> str:
@@ -186,6 +190,9 @@ class Needs:
     def _jobs(self) -> Iterator[Need]:
         """A job on each type of each queue, as the broker asks for it, or trainyard.launch where there is none."""
         contract, submitter = self._contract, self._submitter
+        if contract.shares:
+            yield from self._queue()
+            return
         tag = {f"aws:requesttag/{TENANT_TAG}": self._tenant}
         for kind in sorted({kind for queue in contract.queues.values() for kind in queue.instance_types}):
             volume: dict[str, Value] = {}
@@ -212,8 +219,28 @@ class Needs:
         follow = "sagemaker:DescribeTrainingJob sagemaker:StopTrainingJob"
         yield from self._may("launcher", "follow and stop the job", follow, self._job)
 
-    def _job_role(self) -> Iterator[Need]:
-        """A running job, through its network's endpoints."""
+    def _queue(self) -> Iterator[Need]:
+        """A job into the own share of each type's queue, found there, and taken out again."""
+        tag: dict[str, Value] = {f"aws:requesttag/{TENANT_TAG}": self._tenant}
+        mine: dict[str, Value] = {f"aws:resourcetag/{TENANT_TAG}": self._tenant}
+        job = f"arn:aws:batch:{self._place}:service-job/0a1b"
+        for kind, share in self._contract.shares.items():
+            places = (share.queue, share_arn(share.queue, self._tenant), job)
+            yield from self._may("broker", f"queue a job on {kind}", SUBMIT, *places, stated=tag)
+        yield from self._may("broker", "tag the queued job", "batch:TagResource", job, stated=tag)
+        passed: dict[str, Value] = {"iam:passedtoservice": "sagemaker.amazonaws.com"}
+        role = self._contract.roles.job
+        yield from self._may("broker", "hand over the job role", "iam:PassRole", role, stated=passed)
+        for label in ("broker", "launcher"):
+            yield from self._may(label, "find a queued job", "batch:ListServiceJobs", "*")
+        for label in ("launcher", "operator"):
+            end = "batch:TerminateServiceJob"
+            yield from self._may(label, "take the job out of the queue", end, job, stated=mine)
+        follow = "sagemaker:DescribeTrainingJob sagemaker:StopTrainingJob"
+        yield from self._may("launcher", "follow and stop the job", follow, self._job)
+
+    def _work(self, label: str) -> Iterator[Need]:
+        """A running job, through its network's endpoints: as the job role, or as a machine of the cluster."""
         contract, buckets, keys = self._contract, self._contract.buckets, self._contract.keys
         folder, model = f"jobs/{self.job_id}", "models/acme-llama/x"
         for bucket, prefix in (
@@ -246,11 +273,6 @@ class Needs:
         encrypt = "kms:GenerateDataKey kms:Decrypt"
         via = self._via_s3(buckets.checkpoints)
         yield from self._may("job", "encrypt checkpoints", encrypt, keys.checkpoints, stated=via, endpoint="kms")
-        grant: dict[str, Value] = {
-            "kms:viaservice": f"sagemaker.{self._account.environment.region}.amazonaws.com",
-            "kms:grantisforawsresource": "true",
-        }
-        yield from self._may("job", "encrypt volumes", "kms:CreateGrant", keys.checkpoints, stated=grant)
         shared, own = self._group(SHARED_LOG_GROUP), self._group(contract.log_group)
         groups = (shared, f"{shared}:*", own, f"{own}:*")
         yield from self._may("job", "open log streams", "logs:CreateLogStream", *groups, endpoint="logs")
@@ -265,6 +287,15 @@ class Needs:
         yield from self._may("job", "log in to the registry", "ecr:GetAuthorizationToken", "*", endpoint="ecr.api")
         yield from self._may("job", "pull the image", pull, repository, endpoint="ecr.dkr")
         yield from self._may("job", "find the file system", "fsx:DescribeFileSystems", self._file_system())
+
+    def _job_volume(self) -> Iterator[Need]:
+        """SageMaker gives the job a volume as the job's role."""
+        grant: dict[str, Value] = {
+            "kms:viaservice": f"sagemaker.{self._account.environment.region}.amazonaws.com",
+            "kms:grantisforawsresource": "true",
+        }
+        key = self._contract.keys.checkpoints
+        yield from self._may("job", "encrypt volumes", "kms:CreateGrant", key, stated=grant)
 
     def _job_network(self) -> Iterator[Need]:
         """SageMaker puts the job into the VPC as the job's role."""
@@ -321,7 +352,8 @@ class Needs:
             via = self._via_s3(bucket)
             yield from self._may("auditor", "decrypt job records", "kms:Decrypt", key, stated=via)
         examine = "kms:DescribeKey kms:GetKeyPolicy kms:GetKeyRotationStatus"
-        yield from self._may("auditor", "examine the keys", examine, *keys.model_dump().values())
+        directly = frozenset({"kms:viaservice"})
+        yield from self._may("auditor", "examine the keys", examine, *keys.model_dump().values(), absent=directly)
         yield from self._may("auditor", "see jobs", "sagemaker:DescribeTrainingJob", self._job)
         roles = (contract.roles.job, contract.roles.launcher, contract.roles.auditor)
         yield from self._may("auditor", "see the roles", "iam:GetRole iam:GetRolePolicy", *roles)
@@ -386,8 +418,8 @@ class Needs:
         yield self._service("lambda.amazonaws.com", "take its role", "sts:AssumeRole", contract.roles.broker, stated)
 
     def _resumer(self) -> Iterator[Need]:
-        """The function that resumes failed jobs; there is one where there is a broker."""
-        if not self._contract.broker:
+        """The function that resumes failed jobs; there is one where a broker submits them at once."""
+        if not self._contract.broker or self._contract.shares:
             return
         buckets, keys, label = self._contract.buckets, self._contract.keys, "RolesResumer"
         yield from self._may(label, "see why a job failed", "sagemaker:DescribeTrainingJob", self._job)
@@ -403,6 +435,44 @@ class Needs:
         yield from self._may(label, "write its log", "logs:CreateLogStream logs:PutLogEvents", stream)
         role, stated = self._account.role(self._tenant, label), {"aws:principalaccount": self._id}
         yield self._service("lambda.amazonaws.com", "take its role", "sts:AssumeRole", role.arn, stated)
+
+    def _cluster(self) -> Iterator[Need]:
+        """Machines of the tenant's cluster, where there is one, and who gets a shell on its login node."""
+        if (cluster := self._contract.cluster) is None:
+            return
+        own: dict[str, Value] = {f"aws:resourcetag/{TENANT_TAG}": self._tenant}
+        arn = f"arn:aws:pcs:{self._place}:cluster/pcs_0123456789"
+        for label in ("RolesNodes", "RolesLogin"):
+            register = "pcs:RegisterComputeNodeGroupInstance"
+            yield from self._may(label, "join the cluster", register, arn, stated=own, endpoint="pcs")
+            role, stated = self._account.role(self._tenant, label), {"aws:principalaccount": self._id}
+            yield self._service("ec2.amazonaws.com", "take its role", "sts:AssumeRole", role.arn, stated)
+        yield from self._work("RolesNodes")
+        yield from self._may("RolesLogin", "say that it is up", "ssm:UpdateInstanceInformation", "*", endpoint="ssm")
+        channels = " ".join(
+            f"ssmmessages:{verb}{end}Channel" for verb in ("Create", "Open") for end in ("Control", "Data")
+        )
+        yield from self._may("RolesLogin", "take sessions", channels, "*", endpoint="ssmmessages")
+        tags: dict[str, Value] = {
+            f"ssm:resourcetag/{TENANT_TAG}": self._tenant,
+            f"ssm:resourcetag/{NODE_TAG}": cluster.login_tag,
+            "ssm:sessiondocumentaccesscheck": "true",
+        }
+        machine = f"arn:aws:ec2:{self._place}:instance/i-0123456789abcdef0"
+        document = f"arn:aws:ssm:{self._place}:document/SSM-SessionManagerRunShell"
+        yield from self._may("launcher", "open a shell", "ssm:StartSession", machine, document, stated=tags)
+        service = Caller(
+            f"arn:aws:iam::{self._id}:role/aws-service-role/pcs.amazonaws.com/AWSServiceRoleForPCS", self._id
+        )
+        asked: dict[str, Value] = {
+            "aws:principalaccount": self._id,
+            "aws:principalarn": service.arn,
+            "kms:calleraccount": self._id,
+            "kms:viaservice": f"ec2.{self._account.environment.region}.amazonaws.com",
+            "kms:grantisforawsresource": "true",
+        }
+        for action in ("kms:CreateGrant", "kms:GenerateDataKeyWithoutPlaintext", "kms:Decrypt"):
+            yield self._somebody(service, "encrypt machines' volumes", action, self._contract.keys.checkpoints, asked)
 
     def _services(self) -> Iterator[Need]:
         """Services and people that act for the tenant."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainyard.hardware import instance
-from trainyard.isolation.account import TENANT_TAG, Account, DocumentKey, Role
+from trainyard.isolation.account import NODE_TAG, TENANT_TAG, Account, DocumentKey, Role
 from trainyard.isolation.conditions import Context, Value
-from trainyard.isolation.crossings import CREATE_JOB, FOREIGN_TYPE, OUTSIDER
+from trainyard.isolation.crossings import CREATE_JOB, FOREIGN_TYPE, OUTSIDER, SUBMIT, share_arn
 from trainyard.isolation.evaluator import Caller, Request
 from trainyard.isolation.policy import Policy, parse_statements
 from trainyard.isolation.templates import Deployment
@@ -91,13 +91,17 @@ def written(deployment: Deployment, key: DocumentKey) -> dict[str, Any]:
 def rail_cases(account: Account, tenant: str, other: str) -> Iterator[RailCase]:
     """All cases of `tenant`; `other` is the tenant whose things it must not use."""
     cases = _Cases(account, tenant, other)
-    yield from cases.jobs()
-    yield from cases.volumes()
+    if account.contracts[tenant].shares:
+        yield from cases.queue()
+    else:
+        yield from cases.jobs()
+        yield from cases.volumes()
     yield from cases.siblings()
     yield from cases.roles()
     yield from cases.objects()
     yield from cases.models()
     yield from cases.broker()
+    yield from cases.shells()
 
 
 class _Cases:
@@ -139,7 +143,8 @@ class _Cases:
         self, rail: str, what: str, *, action: str, resource: str, stated: Mapping[str, Value], allowed: bool = False
     ) -> RailCase:
         """A case of whoever submits the tenant's jobs, which the boundary knows by its ARN."""
-        known = {"aws:PrincipalArn": self._submitter.arn} if self._own.broker and action == CREATE_JOB else {}
+        submits = self._own.broker and action in (CREATE_JOB, SUBMIT)
+        known = {"aws:PrincipalArn": self._submitter.arn} if submits else {}
         said: Mapping[str, Value] = {**stated, **known}
         return RailCase(rail, what, allowed, self._submitter, action, resource, said)
 
@@ -229,6 +234,37 @@ class _Cases:
         foreign = self._job.replace(f"/{self._tenant}-", f"/{self._foreign_tag}-")
         yield replace(proper, rail="OwnJobs", what="another tenant's job name", resource=foreign)
 
+    def _proper_case(self, rail: str) -> RailCase:
+        """A job that follows every rule, as the tenant's jobs are submitted; refused until it is said to be allowed."""
+        if not self._own.shares:
+            return self._job_case(rail, "a proper job", {})
+        share = share_arn(next(iter(self._own.shares.values())).queue, self._tenant)
+        stated: dict[str, Value] = {f"aws:RequestTag/{TENANT_TAG}": self._tenant}
+        return self._submit(rail, "a proper job", action=SUBMIT, resource=share, stated=stated)
+
+    def queue(self) -> Iterator[RailCase]:
+        """A job for a queue: the own share, the own tag; nobody's request read; no other tenant's job ended."""
+        proper = self._proper_case("OwnShare")
+        yield replace(proper, allowed=True)
+        queue = next(iter(self._own.shares.values())).queue
+        yield replace(proper, what="another tenant's share", resource=share_arn(queue, self._foreign_tag))
+        yield replace(proper, what="another queue", resource=f"{queue}-elsewhere")
+        tag, proper = f"aws:RequestTag/{TENANT_TAG}", replace(proper, rail="QueuedOwnTag")
+        without = {key: value for key, value in proper.stated.items() if key != tag}
+        yield replace(proper, allowed=True)
+        yield replace(proper, what="no tenant's tag", stated=without)
+        yield replace(proper, what="another tenant's tag", stated={**without, tag: self._foreign_tag})
+        job, mine = f"arn:aws:batch:{self._place}:service-job/0a1b", f"aws:ResourceTag/{TENANT_TAG}"
+        end, rail = "batch:TerminateServiceJob", "OwnQueuedJobs"
+        own: dict[str, Value] = {mine: self._tenant}
+        yield self._case(rail, "an own job", action=end, resource=job, stated=own, allowed=True)
+        yield self._case(rail, "another tenant's job", action=end, resource=job, stated={mine: self._foreign_tag})
+        yield self._case(rail, "a job that nobody tagged", action=end, resource=job, stated={})
+        rail = "NoForeignRequests"
+        names, request = "batch:ListServiceJobs", "batch:DescribeServiceJob"
+        yield self._case(rail, "names and states", action=names, resource="*", stated={}, allowed=True)
+        yield self._case(rail, "a job's request", action=request, resource="*", stated={})
+
     def volumes(self) -> Iterator[RailCase]:
         """A volume key: demanded of types that take one, never another's. Types with local NVMe refuse one."""
         key = "sagemaker:VolumeKmsKeyArn"
@@ -243,8 +279,12 @@ class _Cases:
 
     def siblings(self) -> Iterator[RailCase]:
         """Everything else that computes; a proper training job is what the same statement lets through."""
-        yield replace(self._job_case("NoOtherCompute", "a proper job", {}), allowed=True)
-        for what, (action, resource) in SIBLINGS.items():
+        yield replace(self._proper_case("NoOtherCompute"), allowed=True)
+        siblings = dict(SIBLINGS)
+        if self._own.shares:  # whose queue it is then, and who may use it, is asked in `queue`
+            del siblings["Batch's unchecked queue"]
+            siblings["a training job past the queue"] = (CREATE_JOB, f"training-job/{self._tenant}-x")
+        for what, (action, resource) in siblings.items():
             arn = f"arn:aws:{action.partition(':')[0]}:{self._place}:{resource}"
             yield self._case("NoOtherCompute", what, action=action, resource=arn, stated={})
 
@@ -293,7 +333,31 @@ class _Cases:
             arn, allowed = base + environment.broker_name(owner), owner == self._tenant
             yield self._case("OwnBroker", f"{whose} broker", action=INVOKE, resource=arn, stated={}, allowed=allowed)
         yield self._case("OwnBroker", "another function", action=INVOKE, resource=f"{base}x", stated={})
-        proper = self._job_case("BrokerSubmits", "a proper job", {})
+        proper = self._proper_case("BrokerSubmits")
         yield replace(proper, allowed=True)
         stated = {**proper.stated, "aws:PrincipalArn": self._launcher.arn}
         yield replace(proper, what="a proper job of the launcher's own", role=self._launcher, stated=stated)
+
+    def shells(self) -> Iterator[RailCase]:
+        """Where there is a cluster: a shell on the own login node, and on no other machine."""
+        if (cluster := self._own.cluster) is None:
+            return
+        owner, node = f"ssm:resourceTag/{TENANT_TAG}", f"ssm:resourceTag/{NODE_TAG}"
+        machine = f"arn:aws:ec2:{self._place}:instance/i-0123456789abcdef0"
+        proper: dict[str, Value] = {
+            owner: self._tenant,
+            node: cluster.login_tag,
+            "ssm:SessionDocumentAccessCheck": "true",
+        }
+
+        def case(rail: str, what: str, stated: Mapping[str, Value], allowed: bool = False) -> RailCase:
+            return self._case(rail, what, action="ssm:StartSession", resource=machine, stated=stated, allowed=allowed)
+
+        for rail, key, broken in (
+            ("ShellOwnMachine", owner, {"another tenant's login node": self._foreign_tag}),
+            ("ShellLoginNode", node, {"a machine where jobs run": "compute"}),
+        ):
+            yield case(rail, "the own login node", proper, True)
+            for what, value in broken.items():
+                yield case(rail, what, {**proper, key: value})
+            yield case(rail, "a machine without that tag", {name: said for name, said in proper.items() if name != key})

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,10 @@ _NAMES = (
     "LogGroupName",
     "TopicName",
     "FunctionName",
+    "JobQueueName",
     "FirewallName",
     "FirewallPolicyName",
+    "InstanceProfileName",
     "RuleGroupName",
 )
 
@@ -132,17 +135,26 @@ _ARNS: dict[str, str] = {
     "AWS::SecretsManager::Secret": "arn:aws:secretsmanager:{place}:secret:{id}",
     "AWS::Budgets::Budget": "arn:aws:budgets::{account}:budget/{id}",
     "AWS::CloudTrail::Trail": "arn:aws:cloudtrail:{place}:trail/{id}",
+    "AWS::EC2::LaunchTemplate": "arn:aws:ec2:{place}:launch-template/{id}",
+    "AWS::EC2::PlacementGroup": "arn:aws:ec2:{place}:placement-group/{id}",
     "AWS::PCS::Cluster": "arn:aws:pcs:{place}:cluster/{id}",
+    # Within their cluster's; which one is of no account to who may touch them.
+    "AWS::PCS::ComputeNodeGroup": "arn:aws:pcs:{place}:cluster/any/computenodegroup/{id}",
+    "AWS::PCS::Queue": "arn:aws:pcs:{place}:cluster/any/queue/{id}",
     "AWS::SageMaker::Cluster": "arn:aws:sagemaker:{place}:cluster/{id}",
 }
 
 _REF_IS_ARN = {
+    "AWS::PCS::Cluster",
+    "AWS::PCS::ComputeNodeGroup",
+    "AWS::PCS::Queue",
     "AWS::NetworkFirewall::Firewall",
     "AWS::NetworkFirewall::FirewallPolicy",
     "AWS::NetworkFirewall::RuleGroup",
     "AWS::IAM::ManagedPolicy",
     "AWS::SNS::Topic",
     "AWS::Batch::JobQueue",
+    "AWS::Batch::QuotaShare",
     "AWS::Batch::SchedulingPolicy",
     "AWS::Batch::ServiceEnvironment",
     "AWS::StepFunctions::StateMachine",
@@ -195,6 +207,10 @@ class Deployment:
         kind = self.type_of(stack, logical_id)
         service, _, noun = kind.removeprefix("AWS::").lower().partition("::")
         shape = _ARNS.get(kind, f"arn:aws:{service}:{{place}}:{noun}/{{id}}")
+        if kind == "AWS::Batch::QuotaShare":  # in a queue, which it names by name
+            properties = self.resolve(self.properties(stack, logical_id), stack)
+            inside = f"job-queue/{properties['JobQueue']}/quota-share/{properties['QuotaShareName']}"
+            return f"arn:aws:batch:{self.region}:{self.account}:{inside}"
         name = self.physical_id(stack, logical_id)
         if kind == "AWS::SSM::Parameter" and not name.startswith("/"):
             name = f"/{name}"
@@ -218,6 +234,7 @@ class Deployment:
             "Ref": self._ref,
             "Fn::GetAtt": self._attribute,
             "Fn::Join": lambda given, where: given[0].join(str(item) for item in self.resolve(given[1], where)),
+            "Fn::Base64": lambda given, where: b64encode(str(self.resolve(given, where)).encode()).decode(),
             "Fn::Sub": self._sub,
             "Fn::Select": lambda given, where: self.resolve(given[1], where)[int(given[0])],
             "Fn::Split": lambda given, where: str(self.resolve(given[1], where)).split(given[0]),

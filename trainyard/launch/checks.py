@@ -63,6 +63,19 @@ def check_queue(job: JobSpec, contract: TenantContract, running: Sequence[Runnin
     return _with_room(job, {name: roomy[name] for name in multi_node}, running)
 
 
+def check_share(job: JobSpec, contract: TenantContract) -> None:
+    """InputError where the job is larger than the tenant's share of its queue can ever be: it would wait for ever."""
+    kind, count = job.compute.instance_type, job.compute.instance_count
+    share = contract.shares.get(str(kind))
+    if share is None:
+        raise InputError(f"compute.instance_type {kind}: tenant {contract.tenant} has no share of its queue")
+    if count > share.most:
+        raise InputError(
+            f"compute.instance_count {count}: tenant {contract.tenant} may hold up to {share.most} x {kind}, borrowed "
+            "ones with them; use fewer, or raise max_instances of the queue in the environment file"
+        )
+
+
 def _with_room(job: JobSpec, queues: Mapping[str, QueueContract], running: Sequence[RunningJob]) -> str:
     count, full = job.compute.instance_count, []
     for name, queue in queues.items():

@@ -14,6 +14,7 @@ from trainyard.launch.backend import Backend, Say, say_nothing
 from trainyard.launch.channels import build_inputs, is_streamed
 from trainyard.launch.contract import read_image
 from trainyard.launch.local_backend import LocalBackend, check_trainer
+from trainyard.launch.queue_backend import backend_of
 from trainyard.launch.record import (
     CREATED,
     SUBMITTED,
@@ -27,7 +28,6 @@ from trainyard.launch.record import (
     update,
     utc_now,
 )
-from trainyard.launch.sagemaker_backend import SageMakerBackend
 from trainyard.launch.session import Account, price_file
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import TenantContract
@@ -48,9 +48,11 @@ def launch(
     AwsRefusedError where something it needs isn't there. `account` reads the image parameter only.
     """
     assert job.tenant == contract.tenant
-    backend = SageMakerBackend(launcher, contract)
+    backend = backend_of(launcher, contract)
     # Asked again by the backend; here so that nothing is recorded of a job that can't start.
     checks.check_queue(job, contract)
+    if contract.shares:
+        checks.check_share(job, contract)
     checks.check_queue(job, contract, backend.running())
     say("planning")
     plan, refusals = planned(job, region=contract.region)

@@ -8,8 +8,8 @@ from trainyard.errors import InputError
 from trainyard.launch.backend import Backend
 from trainyard.launch.contract import check_tenant, read_contract
 from trainyard.launch.local_backend import LocalBackend
+from trainyard.launch.queue_backend import backend_of
 from trainyard.launch.record import FolderRecordStore, RecordStore, S3RecordStore
-from trainyard.launch.sagemaker_backend import SageMakerBackend
 from trainyard.launch.session import Account, assume, checkout_root, open_account, state_root
 from trainyard.spec.platform import EnvironmentSpec, TenantContract, load_environment
 
@@ -26,6 +26,9 @@ class Place:
     """Who the client acts as; None on this machine."""
     has_resumer: bool = False
     """Whether the tenant's resumer starts failed jobs again (`recovery.max_resumes`): where a broker submits them."""
+
+    has_queue: bool = False
+    """Whether jobs wait in a training queue, which starts failed ones again by its own rules."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -49,8 +52,9 @@ class TenantAccess:
         """Where the tenant's jobs live."""
         s3 = self.launcher.client("s3")
         store = S3RecordStore(s3, self.contract.buckets.data)
-        backend = SageMakerBackend(self.launcher, self.contract)
-        return Place(store, backend, s3, self.launcher, has_resumer=bool(self.contract.broker))
+        backend, queued = backend_of(self.launcher, self.contract), bool(self.contract.shares)
+        resumes = bool(self.contract.broker)
+        return Place(store, backend, s3, self.launcher, has_resumer=resumes and not queued, has_queue=queued)
 
 
 def environment_file(name_or_path: str) -> Path:

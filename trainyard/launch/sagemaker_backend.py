@@ -154,13 +154,17 @@ class SageMakerBackend:
     def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
         """New lines of every host's log stream, by time."""
         logs = self._launcher.client("logs")
-        prefix = f"{record.attempt.training_job_name}/"
         lines: list[LogLine] = []
         cursor.more = False
         with aws_errors("reading logs of", f"training job {record.attempt.training_job_name}"):
-            for stream in self._streams(logs, prefix):
-                lines += _read_stream(logs, stream, cursor)
+            for prefix in self._log_prefixes(record):
+                for stream in self._streams(logs, prefix):
+                    lines += _read_stream(logs, stream, cursor)
         return sorted(lines, key=lambda line: line.at_ms)
+
+    def _log_prefixes(self, record: JobRecord) -> list[str]:
+        """How the names of the newest attempt's log streams begin."""
+        return [f"{record.attempt.training_job_name}/"]
 
     def _streams(self, logs: Any, prefix: str) -> list[str]:
         try:

@@ -58,14 +58,15 @@ REPLACED_BY: Mapping[str, tuple[str, ...]] = {
     "AWS::IAM::Role": ("Path", "RoleName"),
     "AWS::KMS::Key": ("KeySpec", "KeyUsage", "MultiRegion"),
     "AWS::Logs::LogGroup": ("LogGroupName",),
+    "AWS::PCS::Cluster": ("Name", "Networking", "Size"),
     "AWS::S3::Bucket": ("BucketName", "BucketNamePrefix", "BucketNamespace"),
 }
 """Types that hold data, or that what holds data stands on, and the properties whose change replaces them: the
 createOnlyProperties of the CloudFormation registry's schemas (a test compares), and of FSx, whose schema says nothing
 of its LustreConfiguration, what the template reference marks "Update requires: Replacement" or the CDK command's own
 database marks as causing it (a test compares that too; where the two differ, the safe side is taken). Of a key those
-that AWS refuses to change. A group or subnet counts, because its replacement replaces the file system that stands in
-it."""
+that AWS refuses to change. A cluster counts for its accounting; a group or subnet, because its replacement replaces the
+file system that stands in it."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +24,11 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,18}[a-z0-9]$")]
 """Lower-case letters, digits and dashes, 2 to 20: it goes into ARNs, bucket prefixes and tags."""
 
 Spec = TypeVar("Spec", bound=SpecModel)
+
+
+def on_change(effect: Literal["none", "update", "replace"]) -> dict[str, Any]:
+    """What changing a field does to a deployed tenant, kept in the field's JSON schema."""
+    return {"on_change": effect}
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -8,14 +8,18 @@ import ipaddress
 import itertools
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from trainyard.spec.base import Name, SpecModel, parse, read_yaml
+from trainyard.spec import shares
+from trainyard.spec.base import Name, SpecModel, on_change, parse, read_yaml
+from trainyard.spec.cluster import ClusterSpec
+from trainyard.spec.shares import ShareContract, ShareSpec
 
-CONTRACT_VERSION = 2
-"""2: a bucket and a key for artifacts. Older contracts are read; what they lack is empty."""
+CONTRACT_VERSION = 3
+"""2: a bucket and a key for artifacts. 3: the cluster, shares of
+training queues. Older contracts are read; what they lack is empty."""
 
 TRAINING_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 """SageMaker writes every job's output here, whoever owns the job: streams are told apart by the job's name."""
@@ -26,11 +30,6 @@ MAX_LINKS = 8
 
 ARCHIVE_MIN_DAYS = 90
 """S3: the shortest time that an object in Glacier Instant Retrieval is billed for."""
-
-
-def on_change(effect: Literal["none", "update", "replace"]) -> dict[str, Any]:
-    """What changing a field does to a deployed tenant, kept in the field's JSON schema."""
-    return {"on_change": effect}
 
 
 class FileSystemSpec(SpecModel):
@@ -126,7 +125,8 @@ class QueueSpec(SpecModel):
     """SageMaker types, `ml.` and all."""
     max_instances: int = Field(ge=1, json_schema_extra=on_change("update"))
     """Instances that the tenant's jobs in this queue may hold together. What would go over is refused: by the broker,
-    or by launch and resume where there is none, where two at the same moment may pass each other."""
+    or by launch and resume where there is none, where two at the same moment may pass each other. With `submission:
+    queue` it waits instead, and this counts for each type alone: up to so many are the tenant's or borrowed."""
     multi_node: bool = Field(default=True, json_schema_extra=on_change("update"))
     """Jobs over several hosts: every type must then have EFA."""
 
@@ -217,12 +217,17 @@ class TenantSpec(SpecModel):
     file_system: FileSystemSpec = FileSystemSpec()
     storage: StorageSpec = StorageSpec()
     queues: dict[Name, QueueSpec] = Field(min_length=1)
+    cluster: ClusterSpec | None = Field(default=None, json_schema_extra=on_change("update"))
+    """EC2 machines under Slurm beside the training jobs; default: none. Taking it away again drops its accounting,
+    which `trainyard deploy` asks to be told by name."""
     budget: BudgetLimits
     log_retention_days: Literal[30, 90, 180, 365, 731] = Field(default=365, json_schema_extra=on_change("update"))
     max_job_hours: float = Field(default=120.0, gt=0, le=28 * 24, json_schema_extra=on_change("update"))
     """The longest running time that a job may ask for."""
-    submission: Literal["broker", "direct"] | None = Field(default=None, json_schema_extra=on_change("update"))
+    submission: Literal["broker", "direct", "queue"] | None = Field(default=None, json_schema_extra=on_change("update"))
     """Who hands this tenant's jobs to SageMaker; default: as the environment says."""
+    share: ShareSpec = ShareSpec()
+    """With `submission: queue`: what of the account's machines is the tenant's, and what it lends."""
     removal: RemovalSpec = RemovalSpec()
 
 
@@ -287,10 +292,11 @@ class EnvironmentSpec(SpecModel):
     """Keys, buckets and file systems outlive the stack; stacks are protected from deletion."""
     max_instances: dict[str, int] = Field(min_length=1, json_schema_extra=on_change("update"))
     """The account's quota, instances by SageMaker type; the tenants' queues may not exceed it one by one."""
-    submission: Literal["broker", "direct"] = Field(default="broker", json_schema_extra=on_change("update"))
+    submission: Literal["broker", "direct", "queue"] = Field(default="broker", json_schema_extra=on_change("update"))
     """Who hands the tenants' jobs to SageMaker. `broker`: a function of the platform, one for each tenant, that makes
-    the request itself and checks quota and budget; the tenant's own roles can't. `direct`: the tenant's launcher role,
-    held by the guard-rails alone."""
+    the request itself and checks quota and budget; the tenant's own roles can't. `queue`: the same, but it hands the
+    job to AWS Batch, where it waits for room in the tenant's share. `direct`: the tenant's launcher role, held by the
+    guard-rails alone."""
     network: NetworkSpec = NetworkSpec()
     audit: AuditSpec = AuditSpec()
     tenants: dict[Name, TenantSpec] = Field(min_length=1)
@@ -326,12 +332,39 @@ class EnvironmentSpec(SpecModel):
                 )
             owner[tenant.network_index] = name
             self._check_queues(name, tenant)
+            self._check_reservations(name, tenant)
             if tenant.removal.data == "retain" and not self.retain_data:
                 raise ValueError(
                     f"tenants.{name}.removal.data: retain needs the environment's retain_data: true, as its stacks "
                     "delete what they hold; set that, or leave removal.data out"
                 )
+        self._check_shares()
         return self
+
+    def _check_shares(self) -> None:
+        """Of tenants that queue: no more is guaranteed than there is, and nobody borrows without lending."""
+        queued = [name for name in self.tenants if self.queued(name)]
+        for name, tenant in self.tenants.items():
+            if name in queued:
+                wrong = shares.refusals(name, self.guaranteed(name), self.most(name), tenant.share)
+            else:
+                wrong = ["share: is for submission: queue; leave it out"] if tenant.share != ShareSpec() else []
+            if wrong:
+                raise ValueError(f"tenants.{name}.{wrong[0]}")
+            if name.startswith("awsbatch"):
+                raise ValueError(
+                    f"tenants.{name}: Batch's own training jobs are named so, and policies would match them; take a "
+                    "name that begins otherwise"
+                )
+        for kind, limit in self.max_instances.items():
+            parts = {name: count for name in queued if (count := self.guaranteed(name).get(kind, 0))}
+            if sum(parts.values()) > limit:
+                listed = ", ".join(f"{name} {count}" for name, count in parts.items())
+                raise ValueError(
+                    f"max_instances {limit} {kind}: tenants are guaranteed {sum(parts.values())} together ({listed}); "
+                    "guarantee fewer in tenants.NAME.share.guaranteed: up to max_instances of its queues a tenant may "
+                    "still borrow"
+                )
 
     def _check_names(self) -> None:
         """IAM tells jobs apart by `<tenant>-*`: acme's policies would also match the jobs of acme-labs."""
@@ -356,6 +389,17 @@ class EnvironmentSpec(SpecModel):
                         f"{where}.max_instances {queue.max_instances} exceeds the environment's {limit} {instance_type}"
                     )
 
+    def _check_reservations(self, name: str, tenant: TenantSpec) -> None:
+        """Capacity that was reserved for a tenant is no other's."""
+        for other, item in self.tenants.items():
+            if other != name and tenant.cluster and item.cluster:
+                shared = tenant.cluster.reservations & item.cluster.reservations
+                if shared:
+                    raise ValueError(
+                        f"tenants.{name}.cluster: reservation {min(shared)} is {other}'s too; a reservation is one "
+                        "tenant's, or one could starve the other: split it"
+                    )
+
     def tenant(self, name: str) -> TenantSpec:
         """The tenant of that name; KeyError is for callers that have checked."""
         return self.tenants[name]
@@ -365,8 +409,49 @@ class EnvironmentSpec(SpecModel):
         return self.tenants[tenant].removal.data or ("retain" if self.retain_data else "shred")
 
     def brokered(self, tenant: str) -> bool:
-        """Whether a broker submits the tenant's jobs, and nobody else."""
-        return (self.tenants[tenant].submission or self.submission) == "broker"
+        """Whether a broker submits the tenant's jobs, and nobody else: to SageMaker, or to a queue."""
+        return (self.tenants[tenant].submission or self.submission) != "direct"
+
+    def queued(self, tenant: str) -> bool:
+        """Whether the tenant's jobs wait in the training queues that all tenants share."""
+        return (self.tenants[tenant].submission or self.submission) == "queue"
+
+    def most(self, tenant: str) -> dict[str, int]:
+        """Instances by type that the tenant's jobs may hold together in the training queues, with borrowed ones."""
+        found: dict[str, int] = {}
+        for queue in self.tenants[tenant].queues.values():
+            for kind in queue.instance_types:
+                found[kind] = max(found.get(kind, 0), queue.max_instances)
+        return found
+
+    def guaranteed(self, tenant: str) -> dict[str, int]:
+        """Instances by type that are the tenant's in the training queues whenever it has work."""
+        stated = self.tenants[tenant].share.guaranteed
+        return {kind: stated.get(kind, most) for kind, most in self.most(tenant).items()}
+
+    def training_queue(self, kind: str, tenant: str) -> str:
+        """Name of the queue where the tenant's jobs on instances of that type wait."""
+        return shares.queue_name(self.name, kind, shares.shard(self.tenants[tenant].network_index))
+
+    def queue_capacity(self) -> dict[tuple[str, int], int]:
+        """Instances of each training queue, by type and number.
+
+        The first queue of a type has what the others leave, so that the platform changes for none of its tenants; a
+        further one has what its own are guaranteed. Each is there as long as a tenant is, whoever submits its jobs
+        (the platform is deployed first, and couldn't delete a queue whose shares still stand); then with room for one,
+        which nobody without a share can use.
+        """
+        numbers = {shares.shard(tenant.network_index) for tenant in self.tenants.values()}
+        capacity: dict[tuple[str, int], int] = {}
+        for kind, limit in self.max_instances.items():
+            taken = dict.fromkeys(numbers | {0}, 0)
+            for name, tenant in self.tenants.items():
+                if self.queued(name):
+                    taken[shares.shard(tenant.network_index)] += self.guaranteed(name).get(kind, 0)
+            others = sum(count for number, count in taken.items() if number)
+            capacity |= {(kind, number): max(1, count) for number, count in taken.items()}
+            capacity[kind, 0] = max(1, limit - others)
+        return capacity
 
     def broker_name(self, tenant: str) -> str:
         """The function that submits the tenant's jobs: stated, so that policies can name it before it is there."""
@@ -385,7 +470,8 @@ class EnvironmentSpec(SpecModel):
 class QueueContract(SpecModel):
     """A queue as deployed."""
 
-    arn: str
+    arn: str = ""
+    """Of a queue of the tenant's own; empty where its jobs wait in those that all share (`shares`)."""
     instance_types: tuple[str, ...]
     max_instances: int
     multi_node: bool
@@ -418,6 +504,18 @@ class BucketContract(SpecModel):
     """Checkpoints and outputs, by job."""
     artifacts: str = ""
     """Exported models (`models/`) and why each was registered (`registry/`); empty in contracts of version 1."""
+
+
+class ClusterContract(SpecModel):
+    """The cluster as deployed: what a person needs to reach it and to name a partition."""
+
+    engine: Literal["pcs"]
+    id: str
+    """PCS's own id, which its API and `AWS_PCS` tools take."""
+    queues: dict[str, tuple[str, ...]]
+    """Slurm partition to the EC2 types that it starts."""
+    login_tag: str
+    """Value of the tag `trainyard:node` on login nodes, the only machines that take a Session Manager session."""
 
 
 class RoleContract(SpecModel):
@@ -462,6 +560,11 @@ class TenantContract(SpecModel):
     monthly_usd: float
     broker: str = ""
     """Name of the function that submits the tenant's jobs; empty where the launcher submits them itself."""
+    shares: dict[str, ShareContract] = Field(default_factory=dict)
+    """By instance type, where the broker hands jobs to the training queues and not to SageMaker. A share has the
+    tenant's name. Empty otherwise, and in contracts before version 3."""
+    cluster: ClusterContract | None = None
+    """None where the tenant has none, and in contracts before version 3."""
     emulated: bool = False
 
 

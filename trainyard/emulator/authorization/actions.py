@@ -6,6 +6,7 @@ An operation that stands in no table is unmapped, and denied: the emulator must 
 """
 
 import base64
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -109,6 +110,7 @@ _RESOURCES: dict[str, dict[str, str]] = {
             "ListSchedulingPolicies GetJobQueueSnapshot",
         ),
         "SubmitServiceJob": "={jobQueue}",
+        "TerminateServiceJob": "service-job/{jobId}",
     },
     "cloudwatch": _each(
         _ANY,
@@ -480,8 +482,28 @@ def _implied(request: AwsRequest, account: str, context: Mapping[str, Any], key_
             f"arn:aws:sagemaker:{request.region}:{account}:model-package-group/{request.text('ModelPackageGroupName')}"
         )
         return [Check("sagemaker:AddTags", arn, {**context, "sagemaker:taggingaction": "CreateModelPackageGroup"})]
+    if request.service == "batch" and request.operation == "SubmitServiceJob":
+        return _queued(request, account, context)
     if request.service == "cloudformation" and parameters.get("RoleARN"):
         return [Check("iam:PassRole", request.text("RoleARN"), {"iam:passedtoservice": "cloudformation.amazonaws.com"})]
     if request.service == "kms" and request.operation == "ReEncrypt":
         return [Check("kms:ReEncryptTo", key_arn(request.text("DestinationKeyId")), context)]
     return []
+
+
+def _queued(request: AwsRequest, account: str, context: Mapping[str, Any]) -> list[Check]:
+    """A job in a queue: its share and the job itself are judged too, and the role that it hands over."""
+    new = f"arn:aws:batch:{request.region}:{account}:service-job/*"
+    checks = [Check("batch:SubmitServiceJob", new, context)]
+    if request.text("quotaShareName"):
+        share = f"{request.text('jobQueue')}/quota-share/{request.text('quotaShareName')}"
+        checks.append(Check("batch:SubmitServiceJob", share, context))
+    if request.parameters.get("tags"):
+        checks.append(Check("batch:TagResource", new, context))
+    try:
+        role = str(json.loads(request.text("serviceRequestPayload"))["RoleArn"])
+    except (ValueError, KeyError, TypeError):
+        raise UnmappedError(
+            "batch:SubmitServiceJob: its payload names no role, which the caller must be allowed to pass"
+        ) from None
+    return [*checks, Check("iam:PassRole", role, {"iam:passedtoservice": "sagemaker.amazonaws.com"})]

@@ -93,7 +93,11 @@ _FILLED_IN: dict[str, tuple[str, ...]] = {
     "sagemaker:taggingaction": ("sagemaker:AddTags",),
     "sagemaker:modelapprovalstatus": ("sagemaker:CreateModelPackage", "sagemaker:UpdateModelPackage"),
 }
-_FILLED_IN_FAMILIES = {"kms:encryptioncontext:": "kms:*", "s3:requestobjecttag/": _OBJECT_WRITES}
+_FILLED_IN_FAMILIES = {
+    "kms:encryptioncontext:": "kms:*",
+    "s3:requestobjecttag/": _OBJECT_WRITES,
+    "aws:resourcetag/": "batch:T*",  # TerminateServiceJob, TagResource
+}
 
 
 def _is_filled_in(key: str, context: EvalContext) -> bool:

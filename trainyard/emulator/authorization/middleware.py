@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from dataclasses import replace
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -73,7 +74,14 @@ class Authorizer:
 
         if request.service == "s3":
             return s3.checks_for(request, self._s3, key_arn)
-        return actions.checks_for(request, self.principals.account, self.principals.role_arn, key_arn)
+        checks = actions.checks_for(request, self.principals.account, self.principals.role_arn, key_arn)
+        return [self._with_tags(check) for check in checks] if request.service == "batch" else checks
+
+    def _with_tags(self, check: Check) -> Check:
+        """The tags of a job in a training queue, which its id says nothing of."""
+        tags = self.principals.service_job_tags(check.resource)
+        stated = {f"aws:resourcetag/{key}".lower(): value for key, value in tags.items()}
+        return replace(check, context={**check.context, **stated})
 
 
 def _drain(environ: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Who calls: the account's root, or a role through a session. There is nobody else."""
 
 import datetime
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,8 @@ class Principals:
         self._admin = admin_access_key_id
         self._root = Principal(account, f"arn:aws:iam::{account}:root")
         self._sessions: dict[str, Any] = {}
+        self.service_job_tags: Callable[[str], Mapping[str, str]] = lambda _: {}
+        """Of a job in a training queue, by its ARN; the server knows them."""
 
     def resolve(self, access_key_id: str, session_token: str) -> Principal:
         """The caller with that key; UnknownCallerError when there is none, or the session is over."""

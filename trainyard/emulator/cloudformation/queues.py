@@ -22,8 +22,6 @@ def _tags(properties: Properties) -> dict[str, dict[str, str]]:
 
 
 def _create_policy(site: Site, properties: Properties, generated: str) -> Created:
-    if "QuotaSharePolicy" in properties:
-        raise UnsupportedPropertyError("property QuotaSharePolicy is not known to the emulator; use FairsharePolicy")
     parameters = to_api(
         "batch",
         "CreateSchedulingPolicy",
@@ -35,6 +33,10 @@ def _create_policy(site: Site, properties: Properties, generated: str) -> Create
 
 
 def _update_policy(site: Site, arn: str, old: Properties, new: Properties) -> None:
+    if "QuotaSharePolicy" in old or "QuotaSharePolicy" in new:
+        if old.get("QuotaSharePolicy") != new.get("QuotaSharePolicy"):
+            raise UnsupportedPropertyError("a scheduling policy can't change between fair shares and quota shares")
+        return
     parameters = to_api(
         "batch", "UpdateSchedulingPolicy", {"Arn": arn, "FairsharePolicy": new.get("FairsharePolicy", {})}
     )
@@ -82,7 +84,41 @@ def _queue_exists(site: Site, arn: str) -> bool:
     return found(lambda: site.client("batch").describe_job_queues(jobQueues=[arn])["jobQueues"])
 
 
+def _create_share(site: Site, properties: Properties, generated: str) -> Created:
+    parameters = to_api("batch", "CreateQuotaShare", properties, without=("Tags",))
+    arn = site.client("batch").create_quota_share(**parameters, **_tags(properties))["quotaShareArn"]
+    return Created(arn, {"QuotaShareArn": arn})
+
+
+def _update_share(site: Site, arn: str, old: Properties, new: Properties) -> None:
+    changes = {name: value for name, value in new.items() if name not in ("QuotaShareName", "JobQueue", "Tags")}
+    site.client("batch").update_quota_share(
+        **to_api("batch", "UpdateQuotaShare", {**changes, "QuotaShareArn": arn, "State": new.get("State", "ENABLED")})
+    )
+
+
+def _share_exists(site: Site, arn: str) -> bool:
+    return found(lambda: site.client("batch").describe_quota_share(quotaShareArn=arn)["quotaShareName"])
+
+
+def _delete_share(site: Site, arn: str, properties: Properties) -> None:
+    def delete() -> None:
+        site.client("batch").update_quota_share(quotaShareArn=arn, state="DISABLED")
+        site.client("batch").delete_quota_share(quotaShareArn=arn)
+
+    ignore_missing(delete)
+
+
 TYPES = (
+    ResourceType(
+        "AWS::Batch::QuotaShare",
+        _create_share,
+        _share_exists,
+        _delete_share,
+        _update_share,
+        ("QuotaShareName", "JobQueue"),
+        "QuotaShareName",
+    ),
     ResourceType(
         "AWS::Batch::SchedulingPolicy",
         _create_policy,

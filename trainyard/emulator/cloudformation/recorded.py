@@ -46,6 +46,14 @@ TYPES = (
     _recorded(
         "AWS::EC2::PlacementGroup", "arn:aws:ec2:{region}:{account}:placement-group/{name}", name_property="GroupName"
     ),
+    # Behind these nothing runs here: no controller, no machine.
+    _recorded("AWS::PCS::Cluster", "arn:aws:pcs:{region}:{account}:cluster/pcs_{id}", ref_is_arn=True),
+    _recorded(
+        "AWS::PCS::ComputeNodeGroup",
+        "arn:aws:pcs:{region}:{account}:cluster/any/computenodegroup/pcs_{id}",
+        ref_is_arn=True,
+    ),
+    _recorded("AWS::PCS::Queue", "arn:aws:pcs:{region}:{account}:cluster/any/queue/pcs_{id}", ref_is_arn=True),
     _recorded(
         "AWS::NetworkFirewall::RuleGroup",
         "arn:aws:network-firewall:{region}:{account}:stateful-rulegroup/{name}",

@@ -9,6 +9,7 @@ from trainyard.launch.aws import aws_errors
 from trainyard.launch.session import Account
 from trainyard.operate.tenants.survey import Held
 from trainyard.spec.platform import TRAINING_LOG_GROUP
+from trainyard.spec.shares import BATCH_PREFIX
 
 KEY_DELETION_DAYS = 30
 """KMS's longest waiting time: the key serves nobody from the first day on, and can still be brought back until the
@@ -128,18 +129,24 @@ def _wait_until_gone(account: Account, thing: Held) -> None:
         time.sleep(10.0)
 
 
+def _job_prefixes(tenant: str) -> tuple[str, str]:
+    """How names of the tenant's training jobs begin: its own, and those that Batch gave them."""
+    return f"{tenant}-", f"{BATCH_PREFIX}{tenant}-"
+
+
 def job_streams(account: Account, tenant: str) -> list[str]:
     """The tenant's streams in the log group that SageMaker shares among all: no stack owns them."""
     from botocore.exceptions import ClientError
 
     with aws_errors("listing", f"log streams of {tenant} in {TRAINING_LOG_GROUP}"):
         try:
-            pages = (
-                account.client("logs")
-                .get_paginator("describe_log_streams")
-                .paginate(logGroupName=TRAINING_LOG_GROUP, logStreamNamePrefix=f"{tenant}-")
-            )
-            return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
+            listing = account.client("logs").get_paginator("describe_log_streams")
+            return [
+                stream["logStreamName"]
+                for prefix in _job_prefixes(tenant)
+                for page in listing.paginate(logGroupName=TRAINING_LOG_GROUP, logStreamNamePrefix=prefix)
+                for stream in page["logStreams"]
+            ]
         except ClientError as error:
             if str(error.response["Error"].get("Code")) in _GONE:
                 return []
@@ -165,5 +172,5 @@ def running_jobs(account: Account, tenant: str) -> list[str]:
                 NameContains=f"{tenant}-", StatusEquals=status
             )
             for job in page["TrainingJobSummaries"]
-            if job["TrainingJobName"].startswith(f"{tenant}-")
+            if job["TrainingJobName"].startswith(_job_prefixes(tenant))
         ]

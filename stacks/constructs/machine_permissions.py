@@ -1,0 +1,103 @@
+"""What the machines of a tenant's cluster may do besides a job's work, and who gets a shell on the login node."""
+
+from aws_cdk import aws_iam as iam
+
+from stacks.naming import TAG_NODE, TAG_TENANT, TenantScope
+
+REGISTER = "pcs:RegisterComputeNodeGroupInstance"
+OPEN_SHELL = "ssm:StartSession"
+SESSIONS = [
+    "ssmmessages:CreateControlChannel",
+    "ssmmessages:CreateDataChannel",
+    "ssmmessages:OpenControlChannel",
+    "ssmmessages:OpenDataChannel",
+]
+"""How the login node's agent takes sessions. They name no resource."""
+
+SHELL_DOCUMENT = "SSM-SessionManagerRunShell"
+"""The account's own settings of an interactive shell: no port forwarding, no other document."""
+
+MACHINE_WILDCARDS = {
+    "JoinCluster": "PCS makes up the cluster's id; the condition on its tag holds it to the tenant's own.",
+    "OpenShell": "A machine's id is made with it; the condition on its tags holds it to the tenant's login node.",
+    "SayAlive": "The agent reports for the machine whose credentials it has; the action needs no resource.",
+    "TakeSessions": "The session channels have no resource; what a session may reach, who opens it is asked for.",
+}
+
+
+def machine_actions(tenant: TenantScope) -> list[str]:
+    """What the boundary of a tenant with a cluster lets through besides. Few characters: a policy holds 6,144."""
+    if tenant.spec.cluster is None:
+        return []
+    return [REGISTER, OPEN_SHELL, "ssm:UpdateInstanceInformation", "ssmmessages:*Channel"]
+
+
+def own_clusters(tenant: TenantScope) -> list[str]:
+    """Any cluster: PCS makes up the ids, so that a condition on the tag must tell the tenant's."""
+    return [tenant.arn("pcs", "cluster/*")]
+
+
+def join_cluster(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """A machine tells PCS that it is up."""
+    return [
+        iam.PolicyStatement(
+            sid="JoinCluster",
+            actions=[REGISTER],
+            resources=own_clusters(tenant),
+            conditions={"StringEquals": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}},
+        )
+    ]
+
+
+def take_sessions() -> list[iam.PolicyStatement]:
+    """The login node's agent."""
+    return [
+        iam.PolicyStatement(sid="SayAlive", actions=["ssm:UpdateInstanceInformation"], resources=["*"]),
+        iam.PolicyStatement(sid="TakeSessions", actions=SESSIONS, resources=["*"]),
+    ]
+
+
+def open_shells(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """A shell on the tenant's login node, and by no other document than the account's own for shells: without the
+    check of the document, IAM isn't asked about it."""
+    if tenant.spec.cluster is None:
+        return []
+    return [
+        iam.PolicyStatement(
+            sid="OpenShell",
+            actions=[OPEN_SHELL],
+            resources=[_machines(tenant)],
+            conditions={
+                "StringEquals": _login_node(tenant),
+                "BoolIfExists": {"ssm:SessionDocumentAccessCheck": "true"},
+            },
+        ),
+        iam.PolicyStatement(
+            sid="ShellDocument", actions=[OPEN_SHELL], resources=[tenant.arn("ssm", f"document/{SHELL_DOCUMENT}")]
+        ),
+    ]
+
+
+def only_login_nodes(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """For the boundary: no shell on anything but the tenant's login node, whatever a person is allowed besides. A
+    negated operator also matches an absent key: a machine without tags is nobody's."""
+    if tenant.spec.cluster is None:
+        return []
+    return [
+        iam.PolicyStatement(
+            sid=f"Shell{name}",
+            effect=iam.Effect.DENY,
+            actions=[OPEN_SHELL],
+            resources=[_machines(tenant)],
+            conditions={"StringNotEquals": {key: value}},
+        )
+        for name, (key, value) in zip(("OwnMachine", "LoginNode"), _login_node(tenant).items(), strict=True)
+    ]
+
+
+def _machines(tenant: TenantScope) -> str:
+    return tenant.arn("ec2", "instance/*")
+
+
+def _login_node(tenant: TenantScope) -> dict[str, str]:
+    return {f"ssm:resourceTag/{TAG_TENANT}": tenant.name, f"ssm:resourceTag/{TAG_NODE}": "login"}

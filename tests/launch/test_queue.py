@@ -1,0 +1,343 @@
+"""Jobs that wait in Batch's queues: what the broker submits, what it lets through, and what is told of them."""
+
+import datetime
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import boto3
+import pytest
+from botocore.exceptions import ClientError
+from launch_testing import IMAGE, JOB_ID, REGION, contract_content
+
+from trainyard.errors import InputError
+from trainyard.functions import broker
+from trainyard.functions.broker_queue import asked_name, training_job_prefix
+from trainyard.functions.retry_rules import retry_rules
+from trainyard.launch.launcher import new_record
+from trainyard.launch.place import TenantAccess
+from trainyard.launch.queue_backend import QUEUED, QueueBackend, together
+from trainyard.launch.record import JobRecord, RecordedChannel, S3RecordStore
+from trainyard.launch.sagemaker_backend import SageMakerBackend
+from trainyard.launch.session import Account
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.platform import EnvironmentSpec, TenantContract
+
+GPU = "ml.p5.4xlarge"
+QUEUE = f"arn:aws:batch:{REGION}:123456789012:job-queue/trainyard-test-p5-4xlarge-0"
+START = f"{training_job_prefix('acme', JOB_ID)}{'0' * 32}"
+
+
+class Batch:
+    """AWS Batch as broker and launcher see it."""
+
+    class exceptions:
+        """As boto3's clients have them."""
+
+        ClientError = ClientError
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.jobs: list[dict[str, Any]] = []
+        self.terminated: list[str] = []
+        self.refusal = self.lost = False
+
+    def submit_service_job(self, **request: Any) -> None:
+        if self.refusal:
+            raise ClientError({"Error": {"Code": "ClientException", "Message": "no"}}, "SubmitServiceJob")
+        self.asked.append(request)
+        self.add(request["jobName"])
+        if self.lost:
+            raise ClientError({"Error": {"Code": "RequestTimeout", "Message": "lost"}}, "SubmitServiceJob")
+
+    def add(self, name: str, **more: Any) -> dict[str, Any]:
+        job = {"jobName": name, "jobId": f"id-{len(self.jobs)}", "createdAt": len(self.jobs), "status": "RUNNABLE"}
+        self.jobs.append({**job, "quotaShareName": "acme", **more})
+        return self.jobs[-1]
+
+    def get_paginator(self, name: str) -> "Batch":
+        assert name == "list_service_jobs"
+        return self
+
+    def paginate(self, *, jobQueue: str, filters: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        assert jobQueue == QUEUE
+        ((field, values),) = [(item["name"], item["values"]) for item in filters]
+        key = {"JOB_NAME": "jobName", "QUOTA_SHARE_NAME": "quotaShareName"}[field]
+        for job in self.jobs:
+            yield {"jobSummaryList": [job] if job[key] in values else []}
+
+    def terminate_service_job(self, *, jobId: str, reason: str) -> None:
+        assert reason
+        self.terminated.append(jobId)
+
+
+class SageMaker:
+    """Training jobs that Batch has started."""
+
+    class exceptions:
+        """As boto3's clients have them."""
+
+        ClientError = ClientError
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, status: str = "InProgress", *, billed: int | None = None, **more: Any) -> None:
+        self.jobs[name] = {
+            "TrainingJobName": name,
+            "TrainingJobStatus": status,
+            "SecondaryStatus": "Training" if status == "InProgress" else status,
+            "CreationTime": datetime.datetime.now(datetime.UTC),
+            "ResourceConfig": {"InstanceType": GPU, "InstanceCount": 2},
+            "StoppingCondition": {"MaxRuntimeInSeconds": 3600},
+            **({} if billed is None else {"BillableTimeInSeconds": billed}),
+            **more,
+        }
+
+    def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+        if TrainingJobName not in self.jobs:
+            raise ClientError({"Error": {"Code": "ValidationException", "Message": "none"}}, "DescribeTrainingJob")
+        return self.jobs[TrainingJobName]
+
+    def list_training_jobs(self, *, NameContains: str, **_: Any) -> dict[str, Any]:
+        return {"TrainingJobSummaries": [job for name, job in reversed(self.jobs.items()) if NameContains in name]}
+
+    def get_paginator(self, _: str) -> "SageMaker":
+        return self
+
+    def paginate(self, *, NameContains: str, **_: Any) -> Iterator[dict[str, Any]]:
+        yield self.list_training_jobs(NameContains=NameContains)
+
+
+@pytest.fixture
+def contract() -> TenantContract:
+    """Acme queues: it is guaranteed two machines and may hold three."""
+    share = {"queue": QUEUE, "guaranteed": 2, "most": 3}
+    content = {**contract_content(), "broker": "trainyard-test-acme-broker", "shares": {GPU: share}}
+    return parse(TenantContract, content, "contract")
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return Batch()
+
+
+@pytest.fixture
+def sagemaker() -> SageMaker:
+    return SageMaker()
+
+
+@pytest.fixture
+def ask(
+    deployed: Account, contract: TenantContract, batch: Batch, sagemaker: SageMaker, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], dict[str, Any]]:
+    """The handler, in an account where Batch and SageMaker are ours."""
+    deployed.client("ssm").put_parameter(
+        Name="/trainyard/test/acme/contract", Value=contract.model_dump_json(), Overwrite=True, Type="String"
+    )
+    settings = {"contract": "/trainyard/test/acme/contract", "prices": {GPU: 6.0}, "volume_keys": []}
+    monkeypatch.setenv("BROKER", json.dumps(settings))
+    clients: dict[str, Any] = {"sagemaker": sagemaker, "batch": batch}
+    clients |= {name: boto3.client(name, region_name=REGION) for name in ("s3", "ssm")}
+    monkeypatch.setattr(boto3, "client", lambda name: clients[name])
+    return lambda: broker.handler({"job_id": JOB_ID}, None)
+
+
+@pytest.fixture
+def record(
+    deployed: Account, job: JobSpec, resolved: ResolvedJob, contract: TenantContract, channels: Any
+) -> JobRecord:
+    """A job's record as the launcher writes it, in the tenant's bucket."""
+    made = new_record(
+        job,
+        resolved,
+        job_id=JOB_ID,
+        backend="sagemaker",
+        environment="test",
+        plan={},
+        image=IMAGE,
+        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in channels],
+        forced=(),
+        launched_by="",
+    )
+    S3RecordStore(deployed.client("s3"), contract.buckets.data).create(made)
+    return made
+
+
+def forge(deployed: Account, change: Callable[[dict[str, Any]], None]) -> None:
+    """The tenant rewrites its record."""
+    s3, place = deployed.client("s3"), {"Bucket": "acme-data", "Key": f"jobs/{JOB_ID}/record.json"}
+    content = json.loads(s3.get_object(**place)["Body"].read())
+    change(content)
+    s3.put_object(**place, Body=json.dumps(content).encode())
+
+
+def test_it_queues_what_the_launcher_would_send_and_only_once(
+    ask: Any, record: JobRecord, batch: Batch, deployed: Account, contract: TenantContract
+) -> None:
+    assert ask() == {"submitted": JOB_ID, "already": False}
+    (asked,) = batch.asked
+    payload = json.loads(asked["serviceRequestPayload"])
+    direct = SageMakerBackend(deployed, contract).request(record)
+    assert payload == {**direct, "TrainingJobName": asked_name("acme", JOB_ID)}
+    assert (asked["jobName"], asked["jobQueue"], asked["quotaShareName"]) == (JOB_ID, QUEUE, "acme")
+    assert asked["retryStrategy"] == retry_rules(record.resolved.spec.model_dump(mode="json"))
+    assert asked["tags"] == {tag["Key"]: tag["Value"] for tag in direct["Tags"]}
+    assert asked["clientToken"] == JOB_ID
+    assert ask() == {"submitted": JOB_ID, "already": True}
+    assert len(batch.asked) == 1
+
+
+def test_its_requests_are_batchs(ask: Any, record: JobRecord, batch: Batch) -> None:
+    """By botocore's model: every name is one that SubmitServiceJob takes, within its limits."""
+    import botocore.session
+    from botocore.validate import ParamValidator
+
+    ask()
+    model = botocore.session.get_session().get_service_model("batch").operation_model("SubmitServiceJob")
+    assert ParamValidator().validate(batch.asked[0], model.input_shape).generate_report() == ""
+
+
+@pytest.mark.parametrize("tenant", ["a1", "acme", "platform-teams"])
+def test_names_fit_whatever_batch_adds(tenant: str) -> None:
+    names = {asked_name(tenant, f"{JOB_ID}-r{number}") for number in range(1, 100)}
+    assert len(names) == 99, "each attempt's training jobs and streams are found by it"
+    assert all(name.startswith(f"{tenant}-") and 8 + len(name) + 32 <= 63 for name in names)
+
+
+def test_a_full_queue_is_no_refusal_and_a_job_that_never_fits_is_one(
+    ask: Any, record: JobRecord, batch: Batch, sagemaker: SageMaker, deployed: Account
+) -> None:
+    sagemaker.add(f"AWSBatchacme-old{'0' * 32}")
+    sagemaker.add("acme-other")
+    assert ask()["submitted"] == JOB_ID
+
+    def large(content: dict[str, Any]) -> None:
+        content["resolved"]["num_hosts"] = content["resolved"]["spec"]["compute"]["instance_count"] = 4
+        content["attempts"][-1] |= {"number": 2, "training_job_name": f"{JOB_ID}-r2"}
+
+    forge(deployed, large)
+    assert "may hold up to 3 x ml.p5.4xlarge, borrowed ones with them" in ask()["refused"]
+    for wrong in (-1, 1000, "many", True):
+        forge(
+            deployed, lambda content, given=wrong: content["resolved"]["spec"].update(recovery={"max_resumes": given})
+        )
+        forge(deployed, lambda content: content["resolved"].update(num_hosts=2))
+        forge(deployed, lambda content: content["resolved"]["spec"]["compute"].update(instance_count=2))
+        assert "recovery.max_resumes" in ask()["refused"], wrong
+    assert len(batch.asked) == 1
+
+
+def test_the_budget_holds_what_waits_what_runs_and_what_was_billed(
+    ask: Any, record: JobRecord, batch: Batch, sagemaker: SageMaker, deployed: Account
+) -> None:
+    # 5,000 USD. A job of two hosts for two hours at 6 USD could cost 24, and as often again as Batch may start it.
+    forge(deployed, lambda content: content["resolved"]["spec"].update(recovery={"max_resumes": 9}))
+    assert ask()["submitted"] == JOB_ID
+    sagemaker.add(START)
+    sagemaker.add(f"AWSBatchacme-other{'0' * 32}", "Completed", billed=393 * 3600)  # 4,716 USD
+    forge(deployed, lambda content: content["attempts"][-1].update(number=2, training_job_name=f"{JOB_ID}-r2"))
+    refused = ask()["refused"]
+    assert "this job could cost up to 240.00 USD" in refused
+    assert "4,716.00 are spent and 240.00 could go" in refused, "the start counts in its job's promise, and not twice"
+    batch.jobs[0]["status"] = "FAILED"
+    sagemaker.jobs[START] |= {"TrainingJobStatus": "Failed", "BillableTimeInSeconds": 60}
+    assert ask()["submitted"] == f"{JOB_ID}-r2"
+
+
+def test_what_batch_refuses_is_told_and_what_only_seemed_so_is_not(
+    ask: Any, record: JobRecord, batch: Batch, deployed: Account
+) -> None:
+    batch.refusal = True
+    assert ask()["by"] == "aws"
+    body = next(
+        deployed.client("s3").get_object(Bucket="acme-checkpoints", Key=item["Key"])["Body"].read()
+        for item in deployed.client("s3").list_objects_v2(Bucket="acme-checkpoints", Prefix="broker/")["Contents"]
+    )
+    assert json.loads(body)["jobs"] == {}, "its promise is taken back"
+    batch.refusal, batch.lost = False, True
+    assert ask()["submitted"] == JOB_ID
+
+
+@pytest.fixture
+def backend(
+    deployed: Account, contract: TenantContract, batch: Batch, sagemaker: SageMaker, monkeypatch: pytest.MonkeyPatch
+) -> QueueBackend:
+    real, mine = deployed.client, {"batch": batch, "sagemaker": sagemaker}
+    monkeypatch.setattr(type(deployed), "client", lambda _, name: mine.get(name) or real(name))
+    environment = parse(EnvironmentSpec, _environment(), "test")
+    place = TenantAccess(environment, contract, deployed, deployed).place
+    assert (place.has_queue, place.has_resumer) == (True, False)
+    assert isinstance(place.backend, QueueBackend)
+    return place.backend
+
+
+def _environment() -> dict[str, Any]:
+    from launch_testing import environment_content
+
+    return environment_content()
+
+
+def test_a_jobs_way_through_the_queue(
+    backend: QueueBackend, record: JobRecord, batch: Batch, sagemaker: SageMaker
+) -> None:
+    def seen() -> tuple[str, str]:
+        observed = backend.observe(record)
+        assert observed is not None
+        assert observed.finished == (observed.state in ("Completed", "Failed", "Stopped"))
+        return observed.state, observed.note
+
+    assert backend.observe(record) is None
+    job = batch.add(JOB_ID)
+    assert seen() == (
+        QUEUED,
+        "in share acme of its training queue: its machines are in use, or lent and on their way back",
+    )
+    job["statusReason"] = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY - Unable to provision requested compute resources"
+    assert seen()[1].endswith(job["statusReason"])
+    job |= {"status": "RUNNING", "latestAttempt": {"serviceResourceId": {"value": f"x/{START.lower()}"}}}
+    sagemaker.add(START)
+    assert seen()[0] == "Training"
+    assert backend.states([record]) == {JOB_ID: "Training"}
+    # Stopped for the owner: it waits again.
+    sagemaker.add(START, "Stopped")
+    job |= {"status": "RUNNABLE", "statusReason": "Cross-share preemption triggered to reclaim borrowed capacity"}
+    assert seen()[0] == QUEUED
+    assert "Cross-share preemption" in seen()[1]
+    again = START[:-1] + "1"
+    sagemaker.add(again)
+    job |= {"status": "RUNNING", "statusReason": ""}
+    assert seen()[0] == "Training"
+    backend.stop(record)
+    assert batch.terminated == [job["jobId"]], "SageMaker alone would be told in vain: Batch would start it again"
+    sagemaker.add(again, "Stopped")
+    job |= {"status": "FAILED", "isTerminated": True}
+    assert seen()[0] == "Stopped"
+    batch.jobs.clear()
+    assert seen()[0] == "Stopped", "Batch forgets, SageMaker doesn't"
+    with pytest.raises(InputError, match="nothing to stop"):
+        backend.stop(record)
+
+
+def test_ends_that_batch_alone_knows() -> None:
+    waiting = {"quotaShareName": "acme"}
+    assert together({**waiting, "status": "FAILED", "statusReason": "why"}, None, 1).failure == "why"
+    assert together({**waiting, "status": "FAILED", "isTerminated": True}, None, 1).state == "Stopped"
+    assert together({**waiting, "status": "SUCCEEDED"}, None, 1).state == "Completed"
+    failed = {"TrainingJobStatus": "Failed", "FailureReason": "InternalServerError: x\ny"}
+    assert together({**waiting, "status": "FAILED"}, failed, 1).failure == "InternalServerError: x"
+    assert together({**waiting, "status": "RUNNABLE"}, failed, 1).note.endswith("again: InternalServerError: x")
+
+
+def test_a_job_that_would_wait_for_ever_is_refused_before_anything_is_written(
+    backend: QueueBackend, record: JobRecord
+) -> None:
+    def sized(count: int) -> JobRecord:
+        compute = record.resolved.spec.compute.model_copy(update={"instance_count": count})
+        spec = record.resolved.spec.model_copy(update={"compute": compute})
+        return record.model_copy(update={"resolved": record.resolved.model_copy(update={"spec": spec})})
+
+    backend.check(sized(3))
+    with pytest.raises(InputError, match=r"may hold up to 3 x ml\.p5\.4xlarge"):
+        backend.check(sized(4))

@@ -1,0 +1,185 @@
+"""AWS Batch's operations on quota shares and on jobs in training queues, which moto lacks."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from moto.batch import urls as batch_urls
+from moto.batch.exceptions import ClientException
+from moto.batch.models import SchedulingPolicy
+from moto.batch.responses import BatchResponse
+
+from trainyard.emulator.backends import service_environments
+from trainyard.emulator.batch.service_jobs import QuotaShare, ServiceJobs
+
+_MAX_SHARES = 20
+_MAX_LIMITS = 5
+_PAGE = 100
+_STRATEGIES = ("RESERVE", "LEND", "LEND_AND_BORROW")
+
+
+def install(jobs: ServiceJobs) -> None:
+    """Put the operations into moto's Batch."""
+    operations: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+        "createquotashare": lambda backend, request: _create_share(jobs, backend, request),
+        "describequotashare": lambda backend, request: _describe_share(jobs, request),
+        "updatequotashare": lambda backend, request: _update_share(jobs, request),
+        "deletequotashare": lambda backend, request: _delete_share(jobs, request),
+        "listquotashares": lambda backend, request: _list_shares(jobs, backend, request),
+        "submitservicejob": lambda backend, request: _submit(jobs, backend, request),
+        "describeservicejob": lambda backend, request: jobs.get(request["jobId"]).description(),
+        "listservicejobs": lambda backend, request: _list(jobs, backend, request),
+        "terminateservicejob": lambda backend, request: _terminate(jobs, request),
+    }
+    response: Any = BatchResponse
+    for action, operation in operations.items():
+        setattr(response, action, _answering(operation))
+        batch_urls.url_paths[f"{{0}}/v1/{action}$"] = BatchResponse.dispatch
+    _remember_quota_policies(response)
+
+
+def _answering(operation: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Callable[[Any], str]:
+    def answer(self: Any) -> str:
+        return json.dumps(operation(self.batch_backend, json.loads(self.body or "{}")))
+
+    return answer
+
+
+def _remember_quota_policies(response: Any) -> None:
+    """moto keeps fair shares alone of a scheduling policy."""
+    create, described = response.createschedulingpolicy, SchedulingPolicy.to_dict
+
+    def create_policy(self: Any) -> str:
+        answer = str(create(self))
+        policy = self.batch_backend._scheduling_policies[json.loads(answer)["arn"]]
+        policy.quota_share_policy = json.loads(self.body).get("quotaSharePolicy")
+        return answer
+
+    def to_dict(self: Any, create: bool = False) -> dict[str, Any]:
+        content: dict[str, Any] = described(self, create)
+        quota = getattr(self, "quota_share_policy", None)
+        if not create and quota:
+            content.pop("fairsharePolicy", None)
+            content["quotaSharePolicy"] = quota
+        return content
+
+    response.createschedulingpolicy, SchedulingPolicy.to_dict = create_policy, to_dict
+
+
+def _queue(backend: Any, given: str) -> Any:
+    queue = backend.get_job_queue(given)
+    if queue is None or not hasattr(queue, "service_environment_order"):
+        raise ClientException(f"Job queue {given} is no queue for service jobs")
+    return queue
+
+
+def _capacity(backend: Any, queue: Any) -> dict[str, int]:
+    """Instances of a quota-managed queue, by type."""
+    policy = backend._scheduling_policies.get(queue.schedule_policy)
+    if not getattr(policy, "quota_share_policy", None):
+        raise ClientException(f"Job queue {queue.name} has no quota share scheduling policy")
+    (order,) = queue.service_environment_order
+    limits = service_environments(backend).get(order["serviceEnvironment"])["capacityLimits"]
+    return {item["capacityUnit"]: int(item["maxCapacity"]) for item in limits}
+
+
+def _checked(content: dict[str, Any]) -> dict[str, Any]:
+    limits, sharing = content["capacityLimits"], content["resourceSharingConfiguration"]
+    if not 1 <= len(limits) <= _MAX_LIMITS:
+        raise ClientException(f"capacityLimits must have 1 to {_MAX_LIMITS} items")
+    if sharing.get("strategy") not in _STRATEGIES:
+        raise ClientException(f"strategy must be one of {', '.join(_STRATEGIES)}")
+    if "borrowLimit" in sharing and sharing["strategy"] != "LEND_AND_BORROW":
+        raise ClientException("borrowLimit can only be applied with a strategy of LEND_AND_BORROW")
+    return content
+
+
+def _create_share(jobs: ServiceJobs, backend: Any, request: dict[str, Any]) -> dict[str, Any]:
+    queue, name = _queue(backend, request["jobQueue"]), request["quotaShareName"]
+    _capacity(backend, queue)
+    arn = f"{queue.arn}/quota-share/{name}"
+    if arn in jobs.shares:
+        raise ClientException(f"Quota share {name} already exists")
+    if sum(share.queue == queue.arn for share in jobs.shares.values()) >= _MAX_SHARES:
+        raise ClientException(f"Job queue {queue.name} has {_MAX_SHARES} quota shares already")
+    names = ("capacityLimits", "resourceSharingConfiguration", "preemptionConfiguration")
+    content = {"state": "ENABLED", **{key: request[key] for key in names}}
+    content |= {key: request[key] for key in ("state", "tags") if key in request}
+    jobs.shares[arn] = QuotaShare(arn, name, queue.arn, _checked(content))
+    return {"quotaShareName": name, "quotaShareArn": arn}
+
+
+def _share(jobs: ServiceJobs, request: dict[str, Any]) -> QuotaShare:
+    share = jobs.shares.get(request["quotaShareArn"])
+    if share is None:
+        raise ClientException(f"Quota share {request['quotaShareArn']} does not exist")
+    return share
+
+
+def _described(share: QuotaShare) -> dict[str, Any]:
+    named = {"quotaShareName": share.name, "quotaShareArn": share.arn, "jobQueueArn": share.queue, "status": "VALID"}
+    return {**share.content, **named}
+
+
+def _describe_share(jobs: ServiceJobs, request: dict[str, Any]) -> dict[str, Any]:
+    return _described(_share(jobs, request))
+
+
+def _update_share(jobs: ServiceJobs, request: dict[str, Any]) -> dict[str, Any]:
+    share = _share(jobs, request)
+    names = ("capacityLimits", "resourceSharingConfiguration", "preemptionConfiguration", "state")
+    share.content = _checked({**share.content, **{key: request[key] for key in names if key in request}})
+    jobs.shares_changed()
+    return {"quotaShareName": share.name, "quotaShareArn": share.arn}
+
+
+def _delete_share(jobs: ServiceJobs, request: dict[str, Any]) -> dict[str, Any]:
+    share = _share(jobs, request)
+    if share.content["state"] != "DISABLED":
+        raise ClientException(f"Quota share {share.name} must be DISABLED before it is deleted")
+    for job in list(jobs.jobs.values()):
+        if (job.queue, job.share) == (share.queue, share.name):
+            jobs.terminate(job.job_id, f"Quota share {share.name} was deleted")
+    del jobs.shares[share.arn]
+    return {}
+
+
+def _list_shares(jobs: ServiceJobs, backend: Any, request: dict[str, Any]) -> dict[str, Any]:
+    queue = _queue(backend, request["jobQueue"])
+    return {"quotaShares": [_described(share) for share in jobs.shares.values() if share.queue == queue.arn]}
+
+
+def _submit(jobs: ServiceJobs, backend: Any, request: dict[str, Any]) -> dict[str, Any]:
+    queue = _queue(backend, request["jobQueue"])
+    if request.get("serviceJobType") != "SAGEMAKER_TRAINING":
+        raise ClientException("serviceJobType must be SAGEMAKER_TRAINING")
+    if queue.state != "ENABLED":
+        raise ClientException(f"Job queue {queue.name} is {queue.state}")
+    job = jobs.submit(request, queue.arn, _capacity(backend, queue))
+    return {"jobArn": job.arn, "jobName": request["jobName"], "jobId": job.job_id}
+
+
+def _terminate(jobs: ServiceJobs, request: dict[str, Any]) -> dict[str, Any]:
+    jobs.terminate(request["jobId"], request["reason"])
+    return {}
+
+
+def _list(jobs: ServiceJobs, backend: Any, request: dict[str, Any]) -> dict[str, Any]:
+    queue = _queue(backend, request["jobQueue"])
+    filters = {item["name"]: set(item["values"]) for item in request.get("filters") or []}
+    status = request.get("jobStatus") or ("" if filters else "RUNNING")
+
+    def wanted(job: Any) -> bool:
+        fits = {"JOB_NAME": job.request["jobName"], "QUOTA_SHARE_NAME": job.share}
+        unknown = set(filters) - set(fits)
+        if unknown:
+            raise ClientException(f"filter {sorted(unknown)[0]} is not known to the emulator")
+        by_name = all(fits[name] in values for name, values in filters.items())
+        return job.queue == queue.arn and by_name and (not status or job.status == status)
+
+    found = [job.summary() for job in jobs.all() if wanted(job)]
+    start, limit = int(request.get("nextToken") or 0), int(request.get("maxResults") or _PAGE)
+    page: dict[str, Any] = {"jobSummaryList": found[start : start + limit]}
+    if start + limit < len(found):
+        page["nextToken"] = str(start + limit)
+    return page

@@ -1,0 +1,152 @@
+"""A tenant's EC2 cluster: machines under Slurm, started when a job asks for them and stopped when nobody does."""
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from trainyard.spec.base import SpecModel, on_change
+
+ClusterName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{2,24}$")]
+"""Of a node group or queue: PCS takes 3 to 25 letters, digits and dashes; people type it after `sbatch -p`."""
+
+MAX_NODES = {"small": 32, "medium": 512, "large": 2048}
+"""PCS: nodes that a controller of each size manages, login nodes included."""
+
+LOGIN_GROUP = "login"
+"""Name of the login node's group, which no group of the environment file may have."""
+
+AMI_PATTERN = r"^(ami-[0-9a-f]{8,17}|ssm:/[A-Za-z0-9_./-]+)$"
+
+
+class NodeGroupSpec(SpecModel):
+    """Machines of one type, which Slurm starts and stops between a floor and a ceiling."""
+
+    instance_type: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", json_schema_extra=on_change("update"))
+    """EC2's name, without `ml.`. Every network card of it is wired for EFA."""
+    min_instances: int = Field(default=0, ge=0, json_schema_extra=on_change("update"))
+    """Machines that run, and are paid for, whether a job needs them or not."""
+    max_instances: int = Field(ge=1, json_schema_extra=on_change("update"))
+    purchase: Literal["on_demand", "spot", "capacity_block"] = Field(
+        default="on_demand", json_schema_extra=on_change("update")
+    )
+    """`capacity_block`: machines that were bought for a time beforehand; needs `reservation`."""
+    reservation: str | None = Field(default=None, pattern=r"^cr-[0-9a-f]{8,17}$", json_schema_extra=on_change("update"))
+    """Id of the capacity block, or of an on-demand capacity reservation that these machines then run in and nowhere
+    else."""
+    placement_group: bool | None = Field(default=None, json_schema_extra=on_change("update"))
+    """Machines side by side. Default: yes, but not in a capacity block, which AWS places by itself."""
+    root_gib: int = Field(default=200, ge=50, le=16384, json_schema_extra=on_change("update"))
+    """GiB of each machine's root volume, which goes with the machine."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether its machines are in a placement group."""
+        return self.placement_group if self.placement_group is not None else self.purchase != "capacity_block"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min_instances > self.max_instances:
+            raise ValueError(
+                f"min_instances {self.min_instances} is above max_instances {self.max_instances}; lower the floor"
+            )
+        if self.purchase == "capacity_block" and self.reservation is None:
+            raise ValueError("purchase: capacity_block needs reservation: the block's id, cr-...")
+        if self.purchase == "capacity_block" and self.placement_group:
+            raise ValueError(
+                "placement_group: true with purchase: capacity_block: AWS refuses machines with both, and places a "
+                "block's side by side anyway; leave placement_group out"
+            )
+        if self.purchase == "spot" and self.reservation is not None:
+            raise ValueError(
+                "reservation with purchase: spot: spot machines run in no reservation; take purchase: on_demand, or "
+                "capacity_block where the reservation is one"
+            )
+        return self
+
+    @field_validator("instance_type")
+    @classmethod
+    def _is_ec2s(cls, value: str) -> str:
+        if value.startswith("ml."):
+            raise ValueError(
+                f"{value} is SageMaker's name; a cluster's machines are EC2's: {value.removeprefix('ml.')}"
+            )
+        return value
+
+
+class LoginSpec(SpecModel):
+    """The one machine that people get a shell on, by Session Manager: no key pair, no open port."""
+
+    instance_type: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", json_schema_extra=on_change("update"))
+    """EC2's name. It needs no GPU, and the processor's kind that the AMI is for."""
+    ami: str | None = Field(default=None, pattern=AMI_PATTERN, json_schema_extra=on_change("update"))
+    """Default: the cluster's."""
+    root_gib: int = Field(default=100, ge=50, le=16384, json_schema_extra=on_change("update"))
+
+    @field_validator("instance_type")
+    @classmethod
+    def _is_ec2s(cls, value: str) -> str:
+        return NodeGroupSpec._is_ec2s(value)
+
+
+class ClusterSpec(SpecModel):
+    """AWS Parallel Computing Service: Slurm, its controller and accounting run by AWS, on machines of the tenant's."""
+
+    engine: Literal["pcs"] = Field(default="pcs", json_schema_extra=on_change("replace"))
+    slurm_version: Literal["24.11", "25.05", "25.11", "26.05"] = Field(json_schema_extra=on_change("update"))
+    """One that PCS still runs, and that the AMI has the client of."""
+    size: Literal["small", "medium", "large"] = Field(default="small", json_schema_extra=on_change("replace"))
+    """Of the controller, paid by the hour: up to 32, 512 or 2,048 machines, the login node among them."""
+    ami: str = Field(pattern=AMI_PATTERN, json_schema_extra=on_change("update"))
+    """The image of its machines: an id, or `ssm:/...`, a parameter with the id, which is read when the stack is
+    deployed. It must have Slurm's and PCS's agents, EFA, the Lustre client and, for the login node, the SSM agent."""
+    root_device: Literal["/dev/xvda", "/dev/sda1"] = Field(json_schema_extra=on_change("update"))
+    """The AMI's root: /dev/xvda on Amazon Linux, /dev/sda1 on Ubuntu (`aws ec2 describe-images --image-ids AMI --query
+    'Images[].RootDeviceName'`). With the wrong one the real root is not under the tenant's key."""
+    accounting_days: int | None = Field(default=None, ge=1, le=10000, json_schema_extra=on_change("update"))
+    """How long Slurm remembers jobs; default: as long as the cluster exists."""
+    idle_minutes: int = Field(default=10, ge=1, le=1440, json_schema_extra=on_change("update"))
+    """After which a machine without a job is stopped, down to the floor of its group."""
+    node_groups: dict[ClusterName, NodeGroupSpec] = Field(
+        min_length=1, max_length=9, json_schema_extra=on_change("update")
+    )
+    queues: dict[ClusterName, tuple[str, ...]] = Field(
+        default_factory=dict, max_length=10, json_schema_extra=on_change("update")
+    )
+    """Slurm partition to the node groups that it starts; default: one for each group, by its name."""
+    login: LoginSpec = Field(json_schema_extra=on_change("update"))
+
+    @property
+    def partitions(self) -> dict[str, tuple[str, ...]]:
+        """`queues`, or one for each group."""
+        return self.queues or {name: (name,) for name in self.node_groups}
+
+    @property
+    def num_machines(self) -> int:
+        """The most that can run at once, the login node among them."""
+        return 1 + sum(group.max_instances for group in self.node_groups.values())
+
+    @property
+    def reservations(self) -> frozenset[str]:
+        """Capacity reservations and blocks that its machines run in."""
+        return frozenset(group.reservation for group in self.node_groups.values() if group.reservation)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for kind, names in (("node_groups", self.node_groups), ("queues", self.queues)):
+            taken = [name for name in names if name == LOGIN_GROUP or re.match("pcs[-_]", name)]
+            if taken:
+                raise ValueError(f"{kind}.{taken[0]}: `{LOGIN_GROUP}` and `pcs-...` are taken; choose another name")
+        for queue, groups in self.queues.items():
+            unknown = [name for name in groups if name not in self.node_groups]
+            if unknown or not groups:
+                raise ValueError(
+                    f"queues.{queue}: names {', '.join(unknown) or 'no node group'}; there are "
+                    f"{', '.join(sorted(self.node_groups))}"
+                )
+        if self.num_machines > MAX_NODES[self.size]:
+            raise ValueError(
+                f"size {self.size} manages {MAX_NODES[self.size]} machines, and the login node and max_instances of "
+                f"all node groups make {self.num_machines}; take a larger size or lower max_instances"
+            )
+        return self
