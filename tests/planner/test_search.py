@@ -25,8 +25,16 @@ LLAMA_70B = {"source": "llama-3.1-70b"}
 PRICED = "p4d.24xlarge,p4de.24xlarge,p5.48xlarge"
 
 
+_FOUND: dict[str, Search] = {}
+
+
 def found_for(job: JobSpec, **options: Any) -> Search:
-    return search(job, instances=PRICED.split(","), **{"max_nodes": 16, **options})
+    """A search of a few machines; the same question is asked once."""
+    asked = {"max_nodes": 4, **options}
+    key = f"{job.model_dump_json()} {sorted(asked.items())}"
+    if key not in _FOUND:
+        _FOUND[key] = search(job, instances=PRICED.split(","), **asked)
+    return _FOUND[key]
 
 
 def chosen_of(found: Search) -> Option:
@@ -46,10 +54,11 @@ def test_the_chosen_one_is_the_cheapest_within_the_hours(job: MakeJob) -> None:
 
 def test_a_shorter_deadline_never_costs_less_and_an_impossible_one_chooses_nothing(job: MakeJob) -> None:
     spec = job(training={"steps": 1000})
-    by_deadline = [found_for(spec, deadline_hours=hours) for hours in (48, 12, 4)]
+    alone = {"instances": ["p5.48xlarge"], "max_nodes": 4}
+    by_deadline = [search(spec, **alone, deadline_hours=hours) for hours in (48, 12, 4)]  # type: ignore[arg-type]
     costs = [chosen_of(found).usd or 0.0 for found in by_deadline]
     assert costs == sorted(costs)
-    none = found_for(spec, deadline_hours=0.001)
+    none = search(spec, **alone, deadline_hours=0.001)  # type: ignore[arg-type]
     assert not any(item.chosen for item in none.options) and none.overrides == () and none.alternatives == ()
     assert any("nothing keeps to 0.001 h: the fastest takes" in note for note in none.notes)
     slow = [item for item in none.options if item.configuration.fits]
@@ -64,7 +73,8 @@ def test_a_budget_is_kept(job: MakeJob) -> None:
 
 
 def test_nobody_on_the_front_is_beaten_and_everybody_off_it_is(job: MakeJob) -> None:
-    options = [item for item in found_for(job(training={"steps": 1000})).options if item.usd is not None]
+    found = found_for(job(training={"steps": 1000}), deadline_hours=24)
+    options = [item for item in found.options if item.usd is not None]
 
     def beats(one: Option, other: Option) -> bool:
         assert one.usd is not None and other.usd is not None

@@ -1,6 +1,7 @@
 """One configuration of a job over GPUs: what the memory and time formulas take."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "fp32", "fp64"]
@@ -105,7 +106,7 @@ class Layout:
         """Tokens that one rank holds of a micro-batch: context parallelism splits the sequence."""
         return self.micro_batch * self.sequence_length / self.context
 
-    @property
+    @cached_property
     def element_bytes(self) -> int:
         """Bytes of an activation element; FP8 matmuls still keep activations in bf16."""
         return {"fp32": 4, "fp64": 8}.get(self.precision, 2)

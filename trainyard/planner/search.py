@@ -30,8 +30,11 @@ from trainyard.planner.shapes import ModelShape
 from trainyard.planner.timing import step_time
 from trainyard.spec.job import JobSpec, ParallelismSpec
 
-MOST_FURTHER_SPLITTING = 4
+MOST_FURTHER_SPLITTING = 64
 """Layouts that split the model further than this, times the least splitting that fits, only add communication."""
+
+MOST_FURTHER_SPLITTING_OF_EXPERTS = 8
+"""The same for mixtures of experts, whose layouts are many more: expert parallelism is one more axis."""
 
 LEAST_MOST_NODES = 16
 """Machines that are looked at where nobody says how many: up to so many, or twice the job's own number."""
@@ -258,8 +261,9 @@ class _Searched:
         fitting: list[_Fitting] = []
         too_large: list[tuple[ParallelismSpec, Layout]] = []
         least: int | None = None
+        further = MOST_FURTHER_SPLITTING_OF_EXPERTS if self.shape.experts else MOST_FURTHER_SPLITTING
         for parallelism in found:
-            if least is not None and split_of(parallelism) > MOST_FURTHER_SPLITTING * least:
+            if least is not None and split_of(parallelism) > further * least:
                 break
             self.num_layouts += 1
             best, frugal = self._fastest(job, machines, parallelism, rules)

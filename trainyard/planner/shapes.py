@@ -1,6 +1,7 @@
 """The sizes of a transformer: what a Hugging Face configuration says, reduced to what memory and time depend on."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 
@@ -71,51 +72,51 @@ class ModelShape:
     latent: int = 0
     """Routed experts work on tokens projected down to this width (LatentMoE); 0: on `hidden`."""
 
-    @property
+    @cached_property
     def query_dim(self) -> int:
         """Width of all query heads."""
         return self.heads * self.head_dim
 
-    @property
+    @cached_property
     def kv_dim(self) -> int:
         """Width of all key heads (and of all value heads)."""
         return self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def moe_layers(self) -> int:
         """Layers with routed experts."""
         if not self.experts:
             return 0
         return self.layers - self.dense_layers - (self.mamba_layers + self.attention_layers if self.is_hybrid else 0)
 
-    @property
+    @cached_property
     def is_hybrid(self) -> bool:
         """Mamba and attention alternate, one block to a layer."""
         return self.mamba_layers > 0
 
-    @property
+    @cached_property
     def num_attentions(self) -> int:
         """Layers with attention."""
         return self.attention_layers if self.is_hybrid else self.layers
 
-    @property
+    @cached_property
     def num_mlps(self) -> int:
         """Layers with an ordinary feed-forward block."""
         if self.is_hybrid:
             return self.layers - self.mamba_layers - self.attention_layers - self.moe_layers
         return self.layers - self.moe_layers
 
-    @property
+    @cached_property
     def score_dim(self) -> float:
         """What a token's score row costs: the mean of all heads' query and value widths (equal but under MLA)."""
         return self.heads * (self.head_dim + self.rope_dim / 2)
 
-    @property
+    @cached_property
     def mamba_inner(self) -> int:
         """Width inside of a Mamba block."""
         return self.mamba_heads * self.mamba_head_dim
 
-    @property
+    @cached_property
     def mamba_params(self) -> int:
         """One Mamba-2 block: projections in (gate, value, B, C, step) and out, convolution of 4, norm."""
         mixed = self.mamba_inner + 2 * self.mamba_groups * self.mamba_state
@@ -123,12 +124,12 @@ class ModelShape:
         small = 5 * mixed + 3 * self.mamba_heads + self.mamba_inner
         return self.hidden * (projected + self.mamba_inner) + small
 
-    @property
+    @cached_property
     def norm_params(self) -> int:
         """Parameters of one norm over `hidden`."""
         return self.hidden * (2 if self.norm == "layer" else 1)
 
-    @property
+    @cached_property
     def attention_params(self) -> int:
         """One layer's projections, with biases and query/key norms; under MLA down and up through the latents."""
         if self.kv_lora_rank:
@@ -140,7 +141,7 @@ class ModelShape:
         biases = (self.query_dim + 2 * self.kv_dim) * self.qkv_bias + self.hidden * self.output_bias
         return weights + biases + 2 * self.head_dim * self.qk_norm_per_head + self.heads * self.attention_sinks
 
-    @property
+    @cached_property
     def encoder_params(self) -> int:
         """All layers of the encoder."""
         block = self._plain_attention_params() + self.mlp_params(self.ffn) + 2 * self.norm_params
@@ -160,19 +161,19 @@ class ModelShape:
         inputs = 2 if self.gated_mlp else 1
         return (inputs + 1) * self.hidden * width + (inputs * width + self.hidden) * self.mlp_bias
 
-    @property
+    @cached_property
     def one_expert_params(self) -> int:
         """One routed expert."""
         if self.latent:
             return (3 if self.gated_mlp else 2) * self.latent * self.moe_ffn
         return self.mlp_params(self.moe_ffn)
 
-    @property
+    @cached_property
     def expert_params(self) -> int:
         """All routed experts of one MoE layer."""
         return self.experts * self.one_expert_params
 
-    @property
+    @cached_property
     def moe_dense_params(self) -> int:
         """A MoE layer's router and shared expert: what expert parallelism does not split."""
         shared = self.mlp_params(self.shared_ffn) if self.shared_ffn else 0
@@ -184,18 +185,18 @@ class ModelShape:
         block = self.expert_params + self.moe_dense_params if moe else self.mlp_params(self.ffn)
         return self.attention_params + block + self.norms_per_layer * self.norm_params
 
-    @property
+    @cached_property
     def embedding_params(self) -> int:
         """Token and learned position embeddings."""
         return (self.vocab + self.learned_positions) * self.hidden
 
-    @property
+    @cached_property
     def head_params(self) -> int:
         """Final norm and output projection, where it is not the embedding again."""
         head = 0 if self.tied_embeddings else self.vocab * self.hidden
         return head + self.vocab * self.head_bias + self.norm_params * self.final_norm
 
-    @property
+    @cached_property
     def params(self) -> int:
         """All parameters."""
         if self.is_hybrid:
@@ -205,7 +206,7 @@ class ModelShape:
         layers += self.encoder_params + self.mtp_layers * self.mtp_params
         return self.embedding_params + layers + self.head_params
 
-    @property
+    @cached_property
     def mtp_params(self) -> int:
         """One layer that predicts a further token: a projection of two streams, two norms, and a layer."""
         return 2 * self.hidden**2 + 2 * self.norm_params + self.layer_params(moe=self.moe_layers > 0)
@@ -216,13 +217,13 @@ class ModelShape:
         blocks += self.moe_layers * (self.expert_params + self.moe_dense_params)
         return blocks + self.num_mlps * self.mlp_params(self.ffn) + self.layers * self.norm_params
 
-    @property
+    @cached_property
     def active_params(self) -> int:
         """Parameters that one token passes through: of the routed experts only the chosen ones."""
         idle = self.experts - self.experts_per_token
         return self.params - self.moe_layers * idle * self.one_expert_params if self.experts else self.params
 
-    @property
+    @cached_property
     def matmul_params(self) -> int:
         """Weights that a token is multiplied with, the output projection included even where tied, the look-up not."""
         return self.active_params - self.embedding_params + (self.vocab * self.hidden if self.tied_embeddings else 0)
