@@ -203,6 +203,28 @@ def test_what_a_launch_would_end_in_is_one_line(monkeypatch: pytest.MonkeyPatch)
         traced(tiny_job("fsdp", 2), 1)
 
 
+def test_ddp_sums_its_bucket_once_a_step() -> None:
+    found = traced(tiny_job("ddp", 2), 1)
+    weights = found["gradients_bytes"]
+    (message,) = found["messages"]
+    assert message == {
+        "name": "all_reduce",
+        "axis": "data_replicate",
+        "ranks": 2,
+        "dtype": "float32",
+        "count": 1,
+        "bytes": weights,
+    }
+
+
+def test_without_a_tokenizer_both_count_bytes() -> None:
+    spec = load_job(JOBS / "tiny.yaml")
+    job = resolve(spec, world_size=1)
+    planned, found = planned_bytes(spec, job, 0), traced(job)
+    assert planned is not None
+    assert planned["parameters"] == pytest.approx(found["memory_bytes"]["parameters"], rel=0.03)
+
+
 def test_of_deepspeed_the_model_is_traced_and_no_more() -> None:
     found = traced(tiny_job("zero2", 2))
     assert found["peak_bytes"] is None and found["messages"] is None

@@ -171,7 +171,7 @@ class _SettledReducer:
         return False
 
 
-def _reduced(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _reduced(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     dist.all_reduce(bucket.buffer())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
