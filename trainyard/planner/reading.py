@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.hardware import Instance, instance, instance_types
@@ -10,6 +11,9 @@ from trainyard.planner.families import FAMILIES, config_from_source, shape_from_
 from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec
+
+BYTE_VOCABULARY = 257
+"""The trainer's BYTE_VOCAB_SIZE: without a tokenizer a token is a byte, or a document's end."""
 
 LOSS_CHUNK_TOKENS = 1024
 """The trainer's CHUNK_TOKENS: positions whose logits exist at one time."""
@@ -37,7 +41,7 @@ def shape_of(job: JobSpec) -> ModelShape | None:
     """The model's shape; None for tasks and families whose sizes the formulas don't cover."""
     if job.task != "causal_lm":
         return None
-    config = job.model.config
+    config = _stated_config(job)
     if config is not None:
         # A covered family with an impossible size is an error; another family is only unknown.
         return shape_from_config(config) if config["model_type"] in FAMILIES else None
@@ -53,10 +57,20 @@ def required_shape(job: JobSpec) -> ModelShape:
         raise InputError(
             f"task {job.task}: only causal_lm can be planned; give the layout in parallelism and launch it"
         )
-    if job.model.config is not None:
-        return shape_from_config(job.model.config)
+    config = _stated_config(job)
+    if config is not None:
+        return shape_from_config(config)
     assert job.model.source is not None
     return shape_from_source(job.model.source)
+
+
+def _stated_config(job: JobSpec) -> dict[str, Any] | None:
+    """The configuration in the job. The trainer gives one without a vocabulary its tokenizer's: here that of bytes."""
+    config, data = job.model.config, job.data
+    is_bytes = data.tokenizer is None and all(source.format != "tokens" for source in data.train)
+    if config is None or config.get("vocab_size") is not None or not is_bytes:
+        return config
+    return {**config, "vocab_size": BYTE_VOCABULARY}
 
 
 def model_type_of(job: JobSpec) -> str | None:
