@@ -2,17 +2,22 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trainer import heartbeat
-from trainer.host.recovery import Ending, cause
+from trainer.host.hosts import Judge, ManyHosts, OneHost
+from trainer.host.recovery import Ending, Restart, RestartPolicy, cause
 from trainer.host.standings import Standing, answer_file, asked, mismatch
 from trainer.observe import flight_recorder
 from trainer.observe.flight_recorder import flight_record, standing_of, told_when_asked
 from trainer.rendezvous import PATIENT
+from trainer_testing.distributed import free_port
 from trainer_testing.pool import start_pooled
+
+from trainyard.spec.job import RecoverySpec
 
 REDUCE, GATHER = "all_reduce of 8 Float", "all_gather of 4 Float"
 
@@ -111,6 +116,36 @@ def test_hosts_put_their_ranks_answers_together() -> None:
     assert reason.startswith("rank 0 on algo-1 hangs; rank 1 has not called all_reduce of 8 Float, number 0 of ranks")
     assert cause({"algo-1": one, "algo-2": other}).standings == {}, "nobody needs them any more"
     assert cause({"algo-1": Ending(1, "rank 0 on algo-1 hangs", is_hang=True)}).reason == "rank 0 on algo-1 hangs"
+
+
+def test_a_host_that_sees_a_hang_has_the_others_look_too_and_all_hear_the_same() -> None:
+    port = free_port()
+    judge = Judge(["algo-1", "algo-2"], "127.0.0.1", port, RestartPolicy(RecoverySpec(max_restarts=1)))
+    first, second = (
+        ManyHosts(host, "127.0.0.1", port, judge=judge if host == "algo-1" else None, patience_seconds=60)
+        for host in ("algo-1", "algo-2")
+    )
+    waits, late = {"dp": group([0, 1], REDUCE)}, {"dp": group([0, 1])}
+    try:
+        assert second.tell_of_hang() and not OneHost(RestartPolicy(RecoverySpec())).tell_of_hang()
+        until = time.monotonic() + 60
+        while first.wants_stop() != "hang":
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        ended = {
+            first: Ending(1, "rank 0 on algo-1 hangs", is_hang=True, is_consequence=True, standings={"0": waits}),
+            second: Ending(1, "rank 1 on algo-2 hangs", is_hang=True, standings={"1": late}),
+        }
+        with ThreadPoolExecutor(2) as pool:
+            orders = list(pool.map(lambda host: host.conclude(ended[host]), ended))
+        assert first.wants_stop() is None, "the next start is not stopped"
+    finally:
+        second.close()
+        first.close()
+    assert all(isinstance(order, Restart) for order in orders)
+    assert {order.failure.reason for order in orders if isinstance(order, Restart)} == {
+        f"rank 1 on algo-2 hangs; rank 1 has not called {REDUCE}, number 0 of ranks 0, 1, in which rank 0 waits"
+    }
 
 
 def test_a_rank_answers_from_a_thread_and_who_does_not_is_not_waited_for(
