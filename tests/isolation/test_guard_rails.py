@@ -27,7 +27,9 @@ ADMINISTRATOR_STILL_DENIED_BY_ANOTHER = {"JobsSayOutputKey"}
 Stated = Mapping[str, Any]
 
 
-@pytest.fixture(scope="module", params=["broker", pytest.param("direct", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module", params=["broker", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("direct", "queue"))]
+)
 def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Account]:
     """The local environment, with a type beside that takes a volume key: GPU types, with local NVMe, refuse one."""
     content = yaml.safe_load((ROOT / "environments" / "local.yaml").read_text())
@@ -61,7 +63,8 @@ def simulated(deployment: tuple[Deployment, Account], cases: list[RailCase]) -> 
     def simulation(case: RailCase) -> dict[str, Any]:
         own, limits = case.policies(deployment[0])
         context = {key: list(value) if isinstance(value, tuple) else value for key, value in case.stated.items()}
-        account = case.resource.split(":")[4] or deployment[1].environment.account
+        home = deployment[1].environment.account
+        account = home if case.resource == "*" else case.resource.split(":")[4] or home
         return {
             "request": {
                 "principal": case.role.arn,
@@ -147,7 +150,7 @@ def test_three_evaluators_agree_on_every_case(
         if set(said.values()) != {expected}:
             wrong.append(f"{case}: expected {expected}, {said}")
     assert wrong == []
-    assert sum(case.allowed for case in cases) > 15
+    assert sum(case.allowed for case in cases) >= 15
     assert sum(not case.allowed for case in cases) > 35
 
 
@@ -197,7 +200,8 @@ def test_each_guard_rail_is_the_only_one_that_refuses_its_case(
         for case in cases:
             if case.rail == statement.origin.sid and not case.allowed and by_ours(case, changed)[0] != "Deny":
                 opened.add(case.rail)
-    assert {case.rail for case in cases} - opened == ADMINISTRATOR_STILL_DENIED_BY_ANOTHER
+    rails = {case.rail for case in cases}
+    assert rails - opened == ADMINISTRATOR_STILL_DENIED_BY_ANOTHER & rails
 
 
 def test_the_same_cases_go_to_aws_in_requests_that_its_model_takes(

@@ -260,6 +260,12 @@ class _Cases:
         yield self._case(rail, "an own job", action=end, resource=job, stated=own, allowed=True)
         yield self._case(rail, "another tenant's job", action=end, resource=job, stated={mine: self._foreign_tag})
         yield self._case(rail, "a job that nobody tagged", action=end, resource=job, stated={})
+        stop, rail = "sagemaker:StopTrainingJob", "OwnJobs"
+        for owner, whose in ((self._tenant, "the own"), (self._foreign_tag, "another tenant's")):
+            started = f"arn:aws:sagemaker:{self._place}:training-job/AWSBatch{owner}-0a1b"
+            yield self._case(
+                rail, f"{whose} job", action=stop, resource=started, stated={}, allowed=owner == self._tenant
+            )
         rail = "NoForeignRequests"
         names, request = "batch:ListServiceJobs", "batch:DescribeServiceJob"
         yield self._case(rail, "names and states", action=names, resource="*", stated={}, allowed=True)
