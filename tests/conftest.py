@@ -11,7 +11,10 @@ from xdist.scheduler import LoadScopeScheduling
 # Before torch is imported: two workers on two cores, with two threads each, would wait for each other's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-_STARTERS = ("trainer_testing.pool", "_worker", "trainer_testing.text_job", "trainer_testing.host", "subprocess")
+_STARTERS = (
+    *("trainer_testing.pool", "_worker", "trainer_testing.text_job", "trainer_testing.host"),
+    *("trainer_testing.support_table", "subprocess"),
+)
 """Words of trainer tests that start processes."""
 
 
