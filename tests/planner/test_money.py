@@ -39,17 +39,18 @@ SAVINGS = [
     Saving(interval=600, stall=30, save=0, recovery=200, between_failures=8_000),
     Saving(interval=3600, stall=5, save=300, recovery=400, between_failures=30_000),
     Saving(interval=120, stall=1, save=20, recovery=60, between_failures=1_500),
+    Saving(interval=900, stall=2, save=500, recovery=200, between_failures=8_000),
 ]
 
 
-@pytest.mark.parametrize("saving", SAVINGS, ids=["often", "synchronous", "hourly", "broken"])
+@pytest.mark.parametrize("saving", SAVINGS, ids=["often", "synchronous", "hourly", "broken", "slow store"])
 def test_the_closed_form_is_the_mean_of_runs_played_event_by_event(saving: Saving) -> None:
-    """Within 2% for saves on their way (first order), and never off by more than chance and that."""
+    """Within 0.4% beside chance, where saves on their way (a term of first order) make up to 6%."""
     work = 200 * saving.interval
     mean, error = mean_seconds(work, saving, num_runs=400)
     expected = expected_seconds(work, saving)
     assert error / mean < 0.01, "else this would prove nothing"
-    assert abs(expected - mean) < 4 * error + (0.02 * mean if saving.save else 0.002 * mean)
+    assert abs(expected - mean) < 3 * error + 0.004 * mean
 
 
 def test_the_spread_is_what_runs_show() -> None:
