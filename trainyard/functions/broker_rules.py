@@ -180,7 +180,7 @@ def check_share(compute: Mapping[str, Any], num_hosts: int, contract: Mapping[st
 def check_resumes(spec: Mapping[str, Any]) -> None:
     """Refused where the record's recovery.max_resumes, by which Batch starts the job again, is no such number."""
     recovery = spec.get("recovery") or {}
-    resumes = recovery.get("max_resumes", 0) if isinstance(recovery, dict) else None
+    resumes = recovery.get("max_resumes", 0) if isinstance(recovery, dict) else -1
     if not _is_whole(resumes) or not 0 <= resumes <= MAX_ATTEMPTS:
         raise Refused(f"recovery.max_resumes: {_shown(resumes)} is not between 0 and {MAX_ATTEMPTS}")
 
