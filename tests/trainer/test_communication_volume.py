@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer.dry_run.trace import trace
 from trainer_testing.communication_worker import Case, Counts, count
 from trainer_testing.families import FAMILIES
 from trainer_testing.text_job import write_job
-from trainer_testing.tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, VOCAB_SIZE
+from trainer_testing.tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, VOCAB_SIZE, tiny_job
 
 HIDDEN, INNER, LAYERS = 64, 128, 2
 BYTES = 4
@@ -56,6 +57,25 @@ def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Counts]]:
 
 def _job(folder: Path, layout: str, steps: int) -> Path:
     return write_job(folder, layout, steps=steps, micro_batch_size=4)
+
+
+SAME_AS_DRY = [case for case in IN_TWO if case.name != "expert" and not case.name.startswith("zero")]
+"""Of experts real tokens choose how much travels; of DeepSpeed a dry run tells no messages."""
+
+
+@pytest.mark.parametrize("case", SAME_AS_DRY, ids=lambda case: str(case.name))
+def test_a_dry_run_sends_the_same_messages(in_two: dict[str, list[Counts]], case: Case) -> None:
+    """Kind by kind, as many and as large, on every rank."""
+    job = tiny_job(
+        case.strategy, 2, model=case.model, parallelism=case.parallelism, micro_batch_size=case.micro_batch_size
+    )
+    for rank, real in enumerate(in_two[case.name]):
+        counts: Counts = {}
+        for message in trace(job, rank)["messages"]:
+            entry = counts.setdefault(message["name"], [0, 0])
+            entry[0] += message["count"]
+            entry[1] += message["bytes"]
+        assert counts == real
 
 
 def test_ddp_reduces_each_gradient_once_a_step(in_two: dict[str, list[Counts]]) -> None:

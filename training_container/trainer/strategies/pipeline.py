@@ -160,8 +160,8 @@ class TimedStage(PipelineStage):
 
     Waiting for other stages is what remains of a step.
 
-    torch (2.13) makes room for all activations and gradients of a step before its first micro-batch, and keeps that
-    and each activation's gradient until the next step: three times 8 GiB in a 70B's step of 128 micro-batches.
+    torch (2.13) makes room for all activations and gradients of a step before its first micro-batch, and keeps it until
+    the next step: 16 GiB on a middle rank of a 70B whose step has 128 micro-batches.
     """
 
     clock: Clock
