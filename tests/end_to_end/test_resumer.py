@@ -14,7 +14,7 @@ from trainyard.launch.place import TenantAccess, open_tenant
 from trainyard.launch.session import open_account
 from trainyard.spec.platform import load_environment
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.full]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.full, pytest.mark.timeout(3600)]
 NO_ROOM = "CapacityError: Unable to provision requested ML compute capacity."
 INTERNAL = "InternalServerError: We encountered an internal error. Please try again."
 SMALL = (
@@ -43,7 +43,7 @@ def copy_data(acme: TenantAccess, globex: TenantAccess) -> None:
                 ours.put_object(Bucket=globex.contract.buckets.data, Key=item["Key"], Body=body)
 
 
-def wait_for(look: Callable[[], Any], seconds: float = 300.0) -> Any:
+def wait_for(look: Callable[[], Any], seconds: float = 900.0) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := look():
