@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
         again = start_quickstart(state_dir)
-        output, _ = again.communicate(timeout=600)
+        output, _ = again.communicate(timeout=1500)
         assert again.returncode == 0, output[-4000:]
         report = json.loads((state_dir / "quickstart/report.json").read_text())
         with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,8 @@ from deployed_site import CHECKOUT, Site
 from trainyard.launch.place import TenantAccess, open_tenant
 from trainyard.spec.platform import load_environment
 
-pytestmark = pytest.mark.end_to_end
+# The first of the folder: the quickstart's time counts as its own.
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(3600)]
 # Far too long to end by itself: it must hold its instances until the test stops it.
 LONG = ("training.steps=5000", "training.schedule.warmup_steps=1", "checkpoint.every_steps=5000", "compute.spot=false")
 
