@@ -33,11 +33,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The API itself, a manifest, a blob."""
+        if not self._is_known():
+            return None
         path = self.path.partition("?")[0]
         if path == "/v2/":
-            if not self.headers.get("Authorization"):
-                return self._answer(401, {"WWW-Authenticate": 'Basic realm="registry"'})
-            self.server.credentials.add(self.headers["Authorization"])
             return self._answer(200)
         name = path.rsplit("/", 1)[1]
         if "/manifests/" in path and name in self.server.manifests:
@@ -55,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """An upload begins."""
         self._read()
+        if not self._is_known():
+            return
         name = uuid.uuid4().hex
         self.server.uploads[name] = b""
         self._answer(202, {"Location": f"{self.path.partition('?')[0]}{name}"})
@@ -81,6 +82,15 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(400)
         self.server.blobs[digest] = content
         return self._answer(201, {"Docker-Content-Digest": digest})
+
+    def _is_known(self) -> bool:
+        """Whether the request says who makes it; else it is told to."""
+        given = self.headers.get("Authorization")
+        if not given:
+            self._answer(401, {"WWW-Authenticate": 'Basic realm="registry"'})
+            return False
+        self.server.credentials.add(given)
+        return True
 
     def _read(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "") != "chunked":
