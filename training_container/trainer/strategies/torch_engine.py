@@ -56,10 +56,11 @@ class TorchStrategy(Strategy):
             self.choices["fp8"] = converted
         compile_blocks(model, job)
         self._model = self._place(model)
-        self._forward = self._wrap(self._model)
+        self._forward = self._wrap(self._model).train()
         for part in self._parts():
             install_loss_head(part, self._loss_plan)
         self._optimizer = build_optimizer(self._model, job)
+        self._parameters = list(self._model.parameters())
         self.choices["optimizer"] = describe(self._optimizer)
 
     def _place(self, model: nn.Module) -> nn.Module:
@@ -89,7 +90,8 @@ class TorchStrategy(Strategy):
 
     def forward_backward(self, batches: Sequence[Batch], num_global_targets: int, clock: Clock) -> torch.Tensor:
         """See Strategy. The weights stay float32; activations have the job's precision."""
-        self._forward.train()
+        if not self._forward.training:  # a walk through all modules, which only a validation before makes necessary
+            self._forward.train()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         scale = self._scaler.scale * self.gradient_scale / num_global_targets
         for index, batch in enumerate(batches):
@@ -108,7 +110,7 @@ class TorchStrategy(Strategy):
     def optimizer_step(self, learning_rate: float, accepts: Callable[[float], bool] | None = None) -> OptimizerStep:
         """See Strategy."""
         self._finish_gradients()
-        gradients = local_gradients(self._model.parameters())
+        gradients = local_gradients(self._parameters)
         scale = self._scaler.scale
         grad_norm = self._grad_norm(gradients) / scale
         was_applied = self._scaler.accepts(grad_norm) and (accepts is None or accepts(grad_norm))
