@@ -267,7 +267,7 @@ ESCAPES: tuple[str, ...] = (
     *_actions(
         "batch",
         "SubmitServiceJob SubmitJob RegisterJobDefinition CreateJobQueue CreateServiceEnvironment CreateQuotaShare "
-        "UpdateQuotaShare DeleteQuotaShare UpdateServiceJob",
+        "UpdateQuotaShare DeleteQuotaShare UpdateServiceJob DescribeServiceJob",
     ),
     *_actions(
         "ec2",
@@ -299,10 +299,7 @@ ESCAPES: tuple[str, ...] = (
 network, hand rights or data to somebody else, change what was registered."""
 
 LISTINGS: tuple[str, ...] = (
-    *_actions(
-        "batch",
-        "DescribeJobQueues DescribeSchedulingPolicies DescribeServiceEnvironments DescribeServiceJob ListServiceJobs",
-    ),
+    *_actions("batch", "DescribeJobQueues DescribeSchedulingPolicies DescribeServiceEnvironments ListServiceJobs"),
     *_actions("cloudwatch", "DescribeAlarms GetMetricData GetMetricStatistics ListMetrics"),
     *_actions(
         "ec2", "DescribeDhcpOptions DescribeNetworkInterfaces DescribeSecurityGroups DescribeSubnets DescribeVpcs"

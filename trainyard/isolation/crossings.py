@@ -319,8 +319,6 @@ class Crossings:
             for resource in (share.queue, share_arn(share.queue, tenant)):
                 yield self._ask(role, tenant, GUARD_RAIL, SUBMIT, resource, {}, absent=tag)
                 yield self._ask(role, tenant, GUARD_RAIL, SUBMIT, resource, {tag: "somebody-else"})
-        if self._account.contracts[tenant].shares:  # a job's whole request, and anybody's
-            yield self._ask(role, tenant, GUARD_RAIL, "batch:DescribeServiceJob", "*", {})
         job = f"arn:aws:batch:{self._place}:service-job/0a1b"
         # No tag of the job is stated: it has none.
         yield self._ask(role, tenant, GUARD_RAIL, "batch:TerminateServiceJob", job, {})
