@@ -41,7 +41,7 @@ class Options:
     efa: str
     """`base`, `installer` or `none`."""
     output: Path
-    """The OCI layout's folder, written anew."""
+    """The OCI layout's folder, written anew: an older layout, an empty folder, or none."""
     work: Path
     """buildah's storage, the local base, the log."""
     efa_installer: Path | None = None
@@ -121,6 +121,10 @@ def check_options(options: Options) -> None:
         raise InputError("--efa none: an image with CUDA is for jobs over several hosts too, and needs EFA")
     if options.base == LOCAL and options.accelerator == "cuda":
         raise InputError("--accelerator cuda: the local base is Debian alone, without EFA; name a base with CUDA")
+    if options.output.exists() and not _may_be_written_anew(options.output):
+        raise InputError(
+            f"--output {options.output}: is there and no OCI layout, and all in it would be removed; name another"
+        )
     tools = ("buildah", "mmdebstrap") if options.base == LOCAL else ("buildah",)
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
@@ -129,6 +133,11 @@ def check_options(options: Options) -> None:
         raise InputError(
             "building the image needs root, of its own name space at least: buildah unshare scripts/build_image"
         )
+
+
+def _may_be_written_anew(folder: Path) -> bool:
+    """Whether nothing but an OCI layout is lost with it."""
+    return folder.is_dir() and ((folder / "oci-layout").is_file() or not any(folder.iterdir()))
 
 
 def build(root: Path, options: Options, say: Callable[[str], None]) -> str:
