@@ -13,8 +13,10 @@ from moto import mock_aws
 from trainyard.cli.app import run
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.hardware import PriceBook
+from trainyard.launch.launcher import planned
 from trainyard.launch.session import price_file
 from trainyard.operate import prices
+from trainyard.spec.job import JobSpec
 
 DAY = datetime.date(2026, 11, 22)
 REGION = "us-east-1"
@@ -219,3 +221,16 @@ def test_wrong_questions_are_one_line_and_code_2(
     assert run(["prices", *arguments]) == InputError.exit_code
     printed = capsys.readouterr()
     assert told in printed.err and printed.err.count("\n") == 1
+
+
+def test_a_broken_file_is_refused_by_a_launch_and_mended_by_a_refresh(
+    job: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))
+    price_file().write_text("{")
+    with pytest.raises(InputError, match=r"is no file of prices.*trainyard prices refresh"):
+        planned(job)
+    row = {"instance": "p5.48xlarge", "region": REGION, "zone": "", "purchase": "on-demand"}
+    found = prices.Refreshed(({**row, "price": "55.04", "source": "x", "as_of": "2026-11-22"},), ())
+    assert prices.keep(price_file(), found) == 1
+    assert "unplanned" not in planned(job)[0]

@@ -113,8 +113,9 @@ def planned(
 ) -> tuple[dict[str, Any], list[str]]:
     """The plan as JSON, and what it refuses. A model that can't be planned can be launched with a stated layout."""
     planner.resolve(job, world_size=world_size)
+    # Outside of what follows: prices that can't be read are no model that can't be planned, which isn't refused.
+    book = PriceBook.opened(price_file(), today=datetime.date.today())
     try:
-        book = PriceBook.opened(price_file(), today=datetime.date.today())
         plan = planner.plan(job, region=region, book=book)
     except InputError as error:
         return {"job": job.name, "unplanned": str(error)}, []

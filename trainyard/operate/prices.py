@@ -72,7 +72,11 @@ def gpu_types(asked: Sequence[str]) -> list[str]:
 
 def keep(path: Path, found: Refreshed) -> int:
     """Writes the rows over those of the same machine, region and way to buy, and returns how many there are now."""
-    older = read_refreshed(path) if path.exists() else []
+    try:
+        older = read_refreshed(path) if path.exists() else []
+    except InputError:
+        # Whoever meets a broken file is told to refresh: it is written anew.
+        older = []
     kinds = {_kind(row) for row in found.rows}
     rows = [*found.rows, *(row for row in older if _kind(row) not in kinds)]
     path.parent.mkdir(parents=True, exist_ok=True)
