@@ -190,3 +190,45 @@ def test_hadolint_has_nothing_against_the_dockerfile() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     done = subprocess.run([hadolint, CONTAINER / "Dockerfile"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_folder_that_is_no_layout_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "photo.jpg").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("images", "file"):
+        with pytest.raises(InputError, match=f"--output .*{name}: is there and no OCI layout"):
+            build.check_options(options(output=tmp_path / name))
+    (tmp_path / "images" / "oci-layout").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for name in ("images", "empty", "none"):
+        try:
+            build.check_options(options(output=tmp_path / name))
+        except InputError as error:
+            assert "--output" not in str(error), "what else is missing here (buildah, root) is no matter"
+
+
+def test_an_earlier_torchs_cuda_wheels_go_before_the_new_ones_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in (
+        "torch-2.12.0-cp312-cp312-linux_x86_64",
+        "nvidia_cudnn_cu13-9.9.1-py3-none-any",
+        "six-1.0-py3-none-any",
+    ):
+        (wheels / f"{name}.whl").write_text(name)
+
+    def pip(arguments: list[str], *, epoch: int) -> None:
+        for name in ("torch-2.13.0-cp312-cp312-linux_x86_64", "nvidia_cudnn_cu13-9.13.0-py3-none-any"):
+            (wheels / f"{name}.whl").write_text(name)
+
+    monkeypatch.setattr(context, "_pip", pip)
+    context.fetch_wheels(["six==1.0", "torch==2.13.0"], wheels, Target("cuda", "3.12"), epoch=0)
+    context.write_requirements(tmp_path)
+    pinned = (tmp_path / "requirements.txt").read_text()
+    assert re.findall(r"^\S+", pinned, re.MULTILINE) == ["nvidia-cudnn-cu13==9.13.0", "six==1.0", "torch==2.13.0"]
+    (wheels / "nvidia_cudnn_cu13-9.9.1-py3-none-any.whl").write_text("of another torch")
+    with pytest.raises(InputError, match="has two wheels of nvidia-cudnn-cu13"):
+        context.write_requirements(tmp_path)

@@ -144,6 +144,10 @@ def _torch_pin(container: Path, target: Target) -> list[str]:
     return [f"{TORCH}=={found[1]}" + ("+cpu" if target.accelerator == "cpu" else "")]
 
 
+_CUDA = re.compile(r"nvidia|cuda|triton")
+"""Wheels that come with torch's CUDA build."""
+
+
 def fetch_wheels(pins: Sequence[str], wheels: Path, target: Target, *, epoch: int) -> None:
     """Exactly the wheels of `pins` in the folder (with torch's CUDA libraries, which it pins itself)."""
     missing = [pin for pin in pins if _wheel_of(pin, wheels, target) is None]
@@ -158,6 +162,10 @@ def fetch_wheels(pins: Sequence[str], wheels: Path, target: Target, *, epoch: in
             epoch=epoch,
         )
     if torch and target.accelerator == "cuda":
+        # An earlier torch's: what this one doesn't ask for would stay among the wheels.
+        ours = {_wheel_of(pin, wheels, target) for pin in pins}
+        for path in [path for path in wheels.iterdir() if _CUDA.match(path.name) and path not in ours]:
+            path.unlink()
         # Its CUDA libraries are pinned by torch itself; what the lock has, the lock decides.
         constraints = wheels.parent / "constraints.txt"
         constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("pip==")) + "\n", encoding="utf-8")
@@ -180,7 +188,7 @@ def _drop_others(pins: Sequence[str], wheels: Path, target: Target) -> None:
     wanted = {_wheel_of(pin, wheels, target) for pin in pins}
     for path in wheels.iterdir():
         # CUDA's libraries are no pins of ours: they came with torch, and stay as long as it does.
-        is_cuda = target.accelerator == "cuda" and re.match(r"(nvidia|cuda|triton)", path.name)
+        is_cuda = target.accelerator == "cuda" and _CUDA.match(path.name)
         if path not in wanted and not is_cuda:
             path.unlink()
 
@@ -259,12 +267,17 @@ def stage(root: Path, staging: Path) -> None:
 
 
 def write_requirements(folder: Path) -> None:
-    """trainer.txt for our wheel, requirements.txt for all others but pip's: with hashes, so that no other is taken."""
+    """trainer.txt for our wheel, requirements.txt for all others but pip's: with hashes, so that no other is taken.
+
+    InputError where a package is there twice.
+    """
     from packaging.utils import parse_wheel_filename
 
-    lines = {}
+    lines: dict[str, str] = {}
     for path in sorted((folder / "wheels").glob("*.whl")):
         name, version, _, _ = parse_wheel_filename(path.name)
+        if str(name) in lines:
+            raise InputError(f"{folder / 'wheels'}: has two wheels of {name}, {version} is one; build with --fresh")
         lines[str(name)] = f"{name}=={version} --hash=sha256:{_sha256(path)}\n"
     lines.pop("pip", None)
     (folder / "trainer.txt").write_text(lines.pop(OURS, ""), encoding="utf-8")
