@@ -103,7 +103,7 @@ def nccl_is_good(question: Question) -> Iterator[tuple[str, str]]:
             yield f"NCCL {'.'.join(map(str, version))} at {place}", f"releases {bad} are to be avoided: take another"
     if len(set(found.values())) > 1:
         told = ", ".join(f"{'.'.join(map(str, version))} at {place}" for place, version in sorted(found.items()))
-        yield f"has several NCCLs: {told}", "which one is loaded is chance: keep torch's"
+        yield f"has several NCCLs: {told}", "which one is loaded is chance: keep torch's; the Dockerfile removes the base's"
 
 
 def nccl_versions(image: Image) -> dict[str, tuple[int, ...]]:
@@ -199,7 +199,7 @@ def _is_scratch(file: File) -> bool:
 
 
 def packages_are_locked(question: Question) -> Iterator[tuple[str, str]]:
-    """The lock's versions are in it, and no other; torch's own build apart."""
+    """The lock's versions are in it. What else is in it (torch and its libraries, the base's own) is not asked."""
     has: dict[str, set[str]] = {}
     for purl, package in sbom.packages(question.image).items():
         if purl.startswith("pkg:pypi/"):
