@@ -42,6 +42,7 @@ class Batch:
         self.jobs: list[dict[str, Any]] = []
         self.terminated: list[str] = []
         self.refusal = self.lost = False
+        self.gone: set[str] = set()
 
     def submit_service_job(self, **request: Any) -> None:
         if self.refusal:
@@ -61,6 +62,9 @@ class Batch:
         return self
 
     def paginate(self, *, jobQueue: str, filters: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        if jobQueue in self.gone:
+            refused = {"Code": "ClientException", "Message": f"Job queue {jobQueue} does not exist"}
+            raise ClientError({"Error": refused}, "ListServiceJobs")
         assert jobQueue == QUEUE
         ((field, values),) = [(item["name"], item["values"]) for item in filters]
         key = {"JOB_NAME": "jobName", "QUOTA_SHARE_NAME": "quotaShareName"}[field]
@@ -244,6 +248,42 @@ def test_the_budget_holds_what_waits_what_runs_and_what_was_billed(
     batch.jobs[0]["status"] = "FAILED"
     sagemaker.jobs[START] |= {"TrainingJobStatus": "Failed", "BillableTimeInSeconds": 60}
     assert ask()["submitted"] == f"{JOB_ID}-r2"
+
+
+def _ledger(deployed: Account, month: datetime.datetime, jobs: dict[str, dict[str, Any]] | None = None) -> Any:
+    """A month's jobs as the broker wrote them down; written anew where `jobs` are given."""
+    s3, place = deployed.client("s3"), {"Bucket": "acme-checkpoints", "Key": f"broker/ledger-{month:%Y-%m}.json"}
+    if jobs is not None:
+        s3.put_object(**place, Body=json.dumps({"version": 1, "month": f"{month:%Y-%m}", "jobs": jobs}).encode())
+    return json.loads(s3.get_object(**place)["Body"].read())["jobs"]
+
+
+def _promised(at: float, queue: str = QUEUE) -> dict[str, Any]:
+    held = {"type": GPU, "count": 2, "seconds": 3600, "usd_per_hour": 6.0, "billed": None}
+    return {**held, "at": at, "queue": queue}
+
+
+def test_a_queue_that_went_away_takes_its_jobs_with_it(
+    ask: Any, record: JobRecord, batch: Batch, deployed: Account
+) -> None:
+    now, gone = datetime.datetime.now(datetime.UTC), f"{QUEUE}-gone"
+    batch.gone.add(gone)
+    _ledger(deployed, now, {"acme-lost": _promised(0, gone), "acme-young": _promised(now.timestamp(), gone)})
+    assert ask()["submitted"] == JOB_ID
+    assert set(_ledger(deployed, now)) == {"acme-young", JOB_ID}
+
+
+def test_what_waits_over_the_first_of_a_month_still_holds_its_budget(
+    ask: Any, record: JobRecord, batch: Batch, deployed: Account
+) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    before = now.replace(day=1) - datetime.timedelta(days=1)
+    billed = {key: value for key, value in _promised(0).items() if key != "queue"} | {"billed": 60}
+    _ledger(deployed, before, {"acme-waits": _promised(0), "acme-ended": _promised(0), "AWSBatchacme-run": billed})
+    batch.add("acme-waits")
+    batch.add("acme-ended", status="SUCCEEDED")
+    assert ask()["submitted"] == JOB_ID
+    assert set(_ledger(deployed, now)) == {"acme-waits", JOB_ID}
 
 
 def test_what_batch_refuses_is_told_and_what_only_seemed_so_is_not(

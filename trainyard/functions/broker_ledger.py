@@ -61,8 +61,11 @@ class Ledger:
                 return
 
     def _read(self) -> tuple[Jobs, str]:
+        return self._load(self._key)
+
+    def _load(self, key: str) -> tuple[Jobs, str]:
         try:
-            answer = self._s3.get_object(Bucket=self._bucket, Key=self._key)
+            answer = self._s3.get_object(Bucket=self._bucket, Key=key)
         except self._s3.exceptions.NoSuchKey:
             return {}, ""
         return dict(json.load(answer["Body"])["jobs"]), answer["ETag"]

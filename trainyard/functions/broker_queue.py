@@ -6,6 +6,7 @@ calls the training jobs itself, one for each time that it starts the job: `AWSBa
 its training jobs and log streams can be found by it.
 """
 
+import datetime
 import hashlib
 import json
 from collections.abc import Mapping
@@ -111,10 +112,30 @@ class QueueLedger(Ledger):
         self._batch, self._tenant = batch, tenant
         self._prefixes += (f"{BATCH}{tenant}-",)
 
+    def _read(self) -> tuple[Jobs, str]:
+        """A month's first ledger begins with what was promised in the month before: that may still wait or run. What
+        has ended goes when it is brought up to date."""
+        jobs, etag = super()._read()
+        if not etag:
+            before = self._now.replace(day=1) - datetime.timedelta(days=1)
+            earlier, _ = self._load(f"broker/ledger-{before:%Y-%m}.json")
+            jobs = {name: entry for name, entry in earlier.items() if "queue" in entry}
+        return jobs, etag
+
+    def _waiting(self, queue: str, name: str) -> dict[str, Any] | None:
+        """As `queued_job`; a queue that is gone, with its jobs, has none."""
+        try:
+            return queued_job(self._batch, queue, name)
+        except self._batch.exceptions.ClientError as error:
+            told = error.response["Error"]
+            if told["Code"] != "ClientException" or "does not exist" not in told.get("Message", ""):
+                raise
+            return None
+
     def _refresh(self, jobs: Jobs) -> list[dict[str, Any]]:
         """Bring `jobs` up to date with Batch and SageMaker. Nobody is told to hold instances: who finds none waits."""
         for name, entry in [(name, entry) for name, entry in jobs.items() if "queue" in entry]:
-            found = queued_job(self._batch, entry["queue"], name)
+            found = self._waiting(entry["queue"], name)
             age = self._now.timestamp() - entry["at"]
             if (found is None and age > UNSEEN_SECONDS) or (found is not None and found.get("status") in ENDED):
                 del jobs[name]
