@@ -211,10 +211,12 @@ class ServiceJobs:
             if job.status in ENDED:
                 return
             job.terminated = reason
-            if not job.training_job:
+            # Taken here: the thread that looks after the queue empties it when the training job has ended.
+            name = job.training_job
+            if not name:
                 self._end(job, "FAILED", reason)
                 return
-        self._training.get(job.training_job).stop()
+        self._training.get(name).stop()
         self._changed.set()
 
     def tags(self, job_id: str) -> dict[str, str]:
