@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from trainyard.cli.app import run
-from trainyard.errors import InputError
+from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.compare import Line, compare
 from trainyard.launch.launcher import new_record
-from trainyard.launch.record import FolderRecordStore, JobRecord
+from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange
 from trainyard.planner import resolve
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec
@@ -126,6 +127,30 @@ def test_hours_and_dollars_wait_for_the_end(tmp_path: Path) -> None:
     found = compare(record, None)
     assert by_name(found.lines)["hours"].measured is None
     assert any("compared when it has completed" in note for note in found.notes)
+
+
+def test_what_it_waited_for_machines_is_neither_worked_nor_paid(tmp_path: Path) -> None:
+    record = recorded(tmp_path, PLAN)
+    write(tmp_path, record, [row(step, 2.0) for step in range(1, 9)])
+    rows = [{"start": {}}, {"totals": {"steps": 8, "useful_seconds": 9000.0, "save_seconds": 0.0}}]
+    (tmp_path / record.job_id / "goodput.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    times = {"Queued": "00:00:00", "Training": "06:00:00", "Completed": "09:00:00"}
+    states = tuple(StateChange(state=state, at=f"2026-01-31T{at}+00:00") for state, at in times.items())
+    lines = by_name(compare(record.model_copy(update={"backend": "sagemaker", "states": states}), None).lines)
+    assert lines["hours"].measured == pytest.approx(3.0), "of nine"
+    assert lines["goodput"].measured == pytest.approx(9000 / 10800)
+    assert lines["on-demand dollars"].measured == pytest.approx(150.0)
+
+
+def test_what_may_not_be_read_is_told_as_that(tmp_path: Path) -> None:
+    class Closed:
+        def get_object(self, **_: Any) -> None:
+            raise ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "GetObject")
+
+    record = recorded(tmp_path, PLAN)
+    record = record.model_copy(update={"checkpoint_destination": "s3://acme/x"})
+    with pytest.raises(AwsRefusedError, match="AccessDenied"):
+        compare(record, Closed())
 
 
 def test_a_job_without_a_plan_shows_what_was_measured(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainyard.errors import InputError, TrainyardError
+from trainyard.errors import InputError
 from trainyard.launch.checkpoint_files import open_files
 from trainyard.launch.goodput import Goodput, goodput
 from trainyard.launch.record import JobRecord
@@ -138,11 +138,14 @@ def _peak_gib(rows: list[dict[str, Any]], name: str) -> float | None:
 
 
 def _course(record: JobRecord, plan: Mapping[str, Any], reached: Goodput | None) -> list[Line]:
-    """Hours, goodput and dollars of the whole run, once it is over."""
+    """Hours, goodput and dollars of the whole run, once it is over; without the time that it waited for machines."""
     cost, checkpoint = plan.get("cost") or {}, plan.get("checkpoint") or {}
     finished = record.state == "Completed" and reached is not None
-    hours = reached.wall_seconds / 3600 if finished and reached is not None else None
-    share = reached.share if finished and reached is not None else None
+    hours = share = None
+    if finished and reached is not None:
+        # As the plan counts: what waits for machines neither works nor costs.
+        seconds = reached.wall_seconds - reached.elsewhere["queue"]
+        hours, share = seconds / 3600, reached.useful_seconds / seconds if seconds > 0 else None
     rate = _get(plan.get("on_demand") or {}, "usd_per_hour")
     count = plan.get("instance_count")
     usd = hours * rate * count if hours is not None and rate is not None and isinstance(count, int) else None
@@ -191,10 +194,7 @@ def _notes(
 
 
 def _read(record: JobRecord, name: str, s3: Any) -> bytes | None:
-    try:
-        return open_files(record.checkpoint_destination.rstrip("/"), s3).read(name)
-    except TrainyardError:
-        return None
+    return open_files(record.checkpoint_destination.rstrip("/"), s3).read(name)
 
 
 def _rows(content: bytes | None) -> list[dict[str, Any]]:
