@@ -143,6 +143,32 @@ def test_what_one_service_refuses_is_named_and_the_rest_is_kept(recorded: Record
     assert any("asking for training plans of p5.48xlarge: AWS refused: AccessDenied" in item for item in found.problems)
 
 
+def test_a_type_that_a_service_refuses_leaves_the_others_prices(recorded: Recorded) -> None:
+    some = Recorded()
+    pricing, ec2, sagemaker = some.of("pricing"), some.of("ec2"), some.of("sagemaker")
+    for _ in range(3):
+        pricing.add_response("get_products", {"PriceList": []})
+    ec2.add_response("describe_spot_price_history", {"SpotPriceHistory": []})
+    ec2.add_client_error("describe_capacity_block_offerings", "InvalidParameterValue", "not sold here")
+    block = {"InstanceCount": 1, "CapacityBlockDurationHours": 24, "CurrencyCode": "USD", "UpfrontFee": "960.0"}
+    ec2.add_response("describe_capacity_block_offerings", {"CapacityBlockOfferings": [block]})
+    sagemaker.add_client_error("search_training_plan_offerings", "AccessDeniedException", "asked once")
+    found = prices.refresh(some, REGION, ["p4d.24xlarge", "p5.48xlarge"], today=DAY)
+    assert [(row["instance"], row["price"]) for row in found.rows] == [("p5.48xlarge", "40")]
+    assert [item.split(":")[0] for item in found.problems] == ["p4d.24xlarge"] * 3
+    assert "not sold here" in found.problems[0] and "asked once" in found.problems[1]
+
+
+def test_the_youngest_price_is_quoted_though_an_older_file_comes_first() -> None:
+    row = {"instance": "p5.48xlarge", "region": REGION, "zone": "", "purchase": "on-demand"}
+    old = {**row, "price": "98.32", "source": "refreshed", "as_of": "2025-06-01"}
+    shipped = {**row, "price": "55.04", "source": "table", "as_of": "2026-11-09"}
+    for rows in ([old, shipped], [shipped, old]):
+        assert PriceBook(rows, today=DAY).price("p5.48xlarge").usd_per_hour == 55.04
+    same_day = {**old, "as_of": "2026-11-09"}
+    assert PriceBook([same_day, shipped], today=DAY).price("p5.48xlarge").usd_per_hour == 98.32
+
+
 def test_where_everything_is_refused_it_is_aws_refusing() -> None:
     closed = Recorded()
     closed.of("pricing").add_client_error("get_products", "AccessDeniedException", "no")

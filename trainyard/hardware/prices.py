@@ -84,7 +84,7 @@ class PriceBook:
     """Prices as of a day."""
 
     def __init__(self, found: Iterable[Mapping[str, str]], *, today: datetime.date | None) -> None:
-        """`found`: rows as in aws_prices.csv, newer sources first. `today` None: any age is quoted."""
+        """`found`: rows as in aws_prices.csv; of rows of one day, the first counts. `today` None: any age is quoted."""
         self._rows = [row for row in found if row["purchase"] in _KINDS]
         self._today = today
 
@@ -173,11 +173,10 @@ def read_refreshed(path: Path) -> list[dict[str, str]]:
 
 
 def _of_one_source(here: list[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """The first source's rows of one kind: SageMaker's own rate before EC2's, a refreshed file before the table."""
-    kinds = {row["purchase"] for row in here}
-    kind = SAGEMAKER if SAGEMAKER in kinds else here[0]["purchase"]
-    same = [row for row in here if row["purchase"] == kind]
-    return [row for row in same if (row["source"], row["as_of"]) == (same[0]["source"], same[0]["as_of"])]
+    """One source's rows of one kind: SageMaker's own rate before EC2's, then the youngest, then a refreshed file's."""
+    own = [row for row in here if row["purchase"] == SAGEMAKER]
+    first = max(own or here, key=lambda row: datetime.date.fromisoformat(row["as_of"]))  # of equals the first
+    return [row for row in here if all(row[name] == first[name] for name in ("purchase", "source", "as_of"))]
 
 
 def _basis(purchase: Purchase, instance_type: str, chosen: list[Mapping[str, str]], values: list[float]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.hardware import instance, instance_types
 from trainyard.hardware.prices import REFRESHED_FIELDS, SAGEMAKER, read_refreshed
-from trainyard.launch.aws import aws_errors
+from trainyard.launch.aws import DENIED_CODES, aws_errors, error_code
 
 Client = Callable[[str, str], Any]
 """(service, region) -> a boto3 client."""
@@ -46,17 +46,20 @@ def refresh(client: Client, region: str, types: Sequence[str], *, today: datetim
     rows: list[Row] = []
     problems: list[str] = []
     refused: list[AwsRefusedError] = []
-    asked = (_ec2_rates, _sagemaker_rates, _spot_prices, _capacity_blocks, _training_plans)
-    for ask in asked:
-        try:
-            for found in ask(client, region, types):
-                if float(found["price"]) < LEAST_USD:
-                    problems.append(f"{found['instance']}: {found['purchase']} price {found['price']} is none")
-                    continue
-                rows.append({**found, "region": region, "as_of": today.isoformat()})
-        except AwsRefusedError as error:
-            refused.append(error)
-            problems.append(str(error))
+    for ask, is_by_type in _WAYS:
+        for named in [[name] for name in types] if is_by_type else [list(types)]:
+            try:
+                for found in ask(client, region, named):
+                    if float(found["price"]) < LEAST_USD:
+                        problems.append(f"{found['instance']}: {found['purchase']} price {found['price']} is none")
+                        continue
+                    rows.append({**found, "region": region, "as_of": today.isoformat()})
+            except AwsRefusedError as error:
+                refused.append(error)
+                problems.append(f"{named[0]}: {error}" if is_by_type else str(error))
+                # Who may not ask, or reaches nobody, is told so once; another type may be known to the service.
+                if error_code(error.__cause__ or error) in {"", *DENIED_CODES}:
+                    break
     if not rows and refused:
         raise refused[0]
     priced = {row["instance"] for row in rows}
@@ -226,3 +229,13 @@ def check_region(region: str) -> str:
     if not re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", region):
         raise InputError(f"--region {region}: is no AWS region, e.g. us-east-1")
     return region
+
+
+_WAYS = (
+    (_ec2_rates, True),
+    (_sagemaker_rates, False),
+    (_spot_prices, False),
+    (_capacity_blocks, True),
+    (_training_plans, True),
+)
+"""What is asked, and whether for each type by itself: one that a service doesn't sell leaves the others' prices."""
