@@ -191,6 +191,28 @@ def test_run_it_says_what_runs_as_chosen(job: MakeJob) -> None:
     assert resolve(moved).num_hosts == chosen.instance_count
 
 
+def test_run_it_allows_the_hours_that_were_searched_with(job: MakeJob) -> None:
+    spec = job(training={"steps": 1000}, compute={"max_hours": 1, "max_wait_hours": 2, "spot": True})
+    by_hours = {hours: found_for(spec, deadline_hours=hours, max_nodes=1) for hours in (100, 1000)}
+    for hours, most in ((100, "100"), (1000, "672")):
+        found = by_hours[hours]
+        assert (chosen_of(found).expected_hours or 0) > 1, "else nothing is asked"
+        assert found.overrides[-2:] == (f"compute.max_hours={most}", f"compute.max_wait_hours={most}")
+        moved = parse(JobSpec, apply_overrides(spec.model_dump(mode="json"), found.overrides), "x")
+        assert plan(moved).affordable is not False
+    usual = found_for(job(training={"steps": 1000}), deadline_hours=24)
+    assert not any("hours" in item for item in usual.overrides)
+
+
+def test_the_most_machines_are_kept_though_the_job_has_more(job: MakeJob) -> None:
+    spec = job(
+        training={"steps": 1000},
+        compute={"backend": "sagemaker", "instance_type": "ml.p5.48xlarge", "instance_count": 4},
+    )
+    found = search(spec, instances=["p5.48xlarge"], max_nodes=2)
+    assert {item.instance_count for item in found.options} == {1, 2}
+
+
 def test_the_fastest_is_no_slower_than_what_plan_lists(job: MakeJob) -> None:
     for sections in ({}, {"model": LLAMA_70B}, {"model": {"source": "mixtral-8x7b"}}):
         spec = job(**sections)

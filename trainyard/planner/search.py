@@ -39,6 +39,9 @@ MOST_FURTHER_SPLITTING_OF_EXPERTS = 8
 LEAST_MOST_NODES = 16
 """Machines that are looked at where nobody says how many: up to so many, or twice the job's own number."""
 
+MOST_HOURS = 28 * 24
+"""What compute.max_hours takes: SageMaker runs no job for longer."""
+
 STEPS_OF_ENDLESS = 1000
 """A job in epochs has no known length: hours and dollars are of so many steps."""
 
@@ -105,7 +108,7 @@ def search(
         num_estimates=looked.num_estimates,
         options=tuple(ranked),
         alternatives=() if chosen is None else looked.alternatives(chosen),
-        overrides=() if chosen is None else _overrides(job, chosen),
+        overrides=() if chosen is None else _overrides(job, chosen, limit),
         notes=tuple(notes),
     )
 
@@ -179,7 +182,7 @@ def _moved(job: JobSpec, types: Sequence[str], most: int) -> Iterator[JobSpec]:
         full = f"ml.{name}"
         if job.compute.instance_type in (full, name) and (machine.efa_interfaces or job.compute.instance_count == 1):
             counts.add(job.compute.instance_count)
-        for count in sorted(item for item in counts if item <= max(most, job.compute.instance_count)):
+        for count in sorted(item for item in counts if item <= most):
             compute = job.compute.model_copy(
                 update={"backend": "sagemaker", "instance_type": full, "instance_count": count}
             )
@@ -460,8 +463,8 @@ def _nothing_chosen(ranked: Sequence[Option], limit: float, budget: float | None
     )
 
 
-def _overrides(job: JobSpec, chosen: Option) -> tuple[str, ...]:
-    """What to --set so that the job runs as chosen."""
+def _overrides(job: JobSpec, chosen: Option, limit: float) -> tuple[str, ...]:
+    """What to --set so that the job runs as chosen, in the hours of the search where the job itself allows fewer."""
     item = chosen.configuration
     default = ParallelismSpec()
     stated = {
@@ -481,6 +484,11 @@ def _overrides(job: JobSpec, chosen: Option) -> tuple[str, ...]:
     ]
     if job.compute.backend != "sagemaker":
         found.insert(0, "compute.backend=sagemaker")
+    hours = min(limit, MOST_HOURS)
+    if hours > job.compute.max_hours:
+        found.append(f"compute.max_hours={hours:.10g}")
+        if job.compute.max_wait_hours is not None and job.compute.max_wait_hours < hours:
+            found.append(f"compute.max_wait_hours={hours:.10g}")
     return tuple(found)
 
 
