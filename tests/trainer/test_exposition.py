@@ -48,6 +48,27 @@ def test_the_file_has_the_newest_value_of_each_meter(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_a_start_is_told_once_and_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One slow start must not make every later period a bad one."""
+    clock = [1000.0]
+    monkeypatch.setattr("trainer.observe.exposition.time.monotonic", lambda: clock[0])
+    exposition = Exposition(tmp_path, tenant="acme", job="tiny", embeds_metrics=True, every_steps=10)
+    seen = []
+    for step, seconds in ((1, 900.0), (2, None), (10, None), (20, None)):
+        exposition.publish({"step": step, LIVE: {"start_seconds": seconds}})
+        seen.append("trainyard_start_seconds" in (tmp_path / PROMETHEUS_FILE).read_text())
+        clock[0] += 100.0
+    assert seen == [True, True, True, False], "four minutes: less than the period of the alarms"
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.get("StartSeconds") for line in lines] == [900.0, None, None], "at once, whatever step it is"
+    exposition.publish({"step": 21, LIVE: {"start_seconds": 400.0}})
+    assert "trainyard_start_seconds" in read((tmp_path / PROMETHEUS_FILE).read_text())
+    exposition.close()
+    assert "trainyard_start_seconds" not in read((tmp_path / PROMETHEUS_FILE).read_text())
+
+
 def test_labels_are_escaped() -> None:
     text = prometheus_text({BY_NAME["step"]: 1.0}, {"tenant": 'a"b\\c\nd'})
     assert text.splitlines()[2] == 'trainyard_step{tenant="a\\"b\\\\c\\nd"} 1.0'

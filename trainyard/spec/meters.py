@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 NAMESPACE = "trainyard/jobs"
-"""Of the metrics in CloudWatch. Tenants are told apart by their dimension, and by the log group that brings them."""
+"""Of the metrics in CloudWatch. Tenants are told apart by a dimension that a job states itself, and could state wrongly
+(docs/meters.md). No tenant is called `jobs`: its own namespace would be this one."""
 
 LIVE = "live"
 """Key of a row's figures that are not in metrics.jsonl, because they grow old: ages and shares up to now."""
@@ -31,6 +32,9 @@ class Meter:
     """Keys from the row down to the number. A row that lacks it leaves the meter as it was."""
     per_tenant: bool = False
     """Also published for the tenant as a whole, for alarms, which can't search among jobs."""
+    is_event: bool = False
+    """Of something that happened once: CloudWatch gets it once, and Prometheus has it for no longer than a period, so
+    that one bad one is one bad period and not all that follow."""
 
     @property
     def prometheus_name(self) -> str:
@@ -138,6 +142,7 @@ METERS = (
         "Seconds",
         (LIVE, "start_seconds"),
         per_tenant=True,
+        is_event=True,
     ),
 )
 """Everything that is emitted. Hardware counters of GPUs and cards come from the hosts' own exporters."""

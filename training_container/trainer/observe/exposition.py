@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.speech import say
-from trainyard.spec.meters import METERS, NAMESPACE, Meter
+from trainyard.spec.meters import METERS, NAMESPACE, PERIOD_MINUTES, Meter
 
 PROMETHEUS_FILE = "metrics.prom"
 LEAST_SECONDS = 10.0
@@ -42,6 +42,7 @@ class Exposition:
         self._path = output_dir / PROMETHEUS_FILE
         self._labels = {"tenant": tenant, "training_job": job}
         self._values: dict[Meter, float] = {}
+        self._happened: dict[Meter, float] = {}
         self._embeds_metrics, self._every_steps = embeds_metrics, every_steps
         self._written_at = float("-inf")
         self._has_complained = False
@@ -51,12 +52,16 @@ class Exposition:
     def publish(self, row: Mapping[str, Any]) -> None:
         """Takes a step's row over, with `live` beside its own keys."""
         found = {meter: value for meter in METERS if (value := meter.read(row)) is not None}
-        self._values |= found
+        now = time.monotonic()
+        events = {meter: now for meter in found if meter.is_event}
+        self._happened |= events
+        ended = {meter for meter, at in self._happened.items() if now - at >= EVENT_SECONDS}
+        self._values = {meter: value for meter, value in (self._values | found).items() if meter not in ended}
         if self._server is not None:
             self._text = prometheus_text(self._values, self._labels)
-        if time.monotonic() - self._written_at >= LEAST_SECONDS:
+        if now - self._written_at >= LEAST_SECONDS:
             self.write()
-        if self._embeds_metrics and (row["step"] % self._every_steps == 0 or _RARE & row.keys()):
+        if self._embeds_metrics and (row["step"] % self._every_steps == 0 or events or _RARE & row.keys()):
             say(embedded(found, self._labels, at_milliseconds=int(1000 * time.time())))
 
     def write(self) -> None:
@@ -75,13 +80,17 @@ class Exposition:
             self._has_complained = True
 
     def close(self) -> None:
-        """The last values, then nothing more."""
+        """The last values, but for events, then nothing more."""
+        self._values = {meter: value for meter, value in self._values.items() if not meter.is_event}
         if self._values:
             self.write()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
 
+
+EVENT_SECONDS = 60.0 * (PERIOD_MINUTES - 1)
+"""How long Prometheus can see an event: with the scrape that notices its end, never in two periods."""
 
 _RARE = frozenset({"observed", "checkpoint", "validation_loss"})
 """Keys of few rows, whose figures would be missed."""

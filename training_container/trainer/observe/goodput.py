@@ -32,7 +32,7 @@ class GoodputLog:
         self._first_start = time.time()
         self._before_load_seconds = 0.0
         self.start_seconds: float | None = None
-        """From the start of this attempt's processes to the end of its first step; None before that."""
+        """From the start of this attempt's processes to the end of its first step; None but after that very step."""
 
     def begin(
         self, rows: Sequence[dict[str, Any]], *, attempt: int, resumed_step: int, seconds: dict[str, float]
@@ -71,6 +71,7 @@ class GoodputLog:
     def step(self, row: dict[str, Any]) -> None:
         """A step was finished and written down."""
         self._add(row)
+        self.start_seconds = None
         if self._loaded_at is not None:
             seconds = time.monotonic() - self._loaded_at
             self._append("first_step", {"attempt": self._attempt, "seconds": seconds})
