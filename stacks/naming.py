@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trainyard.spec.platform import TRAINING_LOG_GROUP, EnvironmentSpec, TenantSpec
+from trainyard.spec.shares import BATCH_PREFIX
 
 PARTITION = "aws"
 """Written out: a token would make policies unreadable Fn::Joins. `preflight` refuses regions of other partitions."""
@@ -68,7 +69,10 @@ class TenantScope:
         service-linked role may make no others). SageMaker writes names in small letters in ARNs, Batch's examples do
         not: both are meant.
         """
-        return [f"{self.name}-", *(f"{batch}{self.name}-" for batch in ("AWSBatch", "awsbatch") if self.queued)]
+        return [
+            f"{self.name}-",
+            *(f"{batch}{self.name}-" for batch in (BATCH_PREFIX, BATCH_PREFIX.lower()) if self.queued),
+        ]
 
     @property
     def training_jobs(self) -> list[str]:

@@ -12,7 +12,7 @@ from launch_testing import IMAGE, JOB_ID, REGION, contract_content
 
 from trainyard.errors import InputError
 from trainyard.functions import broker
-from trainyard.functions.broker_queue import asked_name, training_job_prefix
+from trainyard.functions.broker_queue import BATCH, asked_name, training_job_prefix
 from trainyard.functions.retry_rules import retry_rules
 from trainyard.launch.launcher import new_record
 from trainyard.launch.place import TenantAccess
@@ -23,6 +23,7 @@ from trainyard.launch.session import Account
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
+from trainyard.spec.shares import BATCH_PREFIX
 
 GPU = "ml.p5.4xlarge"
 QUEUE = f"arn:aws:batch:{REGION}:123456789012:job-queue/trainyard-test-p5-4xlarge-0"
@@ -61,7 +62,9 @@ class Batch:
         assert name == "list_service_jobs"
         return self
 
-    def paginate(self, *, jobQueue: str, filters: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def paginate(
+        self, *, jobQueue: str, filters: list[dict[str, Any]], jobStatus: str = "RUNNING"
+    ) -> Iterator[dict[str, Any]]:
         if jobQueue in self.gone:
             refused = {"Code": "ClientException", "Message": f"Job queue {jobQueue} does not exist"}
             raise ClientError({"Error": refused}, "ListServiceJobs")
@@ -69,7 +72,9 @@ class Batch:
         ((field, values),) = [(item["name"], item["values"]) for item in filters]
         key = {"JOB_NAME": "jobName", "QUOTA_SHARE_NAME": "quotaShareName"}[field]
         for job in self.jobs:
-            yield {"jobSummaryList": [job] if job[key] in values else []}
+            # By the name of a job, and by nothing else, those of every status are listed.
+            fits = field == "JOB_NAME" or job["status"] == jobStatus
+            yield {"jobSummaryList": [job] if fits and job[key] in values else []}
 
     def terminate_service_job(self, *, jobId: str, reason: str) -> None:
         assert reason
@@ -206,6 +211,7 @@ def test_its_requests_are_batchs(ask: Any, record: JobRecord, batch: Batch) -> N
 @pytest.mark.parametrize("tenant", ["a1", "acme", "platform-teams"])
 def test_names_fit_whatever_batch_adds(tenant: str) -> None:
     names = {asked_name(tenant, f"{JOB_ID}-r{number}") for number in range(1, 100)}
+    assert BATCH == BATCH_PREFIX
     assert len(names) == 99, "each attempt's training jobs and streams are found by it"
     assert all(name.startswith(f"{tenant}-") and 8 + len(name) + 32 <= 63 for name in names)
 
@@ -336,6 +342,7 @@ def test_a_jobs_way_through_the_queue(
     )
     job["statusReason"] = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY - Unable to provision requested compute resources"
     assert seen()[1].endswith(job["statusReason"])
+    assert backend.states([record]) == {JOB_ID: QUEUED}
     job |= {"status": "RUNNING", "latestAttempt": {"serviceResourceId": {"value": f"x/{START.lower()}"}}}
     sagemaker.add(START)
     assert seen()[0] == "Training"
@@ -354,6 +361,7 @@ def test_a_jobs_way_through_the_queue(
     sagemaker.add(again, "Stopped")
     job |= {"status": "FAILED", "isTerminated": True}
     assert seen()[0] == "Stopped"
+    assert backend.states([record]) == {JOB_ID: "Stopped"}, "a list says what a status says"
     batch.jobs.clear()
     assert seen()[0] == "Stopped", "Batch forgets, SageMaker doesn't"
     with pytest.raises(InputError, match="nothing to stop"):

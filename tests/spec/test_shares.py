@@ -48,6 +48,7 @@ def environment(**tenants: dict[str, Any]) -> EnvironmentSpec:
         ),
         ({"acme": tenant(0, 4, share={"guaranteed": {GPU: 2}, "lend": False})}, "who borrows must lend"),
         ({"a-very-long-name": tenant(0, 4)}, "up to 14 characters, as Batch adds 40"),
+        ({"jobs": tenant(0, 4)}, "all tenants' job metrics are in the namespace trainyard/jobs"),
         ({"awsbatch-a": tenant(0, 4)}, "Batch's own training jobs are named so"),
         ({"acme": tenant(0, 4, submission="broker", share={"lend": False})}, "is for submission: queue"),
     ],

@@ -184,8 +184,7 @@ def _entry(
     if like is not None:
         check_tenant(spec, like, "--like")
         model = spec.tenant(like).model_dump(mode="json", exclude_unset=True)
-        for own in ("cluster", "training_plans"):  # capacity that was bought for the one is not the other's
-            model.pop(own, None)
+        model.pop("cluster", None)  # capacity that was bought for the one is not the other's
     budget = dict(model.get("budget", {}))
     budget |= {"monthly_usd": monthly_usd} if monthly_usd is not None else {}
     budget |= {"notify": notify} if notify else {}

@@ -17,6 +17,7 @@ from trainyard.functions.broker_ledger import UNSEEN_SECONDS, Jobs, Ledger
 from trainyard.functions.retry_rules import retry_rules
 
 BATCH = "AWSBatch"
+"""trainyard.spec.shares has it too, which a function doesn't carry."""
 NAME_LENGTH = 23
 """SageMaker's 63 characters, less Batch's own 40."""
 ENDED = ("SUCCEEDED", "FAILED")

@@ -10,6 +10,7 @@ from trainyard.isolation.evaluator import Caller
 from trainyard.isolation.policy import Policy, Statement, parse_statements
 from trainyard.isolation.templates import Deployment
 from trainyard.spec.platform import TRAINING_LOG_GROUP, EnvironmentSpec, TenantContract, parse_contract
+from trainyard.spec.shares import BATCH_PREFIX
 
 PLATFORM = "platform"
 """What a finding calls the owner of what all tenants share."""
@@ -322,7 +323,10 @@ class _Reader:
             return Thing(kind, tenant, f"{prefix}*", examples, f"{kind}s of {tenant}", context)
 
         for tenant, contract in self.contracts.items():
-            prefixes = [f"{tenant}-", *(f"{batch}{tenant}-" for batch in ("AWSBatch", "awsbatch") if contract.shares)]
+            prefixes = [
+                f"{tenant}-",
+                *(f"{batch}{tenant}-" for batch in (BATCH_PREFIX, BATCH_PREFIX.lower()) if contract.shares),
+            ]
             for prefix in prefixes:  # a queue's jobs are Batch's to name
                 job = f"arn:aws:sagemaker:{place}:training-job/{prefix}"
                 yield family("training job", tenant, job, "llama-20260101000000-0a1b")

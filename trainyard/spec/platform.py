@@ -368,6 +368,11 @@ class EnvironmentSpec(SpecModel):
 
     def _check_names(self) -> None:
         """IAM tells jobs apart by `<tenant>-*`: acme's policies would also match the jobs of acme-labs."""
+        if "jobs" in self.tenants:
+            raise ValueError(
+                "tenants.jobs: all tenants' job metrics are in the namespace trainyard/jobs, which would be this "
+                "tenant's own; take another name"
+            )
         for name in sorted(self.tenants):
             for other in sorted(self.tenants):
                 if other.startswith(f"{name}-"):

@@ -17,6 +17,7 @@ from trainyard.emulator.batch.scheduler import Held, Share, Turn, Wanted, turn
 from trainyard.emulator.info import EmulatorInfo
 from trainyard.emulator.training.job import FINAL
 from trainyard.emulator.training.jobs import ResourceLimitExceeded, TrainingJobs
+from trainyard.spec.shares import BATCH_PREFIX
 
 _FROM_SAGEMAKER = "Received status from SageMaker: "
 PREEMPTED = "Cross-share preemption triggered to reclaim borrowed capacity"
@@ -274,7 +275,7 @@ class ServiceJobs:
         with self._lock:
             if job.terminated is not None or job.training_job:
                 return
-            name = f"AWSBatch{str(job.payload.get('TrainingJobName'))[:_NAME_LENGTH]}{uuid.uuid4().hex}"
+            name = f"{BATCH_PREFIX}{str(job.payload.get('TrainingJobName'))[:_NAME_LENGTH]}{uuid.uuid4().hex}"
             try:
                 made = self._training.create({**job.payload, "TrainingJobName": name})
             except ResourceLimitExceeded as error:
