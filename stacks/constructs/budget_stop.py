@@ -58,7 +58,10 @@ class BudgetActor(Construct):
 
 
 class BudgetStop(Construct):
-    """The tenant's stop policy, and the action that puts it on whoever submits the tenant's jobs."""
+    """The tenant's stop policy, and the action that puts it on whoever submits the tenant's jobs.
+
+    What waits in a training queue by then is started all the same: Batch starts it, as a role of its own.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class BudgetStop(Construct):
             self,
             "Policy",
             path=f"{tenant.iam_path}stop/",
-            description=f"Attached while the budget of tenant {tenant.name} is spent: no job starts",
+            description=f"Attached while the budget of tenant {tenant.name} is spent: no job is submitted",
             statements=[deny("BudgetIsSpent", [CREATE_JOB, "batch:SubmitServiceJob"], {})],
         )
         budgets.CfnBudgetsAction(
