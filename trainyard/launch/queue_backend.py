@@ -92,18 +92,21 @@ class QueueBackend(SageMakerBackend):
             for job in self._in_share(queue):
                 if (job_id := wanted.get(job["jobName"])) and job_id not in found:
                     found[job_id] = _STATES.get(job.get("status", ""), QUEUED)
+                    if found[job_id] == "Failed" and _was_stopped(job, None):
+                        found[job_id] = "Stopped"
         return found
 
     def _in_share(self, queue: str) -> Iterator[dict[str, Any]]:
-        """Newest first."""
+        """Newest first. Asked status by status: of a share, Batch lists what runs alone where none is named."""
+        jobs: dict[str, dict[str, Any]] = {}
+        share = [{"name": "QUOTA_SHARE_NAME", "values": [self._contract.tenant]}]
         with aws_errors("listing", f"jobs of queue {queue.rpartition('/')[2]}"):
-            pages = (
-                self._launcher.client("batch")
-                .get_paginator("list_service_jobs")
-                .paginate(jobQueue=queue, filters=[{"name": "QUOTA_SHARE_NAME", "values": [self._contract.tenant]}])
-            )
-            jobs = [job for page in pages for job in page["jobSummaryList"]]
-        yield from sorted(jobs, key=lambda job: job.get("createdAt", 0), reverse=True)
+            paginator = self._launcher.client("batch").get_paginator("list_service_jobs")
+            for status in _STATUSES:
+                for page in paginator.paginate(jobQueue=queue, filters=share, jobStatus=status):
+                    # What went on meanwhile is listed twice: as it was seen last.
+                    jobs |= {job["jobId"]: job for job in page["jobSummaryList"]}
+        yield from sorted(jobs.values(), key=lambda job: job.get("createdAt", 0), reverse=True)
 
     def stop(self, record: JobRecord) -> None:
         """Taken out of the queue, or SIGTERM to every host, 120 s to save, then the end. Batch doesn't start it again,
@@ -120,6 +123,9 @@ class QueueBackend(SageMakerBackend):
         name = record.attempt.training_job_name
         return [broker_queue.training_job_prefix(self._contract.tenant, name), *super()._log_prefixes(record)]
 
+
+_STATUSES = ("SUBMITTED", "PENDING", "RUNNABLE", "SCHEDULED", "STARTING", "RUNNING", "SUCCEEDED", "FAILED")
+"""Batch's, in the order in which a job comes through them."""
 
 _STATES = {
     "SCHEDULED": "Starting",

@@ -167,7 +167,8 @@ def _terminate(jobs: ServiceJobs, request: dict[str, Any]) -> dict[str, Any]:
 def _list(jobs: ServiceJobs, backend: Any, request: dict[str, Any]) -> dict[str, Any]:
     queue = _queue(backend, request["jobQueue"])
     filters = {item["name"]: set(item["values"]) for item in request.get("filters") or []}
-    status = request.get("jobStatus") or ("" if filters else "RUNNING")
+    # By a job's name all are listed, else those of one status: botocore says it so of JOB_NAME and QUOTA_SHARE_NAME.
+    status = "" if "JOB_NAME" in filters else request.get("jobStatus") or "RUNNING"
 
     def wanted(job: Any) -> bool:
         fits = {"JOB_NAME": job.request["jobName"], "QUOTA_SHARE_NAME": job.share}
