@@ -103,7 +103,10 @@ def nccl_is_good(question: Question) -> Iterator[tuple[str, str]]:
             yield f"NCCL {'.'.join(map(str, version))} at {place}", f"releases {bad} are to be avoided: take another"
     if len(set(found.values())) > 1:
         told = ", ".join(f"{'.'.join(map(str, version))} at {place}" for place, version in sorted(found.items()))
-        yield f"has several NCCLs: {told}", "which one is loaded is chance: keep torch's; the Dockerfile removes the base's"
+        yield (
+            f"has several NCCLs: {told}",
+            "which one is loaded is chance: keep torch's; the Dockerfile removes the base's",
+        )
 
 
 def nccl_versions(image: Image) -> dict[str, tuple[int, ...]]:
