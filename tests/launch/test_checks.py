@@ -6,7 +6,8 @@ import pytest
 
 from trainyard import planner
 from trainyard.errors import InputError
-from trainyard.launch.checks import RunningJob, check_queue, refused_by_plan, refused_hours
+from trainyard.launch.checks import RunningJob, check_queue, refused_by_plan, refused_hours, warned_by_plan
+from trainyard.planner.results import HostMemoryPlan
 from trainyard.spec.job import JobSpec
 from trainyard.spec.platform import TenantContract
 
@@ -69,6 +70,26 @@ def test_the_plan_refuses_memory_money_and_time(job: JobSpec) -> None:
     assert plan.chosen.layout in memory
     assert "max_hours 2 is less than the 3.0 hours" in hours
     assert "max_usd 100.00 is less than the 150.00 USD" in money
+
+
+def test_a_host_that_is_too_small_has_advice_of_its_own_and_what_is_assumed_warns(job: JobSpec) -> None:
+    plan = planner.plan(job)
+
+    def with_host(**parts: float) -> planner.Plan:
+        host = {"processes_gib": 40.0, "checkpoint_gib": 10.0, "offloaded_gib": 0.0, "rank_gib": 6.0, **parts}
+        host["total_gib"] = host["processes_gib"] + host["checkpoint_gib"] + host["offloaded_gib"]
+        changed = plan.chosen.model_copy(update={"host": HostMemoryPlan(**host), "chosen": True})
+        return plan.model_copy(update={"fits": False, "configurations": (changed,), "cost": None})
+
+    large = with_host(offloaded_gib=100.0, available_gib=90.0)
+    (refusal,) = refused_by_plan(large)
+    assert "checkpoint.asynchronous: false" in refusal and "recompute" not in refusal
+    assert warned_by_plan(large) == []
+    tight = with_host(available_gib=45.0)
+    assert refused_by_plan(tight) == [], "40 of the 50 are assumed"
+    (warning,) = warned_by_plan(tight)
+    assert "which is assumed" in warning and "\n" not in warning
+    assert warned_by_plan(plan) == []
 
 
 def test_what_the_plan_does_not_know_refuses_nothing(job: JobSpec) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from trainyard import hardware
 from trainyard.errors import InputError
 from trainyard.planner.plan import Plan
+from trainyard.planner.results import Configuration
 from trainyard.spec.job import JobSpec
 from trainyard.spec.platform import QueueContract, TenantContract
 
@@ -108,9 +109,11 @@ def refused_hours(job: JobSpec, contract: TenantContract) -> list[str]:
 def refused_by_plan(plan: Plan) -> list[str]:
     """What the plan says can't work: memory, running time, money. What it doesn't know is no reason."""
     refusals = []
-    if plan.fits is False:
-        chosen = plan.chosen
+    chosen = plan.chosen
+    if plan.fits is False and not _is_of_the_host(chosen):
         refusals.append(f"{chosen.layout}: {chosen.verdict}: shard more, recompute activations, or use larger GPUs")
+    elif plan.fits is False and not _is_assumed(chosen):
+        refusals.append(f"{chosen.layout}: {chosen.verdict}: {_HOST_MEND}")
     if plan.cost is None:
         return refusals
     if plan.cost.expected_hours > plan.max_hours:
@@ -124,3 +127,32 @@ def refused_by_plan(plan: Plan) -> list[str]:
             f"expects ({plan.cost.price_basis}): raise it, or train for fewer steps"
         )
     return refusals
+
+
+def warned_by_plan(plan: Plan) -> list[str]:
+    """What may not work by a part of the plan that is assumed: no reason to refuse."""
+    chosen = plan.chosen
+    if plan.fits is not False or not _is_of_the_host(chosen) or not _is_assumed(chosen):
+        return []
+    return [f"{chosen.layout}: {chosen.verdict}, which is assumed; where the host runs out of memory: {_HOST_MEND}"]
+
+
+_HOST_MEND = (
+    "save synchronously (checkpoint.asynchronous: false), offload less (parallelism), or use more machines, or ones "
+    "with more memory"
+)
+
+
+def _is_of_the_host(item: Configuration) -> bool:
+    """Whether it is the host's memory that is too small, and not the GPU's."""
+    use, host = item.memory, item.host
+    is_gpus = use.available_gib is not None and use.total_gib > use.available_gib
+    return not is_gpus and host.available_gib is not None and host.total_gib > host.available_gib
+
+
+def _is_assumed(item: Configuration) -> bool:
+    """Whether the host would hold what is counted: a save's copies and what is offloaded to its memory. What processes,
+    the system and buffers before a disk take is assumed (planner.host_memory)."""
+    host = item.host
+    counted = host.checkpoint_gib + (0.0 if item.parallelism.offload == "nvme" else host.offloaded_gib)
+    return counted <= (host.available_gib or 0.0)

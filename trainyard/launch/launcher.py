@@ -55,7 +55,7 @@ def launch(
         checks.check_share(job, contract)
     checks.check_queue(job, contract, backend.running())
     say("planning")
-    plan, refusals = planned(job, region=contract.region)
+    plan, refusals = planned(job, region=contract.region, say=say)
     hours = checks.refused_hours(job, contract)
     if hours and contract.broker:  # which holds to it, whatever is forced here
         raise InputError(hours[0])
@@ -89,7 +89,7 @@ def launch_here(
     check_trainer()
     here = local_job(job)
     say("planning")
-    plan, refusals = planned(job, world_size=num_processes)
+    plan, refusals = planned(job, world_size=num_processes, say=say)
     forced = refuse_or_force(refusals, force)
     job_id = names.new_job_id(job.tenant or "local", job.name)
     destination = job.checkpoint.destination or str((folder / job_id).resolve())
@@ -109,9 +109,10 @@ def launch_here(
 
 
 def planned(
-    job: JobSpec, *, region: str = DEFAULT_REGION, world_size: int | None = None
+    job: JobSpec, *, region: str = DEFAULT_REGION, world_size: int | None = None, say: Say = say_nothing
 ) -> tuple[dict[str, Any], list[str]]:
-    """The plan as JSON, and what it refuses. A model that can't be planned can be launched with a stated layout."""
+    """The plan as JSON, and what it refuses; what it is only unsure of is said. A model that can't be planned can be
+    launched with a stated layout."""
     planner.resolve(job, world_size=world_size)
     # Outside of what follows: prices that can't be read are no model that can't be planned, which isn't refused.
     book = PriceBook.opened(price_file(), today=datetime.date.today())
@@ -119,6 +120,8 @@ def planned(
         plan = planner.plan(job, region=region, book=book)
     except InputError as error:
         return {"job": job.name, "unplanned": str(error)}, []
+    for warning in checks.warned_by_plan(plan):
+        say(f"warning: {warning}")
     return plan.model_dump(mode="json"), checks.refused_by_plan(plan)
 
 
