@@ -1,18 +1,22 @@
 """Saves, failures, hours and dollars: closed forms against the same events played one by one, and by hand."""
 
 import datetime
+import io
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from trainyard.errors import InputError
 from trainyard.hardware import PriceBook, instance, price
-from trainyard.planner import plan
+from trainyard.launch.checks import refused_by_plan
+from trainyard.planner import plan, search
 from trainyard.planner.goodput import (
     RESTART_SECONDS,
     Saving,
@@ -26,7 +30,10 @@ from trainyard.planner.goodput import (
 )
 from trainyard.planner.host_memory import host_memory
 from trainyard.planner.layout import Layout
-from trainyard.planner.money import ONE_IN_TEN
+from trainyard.planner.money import ONE_IN_TEN, todays_book
+from trainyard.planner.page import page_of
+from trainyard.planner.render import print_plan
+from trainyard.planner.render_search import render_search
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.simulation import mean_seconds, play
 from trainyard.spec.job import JobSpec
@@ -76,6 +83,30 @@ def test_a_run_that_never_gets_on_is_endless_in_both() -> None:
     assert expected_seconds(50_000, hopeless) > 1e12
     with pytest.raises(ValueError, match="never ends"):
         play(50_000, hopeless, seed=1, most_failures=2000)
+
+
+def test_without_saves_a_long_run_does_not_finish_and_words_say_so(job: MakeJob) -> None:
+    unsaved = Saving(interval=math.inf, stall=2, save=60, recovery=300, between_failures=40_000)
+    for work in (1e5, 1e6, 1e7, 2e7, 2.5e7, 3e7, 1e12):
+        total = expected_seconds(work, unsaved)
+        assert total == math.inf or total < 1e6 * work
+        assert math.isfinite(spread_of_failures(work, unsaved))
+    assert expected_seconds(1e5, unsaved) < 1e6 and expected_seconds(2e7, unsaved) == math.inf
+    spec = job(training={"steps": 200_000_000}, checkpoint={"every_minutes": 1e9})
+    endless = plan(spec)
+    assert endless.cost is not None and endless.cost.expected_hours == math.inf
+    shown = Console(width=200, record=True, file=io.StringIO())
+    print_plan(endless, shown)
+    assert "cost: unknown: the run does not finish" in shown.export_text()
+    reason = refused_by_plan(endless)[-1]
+    assert "does not finish" in reason and "\n" not in reason
+    found = search(spec, instances=["p5.48xlarge"], max_nodes=1)
+    assert not any(item.chosen or item.on_front for item in found.options)
+    assert "on no machines does the run finish" in found.notes[-1]
+    page = page_of(spec, endless, book=todays_book(), search=found)
+    shown.print(render_search(found))
+    for text in (page, shown.export_text()):
+        assert "does not finish" in text and not re.search(r"\binf\b", text)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,5 +1,6 @@
 """What is refused before anything is submitted, each in one line that says how to mend it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,6 +117,8 @@ def refused_by_plan(plan: Plan) -> list[str]:
         refusals.append(f"{chosen.layout}: {chosen.verdict}: {_HOST_MEND}")
     if plan.cost is None:
         return refusals
+    if not math.isfinite(plan.cost.expected_hours):
+        return [*refusals, "the run does not finish: it fails more often than it saves; set checkpoint.every_minutes"]
     if plan.cost.expected_hours > plan.max_hours:
         refusals.append(
             f"compute.max_hours {plan.max_hours:g} is less than the {plan.cost.expected_hours:.1f} hours that the plan "

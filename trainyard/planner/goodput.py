@@ -53,6 +53,9 @@ FAILURE_RATE_SPREAD = 1.7
 """Factor up and down of published failure rates: 2.3 (Meta, arXiv:2602.00277) to 6.5 (arXiv:2410.21680) per 1000 node
 days around Llama 3's 3.79."""
 
+MOST_TIMES_THE_WORK = 1e6
+"""A run that takes longer than so many times its work does not finish."""
+
 TierName = Literal["nvme", "fsx", "s3"]
 
 
@@ -127,7 +130,8 @@ def best_interval_seconds(stall: float, between_failures: float) -> float:
 
 
 def expected_seconds(work: float, saving: Saving) -> float:
-    """Mean wall-clock time of `work` seconds of training, saves and failures included; infinite where none gets on."""
+    """Mean wall-clock time of `work` seconds of training, saves and failures included; infinite where it would be more
+    than MOST_TIMES_THE_WORK: nobody waits for that, and its dollars would be numbers of a hundred digits."""
     interval = min(saving.interval, work)
     if work <= 0:
         return 0.0
@@ -142,7 +146,8 @@ def expected_seconds(work: float, saving: Saving) -> float:
         piece = mean * math.exp(saving.recovery / mean) * math.expm1((interval + saving.stall) / mean)
     except OverflowError:
         return math.inf
-    return work / interval * piece / share
+    total = work / interval * piece / share
+    return total if total <= MOST_TIMES_THE_WORK * work else math.inf
 
 
 def spread_of_failures(work: float, saving: Saving) -> float:
@@ -157,9 +162,9 @@ def spread_of_failures(work: float, saving: Saving) -> float:
     interval = min(saving.interval, work) + saving.stall
     fixed = saving.save + saving.recovery
     square = interval**2 / 3 + interval * fixed + fixed**2
-    by_chance = count * square
-    by_rate = (count * (interval / 2 + fixed) * math.log(FAILURE_RATE_SPREAD) / 1.2816) ** 2
-    return math.sqrt(by_chance + by_rate) / total
+    by_chance = math.sqrt(count * square)
+    by_rate = count * (interval / 2 + fixed) * math.log(FAILURE_RATE_SPREAD) / 1.2816
+    return math.hypot(by_chance, by_rate) / total
 
 
 @dataclass(frozen=True)

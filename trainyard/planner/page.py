@@ -10,7 +10,7 @@ from html import escape
 from trainyard.errors import InputError
 from trainyard.hardware import PriceBook
 from trainyard.planner.drawing import COLOURS, WIDTH, Bar, Picture, Scale, legend, stacked_bars
-from trainyard.planner.render import count_of, usd_of
+from trainyard.planner.render import UNFINISHED, count_of, hours_of, usd_of
 from trainyard.planner.results import Configuration, Option, Plan, Search
 from trainyard.planner.scaling import Point, scaling
 from trainyard.planner.search import search as search_machines
@@ -67,7 +67,9 @@ def _headline(plan: Plan) -> str:
     where = f"{plan.instance_count} x {plan.instance_type}" if plan.instance_type else f"{plan.num_gpus} processes here"
     length = f"{plan.steps:,} steps" if plan.steps else "by epochs"
     words = f"{count_of(plan.params)} parameters, {length}, on {where}: {plan.chosen.layout}."
-    if plan.cost is not None:
+    if plan.cost is not None and not math.isfinite(plan.cost.expected_hours):
+        words += f" It {UNFINISHED}: it fails more often than it saves."
+    elif plan.cost is not None:
         cost = plan.cost
         words += f" {cost.expected_hours:,.4g} h ({cost.expected_hours_low:,.4g} to {cost.expected_hours_high:,.4g})"
         words += f", {usd_of(cost.planned_usd)}"
@@ -217,7 +219,8 @@ def _frame(picture: Picture, across: Scale, up: Scale) -> None:
 
 
 def _money(found: Search | None) -> str:
-    priced = [item for item in found.options if item.usd is not None and item.expected_hours] if found else []
+    options = found.options if found else ()
+    priced = [item for item in options if item.usd is not None and item.expected_hours and math.isfinite(item.usd)]
     shown = [item for item in priced if item.on_front or item.chosen]
     shown += [item for item in priced if item not in shown][: max(0, 24 - len(shown))]
     if not shown:
@@ -275,7 +278,7 @@ def _table(found: Search) -> str:
     rows = []
     for item in [option for option in found.options if option.usd is not None][:16]:
         kind = ' class="chosen"' if item.chosen else ""
-        hours = f"{item.expected_hours:,.4g}" if item.expected_hours is not None else "-"
+        hours = hours_of(item.expected_hours)
         cells = (
             f"<td>{'→' if item.chosen else '∗' if item.on_front else ''}</td>"
             f"<td>{item.instance_count} x {escape(item.instance_type)}</td><td>{escape(item.configuration.layout)}</td>"

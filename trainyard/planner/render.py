@@ -1,5 +1,6 @@
 """A plan as tables in the terminal. It and `render_search` need rich, which the container lacks."""
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console, Group
@@ -45,10 +46,20 @@ def count_of(number: int) -> str:
 
 
 def usd_of(amount: float | None) -> str:
-    """Dollars and cents; unknown where there is no price."""
-    if amount is None:
+    """Dollars and cents; unknown where there is no price, or where the run does not finish."""
+    if amount is None or not math.isfinite(amount):
         return "unknown"
     return f"${amount:,.2f}" if amount >= 0.01 else "less than $0.01"
+
+
+UNFINISHED = "does not finish"
+
+
+def hours_of(hours: float | None) -> str:
+    """Hours without their unit; in words where the run does not finish."""
+    if hours is None:
+        return "-"
+    return f"{hours:,.4g}" if math.isfinite(hours) else UNFINISHED
 
 
 def _configurations(plan: Plan) -> Table:
@@ -128,6 +139,8 @@ def _saves(save: CheckpointPlan) -> list[str]:
 
 
 def _dollars(plan: Plan, cost: Cost) -> list[str]:
+    if not math.isfinite(cost.expected_hours):
+        return [f"cost: unknown: the run {UNFINISHED}; it fails more often than it saves: checkpoint.every_minutes"]
     limit = f" of {usd_of(plan.max_usd)}" if plan.max_usd is not None else ""
     dated = f", as of {cost.price_as_of}" if cost.price_as_of else ""
     time = f"{cost.expected_hours:,.4g} of {plan.max_hours:,.4g} h"

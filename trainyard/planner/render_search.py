@@ -1,10 +1,12 @@
 """A search as tables in the terminal."""
 
+import math
+
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from trainyard.planner.render import alternatives_table, count_of, usd_of
+from trainyard.planner.render import alternatives_table, count_of, hours_of, usd_of
 from trainyard.planner.results import Option, Search
 
 MAX_FITTING_ROWS = 14
@@ -63,8 +65,9 @@ def _cells(item: Option) -> tuple[str, ...]:
     use = item.configuration
     time = use.time
     between = "-"
-    if item.expected_hours_low is not None and item.expected_hours_high is not None:
-        between = f"{item.expected_hours_low:,.3g}-{item.expected_hours_high:,.3g}"
+    low, high = item.expected_hours_low, item.expected_hours_high
+    if low is not None and high is not None and math.isfinite(high):
+        between = f"{low:,.3g}-{high:,.3g}"
     fits = bool(use.fits)
     return (
         "->" if item.chosen else "*" if item.on_front else "",
@@ -76,7 +79,7 @@ def _cells(item: Option) -> tuple[str, ...]:
         f"{use.memory.total_gib:.1f}",
         f"{time.step_seconds:.4g}" if fits and time else "-",
         f"{time.mfu:.1%}" if fits and time else "-",
-        f"{item.expected_hours:,.4g}" if item.expected_hours is not None else "-",
+        hours_of(item.expected_hours),
         between,
         "-" if not fits else usd_of(item.usd),
         item.verdict,

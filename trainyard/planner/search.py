@@ -399,7 +399,8 @@ def _money(item: Option) -> tuple[float, float]:
 def front_of(options: Sequence[Option]) -> list[Option]:
     """Those that no other one beats in hours and dollars together; what has no price can't be compared."""
     priced = sorted(
-        (item for item in options if item.usd is not None), key=lambda item: (item.expected_hours, item.usd)
+        (item for item in options if item.usd is not None and math.isfinite(item.usd)),
+        key=lambda item: (item.expected_hours, item.usd),
     )
     found: list[Option] = []
     for item in priced:
@@ -411,6 +412,8 @@ def front_of(options: Sequence[Option]) -> list[Option]:
 def _obstacle(item: Option, limit: float, budget: float | None) -> str | None:
     """Why an option that fits may not be chosen."""
     hours = item.expected_hours if item.expected_hours is not None else math.inf
+    if item.expected_hours is not None and not math.isfinite(hours):
+        return "does not finish: it fails more often than it saves"
     if hours > limit:
         return f"too slow: {hours:,.4g} h of the {limit:,.4g} allowed"
     if budget is not None and item.usd is not None and item.usd > budget:
@@ -456,6 +459,8 @@ def _nothing_chosen(ranked: Sequence[Option], limit: float, budget: float | None
     fastest = min(fitting, key=lambda item: item.expected_hours or math.inf)
     asked = f"{limit:,.4g} h" + (f" and ${budget:,.2f}" if budget is not None else "")
     price = f" for ${fastest.usd:,.2f}" if fastest.usd is not None else ""
+    if fastest.expected_hours is not None and not math.isfinite(fastest.expected_hours):
+        return f"nothing keeps to {asked}: on no machines does the run finish, as it fails more often than it saves"
     return (
         f"nothing keeps to {asked}: the fastest takes {fastest.expected_hours or math.inf:,.4g} h{price} "
         f"({fastest.instance_count} x {fastest.instance_type}); allow more (--deadline-hours, budget.max_usd) or more "
