@@ -1,6 +1,6 @@
 """Today's prices from AWS itself: Price List (EC2's and SageMaker's own rates), spot history, blocks and plans.
 
-Each answer becomes rows as in trainyard/hardware/aws_prices.csv, dated today, in a file that plans read before the
+Each answer becomes rows as in trainyard/hardware/aws_prices.csv, dated today, in a file that plans read beside the
 shipped table. What one service refuses or doesn't know is named and leaves the others' rows alone.
 """
 
