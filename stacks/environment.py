@@ -22,4 +22,4 @@ def deploy_environment(scope: Construct, environment: EnvironmentSpec) -> None:
         training = TrainingStack(scope, tenant=tenant, foundation=foundation, budget_actor=platform.budget_actor)
         for stack in (foundation, training):
             tag_tenant(stack, tenant)
-        training.add_dependency(platform, "its shares are of the platform's queues, which it names")
+        training.add_stack_dependency(platform, "its shares are of the platform's queues, which it names")

@@ -67,7 +67,8 @@ def test_an_organization_with_a_trail_of_its_own_gets_no_second_one(
     content["tenants"] = {"acme": content["tenants"]["acme"]}
     made = synthesize(type(environments["local"]).model_validate({**content, "audit": {"trail": False}}))
     kinds = {item["Type"] for item in made["trainyard-local-platform"]["Resources"].values()}
-    assert kinds == {"AWS::ECR::Repository", "AWS::IAM::Role", "AWS::SSM::Parameter"}
+    queues = {f"AWS::Batch::{kind}" for kind in ("JobQueue", "SchedulingPolicy", "ServiceEnvironment")}
+    assert kinds == {"AWS::ECR::Repository", "AWS::IAM::Role", "AWS::SSM::Parameter", *queues}
 
 
 def test_unusual_spending_is_watched_only_where_it_is_asked_for(templates: dict[str, Any]) -> None:

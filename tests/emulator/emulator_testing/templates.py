@@ -295,6 +295,40 @@ def queues() -> dict[str, Any]:
                 "ServiceEnvironmentOrder": [{"Order": 1, "ServiceEnvironment": att("Place", "ServiceEnvironmentArn")}],
             },
         ),
+        **_shared_queue(),
+    }
+
+
+def _shared_queue() -> dict[str, Any]:
+    """A queue that is divided into shares, and one of them."""
+    limit = [{"MaxCapacity": 4, "CapacityUnit": "ml.p5.4xlarge"}]
+    return {
+        "SharedPlace": resource(
+            "Batch::ServiceEnvironment", {"ServiceEnvironmentType": "SAGEMAKER_TRAINING", "CapacityLimits": limit}
+        ),
+        "Shares": resource("Batch::SchedulingPolicy", {"QuotaSharePolicy": {"IdleResourceAssignmentStrategy": "FIFO"}}),
+        "SharedQueue": resource(
+            "Batch::JobQueue",
+            {
+                "JobQueueType": "SAGEMAKER_TRAINING",
+                "Priority": 1,
+                "SchedulingPolicyArn": att("Shares", "Arn"),
+                "ServiceEnvironmentOrder": [
+                    {"Order": 1, "ServiceEnvironment": att("SharedPlace", "ServiceEnvironmentArn")}
+                ],
+            },
+        ),
+        "Share": resource(
+            "Batch::QuotaShare",
+            {
+                "QuotaShareName": "acme",
+                "JobQueue": ref("SharedQueue"),
+                "CapacityLimits": limit,
+                "ResourceSharingConfiguration": {"Strategy": "RESERVE"},
+                "PreemptionConfiguration": {"InSharePreemption": "DISABLED"},
+                "State": "ENABLED",
+            },
+        ),
     }
 
 
