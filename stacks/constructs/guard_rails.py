@@ -6,9 +6,12 @@ are spelled as the service authorization reference of September 2026 has them: s
 of older pages are on no request any more, so that a rule on their absence would refuse every job.
 """
 
+import json
 from collections.abc import Mapping
 from string import ascii_uppercase
+from typing import Any
 
+from aws_cdk import Stack
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
@@ -16,16 +19,21 @@ from stacks.constructs.acknowledged import acknowledge_wildcards
 from stacks.constructs.machine_permissions import machine_actions, only_login_nodes
 from stacks.constructs.network import TenantNetwork
 from stacks.naming import PARTITION, TAG_TENANT, TenantScope
+from trainyard.errors import InputError
 from trainyard.hardware import instance
 
 Conditions = Mapping[str, Mapping[str, object]]
+
+MAX_POLICY_CHARACTERS = 6144
+"""IAM: of a managed policy, white space not counted."""
 
 CREATE_JOB = "sagemaker:CreateTrainingJob"
 INVOKE = "lambda:InvokeFunction"
 SUBMIT_JOB = "batch:SubmitServiceJob"
 TAG_JOB = "batch:TagResource"
 STOP_QUEUED_JOB = "batch:TerminateServiceJob"
-REGISTER_MODELS = ["sagemaker:CreateModelPackage", "sagemaker:CreateModelPackageGroup"]
+REGISTER_MODELS = ["sagemaker:CreateModelPackage*"]
+"""A model package and its group."""
 
 ALLOWED_ACTIONS = [
     "batch:Describe*",
@@ -34,10 +42,8 @@ ALLOWED_ACTIONS = [
     "cloudwatch:Get*",
     "cloudwatch:List*",
     "cloudwatch:PutMetricData",
-    "ec2:CreateNetworkInterface",
-    "ec2:CreateNetworkInterfacePermission",
-    "ec2:DeleteNetworkInterface",
-    "ec2:DeleteNetworkInterfacePermission",
+    "ec2:CreateNetworkInterface*",
+    "ec2:DeleteNetworkInterface*",
     "ec2:Describe*",
     "ecr:BatchCheckLayerAvailability",
     "ecr:BatchGetImage",
@@ -136,6 +142,8 @@ class TenantBoundary(Construct):
                     actions=[CREATE_JOB, "sagemaker:StopTrainingJob"],
                     not_resources=tenant.training_jobs,
                 ),
+                # It shows a queued job's whole request, and IAM can't scope it; listings show names and states.
+                deny("NoForeignRequests", ["batch:DescribeServiceJob"], {}),
                 *_broker(tenant),
                 *only_login_nodes(tenant),
                 iam.PolicyStatement(
@@ -159,6 +167,7 @@ class TenantBoundary(Construct):
                 ),
             ],
         )
+        _check_size(self.policy, tenant)
         grants_nothing = (
             "A boundary grants nothing: it is the most that the roles' own policies, exact to the resource,"
         )
@@ -193,8 +202,6 @@ def _queue(tenant: TenantScope) -> list[iam.PolicyStatement]:
         deny("QueuedOwnTag", [SUBMIT_JOB], {"StringNotEquals": {tag: tenant.name}}),
         # A negated operator also matches an absent key: a job that nobody has tagged is not ended either.
         deny("OwnQueuedJobs", [STOP_QUEUED_JOB], {"StringNotEquals": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}}),
-        # It shows a job's whole request, and IAM can't scope it: listings show names, states and reasons.
-        deny("NoForeignRequests", ["batch:DescribeServiceJob"], {}),
     ]
 
 
@@ -203,6 +210,27 @@ def deny(sid: str, actions: list[str], conditions: Conditions) -> iam.PolicyStat
     return iam.PolicyStatement(
         sid=sid, effect=iam.Effect.DENY, actions=actions, resources=["*"], conditions=dict(conditions)
     )
+
+
+def _check_size(policy: iam.ManagedPolicy, tenant: TenantScope) -> None:
+    """InputError for a boundary that IAM wouldn't take half-way through a deployment."""
+    document = _as_deployed(Stack.of(policy).resolve(policy.document))
+    length = len(json.dumps(document, separators=(",", ":")))
+    if length > MAX_POLICY_CHARACTERS:
+        raise InputError(
+            f"tenants.{tenant.name}.queues: with {len(tenant.instance_types)} instance types the tenant's permissions "
+            f"boundary would have {length:,} characters, and IAM takes {MAX_POLICY_CHARACTERS:,}: name fewer types, or "
+            "split the tenant"
+        )
+
+
+def _as_deployed(value: Any) -> Any:
+    """A document with ids as long as EC2's in the place of references."""
+    if isinstance(value, dict):
+        if len(value) == 1 and next(iter(value)) in ("Ref", "Fn::GetAtt"):
+            return "subnet-0123456789abcdef0"
+        return {key: _as_deployed(item) for key, item in value.items()}
+    return [_as_deployed(item) for item in value] if isinstance(value, list) else value
 
 
 def _account(tenant: TenantScope) -> str:

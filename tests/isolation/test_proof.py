@@ -191,6 +191,18 @@ def test_a_deny_all_is_no_proof(altered: Alter) -> None:
     assert all("statement Shut" in item.decided_by[0] for item in proof.denied_own)
 
 
+def test_machines_that_cannot_do_a_jobs_work_are_seen(altered: Alter) -> None:
+    """They may join the cluster and nothing else: the job role's rights are no answer for theirs."""
+
+    def edit(templates: Any) -> None:
+        policy = resource(templates, "AWS::IAM::Policy", "PermissionsNodes")["PolicyDocument"]
+        policy["Statement"] = [item for item in policy["Statement"] if item["Sid"] == "JoinCluster"]
+
+    denied = prove(altered(edit)).denied_own
+    assert {item.principal for item in denied} == {"RolesNodes"}
+    assert {"read its inputs", "write checkpoints", "write logs"} <= {item.stated for item in denied}
+
+
 def test_a_misspelt_condition_key_is_said(altered: Alter) -> None:
     def edit(templates: Any) -> None:
         found = statement(templates, "AWS::IAM::ManagedPolicy", "BoundaryPolicy", "JobsNoShell")

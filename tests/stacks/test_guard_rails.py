@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from trainyard.errors import InputError
+from trainyard.hardware.instances import instance_types
+
 STACK = "trainyard-local-acme-foundation"
 JOB = "arn:aws:sagemaker:us-east-1:123456789012:training-job/acme-llama-20260101000000-0a1b"
 EVERYTHING = {"Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
@@ -167,6 +170,22 @@ def test_only_job_roles_lie_where_roles_may_be_passed_from(account: Any) -> None
     roles = account.resources(STACK, "AWS::IAM::Role")
     passable = {name for name, role in roles.items() if role["Path"].startswith("/trainyard/local/acme/jobs/")}
     assert passable == {account.only(STACK, "AWS::IAM::Role", "RolesJob")}
+
+
+def test_a_boundary_too_long_for_iam_is_refused_before_a_deployment(
+    synthesize: Callable[..., Any], environments: dict[str, Any]
+) -> None:
+    """A tenant that queues has a queue and a share there for each type; nothing is synthesized."""
+    kinds = [f"ml.{kind}" for kind in sorted(instance_types())]
+    local = environments["local"].model_dump(mode="json")
+    local["max_instances"] = dict.fromkeys(kinds, 1)
+    queue = {"instance_types": kinds, "max_instances": 1, "multi_node": False}
+    local["tenants"] = {"acme": {**local["tenants"]["acme"], "submission": "queue", "queues": {"gpu": queue}}}
+    with pytest.raises(
+        InputError, match=r"tenants\.acme\.queues: with \d+ instance types .* IAM takes 6,144"
+    ) as caught:
+        synthesize(type(environments["local"]).model_validate(local))
+    assert "\n" not in str(caught.value)
 
 
 def test_policies_fit_into_iam(templates: dict[str, Any]) -> None:

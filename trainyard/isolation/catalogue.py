@@ -302,7 +302,9 @@ LISTINGS: tuple[str, ...] = (
     *_actions("batch", "DescribeJobQueues DescribeSchedulingPolicies DescribeServiceEnvironments ListServiceJobs"),
     *_actions("cloudwatch", "DescribeAlarms GetMetricData GetMetricStatistics ListMetrics"),
     *_actions(
-        "ec2", "DescribeDhcpOptions DescribeNetworkInterfaces DescribeSecurityGroups DescribeSubnets DescribeVpcs"
+        "ec2",
+        "DescribeDhcpOptions DescribeInstances DescribeNetworkInterfaces DescribeSecurityGroups DescribeSubnets "
+        "DescribeVpcs",
     ),
     *_actions("sagemaker", "ListTrainingJobs ListModelPackageGroups"),
     *_actions("servicequotas", "GetServiceQuota ListServiceQuotas"),

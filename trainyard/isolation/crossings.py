@@ -302,7 +302,7 @@ class Crossings:
 
     def _shells(self, role: Role, tenant: str) -> Iterator[Question]:
         """A shell on a machine of the own cluster that is no login node, on one without a tag, or by another document
-        than that of an interactive shell."""
+        than that of an interactive shell; somebody else's shell."""
         machine, start = f"arn:aws:ec2:{self._place}:instance/i-own", "ssm:StartSession"
         owner, node = f"ssm:resourcetag/{TENANT_TAG}", f"ssm:resourcetag/{NODE_TAG}"
         yield self._ask(role, tenant, GUARD_RAIL, start, machine, {owner: tenant, node: "compute"})
@@ -311,6 +311,9 @@ class Crossings:
         yield self._ask(role, tenant, GUARD_RAIL, start, machine, {"ssm:sessiondocumentaccesscheck": "false"})
         tunnel = f"arn:aws:ssm:{self._place}:document/AWS-StartPortForwardingSession"
         yield self._ask(role, tenant, GUARD_RAIL, start, tunnel, {})
+        if role.label in ("launcher", "auditor", "operator"):  # people; the login node's agent serves all its sessions
+            session, who = f"arn:aws:ssm:{self._place}:session/AROAOTHER:bob-0123456789abcdef0", "AROAEXAMPLE:ana"
+            yield self._ask(role, tenant, GUARD_RAIL, "ssmmessages:OpenDataChannel", session, {"aws:userid": who})
 
     def _queue_rules(self, role: Role, tenant: str) -> Iterator[Question]:
         """Jobs for a queue that don't say whose they are, and jobs there that nobody has tagged."""

@@ -12,6 +12,7 @@ from trainyard.isolation.account import NODE_TAG, SHARED_LOG_GROUP, TENANT_TAG, 
 from trainyard.isolation.conditions import Context, Value
 from trainyard.isolation.crossings import CREATE_JOB, OUTSIDER, SUBMIT, image_layers, share_arn, somebody
 from trainyard.isolation.evaluator import Caller, Request
+from trainyard.spec.shares import BATCH_PREFIX
 
 _ABSENT = frozenset({"aws:principaltag/*", "aws:resourcetag/*", "aws:requesttag/*"})
 _SDK_UPLOAD = frozenset({"s3:x-amz-server-side-encryption", "s3:x-amz-server-side-encryption-aws-kms-key-id"})
@@ -40,7 +41,7 @@ class Needs:
         self.job_id = f"{tenant}-llama-20260101000000-0a1b"
         """The job that these needs are about."""
         # A queue's training jobs are called by Batch.
-        name = f"AWSBatch{tenant}-0a1b2c3d{'0' * 32}" if self._contract.shares else self.job_id
+        name = f"{BATCH_PREFIX}{tenant}-0a1b2c3d{'0' * 32}" if self._contract.shares else self.job_id
         self._job = f"arn:aws:sagemaker:{self._place}:training-job/{name}"
         self._stream = f"{self._group(SHARED_LOG_GROUP)}:log-stream:{name}/algo-1-1700000000"
         self._submitter = "broker" if self._contract.broker else "launcher"
@@ -251,42 +252,42 @@ class Needs:
         ):
             stated: dict[str, Value] = {"s3:prefix": prefix}
             name = self._bucket(bucket)
-            yield from self._may("job", "list its files", "s3:ListBucket", name, stated=stated, endpoint="s3")
+            yield from self._may(label, "list its files", "s3:ListBucket", name, stated=stated, endpoint="s3")
         # What a killed save left on its way is found, and aborted, by the next one.
         where, prefix = self._bucket(buckets.checkpoints), f"{folder}/checkpoints/"
         uploads, stated = "s3:ListBucketMultipartUploads", {"s3:prefix": prefix}
-        yield from self._may("job", "find unfinished uploads", uploads, where, stated=stated, endpoint="s3")
+        yield from self._may(label, "find unfinished uploads", uploads, where, stated=stated, endpoint="s3")
         read = (
             self._bucket(buckets.data, "train/part-0.jsonl"),
             self._bucket(buckets.data, f"{folder}/spec/resolved_job.json"),
             self._bucket(buckets.artifacts, f"{model}/model.safetensors"),
         )
-        yield from self._may("job", "read its inputs", "s3:GetObject", *read, endpoint="s3")
+        yield from self._may(label, "read its inputs", "s3:GetObject", *read, endpoint="s3")
         mine = self._bucket(buckets.checkpoints, f"{folder}/checkpoints/step-1/shard-0")
-        yield from self._may("job", "read and prune checkpoints", "s3:GetObject s3:DeleteObject", mine, endpoint="s3")
+        yield from self._may(label, "read and prune checkpoints", "s3:GetObject s3:DeleteObject", mine, endpoint="s3")
         write = "s3:PutObject s3:AbortMultipartUpload s3:ListMultipartUploadParts"
-        yield from self._may("job", "write checkpoints", write, mine, absent=_SDK_UPLOAD, endpoint="s3")
+        yield from self._may(label, "write checkpoints", write, mine, absent=_SDK_UPLOAD, endpoint="s3")
         via = self._via_s3(buckets.data)
-        yield from self._may("job", "decrypt data", "kms:Decrypt", keys.data, stated=via, endpoint="kms")
+        yield from self._may(label, "decrypt data", "kms:Decrypt", keys.data, stated=via, endpoint="kms")
         via = self._via_s3(buckets.artifacts)
-        yield from self._may("job", "decrypt models", "kms:Decrypt", keys.artifacts, stated=via, endpoint="kms")
+        yield from self._may(label, "decrypt models", "kms:Decrypt", keys.artifacts, stated=via, endpoint="kms")
         encrypt = "kms:GenerateDataKey kms:Decrypt"
         via = self._via_s3(buckets.checkpoints)
-        yield from self._may("job", "encrypt checkpoints", encrypt, keys.checkpoints, stated=via, endpoint="kms")
+        yield from self._may(label, "encrypt checkpoints", encrypt, keys.checkpoints, stated=via, endpoint="kms")
         shared, own = self._group(SHARED_LOG_GROUP), self._group(contract.log_group)
         groups = (shared, f"{shared}:*", own, f"{own}:*")
-        yield from self._may("job", "open log streams", "logs:CreateLogStream", *groups, endpoint="logs")
-        yield from self._may("job", "make SageMaker's log group", "logs:CreateLogGroup", shared, f"{shared}:*")
+        yield from self._may(label, "open log streams", "logs:CreateLogStream", *groups, endpoint="logs")
+        yield from self._may(label, "make SageMaker's log group", "logs:CreateLogGroup", shared, f"{shared}:*")
         streams = (self._stream, f"{own}:log-stream:{self.job_id}")
-        yield from self._may("job", "write logs", "logs:PutLogEvents", *streams, endpoint="logs")
+        yield from self._may(label, "write logs", "logs:PutLogEvents", *streams, endpoint="logs")
         space: dict[str, Value] = {"cloudwatch:namespace": f"trainyard/{self._tenant}"}
         publish = "cloudwatch:PutMetricData"
-        yield from self._may("job", "write metrics", publish, "*", stated=space, endpoint="monitoring")
+        yield from self._may(label, "write metrics", publish, "*", stated=space, endpoint="monitoring")
         pull = "ecr:BatchCheckLayerAvailability ecr:BatchGetImage ecr:GetDownloadUrlForLayer"
         repository = next(thing.pattern for thing in self._account.things_of(None, "image repository"))
-        yield from self._may("job", "log in to the registry", "ecr:GetAuthorizationToken", "*", endpoint="ecr.api")
-        yield from self._may("job", "pull the image", pull, repository, endpoint="ecr.dkr")
-        yield from self._may("job", "find the file system", "fsx:DescribeFileSystems", self._file_system())
+        yield from self._may(label, "log in to the registry", "ecr:GetAuthorizationToken", "*", endpoint="ecr.api")
+        yield from self._may(label, "pull the image", pull, repository, endpoint="ecr.dkr")
+        yield from self._may(label, "find the file system", "fsx:DescribeFileSystems", self._file_system())
 
     def _job_volume(self) -> Iterator[Need]:
         """SageMaker gives the job a volume as the job's role."""
@@ -460,7 +461,11 @@ class Needs:
         }
         machine = f"arn:aws:ec2:{self._place}:instance/i-0123456789abcdef0"
         document = f"arn:aws:ssm:{self._place}:document/SSM-SessionManagerRunShell"
+        yield from self._may("launcher", "find the login node", "ec2:DescribeInstances", "*")
         yield from self._may("launcher", "open a shell", "ssm:StartSession", machine, document, stated=tags)
+        mine: dict[str, Value] = {"aws:userid": "AROAEXAMPLE:ana"}
+        session = f"arn:aws:ssm:{self._place}:session/AROAEXAMPLE:ana-0123456789abcdef0"
+        yield from self._may("launcher", "talk to its shell", "ssmmessages:OpenDataChannel", session, stated=mine)
         service = Caller(
             f"arn:aws:iam::{self._id}:role/aws-service-role/pcs.amazonaws.com/AWSServiceRoleForPCS", self._id
         )

@@ -17,6 +17,7 @@ from trainyard.isolation.crossings import CREATE_JOB, FOREIGN_TYPE, OUTSIDER, SU
 from trainyard.isolation.evaluator import Caller, Request
 from trainyard.isolation.policy import Policy, parse_statements
 from trainyard.isolation.templates import Deployment
+from trainyard.spec.shares import BATCH_PREFIX
 
 ADMINISTRATOR = {"Statement": [{"Sid": "Administrator", "Effect": "Allow", "Action": "*", "Resource": "*"}]}
 """What somebody has attached to the role."""
@@ -96,6 +97,7 @@ def rail_cases(account: Account, tenant: str, other: str) -> Iterator[RailCase]:
     else:
         yield from cases.jobs()
         yield from cases.volumes()
+    yield from cases.requests()
     yield from cases.siblings()
     yield from cases.roles()
     yield from cases.objects()
@@ -243,7 +245,7 @@ class _Cases:
         return self._submit(rail, "a proper job", action=SUBMIT, resource=share, stated=stated)
 
     def queue(self) -> Iterator[RailCase]:
-        """A job for a queue: the own share, the own tag; nobody's request read; no other tenant's job ended."""
+        """A job for a queue: the own share, the own tag; no other tenant's job ended."""
         proper = self._proper_case("OwnShare")
         yield replace(proper, allowed=True)
         queue = next(iter(self._own.shares.values())).queue
@@ -262,13 +264,16 @@ class _Cases:
         yield self._case(rail, "a job that nobody tagged", action=end, resource=job, stated={})
         stop, rail = "sagemaker:StopTrainingJob", "OwnJobs"
         for owner, whose in ((self._tenant, "the own"), (self._foreign_tag, "another tenant's")):
-            started = f"arn:aws:sagemaker:{self._place}:training-job/AWSBatch{owner}-0a1b"
+            started = f"arn:aws:sagemaker:{self._place}:training-job/{BATCH_PREFIX}{owner}-0a1b"
             yield self._case(
                 rail, f"{whose} job", action=stop, resource=started, stated={}, allowed=owner == self._tenant
             )
+
+    def requests(self) -> Iterator[RailCase]:
+        """What jobs in the shared queues ask for is nobody's to read, of a tenant that doesn't queue either."""
         rail = "NoForeignRequests"
-        names, request = "batch:ListServiceJobs", "batch:DescribeServiceJob"
-        yield self._case(rail, "names and states", action=names, resource="*", stated={}, allowed=True)
+        queues, request = "batch:DescribeJobQueues", "batch:DescribeServiceJob"
+        yield self._case(rail, "that queues exist", action=queues, resource="*", stated={}, allowed=True)
         yield self._case(rail, "a job's request", action=request, resource="*", stated={})
 
     def volumes(self) -> Iterator[RailCase]:
@@ -367,3 +372,9 @@ class _Cases:
             for what, value in broken.items():
                 yield case(rail, what, {**proper, key: value})
             yield case(rail, "a machine without that tag", {name: said for name, said in proper.items() if name != key})
+            for what, other in (
+                ("a managed machine outside EC2", "managed-instance/mi-0123456789abcdef0"),
+                ("a document that forwards ports", "document/AWS-StartPortForwardingSession"),
+            ):
+                arn = f"arn:aws:ssm:{self._place}:{other}"
+                yield self._case(rail, what, action="ssm:StartSession", resource=arn, stated={})
