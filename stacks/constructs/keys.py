@@ -72,7 +72,7 @@ class TenantKeys(Construct):
         # The broker reads jobs' records beside the data, and keeps its ledger beside the checkpoints.
         broker = (roles.broker,) if tenant.brokered else ()
         # The resumer writes the next attempt into them.
-        resumer = (roles.resumer,) if tenant.brokered else ()
+        resumer = (roles.resumer,) if tenant.resumed else ()
         records = replace(data, readers=(*data.readers, *broker), writers=(*data.writers, *resumer))
         checkpoints = KeyUse(
             readers=(roles.launcher, roles.auditor),

@@ -101,6 +101,13 @@ def test_no_import_ties_the_platform_to_a_queue(templates: dict[str, Any]) -> No
     assert not [item for item in exports if "Queues" in str(item["Value"])]
 
 
+def test_who_resumes_nothing_writes_no_records(templates: dict[str, Any]) -> None:
+    """Batch retries what waits in its queues: the resumer, which isn't there, has no key."""
+    keys = of(templates["production"]["trainyard-production-language-foundation"], "AWS::KMS::Key")
+    assert "RolesBroker" in str(keys)
+    assert "RolesResumer" not in str(keys)
+
+
 @pytest.mark.parametrize("role", ["Launcher", "Auditor", "Operator", "Job", "Guard", "Resumer"])
 def test_nobody_but_the_broker_may_queue(templates: dict[str, Any], role: str) -> None:
     policies = of(templates["production"]["trainyard-production-language-foundation"], "AWS::IAM::Policy")
