@@ -99,8 +99,10 @@ def stop_in_second_attempt(site: Site, job_id: str) -> None:
         return any(json.loads(line)["attempt"] == 2 for line in text.splitlines(keepends=True) if line.endswith("\n"))
 
     wait_until(has_begun)
-    ranks = [pid for pid in processes_under(root) if is_rank(pid)]
-    assert len(ranks) == 2, "one on each host"
+    # One on each host; what one of them forks looks like it until it runs another program.
+    ranks = wait_until(
+        lambda: found if len(found := [pid for pid in processes_under(root) if is_rank(pid)]) == 2 else []
+    )
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
     assert site.trainyard("stop", job_id).returncode == 0
@@ -110,7 +112,10 @@ def stop_in_second_attempt(site: Site, job_id: str) -> None:
 
 
 def is_rank(pid: int) -> bool:
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # it has ended meanwhile
+        return False
     return b"trainer.host.rank" in command and b"torch.distributed.run" not in command
 
 
