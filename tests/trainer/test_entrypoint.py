@@ -301,6 +301,15 @@ def test_nothing_outlives_a_killed_entrypoint(tmp_path: Path) -> None:
     assert not is_alive(rank)
 
 
+def test_stacks_that_can_not_be_kept_end_nothing(tmp_path: Path) -> None:
+    place = Place("algo-1", ("algo-1",), interface="", instance_type="")
+    folders = Folders(tmp_path / "out", tmp_path / "file/data", tmp_path / "work")
+    host = HostRun(folders, place, ResolvedJob.model_validate(job(1, 1)), "127.0.0.1", {}, "fake_trainer")
+    (tmp_path / "file").touch()  # no folder can be made there: an OSError, as a full disk's
+    host._keep({0: "most recent call first"}, {0: {"record": {}}})
+    assert not (tmp_path / "file/data/stacks").exists()
+
+
 @pytest.mark.parametrize("moment", ["before", "removing"])
 def test_a_signal_at_any_moment_of_a_start_is_left_for_the_ranks(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,14 @@ def test_who_has_not_called_it_is_missing() -> None:
     assert words(r0={"dp": waiting}, r1={}, r2={"dp": waiting})[1] == 1, "it never called anything there"
 
 
+def test_who_waits_in_a_message_is_not_the_cause() -> None:
+    # 2 waits for 0 and 1; 0 for a message of 1, which is at something else.
+    late, waits = group([0, 1, 2], REDUCE, num_done=1), group([0, 1, 2], REDUCE, GATHER)
+    messages = {"ranks": [0, 1], "last": -1, "calls": {}, "open": []}
+    for named, told in ((1, {"pp": messages | {"messages": True}}), (0, {"pp": messages})):
+        assert words(r0={"dp": late, **told}, r1={"dp": late}, r2={"dp": waits})[1] == named
+
+
 def test_who_waits_for_nobody_is_the_cause_of_a_chain() -> None:
     # 0 waits for 1 in one group, 1 for 2 in another, and 2 is at something else.
     chain: dict[int, Standing] = {
@@ -83,7 +91,7 @@ def entry(number: int, name: str = "gloo:all_reduce", **changes: Any) -> dict[st
     """As FlightRecorder.hpp writes it."""
     return {
         "process_group": ["1", "dp"], "collective_seq_id": number, "profiling_name": name, "input_sizes": [[2, 3]],
-        "input_dtypes": ["Float"], "state": "scheduled", "retired": True, "is_p2p": False,
+        "input_dtypes": ["Float"], "state": "scheduled", "retired": True, "is_p2p": False, "p2p_seq_id": 0,
     } | changes  # fmt: skip
 
 
@@ -94,7 +102,7 @@ def test_a_record_is_read_by_group_without_saves_and_messages() -> None:
         entry(3, "gloo:all_to_all", retired=False),
         entry(4, input_sizes=[[], [7]], input_dtypes=["Long", "Float"], retired=False, state="started"),
         entry(9, process_group=["2", PATIENT], retired=False),
-        entry(9, is_p2p=True, retired=False),
+        entry(9, is_p2p=True),
     ]
     alone = entry(1, process_group=["3", "mesh_tp"], retired=False)
     record = {"gloo": {"entries": [*entries, alone]}, "nccl": {}, "groups": {"1": [0, 3], "2": [0, 3], "3": [0]}}
@@ -106,6 +114,18 @@ def test_a_record_is_read_by_group_without_saves_and_messages() -> None:
                   "4": "all_reduce of 1 and 1 more Float/Long"},
         "open": [3, 4],
     }  # fmt: skip
+
+
+def test_of_messages_sent_together_the_last_entry_tells_whether_they_ended() -> None:
+    def told(**last: Any) -> bool:
+        sent = [entry(0, "nccl:recv 0<-1", is_p2p=True, p2p_seq_id=number, retired=False) for number in (1, 2)]
+        whole = [entry(0, "nccl:coalesced", is_p2p=True, p2p_seq_id=number) | last for number in (1, 2)]
+        entries = [sent[0], whole[0] | {"retired": True}, sent[1], whole[1]]
+        (standing,) = standing_of({"nccl": {"entries": entries}, "groups": {"1": [0, 3]}}).values()
+        assert standing["open"] == [] and standing["last"] == -1
+        return standing.get("messages", False)
+
+    assert told(retired=False) and not told() and not told(retired=False, state="completed")
 
 
 def test_hosts_put_their_ranks_answers_together() -> None:
@@ -132,6 +152,12 @@ def test_a_host_that_sees_a_hang_has_the_others_look_too_and_all_hear_the_same()
         while first.wants_stop() != "hang":
             assert time.monotonic() < until
             time.sleep(0.01)
+        second.tell_of_answers()
+        assert not first.have_answered() and not second.have_answered(), "the first one's are missing"
+        first.tell_of_answers()
+        while not (first.have_answered() and second.have_answered()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
         ended = {
             first: Ending(1, "rank 0 on algo-1 hangs", is_hang=True, is_consequence=True, standings={"0": waits}),
             second: Ending(1, "rank 1 on algo-2 hangs", is_hang=True, standings={"1": late}),
@@ -139,6 +165,7 @@ def test_a_host_that_sees_a_hang_has_the_others_look_too_and_all_hear_the_same()
         with ThreadPoolExecutor(2) as pool:
             orders = list(pool.map(lambda host: host.conclude(ended[host]), ended))
         assert first.wants_stop() is None, "the next start is not stopped"
+        assert not first.have_answered() and not second.have_answered()
     finally:
         second.close()
         first.close()
@@ -158,6 +185,7 @@ def test_a_rank_answers_from_a_thread_and_who_does_not_is_not_waited_for(
         assert asked(tmp_path, [3], answer_seconds=60.0)[3]["record"].keys() == flight_record().keys() > set()
     answer_file(tmp_path, 5).write_text("{torn")
     assert asked(tmp_path, [4, 5], answer_seconds=0.0) == {}
+    assert asked(tmp_path / "gone", [0], answer_seconds=0.0) == {}, "nobody can be asked, as on a full disk"
 
 
 def test_nobody_listens_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:

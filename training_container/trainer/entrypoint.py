@@ -20,6 +20,8 @@ Flags in the environment, for tests and the emulator, absent on SageMaker:
 - TRAINYARD_PROCESSES_PER_HOST: ranks on each host, where it is not what the job was resolved for.
 - TRAINYARD_SKIP_EFA_CHECK=1: don't look for EFA devices.
 - TRAINYARD_HOST_SILENCE_SECONDS: a host that the others have not heard of for so long is lost (30).
+- TRAINYARD_ANSWER_SECONDS: how long ranks have to tell their collectives when one hangs, and live on for the other
+  hosts' answers, at most (3).
 - TRAINYARD_STOP_GRACE_SECONDS: how long the ranks have after SIGTERM (110 of SageMaker's 120 s).
 """
 

@@ -58,6 +58,7 @@ def entrypoints(
         "TRAINYARD_RENDEZVOUS_PORT": str(free_port()),
         "TRAINYARD_HOST_ADDRESSES": json.dumps(addresses),
         "TRAINYARD_SKIP_EFA_CHECK": "1",
+        "TRAINYARD_ANSWER_SECONDS": "30",  # on a busy machine
         "CUDA_VISIBLE_DEVICES": "",
         FOLDER_VARIABLE: str(folder),
         **({warm.VARIABLE: warm.modules_for(forked)} if forked else {}),

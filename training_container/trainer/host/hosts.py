@@ -36,6 +36,12 @@ class Hosts(Protocol):
     def tell_of_hang(self) -> bool:
         """A rank hangs here: the others look at theirs too, which the end of this one's would end. False: no others."""
 
+    def tell_of_answers(self) -> None:
+        """This host's ranks have told where they stand: for the hang's sake the others' need live no longer."""
+
+    def have_answered(self) -> bool:
+        """Whether all hosts have told so in this round."""
+
     def conclude(self, ending: Ending) -> Restart | Ending:
         """Report how this host's ranks ended; what all hosts do now. Waits for the others."""
 
@@ -54,6 +60,13 @@ class OneHost:
         return None
 
     def tell_of_hang(self) -> bool:
+        """See Hosts."""
+        return False
+
+    def tell_of_answers(self) -> None:
+        """See Hosts."""
+
+    def have_answered(self) -> bool:
         """See Hosts."""
         return False
 
@@ -91,6 +104,7 @@ class Judge:
         self._lock = threading.Lock()
         self._connections: dict[str, _Connection] = {}
         self._endings: dict[str, Ending] = {}
+        self._answered: set[str] = set()
         self._has_stopped = False
         self._is_over = False
         try:
@@ -126,6 +140,10 @@ class Judge:
                 elif "hang" in message and not self._has_stopped:
                     self._has_stopped = True
                     self._tell_all({"stop": "hang"})
+                elif "answered" in message:
+                    self._answered.add(host)
+                    if self._answered == self._hosts:
+                        self._tell_all({"answered": True})
         with self._lock:
             self._lost(host)
 
@@ -147,7 +165,7 @@ class Judge:
         self._conclude(cause(known))
 
     def _conclude(self, order: Restart | Ending) -> None:
-        self._endings, self._has_stopped = {}, False
+        self._endings, self._answered, self._has_stopped = {}, set(), False
         kind = "restart" if isinstance(order, Restart) else "finish"
         self._is_over = kind == "finish"
         self._tell_all({kind: asdict(order)})
@@ -179,6 +197,7 @@ class ManyHosts:
         self._connection.send({"host": host})
         self._first = address
         self._stop: Stop | None = None
+        self._have_answered = False
         self._orders: queue.Queue[Restart | Ending] = queue.Queue()
         threading.Thread(target=self._hear, daemon=True).start()
 
@@ -186,6 +205,8 @@ class ManyHosts:
         while (message := self._connection.receive()) is not None:
             if "stop" in message:
                 self._stop = message["stop"]
+            elif "answered" in message:
+                self._have_answered = True
             elif "restart" in message:
                 values = message["restart"]
                 self._orders.put(Restart(**{**values, "failure": _ending(values["failure"])}))
@@ -205,6 +226,14 @@ class ManyHosts:
         self._connection.send({"hang": True})
         return True
 
+    def tell_of_answers(self) -> None:
+        """See Hosts."""
+        self._connection.send({"answered": True})
+
+    def have_answered(self) -> bool:
+        """See Hosts."""
+        return self._have_answered
+
     def conclude(self, ending: Ending) -> Restart | Ending:
         """See Hosts."""
         self._connection.send({"ending": asdict(ending)})
@@ -214,7 +243,7 @@ class ManyHosts:
                 order = self._orders.get(timeout=0.2)
                 break
         if isinstance(order, Restart):
-            self._stop = None
+            self._stop, self._have_answered = None, False
             return order
         # Done or saved stays so here whatever became of the others afterwards; a failure of its own says more.
         return ending if self._stop == "lost" else order

@@ -1,5 +1,6 @@
 """Whether ranks that failed are started again: a budget, a backoff, and an eye for what can't get better. No torch."""
 
+import contextlib
 import json
 import re
 import time
@@ -214,7 +215,8 @@ class RecoveryLog:
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._is_first:
-            with self._path.open("a", encoding="utf-8") as file:
+            # A full disk costs the row, not the job.
+            with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
     def _parts(self, waited: float) -> dict[str, float]:

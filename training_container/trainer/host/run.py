@@ -90,6 +90,7 @@ class HostRun:
         self._work = folders.work
         self._reports = self._work / "ranks"
         self._grace_seconds = float(settings.get("TRAINYARD_STOP_GRACE_SECONDS", DEFAULT_GRACE_SECONDS))
+        self._answer_seconds = float(settings.get("TRAINYARD_ANSWER_SECONDS", ANSWER_SECONDS))
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._process: subprocess.Popen[bytes] | None = None
         self._was_told_to_stop = False
@@ -183,6 +184,8 @@ class HostRun:
                 return exit_code
             if kill_at is not None:
                 self._notice(watch)
+                if hosts.have_answered():
+                    kill_at = min(kill_at, time.monotonic() + _SURVIVOR_SECONDS)
                 if time.monotonic() > kill_at:
                     self._kill_all()
                 elif time.monotonic() > kill_at - _SURVIVOR_SECONDS:
@@ -200,11 +203,13 @@ class HostRun:
                 kill_at = time.monotonic() + (2 * _SURVIVOR_SECONDS if self._ranks() else 0)
             elif stop == "hang":
                 self._diagnose(watch, watch.silent_seconds(self._all_reports()))
-                kill_at = time.monotonic() + _SURVIVOR_SECONDS + ANSWER_SECONDS
+                hosts.tell_of_answers()
+                kill_at = time.monotonic() + _SURVIVOR_SECONDS + self._answer_seconds
             elif not self._was_told_to_stop and (silent := watch.hanging(self._all_reports())):
                 # Ranks that are killed end the others' wait: so not before these have told where they stand.
-                wait_seconds = ANSWER_SECONDS if hosts.tell_of_hang() else 0.0
+                wait_seconds = self._answer_seconds if hosts.tell_of_hang() else 0.0
                 self._diagnose(watch, silent)
+                hosts.tell_of_answers()
                 kill_at = time.monotonic() + _SURVIVOR_SECONDS + wait_seconds
 
     def _notice(self, watch: StepWatch) -> None:
@@ -223,19 +228,13 @@ class HostRun:
         stopped = {rank for rank, report in reports.items() if report.exit_code is None and is_stopped(report.pid)}
         # Before the stacks: after them every rank is stopped.
         running = [rank for rank, report in reports.items() if report.exit_code is None and rank not in stopped]
-        answers = asked(self._reports, running)
+        answers = asked(self._reports, running, answer_seconds=self._answer_seconds)
         self._standings = {rank: answer["standing"] for rank, answer in answers.items()}
         stacks = take_stacks(self._reports, reports)
         if not silent:
             self._is_consequence = True
             return
-        folder = self._data / "stacks"
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank, text in stacks.items():
-            path = folder / f"rank-{rank}.txt"
-            path.write_text(text or "no answer: the process does not run\n", encoding="utf-8")
-        for rank, answer in answers.items():
-            (folder / f"rank-{rank}-collectives.json").write_text(json.dumps(answer["record"]), encoding="utf-8")
+        self._keep(stacks, answers)
         rank = self._suspect(watch, set(silent), stopped)
         where = "is stopped (SIGSTOP or frozen)" if rank in stopped else f"stands in {innermost(stacks.get(rank, ''))}"
         # What only waits may wait for another host's rank.
@@ -244,6 +243,17 @@ class HostRun:
             f"rank {rank} on {self._place.host} hangs: no progress for {silent[rank]:.0f} s after step"
             f" {watch.step_of(rank)}; it {where}; stacks and collectives of all ranks in {self._data / 'stacks'}"
         )
+
+    def _keep(self, stacks: Mapping[int, str], answers: Mapping[int, Mapping[str, Any]]) -> None:
+        """A full disk costs what would be kept here, not the job."""
+        folder = self._data / "stacks"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank, text in stacks.items():
+                path = folder / f"rank-{rank}.txt"
+                path.write_text(text or "no answer: the process does not run\n", encoding="utf-8")
+            for rank, answer in answers.items():
+                (folder / f"rank-{rank}-collectives.json").write_text(json.dumps(answer["record"]), encoding="utf-8")
 
     def _suspect(self, watch: StepWatch, silent: set[int], stopped: set[int]) -> int:
         """Of the silent ranks one that is stopped; else who is missing in a collective; else the one that is behind."""

@@ -6,6 +6,7 @@ are numbered alike on all of its ranks: so the lowest one that a rank waits in, 
 called, tells who is missing, or who called another one.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +23,8 @@ _MOST_NAMED = 8
 
 Standing = dict[str, Any]
 """Of one rank, as JSON: process group -> `ranks` (its members), `last` (number of the newest collective that this rank
-called), `calls` (the newest numbers -> what was called, in words) and `open` (numbers of those that have not ended)."""
+called), `calls` (the newest numbers -> what was called, in words), `open` (numbers of those that have not ended), and
+`messages` (true where a message to or from one rank of the group has not ended; else left out)."""
 
 
 def answer_file(folder: Path, rank: int) -> Path:
@@ -32,7 +34,8 @@ def answer_file(folder: Path, rank: int) -> Path:
 
 def asked(folder: Path, ranks: Collection[int], *, answer_seconds: float = ANSWER_SECONDS) -> dict[int, dict[str, Any]]:
     """The answers of those ranks that give one in time."""
-    (folder / ASK_FILE).touch()
+    with contextlib.suppress(OSError):  # a full disk: then nobody answers
+        (folder / ASK_FILE).touch()
     waited_for = set(ranks)
     deadline = time.monotonic() + answer_seconds
     while waited_for and time.monotonic() < deadline:
@@ -64,7 +67,11 @@ def mismatch(standings: Mapping[int, Standing]) -> Mismatch | None:
 
     A rank that is behind in one group may itself wait in another: the one that waits for nobody is the cause.
     """
-    waiting = {rank for rank, standing in standings.items() if any(group["open"] for group in standing.values())}
+    waiting = {
+        rank
+        for rank, standing in standings.items()
+        if any(group["open"] or group.get("messages") for group in standing.values())
+    }
     names = sorted({name for standing in standings.values() for name in standing})
     found = [one for name in names if (one := _in_group(name, standings, waiting)) is not None]
     return min(found, key=lambda one: (one.rank is None, one.rank in waiting), default=None)

@@ -42,21 +42,31 @@ def flight_record() -> dict[str, Any]:
 def standing_of(record: Mapping[str, Any]) -> Standing:
     """Where this rank stands in each of its process groups, from a flight record.
 
-    The group of saves on their way is left out: who waits there for a slow upload keeps nobody from training.
+    The group of saves on their way is left out: who waits there for a slow upload keeps nobody from training. Of
+    messages between two ranks it is told only whether one has not ended. Those that NCCL sends together are entries of
+    one number, of which the last stands for all and alone is ever completed.
     """
     standing: Standing = {}
+    is_sent: dict[tuple[str, int], bool] = {}
     for carrier in _DUMPS:
         for entry in record.get(carrier, {}).get("entries", []):
             name, description = entry["process_group"]
             ranks = record["groups"].get(name, [])
-            if entry["is_p2p"] or description == PATIENT or len(ranks) < 2:
+            if description == PATIENT or len(ranks) < 2:
                 continue
+            has_ended = entry["retired"] or entry["state"] == "completed"
             group = standing.setdefault(f"{carrier} {name}", {"ranks": ranks, "last": -1, "calls": {}, "open": []})
+            if entry["is_p2p"]:
+                is_sent[f"{carrier} {name}", int(entry["p2p_seq_id"])] = has_ended
+                continue
             number = int(entry["collective_seq_id"])
             group["last"] = max(group["last"], number)
             group["calls"][str(number)] = _words(entry)
-            if not (entry["retired"] or entry["state"] == "completed"):
+            if not has_ended:
                 group["open"].append(number)
+    for (key, _), has_ended in is_sent.items():
+        if not has_ended:
+            standing[key]["messages"] = True
     for group in standing.values():
         group["calls"] = dict(list(group["calls"].items())[-_CALLS_TOLD:])
     return standing
