@@ -138,13 +138,21 @@ def test_closed_form_and_trace_agree_on_every_ranks_state(parallelism: dict[str,
     assert abs(static) < 0.03
 
 
-def test_a_long_step_continues_what_two_short_ones_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = tiny_job("product", 2, parallelism={"pipeline": 2}, micro_batch_size=2)
+@pytest.mark.parametrize(
+    ("schedule", "num_layers", "count", "few"), [("1f1b", 2, 8, [4, 6]), ("interleaved_1f1b", 4, 10, [6, 8])]
+)
+def test_a_long_step_continues_what_two_short_ones_show(
+    schedule: str, num_layers: int, count: int, few: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = {"pipeline": 2, "pipeline_schedule": schedule}
+    model = MODEL | {"num_hidden_layers": num_layers}
+    job = tiny_job("product", 2, model=model, parallelism=layout, micro_batch_size=1, global_batch_size=count)
     continued = traced(job)
-    assert continued["micro_batches"] == {"a_step": 8, "traced": [4, 6]}
+    assert continued["micro_batches"] == {"a_step": count, "traced": few}
     monkeypatch.setattr(trace, "LONGEST_WHOLE", 100)
+    monkeypatch.setattr(trace, "LONGEST_OF_TWO_STAGES", 100)
     whole = traced(job)
-    assert whole["micro_batches"] == {"a_step": 8, "traced": [8]}
+    assert whole["micro_batches"] == {"a_step": count, "traced": [count]}
     for name in ("memory_bytes", "messages", "gradients_bytes", "peak_phase"):
         assert continued[name] == whole[name], name
 
@@ -223,6 +231,34 @@ def test_without_a_tokenizer_both_count_bytes() -> None:
     planned, found = planned_bytes(spec, job, 0), traced(job)
     assert planned is not None
     assert planned["parameters"] == pytest.approx(found["memory_bytes"]["parameters"], rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "adamw_8bit"])
+def test_optimizers_that_ask_for_their_count_of_steps_are_traced(kind: str) -> None:
+    found = traced(tiny_job("fsdp", 2, optimizer={"kind": kind}, global_batch_size=4))
+    assert found["memory_bytes"]["optimizer"] > 0
+
+
+def test_what_a_copy_keeps_until_all_are_summed_is_on_its_way_and_no_activation() -> None:
+    alone, one_of_two = (
+        tiny_job(name, world, global_batch_size=4 * world) for name, world in (("fsdp", 2), ("hsdp", 4))
+    )
+    assert alone.gradient_accumulation_steps == one_of_two.gradient_accumulation_steps == 2
+    moving = [sum(traced(job)["memory_bytes"][name] for name in trace.OF_THE_MODEL) for job in (alone, one_of_two)]
+    assert moving[0] == moving[1]
+
+
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_3"])
+def test_attention_of_gpus_is_traced_here(attention: str) -> None:
+    job = tiny_job("fsdp", 2, global_batch_size=4, precision="bf16")
+    model = job.spec.model.model_copy(update={"attention": attention})
+    asked = job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})})
+    assert traced(asked)["memory_bytes"] == traced(job)["memory_bytes"]
+
+
+def test_fp16_of_deepspeed_is_refused_as_what_this_machine_has_not() -> None:
+    with pytest.raises(InputError, match=r"^--dry-run: training.precision: fp16 is what DeepSpeed has not"):
+        traced(tiny_job("zero2", 2, precision="fp16"))
 
 
 def test_of_deepspeed_the_model_is_traced_and_no_more() -> None:

@@ -74,10 +74,16 @@ def with_configuration(job: ResolvedJob, stated: dict[str, Any] | None) -> Resol
 
 
 def shortened(job: ResolvedJob, num_micro_batches: int) -> ResolvedJob:
-    """The job with fewer micro-batches a step, its blocks not compiled: compiled code can't be looked into."""
+    """The job with fewer micro-batches a step, as this machine can run it: its blocks not compiled, as compiled code
+    can't be looked into, and attention by torch's own function in place of a GPU's kernel, which keeps as much."""
     batch = num_micro_batches * job.micro_batch_size * job.parallelism.data_parallel_size
     training = job.spec.training.model_copy(update={"global_batch_size": batch, "compile": False})
-    return _with_spec(job, training=training).model_copy(update={"gradient_accumulation_steps": num_micro_batches})
+    model = job.spec.model
+    if model.attention in ("varlen", "flash_attention_3") and job.parallelism.context == 1:  # refused with more
+        model = model.model_copy(update={"attention": "sdpa"})
+    return _with_spec(job, training=training, model=model).model_copy(
+        update={"gradient_accumulation_steps": num_micro_batches}
+    )
 
 
 def _with_spec(job: ResolvedJob, **changes: Any) -> ResolvedJob:

@@ -24,9 +24,13 @@ from trainer.strategies import check_supported
 from trainer.strategies.mesh import place_of
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.support import TWO_STAGES
 
 LONGEST_WHOLE = 3
-"""Micro-batches a stage of the pipeline, up to which a step is traced as it is."""
+"""Micro-batches a rank of the pipeline, up to which a step is traced as it is."""
+
+LONGEST_OF_TWO_STAGES = 4
+"""The same where a rank has two stages, which hold more micro-batches at a time."""
 
 OF_THE_MODEL = ("activations", "temporaries")
 """Categories that a model has whatever its engine."""
@@ -61,7 +65,8 @@ def trace(job: ResolvedJob, rank: int) -> dict[str, Any]:
         raise InputError(f"--rank {rank}: the job has ranks 0 to {job.world_size - 1}")
     _check(job)
     count, depth = job.gradient_accumulation_steps, job.parallelism.pipeline
-    traced = [count] if count <= LONGEST_WHOLE * depth else [2 * depth, 3 * depth]
+    longest = LONGEST_OF_TWO_STAGES if job.parallelism.pipeline_schedule in TWO_STAGES else LONGEST_WHOLE
+    traced = [count] if count <= longest * depth else [(longest - 1) * depth, longest * depth]
     with alone_as(rank, job.world_size, job.processes_per_host) as runtime:
         steps = [_one_step(shortened(job, number), runtime) for number in traced]
     return _report(job, rank, steps) | {"seconds": round(time.perf_counter() - began, 2)}
@@ -73,6 +78,11 @@ def _check(job: ResolvedJob) -> None:
         raise InputError(
             "--dry-run: training.precision: fp8 runs kernels that this machine has not; trace it in bf16 (--set"
             " training.precision=bf16), whose memory is the same but for 8-bit copies inside of products"
+        )
+    if job.parallelism.engine == "deepspeed" and job.spec.training.precision == "fp16":
+        raise InputError(
+            "--dry-run: training.precision: fp16 is what DeepSpeed has not on this machine; trace it in bf16 (--set"
+            " training.precision=bf16), whose memory is the same"
         )
     check_supported(shortened(job, job.gradient_accumulation_steps), device_type="cpu")
 

@@ -34,7 +34,9 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 class Watch(Answers):  # type: ignore[no-untyped-call]
-    """Notes what operations allocate and send. Enter it inside the mode whose tensors have no values."""
+    """Notes what operations allocate and send. Enter it inside the mode whose tensors have no values.
+
+    It answers also for tensors that have values (an optimizer's count of steps): operations on them were not run."""
 
     def __init__(self, ledger: Ledger, messages: Messages) -> None:
         super().__init__()
@@ -72,7 +74,9 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        if func is _GROUPED:
+        if func is _aten._local_scalar_dense.default:
+            result = _answer(args[0].dtype)
+        elif func is _GROUPED:
             result = _grouped_product(func, args, kwargs)
         else:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -81,7 +85,11 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
         space = func.namespace
         if space in SPACES:
             tensors = self._messages.note(func, args, kwargs, result)
-            if tensors and func._schema.name.rpartition("::")[2].startswith("recv"):
+            name = func._schema.name.rpartition("::")[2].lstrip("_")
+            is_gradient = name.startswith("reduce_scatter") and any(
+                self._ledger.is_held_as(tensor, "buffers") for tensor in tensors
+            )  # on its way: what FSDP put together before, where context parallelism scatters activations' gradients
+            if tensors and (name.startswith("recv") or is_gradient):
                 self._ledger.mark(tensors, "buffers")
         elif space == "fsdp":
             self._ledger.mark(_tensors((args, kwargs, result)), "buffers")
