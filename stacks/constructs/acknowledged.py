@@ -4,6 +4,7 @@ Where the reason is one construct's alone it stands there; here is how to say it
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -75,7 +76,7 @@ def acknowledge_wildcards(
     acknowledge(
         policy,
         {
-            f"AwsSolutions-IAM5[{finding}]": " ".join(dict.fromkeys(map(str, texts)))
+            f"AwsSolutions-IAM5[{_as_nag_writes(finding)}]": " ".join(dict.fromkeys(map(str, texts)))
             for finding, texts in found.items()
             if all(texts)
         },
@@ -93,6 +94,11 @@ def _findings(statement: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"Action::{action}" for action in _many(statement["Action"]) if "*" in action)
     resources = (_flat(resource) for resource in _many(statement["Resource"]))
     yield from (f"Resource::{resource}" for resource in resources if "*" in resource)
+
+
+def _as_nag_writes(finding: str) -> str:
+    """cdk-nag writes a policy variable (`${aws:userid}`) as it does a reference: <aws:userid>."""
+    return re.sub(r"[$]{([^}]+)}", r"<\1>", finding)
 
 
 def _is_own(finding: str, tenant: TenantScope) -> bool:
