@@ -35,6 +35,17 @@ def _written(statement: Statement) -> dict[str, Any]:
     return {"Effect": "Allow" if statement.allows else "Deny", "Condition": conditions, **written}
 
 
+def _without_variables(content: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+    """Policy variables in resources (`${aws:userid}`) written out, as this evaluator knows none; one that has no value
+    stays, and matches nothing."""
+    for statement in content["Statement"]:
+        for part in {"Resource", "NotResource"} & statement.keys():
+            for key, value in stated.items():
+                variable = f"${{{key}}}"
+                statement[part] = [item.replace(variable, str(value)) for item in statement[part]]
+    return content
+
+
 def second_opinion(request: Request) -> str:
     """ministack's answer."""
     caller = request.caller
@@ -50,8 +61,12 @@ def second_opinion(request: Request) -> str:
         secure_transport=stated.get("aws:securetransport", "true") == "true",
         service_context=stated,
     )
-    limits = [[other.parse_policy_document(document(caller.boundary))]] if caller.boundary else []
-    own = other.evaluate(context, [other.parse_policy_document(document(caller.policy))], *limits)
+
+    def parsed(policy: Policy) -> Any:
+        return other.parse_policy_document(_without_variables(document(policy), stated))
+
+    limits = [[parsed(caller.boundary)]] if caller.boundary else []
+    own = other.evaluate(context, [parsed(caller.policy)], *limits)
     required = needs_resource_policy(request.action, request.resource)
     if request.resource_policy is None and not required:
         return str(own.decision)
