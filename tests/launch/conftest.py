@@ -13,5 +13,6 @@ from launch_testing import (  # noqa: F401
     environment,
     environment_path,
     job,
+    record,
     resolved,
 )

@@ -17,11 +17,10 @@ from trainyard.functions import broker, broker_rules
 from trainyard.functions.broker_ledger import Ledger
 from trainyard.launch.broker import ask_broker
 from trainyard.launch.checks import RunningJob, check_queue
-from trainyard.launch.launcher import new_record
-from trainyard.launch.record import JobRecord, RecordedChannel, S3RecordStore
+from trainyard.launch.record import JobRecord
 from trainyard.launch.sagemaker_backend import SageMakerBackend
 from trainyard.launch.session import Account
-from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.job import JobSpec
 from trainyard.spec.platform import TenantContract
 
 PRICE = 6.0
@@ -103,27 +102,6 @@ def ask(deployed: Account, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch) -> 
         return broker.handler({"job_id": job_id}, None)
 
     return asked
-
-
-@pytest.fixture
-def record(
-    deployed: Account, job: JobSpec, resolved: ResolvedJob, contract: TenantContract, channels: Any
-) -> JobRecord:
-    """A job's record as the launcher writes it, in the tenant's bucket."""
-    made = new_record(
-        job,
-        resolved,
-        job_id=JOB_ID,
-        backend="sagemaker",
-        environment="test",
-        plan={},
-        image=IMAGE,
-        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in channels],
-        forced=(),
-        launched_by="",
-    )
-    S3RecordStore(deployed.client("s3"), contract.buckets.data).create(made)
-    return made
 
 
 def forge(deployed: Account, change: Change) -> None:

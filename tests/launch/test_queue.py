@@ -8,20 +8,18 @@ from typing import Any
 import boto3
 import pytest
 from botocore.exceptions import ClientError
-from launch_testing import IMAGE, JOB_ID, REGION, contract_content
+from launch_testing import JOB_ID, REGION, contract_content
 
 from trainyard.errors import InputError
 from trainyard.functions import broker
 from trainyard.functions.broker_queue import BATCH, asked_name, training_job_prefix
 from trainyard.functions.retry_rules import retry_rules
-from trainyard.launch.launcher import new_record
 from trainyard.launch.place import TenantAccess
 from trainyard.launch.queue_backend import QUEUED, QueueBackend, together
-from trainyard.launch.record import JobRecord, RecordedChannel, S3RecordStore
+from trainyard.launch.record import JobRecord
 from trainyard.launch.sagemaker_backend import SageMakerBackend
 from trainyard.launch.session import Account
 from trainyard.spec.base import parse
-from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
 from trainyard.spec.shares import BATCH_PREFIX
 
@@ -151,27 +149,6 @@ def ask(
     clients |= {name: boto3.client(name, region_name=REGION) for name in ("s3", "ssm")}
     monkeypatch.setattr(boto3, "client", lambda name: clients[name])
     return lambda: broker.handler({"job_id": JOB_ID}, None)
-
-
-@pytest.fixture
-def record(
-    deployed: Account, job: JobSpec, resolved: ResolvedJob, contract: TenantContract, channels: Any
-) -> JobRecord:
-    """A job's record as the launcher writes it, in the tenant's bucket."""
-    made = new_record(
-        job,
-        resolved,
-        job_id=JOB_ID,
-        backend="sagemaker",
-        environment="test",
-        plan={},
-        image=IMAGE,
-        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in channels],
-        forced=(),
-        launched_by="",
-    )
-    S3RecordStore(deployed.client("s3"), contract.buckets.data).create(made)
-    return made
 
 
 def forge(deployed: Account, change: Callable[[dict[str, Any]], None]) -> None:

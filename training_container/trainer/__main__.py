@@ -5,7 +5,6 @@ torchrun exits 1 whatever its workers exit with); 1 the job failed; 2 the input 
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,8 +13,7 @@ from pathlib import Path
 from trainer.leaving import EXIT_RESUME_ME, leave
 from trainer.observe.throughput import Expected
 from trainyard.errors import InputError, TrainyardError
-from trainyard.spec.base import parse
-from trainyard.spec.job import ResolvedJob, load_job
+from trainyard.spec.job import ResolvedJob, load_job, load_resolved
 
 RESUME_FILE = "resume_me"
 
@@ -139,7 +137,7 @@ def _resolved_job(options: argparse.Namespace, world_size: int) -> ResolvedJob:
     if options.resolved_job is not None:
         if options.overrides:
             raise InputError("--set: changes a job spec; a resolved job is final: give --job, or resolve it again")
-        job = _read_resolved(options.resolved_job)
+        job = load_resolved(options.resolved_job)
     else:
         from trainyard.planner import resolve
 
@@ -150,18 +148,6 @@ def _resolved_job(options: argparse.Namespace, world_size: int) -> ResolvedJob:
             f" start it with torchrun --nproc-per-node {job.world_size}, or change the degrees"
         )
     return job
-
-
-def _read_resolved(path: Path) -> ResolvedJob:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: must hold a resolved job, holds {type(content).__name__}")
-    return parse(ResolvedJob, content, str(path))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@
 `trainyard.planner.resolve` alone. World size = data_replicate x data_shard x tensor x pipeline x context.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from trainyard.errors import InputError
 from trainyard.spec.base import Name, SpecModel, apply_overrides, parse, read_yaml
 from trainyard.spec.retention import BestSpec, Retention
 
@@ -724,3 +726,16 @@ class ResolvedJob(SpecModel):
 def load_job(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     """The job in a YAML file with `section.key=value` overrides applied; InputError is one actionable line."""
     return parse(JobSpec, apply_overrides(read_yaml(path), overrides), str(path))
+
+
+def load_resolved(path: Path) -> ResolvedJob:
+    """The resolved job in a JSON file; InputError is one actionable line."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: must hold a resolved job, holds {type(content).__name__}")
+    return parse(ResolvedJob, content, str(path))

@@ -12,6 +12,8 @@ from moto import mock_aws
 from trainyard import planner
 from trainyard.launch.channels import Channel
 from trainyard.launch.endpoint import EndpointSession
+from trainyard.launch.launcher import new_record
+from trainyard.launch.record import JobRecord, RecordedChannel, S3RecordStore
 from trainyard.launch.session import Account
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ResolvedJob
@@ -195,3 +197,24 @@ def objects(s3: Any, bucket: str, prefix: str) -> dict[str, Any]:
     """Keys under a prefix and their JSON contents."""
     listing = s3.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
     return {item["Key"]: json.loads(s3.get_object(Bucket=bucket, Key=item["Key"])["Body"].read()) for item in listing}
+
+
+@pytest.fixture
+def record(
+    deployed: Account, job: JobSpec, resolved: ResolvedJob, contract: TenantContract, channels: Any
+) -> JobRecord:
+    """A job's record as the launcher writes it, in the tenant's bucket."""
+    made = new_record(
+        job,
+        resolved,
+        job_id=JOB_ID,
+        backend="sagemaker",
+        environment="test",
+        plan={},
+        image=IMAGE,
+        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in channels],
+        forced=(),
+        launched_by="",
+    )
+    S3RecordStore(deployed.client("s3"), contract.buckets.data).create(made)
+    return made

@@ -11,9 +11,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainyard.errors import InputError, TrainyardError
-from trainyard.spec.base import parse
-from trainyard.spec.job import ResolvedJob
+from trainyard.errors import TrainyardError
+from trainyard.spec.job import load_resolved
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model-config", help="the Hugging Face configuration (JSON) of a source that is not here")
     options = parser.parse_args(arguments)
     try:
-        job = parse(ResolvedJob, _read(options.resolved_job), str(options.resolved_job))
+        job = load_resolved(options.resolved_job)
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         from trainer.dry_run.building import with_configuration  # torch takes seconds: a wrong job is refused first
@@ -40,18 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"trainyard: {' '.join(str(error).split())}\n")
         return error.exit_code
     return 0
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: must hold a resolved job, holds {type(content).__name__}")
-    return content
 
 
 if __name__ == "__main__":
