@@ -4,7 +4,7 @@ From the service authorization reference. A list like this is never complete: `e
 the environment names, so that an Allow for an action that is missing here is still asked about.
 """
 
-from collections.abc import Iterable
+from functools import lru_cache
 
 from trainyard.isolation.conditions import glob
 
@@ -326,7 +326,8 @@ WITHOUT_RESOURCE = frozenset({"sts:getcalleridentity", "cloudwatch:putmetricdata
 own sign of life."""
 
 
-def every_action(kind: str, patterns: Iterable[str]) -> tuple[str, ...]:
+@lru_cache(maxsize=1_000)
+def every_action(kind: str, patterns: frozenset[str]) -> tuple[str, ...]:
     """The kind's actions, and those of its services that some policy names and this page doesn't know."""
     own = ACTIONS[kind]
     services = {action.partition(":")[0] for action in own}

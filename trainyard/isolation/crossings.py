@@ -23,7 +23,7 @@ from trainyard.isolation.account import (
 from trainyard.isolation.catalogue import ESCAPES, SHARED_ALLOWED, every_action
 from trainyard.isolation.conditions import Context, Value
 from trainyard.isolation.evaluator import Caller, Request
-from trainyard.isolation.policy import Policy, parse_statements
+from trainyard.isolation.policy import Policy, action_matches, parse_statements
 
 CREATE_JOB = "sagemaker:CreateTrainingJob"
 SUBMIT = "batch:SubmitServiceJob"
@@ -60,6 +60,8 @@ class Scope:
 
     roles: frozenset[str] | None = None
     documents: frozenset[DocumentKey] | None = None
+    actions: frozenset[str] | None = None
+    """Patterns: no answer about another action can change."""
 
     def role(self, role: Role) -> bool:
         """Whether everything that the role asks is in scope."""
@@ -72,6 +74,10 @@ class Scope:
     def document(self, key: DocumentKey | None) -> bool:
         """Whether that document is."""
         return self.documents is None or key in self.documents
+
+    def action(self, action: str) -> bool:
+        """Whether a pattern covers the action."""
+        return self.actions is None or any(action_matches(pattern, action) for pattern in self.actions)
 
 
 EVERYWHERE = Scope()
@@ -120,19 +126,25 @@ class Crossings:
     def __init__(self, account: Account, scope: Scope = EVERYWHERE) -> None:
         self._account, self._scope = account, scope
         self._place = f"{account.environment.region}:{account.environment.account}"
-        patterns = {
+        patterns = frozenset(
             pattern
             for statements in account.documents.values()
             for statement in statements
             if statement.allows
             for pattern in statement.actions
-        }
+        )
         kinds = {thing.kind for thing in account.things}
-        self._actions = {kind: every_action(kind, patterns) for kind in kinds}
+        self._actions = {kind: tuple(filter(scope.action, every_action(kind, patterns))) for kind in kinds}
+        self._things_by_pattern: dict[str, Thing] = {}
+        for thing in account.things:
+            self._things_by_pattern.setdefault(thing.pattern, thing)
         self._patterns: dict[str, tuple[str, ...]] = {}
 
     def all(self) -> Iterator[Question]:
         """Every question in scope."""
+        return (question for question in self._asked() if self._scope.action(question.request.action))
+
+    def _asked(self) -> Iterator[Question]:
         tenants = list(self._account.environment.tenants)
         for tenant in tenants:
             for role in self._account.roles_of(tenant):
@@ -208,7 +220,7 @@ class Crossings:
         said = ", ".join(
             [f"{key} = {_said(value)}" for key, value in stated.items()] + ([f"no {absent}"] * bool(absent))
         )
-        thing = next((item for item in self._account.things if item.pattern == resource), None)
+        thing = self._things_by_pattern.get(resource)
         policy = self._account.policy_of(thing) if thing else None
         request = Request(self._account.caller(role), action, resource, context, policy)
         return Question(tenant, target, role.label, resource, request, said)
@@ -249,7 +261,7 @@ class Crossings:
         queues = [queue.arn for queue in contract.queues.values() if queue.arn]
         queues += [arn for share in contract.shares.values() for arn in (share.queue, share_arn(share.queue, tenant))]
         own = [contract.roles.job, *boundary, *keys, *queues, "*"]
-        for action in ESCAPES:
+        for action in filter(self._scope.action, ESCAPES):
             named = {
                 pattern.replace("*", "x").replace("?", "x")
                 for statement in caller.policy.about(action)[0]
@@ -259,7 +271,7 @@ class Crossings:
             for resource in [*own, *sorted(named)]:
                 if action == SUBMIT and contract.shares and role.label == "broker" and resource != "*":
                     continue  # its work; what it must say is asked in _queue_rules, and whose share in _things
-                thing = next((item for item in self._account.things if item.pattern == resource), None)
+                thing = self._things_by_pattern.get(resource)
                 policy = self._account.policy_of(thing) if thing else None
                 yield Question(
                     tenant, GUARD_RAIL, role.label, resource, Request(caller, action, resource, context, policy)

@@ -131,6 +131,7 @@ class Trial:
     def __init__(self, account: Account, tenant: str) -> None:
         self._account, self._tenant = account, tenant
         self._guards = _guards(account)
+        self._statements = {item.origin: item for items in account.documents.values() for item in items}
         self._known: dict[tuple[str, Scope], frozenset[Finding]] = {}
 
     def judge(self, mutant: Mutant) -> Verdict:
@@ -145,7 +146,16 @@ class Trial:
     def _scope(self, mutant: Mutant) -> Scope:
         keys = frozenset(mutant.documents)
         arns = {role.arn for role in self._account.roles if keys & {*role.identity, role.boundary}}
-        return Scope(frozenset(arns) | mutant.unbounded, keys)
+        return Scope(frozenset(arns) | mutant.unbounded, keys, self._actions(mutant))
+
+    def _actions(self, mutant: Mutant) -> frozenset[str] | None:
+        """Patterns of the only actions about which an answer can change: those of the statement, broken or whole."""
+        touched = [self._statements.get(mutant.origin)]
+        touched += [item for items in mutant.documents.values() for item in items if item.origin == mutant.origin]
+        if any(item is None or item.not_actions for item in touched):
+            return None
+        patterns = frozenset(pattern for item in touched if item for pattern in item.actions)
+        return None if "*" in patterns else patterns
 
     def _findings(self, guard: str, account: Account, scope: Scope) -> frozenset[Finding]:
         """What the untouched account, a guard lifted, lets through."""
@@ -159,8 +169,7 @@ class Trial:
         return tuple(sorted((item for item in found if _request(item) not in before), key=str))
 
     def _why(self, mutant: Mutant, scope: Scope) -> str:
-        statements = {item.origin: item for items in self._account.documents.values() for item in items}
-        broken = statements.get(mutant.origin)
+        broken = self._statements.get(mutant.origin)
         if broken is not None and not broken.allows and mutant.what != "removed" and "principal" not in mutant.what:
             return REFUSES_MORE
         for guard, account in self._guards.items():

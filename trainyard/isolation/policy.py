@@ -69,8 +69,8 @@ class Statement:
     def covers_action(self, action: str) -> bool:
         """By Action or NotAction; action names have no case."""
         if self.not_actions:
-            return not any(_action_matches(pattern, action) for pattern in self.not_actions)
-        return any(_action_matches(pattern, action) for pattern in self.actions)
+            return not any(action_matches(pattern, action) for pattern in self.not_actions)
+        return any(action_matches(pattern, action) for pattern in self.actions)
 
     def covers_resource(self, resource: str, context: Context) -> bool:
         """By Resource or NotResource. A trust policy has neither: it is about its role."""
@@ -89,7 +89,8 @@ class Statement:
 
 
 @lru_cache(maxsize=200_000)
-def _action_matches(pattern: str, action: str) -> bool:
+def action_matches(pattern: str, action: str) -> bool:
+    """Whether IAM's pattern matches the action: without case."""
     return pattern == "*" or glob(pattern, ignore_case=True).fullmatch(action) is not None
 
 

@@ -138,6 +138,8 @@ def examine(account: Account, scope: Scope = EVERYWHERE, needs: Iterable[str] | 
             (answers.unruly if question.target == GUARD_RAIL else answers.crossed).append(found)
     for tenant in account.environment.tenants if needs is None else needs:
         for need in Needs(account, tenant).all():
+            if not scope.action(need.request.action):
+                continue
             answers.requests += 1
             decision = decide(need.request)
             answers.unknown |= need.request.context.unknown
