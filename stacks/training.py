@@ -6,6 +6,7 @@ from constructs import Construct
 
 from stacks.constructs.alarms import TenantAlarms
 from stacks.constructs.broker import Broker
+from stacks.constructs.budget_meter import BudgetMeter
 from stacks.constructs.budget_stop import BudgetStop
 from stacks.constructs.cluster import TenantCluster
 from stacks.constructs.contract import PublishedContract
@@ -44,6 +45,7 @@ class TrainingStack(Stack):
         TenantObjectives(self, "Objectives", tenant=tenant, topic=alarms.topic)
         JobGuard(self, "JobGuard", tenant=tenant, roles=foundation.roles, resources=resources, topic=alarms.topic)
         roles = foundation.roles
+        BudgetMeter(self, "BudgetMeter", tenant=tenant, role=roles.guard, resources=resources, topic=alarms.topic)
         if tenant.brokered:
             Broker(self, "Broker", tenant=tenant, role=roles.broker, resources=resources, topic=alarms.topic)
         if tenant.resumed:

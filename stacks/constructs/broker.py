@@ -53,7 +53,7 @@ class Broker(Construct):
         topic: sns.ITopic,
     ) -> None:
         super().__init__(scope, construct_id)
-        prices = _prices(tenant)
+        prices = prices_of(tenant)
         if unpriced := [kind for kind in tenant.instance_types if kind not in prices]:
             Annotations.of(self).add_warning_v2(
                 "trainyard:NoPrice",
@@ -63,6 +63,7 @@ class Broker(Construct):
         settings = {
             "contract": tenant.environment.contract_parameter(tenant.name),
             "prices": prices,
+            "gpus": gpus_of(tenant),
             "volume_keys": [kind for kind in tenant.instance_types if not instance(kind).local_nvme_gib],
         }
         self.function = lambda_.Function(
@@ -94,15 +95,20 @@ class Broker(Construct):
         ).add_alarm_action(actions.SnsAction(topic))
 
 
-def _prices(tenant: TenantScope) -> dict[str, float]:
-    """USD an instance-hour on demand of each type whose price is known."""
+def prices_of(tenant: TenantScope, *, spot: bool = False) -> dict[str, float]:
+    """USD an instance-hour, on demand or spot, of each of the tenant's types whose price is known."""
     known = {}
     for kind in tenant.instance_types:
         try:
-            known[kind] = price(kind, tenant.environment.region).usd_per_hour
+            known[kind] = price(kind, tenant.environment.region, spot=spot).usd_per_hour
         except InputError:
             continue
     return known
+
+
+def gpus_of(tenant: TenantScope) -> dict[str, int]:
+    """GPUs of an instance of each of the tenant's types: what an hour of it takes of budget.monthly_gpu_hours."""
+    return {kind: instance(kind).num_gpus for kind in tenant.instance_types}
 
 
 def function_code(modules: Sequence[str]) -> lambda_.Code:

@@ -386,10 +386,12 @@ def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
 
 
 def _guard(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
-    """The function that looks at jobs and stops them: nothing of what they work on."""
+    """The functions that look at jobs and stop them, for a rule or for the budget: nothing of what they work on."""
     group = log_group_arns(tenant, resources.logs.group.log_group_name)
     return [
         _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], tenant.training_jobs),
+        _allow("ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
+        *_leave_queue(tenant),
         _allow("WriteLogs", ["logs:CreateLogStream", "logs:PutLogEvents"], group),
         _allow(
             "CountViolations",

@@ -291,6 +291,7 @@ def _ledger(deployed: Account, sagemaker: Jobs, **ahead: float) -> Ledger:
         bucket="acme-checkpoints",
         tenant="acme",
         prices={"ml.p5.4xlarge": PRICE},
+        gpus={"ml.p5.4xlarge": 1},
         now=datetime.datetime.now(datetime.UTC) + datetime.timedelta(**ahead),
     )
 
@@ -306,6 +307,49 @@ def test_the_months_money_is_spent_promised_and_capped(
     assert f"of {_month()}'s 5,000.00 USD, 4,944.00 are spent and 36.00 could go to jobs that run" in refused
     sagemaker.jobs["acme-running"] |= {"TrainingJobStatus": "Failed", "BillableTimeInSeconds": 60}
     assert ask()["submitted"] == JOB_ID
+
+
+def _retell(deployed: Account, contract: TenantContract, **changes: Any) -> None:
+    """The tenant's contract says otherwise."""
+    told = contract.model_copy(update=changes).model_dump_json()
+    deployed.client("ssm").put_parameter(Name="/trainyard/test/acme/contract", Value=told, Overwrite=True)
+
+
+def test_gpu_hours_are_a_quota_of_their_own_without_a_price(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, contract: TenantContract, monkeypatch: Any
+) -> None:
+    settings = {"contract": "/trainyard/test/acme/contract", "prices": {}, "gpus": {"ml.p5.4xlarge": 1}}
+    monkeypatch.setenv("BROKER", json.dumps(settings | {"volume_keys": []}))
+    _retell(deployed, contract, monthly_gpu_hours=100.0)
+    # Spot saved half of its money and no GPU-hour.
+    sagemaker.add("acme-ended", 2, hours=100, billed=24 * 3600)
+    sagemaker.jobs["acme-ended"]["TrainingTimeInSeconds"] = 48 * 3600
+    sagemaker.add("acme-running", 1, hours=0.5)
+    refused = ask()["refused"]
+    assert "this job could take up to 4.00 GPU-hours (2 x ml.p5.4xlarge for 2 h)" in refused
+    assert f"of {_month()}'s 100.00 GPU-hours, 96.00 are spent and 0.50 could go to jobs that run" in refused
+    assert refused.endswith("or raise budget.monthly_gpu_hours in the environment file")
+    _retell(deployed, contract, monthly_gpu_hours=101.0)
+    assert ask()["warning"] == f"100% of {_month()}'s 101.00 GPU-hours are spent or promised with this job"
+
+
+def test_with_stop_a_job_starts_as_long_as_something_is_left(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, contract: TenantContract
+) -> None:
+    _retell(deployed, contract, when_spent="stop")
+    # 4,944 of 5,000 USD, and a job that runs since an hour: 6 USD of it, not the 6,000 that it may run for.
+    sagemaker.add("acme-ended", 2, hours=1000, billed=412 * 3600)
+    sagemaker.add("acme-running", 1, hours=1000)
+    started = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
+    sagemaker.jobs["acme-running"]["CreationTime"] = started
+    answer = ask()
+    assert answer["submitted"] == JOB_ID
+    assert answer["warning"] == f"99% of {_month()}'s 5,000.00 USD are spent"
+    sagemaker.jobs["acme-running"]["CreationTime"] = started - datetime.timedelta(hours=9)
+    deployed.client("s3").delete_object(Bucket="acme-checkpoints", Key=f"broker/ledger-{_month()}.json")
+    del sagemaker.jobs[JOB_ID]
+    refused = ask()["refused"]
+    assert refused.startswith(f"budget of tenant acme: 5,004.00 of {_month()}'s 5,000.00 USD are spent; wait for the")
 
 
 def test_a_type_without_a_price_is_let_through_and_said_to_be_uncapped(
@@ -426,7 +470,7 @@ def test_where_there_is_a_broker_the_launcher_submits_nothing_itself(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
-        "trainyard.launch.sagemaker_backend.ask_broker", lambda launcher, contract, job_id: asked.append(job_id)
+        "trainyard.launch.sagemaker_backend.ask_broker", lambda launcher, contract, job_id, say: asked.append(job_id)
     )
     told = contract.model_copy(update={"broker": "trainyard-test-acme-broker"})
     SageMakerBackend(deployed, told).submit(record, lambda _: None)

@@ -16,7 +16,7 @@ from trainyard.cli.options import (
     SetOption,
     TenantOption,
 )
-from trainyard.cli.output import console, print_json
+from trainyard.cli.output import console, print_json, teller
 from trainyard.errors import InputError, JobFailedError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _launch(spec: "JobSpec", environment: str, *, processes: int | None, force: 
     with console(stderr=True).status("launching") as spinner:
         if spec.compute.backend == "local":
             return local_place(), launch_here(
-                spec, local_jobs_folder(), num_processes=processes, force=force, say=spinner.update
+                spec, local_jobs_folder(), num_processes=processes, force=force, say=teller(spinner)
             )
         if processes is not None:
             raise InputError("--processes is for --backend local; on SageMaker each GPU has its process")
@@ -116,7 +116,7 @@ def _launch(spec: "JobSpec", environment: str, *, processes: int | None, force: 
         spinner.update("opening the account")
         access = open_tenant(load_environment(file), spec.tenant, f"job {spec.name}")
         record = launch_on_sagemaker(
-            spec, access.contract, account=access.account, launcher=access.launcher, force=force, say=spinner.update
+            spec, access.contract, account=access.account, launcher=access.launcher, force=force, say=teller(spinner)
         )
         return access.place, record
 
@@ -241,7 +241,7 @@ def resume(
     with console(stderr=True).status("resuming") as spinner:
         place, job_id = _place(job, environment, tenant)
         revise = reviser(overrides or [], processes, force=force)
-        record = watch.resume(place.store, place.backend, job_id, revise=revise, say=spinner.update)
+        record = watch.resume(place.store, place.backend, job_id, revise=revise, say=teller(spinner))
     if wait:
         record = _follow(place, job_id, quiet=as_json).record
     if as_json:

@@ -8,6 +8,9 @@ from trainyard.errors import TrainyardError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
+
+    from trainyard.launch.backend import Say
 
 PIPE_WIDTH = 400
 """Columns where no terminal says how many: room for any S3 URI."""
@@ -29,3 +32,15 @@ def console(*, stderr: bool = False) -> "Console":
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
+
+
+def teller(spinner: "Status") -> "Say":
+    """What is being done turns the spinner; a warning is a line that stays."""
+
+    def say(words: str) -> None:
+        if words.startswith("warning: "):
+            spinner.console.print(words, markup=False, style="yellow")
+        else:
+            spinner.update(words)
+
+    return say

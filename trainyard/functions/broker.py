@@ -19,8 +19,9 @@ from trainyard.functions.training_request import stopping_condition, training_jo
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     """`event`: {"job_id": ...}; its newest attempt is submitted.
 
-    Answers {"submitted": NAME, "already": whether it was before}, with an "uncapped" line where no price is known, or
-    {"refused": one line, "by": "rules" or "aws", "code": AWS's own}. The last line of its log is the audit's, JSON.
+    Answers {"submitted": NAME, "already": whether it was before}, with an "uncapped" line where no price is known and
+    a "warning" where a quota of the month is nearly spent, or {"refused": one line, "by": "rules" or "aws", "code":
+    AWS's own}. The last line of its log is the audit's, JSON.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -70,6 +71,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
         "bucket": contract["buckets"]["checkpoints"],
         "tenant": contract["tenant"],
         "prices": settings["prices"],
+        "gpus": settings.get("gpus", {}),
         "now": datetime.datetime.now(datetime.UTC),
     }
     if shares:
@@ -78,10 +80,12 @@ def _submit(job_id: Any) -> dict[str, Any]:
         return queue_up(job, contract, request, batch=batch, ledger=queued, longest_seconds=longest)
     ledger = Ledger(s3, sagemaker, **kept)
     entry = ledger.entry(compute["instance_type"], job["num_hosts"], longest)
+    warnings: list[str] = []
 
     def check(jobs: dict[str, dict[str, Any]], holders: list[dict[str, Any]]) -> None:
         rules.check_quota(compute, job["num_hosts"], contract, holders)
-        rules.check_budget(entry, jobs.values(), contract, ledger.month)
+        told = rules.check_budget(entry, jobs.values(), contract, ledger.month, now_seconds=ledger.now_seconds)
+        warnings[:] = told
 
     ledger.promise(name, entry, check)
     try:
@@ -91,8 +95,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
         if described(sagemaker, name) is None:
             ledger.release(name)
             raise
-    answer = {"submitted": name, "already": False, "request": request}
-    return answer | ({} if entry["usd_per_hour"] else {"uncapped": rules.uncapped(compute["instance_type"])})
+    return {"submitted": name, "already": False, "request": request, **rules.remarks(entry, warnings)}
 
 
 def _record(s3: Any, bucket: str, job_id: str) -> Any:

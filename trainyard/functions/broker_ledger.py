@@ -25,22 +25,35 @@ class BusyError(Exception):
 
 
 class Ledger:
-    """One month of one tenant. `prices`: USD an instance-hour by type, where known."""
+    """One month of one tenant. `prices`: USD an instance-hour by type, where known; `gpus`: of an instance."""
 
     def __init__(
-        self, s3: Any, sagemaker: Any, *, bucket: str, tenant: str, prices: Mapping[str, float], now: datetime.datetime
+        self,
+        s3: Any,
+        sagemaker: Any,
+        *,
+        bucket: str,
+        tenant: str,
+        prices: Mapping[str, float],
+        gpus: Mapping[str, int],
+        now: datetime.datetime,
     ) -> None:
-        self._s3, self._sagemaker, self._bucket, self._prices, self._now = s3, sagemaker, bucket, prices, now
+        self._s3, self._sagemaker, self._bucket, self._now = s3, sagemaker, bucket, now
+        self._prices, self._gpus = prices, gpus
         self._contains = f"{tenant}-"
         self._prefixes: tuple[str, ...] = (self._contains,)
         self.month = f"{now:%Y-%m}"
         self._key = f"broker/ledger-{self.month}.json"
 
     def entry(self, kind: str, count: int, seconds: int) -> dict[str, Any]:
-        """A job as the ledger holds it: `seconds` at its longest, `billed` once it has ended."""
-        price = self._prices.get(kind)
-        stamp = self._now.timestamp()
-        return {"type": kind, "count": count, "seconds": seconds, "usd_per_hour": price, "at": stamp, "billed": None}
+        """A job as the ledger holds it: `seconds` at its longest, `billed` and `held` once it has ended."""
+        rates = {"usd_per_hour": self._prices.get(kind), "gpus": self._gpus.get(kind, 0)}
+        return {"type": kind, "count": count, "seconds": seconds, **rates, "at": self.now_seconds, "billed": None}
+
+    @property
+    def now_seconds(self) -> float:
+        """The moment as of which the ledger is read, since the epoch."""
+        return self._now.timestamp()
 
     def promise(self, name: str, entry: dict[str, Any], check: Callable[[Jobs, list[dict[str, Any]]], None]) -> None:
         """Write the job down if `check` (month's jobs, those that hold instances now; without this one) lets it."""
@@ -117,6 +130,7 @@ class Ledger:
         entry["at"] = job["CreationTime"].timestamp()
         if job["TrainingJobStatus"] in ENDED:
             entry["billed"] = job.get("BillableTimeInSeconds", 0)
+            entry["held"] = job.get("TrainingTimeInSeconds", entry["billed"])
         return entry
 
 

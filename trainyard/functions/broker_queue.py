@@ -89,8 +89,11 @@ def queue_up(
     longest = longest_seconds * asked["retryStrategy"]["attempts"]
     entry = ledger.entry(spec["compute"]["instance_type"], job["num_hosts"], longest) | {"queue": share["queue"]}
 
+    warnings: list[str] = []
+
     def check(jobs: Jobs, _: list[dict[str, Any]]) -> None:
-        rules.check_budget(entry, jobs.values(), contract, ledger.month)
+        told = rules.check_budget(entry, jobs.values(), contract, ledger.month, now_seconds=ledger.now_seconds)
+        warnings[:] = told
 
     ledger.promise(name, entry, check)
     try:
@@ -100,8 +103,7 @@ def queue_up(
         if queued_job(batch, share["queue"], name) is None:
             ledger.release(name)
             raise
-    answer = {"submitted": name, "already": False, "request": asked}
-    return answer | ({} if entry["usd_per_hour"] else {"uncapped": rules.uncapped(entry["type"])})
+    return {"submitted": name, "already": False, "request": asked, **rules.remarks(entry, warnings)}
 
 
 class QueueLedger(Ledger):

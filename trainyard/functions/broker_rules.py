@@ -186,32 +186,84 @@ def check_resumes(spec: Mapping[str, Any]) -> None:
 
 
 def check_budget(
-    job: Mapping[str, Any], others: Iterable[Mapping[str, Any]], contract: Mapping[str, Any], month: str
-) -> None:
-    """Refused where the month's jobs, this one at its longest, could cost more than the tenant may spend.
+    job: Mapping[str, Any],
+    others: Iterable[Mapping[str, Any]],
+    contract: Mapping[str, Any],
+    month: str,
+    *,
+    now_seconds: float,
+) -> list[str]:
+    """Refused where the month's dollars or GPU-hours don't let the job start; else what is to be told of them.
 
-    What has ended counts as billed, what runs at its longest: nobody can start more than the rest of the budget. A type
-    without a known price counts nothing.
+    What has ended counts as billed. With `when_spent: finish` what runs, and this job, count at their longest: nobody
+    can start more than the rest. With `stop` the meter ends jobs at 100 %, so that only what ran up to `now_seconds`
+    (epoch) counts. A type without a known price counts no dollars.
     """
-    spent = sum(_usd(other, other["billed"]) for other in others if other["billed"] is not None)
-    promised = sum(_usd(other, other["seconds"]) for other in others if other["billed"] is None)
-    could, most = _usd(job, job["seconds"]), contract["monthly_usd"]
-    if could and spent + promised + could > most:
+    entries, warnings = list(others), []
+    is_stopped = contract.get("when_spent") == "stop"
+    for unit, field, most, rate, told in _quotas(contract):
+        could = _amount(job, rate, job["seconds"])
+        if most is None or not could:
+            continue
+        ended = [other for other in entries if other["billed"] is not None]
+        spent = sum(_amount(other, rate, other.get(told, other["billed"])) for other in ended)
+        running = [other for other in entries if other["billed"] is None]
+        if is_stopped:
+            spent += sum(_amount(other, rate, _elapsed(other, now_seconds)) for other in running)
+            _refuse_spent(contract, month, spent=spent, most=most, unit=unit, field=field)
+            used = spent
+        else:
+            promised = sum(_amount(other, rate, other["seconds"]) for other in running)
+            used = spent + promised + could
+            if used > most:
+                verb = "cost" if unit == "USD" else "take"
+                raise Refused(
+                    f"budget of tenant {contract['tenant']}: this job could {verb} up to {could:,.2f} {unit} ("
+                    f"{job['count']} x {job['type']} for {job['seconds'] / 3600:g} h); of {month}'s {most:,.2f} "
+                    f"{unit}, {spent:,.2f} are spent and {promised:,.2f} could go to jobs that run; lower "
+                    f"compute.max_hours, wait until one ends, or raise {field} in the environment file"
+                )
+        if used >= most * contract.get("warn_at_percent", 100.0) / 100:
+            words = "are spent" if is_stopped else "are spent or promised with this job"
+            warnings.append(f"{used / most:.0%} of {month}'s {most:,.2f} {unit} {words}")
+    return warnings
+
+
+def _quotas(contract: Mapping[str, Any]) -> tuple[tuple[str, str, float | None, str, str], ...]:
+    """(unit, the environment's field, how much a month; of a ledger's entry: what an instance-hour takes, and which
+    seconds count once it has ended: what spot saves is money, not machines)."""
+    gpu_hours = contract.get("monthly_gpu_hours")
+    return (
+        ("USD", "budget.monthly_usd", contract["monthly_usd"], "usd_per_hour", "billed"),
+        ("GPU-hours", "budget.monthly_gpu_hours", gpu_hours, "gpus", "held"),
+    )
+
+
+def _refuse_spent(contract: Mapping[str, Any], month: str, *, spent: float, most: float, unit: str, field: str) -> None:
+    if spent >= most:
         raise Refused(
-            f"budget of tenant {contract['tenant']}: this job could cost up to {could:,.2f} USD ({job['count']} x "
-            f"{job['type']} for {job['seconds'] / 3600:g} h); of {month}'s {most:,.2f} USD, {spent:,.2f} are spent "
-            f"and {promised:,.2f} could go to jobs that run; lower compute.max_hours, wait until one ends, or raise "
-            "budget.monthly_usd in the environment file"
+            f"budget of tenant {contract['tenant']}: {spent:,.2f} of {month}'s {most:,.2f} {unit} are spent; wait for "
+            f"the next month, or raise {field} in the environment file"
         )
 
 
-def uncapped(kind: str) -> str:
-    """What the answer and the audit say of a type without a price: the budget doesn't hold it."""
-    return f"no price of {kind} is known here: what it costs is not held against budget.monthly_usd"
+def _elapsed(job: Mapping[str, Any], now_seconds: float) -> float:
+    """Of a job that runs. One in a queue may only wait: what it takes the meter sees, which ends it in time."""
+    return 0.0 if "queue" in job else min(max(0.0, now_seconds - job["at"]), job["seconds"])
 
 
-def _usd(job: Mapping[str, Any], seconds: float) -> float:
-    return float((job["usd_per_hour"] or 0.0) * job["count"] * seconds / 3600)
+def remarks(entry: Mapping[str, Any], warnings: list[str]) -> dict[str, str]:
+    """What the answer and the audit say beside: a budget that is nearly spent, a type that none holds."""
+    found = {"warning": "; ".join(warnings)} if warnings else {}
+    if not entry["usd_per_hour"]:
+        words = f"no price of {entry['type']} is known here: what it costs is not held against budget.monthly_usd"
+        found["uncapped"] = words
+    return found
+
+
+def _amount(job: Mapping[str, Any], rate: str, seconds: float) -> float:
+    """Of a ledger's entry over so many seconds; one from before GPUs were counted has none."""
+    return float((job.get(rate) or 0.0) * job["count"] * seconds / 3600)
 
 
 def _is_whole(value: Any) -> bool:

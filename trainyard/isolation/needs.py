@@ -230,11 +230,10 @@ class Needs:
             yield from self._may("broker", f"queue a job on {kind}", SUBMIT, *places, stated=tag)
         yield from self._may("broker", "tag the queued job", "batch:TagResource", job, stated=tag)
         passed: dict[str, Value] = {"iam:passedtoservice": "sagemaker.amazonaws.com"}
-        role = self._contract.roles.job
-        yield from self._may("broker", "hand over the job role", "iam:PassRole", role, stated=passed)
-        for label in ("broker", "launcher"):
+        yield from self._may("broker", "hand over the job role", "iam:PassRole", self._job_role(), stated=passed)
+        for label in ("broker", "launcher", "RolesGuard"):
             yield from self._may(label, "find a queued job", "batch:ListServiceJobs", "*")
-        for label in ("launcher", "operator"):
+        for label in ("launcher", "operator", "RolesGuard"):
             end = "batch:TerminateServiceJob"
             yield from self._may(label, "take the job out of the queue", end, job, stated=mine)
         follow = "sagemaker:DescribeTrainingJob sagemaker:StopTrainingJob"
@@ -382,6 +381,7 @@ class Needs:
         stop = "sagemaker:DescribeTrainingJob sagemaker:StopTrainingJob"
         yield from self._may(label, "look at jobs and stop them", stop, self._job)
         space: dict[str, Value] = {"cloudwatch:namespace": f"trainyard/{self._tenant}"}
+        yield from self._may(label, "find the month's jobs", "sagemaker:ListTrainingJobs", "*")
         yield from self._may(label, "count violations", "cloudwatch:PutMetricData", "*", stated=space)
         log = "logs:CreateLogStream logs:PutLogEvents"
         yield from self._may(label, "write its log", log, f"{own}:log-stream:guard")

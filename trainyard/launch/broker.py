@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.aws import advice_for, aws_errors
+from trainyard.launch.backend import Say, say_nothing
 
 if TYPE_CHECKING:
     from trainyard.launch.session import Account
@@ -14,8 +15,9 @@ TIME_LIMIT_SECONDS = 120
 """The function's own (stacks/constructs/broker.py), which its answer is waited for a little longer than."""
 
 
-def ask_broker(launcher: "Account", contract: "TenantContract", job_id: str) -> None:
-    """Have the newest attempt of a written record submitted; twice is no error and starts nothing twice.
+def ask_broker(launcher: "Account", contract: "TenantContract", job_id: str, say: Say = say_nothing) -> None:
+    """Have the newest attempt of a written record submitted; twice is no error and starts nothing twice. What the
+    broker warns of is said: a quota that is nearly spent, a type whose price it doesn't know.
 
     InputError where a rule refuses it, AwsRefusedError where AWS does, or where the broker can't be called.
     """
@@ -43,3 +45,6 @@ def ask_broker(launcher: "Account", contract: "TenantContract", job_id: str) -> 
             raise InputError(f"{answer['refused']} (tenant {contract.tenant}'s broker)")
         advice = advice_for(str(answer.get("code")))
         raise AwsRefusedError(f"{where}: AWS refused: {answer['refused']}" + (f"; {advice}" if advice else ""))
+    for remark in ("warning", "uncapped"):
+        if answer.get(remark):
+            say(f"warning: {' '.join(str(answer[remark]).split())}")

@@ -38,7 +38,7 @@ class QueueBackend(SageMakerBackend):
         say("writing the job's spec to its input channel")
         self._write_spec(record)
         say(f"handing {record.attempt.training_job_name} to the tenant's broker, for queue {self._queue(record)}")
-        ask_broker(self._launcher, self._contract, record.job_id)
+        ask_broker(self._launcher, self._contract, record.job_id, say)
 
     def _check(self, record: JobRecord) -> None:
         spec = record.resolved.spec

@@ -64,7 +64,7 @@ class SageMakerBackend:
         self._write_spec(record)
         if self._contract.broker:
             say(f"handing {name} to the tenant's broker")
-            ask_broker(self._launcher, self._contract, record.job_id)
+            ask_broker(self._launcher, self._contract, record.job_id, say)
             return
         say("loading the SageMaker SDK")
         trainer = model_trainer(request, self._launcher)

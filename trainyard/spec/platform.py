@@ -137,6 +137,13 @@ class BudgetLimits(SpecModel):
     monthly_usd: float = Field(gt=0, json_schema_extra=on_change("update"))
     """Dollars a month. The broker refuses a job that could pass it, by EC2's prices; a type without a known price
     counts nothing, which synthesis warns of and the broker's answer says. AWS's budget only warns, hours later."""
+    monthly_gpu_hours: float | None = Field(default=None, gt=0, json_schema_extra=on_change("update"))
+    """GPU-hours a month, of all types together (a machine's hour counts as many as it has GPUs). Held as `monthly_usd`
+    is, without a price. Default: no such quota."""
+    when_spent: Literal["finish", "stop"] = Field(default="finish", json_schema_extra=on_change("update"))
+    """`finish`: no job is started that could pass a quota at its longest, and what runs ends by itself. `stop`: jobs
+    are started as long as something is left, and at 100 % those that run get SIGTERM, save a checkpoint and end; they
+    can be resumed in the next month. The quota is looked at every five minutes: so long it can be passed."""
     warn_at_percent: float = Field(default=80.0, gt=0, le=100, json_schema_extra=on_change("update"))
     notify: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
     """E-mail addresses."""
@@ -563,6 +570,11 @@ class TenantContract(SpecModel):
     cost_center: str
     max_job_hours: float
     monthly_usd: float
+    monthly_gpu_hours: float | None = None
+    """None: no quota of GPU-hours."""
+    when_spent: Literal["finish", "stop"] = "finish"
+    """What becomes of the tenant's jobs when a quota of the month is spent: see BudgetLimits."""
+    warn_at_percent: float = 80.0
     broker: str = ""
     """Name of the function that submits the tenant's jobs; empty where the launcher submits them itself."""
     shares: dict[str, ShareContract] = Field(default_factory=dict)

@@ -1,0 +1,197 @@
+"""The meter of a month's budget: exact to a millionth, the month's part alone, spot as billed, a stop at 100 %."""
+
+import itertools
+import json
+import sys
+import types
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainyard.functions import budget_meter
+from trainyard.functions.job_meter import Use, month_of, use_of
+
+KIND = "ml.p5.4xlarge"
+RATES = {KIND: {"on_demand": Decimal("6.88"), "spot": Decimal("2.5")}}
+NOON = datetime(2026, 3, 15, 12, tzinfo=UTC)
+MARCH = month_of(NOON)
+
+
+def job(name: str = "acme-a", *, began: datetime | None = None, hours: float = 1, **more: Any) -> dict[str, Any]:
+    """DescribeTrainingJob's answer for an ended job of two machines."""
+    began = began or NOON - timedelta(hours=5)
+    return {
+        "TrainingJobName": name,
+        "TrainingJobStatus": "Completed",
+        "ResourceConfig": {"InstanceType": KIND, "InstanceCount": 2},
+        "TrainingStartTime": began,
+        "TrainingEndTime": began + timedelta(hours=hours),
+        "TrainingTimeInSeconds": round(hours * 3600),
+        "BillableTimeInSeconds": round(hours * 3600),
+        **more,
+    }
+
+
+def used(description: dict[str, Any]) -> Use:
+    found = use_of(description, NOON)
+    assert found is not None
+    return found
+
+
+def test_the_month_is_the_calendars_in_utc() -> None:
+    assert (datetime(2026, 3, 1, tzinfo=UTC), datetime(2026, 4, 1, tzinfo=UTC)) == MARCH
+    assert month_of(datetime(2026, 12, 31, 23, tzinfo=UTC))[1] == datetime(2027, 1, 1, tzinfo=UTC)
+
+
+def test_a_job_costs_instances_times_billed_time_times_price() -> None:
+    assert used(job()).usd(*MARCH, Decimal("6.88")) == Decimal("13.760000")
+    assert used(job()).instance_seconds(*MARCH) == 7200
+    assert use_of({**job(), "TrainingStartTime": None}, NOON) is None, "it never had a machine"
+
+
+def test_spot_is_billed_as_sagemaker_tells_it_and_holds_its_machines_all_the_same() -> None:
+    ended = used(job(EnableManagedSpotTraining=True, BillableTimeInSeconds=1200))
+    assert ended.rate(RATES) == Decimal("6.88"), "the saving is in the billed time"
+    assert ended.usd(*MARCH, Decimal("6.88")) == Decimal("4.586667")
+    assert ended.instance_seconds(*MARCH) == 7200
+    running = used(job(EnableManagedSpotTraining=True, TrainingJobStatus="InProgress"))
+    assert running.rate(RATES) == Decimal("2.5"), "nobody has billed it yet: at the spot price"
+    assert running.billed_seconds == 5 * 3600
+    assert running.rate({KIND: {"on_demand": Decimal(7)}}) == 7, "and where that isn't known, at its most"
+
+
+def test_a_warm_pools_idle_time_and_a_plans_price_count() -> None:
+    pooled = used(job(WarmPoolStatus={"Status": "Reused", "ResourceRetainedBillableTimeInSeconds": 600}))
+    assert pooled.instance_seconds(*MARCH) == 2 * 4200
+    planned = job()
+    planned["ResourceConfig"]["TrainingPlanArn"] = "arn:aws:sagemaker:us-east-1:1:training-plan/x"
+    assert used(planned).rate(RATES) is None, "no plan's price is known"
+
+
+@given(
+    seconds=st.integers(1, 10**6),
+    billed=st.integers(0, 10**6),
+    count=st.integers(1, 64),
+    rate=st.decimals("0.0001", "200", places=4),
+    cuts=st.lists(st.integers(0, 10**6), max_size=8),
+)
+def test_parts_add_up_to_the_whole_exactly(
+    seconds: int, billed: int, count: int, rate: Decimal, cuts: list[int]
+) -> None:
+    until = NOON + timedelta(seconds=seconds)
+    use = Use("a", KIND, count, "on_demand", NOON, until, seconds, billed, is_running=False)
+    edges = [NOON, *(NOON + timedelta(seconds=cut) for cut in sorted(cuts)), until + timedelta(days=30)]
+    parts = [use.usd(one, other, rate) for one, other in itertools.pairwise(edges)]
+    assert sum(parts) == use.usd(NOON, edges[-1], rate)
+    assert abs(sum(parts) - Decimal(count) * billed * rate / 3600) <= Decimal("0.0000005")
+
+
+def test_only_the_months_part_of_a_job_counts() -> None:
+    over = used(job(began=datetime(2026, 2, 28, 20, tzinfo=UTC), hours=8))
+    assert over.usd(*MARCH, Decimal("6.88")) == 4 * 2 * Decimal("6.88")
+    found = budget_meter.taken([over, used(job())], RATES, {KIND: 1}, NOON)
+    assert (found["usd"], found["gpu_hours"]) == (Decimal("68.800000"), 10)
+    assert budget_meter.taken([used(job())], {}, {KIND: 8}, NOON) == {"usd": 0, "gpu_hours": 16, "unpriced": [KIND]}
+
+
+def test_the_nearer_quota_decides() -> None:
+    found = {"usd": Decimal(50), "gpu_hours": Decimal(90)}
+    assert budget_meter.used_percent(found, {"monthly_usd": 100.0}) == 50
+    assert budget_meter.used_percent(found, {"monthly_usd": 100.0, "monthly_gpu_hours": 100.0}) == 90
+
+
+class Clients:
+    """SageMaker, CloudWatch and Batch as the function sees them."""
+
+    def __init__(self, jobs: list[dict[str, Any]]) -> None:
+        self.jobs = {item["TrainingJobName"]: item for item in jobs}
+        self.queued = [{"jobId": "1", "jobName": "acme-b", "share": "acme", "status": "RUNNABLE"}]
+        self.described: list[str] = []
+        self.stopped: list[str] = []
+        self.metrics: dict[str, float] = {}
+
+    def client(self, _: str) -> "Clients":
+        return self
+
+    def get_paginator(self, operation: str) -> Any:
+        return types.SimpleNamespace(paginate=getattr(self, f"_{operation}"))
+
+    def _list_training_jobs(self, NameContains: str, CreationTimeAfter: datetime) -> Iterator[dict[str, Any]]:
+        assert CreationTimeAfter < month_of(datetime.now(UTC))[0] - timedelta(days=28)
+        yield {"TrainingJobSummaries": [item for name, item in self.jobs.items() if NameContains in name]}
+
+    def _list_service_jobs(self, jobQueue: str, filters: Any, jobStatus: str) -> Iterator[dict[str, Any]]:
+        (share,) = filters[0]["values"]
+        yield {"jobSummaryList": [job for job in self.queued if (job["share"], job["status"]) == (share, jobStatus)]}
+
+    def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+        self.described.append(TrainingJobName)
+        return self.jobs[TrainingJobName]
+
+    def put_metric_data(self, Namespace: str, MetricData: list[dict[str, Any]]) -> None:
+        assert Namespace == "trainyard/acme"
+        self.metrics = {item["MetricName"]: item["Value"] for item in MetricData}
+
+    def stop_training_job(self, TrainingJobName: str) -> None:
+        self.stopped.append(TrainingJobName)
+
+    def terminate_service_job(self, jobId: str, reason: str) -> None:
+        self.stopped.append(f"{jobId}: {reason}")
+
+
+def looked(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients, *, queues: tuple[str, ...] = (), **budget: Any
+) -> dict[str, Any]:
+    monkeypatch.setitem(sys.modules, "boto3", clients)  # type: ignore[arg-type]
+    settings = {
+        "tenant": "acme",
+        "environment": "test",
+        "namespace": "trainyard/acme",
+        "prefixes": ["acme-", "AWSBatchacme-"],
+        "rates": {KIND: {"on_demand": "6.88"}},
+        "gpus": {KIND: 1},
+        "queues": list(queues),
+        "budget": {"monthly_usd": 1000.0, "monthly_gpu_hours": None, "when_spent": "finish"} | budget,
+    }
+    monkeypatch.setenv("METER", json.dumps(settings))
+    return budget_meter.handler({}, None)
+
+
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> Clients:
+    monkeypatch.setattr(budget_meter, "_ended", {})
+    now = datetime.now(UTC)
+    first = month_of(now)[0]
+    ended = job("acme-ended", began=first - timedelta(hours=10), hours=10)  # all of it last month's
+    running = job("acme-runs", began=max(first, now - timedelta(hours=2)), TrainingJobStatus="InProgress")
+    stopping = job("AWSBatchacme-s", began=now, TrainingJobStatus="Stopping")
+    return Clients([ended, running, stopping, job("globex-acme-like", began=now, hours=99)])
+
+
+def test_a_look_publishes_and_stops_nothing_where_jobs_may_finish(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients
+) -> None:
+    answer = looked(monkeypatch, clients, monthly_usd=0.000001)
+    assert answer["stopped"] == clients.stopped == []
+    assert answer["used_percent"] > 100
+    assert clients.metrics["BudgetUsedPercent-test"] == pytest.approx(answer["used_percent"], rel=1e-3)
+    assert clients.metrics["SpentUsd-test"] == pytest.approx(float(answer["usd"]))
+    assert "globex-acme-like" not in clients.described
+    clients.described.clear()
+    looked(monkeypatch, clients)
+    assert sorted(clients.described) == ["AWSBatchacme-s", "acme-runs"], "what has ended isn't asked for again"
+
+
+def test_at_100_percent_what_runs_is_told_to_save_and_end(monkeypatch: pytest.MonkeyPatch, clients: Clients) -> None:
+    assert looked(monkeypatch, clients, monthly_usd=10_000.0, when_spent="stop")["stopped"] == []
+    assert looked(monkeypatch, clients, monthly_usd=0.000001, when_spent="stop")["stopped"] == ["acme-runs"]
+    assert clients.stopped == ["acme-runs"]
+    clients.stopped.clear()
+    spent = {"monthly_gpu_hours": 0.0001, "when_spent": "stop"}
+    assert looked(monkeypatch, clients, queues=("arn:q",), **spent)["stopped"] == ["acme-b"]
+    assert clients.stopped == ["1: the month's budget is spent"], "Batch would start again what SageMaker alone ended"

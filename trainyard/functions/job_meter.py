@@ -1,0 +1,104 @@
+"""What a training job takes: instance-seconds from SageMaker's own description of it, and dollars at a dated price.
+
+Pure, standard library alone: the same figures for the function that watches a month's quota and for `trainyard cost`.
+Dollars are decimal numbers to a millionth; those of any parts of a job's time add up to the job's own, exactly.
+"""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import ROUND_HALF_EVEN, Decimal
+from typing import Any
+
+MICRO = Decimal("0.000001")
+ENDED = ("Completed", "Failed", "Stopped")
+
+Rates = Mapping[str, Mapping[str, Decimal]]
+"""USD an instance-hour: instance type -> way to buy (on_demand, spot, training_plan) -> price, where known."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One training job's hold on machines."""
+
+    name: str
+    instance_type: str
+    count: int
+    purchase: str
+    """on_demand, spot or training_plan."""
+    began: datetime.datetime
+    """When its machines began to be billed (TrainingStartTime)."""
+    until: datetime.datetime
+    """When they ceased to be; of a job that runs, the moment of the look."""
+    held_seconds: int
+    """Of each instance, a warm pool's idle time among them."""
+    billed_seconds: int
+    """As many; of a spot job that has ended less what spot saved, as SageMaker tells it (BillableTimeInSeconds): times
+    the on-demand price that is its bill."""
+    is_running: bool
+
+    @property
+    def priced_as(self) -> str:
+        """The way to buy whose price counts."""
+        if self.purchase == "spot" and not self.is_running:
+            return "on_demand"
+        return self.purchase
+
+    def rate(self, rates: Rates) -> Decimal | None:
+        """USD an instance-hour; None where it isn't known. A running spot job without a spot price counts on demand."""
+        known = rates.get(self.instance_type, {})
+        price = known.get(self.priced_as)
+        return known.get("on_demand") if price is None and self.priced_as == "spot" else price
+
+    def instance_seconds(self, since: datetime.datetime, until: datetime.datetime) -> Decimal:
+        """Held between two moments, to a millionth."""
+        one, other = (self._until(moment, self.held_seconds, Decimal(1)) for moment in (since, until))
+        return other - one
+
+    def usd(self, since: datetime.datetime, until: datetime.datetime, rate: Decimal) -> Decimal:
+        """Between two moments, at `rate` USD an instance-hour, to a millionth of a dollar."""
+        one, other = (self._until(moment, self.billed_seconds, rate / 3600) for moment in (since, until))
+        return other - one
+
+    def _until(self, moment: datetime.datetime, seconds: int, per_second: Decimal) -> Decimal:
+        """From its beginning to a moment. Rounded here, so that parts between the same moments add up."""
+        whole = _seconds(self.until - self.began)
+        if whole <= 0:
+            share = Decimal(1 if moment > self.began else 0)
+        else:
+            share = min(max(_seconds(moment - self.began), Decimal(0)), whole) / whole
+        return (self.count * seconds * share * per_second).quantize(MICRO, ROUND_HALF_EVEN)
+
+
+def use_of(job: Mapping[str, Any], now: datetime.datetime) -> Use | None:
+    """A job's use as DescribeTrainingJob tells it; None for one that has had no machine yet (or never)."""
+    began, is_running = job.get("TrainingStartTime"), job["TrainingJobStatus"] not in ENDED
+    if began is None:
+        return None
+    until = now if is_running else job.get("TrainingEndTime") or now
+    wall = max(0, round((until - began).total_seconds()))
+    resources = job.get("ResourceConfig") or {}
+    pool = (job.get("WarmPoolStatus") or {}).get("ResourceRetainedBillableTimeInSeconds") or 0
+    held = wall if is_running else int(job.get("TrainingTimeInSeconds", wall))
+    is_spot = bool(job.get("EnableManagedSpotTraining"))
+    return Use(
+        name=str(job["TrainingJobName"]),
+        instance_type=str(resources.get("InstanceType", "")),
+        count=int(resources.get("InstanceCount", 0)),
+        purchase="training_plan" if resources.get("TrainingPlanArn") else "spot" if is_spot else "on_demand",
+        began=began,
+        until=until,
+        held_seconds=held + int(pool),
+        billed_seconds=(wall if is_running else int(job.get("BillableTimeInSeconds", held))) + int(pool),
+        is_running=is_running,
+    )
+
+
+def month_of(moment: datetime.datetime) -> tuple[datetime.datetime, datetime.datetime]:
+    """(its month's beginning, the next one's), in UTC, as AWS bills."""
+    first = moment.astimezone(datetime.UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    return first, (first + datetime.timedelta(days=32)).replace(day=1)
+
+
+def _seconds(span: datetime.timedelta) -> Decimal:
+    return Decimal(span // datetime.timedelta(microseconds=1)) / 1_000_000
