@@ -14,5 +14,6 @@ from launch_testing import (  # noqa: F401
     environment,
     environment_path,
     job,
+    record,
     resolved,
 )

@@ -11,6 +11,7 @@ from trainyard import __version__
 from trainyard.cli import (
     checkpoints,
     comparing,
+    costing,
     deploying,
     doctor,
     emulator,
@@ -59,6 +60,7 @@ def _options(
 planning.register(app)
 jobs.register(app)
 comparing.register(app)
+costing.register(app)
 checkpoints.register(app)
 exporting.register(app)
 deploying.register(app)

@@ -40,29 +40,37 @@ def taken(uses: Iterable[Use], rates: Rates, gpus: Mapping[str, int], now: datet
 
 def used_percent(found: Mapping[str, Any], budget: Mapping[str, Any]) -> Decimal:
     """Of the quota that is nearer to its end."""
-    parts = [100 * found["usd"] / Decimal(str(budget["monthly_usd"]))]
+    parts: list[Decimal] = [100 * found["usd"] / Decimal(str(budget["monthly_usd"]))]
     if budget.get("monthly_gpu_hours"):
         parts.append(100 * found["gpu_hours"] / Decimal(str(budget["monthly_gpu_hours"])))
     return max(parts)
 
 
-def survey(sagemaker: Any, prefixes: Iterable[str], now: datetime.datetime) -> tuple[list[Use], list[str]]:
-    """(this month's use of the jobs whose names begin so, the names of those that run and aren't being stopped)."""
+def survey(
+    sagemaker: Any,
+    prefixes: Iterable[str],
+    *,
+    since: datetime.datetime,
+    now: datetime.datetime,
+    ended: dict[str, Use | None],
+) -> tuple[list[Use], list[str]]:
+    """(use of the jobs whose names begin so and that may hold machines after `since`, names of those that run and
+    aren't being stopped). `ended`: what is known of ended ones already, and gets to be."""
     states: dict[str, str] = {}
-    since = month_of(now)[0] - datetime.timedelta(days=LONGEST_DAYS)
+    created = since - datetime.timedelta(days=LONGEST_DAYS)
     for prefix in prefixes:
-        pages = sagemaker.get_paginator("list_training_jobs").paginate(NameContains=prefix, CreationTimeAfter=since)
+        pages = sagemaker.get_paginator("list_training_jobs").paginate(NameContains=prefix, CreationTimeAfter=created)
         listed = [job for page in pages for job in page["TrainingJobSummaries"]]
         states |= {job["TrainingJobName"]: job["TrainingJobStatus"] for job in listed}
     states = {name: state for name, state in states.items() if name.startswith(tuple(prefixes))}
     uses = []
     for name, state in sorted(states.items()):
-        if name in _ended:
-            use = _ended[name]
+        if name in ended:
+            use = ended[name]
         else:
             use = use_of(sagemaker.describe_training_job(TrainingJobName=name), now)
             if state in ENDED:
-                _ended[name] = use
+                ended[name] = use
         uses += [use] if use is not None else []
     return uses, sorted(name for name, state in states.items() if state == "InProgress")
 
@@ -93,7 +101,7 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     settings, now = json.loads(os.environ["METER"]), datetime.datetime.now(datetime.UTC)
     sagemaker, budget = boto3.client("sagemaker"), settings["budget"]
     rates = {kind: {way: Decimal(usd) for way, usd in known.items()} for kind, known in settings["rates"].items()}
-    uses, running = survey(sagemaker, settings["prefixes"], now)
+    uses, running = survey(sagemaker, settings["prefixes"], since=month_of(now)[0], now=now, ended=_ended)
     found = taken(uses, rates, settings["gpus"], now)
     percent = used_percent(found, budget)
     figures = {"BudgetUsedPercent": percent, "SpentUsd": found["usd"], "GpuHours": found["gpu_hours"]}

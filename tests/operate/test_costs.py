@@ -1,0 +1,220 @@
+"""What jobs have cost, by day, tenant, job and cost centre, with a forecast: exact, dated, refused where too old."""
+
+import csv
+import datetime
+import io
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from launch_testing import JOB_ID
+
+from trainyard.cli.app import run
+from trainyard.errors import InputError
+from trainyard.functions.broker_queue import training_job_prefix
+from trainyard.hardware import PriceBook
+from trainyard.launch.place import TenantAccess
+from trainyard.launch.record import JobRecord
+from trainyard.launch.session import Account
+from trainyard.operate import costs
+from trainyard.operate.costs import Charge, Meter
+from trainyard.spec.platform import EnvironmentSpec, TenantContract
+
+NOW = datetime.datetime(2026, 3, 20, 6, tzinfo=datetime.UTC)
+SINCE, UNTIL = costs.months(None, NOW)
+KIND = "ml.p5.4xlarge"
+ROW = {"instance": "p5.4xlarge", "region": "us-east-1", "zone": "", "source": "a test", "as_of": "2026-03-01"}
+PRICES = [
+    {**ROW, "purchase": "on-demand", "price": "6.88"},
+    {**ROW, "purchase": "spot", "price": "2.5", "zone": "us-east-1a"},
+]
+
+
+class Jobs:
+    """SageMaker's list and descriptions."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, began: datetime.datetime, hours: float, *, count: int = 2, **more: Any) -> None:
+        self.jobs[name] = {
+            "TrainingJobName": name,
+            "TrainingJobStatus": "Completed",
+            "ResourceConfig": {"InstanceType": KIND, "InstanceCount": count},
+            "TrainingStartTime": began,
+            "TrainingEndTime": began + datetime.timedelta(hours=hours),
+            "TrainingTimeInSeconds": round(hours * 3600),
+            "BillableTimeInSeconds": round(hours * 3600),
+            **more,
+        }
+
+    def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+        return self.jobs[TrainingJobName]
+
+    def get_paginator(self, _: str) -> "Jobs":
+        return self
+
+    def paginate(self, *, NameContains: str, **_: Any) -> Iterator[dict[str, Any]]:
+        yield {"TrainingJobSummaries": [job for name, job in self.jobs.items() if NameContains in name]}
+
+
+@pytest.fixture
+def sagemaker() -> Jobs:
+    return Jobs()
+
+
+@pytest.fixture
+def access(deployed: Account, contract: TenantContract, environment: EnvironmentSpec, sagemaker: Jobs) -> TenantAccess:
+    """Tenant acme, opened in an account where SageMaker is ours."""
+    launcher: Any = SimpleNamespace(client=lambda name: sagemaker if name == "sagemaker" else deployed.client(name))
+    return TenantAccess(environment, contract, deployed, launcher)
+
+
+def charged(access: TenantAccess, rows: list[dict[str, str]] | None = None) -> list[Charge]:
+    book = PriceBook(PRICES if rows is None else rows, today=NOW.date())
+    return Meter(book, since=SINCE, until=UNTIL, now=NOW).charges(access)
+
+
+def day(number: int, hour: int = 0) -> datetime.datetime:
+    return datetime.datetime(2026, 3, number, hour, tzinfo=datetime.UTC)
+
+
+def test_charges_are_split_by_the_day_and_add_up_to_the_cent_and_below(access: TenantAccess, sagemaker: Jobs) -> None:
+    sagemaker.add(JOB_ID, day(10, 20), 7.125)
+    sagemaker.add(f"{JOB_ID}-r2", day(11, 12), 1)
+    found = charged(access)
+    assert [(charge.day.day, charge.job_id, charge.training_job) for charge in found] == [
+        (10, JOB_ID, JOB_ID),
+        (11, JOB_ID, JOB_ID),
+        (11, JOB_ID, f"{JOB_ID}-r2"),
+    ]
+    assert found[0].usd == 4 * 2 * Decimal("6.88")
+    whole = (Decimal(round(7.125 * 3600)) * 2 * Decimal("6.88") / 3600).quantize(Decimal("0.000001"))
+    assert found[0].usd + (found[1].usd or 0) == whole
+    for by in ("day", "tenant", "job", "cost-centre"):
+        groups = costs.grouped(found, by)  # type: ignore[arg-type]  # the words of By
+        assert sum(group.usd for group in groups) == costs.summed("total", found).usd == whole + Decimal("13.76")
+    assert [group.key for group in costs.grouped(found, "day")] == ["2026-03-10", "2026-03-11"]
+    assert costs.grouped(found, "cost-centre")[0].key == "research-100"
+    assert costs.grouped(found, "job")[0].num_jobs == 1, "a resume is the same job"
+
+
+def test_only_the_month_counts_and_only_the_tenants_jobs(access: TenantAccess, sagemaker: Jobs) -> None:
+    sagemaker.add("acme-over-20260228200000-0000", day(1) - datetime.timedelta(hours=4), 6, count=1)
+    sagemaker.add("acme-before-20260101000000-0000", day(1) - datetime.timedelta(days=9), 1)
+    sagemaker.add("globex-acme-20260310000000-0000", day(10), 9)
+    sagemaker.add("acme-waits-20260310000000-0000", day(10), 9, TrainingStartTime=None)
+    assert [(charge.day.day, charge.usd) for charge in charged(access)] == [(1, Decimal("13.76"))]
+
+
+def test_what_runs_counts_up_to_now_and_spot_at_its_own_price(access: TenantAccess, sagemaker: Jobs) -> None:
+    sagemaker.add("acme-a-20260320000000-0000", day(20, 4), 99, TrainingJobStatus="InProgress")
+    spot = {"TrainingJobStatus": "InProgress", "EnableManagedSpotTraining": True}
+    sagemaker.add("acme-b-20260320000000-0000", day(20, 4), 99, **spot)
+    first, second = charged(access)
+    assert (first.usd, second.usd) == (4 * Decimal("6.88"), 4 * Decimal("2.5"))
+    assert second.price is not None and second.price.basis.startswith("EC2 spot")
+    second = charged(access, PRICES[:1])[1]
+    assert second.usd == first.usd, "without a spot price at its most"
+
+
+def test_batchs_jobs_are_their_records(access: TenantAccess, sagemaker: Jobs, record: JobRecord) -> None:
+    name = f"{training_job_prefix('acme', JOB_ID)}{'a' * 32}"
+    sagemaker.add(name, day(10), 1)
+    sagemaker.add("AWSBatchacme-unknown", day(10), 1)
+    assert {charge.job_id for charge in charged(access)} == {JOB_ID, "AWSBatchacme-unknown"}
+
+
+def test_an_old_price_is_refused_and_an_unknown_one_is_said(access: TenantAccess, sagemaker: Jobs) -> None:
+    sagemaker.add(JOB_ID, day(10), 1)
+    old = [{**PRICES[0], "as_of": "2024-01-01"}]
+    with pytest.raises(InputError, match=r"price of ml.p5.4xlarge in us-east-1 is of 2024-01-01, .* refresh$"):
+        charged(access, old)
+    (charge,) = charged(access, [])
+    assert charge.usd is None and charge.row()["usd"] == "" and charge.gpu_hours == 2
+    assert costs.summed("total", [charge]).unpriced == (KIND,)
+
+
+def charge_of(day_of_march: int, usd: str) -> Charge:
+    hours = Decimal(1)
+    on = datetime.date(2026, 3, day_of_march)
+    return Charge(on, "acme", "r", "j", "j", KIND, 1, "on_demand", hours, hours, Decimal(usd), None)
+
+
+def test_the_forecast_goes_on_at_the_last_weeks_pace() -> None:
+    early = [charge_of(2, "700")]  # long ago: spent, and no pace
+    week = [charge_of(number, usd) for number, usd in zip(range(13, 20), ["8", "12"] * 3 + ["10"], strict=True)]
+    found = costs.forecast([*early, *week, charge_of(20, "1")], since=SINCE, until=UNTIL, now=NOW)
+    left = Decimal("11.75")
+    assert (found.spent_usd, found.pace_usd_per_day, found.num_days) == (771, 10, 7)
+    assert found.expected_usd == 771 + 10 * left
+    assert found.low_usd is not None and found.high_usd is not None
+    assert found.spent_usd < found.low_usd < found.expected_usd < found.high_usd
+    assert found.high_usd - found.expected_usd == pytest.approx(Decimal("8.786"), abs=Decimal("0.001"))
+    begun = costs.forecast([charge_of(1, "6")], since=SINCE, until=UNTIL, now=day(1, 6))
+    assert (begun.num_days, begun.pace_usd_per_day, begun.low_usd) == (0, 24, None)
+    with pytest.raises(InputError, match="month 2026-03 is over"):
+        costs.forecast([], since=SINCE, until=UNTIL, now=UNTIL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--month", "2026-13"], "--month 2026-13: must look like 20"),
+        (["--month", "2099-01"], "--month 2099-01: is still to come"),
+        (["--by", "person"], "'person'"),
+        (["--csv", "--json"], "leave --json and --forecast out"),
+        (["--month", "2026-01", "--forecast"], "month 2026-01 is over"),
+        (["--tenant", "initech"], "'initech' is not in environment test"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], told: str, deployed: Account, environment_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [] if "--tenant" in arguments else ["--tenant", "acme"]
+    assert run(["cost", "-e", str(environment_path), *arguments, *more]) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and told in out.err and out.err.count("\n") == 1
+
+
+def test_the_verb_prints_a_table_json_and_csv(
+    access: TenantAccess,
+    sagemaker: Jobs,
+    record: JobRecord,
+    environment_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr("trainyard.launch.place.open_tenant", lambda *_: access)
+    now = datetime.datetime.now(datetime.UTC)
+    sagemaker.add(JOB_ID, now - datetime.timedelta(minutes=90), 1)
+    month = ["--month", f"{now - datetime.timedelta(minutes=90):%Y-%m}"]
+    verb = ["cost", "-e", str(environment_path), "-t", "acme"]
+
+    def told(*more: str) -> str:
+        assert run([*verb, *more]) == 0
+        return capsys.readouterr().out
+
+    whole = json.loads(told("--json", "--by", "job", *month))
+    usd = Decimal(whole["total"]["usd"])
+    priced = Decimal(whole["charges"][0]["usd_per_hour"])
+    assert usd == sum(Decimal(row["usd"]) for row in whole["charges"])
+    if month and (now - datetime.timedelta(minutes=90)).month == (now - datetime.timedelta(minutes=30)).month:
+        assert usd == 2 * priced, "two machines for an hour"
+    assert whole["groups"][0]["key"] == JOB_ID and "planned_usd" in whole["groups"][0]
+    rows = list(csv.DictReader(io.StringIO(told("--csv", *month))))
+    assert sum(Decimal(row["usd"]) for row in rows) == usd
+    assert {(row["cost_center"], row["job_id"], row["purchase"]) for row in rows} == {
+        ("research-100", JOB_ID, "on_demand")
+    }
+    table = told(*month)
+    assert f"{float(usd) / 5000:.1%} of 5,000" in table and f"{usd:,.2f}" in table
+    assert f"price: {KIND} {float(priced):g} USD/h in us-east-1, EC2 on demand" in table and "as of 20" in table
+    assert "forecast: " in told("--forecast")
+    assert JOB_ID in told("--by", "job", *month)

@@ -1,0 +1,198 @@
+"""`cost`: who spent what of a month, by day, tenant, job or cost centre; as a table, as JSON, as CSV for chargeback."""
+
+import csv
+import datetime
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, TenantOption
+from trainyard.cli.output import console, print_json
+from trainyard.errors import InputError
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+    from trainyard.launch.place import TenantAccess
+    from trainyard.operate.costs import Charge, Forecast, Group
+
+ByOption = Annotated[
+    Literal["day", "tenant", "job", "cost-centre"], typer.Option("--by", help="What a line of the table is of.")
+]
+MonthOption = Annotated[str | None, typer.Option("--month", metavar="YYYY-MM", help="Default: this month (UTC).")]
+CsvOption = Annotated[bool, typer.Option("--csv", help="One line a job and day, for chargeback.")]
+ForecastOption = Annotated[bool, typer.Option("--forecast", help="The month's end, at the pace of the last days.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Put the verb of this file into the command line."""
+    app.command()(cost)
+
+
+def cost(
+    by: ByOption = "tenant",
+    month: MonthOption = None,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    with_forecast: ForecastOption = False,
+    as_csv: CsvOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what training jobs have cost, from SageMaker's account of them, at a named and dated price.
+
+    Example: trainyard cost --by job --month 2026-03 --tenant acme
+    """
+    from trainyard.hardware import PriceBook
+    from trainyard.launch.place import environment_file, open_tenant
+    from trainyard.launch.session import price_file
+    from trainyard.operate import costs
+    from trainyard.spec.platform import load_environment
+
+    if as_csv and (as_json or with_forecast):
+        raise InputError("--csv: is the charges alone; leave --json and --forecast out")
+    now = datetime.datetime.now(datetime.UTC)
+    since, until = costs.months(month, now)
+    spec = load_environment(environment_file(environment))
+    with console(stderr=True).status("asking SageMaker"):
+        names = [tenant] if tenant else sorted(spec.tenants)
+        opened = {name: open_tenant(spec, name, "--tenant") for name in names}
+        meter = costs.Meter(PriceBook.opened(price_file(), today=now.date()), since=since, until=until, now=now)
+        charges = [charge for access in opened.values() for charge in meter.charges(access)]
+        groups = costs.grouped(charges, by)
+        planned = _planned(groups, charges, opened) if by == "job" else {}
+        expected = costs.forecast(charges, since=since, until=until, now=now) if with_forecast else None
+    if as_csv:
+        writer = csv.DictWriter(sys.stdout, costs.CSV_FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(charge.row() for charge in charges)
+        return
+    total = costs.summed("total", charges)
+    if as_json:
+        _print_json(since, groups, total, charges, planned, expected, opened)
+        return
+    _print_table(by, groups, total, planned, _budgets(by, opened))
+    for line in _notes(since, total, charges, expected, opened, emulated=spec.emulated):
+        print(line)
+
+
+def _planned(
+    groups: "Sequence[Group]", charges: "Sequence[Charge]", opened: "dict[str, TenantAccess]"
+) -> "dict[str, Decimal | None]":
+    """What each job's plan said of its machines; None where there was no plan, or no record any more."""
+    from trainyard.operate.costs import planned_usd
+
+    owners = {charge.job_id: charge.tenant for charge in charges}
+    found: dict[str, Decimal | None] = {}
+    for group in groups:
+        try:
+            found[group.key] = planned_usd(opened[owners[group.key]].place.store.read(group.key).record)
+        except InputError:
+            found[group.key] = None
+    return found
+
+
+def _budgets(by: str, opened: "dict[str, TenantAccess]") -> dict[str, tuple[float, float | None]]:
+    """A tenant's quotas of a month, dollars and GPU-hours, where a line is a tenant."""
+    if by != "tenant":
+        return {}
+    return {name: (item.contract.monthly_usd, item.contract.monthly_gpu_hours) for name, item in opened.items()}
+
+
+def _print_table(
+    by: str,
+    groups: "Sequence[Group]",
+    total: "Group",
+    planned: "dict[str, Decimal | None]",
+    budgets: dict[str, tuple[float, float | None]],
+) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(by.replace("-", " "), no_wrap=True)
+    extra = ["planned USD", "plan is"] if by == "job" else ["of budget", "of GPU-hours"] if by == "tenant" else []
+    for name in ("jobs", "instance-hours", "GPU-hours", "USD", *extra):
+        table.add_column(name, justify="right", no_wrap=True)
+    for group in [*groups, total]:
+        usd = f"{'at least ' if group.unpriced else ''}{group.usd:,.2f}"
+        row = [group.key, str(group.num_jobs), f"{group.instance_hours:,.2f}", f"{group.gpu_hours:,.2f}", usd]
+        if group is not total:
+            row += _against_plan(group, planned.get(group.key)) if by == "job" else []
+            row += _against_budget(group, *budgets[group.key]) if by == "tenant" else []
+        table.add_row(*row, style="bold" if group is total else "")
+    console().print(table)
+
+
+def _against_plan(group: "Group", planned: "Decimal | None") -> list[str]:
+    if planned is None:
+        return ["-", "-"]
+    if not group.usd or group.unpriced:
+        return [f"{planned:,.2f}", "-"]
+    off = planned / group.usd - 1
+    return [f"{planned:,.2f}", f"{abs(off):.0%} too {'high' if off > 0 else 'low'}"]
+
+
+def _against_budget(group: "Group", usd: float, gpu_hours: float | None) -> list[str]:
+    hours = "-" if gpu_hours is None else f"{float(group.gpu_hours) / gpu_hours:.1%} of {gpu_hours:,.0f}"
+    return [f"{float(group.usd) / usd:.1%} of {usd:,.0f}", hours]
+
+
+def _notes(
+    since: datetime.datetime,
+    total: "Group",
+    charges: "Sequence[Charge]",
+    expected: "Forecast | None",
+    opened: "dict[str, TenantAccess]",
+    *,
+    emulated: bool,
+) -> list[str]:
+    """The month, its end, and every price with its basis and date."""
+    lines = [f"{since:%Y-%m} (UTC){'; AWS is emulated here: nobody is billed' if emulated else ''}"]
+    if expected is not None:
+        lines.append(_forecast_line(expected, sum(access.contract.monthly_usd for access in opened.values())))
+    prices = {(charge.instance_type, charge.price.basis): charge.price for charge in charges if charge.price}
+    for (kind, basis), price in sorted(prices.items()):
+        lines.append(f"price: {kind} {price.usd_per_hour:g} USD/h in {price.region}, {basis}; as of {price.as_of}")
+    if total.unpriced:
+        lines.append(f"without a known price, and in no dollar above: {', '.join(total.unpriced)}")
+    return lines
+
+
+def _forecast_line(expected: "Forecast", budget_usd: float) -> str:
+    between = ""
+    if expected.low_usd is not None and expected.high_usd is not None:
+        between = f" ({expected.low_usd:,.2f} to {expected.high_usd:,.2f}, 80 % interval)"
+    of = f"the last {expected.num_days} full days'" if expected.num_days else "this month's hours'"
+    return (
+        f"forecast: {expected.expected_usd:,.2f} USD at the month's end{between}, at {of} pace of "
+        f"{expected.pace_usd_per_day:,.2f} USD a day; budget {budget_usd:,.0f} USD"
+    )
+
+
+def _print_json(
+    since: datetime.datetime,
+    groups: "Sequence[Group]",
+    total: "Group",
+    charges: "Sequence[Charge]",
+    planned: "dict[str, Decimal | None]",
+    expected: "Forecast | None",
+    opened: "dict[str, TenantAccess]",
+) -> None:
+    """Dollars as text: a JSON number would be read as a float."""
+    lines: list[dict[str, Any]] = [
+        {**group.__dict__, **({"planned_usd": planned[group.key]} if group.key in planned else {})} for group in groups
+    ]
+    print_json(
+        {
+            "month": f"{since:%Y-%m}",
+            "groups": lines,
+            "total": total.__dict__,
+            "forecast": expected.__dict__ if expected else None,
+            "budgets": {
+                name: {"usd": item.contract.monthly_usd, "gpu_hours": item.contract.monthly_gpu_hours}
+                for name, item in opened.items()
+            },
+            "charges": [charge.row() for charge in charges],
+        }
+    )
