@@ -5,8 +5,11 @@ then what the test names can go, and the test with it. One is shown with the tra
 graph with tensor parallelism.
 """
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +138,25 @@ def test_deepspeed_compiles_a_collective_at_start_up_unless_it_is_told_not_to(mo
         monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", is_compatible)
         build_shm_op()
         assert loaded == expected
+
+
+_IMPORTS = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+from trainer.strategies.deepspeed_import import load_deepspeed
+load_deepspeed()
+print("mlflow" in sys.modules)
+importlib.reload(sys.modules["deepspeed.autotuning.autotuner"])
+print("mlflow" in sys.modules)
+"""
+
+
+def test_deepspeed_imports_mlflow_for_an_autotuner_that_nothing_uses(tmp_path: Path) -> None:
+    """Met by strategies/deepspeed_import.py: with the real one, seconds of processor on every rank."""
+    (tmp_path / "mlflow.py").touch()
+    done = subprocess.run([sys.executable, "-c", _IMPORTS, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["False", "True"], done.stdout
 
 
 def test_deepspeed_calls_collectives_that_torch_has_renamed() -> None:

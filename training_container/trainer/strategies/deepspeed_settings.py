@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from trainer.strategies import nvme_offload
+from trainer.strategies.deepspeed_import import load_deepspeed
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec, ResolvedJob
 
@@ -313,6 +314,7 @@ def _refuse_stated(where: str, given: dict[str, Any], stated: dict[str, str]) ->
 
 def _check_values(given: dict[str, Any]) -> None:
     """By DeepSpeed's own models."""
+    load_deepspeed()
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

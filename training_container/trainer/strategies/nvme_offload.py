@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from trainer.strategies.deepspeed_import import load_deepspeed
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 
@@ -26,6 +27,7 @@ _GIB = 2**30
 
 def check() -> None:
     """InputError, in one line, where DeepSpeed's operation for NVMe can't be had."""
+    load_deepspeed()
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):

@@ -24,6 +24,7 @@ from trainer.optimizers.build import build_adamw, clip_factor, global_grad_norm,
 from trainer.runtime import Runtime
 from trainer.strategies import deepspeed_settings
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
+from trainer.strategies.deepspeed_import import load_deepspeed
 from trainer.strategies.flat_shard import FlatShard
 from trainer.strategies.nvme_offload import RankFolder
 from trainer.strategies.torch_engine import MOMENTS, persistent_buffers
@@ -269,8 +270,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], runtime: Runtime) -> Any:
-    import deepspeed  # seconds to import: only jobs that use it pay
-
+    deepspeed = load_deepspeed()
     # DeepSpeed 0.19.8 calls collectives that torch 2.13 has renamed, thousands of times.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
 
@@ -288,8 +288,7 @@ def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict
 
 def _shard_block_by_block(model: nn.Module, config: dict[str, Any]) -> None:
     """Stage 3: cuts each block's weights before the next one is touched, so that no rank holds the whole model."""
-    import deepspeed
-
+    deepspeed = load_deepspeed()
     compute_type = deepspeed_settings.compute_type(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     swapper = None
