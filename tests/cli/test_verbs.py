@@ -108,7 +108,7 @@ def test_wait_ends_with_the_jobs_own_result(
     place = place_of(json.loads(told.out)["job_id"], str(environment_path), None)
     record = place.store.read(json.loads(told.out)["job_id"]).record
     with pytest.raises(JobFailedError, match=r"no ml\.p5\.4xlarge; the tenant's resumer may start it again"):
-        jobs._require_completed(replace(place, has_resumer=True), record)
+        jobs.require_completed(replace(place, has_resumer=True), record)
 
 
 def test_stop_ends_with_how_the_job_ended(
@@ -252,10 +252,11 @@ def test_following_shows_steps_states_and_checkpoints(
         yield _status(record, "Training"), [training, saved, LogLine("algo-1", "[a] noise", 2)]
         yield _status(record.with_attempt(reclaims=1), "Training"), []
         deadline = time.monotonic() + 120  # a look at AWS takes a while: the spinner's own thread draws meanwhile
-        while "step 3 " not in shown.getvalue() and time.monotonic() < deadline:
+        while told not in shown.getvalue() and time.monotonic() < deadline:
             time.sleep(0.02)
         yield _status(record, "Completed"), []
 
+    told = "3 of 20" if terminal else "step 3  loss 2.5  10 tokens/s"
     shown = io.StringIO()
     monkeypatch.setattr(watch, "watch", script)
     monkeypatch.setattr(
@@ -264,7 +265,7 @@ def test_following_shows_steps_states_and_checkpoints(
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
     assert follow(place, job_id, quiet=False).state == "Completed"
     text = shown.getvalue()
-    assert "step 3  loss 2.5  10 tokens/s" in text
+    assert told in text
     assert "checkpoint step=3 committed" in text
     assert "Training" in text
     assert "noise" not in text

@@ -21,6 +21,7 @@ from trainyard.cli import (
     planning,
     prices,
     tenants,
+    watching,
 )
 from trainyard.cli.output import report_error
 from trainyard.errors import InputError, TrainyardError
@@ -59,6 +60,7 @@ def _options(
 
 planning.register(app)
 jobs.register(app)
+watching.register(app)
 comparing.register(app)
 costing.register(app)
 checkpoints.register(app)

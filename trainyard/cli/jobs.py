@@ -68,16 +68,16 @@ def launch(
     else:
         _say_launched(record)
     if wait:
-        _require_completed(place, record)
+        require_completed(place, record)
 
 
-def _require_completed(place: "Place", record: "JobRecord") -> None:
+def require_completed(place: "Place", record: "JobRecord") -> None:
     """JobFailedError where a job that was followed to its end did not get there; --wait looks no further than one."""
     from trainyard.launch.watch import may_be_resumed
 
     if record.state == "Completed":
         return
-    comes_back = place.has_resumer and may_be_resumed(record)
+    comes_back = place.has_resumer and record.backend == "sagemaker" and may_be_resumed(record)
     after = f"; the tenant's resumer may start it again: trainyard status {record.job_id}" if comes_back else ""
     raise JobFailedError(f"job {record.job_id}: {record.state}: {record.attempt.failure or 'see its logs'}{after}")
 
@@ -249,7 +249,7 @@ def resume(
     else:
         print(f"{record.job_id}: {record.state}, attempt {record.attempt.number}")
     if wait:
-        _require_completed(place, record)
+        require_completed(place, record)
 
 
 def jobs(

@@ -1,0 +1,126 @@
+"""The live screen and a job's money: each line from what the record, the backend and the logs really say."""
+
+import io
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from launch_testing import JOB_ID
+from rich.console import Console
+
+from trainyard.cli.app import run
+from trainyard.cli.live import Seen
+from trainyard.cli.live_view import SPARKS, duration, sparkline, view
+from trainyard.launch.backend import LogLine, Observation
+from trainyard.launch.record import Attempt, JobRecord, StateChange
+from trainyard.launch.spending import billed_seconds, spent
+from trainyard.launch.watch import Status
+from trainyard.spec.job import JobSpec, ResolvedJob
+
+NOON = datetime(2026, 3, 20, 12, tzinfo=UTC)
+QUOTE = {"usd_per_hour": 6.88, "basis": "EC2 on demand", "as_of": "2026-03-01"}
+PLAN: dict[str, Any] = {
+    "on_demand": QUOTE,
+    "spot": None,
+    "configurations": [{"chosen": True, "time": {"tokens_per_second": 2000.0, "mfu": 0.4}}],
+}
+
+
+def changed(*states: tuple[str, float]) -> tuple[StateChange, ...]:
+    """States and how many minutes before noon the job came into them."""
+    return tuple(StateChange(state=name, at=(NOON - timedelta(minutes=ago)).isoformat()) for name, ago in states)
+
+
+@pytest.fixture
+def running(job: JobSpec, resolved: ResolvedJob) -> JobRecord:
+    """Two machines since an hour, of it ten minutes without them."""
+    return JobRecord(
+        job_id=JOB_ID,
+        tenant="acme",
+        environment="test",
+        backend="sagemaker",
+        spec=job,
+        resolved=resolved,
+        plan=PLAN,
+        image=None,
+        checkpoint_destination="s3://acme-checkpoints/x/",
+        attempts=(Attempt(number=1, training_job_name=JOB_ID, created_at=NOON.isoformat()),),
+        states=changed(("Created", 70), ("Starting", 65), ("Training", 60), ("Interrupted", 30), ("Training", 20)),
+    )
+
+
+def screen(record: JobRecord, seen: Seen, *, state: str = "Training", note: str = "", width: int = 110) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=width, highlight=False)
+    console.print(view(Status(record, Observation(state, note)), seen, now=NOON))
+    return out.getvalue()
+
+
+def stepped(*losses: float, start: int = 1) -> Seen:
+    seen = Seen()
+    for index, loss in enumerate(losses):
+        line = f"step={start + index} loss={loss:.6f} tokens=64 tokens_per_second=1000.0 step_seconds=30.0"
+        assert seen.read(LogLine("algo-1", line, 0))
+    return seen
+
+
+def test_every_line_of_the_screen_is_there(running: JobRecord) -> None:
+    seen = stepped(4.0, 3.0, 2.0)
+    saved_at = round(1000 * (NOON - timedelta(seconds=250)).timestamp())
+    seen.read(LogLine("algo-1", "checkpoint step=2 committed uri=s3://x seconds=1.0", saved_at))
+    text = screen(running, seen)
+    assert "Training  for 20 min" in text
+    assert "3 of 20  15%  8 min 30 s left" in text, "17 steps of 30 seconds"
+    assert f"{SPARKS[-1]}{SPARKS[4]}{SPARKS[0]}  2.000000" in text
+    assert "1,000 tokens/s  50% of plan  MFU 20.0% (plan 40.0%)" in text
+    assert "step 2, 4 min 10 s ago" in text
+    assert "11.47 of 100 USD (11%), at 6.88 USD/h each, EC2 on demand; as of 2026-03-01" in " ".join(text.split())
+
+
+def test_why_it_waits_is_said_and_no_more_once_it_runs(running: JobRecord) -> None:
+    assert "waits       in share acme" in screen(running, Seen(), state="Queued", note="in share acme of its queue")
+    assert "waits" not in screen(running, Seen(), note="training image downloaded")
+    assert "none yet" in screen(running, Seen()) and "0 of 20  0%" in screen(running, Seen())
+
+
+def test_steps_that_are_made_again_replace_what_was(running: JobRecord) -> None:
+    seen = stepped(4.0, 3.0, 9.0)
+    seen.read(LogLine("algo-1", "step=2 loss=3.1 tokens_per_second=5", 0))
+    assert seen.losses == {1: 4.0, 2: 3.1} and seen.step == 2
+    seen.read(LogLine("algo-1", "step=3 loss=nan tokens_per_second=5", 0))
+    assert seen.losses == {1: 4.0, 2: 3.1}, "what is no number is not drawn"
+
+
+def test_a_sparkline_is_as_wide_as_asked_and_keeps_its_shape() -> None:
+    assert sparkline([]) == "" and sparkline([1.0]) == SPARKS[0] and sparkline([2.0, 2.0]) == SPARKS[0] * 2
+    line = sparkline([float(value) for value in range(1000, 0, -1)], width=16)
+    assert len(line) == 16 and list(line) == sorted(line, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "0 s"), (59, "59 s"), (250, "4 min 10 s"), (7200, "2 h"), (7501, "2 h 5 min"), (273_600, "3 d 4 h")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_only_the_time_on_machines_costs(running: JobRecord) -> None:
+    assert billed_seconds(running.states, NOON) == 50 * 60
+    found = spent(running, now=NOON)
+    assert found is not None
+    assert found.instance_hours == Decimal(2 * 50) / 60
+    assert found.usd == Decimal("11.47"), "two machines, 50 minutes, 6.88 an hour"
+    cheaper = running.model_copy(update={"plan": {**PLAN, "spot": {**QUOTE, "usd_per_hour": 2.0}}})
+    at_spot = spent(cheaper, now=NOON)
+    assert at_spot is not None and at_spot.usd == Decimal("3.33")
+    assert spent(running.model_copy(update={"plan": {}}), now=NOON) is None
+    assert spent(running.model_copy(update={"backend": "local"}), now=NOON) is None
+
+
+def test_watch_of_no_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, told in (("Not A Job", "job id 'Not A Job'"), ("nobody-x-20260131120000-1a2b", "begins with no tenant")):
+        assert run(["watch", typed]) == 2
+        err = capsys.readouterr().err
+        assert told in err and err.count("\n") == 1

@@ -1,0 +1,117 @@
+"""A job on one screen while it runs: where it is, whether it learns, how fast, how safe, how dear."""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from trainyard.cli.tables import state_text
+from trainyard.launch.queue_backend import QUEUED
+from trainyard.launch.record import CREATED, SUBMITTED
+from trainyard.launch.spending import spent
+from trainyard.launch.watch import Status
+
+if TYPE_CHECKING:
+    from trainyard.cli.live import Seen
+
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 40
+WAITING = frozenset({CREATED, SUBMITTED, QUEUED, "Pending", "Starting", "Interrupted", "Restarting"})
+"""States in which a person wants to know for what."""
+RECENT_STEPS = 20
+"""Whose median is the step's time now: enough that a validation or a save in between doesn't move it."""
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+    """A line of blocks, each the mean of its part of the values, from the lowest to the highest."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    means = [statistics.fmean(values[one:other]) for one, other in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((value - low) * scale)] for value in means)
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: 3 d 4 h, 2 h 5 min, 4 min 10 s."""
+    whole = max(0, round(seconds))
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    for index, (name, length) in enumerate(units):
+        if whole >= length:
+            below, size = units[index + 1] if index + 1 < len(units) else ("", 0)
+            rest = (whole % length) // size if size else 0
+            return f"{whole // length} {name}" + (f" {rest} {below}" if rest else "")
+    return "0 s"
+
+
+def view(current: Status, seen: "Seen", *, now: datetime | None = None) -> Group:
+    """The screen, from the record, its backend and what the logs have told so far."""
+    now = now or datetime.now(UTC)
+    record = current.record
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    since = (now - datetime.fromisoformat(record.states[-1].at)).total_seconds()
+    state = Text.assemble(state_text(current.state), f"  for {duration(since)}", f", attempt {record.attempt.number}")
+    facts.add_row("state", state)
+    if why := waits_for(current):
+        facts.add_row("waits", Text(why, overflow="fold"))
+    facts.add_row("steps", _steps(current, seen))
+    if seen.losses:
+        facts.add_row("loss", f"{sparkline(list(seen.losses.values()))}  {seen.loss}")
+    if seen.speed:
+        facts.add_row("speed", _speed(record.plan, seen))
+    facts.add_row("checkpoint", _checkpoint(seen, now))
+    if (money := spent(record, now=now)) is not None:
+        facts.add_row("spent", Text(money.as_line(), overflow="fold"))
+    if record.attempt.failure:
+        facts.add_row("failure", Text(record.attempt.failure, style="red", overflow="fold"))
+    head = Text(record.job_id, style="bold") if current.finished else Spinner("dots", Text(record.job_id, style="bold"))
+    return Group(head, facts)
+
+
+def waits_for(current: Status) -> str:
+    """What a job that doesn't run waits for, in its backend's words; empty where it runs or has ended."""
+    if current.state not in WAITING:
+        return ""
+    return current.observation.note if current.observation and current.observation.note else current.advice
+
+
+def _steps(current: Status, seen: "Seen") -> Table:
+    total = current.record.resolved.steps
+    words = f"{seen.step:,}" + (f" of {total:,}  {seen.step / total:.0%}" if total else "")
+    if (left := seen.seconds_left(total)) is not None and not current.finished:
+        words += f"  {duration(left)} left"
+    line = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=total or None, completed=seen.step, width=30, pulse=not total and not current.finished)
+    line.add_row(bar, words)
+    return line
+
+
+def _speed(plan: dict[str, Any], seen: "Seen") -> str:
+    """Against the plan, where it knows the machine. MFU is proportional to speed: the plan's, times that share."""
+    speed = float(seen.speed)
+    words = f"{speed:,.0f} {seen.unit}/s"
+    chosen = next((item for item in plan.get("configurations", []) if item.get("chosen")), None) or {}
+    time = chosen.get("time") or {}
+    if time.get("tokens_per_second"):
+        share = speed / float(time["tokens_per_second"])
+        words += f"  {share:.0%} of plan"
+        if time.get("mfu"):
+            words += f"  MFU {share * time['mfu']:.1%} (plan {time['mfu']:.1%})"
+    return words
+
+
+def _checkpoint(seen: "Seen", now: datetime) -> str:
+    if seen.saved_step is None or seen.saved_at is None:
+        return "none yet"
+    return f"step {seen.saved_step:,}, {duration(now.timestamp() - seen.saved_at)} ago"
