@@ -64,6 +64,7 @@ class FoundationStack(Stack):
             self.export_value(role.role_arn)
         for role in (self.roles.broker, self.roles.launcher):  # whom the budget stops
             self.export_value(role.role_name)
+        self.export_value(self.roles.boundary.managed_policy_arn)  # what the broker makes jobs' roles under
 
     @property
     def availability_zones(self) -> list[str]:

@@ -138,6 +138,16 @@ class TenantScope:
         return f"{self.iam_path}broker/"
 
     @property
+    def broker_role_pattern(self) -> str:
+        """The role in it."""
+        return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.broker_iam_path}*"
+
+    @property
+    def policy_pattern(self) -> str:
+        """All managed policies of the tenant: its boundary, and what a spent budget attaches, which only denies."""
+        return f"arn:{PARTITION}:iam::{self.environment.account}:policy{self.iam_path}*"
+
+    @property
     def role_pattern(self) -> str:
         """All roles of the tenant."""
         return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.iam_path}*"
@@ -151,6 +161,17 @@ class TenantScope:
     def job_role_pattern(self) -> str:
         """All roles that the tenant's jobs run as."""
         return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.job_iam_path}*"
+
+    @property
+    def isolates_jobs(self) -> bool:
+        """Whether each of the tenant's jobs runs as a role of its own, made by the broker."""
+        return self.environment.isolates_jobs(self.name)
+
+    @property
+    def each_job_role_pattern(self) -> str:
+        """The roles that the broker makes, one for each job (trainyard/functions/job_roles.py): in a path of their own,
+        so that it can change none of the others."""
+        return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.job_iam_path}each/*"
 
     @property
     def job_log_streams(self) -> list[str]:

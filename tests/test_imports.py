@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "hardware": {"errors", "spec"},
     "functions": set(),
     "planner": {"errors", "spec", "hardware"},
-    "isolation": {"children", "errors", "spec", "hardware"},
+    "isolation": {"children", "errors", "spec", "hardware", "functions"},
     "emulator": {"errors", "spec", "hardware"},
     "launch": {"errors", "spec", "hardware", "functions", "planner", "emulator"},
     "operate": {"__version__", "children", "errors", "spec", "hardware", "planner", "emulator", "launch", "isolation"},

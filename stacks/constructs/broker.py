@@ -12,6 +12,8 @@ from pathlib import Path
 from aws_cdk import Annotations, Duration
 from aws_cdk import aws_cloudwatch as cloudwatch
 from aws_cdk import aws_cloudwatch_actions as actions
+from aws_cdk import aws_events as events
+from aws_cdk import aws_events_targets as targets
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_lambda as lambda_
 from aws_cdk import aws_sns as sns
@@ -25,7 +27,10 @@ from trainyard.errors import InputError
 from trainyard.hardware import instance, price
 
 FUNCTIONS_FOLDER = Path(trainyard.__file__).parent / "functions"
-MODULES = ("broker", "broker_ledger", "broker_queue", "broker_rules", "retry_rules", "training_request")
+MODULES = (
+    *("broker", "broker_ledger", "broker_queue", "broker_roles", "broker_rules"),
+    *("job_roles", "retry_rules", "training_request"),
+)
 TIME_LIMIT = Duration.seconds(120)
 """A tenant's jobs of a month are listed, and described once each."""
 
@@ -93,6 +98,50 @@ class Broker(Construct):
             comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
             treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
         ).add_alarm_action(actions.SnsAction(topic))
+        if tenant.isolates_jobs:
+            self._remove_roles(tenant)
+
+    def _remove_roles(self, tenant: TenantScope) -> None:
+        """The broker is asked to look for roles of jobs that are over: after each end of a job, and each hour, for what
+        is over only later (a failed job that nobody resumed, a queue's last try)."""
+        sweep = targets.LambdaFunction(self.function, event=events.RuleTargetInput.from_object({"sweep": True}))
+        events.Rule(
+            self,
+            "EndedJobs",
+            description=f"Training jobs of tenant {tenant.name} that have ended: their roles go",
+            event_pattern=events.EventPattern(
+                source=["aws.sagemaker"],
+                detail_type=["SageMaker Training Job State Change"],
+                detail={
+                    "TrainingJobStatus": ["Completed", "Failed", "Stopped"],
+                    "TrainingJobName": [{"prefix": prefix} for prefix in tenant.job_prefixes],
+                },
+            ),
+            targets=[sweep],
+        )
+        if tenant.queued:
+            events.Rule(
+                self,
+                "EndedQueuedJobs",
+                description=f"Queued jobs of tenant {tenant.name} that have ended: their roles go",
+                event_pattern=events.EventPattern(
+                    source=["aws.batch"],
+                    detail_type=["Batch Service Job State Change"],
+                    detail={
+                        "status": ["SUCCEEDED", "FAILED"],
+                        "jobName": [{"prefix": f"{tenant.name}-"}],
+                        "jobQueue": list(tenant.training_queues.values()),
+                    },
+                ),
+                targets=[sweep],
+            )
+        events.Rule(
+            self,
+            "EachHour",
+            description=f"Roles of tenant {tenant.name}'s jobs that are over go",
+            schedule=events.Schedule.rate(Duration.hours(1)),
+            targets=[sweep],
+        )
 
 
 def prices_of(tenant: TenantScope, *, spot: bool = False) -> dict[str, float]:

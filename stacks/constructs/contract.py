@@ -111,6 +111,7 @@ def tenant_contract(
         warn_at_percent=tenant.spec.budget.warn_at_percent,
         broker=tenant.broker_name if tenant.brokered else "",
         cluster=_cluster(tenant, cluster),
+        job_boundary=roles.boundary.managed_policy_arn if tenant.isolates_jobs else "",
         emulated=environment.emulated,
     )
 

@@ -64,7 +64,8 @@ class JobGuard(Construct):
             log_group=resources.logs.group,
         )
         acknowledge(self.function, FUNCTIONS | FAILURES)
-        job_role, names = roles.job.role_arn, [{"prefix": prefix} for prefix in tenant.job_prefixes]
+        names = [{"prefix": prefix} for prefix in tenant.job_prefixes]
+        job_roles = [roles.job.role_arn, {"prefix": tenant.each_job_role_pattern.removesuffix("*")}]
         events.Rule(
             self,
             "StartedJobs",
@@ -74,7 +75,7 @@ class JobGuard(Construct):
                 detail_type=["SageMaker Training Job State Change"],
                 detail={
                     "TrainingJobStatus": ["InProgress"],
-                    "$or": [{"TrainingJobName": names}, {"RoleArn": [job_role]}],
+                    "$or": [{"TrainingJobName": names}, {"RoleArn": job_roles}],
                 },
             ),
             targets=[
@@ -139,6 +140,7 @@ def job_rules(tenant: TenantScope, roles: TenantRoles, resources: TenantResource
     return {
         "prefixes": tenant.job_prefixes,
         "role": roles.job.role_arn,
+        "own_roles": tenant.each_job_role_pattern.removesuffix("*"),
         "subnets": [network.training_subnet.subnet_id],
         "groups": [network.training_security_group.security_group_id],
         "types": most,

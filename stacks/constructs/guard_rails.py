@@ -8,7 +8,6 @@ of older pages are on no request any more, so that a rule on their absence would
 
 import json
 from collections.abc import Mapping
-from string import ascii_uppercase
 from typing import Any
 
 from aws_cdk import Stack
@@ -18,7 +17,7 @@ from constructs import Construct
 from stacks.constructs.acknowledged import acknowledge_wildcards
 from stacks.constructs.machine_permissions import machine_actions, only_login_nodes
 from stacks.constructs.network import TenantNetwork
-from stacks.naming import PARTITION, TAG_TENANT, TenantScope
+from stacks.naming import TAG_TENANT, TenantScope
 from trainyard.errors import InputError
 from trainyard.hardware import instance
 
@@ -32,6 +31,10 @@ INVOKE = "lambda:InvokeFunction"
 SUBMIT_JOB = "batch:SubmitServiceJob"
 TAG_JOB = "batch:TagResource"
 STOP_QUEUED_JOB = "batch:TerminateServiceJob"
+MANAGE_JOB_ROLES = ["iam:CreateRole", "iam:DeleteRole", "iam:DeleteRolePolicy", "iam:PutRolePolicy", "iam:TagRole"]
+"""Of a broker that makes a role for each job. Nothing that changes a role's trust or its boundary is among them."""
+_ON_ROLES = ["iam:C*", "iam:D*", "iam:Pu*", "iam:T*"]
+"""The same and more of their kind, in few characters: denied to others and elsewhere."""
 REGISTER_MODELS = ["sagemaker:CreateModelPackage*"]
 """A model package and its group."""
 
@@ -100,21 +103,12 @@ OTHER_COMPUTE = [
     "ecs:RunTask",
     "lambda:Create*",
     "pcs:Create*",
-    # All that SageMaker can create but a training job, which alone begins with CreateTrainingJ, and a model package.
-    *(f"sagemaker:Create{letter}*" for letter in ascii_uppercase if letter not in "MT"),
-    "sagemaker:CreateMl*",
-    "sagemaker:CreateModel",
-    *(f"sagemaker:CreateModel{letter}*" for letter in "BCEQ"),
-    "sagemaker:CreateMon*",
-    "sagemaker:CreateTrainingP*",
-    "sagemaker:CreateTrans*",
-    "sagemaker:CreateTri*",
     "sagemaker:Start*",
     "sagemaker:Update*",
 ]
-"""A training job's siblings: tuning, processing, clusters, pipelines, endpoints, notebooks, machines, functions; and
-Batch's unchecked queue. None is in the list above, so none is allowed; denied by name too, so that no later wildcard
-there lets one in. By first letters, because AWS adds a kind of job a year and a policy holds 6,144 characters."""
+"""A training job's relatives: machines, functions, notebooks and pipelines started; and Batch's unchecked queue. None
+is in the list above, so none is allowed; denied by name too, so that no later wildcard there lets one in. Of SageMaker,
+`OwnJobs` denies to create anything but the own jobs and models: AWS adds a kind of job a year."""
 
 
 class TenantBoundary(Construct):
@@ -125,6 +119,7 @@ class TenantBoundary(Construct):
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, network: TenantNetwork) -> None:
         super().__init__(scope, construct_id)
         allowed = [*ALLOWED_ACTIONS, *([INVOKE] if tenant.brokered else [])]
+        allowed += MANAGE_JOB_ROLES if tenant.isolates_jobs else []
         if tenant.queued:
             allowed = sorted({*allowed, SUBMIT_JOB, TAG_JOB, STOP_QUEUED_JOB} - {CREATE_JOB})
         self.policy = iam.ManagedPolicy(
@@ -136,22 +131,17 @@ class TenantBoundary(Construct):
                 iam.PolicyStatement(sid="Services", actions=[*allowed, *machine_actions(tenant)], resources=["*"]),
                 *(_queue(tenant) if tenant.queued else [*_unstated(tenant), *_outside(tenant, network)]),
                 deny("NoOtherCompute", [*OTHER_COMPUTE, CREATE_JOB if tenant.queued else SUBMIT_JOB], {}),
+                # Tuning, processing, clusters, endpoints and what comes yet: all have ARNs of their own kinds.
                 iam.PolicyStatement(
                     sid="OwnJobs",
                     effect=iam.Effect.DENY,
-                    actions=[CREATE_JOB, "sagemaker:StopTrainingJob"],
-                    not_resources=tenant.training_jobs,
+                    actions=["sagemaker:Create*", "sagemaker:StopTrainingJob"],
+                    not_resources=[*tenant.training_jobs, tenant.model_packages, tenant.model_package_groups],
                 ),
                 # It shows a queued job's whole request, and IAM can't scope it; listings show names and states.
                 deny("NoForeignRequests", ["batch:DescribeServiceJob"], {}),
                 *_broker(tenant),
                 *only_login_nodes(tenant),
-                iam.PolicyStatement(
-                    sid="OwnModels",
-                    effect=iam.Effect.DENY,
-                    actions=REGISTER_MODELS,
-                    not_resources=[tenant.model_packages, tenant.model_package_groups],
-                ),
                 deny("OwnAccount", ["s3:*"], {"StringNotEqualsIfExists": {"aws:ResourceAccount": _account(tenant)}}),
                 iam.PolicyStatement(
                     sid="PassJobRoles",
@@ -178,13 +168,33 @@ def _broker(tenant: TenantScope) -> list[iam.PolicyStatement]:
     """No function is called but the own broker, and no job started but by it: whatever a person is allowed besides."""
     if not tenant.brokered:
         return []
-    role = f"arn:{PARTITION}:iam::{_account(tenant)}:role{tenant.broker_iam_path}*"
     submit = [SUBMIT_JOB, TAG_JOB] if tenant.queued else [CREATE_JOB]
+    submit += _ON_ROLES if tenant.isolates_jobs else []
     return [
         iam.PolicyStatement(
             sid="OwnBroker", effect=iam.Effect.DENY, actions=[INVOKE], not_resources=[tenant.broker_arn]
         ),
-        deny("BrokerSubmits", submit, {"ArnNotLike": {"aws:PrincipalArn": role}}),
+        deny("BrokerSubmits", submit, {"ArnNotLike": {"aws:PrincipalArn": tenant.broker_role_pattern}}),
+        *(_job_roles(tenant) if tenant.isolates_jobs else []),
+    ]
+
+
+def _job_roles(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """The broker makes, changes and removes the roles of single jobs and no others, and under this boundary: by a
+    pattern, as a policy can't name itself. What else the pattern fits grants nothing."""
+    return [
+        iam.PolicyStatement(
+            sid="JobRolesOnly",
+            effect=iam.Effect.DENY,
+            actions=_ON_ROLES,
+            not_resources=[tenant.each_job_role_pattern],
+        ),
+        # A negated operator also matches an absent key: a role without a boundary is neither made nor given rights.
+        deny(
+            "JobRolesBounded",
+            ["iam:CreateRole", "iam:PutRolePolicy"],
+            {"StringNotLike": {"iam:PermissionsBoundary": tenant.policy_pattern}},
+        ),
     ]
 
 
@@ -219,8 +229,8 @@ def _check_size(policy: iam.ManagedPolicy, tenant: TenantScope) -> None:
     if length > MAX_POLICY_CHARACTERS:
         raise InputError(
             f"tenants.{tenant.name}.queues: with {len(tenant.instance_types)} instance types the tenant's permissions "
-            f"boundary would have {length:,} characters, and IAM takes {MAX_POLICY_CHARACTERS:,}: name fewer types, or "
-            "split the tenant"
+            f"boundary would have {length:,} characters, and IAM takes {MAX_POLICY_CHARACTERS:,}: name fewer types, "
+            "split the tenant, or leave out its cluster or job_isolation"
         )
 
 

@@ -33,6 +33,8 @@ class TenantRoles(Construct):
     """What the cluster's login node is: it can join the cluster and take a session, and nothing else."""
     operator: iam.Role
     """Breaks the glass: mends data and checkpoints by hand. Needs a second factor; the tenant hears of each use."""
+    boundary: iam.ManagedPolicy
+    """What they all stand under, and what the roles of single jobs are made under."""
 
     @property
     def workers(self) -> tuple[iam.Role, ...]:
@@ -48,6 +50,7 @@ class TenantRoles(Construct):
         super().__init__(scope, construct_id)
         account = tenant.environment.account
         self._brokered = tenant.brokered
+        self.boundary = boundary.policy
 
         def role(
             name: str, trusts: iam.IPrincipal, description: str, hours: int, path: str = "", stated: str | None = None

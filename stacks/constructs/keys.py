@@ -51,6 +51,8 @@ class KeyUse:
     writers: tuple[iam.Role, ...] = ()
     volumes: tuple[iam.Role, ...] = ()
     """Whose training volumes are encrypted with it: SageMaker takes a grant on their behalf."""
+    each_job: tuple[str, ...] = ()
+    """What the roles of single jobs may do with it, where there are such."""
 
 
 class TenantKeys(Construct):
@@ -68,7 +70,9 @@ class TenantKeys(Construct):
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, roles: TenantRoles) -> None:
         super().__init__(scope, construct_id)
-        data = KeyUse(readers=(*roles.workers, roles.auditor), writers=(roles.launcher, roles.operator))
+        data = KeyUse(
+            readers=(*roles.workers, roles.auditor), writers=(roles.launcher, roles.operator), each_job=tuple(READ)
+        )
         # The broker reads jobs' records beside the data, and keeps its ledger beside the checkpoints.
         broker = (roles.broker,) if tenant.brokered else ()
         # The resumer writes the next attempt into them.
@@ -78,6 +82,7 @@ class TenantKeys(Construct):
             readers=(roles.launcher, roles.auditor),
             writers=(*roles.workers, roles.operator, *broker),
             volumes=(roles.job,),
+            each_job=tuple(READ_WRITE),
         )
         machines = [*_roles(tenant, checkpoints), *_machines(tenant)]
         links = [_links(tenant)] if tenant.spec.file_system.links else []
@@ -113,12 +118,33 @@ def _roles(tenant: TenantScope, use: KeyUse) -> list[iam.PolicyStatement]:
         return iam.PolicyStatement(sid=sid, principals=list(roles), actions=actions, resources=["*"])
 
     statements = [statement("Readers", use.readers, READ), statement("Writers", use.writers, READ_WRITE)]
+    on_volumes: dict[str, dict[str, object]] = {
+        "Bool": {"kms:GrantIsForAWSResource": "true"},
+        "StringEquals": {"kms:ViaService": [tenant.via("sagemaker"), tenant.via("ec2")]},
+    }
     if use.volumes:
         grants = statement("TrainingVolumes", use.volumes, ["kms:CreateGrant"])
-        grants.add_condition("Bool", {"kms:GrantIsForAWSResource": "true"})
-        grants.add_condition("StringEquals", {"kms:ViaService": [tenant.via("sagemaker"), tenant.via("ec2")]})
+        grants.add_conditions(on_volumes)
         statements.append(grants)
+    if use.each_job and tenant.isolates_jobs:
+        statements.append(_each_job(tenant, "EachJob", use.each_job, {}))
+        if use.volumes:
+            statements.append(_each_job(tenant, "EachJobsVolumes", ("kms:CreateGrant",), on_volumes))
     return statements
+
+
+def _each_job(
+    tenant: TenantScope, sid: str, actions: tuple[str, ...], conditions: dict[str, dict[str, object]]
+) -> iam.PolicyStatement:
+    """The roles of single jobs, by their path: a key policy that names a role which isn't there yet is refused. Their
+    own policies must allow it too."""
+    return iam.PolicyStatement(
+        sid=sid,
+        principals=[iam.AccountRootPrincipal()],
+        actions=list(actions),
+        resources=["*"],
+        conditions={**conditions, "ArnLike": {"aws:PrincipalArn": tenant.each_job_role_pattern}},
+    )
 
 
 def _file_system(tenant: TenantScope) -> iam.PolicyStatement:

@@ -34,6 +34,7 @@ WILDCARDS = {
     **MACHINE_WILDCARDS,
     "CountViolations": "PutMetricData has no resource; the condition holds it to the tenant's namespace.",
     "CreateTrainingLogGroup": SHARED_GROUP,
+    "FindJobRoles": "ListRoles has no resource: it shows that roles exist; the function looks at those of its path.",
     "FindLogs": SHARED_GROUP,
     "FindQueuedJobs": "ListServiceJobs has no resource: it shows names and states of a queue's jobs, no requests.",
     "JoinNetwork": "An interface's id is made with it; subnet and group, named beside it, are the tenant's own.",
@@ -85,7 +86,7 @@ class TenantPermissions(Construct):
         if roles.nodes is not None and roles.login is not None:
             attach("Nodes", roles.nodes, [*join_cluster(tenant), *_work(tenant, resources)])
             attach("Login", roles.login, [*join_cluster(tenant), *take_sessions()])
-        submit = _submit(tenant, roles)
+        submit = [*_submit(tenant, roles), *_job_roles(tenant, roles)]
         if not tenant.brokered:
             attach("Launcher", roles.launcher, [*submit, *_launcher(tenant, resources)])
         else:
@@ -210,7 +211,7 @@ def _network_interfaces(tenant: TenantScope, network: TenantNetwork) -> list[iam
 def _submit(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement]:
     """To start a job: the broker's right, or the launcher's where there is no broker."""
     if tenant.queued:
-        return [*_queue_up(tenant), _pass_job_role(roles)]
+        return [*_queue_up(tenant), _pass_job_role(tenant, roles)]
     return [
         _allow(
             "CreateJobs",
@@ -229,13 +230,28 @@ def _submit(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement
             tenant.training_jobs,
             {"StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}},
         ),
-        _pass_job_role(roles),
+        _pass_job_role(tenant, roles),
     ]
 
 
-def _pass_job_role(roles: TenantRoles) -> iam.PolicyStatement:
+def _pass_job_role(tenant: TenantScope, roles: TenantRoles) -> iam.PolicyStatement:
+    """The one job role, or those of single jobs and then no other."""
+    passed = tenant.each_job_role_pattern if tenant.isolates_jobs else roles.job.role_arn
     to_sagemaker = {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
-    return _allow("PassJobRole", ["iam:PassRole"], [roles.job.role_arn], to_sagemaker)
+    return _allow("PassJobRole", ["iam:PassRole"], [passed], to_sagemaker)
+
+
+def _job_roles(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement]:
+    """To make a role for each job, under the tenant's boundary, and to remove it after the job."""
+    if not tenant.isolates_jobs:
+        return []
+    own = [tenant.each_job_role_pattern]
+    bounded = {"StringEquals": {"iam:PermissionsBoundary": roles.boundary.managed_policy_arn}}
+    return [
+        _allow("MakeJobRoles", ["iam:CreateRole", "iam:PutRolePolicy"], own, bounded),
+        _allow("KeepJobRoles", ["iam:DeleteRole", "iam:DeleteRolePolicy", "iam:ListRoleTags", "iam:TagRole"], own),
+        _allow("FindJobRoles", ["iam:ListRoles"], ANYTHING),
+    ]
 
 
 def _queue_up(tenant: TenantScope) -> list[iam.PolicyStatement]:

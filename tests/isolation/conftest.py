@@ -28,10 +28,11 @@ Templates = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def environment_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The local environment the other way round: acme, whose policies are the ones that are broken, has a broker.
-    Both have a cluster."""
+    """The local environment the other way round: acme, whose policies are the ones that are broken, has a broker, which
+    makes a role for each job. Both have a cluster."""
     content = yaml.safe_load(LOCAL.read_text())
     content["tenants"]["acme"]["submission"] = "broker"
+    content["tenants"]["acme"]["job_isolation"] = "role"
     for tenant in content["tenants"].values():
         tenant["cluster"] = CLUSTER
     content["tenants"]["globex"]["submission"] = "direct"

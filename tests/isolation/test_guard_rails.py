@@ -35,6 +35,8 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     content = yaml.safe_load((ROOT / "environments" / "local.yaml").read_text())
     content["max_instances"][EBS_ONLY] = 1
     content["tenants"]["acme"]["submission"] = request.param
+    if request.param != "direct":
+        content["tenants"]["acme"]["job_isolation"] = "role"
     chips = {"instance_types": [EBS_ONLY], "max_instances": 1, "multi_node": False}
     content["tenants"]["acme"]["queues"]["chips"] = chips
     content["tenants"]["acme"]["cluster"] = {

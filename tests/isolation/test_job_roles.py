@@ -1,7 +1,7 @@
 """A role for each job: it does all that its own job needs, and nothing to another job of the same tenant.
 
-The policy stands in the account in place of the tenant's job role, under the same boundary, keys and endpoints; two
-evaluators that share no code decide, and must agree.
+The role stands in the account as the broker makes it, under the tenant's boundary, keys and endpoints; two evaluators
+that share no code decide, and must agree.
 """
 
 import json
@@ -14,12 +14,12 @@ import pytest
 
 from trainyard.functions.job_roles import (
     MAX_POLICY_CHARACTERS,
-    job_role_path,
+    job_role_arn,
     job_role_policies,
     job_role_trust,
 )
 from trainyard.isolation import Site
-from trainyard.isolation.account import Account
+from trainyard.isolation.account import EACH_JOB, Account
 from trainyard.isolation.evaluator import Request, decide
 from trainyard.isolation.needs import Need, Needs
 from trainyard.isolation.policy import parse_statements
@@ -41,13 +41,7 @@ def inputs_of(contract: TenantContract) -> list[str]:
 
 @pytest.fixture(scope="module")
 def account(site: Site) -> Account:
-    """Acme's job role has the rights of the one job."""
-    role = site.account.role("acme", "job")
-    contract = site.account.contracts["acme"]
-    document = job_role_policies(contract.model_dump(mode="json"), MINE, inputs_of(contract))
-    (key, *more) = role.identity
-    assert not more
-    return site.account.changed({key: parse_statements(document, *key)})
+    return site.account
 
 
 def answer(request: Request) -> bool:
@@ -63,10 +57,10 @@ def bare(need: Need) -> Request:
     return replace(need.request, endpoint_policy=None)
 
 
-def needs(account: Account) -> Iterator[Need]:
+def needs(account: Account, label: str = EACH_JOB) -> Iterator[Need]:
     found = Needs(account, "acme")
     assert found.job_id == MINE
-    return found.of_a_job()
+    return found.of_a_job_as(label)
 
 
 def test_it_may_do_all_that_its_job_needs(account: Account) -> None:
@@ -89,9 +83,9 @@ def about_another(need: Need) -> Request | None:
     return None if (changed.resource, stated) == (need.request.resource, context.stated) else changed
 
 
-def test_it_may_do_none_of_it_to_another_job(account: Account, site: Site) -> None:
+def test_it_may_do_none_of_it_to_another_job(account: Account) -> None:
     closed = []
-    for need, of_tenant in zip(needs(account), Needs(site.account, "acme").of_a_job(), strict=True):
+    for need, of_tenant in zip(needs(account), needs(account, "job"), strict=True):
         foreign, by_tenants_role = about_another(need), about_another(of_tenant)
         if foreign is None or by_tenants_role is None or foreign.action in NOT_NARROWED:
             continue
@@ -133,8 +127,10 @@ def test_a_resume_goes_on_under_the_same_role(account: Account) -> None:
 def test_the_role_is_one_that_may_be_passed_and_fits(site: Site) -> None:
     contract = site.account.contracts["acme"]
     content = contract.model_dump(mode="json")
-    arn = site.account.role("acme", "job").arn
-    assert arn.startswith(f"arn:aws:iam::{contract.account}:role{job_role_path(content)}")
+    arn = job_role_arn(content, MINE)
+    assert arn == f"arn:aws:iam::{contract.account}:role/trainyard/local/acme/jobs/each/{MINE}"
+    shared = site.account.role("acme", "job").arn
+    assert arn.startswith(shared.rpartition("/")[0]) and not shared.startswith(arn.rpartition("/")[0])
     trust = site.account.documents[site.account.role("acme", "job").trust]
     assert parse_statements(job_role_trust(content), *site.account.role("acme", "job").trust)[0].conditions == (
         trust[0].conditions

@@ -22,6 +22,7 @@ def queued(tmp_path_factory: pytest.TempPathFactory) -> Site:
     content = yaml.safe_load(LOCAL.read_text())
     content["submission"] = "queue"
     del content["tenants"]["acme"]["submission"]
+    content["tenants"]["acme"]["job_isolation"] = "role"
     content["tenants"]["acme"]["share"] = {"guaranteed": {"ml.p5.4xlarge": 2}}
     path: Path = tmp_path_factory.mktemp("queue") / "local.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
@@ -34,7 +35,7 @@ def test_it_holds(queued: Site) -> None:
     assert proof.open_guard_rails == ()
     assert proof.denied_own == ()
     assert proof.unknown_keys == ()
-    assert "batch:ListServiceJobs (broker, launcher, operator)" in proof.unscopable
+    assert "batch:ListServiceJobs (RolesGuard, broker, launcher, operator)" in proof.unscopable
     assert not [line for line in proof.unscopable if line.startswith("batch:DescribeServiceJob")]
 
 

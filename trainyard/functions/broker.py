@@ -12,12 +12,13 @@ from typing import Any
 from trainyard.functions import broker_rules as rules
 from trainyard.functions.broker_ledger import BusyError, Ledger, described
 from trainyard.functions.broker_queue import QueueLedger, queue_up
+from trainyard.functions.broker_roles import JobRoles, once_seen
 from trainyard.functions.broker_rules import Refused
 from trainyard.functions.training_request import stopping_condition, training_job_request
 
 
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
-    """`event`: {"job_id": ...}; its newest attempt is submitted.
+    """`event`: {"job_id": ...}; its newest attempt is submitted. Or {"sweep": true}: roles of jobs that are over go.
 
     Answers {"submitted": NAME, "already": whether it was before}, with an "uncapped" line where no price is known and
     a "warning" where a quota of the month is nearly spent, or {"refused": one line, "by": "rules" or "aws", "code":
@@ -25,6 +26,8 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
+    if isinstance(event, dict) and event.get("sweep"):
+        return _sweep()
     try:
         answer = _submit(event.get("job_id") if isinstance(event, dict) else None)
     except Refused as refusal:
@@ -54,6 +57,11 @@ def _submit(job_id: Any) -> dict[str, Any]:
     rules.check_image(job["image"], _released(ssm, contract), emulated=contract["emulated"])
     name, compute = job["name"], job["spec"]["compute"]
     shares = contract.get("shares")
+
+    def make_role(queue: str = "") -> None:
+        if contract.get("job_boundary"):
+            JobRoles(boto3.client("iam"), contract).make(job_id, job, queue)
+
     if not shares and described(sagemaker, name) is not None:
         return {"submitted": name, "already": True}
     request = training_job_request(
@@ -77,7 +85,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
     if shares:
         batch = boto3.client("batch")
         queued = QueueLedger(s3, sagemaker, batch=batch, **kept)
-        return queue_up(job, contract, request, batch=batch, ledger=queued, longest_seconds=longest)
+        return queue_up(job, contract, request, batch=batch, ledger=queued, longest_seconds=longest, prepare=make_role)
     ledger = Ledger(s3, sagemaker, **kept)
     entry = ledger.entry(compute["instance_type"], job["num_hosts"], longest)
     warnings: list[str] = []
@@ -89,13 +97,29 @@ def _submit(job_id: Any) -> dict[str, Any]:
 
     ledger.promise(name, entry, check)
     try:
-        sagemaker.create_training_job(**request)
-    except (sagemaker.exceptions.ClientError, ParamValidationError):
+        make_role()
+        once_seen(lambda: sagemaker.create_training_job(**request), sagemaker.exceptions.ClientError)
+    except (sagemaker.exceptions.ClientError, ParamValidationError, Refused):
         # An answer that was lost is no refusal: what counts is whether the job is there.
         if described(sagemaker, name) is None:
             ledger.release(name)
             raise
     return {"submitted": name, "already": False, "request": request, **rules.remarks(entry, warnings)}
+
+
+def _sweep() -> dict[str, Any]:
+    """What is asked after each job's end, and by the clock."""
+    import boto3
+
+    contract = json.loads(
+        boto3.client("ssm").get_parameter(Name=json.loads(os.environ["BROKER"])["contract"])["Parameter"]["Value"]
+    )
+    if not contract.get("job_boundary"):
+        return {"removed": []}
+    roles = JobRoles(boto3.client("iam"), contract)
+    answer = {"removed": roles.sweep(boto3.client("sagemaker"), boto3.client("batch"))}
+    print(json.dumps({"audit": "roles", **answer}))
+    return answer
 
 
 def _record(s3: Any, bucket: str, job_id: str) -> Any:

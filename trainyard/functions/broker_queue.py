@@ -9,7 +9,7 @@ its training jobs and log streams can be found by it.
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainyard.functions import broker_rules as rules
@@ -66,6 +66,17 @@ def queued_job(batch: Any, queue: str, name: str) -> dict[str, Any] | None:
     return max(found, key=lambda job: job.get("createdAt", 0), default=None)
 
 
+def known_job(batch: Any, queue: str, name: str) -> dict[str, Any] | None:
+    """As `queued_job`; a queue that is gone, with its jobs, has none."""
+    try:
+        return queued_job(batch, queue, name)
+    except batch.exceptions.ClientError as error:
+        told = error.response["Error"]
+        if told["Code"] != "ClientException" or "does not exist" not in told.get("Message", ""):
+            raise
+        return None
+
+
 def queue_up(
     job: Mapping[str, Any],
     contract: Mapping[str, Any],
@@ -74,9 +85,10 @@ def queue_up(
     batch: Any,
     ledger: "QueueLedger",
     longest_seconds: int,
+    prepare: Callable[[str], None],
 ) -> dict[str, Any]:
     """Put a checked job into its type's queue; the broker's answer. `request`: CreateTrainingJob's, by the attempt's
-    name; `longest_seconds`: that one start of it may run."""
+    name; `longest_seconds`: that one start of it may run; `prepare`: makes what the job runs as, told of the queue."""
     from botocore.exceptions import ParamValidationError
 
     name, spec = job["name"], job["spec"]
@@ -97,8 +109,9 @@ def queue_up(
 
     ledger.promise(name, entry, check)
     try:
+        prepare(share["queue"])
         batch.submit_service_job(**asked)
-    except (batch.exceptions.ClientError, ParamValidationError):
+    except (batch.exceptions.ClientError, ParamValidationError, rules.Refused):
         # An answer that was lost is no refusal: what counts is whether the job is there.
         if queued_job(batch, share["queue"], name) is None:
             ledger.release(name)
@@ -125,20 +138,10 @@ class QueueLedger(Ledger):
             jobs = {name: entry for name, entry in earlier.items() if "queue" in entry}
         return jobs, etag
 
-    def _waiting(self, queue: str, name: str) -> dict[str, Any] | None:
-        """As `queued_job`; a queue that is gone, with its jobs, has none."""
-        try:
-            return queued_job(self._batch, queue, name)
-        except self._batch.exceptions.ClientError as error:
-            told = error.response["Error"]
-            if told["Code"] != "ClientException" or "does not exist" not in told.get("Message", ""):
-                raise
-            return None
-
     def _refresh(self, jobs: Jobs) -> list[dict[str, Any]]:
         """Bring `jobs` up to date with Batch and SageMaker. Nobody is told to hold instances: who finds none waits."""
         for name, entry in [(name, entry) for name, entry in jobs.items() if "queue" in entry]:
-            found = self._waiting(entry["queue"], name)
+            found = known_job(self._batch, entry["queue"], name)
             age = self._now.timestamp() - entry["at"]
             if (found is None and age > UNSEEN_SECONDS) or (found is not None and found.get("status") in ENDED):
                 del jobs[name]

@@ -34,10 +34,11 @@ def violations(job: dict[str, Any], rules: dict[str, Any]) -> list[str]:
 
     outside = [place for place in places if place and not (place + "/").startswith(tuple(rules["places"]))]
     image = (job.get("AlgorithmSpecification") or {}).get("TrainingImage") or ""
+    own_role = rules["own_roles"] + str((job.get("Environment") or {}).get("TRAINYARD_JOB_ID"))
     seconds = (job.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds") or 0
     wrong = {
         "name": [] if job["TrainingJobName"].startswith(tuple(rules["prefixes"])) else [job["TrainingJobName"]],
-        "role": foreign([job.get("RoleArn")], [rules["role"]]),
+        "role": foreign([job.get("RoleArn")], [rules["role"], own_role]),
         "subnets": foreign(network.get("Subnets") or ["none"], rules["subnets"]),
         "security groups": foreign(network.get("SecurityGroupIds") or ["none"], rules["groups"]),
         "instance types": foreign(kinds or ["none"], most),

@@ -1,9 +1,9 @@
 """The rights of one job's own role: what the tenant's job role may do, narrowed to that job's prefixes and streams.
 
 SageMaker takes a job's role without session tags, so one role for all jobs can't tell them apart: a role for each job
-can. Whoever submits the job makes it below the tenant's `jobs/` path, where the boundary lets roles be passed from,
-under the tenant's boundary, and removes it when the job has ended. Pure functions of the contract and the record, in
-plain dictionaries: Lambda code that imports nothing of ours.
+can. The broker makes it (`broker_roles`) in a path of its own below the tenant's `jobs/`, where the boundary lets roles
+be passed from, under the tenant's boundary. Pure functions of the contract and the record, in plain dictionaries:
+Lambda code that imports nothing from other rooms.
 
 Not narrowed, because nothing in AWS can: the keys (with bucket keys a request says the bucket, not the object, and
 objects are held by the S3 statements), the metric namespace, and the listing of unfinished uploads, which shows names.
@@ -11,6 +11,8 @@ objects are held by the S3 statements), the metric namespace, and the listing of
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from trainyard.functions.broker_queue import training_job_prefix
 
 JOB_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 MAX_POLICY_CHARACTERS = 10_240
@@ -23,8 +25,13 @@ _WRITE_KEY = ["kms:Encrypt", "kms:GenerateDataKey", "kms:GenerateDataKeyWithoutP
 
 
 def job_role_path(contract: Mapping[str, Any]) -> str:
-    """IAM path of the tenant's job roles: the boundary lets no role of another path be passed to SageMaker."""
-    return f"/trainyard/{contract['environment']}/{contract['tenant']}/jobs/"
+    """IAM path of the roles of single jobs: the broker may make, change and remove roles of no other path."""
+    return f"/trainyard/{contract['environment']}/{contract['tenant']}/jobs/each/"
+
+
+def job_role_arn(contract: Mapping[str, Any], job_id: str) -> str:
+    """The job's own role, which is called as the job is (63 characters at most; IAM takes 64)."""
+    return f"arn:aws:iam::{contract['account']}:role{job_role_path(contract)}{job_id}"
 
 
 def job_role_trust(contract: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,16 +45,20 @@ def job_role_trust(contract: Mapping[str, Any]) -> dict[str, Any]:
     return {"Version": "2012-10-17", "Statement": [statement]}
 
 
-def job_role_policies(contract: Mapping[str, Any], job_id: str, inputs: Iterable[str]) -> dict[str, Any]:
+def job_role_policies(
+    contract: Mapping[str, Any], job_id: str, inputs: Iterable[str], *, attempt: str = ""
+) -> dict[str, Any]:
     """The role's one inline policy, for PutRolePolicy.
 
     `inputs`: s3:// locations that the job reads beside its own (its channels, and what it streams), each a file or a
-    prefix. ValueError for one that is in none of the tenant's buckets, is a whole bucket, or holds a wildcard.
+    prefix. `attempt`: the newest; the training jobs of a queue are called after it. ValueError for an input that is in
+    none of the tenant's buckets, is a whole bucket, or holds a wildcard.
     """
     if not job_id.startswith(f"{contract['tenant']}-") or set("*?$") & set(job_id):
         raise ValueError(f"job {job_id}: is none of tenant {contract['tenant']}")
     read = _inputs(contract, [*inputs, f"s3://{contract['buckets']['data']}/jobs/{job_id}/"])
-    statements = [*_objects(contract, job_id, read), *_keys(contract, read), *_telling(contract, job_id)]
+    statements = [*_objects(contract, job_id, read), *_keys(contract, read)]
+    statements += _telling(contract, _streams(contract, job_id, attempt or job_id))
     statements += [*_image_and_files(contract), *_network(contract)]
     return {"Version": "2012-10-17", "Statement": statements}
 
@@ -125,13 +136,22 @@ def _keys(contract: Mapping[str, Any], read: Mapping[str, list[str]]) -> list[di
     ]
 
 
-def _telling(contract: Mapping[str, Any], job_id: str) -> list[dict[str, Any]]:
-    """Logs and metrics. A resume's training job is called `<job id>-r2`; no other job's id can begin so, as a job's
-    name has 20 characters at most and an id ends with its time."""
+def _streams(contract: Mapping[str, Any], job_id: str, attempt: str) -> list[str]:
+    """Patterns of the names of the job's log streams, which begin with the training job's. A resume's is called
+    `<job id>-r2`; no other job's id can begin so, as an id ends with its time and a random part. In the name of what a
+    queue starts, the hash of the attempt's name is the job's own."""
+    names = [f"{job_id}{end}" for end in ("", "/*", "-r*")]
+    if contract.get("shares"):
+        names.append(f"{training_job_prefix(contract['tenant'], attempt)}*")
+    return names
+
+
+def _telling(contract: Mapping[str, Any], names: list[str]) -> list[dict[str, Any]]:
+    """Logs, into streams of these names, and metrics."""
     place = f"{contract['region']}:{contract['account']}"
     shared, own = (f"arn:aws:logs:{place}:log-group:{name}" for name in (JOB_LOG_GROUP, contract["log_group"]))
     groups = [f"{group}{end}" for group in (shared, own) for end in ("", ":*")]
-    streams = [f"{group}:log-stream:{job_id}{end}" for group in (shared, own) for end in ("", "/*", "-r*")]
+    streams = [f"{group}:log-stream:{name}" for group in (shared, own) for name in names]
     return [
         _allow("OpenLogStreams", ["logs:CreateLogStream", "logs:DescribeLogStreams"], groups),
         _allow("WriteLogs", ["logs:PutLogEvents"], streams),

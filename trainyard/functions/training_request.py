@@ -6,6 +6,8 @@ It takes plain JSON (a resolved job's spec, a tenant's contract), because the br
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trainyard.functions.job_roles import job_role_arn
+
 JOB_CHANNEL = "job"
 """The channel that carries the spec: hyperparameters hold at most 256 characters each."""
 NVME_VOLUME_GIB = 30
@@ -38,13 +40,12 @@ def training_job_request(
     channels: Iterable[Mapping[str, str]],
     num_hosts: int,
     volume_key: bool,
-    role: str = "",
 ) -> dict[str, Any]:
     """CreateTrainingJob's arguments for one attempt; nothing is read and no clock is asked.
 
     `spec`: the resolved JobSpec as JSON; `contract`: the TenantContract as JSON; `channels`: `name`, `kind` (s3 or fsx)
     and `location` of each. `volume_key`: whether the type keeps data on EBS, whose volume takes a key (types with local
-    NVMe refuse one). `role`: what the job runs as; default: the contract's job role.
+    NVMe refuse one).
 
     EnableInterContainerTrafficEncryption is off on purpose: it tunnels collectives through IPsec, its effect on
     EFA is undocumented, and the traffic never leaves the tenant's private subnets and its self-only security
@@ -61,7 +62,7 @@ def training_job_request(
         # The spec travels as a channel; the SDK sends this key even when empty.
         "HyperParameters": {},
         "AlgorithmSpecification": {"TrainingInputMode": "File", "TrainingImage": image},
-        "RoleArn": role or contract["roles"]["job"],
+        "RoleArn": job_role_arn(contract, job_id) if contract.get("job_boundary") else contract["roles"]["job"],
         "InputDataConfig": [_channel(channel, contract) for channel in (spec_channel, *channels)],
         "OutputDataConfig": {"S3OutputPath": output_path(contract["buckets"]["checkpoints"], job_id), "KmsKeyId": key},
         "ResourceConfig": {"VolumeSizeInGB": NVME_VOLUME_GIB, **resources},

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainyard.errors import JobFailedError
+from trainyard.functions.job_roles import job_role_arn, job_role_policies, job_role_trust
 from trainyard.isolation.evaluator import Caller
 from trainyard.isolation.policy import Policy, Statement, parse_statements
 from trainyard.isolation.templates import Deployment
@@ -21,6 +22,9 @@ SHARED_LOG_GROUP = TRAINING_LOG_GROUP
 TENANT_TAG = "trainyard:tenant"
 
 NODE_TAG = "trainyard:node"
+
+EACH_JOB = "each job"
+"""Label of the role that the broker makes for a single job, where it does: one stands for all."""
 
 DocumentKey = tuple[str, str, str]
 """Stack, logical id, and which document of the resource."""
@@ -251,6 +255,23 @@ class _Reader:
                 (stack, logical_id, "AssumeRolePolicyDocument"),
                 self._managed(stack, logical_id, self._property(stack, logical_id, "PermissionsBoundary")),
             )
+        yield from self._each_jobs()
+
+    def _each_jobs(self) -> Iterator[Role]:
+        """A job's own role as the broker would make it, where it makes such: in no template, but what stands in the
+        account all day."""
+        for tenant, contract in self.contracts.items():
+            if not contract.job_boundary:
+                continue
+            content, job_id = contract.model_dump(mode="json"), example_job(tenant)
+            stack = f"trainyard-{self._environment.name}-{tenant}-foundation"
+            own, trust = (stack, "EachJob", "PolicyDocument"), (stack, "EachJob", "AssumeRolePolicyDocument")
+            inputs = [f"s3://{contract.buckets.data}/train/", f"s3://{contract.buckets.artifacts}/models/acme-llama/x/"]
+            self._add(*own, job_role_policies(content, job_id, inputs))
+            self._add(*trust, job_role_trust(content))
+            arn = job_role_arn(content, job_id)
+            boundary = self._managed(stack, "EachJob", contract.job_boundary)
+            yield Role(arn, tenant, EACH_JOB, {TENANT_TAG: tenant}, (own,), trust, boundary)
 
     def _identity(self, stack: str, logical_id: str, arn: str) -> Iterator[DocumentKey]:
         name = arn.rsplit("/", 1)[-1]
@@ -335,6 +356,11 @@ class _Reader:
             if contract.shares:  # told apart by their tags alone
                 queued, own = f"arn:aws:batch:{place}:service-job/", {f"aws:resourcetag/{TENANT_TAG}": tenant}
                 yield Thing("service job", tenant, f"{queued}*", (f"{queued}0a1b",), f"queued jobs of {tenant}", own)
+            if contract.job_boundary:
+                content = contract.model_dump(mode="json")
+                each, stack = job_role_arn(content, ""), f"trainyard-{self._environment.name}-{tenant}-foundation"
+                trust, name = (stack, "EachJob", "AssumeRolePolicyDocument"), f"roles of {tenant}'s jobs"
+                yield Thing("role", tenant, f"{each}*", (each + example_job(tenant),), name, document=trust)
             packages = f"arn:aws:sagemaker:{place}:model-package"
             yield family("model package", tenant, f"{packages}/{tenant}-", "llama/1")
             yield family("model package group", tenant, f"{packages}-group/{tenant}-", "llama")
@@ -372,6 +398,11 @@ class _Reader:
                 prefix = f"com.amazonaws.{self._environment.region}."
                 document = key if key in self.documents else None
                 yield Endpoint(tenant, service.removeprefix(prefix), f"{stack}/{logical_id}", document)
+
+
+def example_job(tenant: str) -> str:
+    """The id of the job that stands for all of a tenant's."""
+    return f"{tenant}-llama-20260101000000-0a1b"
 
 
 def _holds_statements(value: Any) -> bool:

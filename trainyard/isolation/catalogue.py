@@ -111,7 +111,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     ),
     "role": _actions(
         "iam",
-        "PassRole GetRole GetRolePolicy ListRolePolicies ListAttachedRolePolicies ListRoleTags "
+        "CreateRole PassRole GetRole GetRolePolicy ListRolePolicies ListAttachedRolePolicies ListRoleTags "
         "PutRolePolicy DeleteRolePolicy AttachRolePolicy DetachRolePolicy UpdateRole UpdateRoleDescription "
         "UpdateAssumeRolePolicy PutRolePermissionsBoundary DeleteRolePermissionsBoundary DeleteRole "
         "TagRole UntagRole",

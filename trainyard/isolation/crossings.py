@@ -8,8 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from trainyard.functions.broker_queue import training_job_prefix
+from trainyard.functions.job_roles import job_role_arn
 from trainyard.hardware import instance
 from trainyard.isolation.account import (
+    EACH_JOB,
     NODE_TAG,
     PLATFORM,
     SHARED_LOG_GROUP,
@@ -19,6 +22,7 @@ from trainyard.isolation.account import (
     Endpoint,
     Role,
     Thing,
+    example_job,
 )
 from trainyard.isolation.catalogue import ESCAPES, SHARED_ALLOWED, every_action
 from trainyard.isolation.conditions import Context, Value
@@ -27,6 +31,8 @@ from trainyard.isolation.policy import Policy, action_matches, parse_statements
 
 CREATE_JOB = "sagemaker:CreateTrainingJob"
 SUBMIT = "batch:SubmitServiceJob"
+MANAGE_JOB_ROLES = ("iam:CreateRole", "iam:DeleteRole", "iam:DeleteRolePolicy", "iam:PutRolePolicy", "iam:TagRole")
+"""What a broker does that makes a role for each job."""
 GUARD_RAIL = "guard-rail"
 OUTSIDER = "999999999999"
 """An account that is not the environment's."""
@@ -269,8 +275,11 @@ class Crossings:
                 if pattern != "*"
             }
             for resource in [*own, *sorted(named)]:
-                if action == SUBMIT and contract.shares and role.label == "broker" and resource != "*":
-                    continue  # its work; what it must say is asked in _queue_rules, and whose share in _things
+                # Its work; what it must say is asked in _queue_rules and _role_rules, and whose share in _things.
+                submits = action == SUBMIT and contract.shares and resource != "*"
+                makes_roles = action in MANAGE_JOB_ROLES and contract.job_boundary and "/jobs/each/" in resource
+                if role.label == "broker" and (submits or makes_roles):
+                    continue
                 thing = self._things_by_pattern.get(resource)
                 policy = self._account.policy_of(thing) if thing else None
                 yield Question(
@@ -309,8 +318,49 @@ class Crossings:
         shared = f"arn:aws:logs:{self._place}:log-group:{SHARED_LOG_GROUP}"
         yield self._ask(role, tenant, GUARD_RAIL, "logs:FilterLogEvents", shared, {})
         yield from self._queue_rules(role, tenant)
+        yield from self._role_rules(role, tenant)
+        if role.label == EACH_JOB:
+            yield from self._next_job(role, tenant)
         yield self._carried_out(role, tenant)
         yield from self._shells(role, tenant)
+
+    def _role_rules(self, role: Role, tenant: str) -> Iterator[Question]:
+        """Of roles that are made for jobs: without the boundary or under another, elsewhere than where those of single
+        jobs lie, by whom it may be taken, and the shared job role in their place."""
+        contract = self._account.contracts[tenant]
+        if not contract.job_boundary:
+            return
+        own = job_role_arn(contract.model_dump(mode="json"), example_job(tenant))
+        limit = "iam:permissionsboundary"
+        foreign = f"arn:aws:iam::{self._account.environment.account}:policy/Anything"
+        for action in ("iam:CreateRole", "iam:PutRolePolicy"):
+            yield self._ask(role, tenant, GUARD_RAIL, action, own, {}, absent=limit)
+            yield self._ask(role, tenant, GUARD_RAIL, action, own, {limit: foreign})
+        said: dict[str, Value] = {limit: contract.job_boundary}
+        elsewhere = (contract.roles.job, contract.roles.broker, own.replace("/jobs/each/", "/"))
+        for action in MANAGE_JOB_ROLES:
+            for resource in elsewhere:
+                yield self._ask(role, tenant, GUARD_RAIL, action, resource, said)
+        for action in ("iam:UpdateAssumeRolePolicy", "iam:AttachRolePolicy", "iam:DeleteRolePermissionsBoundary"):
+            yield self._ask(role, tenant, GUARD_RAIL, action, own, said)
+        to_sagemaker: dict[str, Value] = {"iam:passedtoservice": "sagemaker.amazonaws.com"}
+        yield self._ask(role, tenant, GUARD_RAIL, "iam:PassRole", contract.roles.job, to_sagemaker)
+
+    def _next_job(self, role: Role, tenant: str) -> Iterator[Question]:
+        """A job's own role at what is another job's of the same tenant."""
+        contract, other = self._account.contracts[tenant], f"{example_job(tenant)[:-1]}c"
+        buckets, group = contract.buckets, f"arn:aws:logs:{self._place}:log-group:{SHARED_LOG_GROUP}"
+        checkpoints, data = f"arn:aws:s3:::{buckets.checkpoints}", f"arn:aws:s3:::{buckets.data}"
+        yield self._ask(role, tenant, GUARD_RAIL, "s3:ListBucket", checkpoints, {"s3:prefix": f"jobs/{other}/"})
+        for action in ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"):
+            stored = f"{checkpoints}/jobs/{other}/checkpoints/step-1/shard-0"
+            yield self._ask(role, tenant, GUARD_RAIL, action, stored, {})
+        for name in (f"jobs/{other}/spec/resolved_job.json", f"jobs/{other}/record.json", "secret/part-0.jsonl"):
+            yield self._ask(role, tenant, GUARD_RAIL, "s3:GetObject", f"{data}/{name}", {})
+        names = [other, f"{training_job_prefix(tenant, other)}{'0' * 32}" if contract.shares else f"{other}-r2"]
+        for name in names:
+            stream = f"{group}:log-stream:{name}/algo-1-1700000000"
+            yield self._ask(role, tenant, GUARD_RAIL, "logs:PutLogEvents", stream, {})
 
     def _shells(self, role: Role, tenant: str) -> Iterator[Question]:
         """A shell on a machine of the own cluster that is no login node, on one without a tag, or by another document

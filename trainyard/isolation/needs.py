@@ -7,12 +7,22 @@ nor `absent` mentions is noted: nobody then knows what AWS would answer.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from trainyard.functions.broker_queue import training_job_prefix
+from trainyard.functions.job_roles import job_role_arn
 from trainyard.hardware import instance
-from trainyard.isolation.account import NODE_TAG, SHARED_LOG_GROUP, TENANT_TAG, Account, Role, Thing
+from trainyard.isolation.account import (
+    EACH_JOB,
+    NODE_TAG,
+    SHARED_LOG_GROUP,
+    TENANT_TAG,
+    Account,
+    Role,
+    Thing,
+    example_job,
+)
 from trainyard.isolation.conditions import Context, Value
 from trainyard.isolation.crossings import CREATE_JOB, OUTSIDER, SUBMIT, image_layers, share_arn, somebody
 from trainyard.isolation.evaluator import Caller, Request
-from trainyard.spec.shares import BATCH_PREFIX
 
 _ABSENT = frozenset({"aws:principaltag/*", "aws:resourcetag/*", "aws:requesttag/*"})
 _SDK_UPLOAD = frozenset({"s3:x-amz-server-side-encryption", "s3:x-amz-server-side-encryption-aws-kms-key-id"})
@@ -38,10 +48,11 @@ class Needs:
         environment = account.environment
         self._place = f"{environment.region}:{environment.account}"
         self._id = environment.account
-        self.job_id = f"{tenant}-llama-20260101000000-0a1b"
+        self.job_id = example_job(tenant)
         """The job that these needs are about."""
         # A queue's training jobs are called by Batch.
-        name = f"{BATCH_PREFIX}{tenant}-0a1b2c3d{'0' * 32}" if self._contract.shares else self.job_id
+        queued = f"{training_job_prefix(tenant, self.job_id)}{'0' * 32}"
+        name = queued if self._contract.shares else self.job_id
         self._job = f"arn:aws:sagemaker:{self._place}:training-job/{name}"
         self._stream = f"{self._group(SHARED_LOG_GROUP)}:log-stream:{name}/algo-1-1700000000"
         self._submitter = "broker" if self._contract.broker else "launcher"
@@ -58,15 +69,21 @@ class Needs:
         yield from self._operator()
         yield from self._guard()
         yield from self._broker()
+        yield from self._job_roles()
         yield from self._resumer()
         yield from self._cluster()
         yield from self._services()
 
     def of_a_job(self) -> Iterator[Need]:
-        """What a running job asks, as its role: the tenant's job role, or one of its own."""
-        yield from self._work("job")
-        yield from self._job_volume()
-        yield from self._job_network()
+        """What a running job asks, as its role: the tenant's job role, and one of its own where jobs have such."""
+        for label in ("job", *([EACH_JOB] if self._contract.job_boundary else [])):
+            yield from self.of_a_job_as(label)
+
+    def of_a_job_as(self, label: str) -> Iterator[Need]:
+        """The same as the role of that label."""
+        yield from self._work(label)
+        yield from self._job_volume(label)
+        yield from self._job_network(label)
 
     def _group(self, name: str) -> str:
         return f"arn:aws:logs:{self._place}:log-group:{name}"
@@ -74,7 +91,9 @@ class Needs:
     def _of(self, arn: str) -> Thing | None:
         """The thing with a policy that this ARN is, or is in."""
         bucket = arn.partition("/")[0] if arn.startswith("arn:aws:s3:") else arn
-        return next((thing for thing in self._account.things if thing.pattern in {arn, bucket}), None)
+        things = self._account.things
+        found = next((item for item in things if item.pattern in {arn, bucket}), None)
+        return found or next((item for item in things if item.kind == "role" and arn in item.examples), None)
 
     def _may(
         self,
@@ -216,9 +235,27 @@ class Needs:
             yield from self._may(submitter, what, CREATE_JOB, self._job, stated=with_files, absent=frozenset(absent))
         yield from self._may(submitter, "tag the job", "sagemaker:AddTags", self._job, stated=tag)
         passed: dict[str, Value] = {"iam:passedtoservice": "sagemaker.amazonaws.com"}
-        yield from self._may(submitter, "hand over the job role", "iam:PassRole", contract.roles.job, stated=passed)
+        yield from self._may(submitter, "hand over the job role", "iam:PassRole", self._job_role(), stated=passed)
         follow = "sagemaker:DescribeTrainingJob sagemaker:StopTrainingJob"
         yield from self._may("launcher", "follow and stop the job", follow, self._job)
+
+    def _job_role(self) -> str:
+        """What a job runs as."""
+        own = job_role_arn(self._contract.model_dump(mode="json"), self.job_id)
+        return own if self._contract.job_boundary else self._contract.roles.job
+
+    def _job_roles(self) -> Iterator[Need]:
+        """The broker makes the role of a job, and removes it again."""
+        if not self._contract.job_boundary:
+            return
+        limit: dict[str, Value] = {"iam:permissionsboundary": self._contract.job_boundary}
+        make = "iam:CreateRole iam:PutRolePolicy"
+        yield from self._may("broker", "make a job's role", make, self._job_role(), stated=limit)
+        keep = "iam:TagRole iam:ListRoleTags iam:DeleteRolePolicy iam:DeleteRole"
+        yield from self._may("broker", "keep and remove a job's role", keep, self._job_role())
+        yield from self._may("broker", "find jobs' roles", "iam:ListRoles", "*")
+        own: dict[str, Value] = {"aws:sourceaccount": self._id, "aws:principalaccount": self._id}
+        yield self._service("sagemaker.amazonaws.com", "take a job's role", "sts:AssumeRole", self._job_role(), own)
 
     def _queue(self) -> Iterator[Need]:
         """A job into the own share of each type's queue, found there, and taken out again."""
@@ -288,16 +325,16 @@ class Needs:
         yield from self._may(label, "pull the image", pull, repository, endpoint="ecr.dkr")
         yield from self._may(label, "find the file system", "fsx:DescribeFileSystems", self._file_system())
 
-    def _job_volume(self) -> Iterator[Need]:
+    def _job_volume(self, label: str) -> Iterator[Need]:
         """SageMaker gives the job a volume as the job's role."""
         grant: dict[str, Value] = {
             "kms:viaservice": f"sagemaker.{self._account.environment.region}.amazonaws.com",
             "kms:grantisforawsresource": "true",
         }
         key = self._contract.keys.checkpoints
-        yield from self._may("job", "encrypt volumes", "kms:CreateGrant", key, stated=grant)
+        yield from self._may(label, "encrypt volumes", "kms:CreateGrant", key, stated=grant)
 
-    def _job_network(self) -> Iterator[Need]:
+    def _job_network(self, label: str) -> Iterator[Need]:
         """SageMaker puts the job into the VPC as the job's role."""
         contract = self._contract
         ec2 = f"arn:aws:ec2:{self._place}"
@@ -307,11 +344,11 @@ class Needs:
             *(f"{ec2}:security-group/{name}" for name in contract.security_group_ids),
             f"{ec2}:network-interface/*",
         )
-        yield from self._may("job", "join the network", "ec2:CreateNetworkInterface", *joined, stated=vpc)
+        yield from self._may(label, "join the network", "ec2:CreateNetworkInterface", *joined, stated=vpc)
         leave = "ec2:CreateNetworkInterfacePermission ec2:DeleteNetworkInterface ec2:DeleteNetworkInterfacePermission"
-        yield from self._may("job", "leave the network", leave, f"{ec2}:network-interface/eni-0", stated=vpc)
+        yield from self._may(label, "leave the network", leave, f"{ec2}:network-interface/eni-0", stated=vpc)
         see = "ec2:DescribeNetworkInterfaces ec2:DescribeVpcs ec2:DescribeSubnets ec2:DescribeSecurityGroups"
-        yield from self._may("job", "see the network", f"{see} ec2:DescribeDhcpOptions", "*")
+        yield from self._may(label, "see the network", f"{see} ec2:DescribeDhcpOptions", "*")
 
     def _in_the_network(self) -> Iterator[Need]:
         """From a machine in the VPC: who am I, what is running, what is the contract; and ECR's own image layers."""

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainyard.functions.job_roles import job_role_arn
 from trainyard.hardware import instance
-from trainyard.isolation.account import NODE_TAG, TENANT_TAG, Account, DocumentKey, Role
+from trainyard.isolation.account import NODE_TAG, TENANT_TAG, Account, DocumentKey, Role, example_job
 from trainyard.isolation.conditions import Context, Value
-from trainyard.isolation.crossings import CREATE_JOB, FOREIGN_TYPE, OUTSIDER, SUBMIT, share_arn
+from trainyard.isolation.crossings import CREATE_JOB, FOREIGN_TYPE, MANAGE_JOB_ROLES, OUTSIDER, SUBMIT, share_arn
 from trainyard.isolation.evaluator import Caller, Request
 from trainyard.isolation.policy import Policy, parse_statements
 from trainyard.isolation.templates import Deployment
@@ -23,6 +24,7 @@ ADMINISTRATOR = {"Statement": [{"Sid": "Administrator", "Effect": "Allow", "Acti
 """What somebody has attached to the role."""
 
 INVOKE = "lambda:InvokeFunction"
+_FOREIGN_POLICY = f"arn:aws:iam::{OUTSIDER}:policy/Anything"
 
 SIBLINGS = {
     "tuning": ("sagemaker:CreateHyperParameterTuningJob", "hyper-parameter-tuning-job/x"),
@@ -103,6 +105,7 @@ def rail_cases(account: Account, tenant: str, other: str) -> Iterator[RailCase]:
     yield from cases.objects()
     yield from cases.models()
     yield from cases.broker()
+    yield from cases.job_roles()
     yield from cases.shells()
 
 
@@ -117,6 +120,8 @@ class _Cases:
         self._submitter = account.role(tenant, "broker") if self._own.broker else self._launcher
         self._place = f"{account.environment.region}:{account.environment.account}"
         self._types = sorted({kind for queue in self._own.queues.values() for kind in queue.instance_types})
+        each = job_role_arn(self._own.model_dump(mode="json"), example_job(tenant))
+        self._job_role = each if self._own.job_boundary else self._own.roles.job
         self._job = f"arn:aws:sagemaker:{self._place}:training-job/{tenant}-llama-20260101000000-0a1b"
 
     def _proper(self, kind: str) -> dict[str, Value]:
@@ -145,7 +150,7 @@ class _Cases:
         self, rail: str, what: str, *, action: str, resource: str, stated: Mapping[str, Value], allowed: bool = False
     ) -> RailCase:
         """A case of whoever submits the tenant's jobs, which the boundary knows by its ARN."""
-        submits = self._own.broker and action in (CREATE_JOB, SUBMIT)
+        submits = self._own.broker and action in (CREATE_JOB, SUBMIT, *MANAGE_JOB_ROLES)
         known = {"aws:PrincipalArn": self._submitter.arn} if submits else {}
         said: Mapping[str, Value] = {**stated, **known}
         return RailCase(rail, what, allowed, self._submitter, action, resource, said)
@@ -297,7 +302,9 @@ class _Cases:
             siblings["a training job past the queue"] = (CREATE_JOB, f"training-job/{self._tenant}-x")
         for what, (action, resource) in siblings.items():
             arn = f"arn:aws:{action.partition(':')[0]}:{self._place}:{resource}"
-            yield self._case("NoOtherCompute", what, action=action, resource=arn, stated={})
+            by_name = not action.startswith("sagemaker:Create") or action == CREATE_JOB
+            rail = "NoOtherCompute" if by_name else "OwnJobs"
+            yield self._case(rail, what, action=action, resource=arn, stated={})
 
     def roles(self) -> Iterator[RailCase]:
         """PassRole: the tenant's job roles, to SageMaker."""
@@ -308,12 +315,12 @@ class _Cases:
             return self._submit(rail, what, action="iam:PassRole", resource=resource, stated=stated, allowed=allowed)
 
         own = self._own.roles
-        yield case("PassJobRoles", "the own job role", own.job, sagemaker, True)
+        yield case("PassJobRoles", "the own job role", self._job_role, sagemaker, True)
         yield case("PassJobRoles", "another tenant's job role", self._other.roles.job, sagemaker)
         yield case("PassJobRoles", "the own launcher", own.launcher, sagemaker)
         yield case("PassJobRoles", "an administrator's role", f"arn:aws:iam::{self._own.account}:role/Admin", sagemaker)
-        yield case("PassToSageMaker", "to SageMaker", own.job, sagemaker, True)
-        yield case("PassToSageMaker", "to Lambda", own.job, {key: "lambda.amazonaws.com"})
+        yield case("PassToSageMaker", "to SageMaker", self._job_role, sagemaker, True)
+        yield case("PassToSageMaker", "to Lambda", self._job_role, {key: "lambda.amazonaws.com"})
 
     def objects(self) -> Iterator[RailCase]:
         """Nothing leaves the account: access points are the S3 resources whose ARN names one."""
@@ -328,7 +335,7 @@ class _Cases:
         """Registering a model under the own name, and under another's."""
         base = f"arn:aws:sagemaker:{self._place}:model-package"
         for owner, whose in ((self._tenant, "the own"), (self._foreign_tag, "another tenant's")):
-            allowed, rail = owner == self._tenant, "OwnModels"
+            allowed, rail = owner == self._tenant, "OwnJobs"
             tag: dict[str, Value] = {f"aws:RequestTag/{TENANT_TAG}": self._tenant}
             group, create = f"{base}-group/{owner}-llama", "sagemaker:CreateModelPackageGroup"
             yield self._case(rail, f"{whose} group", action=create, resource=group, stated=tag, allowed=allowed)
@@ -348,6 +355,29 @@ class _Cases:
         yield replace(proper, allowed=True)
         stated = {**proper.stated, "aws:PrincipalArn": self._launcher.arn}
         yield replace(proper, what="a proper job of the launcher's own", role=self._launcher, stated=stated)
+
+    def job_roles(self) -> Iterator[RailCase]:
+        """Where jobs have roles of their own: those alone are made and removed, under the boundary, by the broker."""
+        if not self._own.job_boundary:
+            return
+        key, role = "iam:PermissionsBoundary", self._job_role
+        bounded: dict[str, Value] = {key: self._own.job_boundary}
+
+        def case(rail: str, what: str, action: str, resource: str, said: Mapping[str, Value]) -> RailCase:
+            return self._submit(rail, what, action=action, resource=resource, stated=said)
+
+        for action in MANAGE_JOB_ROLES:
+            said = bounded if action in ("iam:CreateRole", "iam:PutRolePolicy") else {}
+            made = case("JobRolesOnly", f"{action} of a job's role", action, role, said)
+            yield replace(made, allowed=True)
+            for what, other in (("the shared job role", self._own.roles.job), ("the launcher", self._launcher.arn)):
+                yield replace(made, what=f"{action} of {what}", resource=other)
+            if said:
+                yield replace(made, rail="JobRolesBounded", allowed=True)
+                for what, limit in (("without a boundary", {}), ("under another", {key: _FOREIGN_POLICY})):
+                    yield case("JobRolesBounded", f"{action} {what}", action, role, limit)
+            stated = {**said, "aws:PrincipalArn": self._launcher.arn}
+            yield RailCase("BrokerSubmits", f"{action} by the launcher", False, self._launcher, action, role, stated)
 
     def shells(self) -> Iterator[RailCase]:
         """Where there is a cluster: a shell on the own login node, and on no other machine."""

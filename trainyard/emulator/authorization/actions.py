@@ -203,7 +203,9 @@ def _resources(request: AwsRequest, template: str, account: str, role_arn: RoleL
     if request.service == "kms":
         return [_key_of(request, key_arn)]
     if template in ("role", "function"):
-        return [role_arn(request.text("RoleName")) if template == "role" else _function_arn(request, account)]
+        is_new, name = request.operation == "CreateRole", request.text("RoleName")
+        role = _new_role(request, account) if is_new else role_arn(name)
+        return [role if template == "role" else _function_arn(request, account)]
     if template.startswith("={"):
         value = request.text(template[2:-1])
         if not value:
@@ -236,6 +238,17 @@ def _own_arn(request: AwsRequest, value: str, account: str) -> str:
     return value
 
 
+_PATH = re.compile(r"/(?:[\w+=,.@-]+/)*")
+
+
+def _new_role(request: AwsRequest, account: str) -> str:
+    """The ARN that the role will have; one of that name with another path is moto's to refuse."""
+    path, name = request.text("Path", "/"), request.text("RoleName")
+    if not _PATH.fullmatch(path) or not name:
+        raise UnmappedError(f"iam:CreateRole of {name!r} with path {path!r}: the resource can't be told")
+    return f"arn:aws:iam::{account}:role{path}{name}"
+
+
 def _function_arn(request: AwsRequest, account: str) -> str:
     given = request.text("FunctionName")
     arn = given if given.startswith("arn:") else f"arn:aws:lambda:{request.region}:{account}:function:{given}"
@@ -266,8 +279,6 @@ def _require_one_name(request: AwsRequest) -> None:
         odd.append("Entries.EventBusName")
     if request.service == "logs" and ("logGroupIdentifiers" in given or "logGroupNamePattern" in given):
         odd.append("logGroupIdentifiers or logGroupNamePattern")
-    if request.operation == "CreateRole" and request.text("Path", "/") != "/":
-        odd.append("Path")
     if request.operation in _BUILDS_A_STACK and request.service == "cloudformation" and not given.get("RoleARN"):
         raise UnmappedError("cloudformation without RoleARN: the emulator doesn't judge the resources by the caller")
     if request.protocol == "cbor" and request.operation == "PutMetricData":
@@ -477,6 +488,8 @@ def _implied(request: AwsRequest, account: str, context: Mapping[str, Any], key_
         if parameters.get("Tags"):
             checks.append(Check("sagemaker:AddTags", arn, {**context, "sagemaker:taggingaction": "CreateTrainingJob"}))
         return checks
+    if request.operation == "CreateRole" and parameters.get("Tags"):
+        return [Check("iam:TagRole", _new_role(request, account), context)]
     if request.service == "sagemaker" and request.operation == "CreateModelPackageGroup" and parameters.get("Tags"):
         arn = (
             f"arn:aws:sagemaker:{request.region}:{account}:model-package-group/{request.text('ModelPackageGroupName')}"
@@ -486,9 +499,8 @@ def _implied(request: AwsRequest, account: str, context: Mapping[str, Any], key_
         return _queued(request, account, context)
     if request.service == "cloudformation" and parameters.get("RoleARN"):
         return [Check("iam:PassRole", request.text("RoleARN"), {"iam:passedtoservice": "cloudformation.amazonaws.com"})]
-    if request.service == "kms" and request.operation == "ReEncrypt":
-        return [Check("kms:ReEncryptTo", key_arn(request.text("DestinationKeyId")), context)]
-    return []
+    encrypts = request.service == "kms" and request.operation == "ReEncrypt"
+    return [Check("kms:ReEncryptTo", key_arn(request.text("DestinationKeyId")), context)] if encrypts else []
 
 
 def _queued(request: AwsRequest, account: str, context: Mapping[str, Any]) -> list[Check]:

@@ -80,7 +80,7 @@ _FILLED_IN: dict[str, tuple[str, ...]] = {
     "iam:passedtoservice": ("iam:PassRole",),
     "iam:associatedresourcearn": ("iam:PassRole",),
     "iam:policyarn": ("iam:AttachRolePolicy", "iam:DetachRolePolicy"),
-    "iam:permissionsboundary": ("iam:CreateRole", "iam:PutRolePermissionsBoundary"),
+    "iam:permissionsboundary": ("iam:CreateRole", "iam:PutRolePermissionsBoundary", "iam:PutRolePolicy"),
     **dict.fromkeys(["sts:externalid", "sts:rolesessionname", "sts:sourceidentity"], ("sts:AssumeRole",)),
     "cloudwatch:namespace": ("cloudwatch:PutMetricData",),
     **dict.fromkeys(
@@ -198,6 +198,9 @@ class Judge:
         }
         if check.service == "kms":
             keys["kms:calleraccount"] = principal.account
+        if check.action == "iam:PutRolePolicy":  # of the role as it is: the request names none
+            role = self._principals.role(check.resource)
+            keys["iam:permissionsboundary"] = role.permissions_boundary_arn if role is not None else None
         if not principal.is_root:
             keys["aws:userid"] = f"{principal.role.id}:{principal.session_name}"
             for tag in principal.role.tags or []:
