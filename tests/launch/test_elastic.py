@@ -6,7 +6,7 @@ from trainyard.errors import InputError
 from trainyard.launch.elastic import revised, reviser
 from trainyard.launch.launcher import new_record
 from trainyard.launch.record import JobRecord
-from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
+from trainyard.spec.job import ElasticSpec, JobSpec, ParallelismSpec, ResolvedJob
 
 
 def record_of(job: JobSpec, resolved: ResolvedJob, backend: str = "sagemaker") -> JobRecord:
@@ -67,3 +67,39 @@ def test_what_would_be_another_run_is_refused(override: str) -> None:
 
 def test_nothing_asked_for_changes_nothing() -> None:
     assert reviser([], None) is None
+
+
+def elastic(record: JobRecord, **limits: object) -> JobRecord:
+    """The record of that job, launched with limits."""
+    stated = ElasticSpec.model_validate({"min_instances": 1, "max_instances": 2} | limits)
+
+    def with_limits(spec: JobSpec) -> JobSpec:
+        return spec.model_copy(update={"recovery": spec.recovery.model_copy(update={"elastic": stated})})
+
+    resolved = record.resolved.model_copy(update={"spec": with_limits(record.resolved.spec)})
+    return record_of(with_limits(record.spec), resolved)
+
+
+def test_within_its_limits_a_job_goes_on_with_another_number_alone(job: JobSpec, resolved: ResolvedJob) -> None:
+    before = elastic(record_of(job, resolved))
+    assert [one.num_hosts for one in before.smaller] == [1]
+    after = revised(before, ["compute.instance_count=1"], None)
+    assert after.resolved.num_hosts == 1 and after.resolved.parallelism.data_replicate == 1, "the layout follows"
+    assert after.resolved == before.smaller[0] and after.smaller == ()
+    assert revised(after, ["compute.instance_count=2"], None).resolved == before.resolved
+    with pytest.raises(InputError, match=r"instance_count 3: recovery\.elastic allows 1"):
+        revised(before, ["compute.instance_count=3"], None)
+    wider = revised(before, ["compute.instance_count=4", "recovery.elastic.max_instances=4"], None)
+    assert wider.resolved.num_hosts == 4 and wider.resolved.spec.training == before.resolved.spec.training
+
+
+def test_limits_that_would_change_an_adapted_batch_are_refused(job: JobSpec, resolved: ResolvedJob) -> None:
+    adapted = elastic(record_of(job, resolved), batch="adapt")
+    half = revised(adapted, ["compute.instance_count=1"], None).resolved
+    assert half.spec.global_batch_size == 4 and half.steps == 40
+    for override in ("recovery.elastic.max_instances=4", "recovery.elastic.batch=keep", "recovery.elastic=null"):
+        with pytest.raises(InputError, match="are stated for max_instances, so a resume keeps both"):
+            revised(adapted, [override], None)
+    kept = elastic(record_of(job, resolved))
+    with pytest.raises(InputError, match="are stated for max_instances, so a resume keeps both"):
+        revised(kept, ["recovery.elastic.batch=adapt"], None)

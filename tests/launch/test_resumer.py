@@ -6,12 +6,17 @@ import re
 from typing import Any
 
 import pytest
-from launch_testing import IMAGE, JOB_ID
+from launch_testing import IMAGE, JOB_ID, contract_content
 
 from trainyard.functions import job_resumer, retry_rules
+from trainyard.functions.broker_rules import check_record
+from trainyard.launch.elastic import revised
 from trainyard.launch.launcher import new_record
 from trainyard.launch.record import JobRecord, S3RecordStore
 from trainyard.launch.session import Account
+from trainyard.planner import resolve
+from trainyard.planner.elastic import smaller
+from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ResolvedJob
 
 DATA, CHECKPOINTS = "acme-data", "acme-checkpoints"
@@ -97,6 +102,33 @@ def test_a_resume_is_the_launchers_own_within_the_budget_and_its_repetition_chan
     assert read(store) == record
     assert cloud.resume(2) == {"submitted": "yes"}, "no capacity is no crash loop"
     assert cloud.resume(3) == {"left": "2 resumes are spent (recovery.max_resumes)"} and len(cloud.asked) == 2
+
+
+@pytest.mark.parametrize("batch", ["keep", "adapt"])
+def test_without_capacity_an_elastic_job_goes_on_with_fewer_instances_as_the_launcher_laid_it_out(
+    aws: Account, store: S3RecordStore, batch: str
+) -> None:
+    stored = store.read(JOB_ID)
+    limits = {"min_instances": 1, "max_instances": 2, "batch": batch}
+    plain = stored.record.resolved.spec.model_dump(mode="json")
+    spec = parse(JobSpec, {**plain, "recovery": {**plain["recovery"], "elastic": limits}}, "job")
+    before = stored.record.model_copy(update={"resolved": resolve(spec), "spec": spec, "smaller": smaller(spec)})
+    store.replace(stored, before)
+    cloud = Aws(aws.client("s3"), LOST)
+    assert cloud.resume(1) == {"submitted": "yes"}
+    lost = read(store)
+    assert lost.resolved == before.resolved, "new machines may be had for a lost host"
+    assert lost.states[-2].note == "resumed by itself (1) on 2 of 2 instances: a host was lost; from step 0"
+
+    cloud.reason = NO_ROOM
+    assert cloud.resume(2) == {"submitted": "yes"}
+    fewer = read(store)
+    by_hand = revised(before, ["compute.instance_count=1"], None)
+    assert (fewer.resolved, fewer.spec) == (by_hand.resolved, by_hand.spec), "what `trainyard resume` would make of it"
+    assert fewer.states[-2].note == "resumed by itself (2) on 1 of 2 instances: no capacity; from step 0"
+    checked = check_record(json.loads(fewer.model_dump_json()), JOB_ID, contract_content())
+    assert checked["num_hosts"] == 1, "the broker takes it"
+    assert job_resumer.on_fewer_instances(json.loads(fewer.model_dump_json())) == json.loads(fewer.model_dump_json())
 
 
 def test_a_crash_loop_is_left_to_a_person_and_progress_is_none(aws: Account, store: S3RecordStore) -> None:

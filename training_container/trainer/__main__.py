@@ -117,7 +117,7 @@ def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:
         instance = machines_of(job.spec, job.world_size).instance
         if instance is not None and instance.gpu is not None:
             seconds = step_time(shape, layout, instance.gpu, fabric_of(instance)).total
-            speed = job.spec.training.global_batch_size * job.spec.data.sequence_length / seconds
+            speed = job.spec.global_batch_size * job.spec.data.sequence_length / seconds
     length, share = job.spec.data.sequence_length, 1.0 if job.spec.model.adapter is None else 2 / 3
     return Expected(
         full_flops_per_token=share * shape.flops_per_token(length),

@@ -101,13 +101,22 @@ def read_job(opt_ml: Path, place: Place, settings: Mapping[str, str]) -> Resolve
     per_host = int(settings.get("TRAINYARD_PROCESSES_PER_HOST", job.processes_per_host))
     world_size = len(place.hosts) * per_host
     if world_size != job.world_size:
-        from trainyard.planner import resolve
-
         say(f"entrypoint: {world_size} ranks instead of {job.world_size}: laying the job out anew")
-        job = resolve(job.spec, world_size=world_size)
+        job = _laid_out_anew(job, len(place.hosts), per_host)
     if (job.num_hosts, job.processes_per_host) != (len(place.hosts), per_host):
         job = job.model_copy(update={"num_hosts": len(place.hosts), "processes_per_host": per_host})
     return _with_local_paths(job, channels, opt_ml / "input/data")
+
+
+def _laid_out_anew(job: ResolvedJob, num_hosts: int, per_host: int) -> ResolvedJob:
+    """Within `recovery.elastic`, where the job states limits: InputError beyond them."""
+    if job.spec.recovery.elastic is not None and num_hosts != job.num_hosts:
+        from trainyard.planner.elastic import on_hosts
+
+        return on_hosts(job.spec, num_hosts, processes_per_host=per_host)
+    from trainyard.planner import resolve
+
+    return resolve(job.spec, world_size=num_hosts * per_host)
 
 
 def _with_local_paths(job: ResolvedJob, channels: Mapping[str, Any], inputs: Path) -> ResolvedJob:

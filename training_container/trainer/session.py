@@ -3,7 +3,6 @@
 import functools
 import gc
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import torch
 
 from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval, SpoiledError
 from trainer.checkpoint.base_model import base_model_digest, check_same_base
+from trainer.course import Course
 from trainer.data import JobData, MicroBatch
 from trainer.heartbeat import beat
 from trainer.models.described import describe_model
@@ -27,7 +27,6 @@ from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
 from trainer.observe.observer import Observer
 from trainer.observe.step_clock import StepClock
 from trainer.observe.throughput import Expected
-from trainer.optimizers.schedule import learning_rate_at
 from trainer.rendezvous import Patience
 from trainer.runtime import Runtime
 from trainer.seeds import restore_rng_state, rng_state, seed_everything, use_deterministic_kernels
@@ -129,7 +128,7 @@ class Session:
             data_parallel_size=job.parallelism.data_parallel_size,
             cache_dir=scratch_dir / "token_cache",
         )
-        self.num_steps = job.steps or _steps_of_epochs(job, self.data)
+        self._course = Course(job, sequences_per_epoch=self.data.train.num_sequences)
         self._validation = Validation(job, task, self.data, runtime)
         self.strategy = self._made_engine()
         for name, choice in self.strategy.choices.items() if runtime.is_first else ():
@@ -238,6 +237,7 @@ class Session:
         check_same_base(extra.get("base"), self._base, uri=info.uri, source=self._job.spec.model.source)
         self._best = extra.get("best")
         self.step = self._saved_step = info.step
+        self._course.resumed(info.step, self.data.train.sequences_consumed)
         if has_same_streams(self._job.parallelism, extra):
             restore_rng_state(extra["rng"])
         else:
@@ -312,14 +312,14 @@ class Session:
             )
         return GlobalBatch(local=local, num_targets=num_targets, num_tokens=num_tokens)
 
+    @property
+    def num_steps(self) -> int:
+        """The job's last step."""
+        return self._course.num_steps
+
     def learning_rate(self, step: int) -> float:
         """The rate that optimizer step `step` uses."""
-        return learning_rate_at(
-            step,
-            num_steps=self.num_steps,
-            peak=self._job.learning_rate,
-            schedule=self._job.spec.training.schedule,
-        )
+        return self._course.learning_rate(step)
 
     def tell(self, step: int, loss_sum: torch.Tensor) -> None:
         """Sends the one message of a step that is not the engine's; `end_step` reads the answer.
@@ -557,9 +557,3 @@ class Session:
 def _counts(batches: Sequence[MicroBatch]) -> tuple[int, int]:
     """Labels that count, and tokens without padding."""
     return sum(batch.num_target_tokens for batch in batches), sum(batch.num_tokens for batch in batches)
-
-
-def _steps_of_epochs(job: ResolvedJob, data: JobData) -> int:
-    epochs = job.spec.training.epochs
-    assert epochs is not None, "a resolved job without steps is stated in epochs"
-    return max(1, math.ceil(epochs * data.train.steps_per_epoch))

@@ -126,6 +126,9 @@ def _say_launched(record: "JobRecord") -> None:
     for reason in record.forced:
         print(f"  forced: {reason}")
     print(f"  checkpoints {record.checkpoint_destination}")
+    if record.smaller and record.spec.recovery.max_resumes:
+        counts = ", then ".join(str(one.num_hosts) for one in record.smaller)
+        print(f"  without capacity for {record.resolved.num_hosts} instances it goes on with {counts}")
     if not record.finished:
         print(f"  trainyard logs {record.job_id} --follow")
         print(f"  trainyard status {record.job_id}")

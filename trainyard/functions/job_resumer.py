@@ -50,14 +50,37 @@ def refusal(record: dict[str, Any], why: str | None, step: int) -> str:
     return ""
 
 
+def on_fewer_instances(record: dict[str, Any]) -> dict[str, Any]:
+    """The record of a job whose `recovery.elastic` allows it: resolved for the next smaller number (the launcher has
+    laid it out), with its global batch. Any other record as it is."""
+    now = record["resolved"]["num_hosts"]
+    following = next((one for one in record.get("smaller", []) if one["num_hosts"] < now), None)
+    if following is None:
+        return record
+    spec = record["spec"]
+    compute = {**spec["compute"], "instance_count": following["num_hosts"]}
+    return {**record, "resolved": following, "spec": {**spec, "compute": compute}}
+
+
 def with_attempt(record: dict[str, Any], why: str, step: int, now: str) -> dict[str, Any]:
     """The record with one more attempt, as trainyard.launch.record has it."""
     number = record["attempts"][-1]["number"] + 1
     count = 1 + sum(state["note"].startswith(NOTE) for state in record["states"])
     attempt = {"number": number, "training_job_name": f"{record['job_id']}-r{number}", "created_at": now}
     attempt |= {"submitted_at": None, "reclaims": 0, "failure": ""}
-    state = {"state": "Created", "at": now, "attempt": number, "note": f"{NOTE} ({count}){_how(why, step)}"}
+    state = {
+        "state": "Created",
+        "at": now,
+        "attempt": number,
+        "note": f"{NOTE} ({count}){_where(record)}{_how(why, step)}",
+    }
     return {**record, "attempts": [*record["attempts"], attempt], "states": [*record["states"], state]}
+
+
+def _where(record: dict[str, Any]) -> str:
+    """Of an elastic job: on how many instances it goes on."""
+    elastic = record["resolved"]["spec"].get("recovery", {}).get("elastic")
+    return f" on {record['resolved']['num_hosts']} of {elastic['max_instances']} instances" if elastic else ""
 
 
 def _how(why: str, step: int) -> str:
@@ -148,6 +171,8 @@ def _next_attempt(
         step = newest_step(client("s3"), checkpoints, job_id)
         if no := refusal(record, why, step):
             return record, no
+        if why == "no capacity":
+            record = on_fewer_instances(record)
         record = with_attempt(record, str(why), step, _now())
         if records.replace(record, version):
             return record, ""

@@ -11,6 +11,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import DEFAULT_REGION
 from trainyard.launch.launcher import planned, refuse_or_force
 from trainyard.launch.record import JobRecord
+from trainyard.planner.elastic import smaller
 from trainyard.spec.base import apply_overrides, parse
 from trainyard.spec.job import JobSpec
 
@@ -61,10 +62,25 @@ def revised(
         # Compute says nothing about this machine: as many as before, unless a stated layout asks for its own.
         stated = None if absolute.parallelism == "auto" else absolute.parallelism.world_size
         num_processes = stated or record.resolved.world_size
+    _check_same_batch(record.spec, spec, where)
     resolved = planner.resolve(absolute, world_size=num_processes)
     region = str(record.plan.get("region") or DEFAULT_REGION)
     # As the launch planned it: on this machine paths may be relative to another folder than today's.
     plan, refusals = planned(absolute if record.backend == "local" else spec, region=region, world_size=num_processes)
     refusals = [reason for reason in refusals if reason not in record.forced]
     forced = (*record.forced, *refuse_or_force(refusals, force))
-    return record.model_copy(update={"spec": spec, "resolved": resolved, "plan": plan, "forced": forced})
+    fewer = smaller(resolved.spec) if record.backend == "sagemaker" else ()
+    return record.model_copy(
+        update={"spec": spec, "resolved": resolved, "smaller": fewer, "plan": plan, "forced": forced}
+    )
+
+
+def _check_same_batch(before: JobSpec, after: JobSpec, where: str) -> None:
+    """InputError where limits would change what the stated batch and rate are stated for."""
+    old, new = before.recovery.elastic, after.recovery.elastic
+    stated = {(one.batch, one.max_instances) if one and one.batch == "adapt" else None for one in (old, new)}
+    if len(stated) > 1:
+        raise InputError(
+            f"{where}: with recovery.elastic.batch: adapt the batch and the learning rate are stated for max_instances,"
+            " so a resume keeps both; launch a new job for another batch"
+        )

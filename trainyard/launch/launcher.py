@@ -29,6 +29,7 @@ from trainyard.launch.record import (
     utc_now,
 )
 from trainyard.launch.session import Account, price_file
+from trainyard.planner.elastic import smaller
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import TenantContract
 
@@ -183,6 +184,7 @@ def new_record(
         backend="sagemaker" if backend == "sagemaker" else "local",
         spec=job,
         resolved=resolved,
+        smaller=smaller(resolved.spec) if backend == "sagemaker" else (),
         plan=plan,
         image=image,
         checkpoint_destination=destination,

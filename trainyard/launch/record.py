@@ -85,6 +85,9 @@ class JobRecord(SpecModel):
     """The plan at launch, as `trainyard plan --json` prints it."""
     image: str | None
     checkpoint_destination: str
+    smaller: tuple[ResolvedJob, ...] = ()
+    """With recovery.elastic: `resolved` on fewer and fewer instances. The resumer takes the next where there is no
+    capacity: it has no planner."""
     channels: tuple[RecordedChannel, ...] = ()
     """The input channels beside the job's own: a resume reads the same inputs."""
     forced: tuple[str, ...] = ()

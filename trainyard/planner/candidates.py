@@ -120,7 +120,7 @@ def layouts(job: JobSpec, machines: Machines, shape: ModelShape, rules: Rules) -
     """The layouts of all ranks, the model split least first."""
     found = [item for item in _torch_layouts(job, machines, shape) if rules.accepts(item)]
     found += [item for item in _deepspeed_layouts(machines) if rules.accepts(item)]
-    batch = job.training.global_batch_size
+    batch = job.global_batch_size
     return sorted((item for item in found if batch % item.data_parallel_size == 0), key=split_of)
 
 
@@ -143,7 +143,7 @@ def offloading_layouts(job: JobSpec, machines: Machines, rules: Rules) -> list[P
             zero=ZeroSpec(offload_parameters="cpu"),
         ),
     ]
-    return [item for item in found if rules.accepts(item) and job.training.global_batch_size % world == 0]
+    return [item for item in found if rules.accepts(item) and job.global_batch_size % world == 0]
 
 
 def _deepspeed_layouts(machines: Machines) -> Iterator[ParallelismSpec]:

@@ -216,7 +216,7 @@ def cost_of(
         return None if machine_usd is None else machine_usd + (storage or 0.0)
 
     total = planned(hours.expected)
-    samples = steps * job.training.global_batch_size
+    samples = steps * job.global_batch_size
     per_million = None if total is None else total / samples * 1e6
     return Cost(
         expected_hours=hours.expected,

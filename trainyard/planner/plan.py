@@ -62,7 +62,7 @@ def plan(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None =
         params=shape.params,
         active_params=shape.active_params,
         steps=steps,
-        tokens=steps * job.training.global_batch_size * job.data.sequence_length if steps else None,
+        tokens=steps * job.global_batch_size * job.data.sequence_length if steps else None,
         instance_type=job.compute.instance_type,
         instance_count=machines.num_hosts,
         num_gpus=machines.world_size,
@@ -118,7 +118,7 @@ def _best(job: JobSpec, parallelism: ParallelismSpec, machines: Machines, shape:
 
 
 def _layouts(job: JobSpec, parallelism: ParallelismSpec) -> Iterator[Layout]:
-    if job.training.global_batch_size % parallelism.data_parallel_size:
+    if job.global_batch_size % parallelism.data_parallel_size:
         return
     per_rank = sequences_per_rank(job, parallelism)
     for recompute in levels(job, parallelism):

@@ -37,7 +37,7 @@ def resolve(job: JobSpec, *, world_size: int | None = None) -> ResolvedJob:
     check_precision(job, machines)
     shape = shape_of(job)
     if isinstance(job.parallelism, ParallelismSpec):
-        parallelism = job.parallelism
+        parallelism = job.parallelism if job.recovery.elastic is None else spread(job.parallelism, machines.world_size)
         check_world(job, parallelism, machines, started=world_size is not None)
         check_shape(parallelism, shape)
         _check_compiled(job, parallelism, shape)
@@ -83,25 +83,42 @@ def _check_compiled(job: JobSpec, parallelism: ParallelismSpec, shape: ModelShap
 
 
 def num_steps(job: JobSpec) -> int | None:
-    """Optimizer steps; tokens are rounded up to whole steps; None for a job in epochs, before its data is read."""
-    if job.training.steps is not None:
-        return job.training.steps
-    if job.training.tokens is not None:
-        return math.ceil(job.training.tokens / (job.training.global_batch_size * job.data.sequence_length))
-    return None
+    """Optimizer steps, the last one whole; None for a job in epochs, before its data is read."""
+    return None if job.num_sequences is None else math.ceil(job.num_sequences / job.global_batch_size)
 
 
 def scaled_learning_rate(job: JobSpec) -> float:
-    """The linear scaling rule (Goyal et al., arXiv:1706.02677): the stated rate times global over base batch size."""
-    training = job.training
-    if training.base_batch_size is None:
+    """The linear scaling rule (Goyal et al., arXiv:1706.02677): the stated rate times global over base batch size.
+
+    A batch that `recovery.elastic` adapts without a base scales it too: in proportion for SGD, by the square root for
+    optimizers that divide by the gradient's size (Malladi et al., arXiv:2205.10287).
+    """
+    training, elastic = job.training, job.recovery.elastic
+    if training.base_batch_size is not None:
+        return training.learning_rate * job.global_batch_size / training.base_batch_size
+    if elastic is None or elastic.batch == "keep":
         return training.learning_rate
-    return training.learning_rate * training.global_batch_size / training.base_batch_size
+    share = float(elastic.share(job.compute.instance_count))
+    return training.learning_rate * (share if training.optimizer.kind == "sgd" else math.sqrt(share))
+
+
+def spread(layout: ParallelismSpec, world_size: int) -> ParallelismSpec:
+    """The stated layout over another number of ranks: more or fewer copies; where one copy is too many, fewer shards.
+
+    How the model is split (tensor, pipeline, context, expert) stays. The layout itself where that can't be.
+    """
+    data, rest = divmod(world_size, layout.tensor * layout.pipeline * layout.context)
+    if rest or layout.data_parallel_size == data:
+        return layout
+    shards = layout.data_shard if data % layout.data_shard == 0 else data
+    if (shards * layout.context) % layout.expert:
+        return layout
+    return layout.model_copy(update={"data_replicate": data // shards, "data_shard": shards})
 
 
 def sequences_per_rank(job: JobSpec, parallelism: ParallelismSpec) -> int:
     """Sequences that one data-parallel rank reads per step; InputError unless the global batch divides."""
-    batch, size = job.training.global_batch_size, parallelism.data_parallel_size
+    batch, size = job.global_batch_size, parallelism.data_parallel_size
     if batch % size:
         raise InputError(
             f"training.global_batch_size {batch}: is not divisible by the {size} data-parallel ranks; "
@@ -115,9 +132,9 @@ def check_micro_batch(job: JobSpec, parallelism: ParallelismSpec, micro_batch: i
     if per_rank % micro_batch:
         unit = parallelism.data_parallel_size * micro_batch
         raise InputError(
-            f"training.global_batch_size {job.training.global_batch_size}: is not divisible by {unit} "
+            f"training.global_batch_size {job.global_batch_size}: is not divisible by {unit} "
             f"({parallelism.data_parallel_size} data-parallel ranks x micro_batch_size {micro_batch}); "
-            f"nearest allowed: {_nearest(job.training.global_batch_size, unit)}"
+            f"nearest allowed: {_nearest(job.global_batch_size, unit)}"
         )
     count = per_rank // micro_batch
     if count < parallelism.pipeline:
@@ -243,14 +260,14 @@ def _automatic_choice(
         parallelism = ParallelismSpec(data_replicate=machines.world_size)
         return parallelism, *_unknown_choice(job, parallelism, sequences_per_rank(job, parallelism))
     candidates = list(data_parallel_layouts(machines))
-    dividing = [item for item in candidates if job.training.global_batch_size % item.data_parallel_size == 0]
+    dividing = [item for item in candidates if job.global_batch_size % item.data_parallel_size == 0]
     for recompute in levels(job, candidates[0]):
         for parallelism in dividing:
             found = largest_micro_batch(job, parallelism, machines, shape, recompute)
             if found is not None:
                 return parallelism, recompute, found
     for parallelism in model_parallel_layouts(job, machines, shape):
-        if job.training.global_batch_size % parallelism.data_parallel_size:
+        if job.global_batch_size % parallelism.data_parallel_size:
             continue
         for recompute in levels(job, parallelism):
             found = largest_micro_batch(job, parallelism, machines, shape, recompute)

@@ -31,7 +31,7 @@ class Point:
 
 def scaling(job: JobSpec, *, weak: bool, book: PriceBook | None = None) -> tuple[Point, ...]:
     """The curve over powers of two of the job's machines; empty where its machine isn't known, or none fits."""
-    own = job.compute.instance_count
+    own, job = job.compute.instance_count, job.inelastic()
     found: list[Point] = []
     for count in powers(max(LEAST_MACHINES, 2 * own)):
         batch = job.training.global_batch_size

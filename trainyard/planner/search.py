@@ -68,6 +68,7 @@ def search(
     """
     if job.task != "causal_lm":
         raise InputError(f"--search: task {job.task}: machines are searched for causal_lm alone; plan without it")
+    job = job.inelastic()  # other machines are compared by the same batch
     shape = required_shape(job)
     if max_nodes is not None and max_nodes < 1:
         raise InputError(f"--max-nodes {max_nodes}: must be at least 1")

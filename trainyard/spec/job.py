@@ -6,6 +6,7 @@
 
 import json
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,7 +21,7 @@ SPEC_VERSION = 1
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class AdapterSpec(SpecModel):
@@ -35,7 +36,7 @@ class AdapterSpec(SpecModel):
     """Rows of an adapter's first matrix and columns of its second."""
     alpha: float = Field(default=32.0, gt=0)
     """What an adapter gives is multiplied by alpha / rank."""
-    dropout: Fraction = 0.0
+    dropout: Share = 0.0
     """The share of an adapter's inputs that are dropped in training."""
     targets: tuple[str, ...] = ("q_proj", "v_proj")
     """Names of the linear modules that get an adapter; the packed experts of a mixture get none."""
@@ -201,7 +202,7 @@ class ImageSpec(SpecModel):
     """image_classification; default: the model's. Another number than model.source has gives it a new, random head."""
     class_names: str | None = None
     """image_classification: a text file with one class name a line, for labels that are names."""
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Share = 0.0
     """image_classification: this share of the target is spread over all classes. Validation does without."""
     batch_norm: Literal["synchronized", "local", "frozen"] = "synchronized"
     """Models with batch normalization. synchronized: statistics over the micro-batches of all ranks, so that R ranks
@@ -242,14 +243,14 @@ class OptimizerSpec(SpecModel):
     muon: for the matrices inside the blocks; embeddings, head, norms and biases stay with AdamW. Those two gather each
     matrix's gradient. With engine: deepspeed it is adamw alone. sgd: with momentum
     and L2 regularization (weight_decay is added to the gradient), what ResNets are trained with."""
-    momentum: Fraction = 0.9
+    momentum: Share = 0.9
     """sgd: how much of the last step's direction is kept."""
     nesterov: bool = False
     """sgd: look ahead along the momentum; needs momentum above 0."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
-    average_decay: Fraction | None = None
+    average_decay: Share | None = None
     """Keeps a running average of the weights beside them, which each step moves by 1 - this; null: none."""
 
     @model_validator(mode="after")
@@ -495,6 +496,31 @@ class CheckpointSpec(SpecModel):
         return self
 
 
+class ElasticSpec(SpecModel):
+    """On how many instances a job may go on where it can't have all that it was launched on, or may have more."""
+
+    min_instances: PositiveInt
+    """No fewer: below it the job waits for a person."""
+    max_instances: PositiveInt
+    """No more; training.global_batch_size and learning_rate are stated for as many."""
+    batch: Literal["keep", "adapt"] = "keep"
+    """keep: the same global batch whatever the instances, by more or less accumulation: the same steps, losses equal
+    within rounding. adapt: a batch in proportion to the instances, more steps over the same samples, and a learning
+    rate with it: by training.base_batch_size where that is given, else in proportion for sgd, by the square root for
+    the other optimizers (see base_batch_size); the schedule goes by samples. Another run than that on all instances,
+    and a quicker one where accumulation would be the slower half."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_instances > self.max_instances:
+            raise ValueError(f"min_instances {self.min_instances}: must be at most max_instances {self.max_instances}")
+        return self
+
+    def share(self, num_instances: int) -> Fraction:
+        """Of the stated batch: what a step has on so many instances."""
+        return Fraction(num_instances, self.max_instances) if self.batch == "adapt" else Fraction(1)
+
+
 class RecoverySpec(SpecModel):
     """What the hosts do when a rank dies or stands still: start all ranks again from the newest checkpoint."""
 
@@ -507,7 +533,12 @@ class RecoverySpec(SpecModel):
     max_resumes: int = Field(default=0, ge=0, le=20)
     """On SageMaker: how often the tenant's resumer starts the job again when it has failed for lack of capacity, by an
     error of SageMaker's own or a lost host, or asks to be resumed; 0: a person does. What spot capacity takes SageMaker
-    starts again by itself, and doesn't count. A second failure from the same checkpoint is left to a person."""
+    starts again by itself, and doesn't count. A second failure from the same checkpoint is left to a person. On Slurm:
+    how often the job requeues itself when its time limit comes or a host is lost; what Slurm requeues doesn't count."""
+    elastic: ElasticSpec | None = None
+    """On how many instances the job may go on: after a lack of capacity the resumer takes about half as many each time,
+    `trainyard resume --set compute.instance_count=N` any number within the limits. null: as many as it was launched
+    on, unless a person says otherwise."""
     hang_seconds: float | None = Field(default=300.0, gt=0)
     """A rank that finished no step for this long, and for ten times the median step, hangs; null: never."""
     start_minutes: float = Field(default=60.0, gt=0)
@@ -693,6 +724,66 @@ class JobSpec(SpecModel):
 
 
 class ResolvedJob(SpecModel):
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step on compute.instance_count instances: as stated, or the share of it to which
+        recovery.elastic adapts it."""
+        elastic = self.recovery.elastic
+        stated = self.training.global_batch_size
+        return stated if elastic is None else int(stated * elastic.share(self.compute.instance_count))
+
+    @property
+    def num_sequences(self) -> int | None:
+        """Sequences that the whole job reads, whatever the batch; None for a job stated in epochs."""
+        training = self.training
+        if training.steps is not None:
+            return training.steps * training.global_batch_size
+        if training.tokens is not None:  # rounded up to whole steps
+            tokens_per_step = training.global_batch_size * self.data.sequence_length
+            return -(-training.tokens // tokens_per_step) * training.global_batch_size
+        return None
+
+    def on_instances(self, number: int, where: str) -> "JobSpec":
+        """The job on so many instances; InputError where it doesn't allow them. `where`: who asks, for the message."""
+        content = self.model_dump(mode="json")
+        return parse(JobSpec, {**content, "compute": {**content["compute"], "instance_count": number}}, where)
+
+    def inelastic(self) -> "JobSpec":
+        """The job with its batch as it stands for these instances on any number of them: to compare machines."""
+        batch: dict[str, int | None] = {"global_batch_size": self.global_batch_size}
+        if self.training.steps is not None:
+            batch["steps"] = -(-self.training.steps * self.training.global_batch_size // self.global_batch_size)
+        return self.model_copy(
+            update={
+                "training": self.training.model_copy(update=batch),
+                "recovery": self.recovery.model_copy(update={"elastic": None}),
+            }
+        )
+
+    @model_validator(mode="after")
+    def _instances_within_limits(self) -> Self:
+        elastic, count = self.recovery.elastic, self.compute.instance_count
+        if elastic is None:
+            return self
+        low, high = elastic.min_instances, elastic.max_instances
+        if not low <= count <= high:
+            raise ValueError(
+                f"compute.instance_count {count}: recovery.elastic allows {low} to {high} instances; stay within, or"
+                " change its min_instances or max_instances"
+            )
+        batch = self.training.global_batch_size
+        if (batch * elastic.share(count)).denominator > 1:
+            raise ValueError(
+                f"compute.instance_count {count}: recovery.elastic.batch: adapt leaves {count}/{high} of"
+                f" global_batch_size {batch}, no whole number; use another count, or batch: keep"
+            )
+        if elastic.batch == "adapt" and self.training.on_anomaly == "rollback":
+            raise ValueError(
+                "recovery.elastic.batch: adapt can't be had with training.on_anomaly: rollback, which leaves out"
+                " batches of one size; use batch: keep, or on_anomaly: skip"
+            )
+        return self
+
     """A job with every `auto` decided. The trainer's modules take this and nothing else."""
 
     spec: JobSpec
@@ -706,7 +797,7 @@ class ResolvedJob(SpecModel):
     gradient_accumulation_steps: PositiveInt
     activation_checkpointing: Literal["none", "selective", "full"]
     learning_rate: float
-    """Peak, after the linear scaling rule."""
+    """Peak, after the linear scaling rule and recovery.elastic's."""
     hours_between_failures: float | None = Field(default=None, gt=0)
     """Mean, of all hosts together, for checkpoint.every_minutes: auto."""
 
@@ -719,7 +810,7 @@ class ResolvedJob(SpecModel):
     def _consistent(self) -> Self:
         assert self.world_size == self.num_hosts * self.processes_per_host
         batch = self.micro_batch_size * self.gradient_accumulation_steps * self.parallelism.data_parallel_size
-        assert batch == self.spec.training.global_batch_size
+        assert batch == self.spec.global_batch_size
         return self
 
 

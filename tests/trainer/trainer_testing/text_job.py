@@ -66,7 +66,7 @@ def start_faulty_trainer(
 ) -> list[ForkedRank]:
     """The real trainer, to which `faults` happen at their step: see `trainer_testing.faulty_trainer`."""
     folder = output_dir.parent / f"{output_dir.name}-faults"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "faults.json").write_text(json.dumps(list(faults)), encoding="utf-8")
     own = ("--faults", str(folder), "--job", str(job), "--output-dir", str(output_dir))
     return start_pooled(num_ranks, "trainer_testing.faulty_trainer", *own, *arguments)

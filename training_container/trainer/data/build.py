@@ -110,7 +110,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         )
 
     place = {
-        "global_batch_size": spec.training.global_batch_size,
+        "global_batch_size": spec.global_batch_size,
         "micro_batch_size": job.micro_batch_size,
         "data_parallel_rank": data_parallel_rank,
         "data_parallel_size": data_parallel_size,

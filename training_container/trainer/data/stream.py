@@ -261,11 +261,6 @@ class BatchStream:
         return len(self._table)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps that read every sequence once (the last one reads on into the next epoch)."""
-        return -(-self.num_sequences // self._blocks.global_batch_size)
-
-    @property
     def sequences_consumed(self) -> int:
         """The position: sequences that all ranks together have read."""
         return self._sequences_consumed

@@ -81,7 +81,8 @@ def shortened(job: ResolvedJob, num_micro_batches: int) -> ResolvedJob:
     model = job.spec.model
     if model.attention in ("varlen", "flash_attention_3") and job.parallelism.context == 1:  # refused with more
         model = model.model_copy(update={"attention": "sdpa"})
-    return _with_spec(job, training=training, model=model).model_copy(
+    recovery = job.spec.recovery.model_copy(update={"elastic": None})  # it would adapt this batch once more
+    return _with_spec(job, training=training, model=model, recovery=recovery).model_copy(
         update={"gradient_accumulation_steps": num_micro_batches}
     )
 

@@ -148,6 +148,8 @@ class Judge:
             self._lost(host)
 
     def _note(self, host: str, ending: Ending) -> None:
+        if self._is_over:  # a host was lost: what the others say afterwards is theirs alone
+            return
         self._endings[host] = ending
         if ending.exit_code != 0 and not self._has_stopped:
             self._has_stopped = True
@@ -245,8 +247,10 @@ class ManyHosts:
         if isinstance(order, Restart):
             self._stop, self._have_answered = None, False
             return order
-        # Done or saved stays so here whatever became of the others afterwards; a failure of its own says more.
-        return ending if self._stop == "lost" else order
+        # Done or saved stays so here whatever became of the others afterwards, and a failure of its own says more; but
+        # that its ranks lost the host's says less, and isn't what a resumer looks for.
+        is_own = not (ending.is_failure and ending.is_consequence)
+        return ending if self._stop == "lost" and is_own else order
 
     def close(self) -> None:
         """See Hosts."""

@@ -120,6 +120,7 @@ class AnomalyGuard:
     def __init__(self, job: ResolvedJob, runtime: Runtime, output_dir: Path, recent_rows: Callable[[], Rows]) -> None:
         """`recent_rows`: the last rows of metrics.jsonl, on the first rank."""
         self._settings = job.spec.training
+        self._batch_size = job.spec.global_batch_size
         self._runtime = runtime
         self._output_dir = output_dir
         self._recent_rows = recent_rows
@@ -193,7 +194,7 @@ class AnomalyGuard:
             "grad_norm": update.grad_norm,
             "own_loss_sum": own_loss_sum,
             "first_sequence": self._data.get("sequences_consumed"),
-            "num_sequences": self._settings.global_batch_size,
+            "num_sequences": self._batch_size,
             "data": self._data,
         }
         try:

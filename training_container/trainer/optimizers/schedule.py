@@ -5,20 +5,20 @@ import math
 from trainyard.spec.job import ScheduleSpec
 
 
-def learning_rate_at(step: int, *, num_steps: int, peak: float, schedule: ScheduleSpec) -> float:
-    """The rate used in optimizer step `step` (from 1 to `num_steps`).
+def learning_rate_at(step: float, *, num_steps: int, peak: float, schedule: ScheduleSpec) -> float:
+    """The rate used in optimizer step `step` (from 1 to `num_steps`; a part of one where a batch is smaller).
 
     Warm-up is the line from 0 (before step 1) to the peak at `warmup_steps`; the decay ends at
     `final_fraction` x peak in the last step. wsd (warm-up, stable, decay) holds the peak until the last
     `decay_fraction` of all steps and then falls on a line.
     """
-    assert 1 <= step <= num_steps
+    assert 0 < step <= num_steps
     if step < schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     return peak * _decay_factor(step, num_steps=num_steps, schedule=schedule)
 
 
-def _decay_factor(step: int, *, num_steps: int, schedule: ScheduleSpec) -> float:
+def _decay_factor(step: float, *, num_steps: int, schedule: ScheduleSpec) -> float:
     start = schedule.warmup_steps
     if schedule.kind == "wsd":
         start = max(start, num_steps - max(1, round(schedule.decay_fraction * num_steps)))

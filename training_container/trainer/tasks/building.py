@@ -120,7 +120,7 @@ def image_data(
     """The streams over the tables that `make_table(sources, field, is_training)` gives, their first samples checked."""
     spec, images = job.spec, job.spec.images or ImageSpec()
     place = {
-        "global_batch_size": spec.training.global_batch_size,
+        "global_batch_size": spec.global_batch_size,
         "micro_batch_size": job.micro_batch_size,
         "data_parallel_rank": data_parallel_rank,
         "data_parallel_size": data_parallel_size,
