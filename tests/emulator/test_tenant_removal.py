@@ -161,6 +161,22 @@ def test_shred_leaves_nothing_but_keys_that_serve_nobody(
     assert f"left: AWS::KMS::Key {physical['Key']}" in kept.with_suffix(".txt").read_text()
 
 
+def test_roles_of_single_jobs_go_before_the_boundary_that_they_hold(
+    site: Site, account: Account, name: str, tmp_path: Path
+) -> None:
+    spec = environment(name, retain_data=False)
+    deploy(site, spec)
+    iam = site("iam")
+    for tenant in ("acme", "globex"):
+        path, trust = f"/trainyard/{name}/{tenant}/jobs/each/", json.dumps({"Version": "2012-10-17", "Statement": []})
+        iam.create_role(Path=path, RoleName=f"{tenant}-{name}", AssumeRolePolicyDocument=trust)
+        iam.put_role_policy(RoleName=f"{tenant}-{name}", PolicyName="own", PolicyDocument=trust)
+    report = remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert "1 roles of its jobs" in report.deleted
+    assert gone(lambda: iam.get_role(RoleName=f"acme-{name}"))
+    assert iam.get_role(RoleName=f"globex-{name}")["Role"]["RoleName"] == f"globex-{name}"
+
+
 def test_retain_keeps_every_version_and_says_where_it_is(
     site: Site, account: Account, name: str, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainyard.functions.job_roles import job_role_path
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.session import Account
 from trainyard.operate.tenants.survey import Held
@@ -159,6 +160,20 @@ def delete_job_streams(account: Account, streams: list[str]) -> None:
     with aws_errors("deleting", f"{len(streams)} log streams in {TRAINING_LOG_GROUP}"):
         for stream in streams:
             logs.delete_log_stream(logGroupName=TRAINING_LOG_GROUP, logStreamName=stream)
+
+
+def delete_job_roles(account: Account, environment: str, tenant: str) -> list[str]:
+    """Delete the roles of single jobs that the tenant's broker made and hasn't removed yet; their names. They hold the
+    tenant's boundary: its stack can't go before them."""
+    iam, path = account.client("iam"), job_role_path({"environment": environment, "tenant": tenant})
+    with aws_errors("deleting", f"roles of {tenant}'s jobs in {path}"):
+        pages = iam.get_paginator("list_roles").paginate(PathPrefix=path)
+        names = [role["RoleName"] for page in pages for role in page["Roles"]]
+        for name in names:
+            for policy in iam.list_role_policies(RoleName=name)["PolicyNames"]:
+                iam.delete_role_policy(RoleName=name, PolicyName=policy)
+            iam.delete_role(RoleName=name)
+    return names
 
 
 def running_jobs(account: Account, tenant: str) -> list[str]:

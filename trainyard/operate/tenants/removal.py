@@ -147,6 +147,8 @@ def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report
     if planned.policy == "shred":
         _write(path, journal := replace(journal, emptying=True))
         _empty(account, planned, report, say)
+    if roles := leftovers.delete_job_roles(account, environment.name, tenant):
+        report.deleted.append(f"{len(roles)} roles of its jobs")
     for name in reversed(list(planned.stacks)):
         if planned.stacks[name] != NOT_DEPLOYED:
             _delete_stack(account, name, say)
