@@ -1,14 +1,23 @@
-"""`watch`: a job on one live screen, from any machine, at any time of its life."""
+"""`watch`: a job on one live screen, from any machine, at any time of its life. `report`: its life as one page."""
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, TenantOption
 from trainyard.cli.output import console
+from trainyard.errors import InputError
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="FILE", help="Default: JOB.html in this folder; - for stdout.")
+]
 
 
 def register(app: typer.Typer) -> None:
     """Put the verb of this file into the command line."""
     app.command()(watch)
+    app.command()(report)
 
 
 def watch(job: JobId, environment: EnvironmentOption = DEFAULT_ENVIRONMENT, tenant: TenantOption = None) -> None:
@@ -29,3 +38,35 @@ def watch(job: JobId, environment: EnvironmentOption = DEFAULT_ENVIRONMENT, tena
     last = follow(place, job_id, quiet=False)
     print(f"{job_id}: {last.state}")
     require_completed(place, last.record)
+
+
+def report(
+    job: JobId,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    out: OutOption = None,
+) -> None:
+    """Write a job's life as one HTML page that needs no network: curves, restarts, plan against measurement, cost.
+
+    Example: trainyard report acme-stdlib-llama-20260131120000-1a2b --out report.html
+    """
+    from trainyard.launch import watch as watching
+    from trainyard.launch.names import job_id_of
+    from trainyard.launch.place import place_of
+    from trainyard.operate.job_report import report_of
+
+    with console(stderr=True).status("reading"):
+        job_id = job_id_of(job)
+        place = place_of(job_id, environment, tenant)
+        page = report_of(watching.status(place.store, place.backend, job_id).record, place.s3)
+    if str(out) == "-":
+        print(page, end="")
+        return
+    path = out or Path(f"{job_id}.html")
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"--out {path}: can't be written: {error.strerror}; name a file in a folder that is there"
+        ) from None
+    print(path)

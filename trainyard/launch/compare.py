@@ -82,7 +82,7 @@ def compare(record: JobRecord, s3: Any) -> Comparison:
     """The plan in the record against metrics.jsonl, goodput.jsonl and the states; InputError where nothing ran yet."""
     plan = record.plan
     chosen = next((item for item in plan.get("configurations", []) if item.get("chosen")), None)
-    rows = _rows(_read(record, METRICS_FILE, s3))
+    rows = metrics_rows(record, s3)
     warm = [row for row in rows if _number(row.get("step_seconds")) is not None]
     first = {row.get("attempt", 1): row.get("step", 0) for row in reversed(warm)}
     warm = [row for row in warm if row.get("step", 0) >= first[row.get("attempt", 1)] + WARM_STEPS] or warm
@@ -193,12 +193,10 @@ def _notes(
     return notes
 
 
-def _read(record: JobRecord, name: str, s3: Any) -> bytes | None:
-    return open_files(record.checkpoint_destination.rstrip("/"), s3).read(name)
-
-
-def _rows(content: bytes | None) -> list[dict[str, Any]]:
-    """The whole rows: a process that was killed may have left half of one."""
+def metrics_rows(record: JobRecord, s3: Any) -> list[dict[str, Any]]:
+    """The whole rows of the job's metrics.jsonl, one a step (trainer.observe.metrics): a process that was killed may
+    have left half of one. As of the newest checkpoint where they are in S3."""
+    content = open_files(record.checkpoint_destination.rstrip("/"), s3).read(METRICS_FILE)
     rows = []
     for line in (content or b"").decode("utf-8", "replace").splitlines():
         try:

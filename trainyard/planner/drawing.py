@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 
 WIDTH = 960
 """Of every picture, in SVG's units."""
@@ -144,6 +145,112 @@ class Scale:
             value, low, high = (math.log(max(item, 1e-12)) for item in (value, low, high))
         share = 0.5 if high == low else (value - low) / (high - low)
         return self.start + (self.end - self.start) * min(1.0, max(0.0, share))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart: (x, y) points from left to right."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str
+    dots: bool = False
+    """Points by themselves and no line: what is measured rarely."""
+    pale: bool = False
+    """Behind the others: what scatters."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place on the x axis that something happened at."""
+
+    x: float
+    words: str
+
+
+MOST_POINTS = 900
+"""Of a curve: about one for each unit of a picture's width."""
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """At most so many points: of each stretch the lowest and the highest, so that no spike is lost."""
+    if len(points) <= most:
+        return list(points)
+    num_stretches = max(1, most // 2)
+    edges = [round(index * len(points) / num_stretches) for index in range(num_stretches + 1)]
+    kept: list[tuple[float, float]] = []
+    for one, other in pairwise(edges):
+        stretch = points[one:other]
+        kept += sorted({min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])})
+    return kept
+
+
+def between(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        return [low] if math.isfinite(low) else []
+    steps = ticks(high - low, count)
+    step = steps[1] if len(steps) > 1 else high - low
+    first = math.ceil(low / step - 1e-9)
+    return [step * index for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def line_chart(
+    title: str,
+    across_name: str,
+    curves: Sequence[Curve],
+    *,
+    marks: Sequence[Mark] = (),
+    level: tuple[float, float, float] | None = None,
+    level_name: str = "",
+    height: float = 260,
+) -> str:
+    """Curves over one x axis. `level`: (value, low, high) that they are held against, a line with its interval;
+    `marks`: dashed lines from top to bottom. Empty where no curve has a point."""
+    shown = [curve for curve in curves if curve.points]
+    if not shown:
+        return ""
+    picture = Picture(height, title)
+    bottom, top = height - 40, 40.0
+    xs = [x for curve in shown for x, _ in curve.points]
+    ys = [y for curve in shown for _, y in curve.points] + (list(level) if level else [])
+    room = 0.06 * (max(ys) - min(ys)) or abs(max(ys)) * 0.1 or 1.0
+    across = Scale(min(xs), max(xs), 80, WIDTH - 20)
+    up = Scale(min(ys) - room, max(ys) + room, bottom, top)
+    _axes(picture, across, up, across_name)
+    if level is not None:
+        value, low, high = level
+        picture.box(across.start, up.at(high), across.end - across.start, up.at(low) - up.at(high), "#b0000014")
+        picture.line(across.start, up.at(value), across.end, up.at(value), colour="#b00", dash="5 4")
+        picture.text(across.end, up.at(value) - 5, level_name, anchor="end", colour="#b00")
+    for mark in marks:
+        place = across.at(mark.x)
+        picture.line(place, top, place, bottom, colour="#555", dash="2 3")
+        picture.text(min(place + 3, WIDTH - 60), top + 10, mark.words, size=10, colour="#555")
+    for curve in sorted(shown, key=lambda item: not item.pale):
+        places = [(across.at(x), up.at(y)) for x, y in thinned(curve.points)]
+        if curve.dots:
+            for (x, y), (at, value) in zip(places, thinned(curve.points), strict=True):
+                picture.dot(x, y, 3.5, curve.colour, f"{curve.name}, {across_name} {at:g}: {value:.5g}")
+        else:
+            picture.path(places, colour=f"{curve.colour}{'55' if curve.pale else ''}")
+    x = across.start
+    for curve in shown:
+        picture.box(x, 12, 12, 12, f"{curve.colour}{'55' if curve.pale else ''}")
+        picture.text(x + 16, 22, curve.name)
+        x += 34 + len(curve.name) * CHARACTER_WIDTH
+    return picture.svg()
+
+
+def _axes(picture: Picture, across: Scale, up: Scale, across_name: str) -> None:
+    for value in between(up.low, up.high):
+        picture.line(across.start, up.at(value), across.end, up.at(value), colour="#eee")
+        picture.text(across.start - 8, up.at(value) + 4, f"{value:.6g}", anchor="end", colour="#666")
+    for value in between(across.low, across.high, 8):
+        picture.text(across.at(value), up.start + 16, f"{value:g}", anchor="middle", colour="#666")
+    picture.text((across.start + across.end) / 2, up.start + 32, across_name, anchor="middle", colour="#666")
+    picture.line(across.start, up.end, across.start, up.start, colour="#888")
+    picture.line(across.start, up.start, across.end, up.start, colour="#888")
 
 
 @dataclass(frozen=True)
