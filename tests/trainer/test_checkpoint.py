@@ -412,6 +412,24 @@ def test_the_promise_is_removed_before_what_it_promises(
     assert set(removed[2:]) == {"__0_0.distcp", "__0_0.distcp.blocks", ".metadata"}
 
 
+def test_a_start_removes_what_a_killed_one_was_writing_and_nothing_else(tmp_path: Path) -> None:
+    """A fault campaign's find: a launcher that is killed while it copies metrics.jsonl left that copy for ever."""
+    root = tmp_path / "destination"
+    left = [root / ".metrics.jsonl.4711.partial", root / "checkpoints/step-00000007/.__0_0.distcp.4711.partial"]
+    others = [root / ".mine.4711.partial", root / "other/.metrics.jsonl.4711.partial"]
+    for path in (*left, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("{}\n")
+    job = Job(str(root), tmp_path)
+    job.checkpointer.save(1, state(1), {"step": 1}, attachments={metrics.name: metrics})
+    job.checkpointer.wait()
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
+    assert (root / metrics.name).read_text() == "{}\n"
+
+
 def test_the_only_good_one_stays_when_a_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     destination = str(tmp_path / "destination")
     job = Job(destination, tmp_path, keep_last=1)

@@ -1,6 +1,7 @@
 """Where checkpoints lie: a folder, or a prefix of an S3 bucket. Names are relative, with slashes."""
 
 import errno
+import glob
 import os
 import shutil
 import time
@@ -195,6 +196,20 @@ class LocalDestination(Destination):
             # Only an empty one goes; somebody else's file keeps it.
             if folder != self._root and folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
+
+    def give_up_unfinished(self, prefixes: Sequence[str]) -> int:
+        """See Destination."""
+        # A process that is killed while it writes leaves its copy: the next one writes under a name of its own.
+        num_found = 0
+        for prefix in prefixes:
+            folder, _, beginning = prefix.rpartition("/")
+            pattern = f".{glob.escape(beginning)}*.partial"
+            with _os_errors(f"look for unfinished files below {self._root / prefix}"):
+                found = (self._root / folder).glob(pattern if beginning else f"**/{pattern}")
+                for path in [*found]:
+                    path.unlink(missing_ok=True)
+                    num_found += 1
+        return num_found
 
     def folder(self, name: str) -> Path | None:
         return self._root / name
