@@ -13,6 +13,13 @@ from trainyard.operate.doctor import Check, examine
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
 
 
+@pytest.fixture(autouse=True)
+def without_account_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have tests of their own, and moto knows half of what they ask."""
+    for name in ("of_environment", "of_tenant"):
+        monkeypatch.setattr(doctor, name, lambda *_: iter(()))
+
+
 def by_name(environment: EnvironmentSpec, tenant: str | None = None) -> dict[str, Check]:
     return {check.name: check for check in examine(environment, tenant)}
 
@@ -109,6 +116,9 @@ def test_old_and_missing_prices_are_warnings(environment: EnvironmentSpec, monke
     assert doctor.prices(environment).level == "pass"
     unpriced = environment.model_copy(update={"max_instances": {"ml.none.large": 1}})
     assert doctor.prices(unpriced).level == "warn"
+    monkeypatch.setitem(doctor.MAX_AGE_DAYS, "on_demand", -1)
+    refused = doctor.prices(environment)
+    assert (refused.level, refused.mend) == ("fail", "trainyard prices refresh"), "no plan quotes it"
 
 
 def test_a_cdk_that_is_not_the_pinned_one_fails(tmp_path: Path) -> None:

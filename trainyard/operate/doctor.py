@@ -9,15 +9,16 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from trainyard import hardware
 from trainyard.errors import TrainyardError
+from trainyard.hardware import PriceBook
+from trainyard.hardware.prices import MAX_AGE_DAYS
 from trainyard.launch.aws import DENIED_CODES, aws_errors, error_code
 from trainyard.launch.contract import check_tenant, how_to_deploy, read_contract, read_image
-from trainyard.launch.session import Account, assume, checkout_root, open_account
+from trainyard.launch.session import Account, assume, checkout_root, open_account, price_file
+from trainyard.operate.account_checks import Check, failed, of_environment, of_tenant
 from trainyard.operate.deploy import stack_names
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
 
@@ -27,16 +28,6 @@ MIN_NODE_MAJOR = 22
 MAX_PRICE_AGE_DAYS = 180
 """Half a year: GPU prices move several times a year, so older figures deserve a look before a large job."""
 DEPLOYED = frozenset({"CREATE_COMPLETE", "UPDATE_COMPLETE", "IMPORT_COMPLETE"})
-
-
-@dataclass(frozen=True)
-class Check:
-    """One finding."""
-
-    name: str
-    level: Literal["pass", "warn", "fail"]
-    finding: str
-    mend: str = ""
 
 
 def examine(environment: EnvironmentSpec, tenant: str | None = None) -> Iterator[Check]:
@@ -51,23 +42,27 @@ def examine(environment: EnvironmentSpec, tenant: str | None = None) -> Iterator
         where = "the emulator" if environment.emulated else "AWS"
         yield Check("account", "pass", f"{environment.account} on {where}, region {environment.region}")
     except TrainyardError as error:
-        yield _failed("account", error)
+        yield failed("account", error)
     if account is None:
         return
+    yield from of_environment(account, environment)
     yield from stacks(account, environment)
     parameter = environment.image_parameter
-    yield _tried("image", lambda: read_image(account, parameter, emulated=environment.emulated))
+    image = _tried("image", lambda: read_image(account, parameter, emulated=environment.emulated))
+    yield image
     contracts: dict[str, TenantContract] = {}
     for name in environment.tenants:
         try:
             contracts[name] = read_contract(account, environment, name)
         except TrainyardError as error:
             if tenant in (None, name):
-                yield _failed(f"{name}: contract", error)
+                yield failed(f"{name}: contract", error)
     for name, contract in contracts.items():
         if tenant in (None, name):
             others = [other for other in contracts.values() if other.tenant != name]
-            yield from tenant_access(account, contract, others[0] if others else None)
+            other = others[0] if others else None
+            yield from tenant_access(account, contract, other)
+            yield from of_tenant(account, contract, other, image.finding if image.level == "pass" else "")
 
 
 def this_machine() -> Iterator[Check]:
@@ -111,23 +106,29 @@ def _cdk(checkout: Path) -> Check:
 
 
 def prices(environment: EnvironmentSpec) -> Check:
-    """How old the prices are by which plans of this environment's instance types are costed."""
+    """How old the prices are by which plans of this environment's instance types are costed, refreshed ones too."""
     today = datetime.date.today()
     unknown, oldest, oldest_type = [], today, ""
+    mend = "trainyard prices refresh"
+    try:
+        book = PriceBook.opened(price_file(), today=None)
+    except TrainyardError as error:
+        return failed("prices", error)
     for instance_type in sorted(environment.max_instances):
         try:
-            dated = hardware.price(instance_type, environment.region).as_of
+            dated = book.price(instance_type, environment.region).as_of
         except TrainyardError:
             unknown.append(instance_type)
             continue
         if dated < oldest:
             oldest, oldest_type = dated, instance_type
-    mend = "add a dated row to trainyard/hardware/aws_prices.csv"
     if unknown:
         return Check(
-            "prices", "warn", f"none in {environment.region} for {', '.join(unknown)}: plans refuse these", mend
+            "prices", "warn", f"none in {environment.region} for {', '.join(unknown)}: plans have no cost", mend
         )
     age_days = (today - oldest).days
+    if age_days > MAX_AGE_DAYS["on_demand"]:
+        return Check("prices", "fail", f"{oldest_type}: as of {oldest}, {age_days} days old: not quoted", mend)
     if age_days > MAX_PRICE_AGE_DAYS:
         return Check("prices", "warn", f"{oldest_type}: as of {oldest}, {age_days} days old", mend)
     return Check("prices", "pass", f"oldest as of {oldest}, {age_days} days old")
@@ -143,7 +144,7 @@ def stacks(account: Account, environment: EnvironmentSpec) -> Iterator[Check]:
             for page in cloudformation.get_paginator("describe_stacks").paginate():
                 states |= {stack["StackName"]: stack["StackStatus"] for stack in page["Stacks"]}
     except TrainyardError as error:
-        yield _failed("stacks", error)
+        yield failed("stacks", error)
         return
     bad = [f"{name} ({states.get(name, 'not deployed')})" for name in names if states.get(name) not in DEPLOYED]
     if bad:
@@ -162,7 +163,7 @@ def tenant_access(account: Account, contract: TenantContract, other: TenantContr
         try:
             assumed = assume(account, role_arn, session_name="trainyard-doctor")
         except TrainyardError as error:
-            yield _failed(f"{name}: {kind} role", error)
+            yield failed(f"{name}: {kind} role", error)
             continue
         yield Check(f"{name}: {kind} role", "pass", role_arn)
         launcher = assumed if kind == "launcher" else launcher
@@ -247,10 +248,4 @@ def _tried(name: str, attempt: Callable[[], str]) -> Check:
     try:
         return Check(name, "pass", attempt())
     except TrainyardError as error:
-        return _failed(name, error)
-
-
-def _failed(name: str, error: TrainyardError) -> Check:
-    # Our messages end in "; how to mend it", after the last semicolon.
-    finding, separator, mend = str(error).rpartition("; ")
-    return Check(name, "fail", finding if separator else str(error), mend if separator else "")
+        return failed(name, error)

@@ -1,0 +1,238 @@
+"""The doctor's questions to the account: bootstrap, zones, quotas, offerings, endpoints, file system, image, roles.
+
+Nothing is changed. What AWS (or what stands in for it) doesn't answer is a warning that says so: never a pass.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from trainyard.errors import TrainyardError
+from trainyard.launch.aws import aws_errors, is_missing
+from trainyard.launch.session import Account
+from trainyard.spec.platform import EnvironmentSpec, TenantContract
+
+Level = Literal["pass", "warn", "fail"]
+
+BOOTSTRAP_STACK = "CDKToolkit"
+MIN_BOOTSTRAP = 6
+"""The oldest bootstrap that CDK 2's default synthesizer deploys with."""
+BOOTSTRAP_VERSION = "/cdk-bootstrap/hnb659fds/version"
+
+ENDPOINT_SERVICES = ("ecr.api", "ecr.dkr", "kms", "logs", "monitoring", "s3", "sagemaker.api", "ssm", "sts")
+"""Without any of them jobs in a network without a gateway can't start, log or save (stacks/constructs/network.py)."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding."""
+
+    name: str
+    level: Level
+    finding: str
+    mend: str = ""
+
+
+def failed(name: str, error: TrainyardError) -> Check:
+    """What an error says: our messages end in "; how to mend it", after the last semicolon."""
+    finding, separator, mend = str(error).rpartition("; ")
+    return Check(name, "fail", finding if separator else str(error), mend if separator else "")
+
+
+def asked(name: str, question: Callable[[], Check], needs: str) -> Check:
+    """The answer; where there is none a warning, as nobody knows then. `needs`: the right that the caller may lack."""
+    try:
+        with aws_errors("asking", name, f"it needs {needs}"):
+            return question()
+    except TrainyardError as error:
+        return Check(name, "warn", f"not known: {str(error).rpartition('; ')[0]}", f"needs {needs}; repeat with it")
+
+
+def of_environment(account: Account, environment: EnvironmentSpec) -> Iterator[Check]:
+    """Bootstrap, zones, quotas and where the instance types are offered."""
+    yield asked("bootstrap", lambda: bootstrap(account, environment), "ssm:GetParameter")
+    yield asked("zones", lambda: zones(account, environment), "ec2:DescribeAvailabilityZones")
+    yield asked("offerings", lambda: offerings(account, environment), "ec2:DescribeInstanceTypeOfferings")
+    yield from quotas(account, environment)
+
+
+def bootstrap(account: Account, environment: EnvironmentSpec) -> Check:
+    """Whether the account and region can be deployed to by the CDK, and by this one."""
+    mend = f"cdk bootstrap aws://{environment.account}/{environment.region}"
+    ssm = account.client("ssm")
+    try:
+        version = int(ssm.get_parameter(Name=BOOTSTRAP_VERSION)["Parameter"]["Value"])
+    except ssm.exceptions.ClientError as error:
+        if is_missing(error):
+            return Check("bootstrap", "fail", f"{environment.account}/{environment.region} is not bootstrapped", mend)
+        raise
+    if version < MIN_BOOTSTRAP:
+        return Check("bootstrap", "fail", f"version {version}, and {MIN_BOOTSTRAP} is the least", mend)
+    return Check("bootstrap", "pass", f"version {version}")
+
+
+def zones(account: Account, environment: EnvironmentSpec) -> Check:
+    """Whether the environment's zones are there for this account."""
+    answer = account.client("ec2").describe_availability_zones(
+        Filters=[{"Name": "region-name", "Values": [environment.region]}]
+    )
+    states = {zone["ZoneName"]: zone["State"] for zone in answer["AvailabilityZones"]}
+    bad = _unavailable(environment.availability_zones, states)
+    if bad:
+        there = ", ".join(sorted(states))
+        mend = f"take zones of this account (there: {there}) for availability_zones"
+        return Check("zones", "fail", f"not available: {', '.join(bad)}", mend)
+    return Check("zones", "pass", ", ".join(environment.availability_zones))
+
+
+def _unavailable(wanted: Iterable[str], states: Mapping[str, str]) -> list[str]:
+    return [f"{name} ({states.get(name, 'none')})" for name in wanted if states.get(name) != "available"]
+
+
+def offerings(account: Account, environment: EnvironmentSpec) -> Check:
+    """Whether EC2 offers the types where training runs. SageMaker's machines are not EC2's offer, but its hardware."""
+    zone = environment.availability_zones[0]
+    types = sorted({kind.removeprefix("ml.") for kind in environment.max_instances})
+    pages = account.client("ec2").get_paginator("describe_instance_type_offerings")
+    found = [
+        (item["InstanceType"], item["Location"])
+        for page in pages.paginate(
+            LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
+        )
+        for item in page["InstanceTypeOfferings"]
+    ]
+    missing = [kind for kind in types if (kind, zone) not in found]
+    if not missing:
+        return Check("offerings", "pass", f"{', '.join(types)} in {zone}")
+    other = sorted({where for kind, where in found if kind in missing})
+    elsewhere = f"offered in {', '.join(other)}: put such a zone first in availability_zones" if other else ""
+    mend = elsewhere or "take another region or type"
+    return Check("offerings", "warn", f"EC2 doesn't offer {', '.join(missing)} in {zone}, where training runs", mend)
+
+
+def quotas(account: Account, environment: EnvironmentSpec) -> Iterator[Check]:
+    """SageMaker's own quota of each type against what the environment lets tenants hold together."""
+    needs = "servicequotas:ListServiceQuotas"
+    known: dict[str, tuple[float, str]] = {}
+
+    def read() -> Check:
+        client = account.client("service-quotas")
+        for page in client.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker"):
+            for item in page["Quotas"]:
+                known[item["QuotaName"]] = (float(item["Value"]), item["QuotaCode"])
+        return Check("quotas", "pass", f"{len(known)} read")
+
+    answer = asked("quotas", read, needs)
+    if answer.level != "pass":
+        yield answer
+        return
+    for kind, wanted in sorted(environment.max_instances.items()):
+        name = f"quota {kind}"
+        found = known.get(f"{kind} for training job usage")
+        if found is None:
+            yield Check(name, "warn", "not known: SageMaker names no such quota", "look it up in Service Quotas")
+            continue
+        value, code = found
+        if value < wanted:
+            mend = (
+                "aws service-quotas request-service-quota-increase --service-code sagemaker "
+                f"--quota-code {code} --desired-value {wanted}, or lower max_instances"
+            )
+            yield Check(name, "fail", f"{value:g}, and tenants may hold {wanted} together (max_instances)", mend)
+        else:
+            yield Check(name, "pass", f"{value:g}, of which tenants may hold {wanted}")
+
+
+def of_tenant(account: Account, contract: TenantContract, other: TenantContract | None, image: str) -> Iterator[Check]:
+    """Endpoints, file system, image, and the roles as IAM's simulator judges them. `image`: "" where none is known."""
+    tenant = contract.tenant
+    yield asked(f"{tenant}: endpoints", lambda: endpoints(account, contract), "ec2:DescribeVpcEndpoints")
+    yield asked(f"{tenant}: file system", lambda: file_system(account, contract), "fsx:DescribeFileSystems")
+    if image:
+        yield asked(f"{tenant}: image", lambda: published(account, contract, image), "ecr:DescribeImages")
+    yield from simulated(account, contract, other)
+
+
+def endpoints(account: Account, contract: TenantContract) -> Check:
+    """Every endpoint that jobs need, there and available."""
+    name = f"{contract.tenant}: endpoints"
+    pages = account.client("ec2").get_paginator("describe_vpc_endpoints")
+    states: dict[str, str] = {}
+    for page in pages.paginate(Filters=[{"Name": "vpc-id", "Values": [contract.vpc_id]}]):
+        for item in page["VpcEndpoints"]:
+            service = item["ServiceName"].partition(f"{contract.region}.")[2]
+            states[service] = str(item.get("State", "")).lower()
+    bad = _unavailable(ENDPOINT_SERVICES, states)
+    if bad:
+        mend = f"deploy stack trainyard-{contract.environment}-{contract.tenant}-foundation again"
+        return Check(name, "fail", f"in {contract.vpc_id} not available: {', '.join(bad)}", mend)
+    return Check(name, "pass", f"{len(states)} available in {contract.vpc_id}")
+
+
+def file_system(account: Account, contract: TenantContract) -> Check:
+    """Whether the tenant's file system can be mounted."""
+    name, wanted = f"{contract.tenant}: file system", contract.file_system.id
+    found = account.client("fsx").describe_file_systems(FileSystemIds=[wanted])["FileSystems"]
+    state = found[0].get("Lifecycle") if found else None
+    if state is None:
+        return Check(name, "warn", f"not known: FSx tells no state of {wanted}", "look at it in the console")
+    if state != "AVAILABLE":
+        detail = (found[0].get("FailureDetails") or {}).get("Message", "")
+        mend = "wait until it is AVAILABLE" if state in {"CREATING", "UPDATING"} else "see FSx's events; restore it"
+        return Check(name, "fail", f"{wanted} is {state}{f': {detail}' if detail else ''}", mend)
+    return Check(name, "pass", f"{wanted}, {found[0].get('StorageCapacity')} GiB")
+
+
+def published(account: Account, contract: TenantContract, image: str) -> Check:
+    """Whether the released digest is in its repository: a job whose image was expired fails after its machines came."""
+    name = f"{contract.tenant}: image"
+    repository, _, digest = image.partition("/")[2].partition("@")
+    if set(digest.removeprefix("sha256:")) == {"0"}:
+        return Check(name, "warn", "none is published; the emulator runs this checkout's trainer in its place")
+    ecr = account.client("ecr")
+    try:
+        found = ecr.describe_images(repositoryName=repository, imageIds=[{"imageDigest": digest}])["imageDetails"]
+    except ecr.exceptions.ClientError as error:
+        if error.response["Error"]["Code"] not in ("ImageNotFoundException", "RepositoryNotFoundException"):
+            raise
+        found = []
+    if not found:
+        gone = f"{digest[:19]} is not in repository {repository}"
+        return Check(name, "fail", gone, "publish it: scripts/publish_image")
+    return Check(name, "pass", f"{digest[:19]}, pushed {found[0].get('imagePushedAt', 'some day')}")
+
+
+def simulated(account: Account, contract: TenantContract, other: TenantContract | None) -> Iterator[Check]:
+    """What IAM's simulator says that the roles may and may not: their policies and boundary, without the resources'."""
+    own, job = f"arn:aws:s3:::{contract.buckets.data}", contract.roles.job
+    training = f"arn:aws:sagemaker:{contract.region}:{contract.account}:training-job"
+    cases = [
+        ("launcher", contract.roles.launcher, "sagemaker:StopTrainingJob", f"{training}/{contract.tenant}-x", True),
+        ("job role", job, "s3:GetObject", f"{own}/x", True),
+        ("job role", job, "iam:CreateRole", "*", False),
+        ("launcher", contract.roles.launcher, "sagemaker:CreateNotebookInstance", "*", False),
+        ("auditor", contract.roles.auditor, "s3:PutObject", f"{own}/x", False),
+    ]
+    if other is not None:
+        theirs = f"arn:aws:s3:::{other.buckets.data}/x"
+        cases += [
+            ("job role", job, "s3:GetObject", theirs, False),
+            ("launcher", contract.roles.launcher, "sagemaker:StopTrainingJob", f"{training}/{other.tenant}-x", False),
+        ]
+    iam = account.client("iam")
+    for label, role, action, resource, is_allowed in cases:
+        name = f"{contract.tenant}: {label} {'may' if is_allowed else 'may not'} {action}"
+
+        def question(
+            name: str = name, role: str = role, action: str = action, resource: str = resource, good: bool = is_allowed
+        ) -> Check:
+            answer = iam.simulate_principal_policy(PolicySourceArn=role, ActionNames=[action], ResourceArns=[resource])
+            decision = answer["EvaluationResults"][0]["EvalDecision"]
+            if (decision == "allowed") == good:
+                return Check(name, "pass", f"{decision} on {resource}")
+            return Check(name, "fail", f"{decision} on {resource}", "deploy the tenant's foundation stack again")
+
+        found = asked(name, question, "iam:SimulatePrincipalPolicy")
+        yield found
+        if found.level == "warn":
+            return  # who may not ask once may not ask at all
