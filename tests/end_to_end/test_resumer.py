@@ -1,5 +1,5 @@
-"""Who starts a job again, on the deployed platform: the resumer for what the job allows, then a person on fewer hosts;
-and the detective, which looks at what has started."""
+"""Who starts a job again, on the deployed platform: the resumer for what the job allows, on fewer hosts, then a person
+on more; and the detective, which looks at what has started."""
 
 import json
 import time
@@ -26,6 +26,7 @@ SMALL = (
     "checkpoint.asynchronous=false",
     "compute.spot=false",
     "recovery.max_resumes=1",
+    "recovery.elastic={min_instances: 1, max_instances: 2}",
 )
 
 
@@ -64,7 +65,32 @@ def lasting(site: Site) -> str:
     return job_id
 
 
-def test_a_failed_job_is_resumed_by_itself_then_by_a_person_on_one_host(site: Site) -> None:
+def sneaked_past_the_rules(site: Site, globex: TenantAccess, job_id: str) -> str:
+    """A training job of another image, which no broker has seen: its name, once it has been stopped."""
+    request = globex.place.backend.request(globex.place.store.read(lasting(site)).record)  # type: ignore[attr-defined]
+    foreign = f"globex-foreign-{job_id[-4:]}"
+    request |= {"TrainingJobName": foreign}
+    request["AlgorithmSpecification"] |= {"TrainingImage": "elsewhere/image@sha256:0"}
+    administrator = open_account(load_environment(CHECKOUT / "environments/local.yaml"))
+    administrator.client("sagemaker").create_training_job(**request)
+    sagemaker = globex.launcher.client("sagemaker")
+
+    def ending() -> Any:
+        found = sagemaker.describe_training_job(TrainingJobName=foreign)
+        return found if found["TrainingJobStatus"] in ("Stopped", "Failed", "Completed") else None
+
+    ended = wait_for(ending)
+    assert ended["TrainingJobStatus"] == "Stopped", ended
+    return foreign
+
+
+def judgements(site: Site) -> dict[str, Any]:
+    """What the detective found of each job that it looked at."""
+    told = [item for item in emulator.deliveries(site.info) if "rules" in item.get("event", {})]
+    return {item["event"]["job"]: json.loads(item["payload"]) for item in told if not item["error"]}
+
+
+def test_a_failed_job_is_resumed_by_itself_on_one_host_then_by_a_person_on_two(site: Site) -> None:
     acme, globex = access("acme"), access("globex")
     copy_data(acme, globex)
     emulator.fail_jobs(site.info, "globex-again-", reason=NO_ROOM)
@@ -88,19 +114,24 @@ def test_a_failed_job_is_resumed_by_itself_then_by_a_person_on_one_host(site: Si
     record = globex.place.store.read(job_id).record
     assert json.loads(shown.stdout)["state"] == "Failed", shown.stdout
     assert record.attempt.number == 2 and record.attempt.failure == INTERNAL
-    assert "resumed by itself (1): no capacity; from step 0" in [state.note for state in record.states]
+    notes = [state.note for state in record.states]
+    assert "resumed by itself (1) on 1 of 2 instances: no capacity; from step 0" in notes, notes
+    described = [sagemaker.describe_training_job(TrainingJobName=name) for name in (job_id, f"{job_id}-r2")]
+    assert [one["ResourceConfig"]["InstanceCount"] for one in described] == [2, 1]
 
     # Refused before anything is written, then taken.
     wrong = site.trainyard("resume", job_id, "--set", "training.steps=20")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1) and "keeps the job's data" in wrong.stderr
-    changes = ("--set", "compute.instance_count=1", "--set", "parallelism=auto")
+    beyond = site.trainyard("resume", job_id, "--set", "compute.instance_count=3")
+    assert (beyond.returncode, beyond.stderr.count("\n")) == (2, 1) and "allows 1 to 2 instances" in beyond.stderr
+    changes = ("--set", "compute.instance_count=2", "--set", "parallelism=auto")
     resumed = site.trainyard("resume", job_id, "--json", *changes)
     assert resumed.returncode == 0, resumed.stderr
     name = f"{job_id}-r3"
     wait_for(lambda: sagemaker.describe_training_job(TrainingJobName=name)["TrainingJobStatus"] != "InProgress")
-    described = sagemaker.describe_training_job(TrainingJobName=name)
-    assert described["TrainingJobStatus"] == "Completed", described
-    assert described["ResourceConfig"]["InstanceCount"] == 1
+    completed = sagemaker.describe_training_job(TrainingJobName=name)
+    assert completed["TrainingJobStatus"] == "Completed", completed
+    assert completed["ResourceConfig"]["InstanceCount"] == 2
     bucket = globex.contract.buckets.checkpoints
     text = globex.launcher.client("s3").get_object(Bucket=bucket, Key=f"jobs/{job_id}/metrics.jsonl")["Body"].read()
     rows = [json.loads(line) for line in text.decode().splitlines()]
@@ -108,25 +139,7 @@ def test_a_failed_job_is_resumed_by_itself_then_by_a_person_on_one_host(site: Si
     assert next(row["step"] for row in rows if row["attempt"] == 2) == 5, "from the checkpoint of step 4"
 
     # The detective looked at each attempt that has started, and stops one that an administrator sneaked past the rules.
-    request = globex.place.backend.request(globex.place.store.read(lasting(site)).record)  # type: ignore[attr-defined]
-    foreign = f"globex-foreign-{job_id[-4:]}"
-    request |= {"TrainingJobName": foreign}
-    request["AlgorithmSpecification"] |= {"TrainingImage": "elsewhere/image@sha256:0"}
-    administrator = open_account(load_environment(CHECKOUT / "environments/local.yaml"))
-    administrator.client("sagemaker").create_training_job(**request)
-    ended = wait_for(
-        lambda: (
-            (found := sagemaker.describe_training_job(TrainingJobName=foreign))["TrainingJobStatus"]
-            in ("Stopped", "Failed", "Completed")
-            and found
-        )
-    )
-    assert ended["TrainingJobStatus"] == "Stopped", ended
-
-    def judgements() -> dict[str, Any]:
-        told = [item for item in emulator.deliveries(site.info) if "rules" in item.get("event", {})]
-        return {item["event"]["job"]: json.loads(item["payload"]) for item in told if not item["error"]}
-
-    wait_for(lambda: foreign in judgements())
-    judged = judgements()
+    foreign = sneaked_past_the_rules(site, globex, job_id)
+    wait_for(lambda: foreign in judgements(site))
+    judged = judgements(site)
     assert judged[job_id] == judged[name] == [] and judged[foreign] == ["image: elsewhere/image@sha256:0"]

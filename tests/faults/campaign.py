@@ -118,6 +118,12 @@ class Report:
         return [row for episode in self.episodes for row in episode.rows if row.happened]
 
     @property
+    def rows_of_last_plays(self) -> list[Row]:
+        """The same, without those of jobs whose faults were played once more: the new play counts for the old one."""
+        replaced = {episode.again for episode in self.episodes}
+        return [row for row in self.rows if row.seed not in replaced]
+
+    @property
     def is_good(self) -> bool:
         """Every fault was recovered from, and nothing else went wrong."""
         return bool(self.rows) and not any(episode.problems for episode in self.episodes)
@@ -179,6 +185,8 @@ class Report:
             for name in sorted({key(row) for row in self.rows}):
                 lines.append(_summary(title + name, [row for row in self.rows if key(row) == name]))
         lines.append(_summary("all", self.rows))
+        if any(episode.again is not None for episode in self.episodes):
+            lines.append(_summary("all, by the last play", self.rows_of_last_plays))
         lines += [f"left out: {words}" for words in self.left_out]
         lines += [*self._parts(), *self._goodput()]
         unmet = [row for episode in self.episodes for row in episode.rows if not row.happened]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,8 @@ def test_two_campaigns_add_to_one_file(tmp_path: Path) -> None:
     assert [episode.rows[0].seed for episode in told.episodes] == [1, 2] and told.left_out == ["partition: no root"]
     assert "goodput of 2 jobs at the desk, 20 s: kept steps 60.0%, first step 10.0%" in told.table()
     assert "seed 1 again, as seed 2: 1 of 1 recovered" in told.table()
+    assert [row.seed for row in told.rows] == [1, 2] and [row.seed for row in told.rows_of_last_plays] == [2]
+    assert re.search(r"^all +2 +1 .*\nall, by the last play +1 +1 ", told.table(), re.MULTILINE), told.table()
 
 
 def test_a_restore_meets_what_follows_on_a_fault_of_an_earlier_start(tmp_path: Path) -> None:

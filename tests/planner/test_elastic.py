@@ -74,7 +74,11 @@ def test_an_adapted_batch_takes_its_rate_and_its_steps_with_it(training: dict[st
 def test_an_adapted_batch_covers_the_same_samples() -> None:
     tokens = job(elastic={"batch": "adapt"}, steps=None, tokens=99 * 16 * 64 + 1)
     assert [on_hosts(tokens, count).steps for count in (4, 2, 1)] == [100, 200, 400]
-    assert plan(tokens.on_instances(2, "test")).tokens == plan(tokens).tokens == 100 * 16 * 64
+    half, whole = plan(tokens.on_instances(2, "test")), plan(tokens)
+    assert half.tokens == whole.tokens == 100 * 16 * 64
+    for one in (half, whole):
+        assert one.cost is not None and one.cost.planned_usd is not None
+        assert one.cost.usd_per_million_tokens == pytest.approx(one.cost.planned_usd / one.tokens * 1e6)
 
 
 @pytest.mark.parametrize(
@@ -143,4 +147,8 @@ def test_other_machines_are_compared_by_the_batch_that_the_job_has_now() -> None
     adapted = job(2, elastic={"batch": "adapt"})
     found = search(adapted, instances=["p5.4xlarge"], max_nodes=8)
     assert found.steps == resolve(adapted).steps == 200
-    assert {8} >= {option.instance_count for option in found.options if option.instance_count > 4}, "beyond its limits"
+    assert {option.instance_count for option in found.options} == {1, 2, 4, 8}, "beyond its limits too"
+    for option in found.options:
+        one = option.configuration
+        size = one.micro_batch_size * one.gradient_accumulation_steps * one.parallelism.data_parallel_size
+        assert size == 8

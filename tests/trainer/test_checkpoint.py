@@ -428,6 +428,12 @@ def test_a_start_removes_what_a_killed_one_was_writing_and_nothing_else(tmp_path
     assert not any(path.exists() for path in left)
     assert all(path.exists() for path in others)
     assert (root / metrics.name).read_text() == "{}\n"
+    # A start that has nothing to save, because the one before was killed while it said so, does it too.
+    result = root / ".result.json.4711.partial"
+    result.write_bytes(b"half")
+    again = Job(str(root), tmp_path)
+    assert again.checkpointer.publish_file("result.json", metrics) and not result.exists()
+    assert all(path.exists() for path in others)
 
 
 def test_the_only_good_one_stays_when_a_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

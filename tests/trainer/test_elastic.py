@@ -179,6 +179,13 @@ def test_a_lost_host_is_the_reason_unless_this_one_has_its_own(own: Ending, told
         while first.wants_stop() != "lost":
             assert time.monotonic() < until
             time.sleep(0.01)
+        # What this host reports may come when the judge has said its last word, and changes that no more.
+        judge._note("algo-1", own)
+        judge._tell_all({"answered": True})
+        while not first.have_answered():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert first.wants_stop() == "lost"
         order = first.conclude(own)
     finally:
         first.close()

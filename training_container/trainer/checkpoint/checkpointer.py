@@ -5,7 +5,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -136,7 +136,7 @@ class Checkpointer:
         self._staging = self._local_dir / "staging" / f"rank-{rank:05d}"
         shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed run
         self._thread: threading.Thread | None = None
-        self._is_swept = False
+        self._swept: set[str] = set()
         self._attached_names: set[str] = set()
         self._bad_steps: set[int] = set()
         self._delivery = Delivery(
@@ -332,11 +332,12 @@ class Checkpointer:
                 self._give_up_tier(error)
         return self._begin_destination(step)
 
-    def _sweep(self) -> None:
-        """Once a start, before the first upload (first rank): what a killed run's uploads left goes."""
-        self._is_swept = True
+    def _sweep(self, prefixes: Iterable[str]) -> None:
+        """Once a start each, before the first upload there (first rank): what a killed run's uploads left goes."""
+        unswept = sorted(set(prefixes) - self._swept)
+        self._swept |= set(unswept)
         try:
-            num_found = self._destination.give_up_unfinished([f"{FOLDER}/", *self._attached_names])
+            num_found = self._destination.give_up_unfinished(unswept)
         except (DestinationError, MissingFileError) as error:
             self._report(f"checkpoint unfinished uploads of an earlier run may be left: {error}")
             return
@@ -352,8 +353,7 @@ class Checkpointer:
     def _begin_destination(self, step: int) -> str | None:
         def clear() -> None:
             self._retry("clearing", lambda: self._delivery.remove(step))
-            if not self._is_swept:
-                self._sweep()
+            self._sweep([f"{FOLDER}/", *self._attached_names])
 
         return self._behind.from_first(lambda: attempted(clear))
 
@@ -593,6 +593,7 @@ class Checkpointer:
 
     def publish_file(self, name: str, path: Path) -> bool:
         """Copy a file to `<destination>/<name>` (call it on one rank); False, with a line on stdout, if that fails."""
+        self._sweep([name])
         error = attempted(lambda: self._delivery.upload(name, path))
         if error is not None:
             self._report(f"checkpoint {name} not uploaded: {error}")
