@@ -47,6 +47,11 @@ class TenantScope:
         """The longest running time that a job may ask for, as CreateTrainingJob takes it."""
         return int(self.spec.max_job_hours * 3600)
 
+    @property
+    def warm_pool_seconds(self) -> int:
+        """The longest that a job may keep its machines, as CreateTrainingJob takes it."""
+        return int(self.spec.warm_pool_minutes * 60)
+
     def stack_name(self, part: str) -> str:
         """The CloudFormation name of the tenant's stack `part`: foundation or training."""
         return f"trainyard-{self.environment.name}-{self.name}-{part}"
@@ -88,6 +93,11 @@ class TenantScope:
     def model_package_groups(self) -> str:
         """The groups that they are versions of."""
         return self.arn("sagemaker", f"model-package-group/{self.name}-*")
+
+    @property
+    def training_plans(self) -> dict[str, str]:
+        """ARN of each training plan that the tenant's jobs may run on, by its name."""
+        return {name: self.arn("sagemaker", f"training-plan/{name}") for name in self.spec.training_plans}
 
     @property
     def brokered(self) -> bool:

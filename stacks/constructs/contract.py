@@ -18,6 +18,7 @@ from trainyard.spec.platform import (
     QueueContract,
     RoleContract,
     TenantContract,
+    TrainingPlanContract,
 )
 from trainyard.spec.shares import ShareContract
 
@@ -111,6 +112,11 @@ def tenant_contract(
         warn_at_percent=tenant.spec.budget.warn_at_percent,
         broker=tenant.broker_name if tenant.brokered else "",
         cluster=_cluster(tenant, cluster),
+        warm_pool_minutes=tenant.spec.warm_pool_minutes,
+        training_plans={
+            name: TrainingPlanContract(arn=tenant.training_plans[name], **plan.model_dump())
+            for name, plan in tenant.spec.training_plans.items()
+        },
         job_boundary=roles.boundary.managed_policy_arn if tenant.isolates_jobs else "",
         emulated=environment.emulated,
     )

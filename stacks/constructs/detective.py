@@ -149,6 +149,7 @@ def job_rules(tenant: TenantScope, roles: TenantRoles, resources: TenantResource
         "places": [f"s3://{bucket.bucket_name}/" for bucket in buckets.all],
         "images": f"{tenant.image_repository}@",
         "seconds": tenant.max_runtime_seconds,
+        "plans": list(tenant.training_plans.values()),
         "metric": _metric(tenant),
         "namespace": _namespace(tenant),
     }

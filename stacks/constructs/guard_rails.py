@@ -136,7 +136,12 @@ class TenantBoundary(Construct):
                     sid="OwnJobs",
                     effect=iam.Effect.DENY,
                     actions=["sagemaker:Create*", "sagemaker:StopTrainingJob"],
-                    not_resources=[*tenant.training_jobs, tenant.model_packages, tenant.model_package_groups],
+                    not_resources=[
+                        *tenant.training_jobs,
+                        *tenant.training_plans.values(),
+                        tenant.model_packages,
+                        tenant.model_package_groups,
+                    ],
                 ),
                 # It shows a queued job's whole request, and IAM can't scope it; listings show names and states.
                 deny("NoForeignRequests", ["batch:DescribeServiceJob"], {}),
@@ -284,6 +289,8 @@ def _outside(tenant: TenantScope, network: TenantNetwork) -> list[iam.PolicyStat
         "JobsMaxTime": {"NumericGreaterThan": {"sagemaker:MaxRuntimeInSeconds": str(tenant.max_runtime_seconds)}},
         # A negated operator also matches an absent key: an untagged job is denied too.
         "JobsOwnTag": {"StringNotEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}},
+        # Machines that stay after their job are billed as if it ran. Who states no time keeps none.
+        "JobsKeepWarm": {"NumericGreaterThan": {"sagemaker:KeepAlivePeriod": str(tenant.warm_pool_seconds)}},
         # Remote debug opens a shell with the job's role.
         "JobsNoShell": {"Bool": {"sagemaker:EnableRemoteDebug": "true"}},
     }

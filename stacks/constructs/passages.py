@@ -80,7 +80,7 @@ def _sagemaker(tenant: TenantScope) -> list[iam.PolicyStatement]:
     names = ["AddTags", "CreateModelPackage*", "DescribeModelPackage*", "ListModelPackages"]
     models = [f"sagemaker:{name}" for name in names]
     return [
-        _own(tenant, "OwnJobs", ["sagemaker:*"], tenant.training_jobs),
+        _own(tenant, "OwnJobs", ["sagemaker:*"], [*tenant.training_jobs, *tenant.training_plans.values()]),
         _own(tenant, "OwnModels", models, [tenant.model_packages, tenant.model_package_groups]),
         _own(tenant, "ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
     ]

@@ -216,7 +216,8 @@ def _submit(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement
         _allow(
             "CreateJobs",
             [CREATE_JOB],
-            tenant.training_jobs,
+            # The developer guide ("IAM for SageMaker training plans") has a job on a plan judged by the plan too.
+            [*tenant.training_jobs, *tenant.training_plans.values()],
             {
                 "StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name},
                 # ForAllValues alone is true of an absent key; ForAnyValue would let a second, foreign type through.

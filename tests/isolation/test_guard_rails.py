@@ -37,6 +37,10 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     content["tenants"]["acme"]["submission"] = request.param
     if request.param != "direct":
         content["tenants"]["acme"]["job_isolation"] = "role"
+    else:
+        content["tenants"]["acme"]["warm_pool_minutes"] = 30
+        plan = {"instance_type": "ml.p5.4xlarge", "max_instances": 2}
+        content["tenants"]["acme"]["training_plans"] = {"spring": plan}
     chips = {"instance_types": [EBS_ONLY], "max_instances": 1, "multi_node": False}
     content["tenants"]["acme"]["queues"]["chips"] = chips
     content["tenants"]["acme"]["cluster"] = {

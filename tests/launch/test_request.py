@@ -1,7 +1,9 @@
 """The CreateTrainingJob request: what it says, that it is pure, and that the SageMaker SDK sends exactly it."""
 
+import datetime
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,22 @@ import pytest
 from botocore.session import get_session
 from botocore.validate import validate_parameters
 
+from trainyard.errors import InputError
+from trainyard.functions import broker_rules
+from trainyard.functions.broker_ledger import Ledger
 from trainyard.launch.channels import Channel
+from trainyard.launch.checks import check_queue
 from trainyard.launch.request import training_job_request
 from trainyard.launch.sagemaker_backend import model_trainer
 from trainyard.launch.session import Account
-from trainyard.spec.job import ResolvedJob
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import TenantContract
 
 GOLDEN = Path(__file__).parent / "golden" / "create_training_job.json"
 IMAGE = f"123456789012.dkr.ecr.us-east-1.amazonaws.com/trainyard@sha256:{'ab' * 32}"
 JOB_ID = "acme-tiny-20260131120000-1a2b"
+PLAN = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/spring"
 
 
 def request_of(resolved: ResolvedJob, contract: TenantContract, channels: tuple[Channel, ...]) -> dict[str, Any]:
@@ -47,6 +55,106 @@ def test_request_satisfies_the_service_model(
         request = request_of(with_compute(resolved, **changes), contract, with_file_system)
         report = validate_parameters(request, shape)
         assert report is None or not report
+
+
+def with_capacity(contract: TenantContract) -> TenantContract:
+    """Acme may keep machines for half an hour, and has bought two ahead."""
+    plan = {"arn": PLAN, "instance_type": "ml.p5.4xlarge", "max_instances": 2}
+    content = {**contract.model_dump(mode="json"), "warm_pool_minutes": 30, "training_plans": {"spring": plan}}
+    return parse(TenantContract, content, "contract")
+
+
+def test_machines_are_kept_warm_or_bought_ahead_as_stated(
+    resolved: ResolvedJob, contract: TenantContract, channels: tuple[Channel, ...]
+) -> None:
+    shape = get_session().get_service_model("sagemaker").operation_model("CreateTrainingJob").input_shape
+    tenant = with_capacity(contract)
+    warm = request_of(with_compute(resolved, spot=False, keep_alive_minutes=0.5), tenant, channels)
+    planned = request_of(with_compute(resolved, spot=False, training_plan="spring"), tenant, channels)
+    assert warm["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 30
+    assert planned["ResourceConfig"]["TrainingPlanArn"] == PLAN
+    for request in (warm, planned):
+        report = validate_parameters(request, shape)
+        assert report is None or not report
+
+
+REFUSED_CAPACITY = {
+    "warm where none may": ({"keep_alive_minutes": 1.0}, False, "may keep their machines for up to 0 minutes"),
+    "too long": ({"keep_alive_minutes": 31.0}, True, "keep_alive_minutes '31.0': tenant acme's jobs may keep"),
+    "no plan": ({"training_plan": "spring"}, False, "'spring': is none of tenant acme's (none)"),
+    "another plan": ({"training_plan": "autumn"}, True, "is none of tenant acme's (spring)"),
+    "too many": ({"training_plan": "spring", "instance_count": 3}, True, "holds 2 x ml.p5.4xlarge, and the job asks"),
+    "another type": ({"training_plan": "spring", "instance_type": "ml.g5.xlarge"}, True, "asks for 2 x ml.g5.xlarge"),
+    "two kinds": ({"training_plan": "spring", "spot": True}, True, "exclude each other"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_CAPACITY)
+def test_launcher_and_broker_refuse_capacity_that_is_not_the_tenants(
+    case: str, resolved: ResolvedJob, contract: TenantContract
+) -> None:
+    changes, has_some, words = REFUSED_CAPACITY[case]
+    tenant = with_capacity(contract) if has_some else contract
+    job = with_compute(resolved, **{"spot": False, **changes}).spec
+    with pytest.raises(InputError, match=re.escape(words)) as caught:
+        check_queue(job, tenant)
+    assert "\n" not in str(caught.value)
+    compute, rules = job.compute.model_dump(mode="json"), tenant.model_dump(mode="json")
+    with pytest.raises(broker_rules.Refused, match=re.escape(words)):
+        broker_rules.check_capacity(compute, compute["instance_count"], rules)
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        ({"spot": True, "keep_alive_minutes": 5}, "spot and keep_alive_minutes exclude each other"),
+        ({"training_plan": "x", "keep_alive_minutes": 5}, "keep_alive_minutes and training_plan exclude each other"),
+        ({"spot": True, "training_plan": "x"}, "spot and training_plan exclude each other"),
+        ({"backend": "local", "training_plan": "x"}, "training_plan is SageMaker's"),
+        ({"keep_alive_minutes": 361}, "keep_alive_minutes"),
+    ],
+)
+def test_a_job_asks_for_one_kind_of_capacity(job: JobSpec, compute: dict[str, Any], words: str) -> None:
+    content = job.model_dump(mode="json")
+    content["compute"] |= {"spot": False, "max_wait_hours": None, **compute}
+    with pytest.raises(InputError, match=words):
+        parse(JobSpec, content, "job.yaml")
+
+
+def test_what_was_paid_ahead_costs_nothing_more_and_what_is_kept_warm_does(aws: Account) -> None:
+    def described(**resources: Any) -> dict[str, Any]:
+        return {
+            "TrainingJobStatus": "Completed",
+            "CreationTime": datetime.datetime.now(datetime.UTC),
+            "ResourceConfig": {"InstanceType": "ml.p5.4xlarge", "InstanceCount": 2, **resources},
+            "StoppingCondition": {"MaxRuntimeInSeconds": 3600},
+            "BillableTimeInSeconds": 100,
+        }
+
+    class Described:
+        def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+            return jobs[TrainingJobName]
+
+    pool = {"KeepAlivePeriodInSeconds": 600}
+    jobs = {
+        "plain": described(),
+        "planned": described(TrainingPlanArn=PLAN),
+        "waiting": described(**pool) | {"WarmPoolStatus": {"Status": "Available"}},
+        "over": described(**pool)
+        | {"WarmPoolStatus": {"Status": "Terminated", "ResourceRetainedBillableTimeInSeconds": 42}},
+    }
+    ledger = Ledger(
+        None,
+        Described(),
+        bucket="",
+        tenant="acme",
+        prices={"ml.p5.4xlarge": 6.0},
+        gpus={},
+        now=datetime.datetime.now(datetime.UTC),
+    )
+    entries = {name: ledger._describe(name) for name in jobs}
+    found = {name: (entry["usd_per_hour"], entry["billed"]) for name, entry in entries.items() if entry}
+    assert found == {"plain": (6.0, 100), "planned": (0.0, 100), "waiting": (6.0, 700), "over": (6.0, 142)}
 
 
 def test_same_inputs_same_request(
@@ -87,7 +195,15 @@ def test_file_system_channel_begins_with_the_mount_name(resolved: ResolvedJob, c
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"spot": False}, {"instance_type": "ml.inf2.xlarge", "spot": False}], ids=["spot", "demand", "ebs"]
+    "changes",
+    [
+        {},
+        {"spot": False},
+        {"instance_type": "ml.inf2.xlarge", "spot": False},
+        {"spot": False, "keep_alive_minutes": 30.0},
+        {"spot": False, "training_plan": "spring"},
+    ],
+    ids=["spot", "demand", "ebs", "kept warm", "training plan"],
 )
 def test_model_trainer_sends_exactly_the_request(
     aws: Account,
@@ -98,6 +214,7 @@ def test_model_trainer_sends_exactly_the_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     inputs = (*channels, Channel("model", "fsx", "models/base", "fsx://models/base"))
+    contract = with_capacity(contract)
     request = request_of(with_compute(resolved, **changes), contract, inputs)
     sent: list[tuple[str, Any]] = []
     aws.session.events.register(

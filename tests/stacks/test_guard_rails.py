@@ -1,6 +1,7 @@
 """What a launcher or a broker may start, decided by an independent evaluator over the synthesized policies."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from trainyard.errors import InputError
 from trainyard.hardware.instances import instance_types
+from trainyard.spec.base import parse
 
 STACK = "trainyard-local-acme-foundation"
 JOB = "arn:aws:sagemaker:us-east-1:123456789012:training-job/acme-llama-20260101000000-0a1b"
@@ -76,6 +78,7 @@ CHANGES = {
     "no tag": {"aws:RequestTag/trainyard:tenant": None},
     "another tenant's tag": {"aws:RequestTag/trainyard:tenant": "globex"},
     "a shell": {"sagemaker:EnableRemoteDebug": "true"},
+    "machines kept warm": {"sagemaker:KeepAlivePeriod": "1"},
 }
 
 
@@ -214,3 +217,42 @@ def test_policies_fit_into_iam(templates: dict[str, Any]) -> None:
                     (role,) = item["Properties"]["Roles"]
                     inline[role["Ref"]] = inline.get(role["Ref"], 0) + length(item["Properties"]["PolicyDocument"])
             assert max(inline.values(), default=0) <= 10240, inline
+
+
+ALONE = {
+    "queued": ({"submission": "queue", "warm_pool_minutes": 5}, "submission: queue AWS Batch counts the machines"),
+    "isolated": ({"submission": "broker", "job_isolation": "role", "warm_pool_minutes": 5}, "each has its own"),
+    "direct": ({"submission": "direct", "job_isolation": "role"}, "the broker makes the jobs' roles"),
+    "no such type": (
+        {"training_plans": {"spring": {"instance_type": "ml.p5.48xlarge", "max_instances": 1}}},
+        "training_plans.spring: no queue of the tenant offers ml.p5.48xlarge",
+    ),
+    "no name": ({"training_plans": {"a_b": {"instance_type": "ml.p5.4xlarge", "max_instances": 1}}}, "is no training"),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_settings_that_exclude_each_other_are_refused_in_one_line(case: str, environments: dict[str, Any]) -> None:
+    changes, words = ALONE[case]
+    content = environments["local"].model_dump(mode="json")
+    content["tenants"]["acme"] |= changes
+    with pytest.raises(InputError, match=re.escape(words)) as caught:
+        parse(type(environments["local"]), content, "environment.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_training_plan_is_one_tenants_and_its_jobs_may_run_on_it(
+    synthesize: Callable[..., Any], environments: dict[str, Any]
+) -> None:
+    content = environments["local"].model_dump(mode="json")
+    plan = {"spring": {"instance_type": "ml.p5.4xlarge", "max_instances": 1}}
+    content["tenants"]["acme"]["training_plans"] = plan
+    template = synthesize(type(environments["local"]).model_validate(content))[STACK]
+    arn = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/spring"
+    assert arn in next(s for s in _boundary(template) if s["Sid"] == "OwnJobs")["NotResource"]
+    launcher = next(item for name, item in template["Resources"].items() if name.startswith("PermissionsLauncher"))
+    create = next(s for s in launcher["Properties"]["PolicyDocument"]["Statement"] if s["Sid"] == "CreateJobs")
+    assert arn in create["Resource"]
+    content["tenants"]["globex"]["training_plans"] = plan
+    with pytest.raises(InputError, match="acme and globex's; a plan is one tenant's"):
+        parse(type(environments["local"]), content, "environment.yaml")

@@ -10,11 +10,11 @@ import os
 from typing import Any
 
 from trainyard.functions import broker_rules as rules
-from trainyard.functions.broker_ledger import BusyError, Ledger, described
+from trainyard.functions.broker_ledger import PREPAID, BusyError, Ledger, described
 from trainyard.functions.broker_queue import QueueLedger, queue_up
 from trainyard.functions.broker_roles import JobRoles, once_seen
 from trainyard.functions.broker_rules import Refused
-from trainyard.functions.training_request import stopping_condition, training_job_request
+from trainyard.functions.training_request import keep_alive_seconds, stopping_condition, training_job_request
 
 
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
         num_hosts=job["num_hosts"],
         volume_key=compute["instance_type"] in settings["volume_keys"],
     )
-    longest = stopping_condition(compute)["MaxRuntimeInSeconds"]
+    longest = stopping_condition(compute)["MaxRuntimeInSeconds"] + keep_alive_seconds(compute)
     kept: dict[str, Any] = {
         "bucket": contract["buckets"]["checkpoints"],
         "tenant": contract["tenant"],
@@ -88,6 +88,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
         return queue_up(job, contract, request, batch=batch, ledger=queued, longest_seconds=longest, prepare=make_role)
     ledger = Ledger(s3, sagemaker, **kept)
     entry = ledger.entry(compute["instance_type"], job["num_hosts"], longest)
+    entry |= {"usd_per_hour": PREPAID} if compute.get("training_plan") else {}
     warnings: list[str] = []
 
     def check(jobs: dict[str, dict[str, Any]], holders: list[dict[str, Any]]) -> None:

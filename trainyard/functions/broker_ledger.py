@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 TRIES = 6
+PREPAID = 0.0
+"""USD an hour on a training plan, which was paid when it was bought."""
 UNSEEN_SECONDS = 900
 """How long a promise stands for a job that SageMaker doesn't show: longer than a submission takes."""
 ENDED = ("Completed", "Failed", "Stopped")
@@ -126,12 +128,24 @@ class Ledger:
             return None
         resources = job["ResourceConfig"]
         longest = job["StoppingCondition"].get("MaxRuntimeInSeconds", 86_400)
+        longest += resources.get("KeepAlivePeriodInSeconds") or 0
         entry = self.entry(resources.get("InstanceType", ""), resources.get("InstanceCount", 0), longest)
         entry["at"] = job["CreationTime"].timestamp()
+        if resources.get("TrainingPlanArn"):
+            entry["usd_per_hour"] = PREPAID
         if job["TrainingJobStatus"] in ENDED:
             entry["billed"] = job.get("BillableTimeInSeconds", 0)
             entry["held"] = job.get("TrainingTimeInSeconds", entry["billed"])
+            entry["billed"] += _kept_warm(job)
         return entry
+
+
+def _kept_warm(job: Mapping[str, Any]) -> int:
+    """Seconds for which an ended job's machines were kept, or, where that isn't over, will be at the longest."""
+    pool = job.get("WarmPoolStatus") or {}
+    if pool.get("Status") in ("Terminated", "Reused"):
+        return int(pool.get("ResourceRetainedBillableTimeInSeconds", 0))
+    return int(job["ResourceConfig"].get("KeepAlivePeriodInSeconds") or 0) if pool else 0
 
 
 def described(sagemaker: Any, name: str) -> dict[str, Any] | None:

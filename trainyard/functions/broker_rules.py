@@ -85,6 +85,34 @@ def _check_compute(compute: Any, num_hosts: Any, contract: Mapping[str, Any]) ->
         raise Refused(f"compute.spot: {_shown(compute.get('spot'))} is neither true nor false")
     if wait is not None and (not _is_number(wait) or not hours <= wait <= 2 * MAX_HOURS):
         raise Refused(f"compute.max_wait_hours: {_shown(wait)} is not between max_hours and {2 * MAX_HOURS}")
+    check_capacity(compute, num_hosts, contract)
+
+
+def check_capacity(compute: Mapping[str, Any], num_hosts: int, contract: Mapping[str, Any]) -> None:
+    """Refused where the job keeps its machines for longer than the tenant's may, or asks for a training plan that is
+    none of the tenant's or doesn't hold its machines."""
+    warm, plan, tenant = compute.get("keep_alive_minutes"), compute.get("training_plan"), contract["tenant"]
+    if warm is not None:
+        most = contract.get("warm_pool_minutes", 0)
+        if not _is_number(warm) or not 0 < warm <= most:
+            raise Refused(
+                f"compute.keep_alive_minutes {_shown(warm)}: tenant {tenant}'s jobs may keep their machines for up to "
+                f"{most:g} minutes; lower it, or raise warm_pool_minutes in the environment file"
+            )
+    if plan is not None:
+        known = contract.get("training_plans") or {}
+        if not isinstance(plan, str) or plan not in known:
+            raise Refused(
+                f"compute.training_plan {_shown(plan)}: is none of tenant {tenant}'s ({', '.join(known) or 'none'}); "
+                "name one, or add it to training_plans in the environment file"
+            )
+        if compute["instance_type"] != known[plan]["instance_type"] or num_hosts > known[plan]["max_instances"]:
+            raise Refused(
+                f"compute.training_plan {plan}: holds {known[plan]['max_instances']} x {known[plan]['instance_type']}, "
+                f"and the job asks for {num_hosts} x {compute['instance_type']}"
+            )
+    if bool(compute["spot"]) + (warm is not None) + (plan is not None) > 1:
+        raise Refused("compute: spot, keep_alive_minutes and training_plan exclude each other; leave all but one out")
 
 
 def _check_channel(channel: Any, contract: Mapping[str, Any]) -> dict[str, str]:
@@ -255,7 +283,7 @@ def _elapsed(job: Mapping[str, Any], now_seconds: float) -> float:
 def remarks(entry: Mapping[str, Any], warnings: list[str]) -> dict[str, str]:
     """What the answer and the audit say beside: a budget that is nearly spent, a type that none holds."""
     found = {"warning": "; ".join(warnings)} if warnings else {}
-    if not entry["usd_per_hour"]:
+    if entry["usd_per_hour"] is None:
         words = f"no price of {entry['type']} is known here: what it costs is not held against budget.monthly_usd"
         found["uncapped"] = words
     return found

@@ -45,6 +45,7 @@ def violations(job: dict[str, Any], rules: dict[str, Any]) -> list[str]:
         "instances": many,
         "output key": foreign([output.get("KmsKeyId") or "none"], [rules["key"]]),
         "volume key": foreign([resources.get("VolumeKmsKeyId")], [rules["key"]]),
+        "training plan": foreign([resources.get("TrainingPlanArn")], rules["plans"]),
         "file system": foreign(files, [rules["files"]]),
         "buckets": outside,
         "image": [] if image.startswith(rules["images"]) else [image or "none"],

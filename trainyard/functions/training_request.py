@@ -57,6 +57,10 @@ def training_job_request(
     spec_channel = {"name": JOB_CHANNEL, "kind": "s3", "location": spec_uri}
     resources = {"InstanceType": compute["instance_type"], "InstanceCount": num_hosts}
     resources |= {"VolumeSizeInGB": EBS_VOLUME_GIB, "VolumeKmsKeyId": key} if volume_key else {}
+    if warm := keep_alive_seconds(compute):
+        resources["KeepAlivePeriodInSeconds"] = warm
+    if plan := compute.get("training_plan"):
+        resources["TrainingPlanArn"] = contract["training_plans"][plan]["arn"]
     return {
         "TrainingJobName": training_job_name,
         # The spec travels as a channel; the SDK sends this key even when empty.
@@ -79,6 +83,11 @@ def training_job_request(
         "Environment": {"TRAINYARD_JOB_ID": job_id},
         "RetryStrategy": {"MaximumRetryAttempts": MAX_RETRIES},
     }
+
+
+def keep_alive_seconds(compute: Mapping[str, Any]) -> int:
+    """How long the machines stay after the job for the next one; 0: not."""
+    return round((compute.get("keep_alive_minutes") or 0) * 60)
 
 
 def stopping_condition(compute: Mapping[str, Any]) -> dict[str, int]:

@@ -228,11 +228,18 @@ class Needs:
                 "sagemaker:maxruntimeinseconds": str(int(contract.max_job_hours * 3600)),
             }
             absent = {"sagemaker:enableremotedebug", "sagemaker:volumekmskeyarn", "sagemaker:filesystemid"}
+            absent |= {"sagemaker:keepaliveperiod"}
             what = f"train on {kind}"
             yield from self._may(submitter, what, CREATE_JOB, self._job, stated=stated, absent=frozenset(absent))
             with_files = {**stated, "sagemaker:filesystemid": contract.file_system.id}
             what += " with the own file system"
             yield from self._may(submitter, what, CREATE_JOB, self._job, stated=with_files, absent=frozenset(absent))
+            for plan in contract.training_plans.values():
+                if plan.instance_type == kind:
+                    on_plan = f"train on {kind} of a training plan"
+                    yield from self._may(
+                        submitter, on_plan, CREATE_JOB, self._job, plan.arn, stated=stated, absent=frozenset(absent)
+                    )
         yield from self._may(submitter, "tag the job", "sagemaker:AddTags", self._job, stated=tag)
         passed: dict[str, Value] = {"iam:passedtoservice": "sagemaker.amazonaws.com"}
         yield from self._may(submitter, "hand over the job role", "iam:PassRole", self._job_role(), stated=passed)

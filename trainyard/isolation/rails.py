@@ -166,7 +166,7 @@ class _Cases:
         own, other, kind = self._own, self._other, self._types[0]
         proper = self._job_case("", "a proper job", {})
         files = self._job_case("", "the own file system", {"sagemaker:FileSystemId": own.file_system.id})
-        without = {"sagemaker:EnableRemoteDebug": None}
+        without, warm = {"sagemaker:EnableRemoteDebug": None}, "sagemaker:KeepAlivePeriod"
         rules: dict[str, tuple[RailCase, dict[str, Mapping[str, Value | None]]]] = {
             "JobsSayVpc": (
                 proper,
@@ -219,6 +219,10 @@ class _Cases:
             "JobsMaxTime": (
                 proper,
                 {"a second too long": {"sagemaker:MaxRuntimeInSeconds": str(int(own.max_job_hours * 3600) + 1)}},
+            ),
+            "JobsKeepWarm": (
+                self._job_case("", "machines kept as long as allowed", {warm: str(int(own.warm_pool_minutes * 60))}),
+                {"machines kept a second longer": {warm: str(int(own.warm_pool_minutes * 60) + 1)}},
             ),
             "JobsOwnTag": (
                 proper,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trainyard import hardware
 from trainyard.errors import InputError
+from trainyard.functions import broker_rules
 from trainyard.planner.plan import Plan
 from trainyard.planner.results import Configuration
 from trainyard.spec.job import JobSpec
@@ -31,6 +32,10 @@ def check_queue(job: JobSpec, contract: TenantContract, running: Sequence[Runnin
     compute = job.compute
     instance_type = compute.instance_type
     assert instance_type is not None, "a job for SageMaker has an instance type"
+    try:
+        broker_rules.check_capacity(compute.model_dump(), compute.instance_count, contract.model_dump(mode="json"))
+    except broker_rules.Refused as refusal:
+        raise InputError(str(refusal)) from None
     offers = "; ".join(_describe(name, queue) for name, queue in sorted(contract.queues.items()))
     if compute.queue is not None and compute.queue not in contract.queues:
         raise InputError(

@@ -222,6 +222,14 @@ def observation(description: dict[str, Any], attempt: int) -> Observation:
     )
 
 
+_OPTIONAL_RESOURCES = {
+    "volume_kms_key_id": "VolumeKmsKeyId",
+    "keep_alive_period_in_seconds": "KeepAlivePeriodInSeconds",
+    "training_plan_arn": "TrainingPlanArn",
+}
+"""The SDK's names of what a request may hold beside type and number of machines."""
+
+
 def model_trainer(request: dict[str, Any], launcher: Account) -> "ModelTrainer":
     """The SDK's ModelTrainer that sends exactly `request` (a test captures what it sends and compares).
 
@@ -263,7 +271,7 @@ def model_trainer(request: dict[str, Any], launcher: Account) -> "ModelTrainer":
             instance_count=resources["InstanceCount"],
             volume_size_in_gb=resources["VolumeSizeInGB"],
             enable_managed_spot_training=request["EnableManagedSpotTraining"],
-            **({"volume_kms_key_id": resources["VolumeKmsKeyId"]} if "VolumeKmsKeyId" in resources else {}),
+            **{name: resources[key] for name, key in _OPTIONAL_RESOURCES.items() if key in resources},
         ),
         networking=configs.Networking(
             subnets=vpc["Subnets"],

@@ -68,13 +68,14 @@ def quotes_of(job: JobSpec, machines: Machines, region: str, book: PriceBook) ->
     name = job.compute.instance_type
     if machines.instance is None or name is None or job.compute.backend == "local":
         return Quotes({}, ())
+    wanted = "spot" if job.compute.spot else "training_plan" if job.compute.training_plan else "on_demand"
     found: dict[Purchase, Price] = {}
     notes = []
     for purchase in PURCHASES:
         try:
             found[purchase] = book.price(name, region, purchase)
         except InputError as error:
-            if purchase == "on_demand" or (purchase == "spot" and job.compute.spot):
+            if purchase in ("on_demand", wanted):
                 notes.append(str(error))
     return Quotes(found, tuple(notes))
 
@@ -254,8 +255,13 @@ def _rate(job: JobSpec, quotes: Quotes) -> tuple[Price | None, str]:
     on_demand, spot = quotes.found.get("on_demand"), quotes.found.get("spot")
     if job.compute.spot and spot is not None:
         return spot, spot.basis
+    plan = quotes.found.get("training_plan")
+    if job.compute.training_plan and plan is not None:
+        return plan, f"{plan.basis}; paid when training plan {job.compute.training_plan} was bought"
     if on_demand is None:
         return None, "no price known"
+    if job.compute.training_plan:
+        return on_demand, f"price of the training plan unknown, counted on demand: {on_demand.basis}"
     return (
         on_demand,
         f"spot price unknown, counted on demand: {on_demand.basis}" if job.compute.spot else on_demand.basis,

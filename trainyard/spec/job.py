@@ -568,6 +568,23 @@ class ComputeSpec(SpecModel):
     """spot: hours of waiting and running together; default: twice max_hours."""
     queue: str | None = None
     """One of the tenant's training queues; default: its first that offers the instance type."""
+    keep_alive_minutes: float | None = Field(default=None, gt=0, le=360)
+    """On SageMaker: how long the machines stay after the job for the tenant's next one on as many of the same type,
+    which then starts within a minute (a warm pool). They are billed meanwhile; the tenant's warm_pool_minutes is the
+    limit. Not with spot, a training plan or a training queue."""
+    training_plan: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9](-*[a-zA-Z0-9]){0,63}$")
+    """On SageMaker: the tenant's training plan (capacity bought ahead, training_plans) whose machines the job runs on.
+    It waits until they are there. Not with spot, a warm pool or a training queue."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_capacity(self) -> Self:
+        given = {"spot": self.spot, "keep_alive_minutes": self.keep_alive_minutes, "training_plan": self.training_plan}
+        both = [name for name, value in given.items() if value]
+        if len(both) > 1:
+            raise ValueError(f"{both[0]} and {both[1]} exclude each other: SageMaker takes one of them; leave one out")
+        if both and both != ["spot"] and self.backend != "sagemaker":
+            raise ValueError(f"{both[0]} is SageMaker's: needs backend: sagemaker (given: {self.backend})")
+        return self
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

@@ -214,6 +214,15 @@ class RemovalSpec(SpecModel):
     """`s3://bucket/prefix` that gets a copy of every current object of the tenant's buckets first."""
 
 
+class TrainingPlanSpec(SpecModel):
+    """A SageMaker training plan of target training-job, bought by whoever may (docs/tenants.md)."""
+
+    instance_type: str = Field(json_schema_extra=on_change("update"))
+    """SageMaker type, as the plan has it."""
+    max_instances: int = Field(ge=1, json_schema_extra=on_change("update"))
+    """Instances that it holds: no job asks for more."""
+
+
 class TenantSpec(SpecModel):
     """One team's place: its own network, keys, roles, storage, queues and budget."""
 
@@ -233,6 +242,14 @@ class TenantSpec(SpecModel):
     """The longest running time that a job may ask for."""
     submission: Literal["broker", "direct", "queue"] | None = Field(default=None, json_schema_extra=on_change("update"))
     """Who hands this tenant's jobs to SageMaker; default: as the environment says."""
+    warm_pool_minutes: float = Field(default=0, ge=0, le=360, json_schema_extra=on_change("update"))
+    """The longest that a job may keep its machines for the next one (compute.keep_alive_minutes); 0: not at all. They
+    are billed meanwhile, and count against the account's quotas of warm pools, which begin at 0."""
+    training_plans: dict[str, TrainingPlanSpec] = Field(default_factory=dict, json_schema_extra=on_change("update"))
+    """Capacity bought ahead for training jobs, by the plans' names (compute.training_plan)."""
+    job_isolation: Literal["tenant", "role"] = Field(default="tenant", json_schema_extra=on_change("update"))
+    """What keeps one of the tenant's jobs from the next. `tenant`: nothing, all run as one role. `role`: the broker
+    makes a role for each, which reaches that job's own files, inputs and log streams alone, and removes it after it."""
     share: ShareSpec = ShareSpec()
     """With `submission: queue`: what of the account's machines is the tenant's, and what it lends."""
     removal: RemovalSpec = RemovalSpec()
@@ -339,6 +356,12 @@ class EnvironmentSpec(SpecModel):
                 )
             owner[tenant.network_index] = name
             self._check_queues(name, tenant)
+            self._check_capacity(name, tenant)
+            if self.isolates_jobs(name) and not self.brokered(name):
+                raise ValueError(
+                    f"tenants.{name}.job_isolation {tenant.job_isolation}: the broker makes the jobs' roles, and its "
+                    "submission is direct; set submission: broker or queue, or leave job_isolation out"
+                )
             self._check_reservations(name, tenant)
             if tenant.removal.data == "retain" and not self.retain_data:
                 raise ValueError(
@@ -401,6 +424,32 @@ class EnvironmentSpec(SpecModel):
                         f"{where}.max_instances {queue.max_instances} exceeds the environment's {limit} {instance_type}"
                     )
 
+    def _check_capacity(self, name: str, tenant: TenantSpec) -> None:
+        """Warm pools and training plans, where something else rules them out."""
+        where, kinds = f"tenants.{name}", self.most(name)
+        given = [field for field in ("warm_pool_minutes", "training_plans") if getattr(tenant, field)]
+        if given and self.queued(name):
+            raise ValueError(
+                f"{where}.{given[0]}: with submission: queue AWS Batch counts the machines that jobs hold, and knows "
+                "of none that are kept warm or were bought ahead; leave it out, or set submission: broker"
+            )
+        if tenant.warm_pool_minutes and self.isolates_jobs(name):
+            raise ValueError(
+                f"{where}.warm_pool_minutes: a warm pool serves jobs of the same role, and with job_isolation: role "
+                "each has its own; leave one of them out"
+            )
+        for plan, spec in tenant.training_plans.items():
+            if not re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,63}", plan):
+                raise ValueError(f"{where}.training_plans: {plan!r} is no training plan's name")
+            if spec.instance_type not in kinds:
+                raise ValueError(
+                    f"{where}.training_plans.{plan}: no queue of the tenant offers {spec.instance_type} (they offer "
+                    f"{', '.join(sorted(kinds))}); add it to one"
+                )
+            owners = [other for other, item in self.tenants.items() if plan in item.training_plans]
+            if len(owners) > 1:
+                raise ValueError(f"training_plans {plan}: is {' and '.join(owners)}'s; a plan is one tenant's")
+
     def _check_reservations(self, name: str, tenant: TenantSpec) -> None:
         """Capacity that was reserved for a tenant is no other's."""
         for other, item in self.tenants.items():
@@ -427,6 +476,10 @@ class EnvironmentSpec(SpecModel):
     def queued(self, tenant: str) -> bool:
         """Whether the tenant's jobs wait in the training queues that all tenants share."""
         return (self.tenants[tenant].submission or self.submission) == "queue"
+
+    def isolates_jobs(self, tenant: str) -> bool:
+        """Whether each of the tenant's jobs runs as a role of its own."""
+        return self.tenants[tenant].job_isolation != "tenant"
 
     def most(self, tenant: str) -> dict[str, int]:
         """Instances by type that the tenant's jobs may hold together in the training queues, with borrowed ones."""
@@ -530,6 +583,14 @@ class ClusterContract(SpecModel):
     """Value of the tag `trainyard:node` on login nodes, the only machines that take a Session Manager session."""
 
 
+class TrainingPlanContract(SpecModel):
+    """Capacity that was bought ahead."""
+
+    arn: str
+    instance_type: str
+    max_instances: int
+
+
 class RoleContract(SpecModel):
     """ARNs of the tenant's roles."""
 
@@ -582,6 +643,13 @@ class TenantContract(SpecModel):
     tenant's name. Empty otherwise, and in contracts before version 3."""
     cluster: ClusterContract | None = None
     """None where the tenant has none, and in contracts before version 3."""
+    warm_pool_minutes: float = 0
+    """The longest that a job may keep its machines; 0, and in contracts before version 3, not at all."""
+    training_plans: dict[str, TrainingPlanContract] = Field(default_factory=dict)
+    """By name; empty in contracts before version 3."""
+    job_boundary: str = ""
+    """ARN of the permissions boundary of the roles that the broker makes, one for each job; empty where all jobs run as
+    `roles.job`, and in contracts before version 3."""
     emulated: bool = False
 
 

@@ -61,6 +61,12 @@ def _validate_resources(request: Mapping[str, Any]) -> None:
         raise AWSValidationException(
             f"1 validation error detected: Value '{kind}' at 'resourceConfig.instanceType' is no training instance type"
         )
+    if resources.get("TrainingPlanArn"):
+        raise AWSValidationException(
+            f"Training plan {resources['TrainingPlanArn']} doesn't exist: the emulator has none"
+        )
+    if resources.get("KeepAlivePeriodInSeconds") and request.get("EnableManagedSpotTraining"):
+        raise AWSValidationException("KeepAlivePeriodInSeconds is not supported with managed spot training")
     if int(resources.get("InstanceCount", 0)) < 1:
         raise AWSValidationException("ResourceConfig.InstanceCount must be at least 1")
 
