@@ -720,27 +720,6 @@ class JobSpec(SpecModel):
             )
         return None
 
-    @model_validator(mode="after")
-    def _best_is_measured(self) -> Self:
-        best = self.checkpoint.keep_best
-        if best is None or not best.metric.startswith("validation_"):
-            return self
-        names = {source.name for source in self.data.validation}
-        wanted = best.metric.split(".")[1] if best.metric.startswith("validation_sets.") else None
-        if wanted not in names:
-            what = "a source without a name" if wanted is None else f"a source named {wanted}"
-            raise ValueError(f"checkpoint.keep_best.metric: {best.metric} needs {what} in data.validation")
-        return self
-
-    @field_validator("version")
-    @classmethod
-    def _known_version(cls, version: int) -> int:
-        if version > SPEC_VERSION:
-            raise ValueError(f"this trainyard reads job specs up to version {SPEC_VERSION}; upgrade it (or the image)")
-        return version
-
-
-class ResolvedJob(SpecModel):
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step on compute.instance_count instances: as stated, or the share of it to which
@@ -801,6 +780,27 @@ class ResolvedJob(SpecModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Self:
+        best = self.checkpoint.keep_best
+        if best is None or not best.metric.startswith("validation_"):
+            return self
+        names = {source.name for source in self.data.validation}
+        wanted = best.metric.split(".")[1] if best.metric.startswith("validation_sets.") else None
+        if wanted not in names:
+            what = "a source without a name" if wanted is None else f"a source named {wanted}"
+            raise ValueError(f"checkpoint.keep_best.metric: {best.metric} needs {what} in data.validation")
+        return self
+
+    @field_validator("version")
+    @classmethod
+    def _known_version(cls, version: int) -> int:
+        if version > SPEC_VERSION:
+            raise ValueError(f"this trainyard reads job specs up to version {SPEC_VERSION}; upgrade it (or the image)")
+        return version
+
+
+class ResolvedJob(SpecModel):
     """A job with every `auto` decided. The trainer's modules take this and nothing else."""
 
     spec: JobSpec
