@@ -9,7 +9,8 @@ from trainyard.cli.app import run
 from trainyard.errors import InputError
 from trainyard.launch.session import Account
 from trainyard.operate import doctor
-from trainyard.operate.doctor import Check, examine
+from trainyard.operate.account_checks import Check
+from trainyard.operate.doctor import examine
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
 
 

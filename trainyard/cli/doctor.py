@@ -25,7 +25,8 @@ def doctor(
     from rich.text import Text
 
     from trainyard.launch.place import environment_file
-    from trainyard.operate.doctor import Check, examine
+    from trainyard.operate.account_checks import Check
+    from trainyard.operate.doctor import examine
     from trainyard.spec.platform import load_environment
 
     spec = load_environment(environment_file(environment))

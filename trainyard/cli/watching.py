@@ -1,16 +1,23 @@
-"""`watch`: a job on one live screen, from any machine, at any time of its life. `report`: its life as one page."""
+"""`watch`: a job on one live screen, from any machine, at any time of its life. `report`, `track`: its life as one
+page, and in MLflow."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, TenantOption
-from trainyard.cli.output import console
+from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
+from trainyard.cli.output import console, print_json
 from trainyard.errors import InputError
 
+TRACK_SECONDS = 15.0
+"""Between two looks of --follow: the metrics of a job on AWS come with its checkpoints, minutes apart."""
 OutOption = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="FILE", help="Default: JOB.html in this folder; - for stdout.")
+]
+MlflowOption = Annotated[
+    str, typer.Option("--mlflow", metavar="URL", envvar="MLFLOW_TRACKING_URI", help="The tracking server.")
 ]
 
 
@@ -18,6 +25,7 @@ def register(app: typer.Typer) -> None:
     """Put the verb of this file into the command line."""
     app.command()(watch)
     app.command()(report)
+    app.command()(track)
 
 
 def watch(job: JobId, environment: EnvironmentOption = DEFAULT_ENVIRONMENT, tenant: TenantOption = None) -> None:
@@ -70,3 +78,40 @@ def report(
             f"--out {path}: can't be written: {error.strerror}; name a file in a folder that is there"
         ) from None
     print(path)
+
+
+def track(
+    job: JobId,
+    mlflow: MlflowOption,
+    environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
+    tenant: TenantOption = None,
+    experiment: Annotated[str, typer.Option("--experiment", help="Default: trainyard/TENANT/NAME OF THE JOB.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep a job in MLflow: its file, plan, settings, metrics, report. Repeated, it tells what is new.
+
+    Example: trainyard track acme-stdlib-llama-20260131120000-1a2b --mlflow http://localhost:5000 --follow
+    """
+    from trainyard.launch import watch as watching
+    from trainyard.launch.names import job_id_of
+    from trainyard.launch.place import place_of
+    from trainyard.operate.tracking import Server
+    from trainyard.operate.tracking import track as tell
+
+    server, job_id = Server(mlflow), job_id_of(job)
+    with console(stderr=True).status("asking") as spinner:
+        place = place_of(job_id, environment, tenant)
+        while True:
+            current = watching.status(place.store, place.backend, job_id)
+            record = current.record
+            name = experiment or f"trainyard/{record.tenant or 'local'}/{record.spec.name}"
+            told = tell(server, record, place.s3, experiment=name)
+            spinner.update(f"{job_id}: {current.state}, {told.num_steps} new steps")
+            if current.finished or not follow:
+                break
+            time.sleep(TRACK_SECONDS)
+    if as_json:
+        print_json(told.__dict__)
+    else:
+        print(told.url)

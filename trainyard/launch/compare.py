@@ -1,6 +1,5 @@
 """What was planned for a job beside what it did: step, memory, hours, dollars; from its record and metrics.jsonl."""
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.launch.checkpoint_files import open_files
-from trainyard.launch.goodput import Goodput, goodput
+from trainyard.launch.goodput import Goodput, goodput, jsonl_rows
 from trainyard.launch.record import JobRecord
 
 WARM_STEPS = 3
@@ -194,16 +193,9 @@ def _notes(
 
 
 def metrics_rows(record: JobRecord, s3: Any) -> list[dict[str, Any]]:
-    """The whole rows of the job's metrics.jsonl, one a step (trainer.observe.metrics): a process that was killed may
-    have left half of one. As of the newest checkpoint where they are in S3."""
-    content = open_files(record.checkpoint_destination.rstrip("/"), s3).read(METRICS_FILE)
-    rows = []
-    for line in (content or b"").decode("utf-8", "replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return [row for row in rows if isinstance(row, dict)]
+    """The whole rows of the job's metrics.jsonl, one a step (trainer.observe.metrics); as of the newest checkpoint
+    where they are in S3."""
+    return jsonl_rows(open_files(record.checkpoint_destination.rstrip("/"), s3).read(METRICS_FILE) or b"")
 
 
 def _number(value: Any) -> float | None:

@@ -50,14 +50,14 @@ def goodput(record: JobRecord, s3: Any, *, now: datetime | None = None) -> Goodp
     """A job's goodput; None before its first start has told of itself, or where that can't be read."""
     try:
         content = open_files(record.checkpoint_destination.rstrip("/"), s3).read(GOODPUT_FILE)
-        return account_of(_rows(content or b""), record.states, now=now or datetime.now(UTC))
+        return account_of(jsonl_rows(content or b""), record.states, now=now or datetime.now(UTC))
     except (TrainyardError, ValueError, KeyError, TypeError, AttributeError):
         # A status must not fail for want of a figure.
         return None
 
 
-def _rows(content: bytes) -> list[dict[str, Any]]:
-    """The whole rows: a process that was killed may have left half of one."""
+def jsonl_rows(content: bytes) -> list[dict[str, Any]]:
+    """The whole rows of a file of JSON lines: a process that was killed may have left half of one."""
     rows = []
     for line in content.decode("utf-8", "replace").splitlines():
         try:

@@ -1,0 +1,137 @@
+"""A job in MLflow: what is told of it, what not twice, and from a real server enough to run it again."""
+
+import http.server
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_testing import JOB_ID
+from operate_mlflow import NoMlflowError, python, server
+
+from trainyard.cli.app import run
+from trainyard.errors import InputError, JobFailedError
+from trainyard.launch.record import FolderRecordStore, JobRecord
+from trainyard.operate.tracking import Server, metrics_of, params_of, tags_of, track
+from trainyard.spec.job import load_job
+
+ROWS = [
+    {"step": step, "attempt": 1 if step < 3 else 2, "loss": 5.0 - step, "step_seconds": 2.0, "breakdown": {"data": 0.5}}
+    for step in (1, 2, 3)
+]
+
+
+def write_rows(record: JobRecord, num: int) -> None:
+    folder = Path(record.checkpoint_destination)
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:num]))
+    starts = [{"start": {"attempt": number, "at": 1000.0 * number, "load_seconds": 5.0}} for number in (1, 2)]
+    (folder / "goodput.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
+
+
+@pytest.fixture
+def kept(record: JobRecord, tmp_path: Path) -> JobRecord:
+    """A job whose files are in a folder."""
+    return record.model_copy(update={"checkpoint_destination": str(tmp_path / "job"), "plan": {"steps": 20}})
+
+
+def test_settings_are_told_by_the_names_that_set_takes(kept: JobRecord) -> None:
+    told = params_of(kept)
+    assert told["training.learning_rate"] == "0.001" and told["compute.instance_type"] == "ml.p5.4xlarge"
+    assert told["compute.spot"] == "true" and told["model.config.hidden_size"] == "64"
+    assert not [name for name, value in told.items() if value in ("null", "None") or len(value) > 500]
+    assert tags_of(kept)["trainyard.tenant"] == "acme" and "mlflow.user" not in tags_of(kept), "nobody was named"
+
+
+def test_metrics_have_the_meters_names_and_the_steps_own_time() -> None:
+    told = list(metrics_of(ROWS, {1: 1005.0, 2: 2005.0}))
+    losses = [item for item in told if item["key"] == "loss"]
+    assert [(item["step"], item["value"], item["timestamp"]) for item in losses] == [
+        (1, 4.0, 1_007_000),
+        (2, 3.0, 1_009_000),
+        (3, 2.0, 2_007_000),
+    ]
+    assert {item["key"] for item in told} == {"loss", "step_seconds", "data_seconds"}
+
+
+@pytest.mark.parametrize("address", ["localhost:5000", "file:///tmp/mlruns", "http://", ""])
+def test_what_is_no_servers_address_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["track", JOB_ID, "--mlflow", address]) == 2
+    assert "must be the address of a tracking server, e.g. http://localhost:5000" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """A server that is no MLflow."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{listening.server_address[1]}"
+    listening.shutdown()
+    listening.server_close()
+
+
+def test_a_server_that_is_none_is_said_in_a_line(kept: JobRecord, stranger: str) -> None:
+    with pytest.raises(JobFailedError, match="with no JSON; is it an MLflow tracking server"):
+        track(Server(stranger), kept, None, experiment="x")
+    with pytest.raises(JobFailedError, match=r"no MLflow answers .*refused"):
+        track(Server("http://127.0.0.1:9"), kept, None, experiment="x")
+    with pytest.raises(JobFailedError, match="start it with --serve-artifacts"):
+        Server(stranger).put("s3://bucket/x", "job.yaml", b"")
+    with pytest.raises(InputError):
+        Server("ftp://host")
+
+
+@pytest.mark.full
+def test_a_real_server_has_what_a_run_is_repeated_from(
+    kept: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        python()
+    except NoMlflowError as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+    store = FolderRecordStore(tmp_path / "state" / "jobs")
+    stored = store.create(kept.model_copy(update={"backend": "local", "states": kept.states}))
+    (tmp_path / "mlflow").mkdir()
+    with server(tmp_path / "mlflow") as address:
+        verb = ["track", JOB_ID, "--mlflow", address, "--json"]
+
+        def told(num_rows: int) -> dict[str, Any]:
+            write_rows(kept, num_rows)
+            assert run(verb) == 0
+            return dict(json.loads(capsys.readouterr().out))
+
+        first, again, more = told(2), told(2), told(3)
+        assert [item["num_steps"] for item in (first, again, more)] == [2, 0, 1]
+        assert first["run_id"] == again["run_id"] == more["run_id"], "one run a job"
+        store.replace(stored, stored.record.with_state("Failed"))
+        told(3)
+        _check(Server(address), first["run_id"], kept, tmp_path)
+
+
+def _check(mlflow: Server, run_id: str, kept: JobRecord, folder: Path) -> None:
+    found = mlflow.ask("runs/get", run_id=run_id)["run"]
+    params = {item["key"]: item["value"] for item in found["data"]["params"]}
+    tags = {item["key"]: item["value"] for item in found["data"]["tags"]}
+    assert params["training.global_batch_size"] == "8" and len(params) > 50
+    assert (found["info"]["status"], tags["trainyard.state"], tags["trainyard.job_id"]) == ("FAILED", "Failed", JOB_ID)
+    history = mlflow.ask("metrics/get-history", run_id=run_id, metric_key="loss")["metrics"]
+    assert [(item["step"], item["value"]) for item in history] == [(1, 4.0), (2, 3.0), (3, 2.0)], "each step once"
+    listed = {item["path"] for item in mlflow.ask("artifacts/list", run_id=run_id)["files"]}
+    assert listed == {"job.yaml", "resolved_job.json", "plan.json", "record.json", "report.html", "metrics.jsonl"}
+    with urllib.request.urlopen(f"{mlflow.uri}/get-artifact?run_id={run_id}&path=job.yaml", timeout=60) as answer:
+        (folder / "again.yaml").write_bytes(answer.read())
+    assert load_job(folder / "again.yaml", []) == kept.spec, "the very job"

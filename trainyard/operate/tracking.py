@@ -1,0 +1,230 @@
+"""A job's record in MLflow: its file, plan, settings, metrics and report, to be compared and repeated from there.
+
+By MLflow's REST API, without its client: nothing to install beside trainyard, and nothing in the training image. What
+was told before is not told again, so that it may be repeated while a job runs, and after.
+"""
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import yaml
+
+from trainyard.errors import InputError, JobFailedError
+from trainyard.launch.checkpoint_files import open_files
+from trainyard.launch.compare import METRICS_FILE, metrics_rows
+from trainyard.launch.goodput import GOODPUT_FILE, jsonl_rows
+from trainyard.launch.record import JobRecord
+from trainyard.operate.job_report import report_of
+from trainyard.spec.meters import METERS
+
+API = "/api/2.0/mlflow"
+ARTIFACTS = "mlflow-artifacts:"
+"""Of an artifact URI that the server takes files for itself."""
+MOST_METRICS = 1000
+MOST_PARAMS = 100
+"""Of one log-batch request, as of MLflow's REST reference."""
+MOST_CHARACTERS = 500
+"""Of a parameter's value: what every MLflow since 1.28 takes."""
+SECONDS = 60.0
+JOB_TAG, STEP_TAG = "trainyard.job_id", "trainyard.last_step"
+STATUSES = {"Completed": "FINISHED", "Failed": "FAILED", "Stopped": "KILLED"}
+
+
+class Server:
+    """An MLflow tracking server."""
+
+    def __init__(self, uri: str) -> None:
+        """InputError for what is no http(s) address."""
+        parts = urllib.parse.urlsplit(uri)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"--mlflow {uri}: must be the address of a tracking server, e.g. http://localhost:5000")
+        self.uri = uri.rstrip("/")
+
+    def ask(self, path: str, content: Mapping[str, Any] | None = None, **query: str) -> dict[str, Any]:
+        """GET, or POST of `content`, and the answer; JobFailedError in a line where there is none."""
+        address = f"{self.uri}{API}/{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        body = None if content is None else json.dumps(content).encode()
+        answer = self._send(address, body, "GET" if content is None else "POST", "application/json")
+        try:
+            found = json.loads(answer or b"{}")
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise JobFailedError(f"{self.uri}: answers {path} with no JSON; is it an MLflow tracking server?")
+        return found
+
+    def put(self, artifact_uri: str, name: str, content: bytes) -> None:
+        """A file beside a run; JobFailedError where the server keeps none itself."""
+        if not artifact_uri.startswith(ARTIFACTS):
+            raise JobFailedError(
+                f"{self.uri}: keeps artifacts at {artifact_uri}, not itself; start it with --serve-artifacts"
+            )
+        folder = urllib.parse.urlsplit(artifact_uri).path.strip("/")
+        address = f"{self.uri}/api/2.0/mlflow-artifacts/artifacts/{urllib.parse.quote(f'{folder}/{name}')}"
+        self._send(address, content, "PUT", "application/octet-stream")
+
+    def _send(self, address: str, body: bytes | None, method: str, kind: str) -> bytes:
+        request = urllib.request.Request(address, body, {"Content-Type": kind}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            text = error.read().decode("utf-8", "replace")
+            raise _RefusedError(
+                f"{self.uri}: {method} {address[len(self.uri) :]}: {_told(error.code, text)}", text
+            ) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise JobFailedError(f"{self.uri}: no MLflow answers ({reason}); start it, or check the address") from None
+
+
+class _RefusedError(JobFailedError):
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
+
+
+def _told(code: int, text: str) -> str:
+    try:
+        words = json.loads(text).get("message", "")
+    except (ValueError, AttributeError):
+        words = text
+    return f"HTTP {code}: {' '.join(str(words).split())[:300]}"
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What was told."""
+
+    run_id: str
+    url: str
+    num_steps: int
+    """New ones."""
+
+
+def track(server: Server, record: JobRecord, s3: Any, *, experiment: str) -> Tracked:
+    """Bring the job's run up to date: made where there is none, its status, new steps, settings, and files anew."""
+    rows = metrics_rows(record, s3)
+    run = _run_of(server, record, experiment)
+    info, data = run["info"], run.get("data") or {}
+    tags = {item["key"]: item["value"] for item in data.get("tags", [])}
+    known = {item["key"] for item in data.get("params", [])}
+    params = [{"key": key, "value": value} for key, value in params_of(record).items() if key not in known]
+    for start in range(0, len(params), MOST_PARAMS):
+        server.ask("runs/log-batch", {"run_id": info["run_id"], "params": params[start : start + MOST_PARAMS]})
+    last = int(tags.get(STEP_TAG, 0))
+    fresh = [row for row in rows if row.get("step", 0) > last]
+    metrics = list(metrics_of(fresh, start_times(record, s3)))
+    for start in range(0, len(metrics), MOST_METRICS):
+        server.ask("runs/log-batch", {"run_id": info["run_id"], "metrics": metrics[start : start + MOST_METRICS]})
+    told = {**tags_of(record), STEP_TAG: str(fresh[-1]["step"] if fresh else last)}
+    changed = [{"key": key, "value": value} for key, value in told.items() if tags.get(key) != value]
+    server.ask("runs/log-batch", {"run_id": info["run_id"], "tags": changed})
+    for name, content in files_of(record, s3).items():
+        server.put(info["artifact_uri"], name, content)
+    status: dict[str, Any] = {"run_id": info["run_id"], "status": STATUSES.get(record.state, "RUNNING")}
+    if record.finished:
+        status["end_time"] = _milliseconds(record.states[-1].at)
+    server.ask("runs/update", status)
+    url = f"{server.uri}/#/experiments/{info['experiment_id']}/runs/{info['run_id']}"
+    return Tracked(info["run_id"], url, len(fresh))
+
+
+def _run_of(server: Server, record: JobRecord, experiment: str) -> dict[str, Any]:
+    """The job's run, found by its tag or made."""
+    found = _experiment(server, experiment)
+    asked = {"experiment_ids": [found], "filter": f"tags.`{JOB_TAG}` = '{record.job_id}'", "max_results": 1}
+    runs = server.ask("runs/search", asked).get("runs") or []
+    if runs:
+        return dict(runs[0])
+    tags = [{"key": JOB_TAG, "value": record.job_id}]
+    started = _milliseconds(record.attempts[0].created_at)
+    made = {"experiment_id": found, "run_name": record.job_id, "start_time": started, "tags": tags}
+    return dict(server.ask("runs/create", made)["run"])
+
+
+def _experiment(server: Server, name: str) -> str:
+    try:
+        return str(server.ask("experiments/get-by-name", experiment_name=name)["experiment"]["experiment_id"])
+    except _RefusedError as error:
+        if "RESOURCE_DOES_NOT_EXIST" not in error.text:
+            raise
+    except KeyError:
+        raise JobFailedError(f"{server.uri}: tells no experiment {name}; is it an MLflow tracking server?") from None
+    return str(server.ask("experiments/create", {"name": name})["experiment_id"])
+
+
+def params_of(record: JobRecord) -> dict[str, str]:
+    """Every setting that runs (`auto` resolved), by its dotted name as --set takes it; what is null is left out."""
+
+    def flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                yield from flat(item, f"{name}.{key}" if name else str(key))
+        elif value is not None and value != {}:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield name, text[:MOST_CHARACTERS]
+
+    return dict(flat(record.resolved.spec.model_dump(mode="json"), ""))
+
+
+def tags_of(record: JobRecord) -> dict[str, str]:
+    """Who, where and what of; and how it went."""
+    told = {
+        "mlflow.source.name": "trainyard",
+        "mlflow.source.type": "JOB",
+        "mlflow.user": record.launched_by,
+        "trainyard.tenant": record.tenant,
+        "trainyard.environment": record.environment,
+        "trainyard.backend": record.backend,
+        "trainyard.image": record.image,
+        "trainyard.state": record.state,
+        "trainyard.attempts": str(len(record.attempts)),
+        "trainyard.reclaims": str(sum(attempt.reclaims for attempt in record.attempts)),
+        "trainyard.checkpoints": record.checkpoint_destination,
+    }
+    return {key: value for key, value in told.items() if value}
+
+
+def start_times(record: JobRecord, s3: Any) -> dict[int, float]:
+    """Attempt (of the trainer's own count) to when its first step began, epoch; from goodput.jsonl."""
+    content = open_files(record.checkpoint_destination.rstrip("/"), s3).read(GOODPUT_FILE)
+    starts = [row["start"] for row in jsonl_rows(content or b"") if "start" in row]
+    parts = ("process_seconds", "rendezvous_seconds", "build_seconds", "load_seconds")
+    return {int(start["attempt"]): start["at"] + sum(start.get(part) or 0.0 for part in parts) for start in starts}
+
+
+def metrics_of(rows: Sequence[Mapping[str, Any]], starts: Mapping[int, float]) -> Iterator[dict[str, Any]]:
+    """MLflow's metrics: every meter that a row has, under the meter's name, at the step's end."""
+    at: dict[int, float] = {}
+    for row in rows:
+        attempt = int(row.get("attempt", 1))
+        at[attempt] = at.get(attempt, starts.get(attempt, 0.0)) + float(row.get("step_seconds") or 0.0)
+        for meter in METERS:
+            value = meter.read(row)
+            if value is not None and meter.name not in ("step", "attempt"):
+                yield {"key": meter.name, "value": value, "timestamp": int(1000 * at[attempt]), "step": row["step"]}
+
+
+def files_of(record: JobRecord, s3: Any) -> dict[str, bytes]:
+    """What a run is repeated and judged by: the file that a person wrote, what it became, the plan, the course."""
+    spec = record.spec.model_dump(mode="json", exclude_unset=True)
+    found = {
+        "job.yaml": yaml.safe_dump(spec, sort_keys=False, allow_unicode=True).encode(),
+        "resolved_job.json": record.resolved.model_dump_json(indent=1).encode(),
+        "plan.json": json.dumps(record.plan, indent=1).encode(),
+        "record.json": record.model_dump_json(indent=1).encode(),
+        "report.html": report_of(record, s3).encode(),
+    }
+    content = open_files(record.checkpoint_destination.rstrip("/"), s3).read(METRICS_FILE)
+    return found | ({METRICS_FILE: content} if content else {})
+
+
+def _milliseconds(moment: str) -> int:
+    return int(1000 * datetime.fromisoformat(moment).timestamp())
