@@ -104,3 +104,14 @@ def test_another_number_of_ranks_goes_on_with_the_same_batch(tmp_path: Path) -> 
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in whole]
     worst = max(abs(ours["loss"] / theirs["loss"] - 1) for ours, theirs in zip(rows, whole, strict=True))
     assert worst < 1e-5
+
+
+def test_sigusr1_to_one_rank_saves_that_step_and_training_goes_on(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "ddp", steps=STEPS)
+    asked = [{"rank": 1, "step": 5, "kind": "save"}]
+    ranks = start_faulty_trainer(2, job, tmp_path / "out", asked, "--set", "checkpoint.every_steps=100")
+    ended = finish(ranks, timeout_seconds=600)
+    assert [code for code, _ in ended] == [0, 0], ended[0][1][-6000:]
+    # The step in which it is heard, or the next, where the message of that step was on its way.
+    committed = [int(step) for step in re.findall(r"checkpoint step=(\d+) committed", ended[0][1])]
+    assert committed in ([5, STEPS], [6, STEPS]) and len(rows_of(tmp_path / "out")) == STEPS

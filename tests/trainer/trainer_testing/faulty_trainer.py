@@ -245,6 +245,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "kill": lambda: _signal(signal.SIGKILL),
     "stop": lambda: _signal(signal.SIGSTOP),
     "terminate": lambda: _signal(signal.SIGTERM),
+    "save": lambda: _signal(signal.SIGUSR1),
     "sleep": lambda: time.sleep(3600),
     "raise": _raise,
     "oom_host": _run_out_of_host_memory,
