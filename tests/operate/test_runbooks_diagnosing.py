@@ -1,0 +1,273 @@
+"""Runbooks that look: each names its own fault and no other's, by the line or the figure that decided."""
+
+import itertools
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runbook_testing import evidence_of, record_of, rows_of
+from runbook_testing.lines import FAULTS, GOOD_EFA, PARTIAL_EFA, QUOTA, SAVE_FAILED, TCP_SOCKETS, WATCHDOG, XID
+
+from trainyard.launch.checkpoints import Checkpoint
+from trainyard.launch.elastic import reviser
+from trainyard.launch.record import JobRecord
+from trainyard.operate.runbooks.catalog import BY_NAME, RUNBOOKS
+from trainyard.operate.runbooks.evidence import Evidence
+from trainyard.operate.runbooks.figures import diverged, speed
+from trainyard.operate.runbooks.framework import Finding
+from trainyard.operate.runbooks.log_lines import XIDS, classify, decisive, transport, xids
+
+
+@pytest.fixture(scope="module")
+def record() -> JobRecord:
+    return record_of()
+
+
+DIAGNOSING = [runbook.name for runbook in RUNBOOKS if runbook.diagnose is not None]
+
+
+def found(name: str, evidence: Evidence) -> list[Finding]:
+    diagnose = BY_NAME[name].diagnose
+    assert diagnose is not None
+    return diagnose(evidence)
+
+
+def named(evidence: Evidence) -> set[str]:
+    """The runbooks that say that their own fault is there."""
+    return {name for name in DIAGNOSING if any(one.kind == "fault" for one in found(name, evidence))}
+
+
+def decided(findings: Sequence[Finding]) -> str:
+    return " ".join(line for one in findings if one.kind == "fault" for line in one.decided_by)
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+@pytest.mark.parametrize("name", DIAGNOSING)
+def test_a_runbook_names_its_own_fault_and_no_other(record: JobRecord, fault: str, name: str) -> None:
+    lines, owner = FAULTS[fault]
+    evidence = evidence_of(record, (*GOOD_EFA[:2], *lines, "algo-1 the end"))
+    findings = found(name, evidence)
+    assert findings, "a runbook that says nothing leaves its reader with nothing"
+    own = [one for one in findings if one.kind == "fault"]
+    assert bool(own) == (name == owner), findings
+    if own:
+        # What decided is a line of the fixture, word for word, with its place.
+        assert any(line.strip()[:150] in decided(own) for line in lines), own
+        assert own[0].then, "what to do next is a command"
+
+
+def test_who_else_decides_is_told_with_the_runbook_that_looks_into_it(record: JobRecord) -> None:
+    (_, told) = found("job_hung", evidence_of(record, (XID[79], *WATCHDOG)))
+    assert (told.kind, told.then[0].split()[0]) == ("neighbour", "scripts/runbooks/bad_node")
+    denied = found("nccl_error", evidence_of(record, FAULTS["access denied"][0]))[-1]
+    assert (denied.kind, denied.then) == ("neighbour", ("trainyard doctor",))
+
+
+def test_lines_are_classified_with_the_line_that_decided() -> None:
+    for name, (lines, _) in FAULTS.items():
+        hits = classify(lines)
+        for hit in hits:
+            assert hit.line == lines[hit.number - 1].strip(), name
+    assert classify(GOOD_EFA) == []
+    assert decisive(classify((*WATCHDOG, XID[79]))).name == "xid-79"  # type: ignore[union-attr]
+    assert decisive(classify(SAVE_FAILED)) is None, "training goes on: it ends no job"
+
+
+def test_every_xid_is_read_with_its_bus_and_its_action() -> None:
+    actions = {code: XIDS[code].action for code in XID}
+    assert actions == {
+        48: "reset",
+        63: "watch",
+        64: "replace",
+        74: "replace",
+        79: "replace",
+        94: "watch",
+        95: "reset",
+    }
+    for code, line in XID.items():
+        (seen,) = xids([line])
+        assert (seen.code, seen.bus in line, seen.number) == (code, True, 1)
+    (unknown,) = xids(["NVRM: Xid (PCI:0000:19:00): 999, pid=1, name=x, something new"])
+    assert "not in this runbook's table" in unknown.known.meaning
+
+
+def test_a_gpu_that_mends_itself_again_and_again_is_taken_out(record: JobRecord) -> None:
+    once, often = evidence_of(record, (XID[63],)), evidence_of(record, (XID[63], XID[63], XID[94]))
+    assert "bad_node" not in named(once) and "bad_node" in named(often)
+    assert "Xid 63" in found("bad_node", once)[0].words, "seen, and judged as harmless"
+
+
+def test_the_transport_is_the_chosen_one_and_not_what_ranks_met_over() -> None:
+    good = transport(GOOD_EFA)
+    assert (good.providers, good.num_nics, good.uses_sockets) == (("efa",), 32, False)
+    # NET/Socket initializes beside the plugin too; only its choice is a fallback.
+    beside = transport(("algo-1 x:1:2 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>", *GOOD_EFA))
+    assert not beside.uses_sockets
+    assert transport(TCP_SOCKETS).uses_sockets
+    assert transport(PARTIAL_EFA).num_nics == 4
+    assert transport(("no word of it",)).line == ""
+
+
+def test_one_host_may_use_sockets_and_silence_is_no_proof(record: JobRecord) -> None:
+    alone = evidence_of(record, TCP_SOCKETS, num_hosts=1)
+    assert found("efa_not_used", alone)[0].kind == "clear"
+    assert found("efa_not_used", evidence_of(record, ("nothing",)))[0].kind == "unknown"
+    refused = (
+        "EFA: ml.p5.48xlarge has 32 interfaces, /sys/class/infiniband shows 4; is the container's EFA software there"
+    )
+    assert named(evidence_of(record, (refused,))) == {"efa_not_used"}
+
+
+PLAN = {"step": 1.0, "communication": 0.05}
+STRAGGLER = {"rank": 3, "host": "algo-2", "own_seconds": 1.4, "peers_seconds": 0.7}
+
+
+def observed(of_plan: float | None, *stragglers: dict[str, Any]) -> dict[str, Any]:
+    return {"throughput": {"of_plan": of_plan}, "stragglers": list(stragglers), "leaks": []}
+
+
+SLOW = {
+    "data": rows_of(60, seconds=1.5, data=0.6, observed=observed(0.66)),
+    "communication": rows_of(60, seconds=1.5, communication=0.55, observed=observed(0.66)),
+    "straggler": rows_of(60, seconds=1.5, communication=0.6, observed=observed(0.66, STRAGGLER)),
+    "throttling": [
+        *rows_of(40, observed=observed(1.0)),
+        *rows_of(40, first_step=41, seconds=1.5, observed=observed(0.66)),
+    ],
+    "checkpoint": rows_of(60, seconds=1.5, checkpoint=0.5, observed=observed(0.66)),
+}
+
+
+@pytest.mark.parametrize("cause", sorted(SLOW))
+def test_what_makes_a_job_slow_is_told_apart(record: JobRecord, cause: str) -> None:
+    judged = speed(SLOW[cause], PLAN)
+    assert judged is not None and [one.cause for one in judged.slow] == [cause], judged
+    assert named(evidence_of(record, (), SLOW[cause], state="Training", planned=PLAN)) == {"job_slow"}
+
+
+def test_a_job_that_keeps_up_is_not_slow_and_one_unlucky_window_is_no_straggler(record: JobRecord) -> None:
+    once = [*rows_of(50, observed=observed(0.97)), *rows_of(9, first_step=51), *rows_of(1, first_step=60)]
+    once[-1]["observed"] = observed(0.97, STRAGGLER)
+    for rows in (rows_of(60, communication=0.3, observed=observed(0.97)), once):
+        assert named(evidence_of(record, (), rows, state="Training", planned=PLAN)) == set()
+    below = evidence_of(record, (), rows_of(60, observed=observed(0.5)), state="Training", planned=PLAN)
+    assert "no phase of the step shows why" in found("job_slow", below)[0].words
+
+
+def test_data_that_lie_on_lustre_are_the_file_systems_affair(record: JobRecord) -> None:
+    lustre = record.model_copy(
+        update={"channels": (record.channels[0].model_copy(update={"kind": "fsx", "uri": "fsx://tokens"}),)}
+    )
+    slow = evidence_of(lustre, (), SLOW["data"], state="Training", planned=PLAN)
+    assert named(slow) == {"job_slow", "fsx_full_or_slow"}
+    assert "fsx://tokens" in found("fsx_full_or_slow", slow)[0].words
+
+
+def test_silence_of_a_running_job_is_a_hang_only_beyond_its_limit(record: JobRecord) -> None:
+    limit = record.resolved.spec.recovery.hang_seconds
+    assert limit is not None
+    running = {"state": "Training"}
+    assert named(evidence_of(record, (), silent_seconds=limit / 2, **running)) == set()
+    assert named(evidence_of(record, (), silent_seconds=limit + 1, **running)) == {"job_hung"}
+
+
+def test_a_loss_that_climbs_jumps_or_is_no_number_diverged(record: JobRecord) -> None:
+    climbs = [*rows_of(40, loss=2.0), *rows_of(20, first_step=41, loss=9.0)]
+    gone = [*rows_of(30), *rows_of(1, first_step=31)]
+    gone[-1]["loss"] = None
+    assert "was 2 about step" in diverged(climbs) and "is 9 at step 60" in diverged(climbs)
+    assert diverged(gone) == "loss of step 31 is no number"
+    assert named(evidence_of(record, (), gone)) == {"loss_diverged"}
+    skipped = [*rows_of(30), {**rows_of(1, first_step=31)[0], "grad_norm": None, "skipped": True}]
+    noisy = [row for step in range(60) for row in rows_of(1, first_step=step + 1, loss=2.0 + 0.4 * (step % 3))]
+    assert (diverged(skipped), diverged(noisy)) == ("", "")
+
+
+def checkpoint(step: int, *, problem: str = "", committed: bool = True) -> Checkpoint:
+    return Checkpoint(step, f"s3://acme-checkpoints/step-{step}/", 3, 100, committed, problem)
+
+
+def test_a_spoiled_checkpoint_and_a_stale_one_are_told_with_what_is_lost(record: JobRecord) -> None:
+    altered = "rank-0.bin is altered (its SHA-256 is not the manifest's)"
+    spoiled = evidence_of(record, (), rows_of(22), checkpoints=(checkpoint(15), checkpoint(20, problem=altered)))
+    (told,) = found("checkpoint_stale_or_corrupt", spoiled)
+    assert "goes back to step 15" in told.words and altered in told.decided_by[0]
+    assert named(spoiled) == {"checkpoint_stale_or_corrupt"}
+    # The record's job saves every 5 steps: 40 since the newest commit are eight intervals.
+    late = evidence_of(record, SAVE_FAILED, rows_of(45), state="Training", checkpoints=(checkpoint(5),))
+    assert "40 steps" in decided(found("checkpoint_stale_or_corrupt", late))
+    assert "not committed" in decided(found("checkpoint_stale_or_corrupt", late))
+    on_its_way = checkpoint(25, problem="it has no COMMITTED marker", committed=False)
+    good = evidence_of(record, (), rows_of(22), state="Training", checkpoints=(checkpoint(20), on_its_way))
+    assert named(good) == set(), "a save on its way is no spoiled checkpoint"
+    unread = evidence_of(record, (), missing={"checkpoints": "AccessDenied"})
+    assert found("checkpoint_stale_or_corrupt", unread)[0].kind == "unknown"
+
+
+def test_capacity_and_quota_need_different_people(record: JobRecord) -> None:
+    (short,) = found("capacity_or_quota_short", evidence_of(record, (), failure=FAULTS["capacity"][0][0]))
+    (limit,) = found("capacity_or_quota_short", evidence_of(record, QUOTA))
+    assert "no capacity" in short.words and any("instance_count=1" in line for line in short.then)
+    assert "quota" in limit.words and any(line.startswith("aws service-quotas") for line in limit.then)
+
+
+def test_a_leak_is_told_before_memory_runs_out(record: JobRecord) -> None:
+    leak = {"rank": 1, "host": "algo-1", "memory": "host", "bytes_per_step": 2**20}
+    rows = rows_of(60, observed={**observed(1.0), "leaks": [leak]})
+    assert "grows by 1.000 MiB a step" in decided(
+        found("out_of_memory", evidence_of(record, (), rows, state="Training"))
+    )
+
+
+def test_what_is_over_is_not_shouted_about(record: JobRecord) -> None:
+    for fault, (lines, owner) in FAULTS.items():
+        assert owner is None or named(evidence_of(record, lines, state="Completed")) == set(), fault
+
+
+def test_every_command_that_a_finding_names_is_one_that_exists(record: JobRecord) -> None:
+    import typer
+
+    from trainyard.cli.app import app
+
+    verbs = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    root = Path(__file__).resolve().parents[2]
+    cases = [evidence_of(record, lines) for lines, _ in FAULTS.values()]
+    cases += [evidence_of(record, (), rows, state="Training", planned=PLAN) for rows in SLOW.values()]
+    commands = {line for one in cases for name in DIAGNOSING for told in found(name, one) for line in told.then}
+    for line in commands:
+        for part in line.partition("   #")[0].replace(" && ", ";").split(";"):
+            words = shlex.split(part)
+            if words[0] == "trainyard":
+                assert words[1] in verbs, line
+                settings = [word for before, word in itertools.pairwise(words) if before == "--set"]
+                if words[1] == "resume" and settings:
+                    reviser(settings, None)
+            if words[0].startswith("scripts/"):
+                assert (root / words[0]).is_file(), line
+
+
+def test_pages_and_scripts_are_there_for_every_runbook() -> None:
+    root = Path(__file__).resolve().parents[2]
+    index = (root / "docs/runbooks/README.md").read_text()
+    for runbook in RUNBOOKS:
+        script, page = root / "scripts/runbooks" / runbook.name, root / "docs/runbooks" / f"{runbook.name}.md"
+        assert script.stat().st_mode & 0o111 and f"runbooks {runbook.name} " in script.read_text()
+        text = page.read_text()
+        for heading in ("## When", "## What it looks at", "## What it changes", "## What it can't know"):
+            assert heading in text, f"{page}: {heading}"
+        assert f"({runbook.name}.md)" in index, f"{runbook.name} is not in the index"
+    names = {runbook.name for runbook in RUNBOOKS}
+    assert {path.name for path in (root / "scripts/runbooks").iterdir()} == names
+    assert {path.stem for path in (root / "docs/runbooks").glob("*.md")} == {*names, "README"}
+
+
+def test_a_page_that_an_alarm_or_a_document_names_is_there() -> None:
+    root = Path(__file__).resolve().parents[2]
+    readers = [*(root / "stacks").rglob("*.py"), *(root / "trainyard").rglob("*.py"), *(root / "docs").rglob("*.md")]
+    readers += [*(root / "dashboards").iterdir()]
+    for path in readers:
+        for page in re.findall(r"docs/runbooks/[A-Za-z0-9_-]+\.md", path.read_text(encoding="utf-8")):
+            assert (root / page).is_file(), f"{path} names {page}"

@@ -1,0 +1,68 @@
+"""`scripts/runbooks/NAME [...]`, which is `python -m trainyard.operate.runbooks NAME [...]`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainyard.errors import InputError, TrainyardError
+from trainyard.operate.runbooks.catalog import BY_NAME, RUNBOOKS
+from trainyard.operate.runbooks.framework import Report, evidence_folder, keep
+from trainyard.operate.runbooks.runbook import Context, Runbook
+
+DEFAULT_ENVIRONMENT = "local"
+
+
+def parser_of(runbook: Runbook) -> argparse.ArgumentParser:
+    """Its command line."""
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/runbooks/{runbook.name}",
+        description=f"{runbook.summary}: docs/runbooks/{runbook.name}.md.",
+        allow_abbrev=False,
+    )
+    if runbook.subject == "job":
+        parser.add_argument("job", nargs="?", metavar="JOB", help="the job's id, as `trainyard launch` printed it")
+        parser.add_argument("--log", type=Path, action="append", metavar="FILE", help="more lines: a machine's dmesg")
+        parser.add_argument("--tenant", "-t", help="the tenant, where the job's name doesn't tell")
+    parser.add_argument("--environment", "-e", default=DEFAULT_ENVIRONMENT, metavar="NAME|PATH", help="%(default)s")
+    parser.add_argument("--evidence", type=Path, metavar="FOLDER", help="keep what was seen there")
+    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+    if runbook.changes:
+        group = parser.add_mutually_exclusive_group()
+        group.add_argument("--dry-run", action="store_true", help="print the calls, and change nothing (the default)")
+        group.add_argument("--yes", action="store_true", help="make the calls")
+    runbook.more_options(parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the named one; its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given.pop(0) if given else ""
+    report = None
+    try:
+        if name not in BY_NAME:
+            names = ", ".join(runbook.name for runbook in RUNBOOKS)
+            raise InputError(f"runbook {name!r}: there is none of that name; there are: {names}")
+        runbook = BY_NAME[name]
+        options = parser_of(runbook).parse_args(given)
+        subject = getattr(options, "job", None) or getattr(options, "tenant", None) or options.environment
+        report = Report(name, str(subject), evidence_folder(name, options.evidence))
+        runbook.run(Context(options, report, _say))
+    except TrainyardError as error:
+        if report is not None:
+            keep(report.folder, "report.json", report.document() | {"error": str(error)})
+        print(f"trainyard: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    keep(report.folder, "report.json", report.document())
+    print(json.dumps(report.document(), indent=1, default=str) if options.json else "\n".join(report.lines()))
+    return report.exit_code
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

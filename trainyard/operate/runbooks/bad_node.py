@@ -1,0 +1,104 @@
+"""A GPU or its machine is broken: classify its Xid errors, take it out, go on with another."""
+
+import argparse
+
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch.cluster_shell import HereShell, has_slurm_here, shell_of
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others
+from trainyard.operate.runbooks.evidence import Evidence
+from trainyard.operate.runbooks.framework import Finding, Step, command
+from trainyard.operate.runbooks.log_lines import XidSeen, xids
+from trainyard.operate.runbooks.runbook import Context, Runbook
+
+SUMMARY = "Xid errors of a GPU: classify, quarantine, replace"
+ADVICE = {
+    "replace": "quarantine the machine and take another",
+    "reset": "take the job off the machine; a reset of the GPU (or another machine) mends it",
+    "watch": "go on; reset the GPU when it is idle, and replace it if it comes again",
+    "application": "look at the program: the GPU is as good as before",
+}
+ORDER = ("replace", "reset", "watch", "application")
+COMES_AGAIN = 3
+"""So many errors that a GPU has mended itself, within one log, make it one to take out: our own choice."""
+_DRAIN = 'scontrol update NodeName="$1" State=DRAIN Reason="$2"'
+
+
+def diagnose(evidence: Evidence) -> list[Finding]:
+    """Every Xid by what it asks for; a machine is bad where one asks for a reset or a replacement."""
+    seen = xids(evidence.all_lines)
+    if not seen:
+        told = "no Xid in these lines; the driver writes to the kernel's log (dmesg), not to the job's"
+        return [clear_or_unknown(evidence, told, "lines"), *others(evidence, "bad_node")]
+    hard = [one for one in seen if one.known.action in ("replace", "reset")]
+    mended = [one for one in seen if one.known.action == "watch"]
+    if hard or len(mended) >= COMES_AGAIN:
+        worst = min(hard or mended, key=lambda one: ORDER.index(one.known.action))
+        action = worst.known.action if hard else "reset"
+        words = f"Xid {worst.code}{_where(worst)}: {worst.known.meaning}: {ADVICE[action]}"
+        return [fault(evidence, words, _lines(hard or mended), _next(evidence))]
+    code = min(seen, key=lambda one: ORDER.index(one.known.action))
+    words = f"Xid {code.code}{_where(code)}: {code.known.meaning}: {ADVICE[code.known.action]}"
+    return [Finding("clear", words, _lines(seen)), *others(evidence, "bad_node")]
+
+
+def _where(seen: XidSeen) -> str:
+    return f" of GPU {seen.bus}" if seen.bus else ""
+
+
+def _lines(seen: list[XidSeen]) -> tuple[str, ...]:
+    return tuple(f"line {one.number}: {one.line[:400]}" for one in seen[:4])
+
+
+def _next(evidence: Evidence) -> tuple[str, ...]:
+    job = job_words(evidence)
+    if evidence.record is not None and evidence.record.backend == "slurm":
+        return (
+            f"scripts/runbooks/bad_node {job} --node NODE --yes   # drains it; Slurm requeues the job elsewhere",
+            "aws ec2 terminate-instances --instance-ids ID   # the platform's engineers: PCS starts another",
+        )
+    return (f"scripts/runbooks/bad_node {job} --yes   # stops it with a checkpoint, and starts it on other machines",)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument("--node", help="on a Slurm cluster: the node to drain, as sinfo names it")
+
+
+def run(context: Context) -> None:
+    """Classify; where a machine is bad, the steps that take it out."""
+    evidence = context.gather()
+    found = diagnose(evidence)
+    context.report.findings += found
+    if evidence.record is None or not any(one.kind == "fault" for one in found):
+        return
+    record = evidence.record
+    if record.backend == "slurm":
+        if context.options.node is None:
+            return
+        reason = " ".join(found[0].words.split()[:2])
+        context.perform([_drain(context, context.options.node, reason)])
+        return
+    # SageMaker takes no list of machines to avoid: other machines are what its health check gives the next start.
+    where = context.where(context.place(record.job_id))
+    steps = [command("stop", record.job_id, "--wait", *where)] if evidence.is_running else []
+    context.perform([*steps, command("resume", record.job_id, *where)])
+
+
+def _drain(context: Context, node: str, reason: str) -> Step:
+    if not node.replace("-", "").replace(".", "").isalnum():
+        raise InputError(f"--node {node}: is no node's name; `sinfo -N` lists them")
+
+    def make() -> str:
+        if has_slurm_here():
+            answer = HereShell().run(_DRAIN, node, reason)
+        else:
+            access = context.tenant(context.options.tenant or "")
+            answer = shell_of(access.launcher, access.contract).run(_DRAIN, node, reason)
+        if answer.code:
+            raise AwsRefusedError(f"draining {node}: {answer.words}")
+        return f"{node} takes no further job"
+
+    return Step(f"scontrol update NodeName={node} State=DRAIN Reason='{reason}'", make)
+
+
+RUNBOOK = Runbook("bad_node", SUMMARY, run, options, diagnose)

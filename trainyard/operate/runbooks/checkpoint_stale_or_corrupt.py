@@ -1,0 +1,69 @@
+"""The newest checkpoint is old, or not whole: what would a restart go back to?"""
+
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, shown
+from trainyard.operate.runbooks.evidence import Evidence
+from trainyard.operate.runbooks.framework import Finding
+
+LATE = 2.0
+"""So many intervals without a save is late: one save may be on its way, and one may fail."""
+AUTO_MINUTES = 20.0
+"""Where the interval is automatic: the objective's own limit (trainyard.spec.meters, checkpoint-age)."""
+
+
+def diagnose(evidence: Evidence) -> list[Finding]:
+    """What is spoiled, by hash; how much would be lost, by the steps since."""
+    if "checkpoints" in evidence.missing or evidence.record is None:
+        return [clear_or_unknown(evidence, "", "checkpoints", "job"), *others(evidence)]
+    findings = [*_spoiled(evidence), *_late(evidence)]
+    if findings:
+        return [*findings, *others(evidence)]
+    good = [one for one in evidence.checkpoints if one.is_good]
+    words = f"the newest, of step {good[-1].step}, is whole: every byte was hashed" if good else "none is due yet"
+    return [Finding("clear", words), *others(evidence)]
+
+
+def _spoiled(evidence: Evidence) -> list[Finding]:
+    good = [one for one in evidence.checkpoints if one.is_good]
+    newest_good = good[-1].step if good else 0
+    # A folder without a marker that is newer than all good ones may be a save on its way.
+    bad = [one for one in evidence.checkpoints if one.problem and (one.committed or not evidence.is_running)]
+    bad = [one for one in bad if one.committed or one.step < newest_good]
+    lines = [hit for hit in evidence.hits if hit.fault == "checkpoint_spoiled"]
+    if not bad and not (lines and not good):
+        return []
+    job = job_words(evidence)
+    told = [f"step {one.step}: {one.problem}" for one in bad[-3:]]
+    goes_back = f"a restart goes back to step {newest_good}" if good else "not one is whole: a restart begins anew"
+    then = [f"trainyard checkpoints verify {job}", f"trainyard checkpoints list {job}"]
+    if evidence.record and evidence.record.checkpoint_destination.startswith("s3://"):
+        bucket, _, prefix = evidence.record.checkpoint_destination.removeprefix("s3://").partition("/")
+        then.append(
+            f"aws s3api list-object-versions --bucket {bucket} --prefix {prefix}   # what was overwritten or "
+            "deleted is there for storage.old_version_days"
+        )
+    return [fault(evidence, f"checkpoints are spoiled; {goes_back}", (*told, *shown(lines)), then)]
+
+
+def _late(evidence: Evidence) -> list[Finding]:
+    record = evidence.record
+    assert record is not None
+    failed = [hit for hit in evidence.hits if hit.fault == "checkpoint_failed"]
+    newest = max((one.step for one in evidence.checkpoints if one.committed), default=0)
+    since = [row for row in evidence.rows if int(row.get("step", 0)) > newest]
+    seconds = sum(float(row.get("step_seconds") or 0.0) for row in since) + (evidence.silent_seconds or 0.0)
+    settings = record.resolved.spec.checkpoint
+    minutes = settings.every_minutes if isinstance(settings.every_minutes, int | float) else None
+    steps = settings.every_steps if isinstance(settings.every_steps, int) else None
+    late = bool(steps and len(since) > LATE * steps)
+    if steps is None or minutes is not None:
+        late = late or seconds > 60 * LATE * (minutes or AUTO_MINUTES)
+    if not late:
+        return []
+    told = f"{len(since)} steps ({seconds:.0f} s) since the newest commit, of step {newest}"
+    job = job_words(evidence)
+    then = (
+        f"trainyard logs {job} | grep '^.* checkpoint'",
+        "trainyard doctor   # buckets and keys",
+        f"trainyard stop {job}   # saves once more, and is refused nothing that a person must not know",
+    )
+    return [fault(evidence, "the newest checkpoint is stale", (told, *shown(failed)), then[:2])]

@@ -1,0 +1,58 @@
+"""What diagnosing runbooks share: how a line that decides becomes a finding, and what is somebody else's."""
+
+from collections.abc import Callable, Sequence
+
+from trainyard.operate.runbooks.evidence import Evidence
+from trainyard.operate.runbooks.framework import Finding
+from trainyard.operate.runbooks.log_lines import RUNBOOKS, Fault, Hit
+
+MOST_SHOWN = 3
+"""Lines of a kind in a report; all are in the evidence."""
+
+Diagnose = Callable[[Evidence], list[Finding]]
+
+
+def shown(hits: Sequence[Hit]) -> tuple[str, ...]:
+    """Lines as a report has them, with their number in lines.txt."""
+    told = [f"line {hit.number}: {hit.line[:400]}" for hit in hits[:MOST_SHOWN]]
+    return (*told, *([f"and {len(hits) - MOST_SHOWN} more lines"] if len(hits) > MOST_SHOWN else []))
+
+
+def own_hits(evidence: Evidence, *faults: Fault) -> list[Hit]:
+    """The lines of these faults, if one of them decides; else none: the line that decides is another's affair."""
+    decided = evidence.decisive
+    if decided is None or decided.fault not in faults:
+        return []
+    return [hit for hit in evidence.hits if hit.fault in faults]
+
+
+def fault(evidence: Evidence, words: str, decided_by: Sequence[str], then: Sequence[str] = ()) -> Finding:
+    """A fault; of a job that has completed all the same it is told as one that is over."""
+    if evidence.state == "Completed":
+        return Finding("clear", f"is over, the job has completed: {words}", tuple(decided_by))
+    return Finding("fault", words, tuple(decided_by), tuple(then))
+
+
+def others(evidence: Evidence, *own: Fault) -> list[Finding]:
+    """What else decides, with the runbook that looks into it."""
+    decided = evidence.decisive
+    if decided is None or decided.fault in own or evidence.state == "Completed":
+        return []
+    runbook = RUNBOOKS[decided.fault]
+    subject = evidence.record.job_id if evidence.record else "--log FILE"
+    then = f"{runbook} {subject}" if runbook.startswith("scripts/") else runbook
+    return [Finding("neighbour", decided.meaning, shown([decided]), (then,))]
+
+
+def clear_or_unknown(evidence: Evidence, words: str, *needs: str) -> Finding:
+    """That the fault is not there; or, where what shows it is missing, that nobody can say."""
+    lacking = {name: why for name, why in evidence.missing.items() if name in needs}
+    if not lacking:
+        return Finding("clear", words)
+    told = "; ".join(f"{name}: {why}" for name, why in lacking.items())
+    return Finding("unknown", f"can't be told: {told}")
+
+
+def job_words(evidence: Evidence) -> str:
+    """The job's id as commands need it."""
+    return evidence.record.job_id if evidence.record else "JOB"

@@ -1,0 +1,229 @@
+"""What a diagnosing runbook looks at, of one job: its record, state, lines, figures, checkpoints and stacks.
+
+`gather` asks for each and keeps a copy; what can't be had is named, and no runbook takes its absence for good news.
+"""
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import InputError, TrainyardError
+from trainyard.launch import watch
+from trainyard.launch.backend import LogCursor, LogLine
+from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, verified
+from trainyard.launch.compare import compare, metrics_rows
+from trainyard.launch.place import Place
+from trainyard.launch.record import JobRecord
+from trainyard.operate.runbooks.framework import keep
+from trainyard.operate.runbooks.log_lines import Hit, classify, decisive
+
+MOST_LINES = 200_000
+"""Newest lines that are read: about 50 MB; what decides is at the end."""
+BESIDE = ("recovery.jsonl", "left_out_batches.jsonl")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Of one job, as far as it could be had."""
+
+    subject: str
+    lines: tuple[str, ...] = ()
+    """Of all hosts, in time order: `host text`; then those of files that the caller gave (a machine's kernel log)."""
+    rows: tuple[Mapping[str, Any], ...] = ()
+    """Of metrics.jsonl."""
+    record: JobRecord | None = None
+    state: str = ""
+    """Completed, Failed, Stopped, or one on the way; empty where there is no job."""
+    note: str = ""
+    """The backend's own words of the state: why a job waits."""
+    failure: str = ""
+    """The reason of the newest attempt's failure."""
+    recoveries: tuple[Mapping[str, Any], ...] = ()
+    """Rows of recovery.jsonl: restarts in place."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Oldest first; the newest good one was read and hashed."""
+    planned: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step and its parts by the plan, as far as it knows them."""
+    silent_seconds: float | None = None
+    """Since the newest sign of a step, of a job that runs; None where that can't be told."""
+    instance_type: str = ""
+    num_hosts: int = 1
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """What could not be had -> why."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the job's ranks should be making steps."""
+        return self.state in ("Training", "Stopping", "Uploading")
+
+    @property
+    def all_lines(self) -> tuple[str, ...]:
+        """With the backend's words, which come last."""
+        told = [*(str(row.get("reason", "")) for row in self.recoveries), self.note, self.failure]
+        return (*self.lines, *(line for line in told if line))
+
+    @property
+    def hits(self) -> list[Hit]:
+        """What the lines say."""
+        return classify(self.all_lines)
+
+    @property
+    def decisive(self) -> Hit | None:
+        """The line that tells why the job ended or stands still."""
+        return decisive(self.hits)
+
+    @property
+    def hang_seconds(self) -> float:
+        """The job's own limit of silence, or the default's."""
+        stated = self.record.resolved.spec.recovery.hang_seconds if self.record else 300.0
+        steps = [float(row["step_seconds"]) for row in self.rows[-50:] if row.get("step_seconds")]
+        return max(stated or 300.0, 10 * statistics.median(steps) if steps else 0.0)
+
+
+def gather(place: Place | None, job_id: str, log_files: Sequence[Path], folder: Path) -> Evidence:
+    """Everything that can be had of a job, and of files of lines; copies go to `folder`. `place`: None where there is
+    no job, and the files are all."""
+    extra = tuple(line for path in log_files for line in _file_lines(path))
+    if place is None:
+        keep(folder, "lines.txt", "\n".join(extra) + "\n")
+        return Evidence(subject=", ".join(map(str, log_files)), lines=extra, missing={"job": "none was named"})
+    current = watch.status(place.store, place.backend, job_id)
+    record = current.record
+    missing: dict[str, str] = {}
+    lines, newest_step_at = _lines(place, record, missing)
+    rows = _rows(place, record, missing)
+    seen = current.observation
+    evidence = Evidence(
+        subject=job_id,
+        lines=(*lines, *extra),
+        rows=tuple(rows),
+        record=record,
+        state=current.state,
+        note=seen.note if seen else "",
+        failure=record.attempt.failure,
+        recoveries=tuple(_beside(place, record, "recovery.jsonl")),
+        checkpoints=tuple(_checkpoints(place, record, missing)),
+        planned=_planned(record, place, missing),
+        silent_seconds=_silent_seconds(place, record, current.state, newest_step_at),
+        instance_type=record.resolved.spec.compute.instance_type or "",
+        num_hosts=record.resolved.num_hosts,
+        missing=missing,
+    )
+    _keep(evidence, place, folder)
+    return evidence
+
+
+def _file_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-MOST_LINES:]
+    except OSError as error:
+        raise InputError(f"--log {path}: can't be read ({error.strerror}); give a file of lines") from None
+
+
+def _lines(place: Place, record: JobRecord, missing: dict[str, str]) -> tuple[list[str], float | None]:
+    """The job's lines, and when (seconds since the epoch) the newest that tells of a step was written."""
+    cursor, read = LogCursor(), list[LogLine]()
+    try:
+        while True:
+            read += place.backend.read_logs(record, cursor)
+            del read[:-MOST_LINES]
+            if not cursor.more:
+                break
+    except TrainyardError as error:
+        missing["lines"] = str(error)
+    steps = [line.at_ms / 1000 for line in read if line.text.startswith("step=")]
+    return [f"{line.host} {line.text}" for line in read], steps[-1] if steps else None
+
+
+def _own_folder(place: Place, record: JobRecord) -> Path | None:
+    """A job's output folder, where it is on this machine: always up to date."""
+    folder = Path(record.checkpoint_destination) / "output"
+    return folder if place.s3 is None and folder.is_dir() else None
+
+
+def _rows(place: Place, record: JobRecord, missing: dict[str, str]) -> list[dict[str, Any]]:
+    folder = _own_folder(place, record)
+    if folder is not None and (folder / "metrics.jsonl").exists():
+        return _jsonl((folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
+    try:
+        rows = metrics_rows(record, place.s3)
+    except TrainyardError as error:
+        missing["figures"] = str(error)
+        return []
+    if not rows:
+        missing["figures"] = f"no metrics.jsonl at {record.checkpoint_destination} yet: it comes with each checkpoint"
+    return rows
+
+
+def _beside(place: Place, record: JobRecord, name: str) -> list[dict[str, Any]]:
+    """Rows of a file of the output folder. Of a job on SageMaker they are in its output's archive: its lines say the
+    same."""
+    folder = _own_folder(place, record)
+    path = folder / name if folder else None
+    return _jsonl(path.read_text(encoding="utf-8", errors="replace")) if path and path.exists() else []
+
+
+def _jsonl(text: str) -> list[dict[str, Any]]:
+    rows = []
+    for line in text.splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue  # a process that was killed may have left half of one
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _checkpoints(place: Place, record: JobRecord, missing: dict[str, str]) -> list[Checkpoint]:
+    try:
+        found = list_checkpoints(record.checkpoint_destination, place.s3)
+        good = [number for number, one in enumerate(found) if one.is_good]
+        if good:
+            # One may be removed meanwhile by the job's own retention: then the next look tells.
+            found[good[-1]] = verified(record.checkpoint_destination, place.s3, found[good[-1]])
+    except (TrainyardError, OSError) as error:
+        missing["checkpoints"] = str(error)
+        return []
+    return found
+
+
+def _planned(record: JobRecord, place: Place, missing: dict[str, str]) -> dict[str, float]:
+    try:
+        compared = compare(record, place.s3)
+    except TrainyardError as error:
+        missing["plan against figures"] = str(error)
+        return {}
+    known = {line.name: line.planned for line in (*compared.lines, *compared.breakdown) if line.unit == "s"}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _silent_seconds(place: Place, record: JobRecord, state: str, newest_step_at: float | None) -> float | None:
+    if state != "Training":
+        return None
+    folder = _own_folder(place, record)
+    if folder is not None:  # its log has no times
+        path = folder / "metrics.jsonl"
+        return max(0.0, time.time() - path.stat().st_mtime) if path.exists() else None
+    return None if newest_step_at is None else max(0.0, time.time() - newest_step_at)
+
+
+def _keep(evidence: Evidence, place: Place, folder: Path) -> None:
+    record = evidence.record
+    assert record is not None
+    keep(folder, "lines.txt", "\n".join(evidence.all_lines) + "\n")
+    keep(folder, "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in evidence.rows))
+    keep(folder, "record.json", record.model_dump(mode="json"))
+    keep(folder, "checkpoints.json", [one.as_json() for one in evidence.checkpoints])
+    about = {name: getattr(evidence, name) for name in ("state", "note", "failure", "silent_seconds", "planned")}
+    keep(folder, "job.json", {**about, "missing": dict(evidence.missing)})
+    output = _own_folder(place, record)
+    for name in BESIDE:
+        if output is not None and (output / name).exists():
+            shutil.copyfile(output / name, folder / name)
+    for part in ("stacks", "anomalies"):
+        if output is not None and (output / part).is_dir():
+            shutil.copytree(output / part, folder / part, dirs_exist_ok=True)

@@ -1,0 +1,177 @@
+"""What every runbook is made of: findings with what decided them, steps that are printed or made, and one report.
+
+Exit codes: 0, nothing is wrong (diagnosing), or all steps are made or only printed (acting); 1, the runbook's fault is
+there, or a step failed; 2, the input was wrong; 3, AWS refused.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from trainyard.errors import AwsRefusedError, JobFailedError
+from trainyard.launch.aws import aws_errors
+from trainyard.launch.session import Account, checkout_root, state_root
+
+Say = Callable[[str], None]
+Kind = Literal["fault", "neighbour", "clear", "unknown"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a runbook says."""
+
+    kind: Kind
+    """fault: what this runbook is for is there; neighbour: something else is, which another runbook looks into; clear:
+    it was looked for and is not there; unknown: it could not be looked for."""
+    words: str
+    decided_by: tuple[str, ...] = ()
+    """The lines or figures on which it rests; each is in the evidence folder."""
+    then: tuple[str, ...] = ()
+    """Commands to go on with, as they are typed."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        lines = [f"{self.kind}: {self.words}"]
+        lines += [f"  because: {line}" for line in self.decided_by]
+        return lines + [f"  next: {command}" for command in self.then]
+
+
+@dataclass
+class Step:
+    """One call that changes something, or a command that does."""
+
+    words: str
+    """The exact call, as somebody would type it."""
+    make: Callable[[], str] = field(repr=False)
+    """Makes it; what it answered, in a line. TrainyardError where it failed: later steps are not made."""
+    changes: bool = True
+    """False: it only looks, and is made in a dry run too."""
+
+
+@dataclass
+class Report:
+    """What a runbook found and did."""
+
+    runbook: str
+    subject: str
+    """The job or tenant."""
+    folder: Path
+    """Of the evidence."""
+    findings: list[Finding] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Each with `call`, `made` and `answer`."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 where the runbook's own fault is there."""
+        return 1 if any(one.kind == "fault" for one in self.findings) else 0
+
+    def document(self) -> dict[str, Any]:
+        """As JSON; it is also report.json of the evidence folder."""
+        return {
+            "runbook": self.runbook,
+            "subject": self.subject,
+            "evidence": str(self.folder),
+            "findings": [asdict(one) for one in self.findings],
+            "steps": self.steps,
+            "exit_code": self.exit_code,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        lines = [line for one in self.findings for line in one.lines()]
+        for step in self.steps:
+            lines.append(f"{'made' if step['made'] else 'would run'}: {step['call']}")
+            lines += [f"  {step['answer']}"] if step["answer"] else []
+        if any(not step["made"] for step in self.steps):
+            lines.append("nothing was changed; --yes makes these calls")
+        return [*lines, f"evidence: {self.folder}"]
+
+
+def evidence_folder(runbook: str, chosen: Path | None) -> Path:
+    """The folder that keeps what a runbook saw: the chosen one, or a new one under the state directory."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    parent = state_root() / "runbooks"
+    folder = chosen or parent / f"{runbook}-{stamp}"
+    number = 1
+    while chosen is None and folder.exists():
+        number += 1
+        folder = parent / f"{runbook}-{stamp}-{number}"
+    try:
+        # Lines of a job and roles' names: the caller's alone.
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise JobFailedError(f"--evidence {folder}: can't be made ({error.strerror}); give another folder") from None
+    return folder
+
+
+def keep(folder: Path, name: str, content: Any) -> None:
+    """Write one piece of evidence: text as it is, all else as JSON."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = content if isinstance(content, str) else json.dumps(content, indent=1, default=str) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def perform(report: Report, steps: Sequence[Step], *, dry_run: bool, say: Say) -> None:
+    """Make the steps in order, or only write down what they would be; stops at the first that fails."""
+    for step in steps:
+        made = not (dry_run and step.changes)
+        entry = {"call": step.words, "made": False, "answer": ""}
+        report.steps.append(entry)
+        if made:
+            say(step.words)
+            entry["answer"] = step.make()
+            entry["made"] = True
+    keep(report.folder, "steps.json", report.steps)
+
+
+def trainyard_command(*arguments: str) -> tuple[str, ...]:
+    """`trainyard ...` as this checkout's own interpreter runs it."""
+    return (sys.executable, "-m", "trainyard", *arguments)
+
+
+def command(*arguments: str, changes: bool = True, run: Callable[[Sequence[str]], str] | None = None) -> Step:
+    """A step that is a `trainyard` verb, or a script of scripts/ where the first word is a path of one."""
+    is_script = arguments[0].startswith("scripts/")
+    argv = (str(checkout_root() / arguments[0]), *arguments[1:]) if is_script else trainyard_command(*arguments)
+    words = shlex.join(arguments if is_script else ("trainyard", *arguments))
+    return Step(words, lambda: (run or _run)(argv), changes=changes)
+
+
+def _run(argv: Sequence[str]) -> str:
+    """The last line that the command printed; its own one-line error where it fails."""
+    done = subprocess.run(argv, cwd=checkout_root(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    said = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
+    last = said[-1].strip().removeprefix("trainyard: ") if said else f"exit code {done.returncode}"
+    if done.returncode == 0:
+        return last if said else ""
+    raise (AwsRefusedError if done.returncode == 3 else JobFailedError)(last)
+
+
+def call(account: Account, service: str, operation: str, **parameters: Any) -> Step:
+    """A step that is one call of AWS, printed as the AWS CLI has it."""
+
+    def make() -> str:
+        with aws_errors(f"{service}:{operation}", str(next(iter(parameters.values()), ""))):
+            answer = getattr(account.client(service), operation)(**parameters)
+        kept = {name: value for name, value in answer.items() if name != "ResponseMetadata"}
+        return json.dumps(kept, default=str) if kept else "done"
+
+    options = " ".join(f"--{_dashed(name)} {_quoted(value)}" for name, value in parameters.items())
+    return Step(f"aws {service} {operation.replace('_', '-')} {options}".strip(), make)
+
+
+def _dashed(name: str) -> str:
+    """`KeyId` -> `key-id`."""
+    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("-")
+
+
+def _quoted(value: Any) -> str:
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value, default=str))

@@ -1,0 +1,320 @@
+"""What the lines of a job, its machines and AWS say: each known message with the fault that it stands for. Pure.
+
+The patterns are of messages as they are written by NCCL, aws-ofi-nccl, PyTorch, the NVIDIA driver, the Linux kernel,
+Lustre, botocore, SageMaker and our own trainer; tests/operate/runbook_testing/lines.py has one of each, and its source.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Fault = Literal[
+    "bad_node",
+    "out_of_memory",
+    "fsx_full",
+    "access_denied",
+    "image_pull",
+    "capacity",
+    "quota",
+    "diverged",
+    "checkpoint_spoiled",
+    "checkpoint_failed",
+    "nccl_error",
+    "hung",
+    "tcp_fallback",
+    "efa_partial",
+    "straggler",
+]
+
+CAUSES: tuple[Fault, ...] = (
+    "bad_node",
+    "out_of_memory",
+    "fsx_full",
+    "access_denied",
+    "image_pull",
+    "capacity",
+    "quota",
+    "diverged",
+)
+"""What ends a job by itself. A rank that is lost so makes the others say that NCCL failed, or that they waited in
+vain."""
+
+RUNBOOKS: dict[Fault, str] = {
+    "bad_node": "scripts/runbooks/bad_node",
+    "out_of_memory": "scripts/runbooks/out_of_memory",
+    "fsx_full": "scripts/runbooks/fsx_full_or_slow",
+    "access_denied": "trainyard doctor",
+    "image_pull": "trainyard doctor",
+    "capacity": "scripts/runbooks/capacity_or_quota_short",
+    "quota": "scripts/runbooks/capacity_or_quota_short",
+    "diverged": "scripts/runbooks/loss_diverged",
+    "checkpoint_spoiled": "scripts/runbooks/checkpoint_stale_or_corrupt",
+    "checkpoint_failed": "scripts/runbooks/checkpoint_stale_or_corrupt",
+    "nccl_error": "scripts/runbooks/nccl_error",
+    "hung": "scripts/runbooks/job_hung",
+    "tcp_fallback": "scripts/runbooks/efa_not_used",
+    "efa_partial": "scripts/runbooks/efa_not_used",
+    "straggler": "scripts/runbooks/job_slow",
+}
+"""Who looks into a fault."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A message that is known."""
+
+    name: str
+    fault: Fault
+    pattern: re.Pattern[str]
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A line that says something."""
+
+    fault: Fault
+    name: str
+    """Of the signature; of an Xid `xid-79`."""
+    meaning: str
+    line: str
+    number: int
+    """Of the line, from 1."""
+
+
+def _known(name: str, fault: Fault, pattern: str, meaning: str) -> Signature:
+    return Signature(name, fault, re.compile(pattern), meaning)
+
+
+SIGNATURES: tuple[Signature, ...] = (
+    _known(
+        "device-memory",
+        "out_of_memory",
+        r"CUDA out of memory\. Tried to allocate|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        "a GPU's memory was full",
+    ),
+    _known(
+        "host-memory",
+        "out_of_memory",
+        r"[Oo]ut of memory: Killed process \d+|oom-kill:constraint=|DefaultCPUAllocator: can't allocate memory"
+        r"|was killed by SIGKILL: out of memory on the host|^(?:\S+ )?MemoryError\b",
+        "the host's memory was full: the kernel kills without a word, so a SIGKILL from outside looks alike",
+    ),
+    _known(
+        "shared-memory",
+        "out_of_memory",
+        r"out of shared memory|unable to (?:open|write to) (?:shared memory )?file <?/?torch_|/dev/shm.*No space left",
+        "/dev/shm was full",
+    ),
+    _known(
+        "no-space",
+        "fsx_full",
+        r"(?:Errno 28\] )?No space left on device: '/(?:fsx|opt/ml/input/data)|No space left on device: '/mnt/lustre"
+        r"|LustreError: .*rc = -28\b|Disk quota exceeded: '/fsx",
+        "the Lustre file system, or one of its targets, took no more bytes",
+    ),
+    _known(
+        "denied",
+        "access_denied",
+        r"\((?:AccessDenied|AccessDeniedException|KMSAccessDeniedException|UnauthorizedOperation)\)"
+        r"|is not authorized to perform: [a-z0-9-]+:\w+",
+        "a policy refused",
+    ),
+    _known(
+        "image",
+        "image_pull",
+        r"Cannot pull algorithm container|CannotPullContainerError|Access denied for repository: "
+        r"|does not grant ecr:GetDownloadUrlForLayer",
+        "the training image could not be pulled",
+    ),
+    _known(
+        "no-capacity",
+        "capacity",
+        r"CapacityError\b|InsufficientInstanceCapacity|Unable to provision requested ML compute capacity"
+        r"|Insufficient capacity error from EC2",
+        "AWS has no machine of the type free in the zone",
+    ),
+    _known(
+        "quota",
+        "quota",
+        r"ResourceLimitExceeded\b|The account-level service limit |VcpuLimitExceeded|MaxSpotInstanceCountExceeded"
+        r"|over the quota of tenant ",
+        "a limit of the account or the tenant is reached",
+    ),
+    _known(
+        "anomaly",
+        "diverged",
+        r"^(?:\S+ )?anomaly step=\d+|\b(?:loss|grad_norm) is (?:nan|inf|-inf)\b"
+        r"|\b(?:loss|grad_norm) \S+ is \d+(?:\.\d+)? times its running median",
+        "loss or gradient norm was no number, or a spike",
+    ),
+    _known(
+        "spoiled",
+        "checkpoint_spoiled",
+        r"checkpoint step=\d+ (?:on the hosts' disks )?skipped: |checkpoint none of \d+ at \S+ is whole",
+        "a restore passed a checkpoint over",
+    ),
+    _known(
+        "save-failed",
+        "checkpoint_failed",
+        r"checkpoint step=\d+ not committed: |checkpoint step=\d+ needs \d+ MiB, .* MiB free",
+        "a save was given up",
+    ),
+    _known(
+        "watchdog",
+        "hung",
+        r"Watchdog caught collective operation timeout: WorkNCCL\(",
+        "a rank waited in a collective until NCCL's watchdog gave up",
+    ),
+    _known(
+        "stand-still",
+        "hung",
+        r"rank \d+ on \S+ hangs: no progress for \d+ s",
+        "the host found a rank that stood still",
+    ),
+    _known(
+        "nccl",
+        "nccl_error",
+        r"nccl(?:Remote|System|Internal|UnhandledCuda|InvalidUsage|InvalidArgument)Error\b"
+        r"|NET/OFI Request completed with error|NET/IB *: Got completion (?:from peer .*)?with (?:status|error)"
+        r"|NCCL WARN .*(?:Connection closed by remote peer|Call to .* failed|No route to host)",
+        "NCCL, or its network plugin, failed",
+    ),
+    _known(
+        "straggler",
+        "straggler",
+        r"^(?:\S+ )?straggler step=\d+ rank=\d+ ",
+        "a rank was slower than its like",
+    ),
+)
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+),")
+_FELL_OFF = re.compile(r"NVRM:.*fallen off the bus and is not responding")
+"""Newer drivers tell of it without a number (leptonai/gpud#1209)."""
+
+
+@dataclass(frozen=True)
+class Xid:
+    """What an error number of the NVIDIA driver asks for."""
+
+    meaning: str
+    action: Literal["replace", "reset", "watch", "application"]
+    """replace: quarantine the machine and take another; reset: the same for the running job, a reset mends the GPU;
+    watch: the GPU has mended itself; application: the program did it, not the machine."""
+
+
+XIDS: dict[int, Xid] = {
+    13: Xid("graphics engine exception, as a rule a program's bad access", "application"),
+    31: Xid("memory page fault, as a rule a program's bad access", "application"),
+    43: Xid("the GPU stopped processing for a program's fault", "application"),
+    45: Xid("clean-up after another error, or a process that was killed", "application"),
+    48: Xid("uncorrectable ECC error (double bit)", "reset"),
+    62: Xid("the GPU's micro-controller halted", "reset"),
+    63: Xid("a memory row was marked for remapping: the next reset does it", "watch"),
+    64: Xid("a memory row could not be remapped: failing memory", "replace"),
+    74: Xid("NVLink error: this GPU's link, or that of the GPU or switch at its other end", "replace"),
+    79: Xid("the GPU has fallen off the bus", "replace"),
+    94: Xid("contained ECC error: only the program that met it is lost", "watch"),
+    95: Xid("uncontained ECC error: every program on the GPU may be wrong", "reset"),
+    119: Xid("the GPU's system processor (GSP) does not answer", "reset"),
+    120: Xid("error of the GPU's system processor (GSP)", "reset"),
+    140: Xid("unrecovered ECC error", "reset"),
+}
+"""NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors) and GPU memory error management, read 2026-11: its buckets
+RESET_GPU, RESTART_APP and the workflows, as far as they say what an operator does. Others are shown and not judged."""
+
+
+@dataclass(frozen=True)
+class XidSeen:
+    """One message of the driver."""
+
+    code: int
+    bus: str
+    line: str
+    number: int
+
+    @property
+    def known(self) -> Xid:
+        """What is known of the code."""
+        return XIDS.get(self.code, Xid("not in this runbook's table: see NVIDIA's Xid catalog", "watch"))
+
+
+def xids(lines: Iterable[str]) -> list[XidSeen]:
+    """Every Xid that the lines tell of; a GPU that fell off the bus without a number counts as 79."""
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if match := _XID.search(line):
+            found.append(XidSeen(int(match["code"]), match["bus"], line.strip(), number))
+        elif _FELL_OFF.search(line):
+            found.append(XidSeen(79, "", line.strip(), number))
+    return found
+
+
+def classify(lines: Sequence[str]) -> list[Hit]:
+    """Every line that says something, in order; of an Xid only those that are the machine's affair."""
+    hits = [
+        Hit("bad_node", f"xid-{one.code}", one.known.meaning, one.line, one.number)
+        for one in xids(lines)
+        if one.known.action in ("replace", "reset")
+    ]
+    for number, line in enumerate(lines, start=1):
+        hits += [
+            Hit(known.fault, known.name, known.meaning, line.strip(), number)
+            for known in SIGNATURES
+            if known.pattern.search(line)
+        ]
+    return sorted(hits, key=lambda hit: hit.number)
+
+
+def decisive(hits: Sequence[Hit]) -> Hit | None:
+    """The line that tells why a job ended or stands still: a cause goes before its consequences (that NCCL failed, that
+    ranks waited), and among its like the first; an error of NCCL's goes before a wait that ran out."""
+    for group in (CAUSES, ("nccl_error",), ("hung",)):
+        found = next((hit for hit in hits if hit.fault in group), None)
+        if found is not None:
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What NCCL said of its network."""
+
+    providers: tuple[str, ...]
+    """libfabric's, as the plugin chose them: efa, tcp."""
+    num_nics: int | None
+    """The fewest that a rank found."""
+    uses_sockets: bool
+    """NCCL's own TCP transport was chosen."""
+    line: str
+    """The one that decided; empty where NCCL said nothing of it."""
+
+
+_PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is (?P<name>[\w;-]+)(?:.*\(found (?P<count>\d+) nics\))?")
+_SOCKETS = re.compile(r"NCCL INFO Using network Socket|NCCL INFO NET/Socket *: Using ")
+
+
+def transport(lines: Iterable[str]) -> Transport:
+    """From the lines that NCCL_DEBUG=INFO gives. The worst decides: another provider than efa, then the fewest cards.
+
+    `Using network AWS Libfabric` names the plugin and is there with either provider; `Bootstrap : Using eth0` is how
+    ranks meet, and always TCP.
+    """
+    providers: list[str] = []
+    sockets = worst = fewest_line = ""
+    fewest: int | None = None
+    for line in lines:
+        if match := _PROVIDER.search(line):
+            providers.append(match["name"])
+            count = int(match["count"]) if match["count"] else None
+            if not match["name"].startswith("efa"):
+                worst = worst or line.strip()
+            elif count is None or fewest is None or count < fewest:
+                fewest, fewest_line = (count if count is not None else fewest), line.strip()
+        elif _SOCKETS.search(line):
+            sockets = sockets or line.strip()
+    # NET/Socket also initializes beside a plugin that is then chosen: only its choice, or no plugin at all, counts.
+    uses_sockets = bool(sockets) and (not providers or "Using network Socket" in sockets)
+    decided = worst or (sockets if uses_sockets else fewest_line)
+    return Transport(tuple(dict.fromkeys(providers)), fewest, uses_sockets, decided)

@@ -1,0 +1,26 @@
+"""The loss is no number, jumped, or climbs: which step, and which checkpoint lies before it?"""
+
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown
+from trainyard.operate.runbooks.evidence import Evidence
+from trainyard.operate.runbooks.figures import diverged
+from trainyard.operate.runbooks.framework import Finding
+
+
+def diagnose(evidence: Evidence) -> list[Finding]:
+    """By the trainer's own word of an anomaly, else by the losses."""
+    hits, by_rows = own_hits(evidence, "diverged"), diverged(evidence.rows)
+    if not hits and not by_rows:
+        told = clear_or_unknown(evidence, "the loss is that of a job that learns", "figures", "job")
+        return [told, *others(evidence, "diverged")]
+    job = job_words(evidence)
+    good = [one for one in evidence.checkpoints if one.is_good]
+    before = f"{len(good)} good checkpoints, of steps {good[0].step} to {good[-1].step}" if good else "no checkpoint"
+    then = [
+        "read anomalies/step-N/rank-R.json in the evidence folder: the data that the step read, and its random numbers",
+        f"trainyard checkpoints list {job}   # one from well before",
+        f"trainyard checkpoints copy {job} FOLDER --step N   # then a new job from there:",
+        "trainyard launch JOB.yaml --set training.on_anomaly=rollback --set training.spike_factor=5"
+        " --set training.learning_rate=HALF --set checkpoint.destination=FOLDER",
+    ]
+    decided = [*shown(hits), *([by_rows] if by_rows else []), before]
+    return [fault(evidence, "the loss diverged", decided, then), *others(evidence, "diverged")]
