@@ -166,3 +166,16 @@ def test_what_is_not_answered_is_said_and_never_passed(
     assert len(found) == 8
     for check in found:
         assert check.level == "warn" and check.finding.startswith("not known: ") and check.mend, check
+
+
+def test_an_error_page_for_an_answer_is_not_known_either(contract: TenantContract) -> None:
+    from botocore.parsers import ResponseParserError
+
+    def page() -> Check:
+        raise ResponseParserError("invalid XML received: <!doctype html><html>")
+
+    check = account_checks.asked("x", page, "iam:SimulatePrincipalPolicy")
+    assert (check.level, check.finding) == (
+        "warn",
+        "not known: no answer but an error page to iam:SimulatePrincipalPolicy",
+    )

@@ -111,6 +111,20 @@ def test_only_the_month_counts_and_only_the_tenants_jobs(access: TenantAccess, s
     assert [(charge.day.day, charge.usd) for charge in charged(access)] == [(1, Decimal("13.76"))]
 
 
+def test_a_job_over_the_months_end_is_in_both_months_and_in_neither_twice(
+    access: TenantAccess, sagemaker: Jobs
+) -> None:
+    sagemaker.add(JOB_ID, day(1) - datetime.timedelta(hours=3), 30)
+    found = []
+    for month in ("2026-02", "2026-03"):
+        since, until = costs.months(month, NOW)
+        meter = Meter(PriceBook(PRICES, today=NOW.date()), since=since, until=until, now=NOW)
+        found.append([(charge.day, charge.instance_hours) for charge in meter.charges(access)])
+    february, march = found
+    assert february == [(datetime.date(2026, 2, 28), 6)]
+    assert march == [(datetime.date(2026, 3, 1), 48), (datetime.date(2026, 3, 2), 6)]
+
+
 def test_what_runs_counts_up_to_now_and_spot_at_its_own_price(access: TenantAccess, sagemaker: Jobs) -> None:
     sagemaker.add("acme-a-20260320000000-0000", day(20, 4), 99, TrainingJobStatus="InProgress")
     spot = {"TrainingJobStatus": "InProgress", "EnableManagedSpotTraining": True}

@@ -41,11 +41,18 @@ def failed(name: str, error: TrainyardError) -> Check:
 
 def asked(name: str, question: Callable[[], Check], needs: str) -> Check:
     """The answer; where there is none a warning, as nobody knows then. `needs`: the right that the caller may lack."""
+    from botocore.parsers import ResponseParserError
+
     try:
         with aws_errors("asking", name, f"it needs {needs}"):
             return question()
+    except ResponseParserError:
+        return Check(name, "warn", f"not known: no answer but an error page to {needs}", "only AWS itself tells")
     except TrainyardError as error:
-        return Check(name, "warn", f"not known: {str(error).rpartition('; ')[0]}", f"needs {needs}; repeat with it")
+        why = str(error).partition("AWS refused: ")[2].rpartition("; ")[0] or str(error)
+        if "<html" in why:
+            return Check(name, "warn", f"not known: no answer but an error page to {needs}", "only AWS itself tells")
+        return Check(name, "warn", f"not known: {why}", f"needs {needs}; repeat with it")
 
 
 def of_environment(account: Account, environment: EnvironmentSpec) -> Iterator[Check]:
