@@ -1,0 +1,115 @@
+"""The live meter on the deployed platform: with its own role it finds a job and ends it with a checkpoint."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from deployed_site import CHECKOUT, Site
+
+from trainyard.launch.place import TenantAccess, open_tenant
+from trainyard.spec.platform import load_environment
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800)]
+DEADLINE_SECONDS = 600.0
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def long_job(folder: Path) -> str:
+    """Far too long to end by itself, and without a checkpoint before it is told to end."""
+    content = {
+        "name": "metered",
+        "tenant": "globex",
+        "model": {"config": MODEL},
+        "data": {"train": [{"path": "tenant://sets/text.txt", "format": "text"}], "sequence_length": 64},
+        "training": {"steps": 100_000, "global_batch_size": 4, "learning_rate": 1e-3, "precision": "fp32"},
+        "checkpoint": {"every_steps": 100_000},
+        "compute": {"backend": "sagemaker", "instance_type": "ml.p5.4xlarge", "max_hours": 1},
+    }
+    path = folder / "metered.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return str(path)
+
+
+def wait_for(site: Site, words: str, *verb: str, job_id: str) -> None:
+    """Until a verb says so; an end of the job that isn't waited for ends the test."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while words not in (told := site.trainyard(*verb).stdout):
+        status = json.loads(site.trainyard("status", job_id, "--json").stdout)
+        assert not status["finished"] or "finished" in words, status["failure"]
+        assert time.monotonic() < deadline, told[-2000:]
+        time.sleep(1.0)
+
+
+class Meter:
+    """The tenant's function, called as its schedule calls it."""
+
+    def __init__(self, globex: TenantAccess) -> None:
+        self._lambda = globex.account.client("lambda")
+        (self._name,) = (
+            item["FunctionName"]
+            for item in self._lambda.list_functions(MaxItems=1000)["Functions"]
+            if item.get("Description", "").startswith("Meters") and item["Description"].endswith(" globex cost")
+        )
+
+    def look(self) -> dict[str, Any]:
+        answer = self._lambda.invoke(FunctionName=self._name, Payload=b"{}")
+        assert "FunctionError" not in answer, answer["Payload"].read()
+        return dict(json.load(answer["Payload"]))
+
+    def deploy(self, **budget: Any) -> None:
+        """With another budget, as a deployment would."""
+        found = self._lambda.get_function_configuration(FunctionName=self._name)["Environment"]["Variables"]
+        settings = json.loads(found["METER"])
+        settings["budget"] |= budget
+        changed = {"Variables": {"METER": json.dumps(settings)}}
+        self._lambda.update_function_configuration(FunctionName=self._name, Environment=changed)
+
+
+def test_a_spent_budget_ends_a_job_with_a_checkpoint(site: Site, tmp_path: Path) -> None:
+    globex = open_tenant(load_environment(CHECKOUT / "environments/local.yaml"), "globex", "test")
+    text = (CHECKOUT / "LICENSE").read_bytes()
+    globex.launcher.client("s3").put_object(Bucket=globex.contract.buckets.data, Key="sets/text.txt", Body=text)
+    launched = site.trainyard("launch", long_job(tmp_path), "--force", "--json")
+    assert launched.returncode == 0, launched.stderr
+    job_id = json.loads(launched.stdout)["job_id"]
+    wait_for(site, "step=5 ", "logs", job_id, job_id=job_id)
+
+    meter = Meter(globex)
+    first = meter.look()
+    assert (first["stopped"], first["unpriced"]) == ([], [])
+    assert 0 < float(first["usd"]) < 2000 and 0 < first["used_percent"] < 100
+    meter.deploy(monthly_usd=1e-6, when_spent="finish")
+    assert meter.look()["stopped"] == [], "what runs may finish"
+    meter.deploy(monthly_usd=1e-6, when_spent="stop")
+    spent = meter.look()
+    assert spent["stopped"] == [job_id] and spent["used_percent"] > 100
+
+    wait_for(site, '"finished": true', "status", job_id, "--json", job_id=job_id)
+    status = json.loads(site.trainyard("status", job_id, "--json").stdout)
+    assert status["state"] == "Stopped", status["failure"]
+    kept = json.loads(site.trainyard("checkpoints", job_id, "--json").stdout)
+    assert [item["committed"] for item in kept] == [True] and kept[0]["step"] >= 5, "it saved as it was stopped"
+    told = json.loads(site.trainyard("cost", "--by", "job", "--tenant", "globex", "--json").stdout)
+    (group,) = (item for item in told["groups"] if item["key"] == job_id)
+    assert float(group["usd"]) > 0 and float(group["gpu_hours"]) > 0
+    published = globex.account.client("cloudwatch").list_metrics(Namespace="trainyard/globex")["Metrics"]
+    assert {f"{name}-local" for name in ("BudgetUsedPercent", "SpentUsd", "GpuHours")} <= {
+        item["MetricName"] for item in published
+    }
+    watched = site.trainyard("watch", job_id)
+    assert watched.returncode == 1 and f"{job_id}: Stopped" in watched.stderr
+    report = tmp_path / "report.html"
+    assert site.trainyard("report", job_id, "--out", str(report)).returncode == 0
+    assert 'aria-label="loss"' in report.read_text(encoding="utf-8")
