@@ -178,6 +178,11 @@ class TenantScope:
         return self.environment.isolates_jobs(self.name)
 
     @property
+    def encrypts_by_job(self) -> bool:
+        """Whether what a job writes is encrypted under keys that KMS gives that job's role alone."""
+        return self.environment.encrypts_by_job(self.name)
+
+    @property
     def each_job_role_pattern(self) -> str:
         """The roles that the broker makes, one for each job (trainyard/functions/job_roles.py): in a path of their own,
         so that it can change none of the others."""

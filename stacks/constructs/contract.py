@@ -117,6 +117,7 @@ def tenant_contract(
             name: TrainingPlanContract(arn=tenant.training_plans[name], **plan.model_dump())
             for name, plan in tenant.spec.training_plans.items()
         },
+        job_keys=tenant.encrypts_by_job,
         job_boundary=roles.boundary.managed_policy_arn if tenant.isolates_jobs else "",
         emulated=environment.emulated,
     )

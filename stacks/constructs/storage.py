@@ -38,7 +38,9 @@ class TenantBuckets(Construct):
             transitions=_archive(spec.archive_checkpoints_after_days),
             expiration=_days(spec.delete_checkpoints_after_days),
         )
-        self.checkpoints = self._bucket("Checkpoints", tenant, keys.checkpoints, ages=ages)
+        self.checkpoints = self._bucket(
+            "Checkpoints", tenant, keys.checkpoints, ages=ages, bucket_key=not tenant.encrypts_by_job
+        )
         ages = s3.LifecycleRule(id="Ages", transitions=_archive(spec.archive_artifacts_after_days))
         lock = _lock(spec.lock_mode, spec.lock_artifacts_days)
         self.artifacts = self._bucket("Artifacts", tenant, keys.artifacts, ages=ages, lock=lock)
@@ -56,13 +58,16 @@ class TenantBuckets(Construct):
         *,
         ages: s3.LifecycleRule,
         lock: s3.ObjectLockRetention | None = None,
+        bucket_key: bool = True,
     ) -> s3.Bucket:
         bucket = s3.Bucket(
             self,
             construct_id,
             encryption=s3.BucketEncryption.KMS,
             encryption_key=key,
-            bucket_key_enabled=True,  # one KMS call per bucket and hour instead of one per shard
+            # One KMS call per bucket and hour instead of one per shard; but then KMS is told the bucket alone, and
+            # can't tell one job's objects from another's.
+            bucket_key_enabled=bucket_key,
             block_public_access=s3.BlockPublicAccess.BLOCK_ALL,
             object_ownership=s3.ObjectOwnership.BUCKET_OWNER_ENFORCED,
             enforce_ssl=True,

@@ -105,7 +105,7 @@ def queues(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Queues]:
     content = yaml.safe_load((CHECKOUT / "environments/local.yaml").read_text())
     content |= {"submission": "queue", "max_instances": {GPU: 2}}
     queue = {"instance_types": [GPU], "max_instances": 2}
-    acme = {"submission": "queue", "job_isolation": "role", "queues": {"gpu": queue}, "share": {"guaranteed": {GPU: 1}}}
+    acme = {"submission": "queue", "job_isolation": "key", "queues": {"gpu": queue}, "share": {"guaranteed": {GPU: 1}}}
     content["tenants"]["acme"] |= acme
     content["tenants"]["globex"]["queues"] = {"gpu": {**queue, "max_instances": 1}}
     file = state_dir / "queues.yaml"

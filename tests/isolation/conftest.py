@@ -32,7 +32,7 @@ def environment_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     makes a role for each job. Both have a cluster."""
     content = yaml.safe_load(LOCAL.read_text())
     content["tenants"]["acme"]["submission"] = "broker"
-    content["tenants"]["acme"]["job_isolation"] = "role"
+    content["tenants"]["acme"]["job_isolation"] = "key"
     for tenant in content["tenants"].values():
         tenant["cluster"] = CLUSTER
     content["tenants"]["globex"]["submission"] = "direct"

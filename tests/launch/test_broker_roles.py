@@ -288,7 +288,16 @@ def test_the_detective_stops_a_job_that_runs_as_another_jobs_role() -> None:
     each = "arn:aws:iam::123456789012:role/trainyard/test/acme/jobs/each/"
     rules = {
         **{name: [] for name in ("subnets", "groups", "prefixes", "places")},
-        **{"plans": [], "types": {}, "role": "shared", "own_roles": each, "key": "", "files": "", "images": "", "seconds": 1},
+        **{
+            "plans": [],
+            "types": {},
+            "role": "shared",
+            "own_roles": each,
+            "key": "",
+            "files": "",
+            "images": "",
+            "seconds": 1,
+        },
     }
 
     def role_violations(role: str, job_id: str | None) -> list[str]:

@@ -64,13 +64,16 @@ def proper_job(account: Any) -> dict[str, Any]:
 def test_the_rule_hears_of_jobs_of_the_tenants_name_or_role_that_have_started(
     rule: dict[str, Any], account: Any
 ) -> None:
-    pattern = rule["EventPattern"]
+    pattern, role = (
+        rule["EventPattern"],
+        account.arn(FOUNDATION, account.only(FOUNDATION, "AWS::IAM::Role", "RolesJob")),
+    )
     assert pattern["source"] == ["aws.sagemaker"]
     assert pattern["detail"] == {
         "TrainingJobStatus": ["InProgress"],
         "$or": [
             {"TrainingJobName": [{"prefix": "acme-"}]},
-            {"RoleArn": [account.arn(FOUNDATION, account.only(FOUNDATION, "AWS::IAM::Role", "RolesJob"))]},
+            {"RoleArn": [role, {"prefix": "arn:aws:iam::123456789012:role/trainyard/local/acme/jobs/each/"}]},
         ],
     }
 
@@ -127,6 +130,10 @@ BREAKS: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
     ("image: none", nested("AlgorithmSpecification", {"AlgorithmName": "anybodys"})),
     ("running time: 86401 s", nested("StoppingCondition.MaxRuntimeInSeconds", 86401)),
     ("remote debug: on", nested("RemoteDebugConfig.EnableRemoteDebug", True)),
+    (
+        "training plan: arn:aws:sagemaker:us-east-1:1:training-plan/x",
+        nested("ResourceConfig.TrainingPlanArn", "arn:aws:sagemaker:us-east-1:1:training-plan/x"),
+    ),
     ("serverless: on", nested("ServerlessJobConfig", {"JobType": "FineTuning"})),
 ]
 
@@ -179,7 +186,8 @@ def test_the_function_stops_what_breaks_a_rule_and_counts_it(
 def test_the_template_holds_the_function_as_it_is_tested_here(account: Any) -> None:
     from pathlib import Path
 
-    (function,) = account.resources(TRAINING, "AWS::Lambda::Function").values()
+    functions = account.resources(TRAINING, "AWS::Lambda::Function").values()
+    (function,) = [item for item in functions if item["Description"].startswith("Re-checks")]
     assert function["Code"]["ZipFile"] == Path(job_guard.__file__).read_text()
     assert function["Handler"] == "index.handler"
     role = account.only(FOUNDATION, "AWS::IAM::Role", "RolesGuard")

@@ -5,8 +5,9 @@ can. The broker makes it (`broker_roles`) in a path of its own below the tenant'
 be passed from, under the tenant's boundary. Pure functions of the contract and the record, in plain dictionaries:
 Lambda code that imports nothing from other rooms.
 
-Not narrowed, because nothing in AWS can: the keys (with bucket keys a request says the bucket, not the object, and
-objects are held by the S3 statements), the metric namespace, and the listing of unfinished uploads, which shows names.
+Not narrowed: the keys, where a tenant has bucket keys (a request then says the bucket, not the object; objects are held
+by the S3 statements); and because nothing in AWS can, the metric namespace and the listing of unfinished uploads, which
+shows names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,7 +58,7 @@ def job_role_policies(
     if not job_id.startswith(f"{contract['tenant']}-") or set("*?$") & set(job_id):
         raise ValueError(f"job {job_id}: is none of tenant {contract['tenant']}")
     read = _inputs(contract, [*inputs, f"s3://{contract['buckets']['data']}/jobs/{job_id}/"])
-    statements = [*_objects(contract, job_id, read), *_keys(contract, read)]
+    statements = [*_objects(contract, job_id, read), *_keys(contract, job_id, read)]
     statements += _telling(contract, _streams(contract, job_id, attempt or job_id))
     statements += [*_image_and_files(contract), *_network(contract)]
     return {"Version": "2012-10-17", "Statement": statements}
@@ -124,12 +125,17 @@ def _listings(prefix: str) -> list[str]:
     return [plain, f"{plain}/*"]
 
 
-def _keys(contract: Mapping[str, Any], read: Mapping[str, list[str]]) -> list[dict[str, Any]]:
+def _keys(contract: Mapping[str, Any], job_id: str, read: Mapping[str, list[str]]) -> list[dict[str, Any]]:
+    """To decrypt inputs, and to encrypt and decrypt what the job writes: with `job_keys` for its own objects alone. S3
+    then tells KMS their names (the encryption context), which are sealed into each object's own key."""
     keys, buckets = contract["keys"], contract["buckets"]
     readable = [keys[name] for name in ("data", "artifacts") if buckets.get(name) in read]
+    own = {"kms:EncryptionContext:aws:s3:arn": f"arn:aws:s3:::{buckets['checkpoints']}/jobs/{job_id}/*"}
+    bound = {"StringLike": own} if contract.get("job_keys") else {}
     return [
         _allow("Decrypt", list(_READ_KEY), readable),
-        _allow("Encrypt", _READ_KEY + _WRITE_KEY, [keys["checkpoints"]]),
+        _allow("SeeKey", ["kms:DescribeKey"], [keys["checkpoints"]]),
+        _allow("Encrypt", ["kms:Decrypt", *_WRITE_KEY], [keys["checkpoints"]], **bound),
         _allow(
             "EncryptVolumes", ["kms:CreateGrant"], [keys["checkpoints"]], Bool={"kms:GrantIsForAWSResource": "true"}
         ),

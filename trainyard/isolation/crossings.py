@@ -346,18 +346,30 @@ class Crossings:
             yield self._ask(role, tenant, GUARD_RAIL, action, own, said)
         to_sagemaker: dict[str, Value] = {"iam:passedtoservice": "sagemaker.amazonaws.com"}
         yield self._ask(role, tenant, GUARD_RAIL, "iam:PassRole", contract.roles.job, to_sagemaker)
+        for service in ("lambda.amazonaws.com", "ec2.amazonaws.com"):
+            yield self._ask(role, tenant, GUARD_RAIL, "iam:PassRole", own, {"iam:passedtoservice": service})
 
     def _next_job(self, role: Role, tenant: str) -> Iterator[Question]:
         """A job's own role at what is another job's of the same tenant."""
         contract, other = self._account.contracts[tenant], f"{example_job(tenant)[:-1]}c"
         buckets, group = contract.buckets, f"arn:aws:logs:{self._place}:log-group:{SHARED_LOG_GROUP}"
         checkpoints, data = f"arn:aws:s3:::{buckets.checkpoints}", f"arn:aws:s3:::{buckets.data}"
-        yield self._ask(role, tenant, GUARD_RAIL, "s3:ListBucket", checkpoints, {"s3:prefix": f"jobs/{other}/"})
+        for bucket, prefix in (
+            (checkpoints, f"jobs/{other}/"),
+            (data, f"jobs/{other}/"),
+            (f"arn:aws:s3:::{buckets.artifacts}", "models/another/"),
+        ):
+            yield self._ask(role, tenant, GUARD_RAIL, "s3:ListBucket", bucket, {"s3:prefix": prefix})
         for action in ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"):
             stored = f"{checkpoints}/jobs/{other}/checkpoints/step-1/shard-0"
             yield self._ask(role, tenant, GUARD_RAIL, action, stored, {})
         for name in (f"jobs/{other}/spec/resolved_job.json", f"jobs/{other}/record.json", "secret/part-0.jsonl"):
             yield self._ask(role, tenant, GUARD_RAIL, "s3:GetObject", f"{data}/{name}", {})
+        if contract.job_keys:
+            for place in (f"{checkpoints}/jobs/{other}/checkpoints/step-1/shard-0", checkpoints):
+                said: dict[str, Value] = {"kms:encryptioncontext:aws:s3:arn": place}
+                for action in ("kms:Decrypt", "kms:GenerateDataKey"):
+                    yield self._ask(role, tenant, GUARD_RAIL, action, contract.keys.checkpoints, said)
         names = [other, f"{training_job_prefix(tenant, other)}{'0' * 32}" if contract.shares else f"{other}-r2"]
         for name in names:
             stream = f"{group}:log-stream:{name}/algo-1-1700000000"

@@ -136,11 +136,13 @@ class Needs:
         return f"arn:aws:s3:::{name}" + (f"/{key}" if key else "")
 
     def _via_s3(self, bucket: str) -> dict[str, Value]:
-        """How S3 asks KMS for a caller; with bucket keys the encryption context is the bucket."""
-        region = self._account.environment.region
+        """How S3 asks KMS for a caller; with bucket keys the encryption context is the bucket, else the object."""
+        region, contract = self._account.environment.region, self._contract
+        by_object = contract.job_keys and bucket == contract.buckets.checkpoints
+        key = f"jobs/{self.job_id}/checkpoints/step-1/shard-0" if by_object else ""
         return {
             "kms:viaservice": f"s3.{region}.amazonaws.com",
-            "kms:encryptioncontext:aws:s3:arn": self._bucket(bucket),
+            "kms:encryptioncontext:aws:s3:arn": self._bucket(bucket, key),
             "kms:grantisforawsresource": "false",
         }
 

@@ -247,9 +247,10 @@ class TenantSpec(SpecModel):
     are billed meanwhile, and count against the account's quotas of warm pools, which begin at 0."""
     training_plans: dict[str, TrainingPlanSpec] = Field(default_factory=dict, json_schema_extra=on_change("update"))
     """Capacity bought ahead for training jobs, by the plans' names (compute.training_plan)."""
-    job_isolation: Literal["tenant", "role"] = Field(default="tenant", json_schema_extra=on_change("update"))
+    job_isolation: Literal["tenant", "role", "key"] = Field(default="tenant", json_schema_extra=on_change("update"))
     """What keeps one of the tenant's jobs from the next. `tenant`: nothing, all run as one role. `role`: the broker
-    makes a role for each, which reaches that job's own files, inputs and log streams alone, and removes it after it."""
+    makes a role for each, which reaches that job's own files, inputs and log streams alone, and removes it after it.
+    `key`: and each file that a job writes is encrypted under a key of its own, which KMS opens to that role alone."""
     share: ShareSpec = ShareSpec()
     """With `submission: queue`: what of the account's machines is the tenant's, and what it lends."""
     removal: RemovalSpec = RemovalSpec()
@@ -481,6 +482,10 @@ class EnvironmentSpec(SpecModel):
         """Whether each of the tenant's jobs runs as a role of its own."""
         return self.tenants[tenant].job_isolation != "tenant"
 
+    def encrypts_by_job(self, tenant: str) -> bool:
+        """Whether what a job writes is encrypted under keys that KMS gives that job's role alone."""
+        return self.tenants[tenant].job_isolation == "key"
+
     def most(self, tenant: str) -> dict[str, int]:
         """Instances by type that the tenant's jobs may hold together in the training queues, with borrowed ones."""
         found: dict[str, int] = {}
@@ -647,6 +652,8 @@ class TenantContract(SpecModel):
     """The longest that a job may keep its machines; 0, and in contracts before version 3, not at all."""
     training_plans: dict[str, TrainingPlanContract] = Field(default_factory=dict)
     """By name; empty in contracts before version 3."""
+    job_keys: bool = False
+    """Whether KMS judges each use of the checkpoint key by the object that it is for."""
     job_boundary: str = ""
     """ARN of the permissions boundary of the roles that the broker makes, one for each job; empty where all jobs run as
     `roles.job`, and in contracts before version 3."""
