@@ -580,11 +580,14 @@ def campaign(
 
 
 def _commit() -> str:
-    """Of the checkout, with a + where files of it were changed since."""
-    where = Path(__file__).resolve().parent
+    """Of the checkout, with a + where files of it were changed since, other than results: a campaign changes them."""
+    where = Path(__file__).resolve().parents[2]
     said = [
         subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=False).stdout.strip()
-        for arguments in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        for arguments in (
+            ("rev-parse", "--short", "HEAD"),
+            ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"),
+        )
     ]
     return said[0] + ("+" if said[1] else "")
 
