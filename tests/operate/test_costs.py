@@ -162,13 +162,16 @@ def charge_of(day_of_march: int, usd: str) -> Charge:
 def test_the_forecast_goes_on_at_the_last_weeks_pace() -> None:
     early = [charge_of(2, "700")]  # long ago: spent, and no pace
     week = [charge_of(number, usd) for number, usd in zip(range(13, 20), ["8", "12"] * 3 + ["10"], strict=True)]
-    found = costs.forecast([*early, *week, charge_of(20, "1")], since=SINCE, until=UNTIL, now=NOW)
+    found = costs.forecast([*early, *week, charge_of(20, "2.5")], since=SINCE, until=UNTIL, now=NOW)
     left = Decimal("11.75")
-    assert (found.spent_usd, found.pace_usd_per_day, found.num_days) == (771, 10, 7)
-    assert found.expected_usd == 771 + 10 * left
+    assert (found.spent_usd, found.pace_usd_per_day, found.num_days) == (Decimal("772.5"), 10, 7)
+    assert found.expected_usd == Decimal("772.5") + 10 * left
     assert found.low_usd is not None and found.high_usd is not None
     assert found.spent_usd < found.low_usd < found.expected_usd < found.high_usd
     assert found.high_usd - found.expected_usd == pytest.approx(Decimal("8.786"), abs=Decimal("0.001"))
+    sudden = costs.forecast([charge_of(20, "29")], since=SINCE, until=UNTIL, now=NOW)
+    assert sudden.pace_usd_per_day == 4, "today counts too: 29 USD in 7.25 days"
+    assert sudden.low_usd is None, "days without cost say nothing of how days differ"
     begun = costs.forecast([charge_of(1, "6")], since=SINCE, until=UNTIL, now=day(1, 6))
     assert (begun.num_days, begun.pace_usd_per_day, begun.low_usd) == (0, 24, None)
     with pytest.raises(InputError, match="month 2026-03 is over"):
@@ -193,6 +196,15 @@ def test_bad_input_is_one_line(
     assert run(["cost", "-e", str(environment_path), *arguments, *more]) == 2
     out = capsys.readouterr()
     assert out.out == "" and told in out.err and out.err.count("\n") == 1
+
+
+def test_a_plan_is_held_against_what_has_completed_alone() -> None:
+    from trainyard.cli.costing import _against_plan
+
+    group = costs.summed("j", [charge_of(3, "10")])
+    assert _against_plan(group, Decimal(12), "Completed") == ["12.00", "20% too high"]
+    assert _against_plan(group, Decimal(12), "Stopped") == ["12.00", "of a job that is Stopped"]
+    assert _against_plan(group, None, "Completed") == ["-", "-"]
 
 
 def test_the_verb_prints_a_table_json_and_csv(
@@ -221,7 +233,8 @@ def test_the_verb_prints_a_table_json_and_csv(
     assert usd == sum(Decimal(row["usd"]) for row in whole["charges"])
     if month and (now - datetime.timedelta(minutes=90)).month == (now - datetime.timedelta(minutes=30)).month:
         assert usd == 2 * priced, "two machines for an hour"
-    assert whole["groups"][0]["key"] == JOB_ID and "planned_usd" in whole["groups"][0]
+    (group,) = whole["groups"]
+    assert (group["key"], group["planned_usd"], group["state"]) == (JOB_ID, None, "Completed")
     rows = list(csv.DictReader(io.StringIO(told("--csv", *month))))
     assert sum(Decimal(row["usd"]) for row in rows) == usd
     assert {(row["cost_center"], row["job_id"], row["purchase"]) for row in rows} == {

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from trainyard.launch.place import TenantAccess
     from trainyard.operate.costs import Charge, Forecast, Group
 
+    Planned = dict[str, tuple[Decimal | None, str | None]]
+    """Of a job: planned dollars, state."""
+
 ByOption = Annotated[
     Literal["day", "tenant", "job", "cost-centre"], typer.Option("--by", help="What a line of the table is of.")
 ]
@@ -61,7 +64,7 @@ def cost(
         meter = costs.Meter(PriceBook.opened(price_file(), today=now.date()), since=since, until=until, now=now)
         charges = [charge for access in opened.values() for charge in meter.charges(access)]
         groups = costs.grouped(charges, by)
-        planned = _planned(groups, charges, opened) if by == "job" else {}
+        planned: Planned = _planned(groups, charges, opened) if by == "job" else {}
         expected = costs.forecast(charges, since=since, until=until, now=now) if with_forecast else None
     if as_csv:
         writer = csv.DictWriter(sys.stdout, costs.CSV_FIELDS, lineterminator="\n")
@@ -77,19 +80,21 @@ def cost(
         print(line)
 
 
-def _planned(
-    groups: "Sequence[Group]", charges: "Sequence[Charge]", opened: "dict[str, TenantAccess]"
-) -> "dict[str, Decimal | None]":
-    """What each job's plan said of its machines; None where there was no plan, or no record any more."""
+def _planned(groups: "Sequence[Group]", charges: "Sequence[Charge]", opened: "dict[str, TenantAccess]") -> "Planned":
+    """What each job's plan said of its machines, and the job's state; Nones where there is no record any more."""
     from trainyard.operate.costs import planned_usd
 
     owners = {charge.job_id: charge.tenant for charge in charges}
-    found: dict[str, Decimal | None] = {}
+    found: Planned = {}
     for group in groups:
+        place = opened[owners[group.key]].place
         try:
-            found[group.key] = planned_usd(opened[owners[group.key]].place.store.read(group.key).record)
+            record = place.store.read(group.key).record
         except InputError:
-            found[group.key] = None
+            found[group.key] = (None, None)
+            continue
+        # A record is as old as the last look at its job.
+        found[group.key] = (planned_usd(record), place.backend.states([record]).get(group.key, record.state))
     return found
 
 
@@ -104,7 +109,7 @@ def _print_table(
     by: str,
     groups: "Sequence[Group]",
     total: "Group",
-    planned: "dict[str, Decimal | None]",
+    planned: "Planned",
     budgets: dict[str, tuple[float, float | None]],
 ) -> None:
     from rich.table import Table
@@ -118,17 +123,18 @@ def _print_table(
         usd = f"{'at least ' if group.unpriced else ''}{group.usd:,.2f}"
         row = [group.key, str(group.num_jobs), f"{group.instance_hours:,.2f}", f"{group.gpu_hours:,.2f}", usd]
         if group is not total:
-            row += _against_plan(group, planned.get(group.key)) if by == "job" else []
+            row += _against_plan(group, *planned[group.key]) if by == "job" else []
             row += _against_budget(group, *budgets[group.key]) if by == "tenant" else []
         table.add_row(*row, style="bold" if group is total else "")
     console().print(table)
 
 
-def _against_plan(group: "Group", planned: "Decimal | None") -> list[str]:
+def _against_plan(group: "Group", planned: "Decimal | None", state: str | None) -> list[str]:
+    """What was planned is of the whole job: before that has completed there is nothing to hold it against."""
     if planned is None:
         return ["-", "-"]
-    if not group.usd or group.unpriced:
-        return [f"{planned:,.2f}", "-"]
+    if state != "Completed" or not group.usd or group.unpriced:
+        return [f"{planned:,.2f}", f"of a job that is {state}" if state != "Completed" else "-"]
     off = planned / group.usd - 1
     return [f"{planned:,.2f}", f"{abs(off):.0%} too {'high' if off > 0 else 'low'}"]
 
@@ -163,7 +169,7 @@ def _forecast_line(expected: "Forecast", budget_usd: float) -> str:
     between = ""
     if expected.low_usd is not None and expected.high_usd is not None:
         between = f" ({expected.low_usd:,.2f} to {expected.high_usd:,.2f}, 80 % interval)"
-    of = f"the last {expected.num_days} full days'" if expected.num_days else "this month's hours'"
+    of = f"the last {expected.num_days} full days' and today's" if expected.num_days else "today's"
     return (
         f"forecast: {expected.expected_usd:,.2f} USD at the month's end{between}, at {of} pace of "
         f"{expected.pace_usd_per_day:,.2f} USD a day; budget {budget_usd:,.0f} USD"
@@ -175,13 +181,14 @@ def _print_json(
     groups: "Sequence[Group]",
     total: "Group",
     charges: "Sequence[Charge]",
-    planned: "dict[str, Decimal | None]",
+    planned: "Planned",
     expected: "Forecast | None",
     opened: "dict[str, TenantAccess]",
 ) -> None:
     """Dollars as text: a JSON number would be read as a float."""
     lines: list[dict[str, Any]] = [
-        {**group.__dict__, **({"planned_usd": planned[group.key]} if group.key in planned else {})} for group in groups
+        {**group.__dict__, **dict(zip(("planned_usd", "state"), planned.get(group.key, ()), strict=False))}
+        for group in groups
     ]
     print_json(
         {

@@ -26,7 +26,10 @@ from trainyard.planner.money import ONE_IN_TEN
 
 By = Literal["day", "tenant", "job", "cost-centre"]
 PACE_DAYS = 7
-"""The last full days whose mean is the pace: a week, so that its quiet days are in it once."""
+"""The last full days that, with today, make the pace: a week, so that its quiet days are in it once."""
+
+LEAST_DAYS = 3
+"""That something was spent on, for an interval."""
 
 CSV_FIELDS = (
     *("day", "tenant", "cost_center", "job_id", "training_job", "instance_type", "instances", "purchase"),
@@ -89,10 +92,10 @@ class Forecast:
     pace_usd_per_day: Decimal
     expected_usd: Decimal
     low_usd: Decimal | None
-    """With the next the 80 % interval, by how much the last full days differ; None with fewer than three of them."""
+    """With the next the 80 % interval, by how much the last full days differ; None with fewer than three that cost."""
     high_usd: Decimal | None
     num_days: int
-    """Full days that the pace is of; 0: it is of the hours of the month so far."""
+    """Full days that the pace is of, beside today's hours."""
 
 
 def months(text: str | None, now: datetime.datetime) -> tuple[datetime.datetime, datetime.datetime]:
@@ -222,7 +225,7 @@ def planned_usd(record: JobRecord) -> Decimal | None:
 def forecast(
     charges: Iterable[Charge], *, since: datetime.datetime, until: datetime.datetime, now: datetime.datetime
 ) -> Forecast:
-    """The month at the pace of its last full days (up to PACE_DAYS); InputError for a month that is over.
+    """The month at the pace of its last full days (up to PACE_DAYS) and of today; InputError for a month that is over.
 
     expected = spent + pace x days that are left; the interval is +-1.2816 standard deviations of a day's dollars times
     the root of these days, as if days were independent. Nothing is cheaper than what is spent.
@@ -236,13 +239,12 @@ def forecast(
     num_full = min(PACE_DAYS, (now.date() - since.date()).days)
     days = [by_day[now.date() - datetime.timedelta(days=back)] for back in range(1, num_full + 1)]
     left = Decimal(str((until - now).total_seconds())) / 86_400
-    if days:
-        pace = sum(days, Decimal(0)) / len(days)
-    else:
-        pace = spent / max(Decimal(str((now - since).total_seconds())) / 86_400, Decimal("0.0001"))
+    midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    today = max(Decimal(str((now - midnight).total_seconds())) / 86_400, Decimal("0.0001"))
+    pace = (sum(days, Decimal(0)) + by_day[now.date()]) / (len(days) + today)
     expected = spent + pace * left
     low = high = None
-    if len(days) >= 3:
+    if sum(1 for usd in days if usd) >= LEAST_DAYS:
         spread = Decimal(str(ONE_IN_TEN)) * statistics.stdev(days) * left.sqrt()
         low, high = max(spent, expected - spread), expected + spread
     rounded = [None if value is None else value.quantize(MICRO) for value in (pace, expected, low, high)]
