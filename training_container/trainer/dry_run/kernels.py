@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import masking_utils
 
 from trainer.models import attention
 from trainer.strategies import context_parallel, expert_parallel
@@ -29,14 +30,33 @@ def _flash(
 ) -> torch.Tensor:
     """F.scaled_dot_product_attention as a GPU runs it: by a kernel that keeps inputs, output and a number a query.
 
-    A mask doesn't change what is kept. Grouped keys and values stay as they are. Shapes alone are told.
+    A mask doesn't change what is kept. Grouped keys and values stay as they are, and autocast narrows all three, which a
+    CPU's does not. Shapes alone are told.
     """
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
     del enable_gqa
     is_causal = is_causal or isinstance(attn_mask, CausalBias)
     output: torch.Tensor = _aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
     )[0]
     return output
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:  # torch's name
+    """F.dropout as a GPU runs it: by a kernel that keeps a byte an element, where a CPU keeps the mask's factors."""
+    assert not inplace
+    if not training or not p:
+        return input
+    output: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return output
+
+
+def _no_packed_documents(_: torch.Tensor) -> None:
+    """What transformers finds by looking at positions: that of tensors without values it takes packed ones for granted,
+    and then makes masks, and copies of grouped keys and values to go with them."""
 
 
 def _one_document_each(positions: torch.Tensor) -> torch.Tensor:
@@ -63,6 +83,8 @@ def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, ours in (
             (nn.functional, "scaled_dot_product_attention", _flash),
+            (nn.functional, "dropout", _dropout),
+            (masking_utils, "find_packed_sequence_indices", _no_packed_documents),
             (context_parallel, "causal_lower_right", _causal_bias),
             (expert_parallel, "row_counts", balanced),
             (attention, "offsets_of", _one_document_each),

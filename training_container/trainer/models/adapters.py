@@ -21,10 +21,12 @@ _EXPERT_TARGETS = frozenset({"gate_proj", "up_proj", "down_proj"})
 """Linear layers of dense blocks and shared experts that in a mixture of experts peft takes for the experts' as well."""
 
 
-def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int) -> None:
+def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int, computes_in_half: bool = False) -> None:
     """Freezes `model` and gives every linear layer named in `adapter.targets` a low-rank pair, the same on every rank.
 
-    The pair starts as zero (its second matrix is), so the first loss is the base model's own.
+    The pair starts as zero (its second matrix is), so the first loss is the base model's own. `computes_in_half`: the
+    engine sees to the type of products, by autocast or by what it gathers; peft's own cast to the pair's float32 would
+    only keep a copy of the input for each adapted layer, of the very numbers that autocast then makes of it again.
     """
     _check_targets(model, adapter)
     from peft import inject_adapter_in_model  # seconds to import: only jobs that use it pay
@@ -33,6 +35,9 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int) -> N
     inject_adapter_in_model(adapter_configuration(adapter), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_adapter(name))
+    for module in model.modules():
+        if computes_in_half and hasattr(module, "lora_A"):
+            setattr(module, "cast_input_dtype_enabled", False)  # noqa: B010  # no attribute that mypy knows
 
 
 def name_in_peft(name: str) -> str:

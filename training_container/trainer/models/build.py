@@ -1,5 +1,6 @@
 """The model: an unmodified Hugging Face class, from a configuration or from a directory."""
 
+from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any
 
@@ -8,9 +9,10 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from trainer.models.adapters import add_adapter
-from trainer.models.attention import attach, choose_attention, varlen_operations
+from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
 from trainer.models.configuration import configuration_in
 from trainer.models.deferred_weights import defer, fill, outline, source_of
 from trainer.models.quantized import quantize_blocks
@@ -40,7 +42,8 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
     if job.spec.training.precision == "fp64":
         model.set_experts_implementation("eager")  # torch's grouped product takes float32 at most
     if job.spec.model.adapter is not None:
-        add_adapter(model, job.spec.model.adapter, seed=job.spec.training.seed)
+        computes_in_half = job.spec.training.precision in HALF_TYPES
+        add_adapter(model, job.spec.model.adapter, seed=job.spec.training.seed, computes_in_half=computes_in_half)
     if source_of(model) is None:
         defer(model)
     to_trained_type(model.parameters(), job.spec.training.precision)
@@ -139,6 +142,8 @@ def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+        for block in transformer_blocks(model):
+            _mark_last_product(block)
     try:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
     except ValueError as error:
@@ -146,7 +151,31 @@ def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
 
 
 def _selective_policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = operation in _KEPT_OPERATIONS and not _in_last_product.get()
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_in_last_product: ContextVar[bool] = ContextVar("in_last_product", default=False)
+"""Whether a block's last product is being computed."""
+
+
+def _mark_last_product(block: nn.Module) -> None:
+    """Nothing after a block's last product needs its result again, and recomputation ends before it: keeping it would
+    be for nothing, under tensor parallelism whole on each rank. Where the last by name is not the last to run, it is
+    computed twice, and no more."""
+    products = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
+    if not products:
+        return
+    tokens: list[Token[bool]] = []
+
+    def enter(*_: Any) -> None:
+        tokens.append(_in_last_product.set(True))
+
+    def leave(*_: Any) -> None:
+        _in_last_product.reset(tokens.pop())
+
+    products[-1].register_forward_pre_hook(enter)
+    products[-1].register_forward_hook(leave, always_call=True)
 
 
 def _one_line(error: BaseException) -> str:

@@ -65,7 +65,12 @@ class ReplicatedStrategy(TorchStrategy):
             with self._autocast():
                 loss = self._task.probe_loss(self._model, self._forward, self._device)
             torch.autograd.backward(loss)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        """Where gradients are views of DDP's buckets they stay so: made anew, those of accumulated micro-batches would
+        stand beside the buckets until the last one copies them (28 GB of a 7B)."""
+        self._optimizer.zero_grad(set_to_none=not isinstance(self._forward, DistributedDataParallel))
 
     def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:
         if is_last or not isinstance(self._forward, DistributedDataParallel):

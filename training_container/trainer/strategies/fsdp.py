@@ -49,10 +49,7 @@ class FullyShardedStrategy(TorchStrategy):
 
     def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Reduce-scatters after every micro-batch, so that no rank ever holds whole gradients; copies meet once."""
-        assert isinstance(self._forward, FSDPModule)
-        self._forward.set_is_last_backward(is_last)
-        self._forward.set_requires_all_reduce(is_last)
-        return nullcontext()
+        return synchronization(self._forward, is_last=is_last)
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         """See Strategy."""
@@ -91,6 +88,18 @@ def shard_weights(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def synchronization(root: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
+    """Around one micro-batch of an FSDP root: shards are summed after each, copies of them once a step.
+
+    `set_is_last_backward` stays true: told otherwise, FSDP keeps what it sent last, the gradients of embedding and head
+    whole in float32 (4 GiB of an 8B), through the next forward pass. It spares no waiting: that pass begins with a
+    gathering that goes through the same communicator.
+    """
+    assert isinstance(root, FSDPModule)
+    root.set_requires_all_reduce(is_last)
+    return nullcontext()
 
 
 def fill_shards(root: nn.Module, model: nn.Module, device: torch.device) -> None:

@@ -8,13 +8,12 @@ then it moves nothing, but every parameter is a DTensor on the same grid and low
 import math
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -24,7 +23,7 @@ from trainer.optimizers.build import local_tensor
 from trainer.runtime import Runtime
 from trainer.strategies import context_parallel, expert_parallel, pipeline, tensor_parallel
 from trainer.strategies.base import Batch, Clock
-from trainer.strategies.fsdp import fill_shards, precision_policy, reshard, shard_weights
+from trainer.strategies.fsdp import fill_shards, precision_policy, reshard, shard_weights, synchronization
 from trainer.strategies.mesh import Mesh, data_parallel_rank
 from trainer.strategies.torch_engine import TorchStrategy
 from trainer.tasks.causal_lm import sequence_loss_sum
@@ -93,11 +92,8 @@ class ProductStrategy(TorchStrategy):
         self._partial += [parameters[name] for name in names]
 
     def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """As FSDP alone: shards are summed after every micro-batch, copies of them once a step."""
-        assert isinstance(self._forward, FSDPModule)
-        self._forward.set_is_last_backward(is_last)
-        self._forward.set_requires_all_reduce(is_last)
-        return nullcontext()
+        """As FSDP alone."""
+        return synchronization(self._forward, is_last=is_last)
 
     def forward_backward(self, batches: Sequence[Batch], num_global_targets: int, clock: Clock) -> torch.Tensor:
         """See Strategy. Every rank of a tensor group computes the whole loss; one of them reports it."""

@@ -120,8 +120,12 @@ class TorchStrategy(Strategy):
                 torch._foreach_mul_(gradients, factor)
             set_learning_rate(self._optimizer, learning_rate)
             self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         return OptimizerStep(grad_norm=grad_norm, was_applied=was_applied)
+
+    def _forget_gradients(self) -> None:
+        """After a step: the next one's begin at nothing."""
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _finish_gradients(self) -> None:
         """Once a step, after the last backward pass: what the wrapper has not summed."""

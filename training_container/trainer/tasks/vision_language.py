@@ -25,6 +25,7 @@ from trainer.data.readers import Record
 from trainer.data.tokenizer import TextTokenizer, tokenizer_file_of, tokenizer_of
 from trainer.losses.token_loss import next_token_loss_sum
 from trainer.models.adapters import add_adapter
+from trainer.models.attention import HALF_TYPES
 from trainer.tasks.base import Task
 from trainer.tasks.building import check_layout, config_of, finished, image_data, outlined
 from trainer.tasks.images import ImageTransform, Pixels, Preprocessing
@@ -286,7 +287,8 @@ class VisionLanguage(Task):
         attention = "sdpa" if job.spec.model.attention == "auto" else job.spec.model.attention
         model = outlined(job, AutoModelForImageTextToText, _config(job), attn_implementation=attention)
         if job.spec.model.adapter is not None:
-            add_adapter(model, job.spec.model.adapter, seed=job.spec.training.seed)
+            computes_in_half = job.spec.training.precision in HALF_TYPES
+            add_adapter(model, job.spec.model.adapter, seed=job.spec.training.seed, computes_in_half=computes_in_half)
         for name, parameter in model.named_parameters():
             if "vision_tower." in name and (
                 _is_unused(name, model.config) or (job.spec.images or ImageSpec()).freeze_vision
