@@ -186,8 +186,13 @@ def test_a_job_that_does_not_exist(refusal: Refusal, environment_path: Path, dep
     assert "begins with no tenant of environment test (acme, globex)" in line
 
 
-def test_slurm_is_refused_honestly(refusal: Refusal, write_job: WriteJob) -> None:
-    assert "backend slurm is not supported by this version" in refusal(["launch", write_job(), "--backend", "slurm"], 2)
+def test_slurm_where_there_is_none(
+    refusal: Refusal, write_job: WriteJob, environment_path: Path, deployed: Account
+) -> None:
+    moved = ["launch", write_job(), "--backend", "slurm"]
+    assert "there is no `sbatch` on the PATH here" in refusal(moved, 2)
+    line = refusal([*moved, "--set", "compute.queue=none", "-e", str(environment_path)], 2)
+    assert "tenant acme has no cluster in environment test" in line
 
 
 def test_data_elsewhere_for_a_local_job(refusal: Refusal, write_job: WriteJob) -> None:

@@ -16,3 +16,4 @@ from launch_testing import (  # noqa: F401
     record,
     resolved,
 )
+from slurm_testing import cluster, desk  # noqa: F401

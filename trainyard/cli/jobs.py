@@ -52,7 +52,7 @@ def launch(
     wait: WaitOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Launch a job: on AWS, on AWS's stand-in here, or as processes of this machine.
+    """Launch a job: on AWS, on AWS's stand-in here, on a Slurm cluster, or as processes of this machine.
 
     Example: trainyard launch jobs/quickstart.yaml --environment local --wait
     """
@@ -92,16 +92,14 @@ def load_for_backend(path: Path, overrides: list[str], backend: str | None) -> "
     if backend == "local":
         # This machine has neither the type nor the number of the hosts that the file names.
         moved += ["compute.instance_type=null", "compute.instance_count=1", "compute.spot=false"]
-        moved += ["compute.max_wait_hours=null", "compute.queue=null"]
-    spec = load_job(path, moved)
-    if spec.compute.backend == "slurm":
-        raise InputError(f"{path}: backend slurm is not supported by this version; use sagemaker or local")
-    return spec
+        moved += ["compute.max_wait_hours=null", "compute.queue=null", "recovery.elastic=null"]
+    return load_job(path, moved)
 
 
 def _launch(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
     from trainyard.launch import launch as launch_on_sagemaker
     from trainyard.launch import launch_here
+    from trainyard.launch.cluster import launch_on_cluster, launch_on_slurm_here
     from trainyard.launch.place import environment_file, local_jobs_folder, local_place, open_tenant
     from trainyard.spec.platform import load_environment
 
@@ -111,11 +109,14 @@ def _launch(spec: "JobSpec", environment: str, *, processes: int | None, force: 
                 spec, local_jobs_folder(), num_processes=processes, force=force, say=teller(spinner)
             )
         if processes is not None:
-            raise InputError("--processes is for --backend local; on SageMaker each GPU has its process")
-        file = environment_file(environment)
+            raise InputError("--processes is for --backend local; on a cluster each GPU has its process")
+        deployed = load_environment(environment_file(environment))
+        if spec.compute.backend == "slurm" and deployed.emulated:  # which has no machines
+            return local_place(), launch_on_slurm_here(spec, local_jobs_folder(), force=force, say=teller(spinner))
         spinner.update("opening the account")
-        access = open_tenant(load_environment(file), spec.tenant, f"job {spec.name}")
-        record = launch_on_sagemaker(
+        access = open_tenant(deployed, spec.tenant, f"job {spec.name}")
+        launch_there = launch_on_cluster if spec.compute.backend == "slurm" else launch_on_sagemaker
+        record = launch_there(
             spec, access.contract, account=access.account, launcher=access.launcher, force=force, say=teller(spinner)
         )
         return access.place, record
@@ -125,10 +126,10 @@ def _say_launched(record: "JobRecord") -> None:
     print(f"{record.job_id}: {record.state}")
     for reason in record.forced:
         print(f"  forced: {reason}")
-    print(f"  checkpoints {record.checkpoint_destination}")
     if record.smaller and record.spec.recovery.max_resumes:
         counts = ", then ".join(str(one.num_hosts) for one in record.smaller)
         print(f"  without capacity for {record.resolved.num_hosts} instances it goes on with {counts}")
+    print(f"  checkpoints {record.checkpoint_destination}")
     if not record.finished:
         print(f"  trainyard logs {record.job_id} --follow")
         print(f"  trainyard status {record.job_id}")

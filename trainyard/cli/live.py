@@ -71,7 +71,8 @@ class Seen:
         if current.record.attempt.reclaims <= self.reclaims:
             return ""
         self.reclaims = current.record.attempt.reclaims
-        return "spot capacity reclaimed: the job comes back by itself, from its newest checkpoint"
+        why = "requeued" if current.record.backend == "slurm" else "spot capacity reclaimed"
+        return f"{why}: the job comes back by itself, from its newest checkpoint"
 
     def __str__(self) -> str:
         speed = f"  {float(self.speed):,.0f} {self.unit}/s" if self.speed else ""

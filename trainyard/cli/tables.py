@@ -25,7 +25,8 @@ def status_table(current: Status, reached: Goodput | None = None) -> Group:
     facts.add_row("job", record.job_id)
     facts.add_row("state", state_text(current.state))
     compute = record.resolved.spec.compute
-    where = "this machine" if record.backend == "local" else f"{record.resolved.num_hosts} x {compute.instance_type}"
+    machines = f"{record.resolved.num_hosts} x {compute.instance_type or 'a machine'}"
+    where = "this machine" if record.backend == "local" else machines
     facts.add_row("runs on", f"{where}, {record.resolved.world_size} processes{', spot' if compute.spot else ''}")
     if record.attempt.number > 1:
         facts.add_row("attempt", f"{record.attempt.number} ({record.attempt.training_job_name})")

@@ -65,8 +65,8 @@ def revised(
     _check_same_batch(record.spec, spec, where)
     resolved = planner.resolve(absolute, world_size=num_processes)
     region = str(record.plan.get("region") or DEFAULT_REGION)
-    # As the launch planned it: on this machine paths may be relative to another folder than today's.
-    plan, refusals = planned(absolute if record.backend == "local" else spec, region=region, world_size=num_processes)
+    # As the launch planned it: without a tenant paths may be relative to another folder than today's.
+    plan, refusals = planned(absolute if record.environment is None else spec, region=region, world_size=num_processes)
     refusals = [reason for reason in refusals if reason not in record.forced]
     forced = (*record.forced, *refuse_or_force(refusals, force))
     fewer = smaller(resolved.spec) if record.backend == "sagemaker" else ()

@@ -3,7 +3,7 @@
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainyard import planner
 from trainyard.errors import InputError
@@ -69,7 +69,7 @@ def launch(
     destination = names.checkpoint_destination(contract.buckets.checkpoints, job_id)
     record = new_record(
         job,
-        _resolved(inputs.job, destination),
+        with_destination(inputs.job, destination),
         job_id=job_id,
         backend="sagemaker",
         environment=contract.environment,
@@ -77,10 +77,10 @@ def launch(
         image=image,
         channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in inputs.channels],
         forced=forced,
-        launched_by=_caller(account),
+        launched_by=caller(account),
     )
     store = S3RecordStore(s3, contract.buckets.data)
-    return _record_and_submit(record, store, backend, say)
+    return record_and_submit(record, store, backend, say)
 
 
 def launch_here(
@@ -96,7 +96,7 @@ def launch_here(
     destination = job.checkpoint.destination or str((folder / job_id).resolve())
     record = new_record(
         job,
-        _resolved(here, destination, world_size=num_processes),
+        with_destination(here, destination, world_size=num_processes),
         job_id=job_id,
         backend="local",
         environment=None,
@@ -106,7 +106,7 @@ def launch_here(
         forced=forced,
         launched_by="",
     )
-    return _record_and_submit(record, FolderRecordStore(folder), LocalBackend(folder), say)
+    return record_and_submit(record, FolderRecordStore(folder), LocalBackend(folder), say)
 
 
 def planned(
@@ -165,7 +165,7 @@ def new_record(
     resolved: ResolvedJob,
     *,
     job_id: str,
-    backend: str,
+    backend: Literal["sagemaker", "slurm", "local"],
     environment: str | None,
     plan: dict[str, Any],
     image: str | None,
@@ -181,7 +181,7 @@ def new_record(
         job_id=job_id,
         tenant=job.tenant,
         environment=environment,
-        backend="sagemaker" if backend == "sagemaker" else "local",
+        backend=backend,
         spec=job,
         resolved=resolved,
         smaller=smaller(resolved.spec) if backend == "sagemaker" else (),
@@ -210,13 +210,15 @@ def submit_attempt(store: RecordStore, backend: Backend, job_id: str, say: Say) 
     return update(store, job_id, confirmed).record
 
 
-def _record_and_submit(record: JobRecord, store: RecordStore, backend: Backend, say: Say) -> JobRecord:
+def record_and_submit(record: JobRecord, store: RecordStore, backend: Backend, say: Say) -> JobRecord:
+    """Write a new record, then hand its first attempt to the backend: a launcher that dies in between loses nothing."""
     say(f"writing the record of {record.job_id}")
     store.create(record)
     return submit_attempt(store, backend, record.job_id, say)
 
 
-def _resolved(job: JobSpec, destination: str, world_size: int | None = None) -> ResolvedJob:
+def with_destination(job: JobSpec, destination: str, world_size: int | None = None) -> ResolvedJob:
+    """`job` resolved, its checkpoints at `destination`."""
     checkpoint = job.checkpoint.model_copy(update={"destination": destination})
     return planner.resolve(job.model_copy(update={"checkpoint": checkpoint}), world_size=world_size)
 
@@ -228,6 +230,7 @@ def refuse_or_force(refusals: Sequence[str], force: bool) -> tuple[str, ...]:
     return tuple(refusals)
 
 
-def _caller(account: Account) -> str:
+def caller(account: Account) -> str:
+    """Whose credentials these are, as an ARN."""
     with aws_errors("reading", "the caller's identity"):
         return str(account.client("sts").get_caller_identity()["Arn"])

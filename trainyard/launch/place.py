@@ -6,6 +6,8 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.launch.backend import Backend
+from trainyard.launch.backends import ByRecord
+from trainyard.launch.cluster import here_backend, tenant_backend
 from trainyard.launch.contract import check_tenant, read_contract
 from trainyard.launch.local_backend import LocalBackend
 from trainyard.launch.queue_backend import backend_of
@@ -52,9 +54,11 @@ class TenantAccess:
         """Where the tenant's jobs live."""
         s3 = self.launcher.client("s3")
         store = S3RecordStore(s3, self.contract.buckets.data)
-        backend, queued = backend_of(self.launcher, self.contract), bool(self.contract.shares)
-        resumes = bool(self.contract.broker)
-        return Place(store, backend, s3, self.launcher, has_resumer=resumes and not queued, has_queue=queued)
+        backends: dict[str, Backend] = {"sagemaker": backend_of(self.launcher, self.contract)}
+        if self.contract.cluster is not None:
+            backends["slurm"] = tenant_backend(self.launcher, self.contract)
+        resumes, queued = bool(self.contract.broker), bool(self.contract.shares)
+        return Place(store, ByRecord(backends), s3, self.launcher, has_resumer=resumes and not queued, has_queue=queued)
 
 
 def environment_file(name_or_path: str) -> Path:
@@ -83,7 +87,7 @@ def open_tenant(environment: EnvironmentSpec, tenant: str | None, where: str) ->
 def local_place(folder: Path | None = None) -> Place:
     """Jobs on this machine."""
     folder = folder or local_jobs_folder()
-    return Place(FolderRecordStore(folder), LocalBackend(folder))
+    return Place(FolderRecordStore(folder), ByRecord({"local": LocalBackend(folder), "slurm": here_backend(folder)}))
 
 
 def local_jobs_folder() -> Path:

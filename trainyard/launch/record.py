@@ -76,7 +76,7 @@ class JobRecord(SpecModel):
     job_id: str
     tenant: str | None
     environment: str | None
-    backend: Literal["sagemaker", "local"]
+    backend: Literal["sagemaker", "slurm", "local"]
     spec: JobSpec
     """As written by the person."""
     resolved: ResolvedJob

@@ -555,6 +555,26 @@ class RecoverySpec(SpecModel):
         return self.collective_seconds or max(600.0, 2 * (self.hang_seconds or 0.0))
 
 
+class SlurmSpec(SpecModel):
+    """backend slurm: what a cluster must be told beside the machines (docs/clusters.md)."""
+
+    directory: str | None = Field(default=None, pattern=r"^/[A-Za-z0-9._/-]+$")
+    """Folder that the login node and all machines share; each job has a folder of its own in it. Default: on a tenant's
+    cluster /fsx/cluster/trainyard, elsewhere the folder of jobs on this machine."""
+    python: str | None = Field(default=None, pattern=r"^/[A-Za-z0-9._/-]+$")
+    """Interpreter that has the trainer and its packages, as the machines (or the container) see it. Default: on a
+    tenant's cluster /fsx/cluster/trainyard/venv/bin/python, in a container the training image's own, elsewhere the one
+    that launches."""
+    container_image: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:/@#+-]+$")
+    """What pyxis' --container-image takes: a .sqsh file on the shared folder, or registry#name:tag. Default: none."""
+    container_mounts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]+$")], ...] = ()
+    """HOST:CONTAINER, beside the shared folder and /fsx."""
+    gpus_per_node: PositiveInt | None = None
+    """Ask Slurm for so many, where GPUs are among its resources. Default: whole machines, with all they have."""
+    account: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
+    qos: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
+
+
 class ComputeSpec(SpecModel):
     """The machines. The default is this one."""
 
@@ -563,11 +583,12 @@ class ComputeSpec(SpecModel):
     instance_count: PositiveInt = 1
     spot: bool = False
     max_hours: float = Field(default=24.0, gt=0, le=28 * 24)
-    """Hours of running before SageMaker stops the job (at most 28 days)."""
+    """Hours of running before SageMaker stops the job (at most 28 days). Slurm: of each start."""
     max_wait_hours: float | None = Field(default=None, gt=0)
     """spot: hours of waiting and running together; default: twice max_hours."""
     queue: str | None = None
-    """One of the tenant's training queues; default: its first that offers the instance type."""
+    """One of the tenant's training queues, on Slurm a partition; default: its first that offers the instance type."""
+    slurm: SlurmSpec = SlurmSpec()
     keep_alive_minutes: float | None = Field(default=None, gt=0, le=360)
     """On SageMaker: how long the machines stay after the job for the tenant's next one on as many of the same type,
     which then starts within a minute (a warm pool). They are billed meanwhile; the tenant's warm_pool_minutes is the

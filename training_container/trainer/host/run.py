@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
@@ -282,6 +283,9 @@ class HostRun:
             *("--master-addr", self._address),
             *("--master-port", self._settings.get("TRAINYARD_RENDEZVOUS_PORT", str(DEFAULT_PORT))),
             *("--max-restarts", "0"),
+            # Who signals all processes of a job, as Slurm does, reaches torchrun too, which would kill the ranks after
+            # 30 s: when their time is over is this host's to say.
+            *("--shutdown-timeout", str(math.ceil(self._grace_seconds) + 10)),
             *("-m", "trainer.host.rank", str(self._reports), self._module),
             *("--resolved-job", str(resolved), "--output-dir", str(self._data)),
             # Not in the output folder, which is uploaded as a whole at the end.

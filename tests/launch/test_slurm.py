@@ -1,0 +1,291 @@
+"""Jobs for a Slurm cluster without one: the batch script, what is refused, states read, the session on a login node."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.stub import Stubber
+from launch_testing import contract_content, job_content
+
+from trainyard import planner
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch import cluster, cluster_shell
+from trainyard.launch.backends import ByRecord
+from trainyard.launch.cluster import partition_of, refused_by_month, tenant_places
+from trainyard.launch.cluster_shell import HereShell, SessionShell, shell_of
+from trainyard.launch.launcher import new_record
+from trainyard.launch.record import JobRecord, RecordedChannel
+from trainyard.launch.session import Account
+from trainyard.launch.slurm_backend import read_looks
+from trainyard.launch.slurm_script import batch_script, limit_minutes
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec
+from trainyard.spec.platform import TenantContract
+
+GOLDEN = Path(__file__).parent / "golden" / "job.sbatch"
+JOB_ID = "acme-tiny-20260131120000-1a2b"
+PARTITIONS = {"train": ["p5.48xlarge"], "small": ["g6e.12xlarge"], "mixed": ["p5.48xlarge", "p5en.48xlarge"]}
+
+
+def contract_with(**cluster: Any) -> TenantContract:
+    content = contract_content() | {"version": 3}
+    content["cluster"] = {"engine": "pcs", "id": "pcs_abc", "queues": PARTITIONS, "login_tag": "login"} | cluster
+    return parse(TenantContract, content, "contract")
+
+
+def cluster_job(**compute: Any) -> JobSpec:
+    content = job_content()
+    content["compute"] = {"backend": "slurm", "instance_type": "p5.48xlarge", "instance_count": 2, "max_hours": 2}
+    content["compute"] |= compute
+    content["training"]["global_batch_size"] = 32
+    content["parallelism"] = {"data_shard": 8 * content["compute"]["instance_count"]}
+    content["recovery"] = {"max_resumes": 3}
+    content["data"]["train"][0]["path"] = "fsx://sets/train"
+    return parse(JobSpec, content, "job")
+
+
+def record_of(job: JobSpec, channels: tuple[RecordedChannel, ...] = ()) -> JobRecord:
+    spec = job.model_copy(
+        update={
+            "checkpoint": job.checkpoint.model_copy(update={"destination": f"s3://acme-checkpoints/jobs/{JOB_ID}/"})
+        }
+    )
+    return new_record(
+        job,
+        planner.resolve(spec),
+        job_id=JOB_ID,
+        backend="slurm",
+        environment="test",
+        plan={},
+        image=None,
+        channels=channels,
+        forced=(),
+        launched_by="",
+    )
+
+
+INPUT = RecordedChannel(name="train-0", kind="fsx", location="sets/train", uri="fsx://sets/train")
+
+
+def script_of(job: JobSpec, *channels: RecordedChannel) -> str:
+    record = record_of(job, channels)
+    return batch_script(record, tenant_places(contract_with())(record))
+
+
+def test_the_batch_script_is_the_golden_one() -> None:
+    """To renew it: TRAINYARD_RENEW=1 pytest tests/launch/test_slurm.py -k golden; then read the difference."""
+    script = script_of(cluster_job(), INPUT)
+    if os.environ.get("TRAINYARD_RENEW"):
+        GOLDEN.write_text(script)
+    assert script == GOLDEN.read_text()
+
+
+def test_a_container_sees_the_shared_folder_and_what_the_job_names() -> None:
+    slurm = {"container_image": "/fsx/cluster/trainyard.sqsh", "container_mounts": ["/opt/sets:/sets"]}
+    script = script_of(cluster_job(slurm=slurm), INPUT)
+    option = "--container-image=/fsx/cluster/trainyard.sqsh --container-mounts=/fsx:/fsx,/opt/sets:/sets "
+    assert script.count(f"{option}/opt/trainyard/bin/python -u -m trainer.slurm") == 2, "for its inputs and for its run"
+    elsewhere = script_of(cluster_job(slurm={"container_image": "r#image:1", "directory": "/shared/jobs"}))
+    assert "--container-mounts=/shared/jobs:/shared/jobs " in elsewhere
+
+
+def test_efa_is_asked_for_where_the_machines_have_it() -> None:
+    assert "export FI_PROVIDER=efa" in script_of(cluster_job())
+    one = script_of(cluster_job(instance_count=1))
+    assert "FI_PROVIDER" not in one and "export TRAINYARD_SKIP_EFA_CHECK=1" in one
+
+
+def test_the_time_limit_leaves_time_to_save() -> None:
+    assert "#SBATCH --time=120\n#SBATCH --signal=B:TERM@180\n" in script_of(cluster_job())
+    assert "#SBATCH --time=2\n#SBATCH --signal=B:TERM@30\n" in script_of(cluster_job(max_hours=0.03))
+    assert [limit_minutes(hours) for hours in (0.001, 0.5, 1.001)] == [1, 30, 61]
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        ({"queue": "none"}, "is no partition of tenant acme's cluster: mixed (p5.48xlarge, p5en.48xlarge); small"),
+        ({"queue": "small"}, "compute.instance_type p5.48xlarge: no partition .* has it under small"),
+        ({"queue": "mixed"}, "partition mixed also starts p5en.48xlarge"),
+        ({"instance_type": "p4d.24xlarge"}, "compute.instance_type p4d.24xlarge: no partition"),
+    ],
+)
+def test_what_the_cluster_does_not_offer_is_refused(compute: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        partition_of(cluster_job(**compute), contract_with())
+
+
+def test_the_partition_of_one_type_is_preferred_and_sagemakers_name_will_do() -> None:
+    assert partition_of(cluster_job(instance_type="ml.p5.48xlarge"), contract_with()) == "train"
+
+
+def test_a_tenant_without_a_cluster_is_told_what_to_do(contract: TenantContract) -> None:
+    with pytest.raises(InputError, match="tenant acme has no cluster in environment test; use backend sagemaker"):
+        partition_of(cluster_job(), contract)
+
+
+def test_a_job_that_could_cost_more_than_a_month_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))
+    (words,) = refused_by_month(cluster_job(max_hours=100), contract_with())
+    # Four starts: three requeues may follow the first.
+    assert "2 x p5.48xlarge for 4 x 100 hours could cost" in words and "5,000 USD a month" in words
+    assert refused_by_month(cluster_job(max_hours=1), contract_with()) == []
+
+
+LOOK = """\
+job /jobs/a
+submitted attempt=2
+submitted id=12
+slurm JobId=12 JobName=a JobState={state} Reason={reason} Partition=train StartTime=2026-01-31T12:02:00 ExitCode={code}
+event 1\tTraining\t2026-01-31T11:00:00+00:00\tnode[1-2], start 1
+event 1\tFailed\t2026-01-31T11:10:00+00:00\t
+event 2\tTraining\t2026-01-31T12:00:00+00:00\tnode[1-2], start 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "expected"),
+    [
+        ("RUNNING", "", ("Training", "")),
+        ("RUNNING", "stopping\n", ("Stopping", "")),
+        ("PENDING", "", ("Queued", "")),
+        ("CANCELLED", "", ("Stopped", "")),
+        ("CANCELLED", "stopping\n", ("Stopped", "")),
+        ("TIMEOUT", "", ("Stopped", "")),
+        ("OUT_OF_MEMORY", "", ("Failed", "a machine's memory was not enough")),
+        ("FAILED", "", ("Failed", "its batch script was killed by signal 9")),
+        ("COMPLETING", "event 2\tInterrupted\t2026-01-31T12:01:00+00:00\tpreempted\n", ("Interrupted", "")),
+        ("RUNNING", "outcome attempt=2\noutcome state=Failed\noutcome failure=a = b\n", ("Failed", "a = b")),
+        ("RUNNING", "outcome attempt=1\noutcome state=Failed\noutcome failure=old\n", ("Training", "")),
+    ],
+)
+def test_a_state_is_slurms_until_the_script_has_written_its_end(
+    state: str, more: str, expected: tuple[str, str]
+) -> None:
+    text = LOOK.format(state=state, reason="BeginTime", code="0:9") + more
+    seen = read_looks(text.splitlines())["/jobs/a"].observation(2)
+    assert seen is not None
+    assert (seen.state, seen.failure) == expected
+    assert {change.attempt for change in seen.transitions} == {2}
+
+
+def test_an_attempt_that_was_never_submitted_is_unknown() -> None:
+    look = read_looks(LOOK.format(state="RUNNING", reason="None", code="0:0").splitlines())["/jobs/a"]
+    assert look.observation(3) is None
+    assert read_looks(["job /jobs/b"])["/jobs/b"].observation(1) is None
+
+
+def test_a_controller_that_is_down_is_no_failed_job() -> None:
+    with pytest.raises(InputError, match="the controller does not answer"):
+        read_looks(["job /a", "submitted attempt=1", "submitted id=3", "unreachable"])["/a"].observation(1)
+
+
+def test_a_record_whose_backend_is_gone_says_so(record: JobRecord) -> None:
+    with pytest.raises(InputError, match="ran on slurm, which tenant acme no longer has"):
+        ByRecord({}).observe(record.model_copy(update={"backend": "slurm"}))
+
+
+PLUGIN = """#!/bin/bash
+# As Session Manager's plugin: a shell on another machine, at this terminal.
+echo "$1" > "$(dirname "$0")/session.json"
+echo "Starting session with SessionId: $(echo "$1" | head -c 20)"
+cd /
+exec bash --norc -i
+"""
+
+
+@pytest.fixture
+def login_node(tmp_path: Path, aws: Account, monkeypatch: pytest.MonkeyPatch) -> SessionShell:
+    """A login node that is this machine, behind a plugin that opens a shell at the terminal that it is given."""
+    plugin = tmp_path / "bin" / cluster_shell.PLUGIN
+    plugin.parent.mkdir()
+    # The session's user is not the one whom all machines know: scripts run as that one.
+    become = 'echo "$*" > "$(dirname "$0")/became"; while [ "$1" != env ]; do shift; done; exec "$@"'
+    who = 'case "$*" in *1000) echo ec2-user ;; *) echo ssm-user ;; esac'
+    for name, text in ((plugin.name, PLUGIN), ("sudo", f"#!/bin/sh\n{become}\n"), ("id", f"#!/bin/sh\n{who}\n")):
+        (plugin.parent / name).write_text(text)
+        (plugin.parent / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{plugin.parent}:{os.environ['PATH']}")
+    return SessionShell(_Launcher(aws), contract_with())
+
+
+class _Launcher:
+    """The launcher's clients, of which those that a session takes answer as AWS documents it."""
+
+    def __init__(self, account: Account) -> None:
+        self._clients = {name: account.session.client(name) for name in ("ec2", "ssm")}
+        self.stubs = {name: Stubber(client) for name, client in self._clients.items()}
+        wanted = {"tenant": "acme", "environment": "test", "node": "login"}
+        filters = [{"Name": f"tag:trainyard:{name}", "Values": [value]} for name, value in wanted.items()]
+        filters.append({"Name": "instance-state-name", "Values": ["running"]})
+        self.stubs["ec2"].add_response(
+            "describe_instances",
+            {"Reservations": [{"Instances": [{"InstanceId": "i-0123456789abcdef0"}]}]},
+            {"Filters": filters},
+        )
+        self.stubs["ssm"].add_response(
+            "start_session",
+            {"SessionId": "acme-1", "StreamUrl": "wss://example.com/", "TokenValue": "secret"},
+            {"Target": "i-0123456789abcdef0"},
+        )
+        for stub in self.stubs.values():
+            stub.activate()
+
+    def client(self, service: str) -> Any:
+        return self._clients[service]
+
+
+def test_a_session_runs_scripts_one_after_the_other(login_node: Any, tmp_path: Path) -> None:
+    script = 'printf "%s|" "$@"; echo "täst"; echo "no such partition" >&2; exit 3\n' + "# long\n" * 5000
+    answer = login_node.run(script, "it's", "a b", "$HOME")
+    assert (answer.code, answer.out) == (3, "it's|a b|$HOME|täst\n")
+    assert answer.words == "no such partition"
+    # Large answers, and a second script in the same session: the stub would not open another.
+    again = login_node.run("head -c 300000 /dev/zero | tr '\\0' x; echo; pwd")
+    assert again.code == 0 and again.out.splitlines()[0] == "x" * 300000
+    assert json.loads((tmp_path / "bin" / "session.json").read_text())["SessionId"] == "acme-1"
+    assert (tmp_path / "bin" / "became").read_text().startswith("-n -H -u ec2-user env PATH=")
+    login_node.close()
+
+
+def test_a_session_that_ends_is_told(login_node: Any, tmp_path: Path) -> None:
+    (tmp_path / "bin" / cluster_shell.PLUGIN).write_text(
+        "#!/bin/sh\necho 'SessionId: x : i-0 is not connected.'\nexit 254\n"
+    )
+    with pytest.raises(AwsRefusedError, match="the session on the login node of tenant acme ended"):
+        login_node.run("true")
+
+
+def test_without_plugin_or_login_node_one_line_says_what_to_do(
+    aws: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shell = SessionShell(aws, contract_with())
+    with pytest.raises(AwsRefusedError, match="none is running; PCS starts it with the cluster"):
+        shell.login_node()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="install AWS's Session Manager plugin, or run this on the cluster's login"):
+        shell.run("true")
+
+
+def test_a_tenants_job_goes_to_the_tenants_cluster_only(
+    aws: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An sbatch on the PATH may be another tenant's: what counts is whose file system is mounted."""
+    for name, text in (("sbatch", "exit 0"), ("findmnt", 'cat "$(dirname "$0")/mounted"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "mounted").write_text("10.0.0.7@tcp:/abcdefgh\n")
+    assert isinstance(shell_of(aws, contract_with()), HereShell)
+    (tmp_path / "mounted").write_text("10.0.0.8@tcp:/zyxwvuts\n")
+    assert isinstance(shell_of(aws, contract_with()), SessionShell)
+    (tmp_path / "mounted").write_text("")
+    assert isinstance(shell_of(aws, contract_with()), SessionShell)
+
+
+def test_no_slurm_here_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cluster, "has_slurm_here", lambda: False)
+    with pytest.raises(InputError, match="there is no `sbatch` on the PATH here"):
+        cluster.launch_on_slurm_here(cluster_job(), tmp_path)

@@ -1,0 +1,219 @@
+"""Jobs for a Slurm cluster: the tenant's own, or the one that this machine can submit to; checked, recorded, submitted.
+
+A tenant's job goes to the tenant's cluster and to no other: by the tenant's login node, or by this machine if it has
+the tenant's file system. It reads and writes what a training job does, by the rights of the cluster's machines.
+"""
+
+import datetime
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trainyard import planner
+from trainyard.errors import InputError
+from trainyard.hardware import PriceBook
+from trainyard.launch import checks, names
+from trainyard.launch.backend import Say, say_nothing
+from trainyard.launch.channels import build_inputs
+from trainyard.launch.cluster_shell import HereShell, has_slurm_here, shell_of
+from trainyard.launch.launcher import (
+    caller,
+    local_job,
+    new_record,
+    planned,
+    record_and_submit,
+    refuse_or_force,
+    with_destination,
+)
+from trainyard.launch.local_backend import trainer_environment
+from trainyard.launch.record import FolderRecordStore, JobRecord, RecordedChannel, S3RecordStore
+from trainyard.launch.session import Account, price_file
+from trainyard.launch.slurm_backend import SlurmBackend
+from trainyard.launch.slurm_script import IMAGE_PYTHON, ClusterPlace
+from trainyard.spec.job import JobSpec
+from trainyard.spec.platform import TenantContract
+
+TENANT_DIRECTORY = "/fsx/cluster/trainyard"
+"""Folder of jobs on a tenant's cluster; /fsx/cluster is what everybody there may write (docs/tenants.md)."""
+TENANT_PYTHON = f"{TENANT_DIRECTORY}/venv/bin/python"
+
+
+def launch_on_cluster(
+    job: JobSpec,
+    contract: TenantContract,
+    *,
+    account: Account,
+    launcher: Account,
+    force: bool = False,
+    say: Say = say_nothing,
+) -> JobRecord:
+    """Launch `job` on the tenant's cluster; returns once Slurm has taken it.
+
+    InputError where the cluster, the plan, the hours or the budget refuse it (the plan's refusals yield to `force`).
+    """
+    assert job.tenant == contract.tenant
+    partition_of(job, contract)
+    backend = tenant_backend(launcher, contract)
+    say("planning")
+    plan, refusals = planned(job, region=contract.region, say=say)
+    forced = refuse_or_force([*checks.refused_hours(job, contract), *refused_by_month(job, contract), *refusals], force)
+    say("looking for the data")
+    s3 = launcher.client("s3")
+    inputs = build_inputs(job, s3, contract)
+    job_id = names.new_job_id(contract.tenant, job.name)
+    destination = names.checkpoint_destination(contract.buckets.checkpoints, job_id)
+    record = new_record(
+        job,
+        with_destination(inputs.job, destination),
+        job_id=job_id,
+        backend="slurm",
+        environment=contract.environment,
+        plan=plan,
+        image=job.compute.slurm.container_image,
+        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in inputs.channels],
+        forced=forced,
+        launched_by=caller(account),
+    )
+    # Before anything is written: what the cluster could never start leaves no record.
+    backend.check(record)
+    return record_and_submit(record, S3RecordStore(s3, contract.buckets.data), backend, say)
+
+
+def launch_on_slurm_here(job: JobSpec, folder: Path, *, force: bool = False, say: Say = say_nothing) -> JobRecord:
+    """Launch `job` on the cluster that this machine submits to; its record and files are under `folder`, which the
+    cluster's machines must see too."""
+    if not has_slurm_here():
+        raise InputError(
+            "compute.backend slurm: there is no `sbatch` on the PATH here; run this on a cluster's login node, or give "
+            "--environment NAME of one where the tenant has a cluster (docs/clusters.md)"
+        )
+    here = local_job(job)
+    say("planning")
+    planner.resolve(here)
+    plan, refusals = planned(job, say=say)
+    forced = refuse_or_force(refusals, force)
+    job_id = names.new_job_id(job.tenant or "local", job.name)
+    directory = str(Path(job.compute.slurm.directory or folder.resolve()) / job_id)
+    record = new_record(
+        job,
+        with_destination(here, job.checkpoint.destination or directory),
+        job_id=job_id,
+        backend="slurm",
+        environment=None,
+        plan=plan,
+        image=job.compute.slurm.container_image,
+        channels=(),
+        forced=forced,
+        launched_by="",
+    )
+    backend = here_backend(folder)
+    backend.check(record)
+    return record_and_submit(record, FolderRecordStore(folder), backend, say)
+
+
+def tenant_backend(launcher: Account, contract: TenantContract) -> SlurmBackend:
+    """The tenant's cluster."""
+    return SlurmBackend(shell_of(launcher, contract), tenant_places(contract))
+
+
+def here_backend(folder: Path) -> SlurmBackend:
+    """The cluster that this machine can submit to."""
+    return SlurmBackend(HereShell(), here_places(folder))
+
+
+def tenant_places(contract: TenantContract) -> Callable[[JobRecord], ClusterPlace]:
+    """Where on the tenant's cluster a job goes."""
+
+    def place_of(record: JobRecord) -> ClusterPlace:
+        spec = record.resolved.spec
+        slurm = spec.compute.slurm
+        words = {
+            "environment": contract.environment,
+            "tenant": contract.tenant,
+            "cost-center": contract.cost_center,
+            "job": spec.name,
+        }
+        return ClusterPlace(
+            directory=f"{slurm.directory or TENANT_DIRECTORY}/{record.job_id}",
+            partition=partition_of(spec, contract),
+            comment=",".join(f"trainyard:{key}={value}" for key, value in words.items()),
+            python=slurm.python or (IMAGE_PYTHON if slurm.container_image else TENANT_PYTHON),
+            region=contract.region,
+        )
+
+    return place_of
+
+
+def here_places(folder: Path) -> Callable[[JobRecord], ClusterPlace]:
+    """Where jobs of this machine's own records go: into their folder, run by this interpreter and checkout."""
+
+    def place_of(record: JobRecord) -> ClusterPlace:
+        spec = record.resolved.spec
+        slurm = spec.compute.slurm
+        own = slurm.python is None and slurm.container_image is None
+        # The checkout is not installed anywhere: who runs this interpreter must be told of it.
+        variables = (("PYTHONPATH", trainer_environment()["PYTHONPATH"]),) if own else ()
+        return ClusterPlace(
+            directory=str(Path(slurm.directory or folder.resolve()) / record.job_id),
+            partition=spec.compute.queue,
+            comment=f"trainyard:job={spec.name}",
+            python=slurm.python or (IMAGE_PYTHON if slurm.container_image else sys.executable),
+            variables=variables,
+        )
+
+    return place_of
+
+
+def partition_of(job: JobSpec, contract: TenantContract) -> str:
+    """The partition of the tenant's cluster that takes the job; InputError where none does."""
+    cluster, compute = contract.cluster, job.compute
+    if cluster is None:
+        raise InputError(
+            f"compute.backend slurm: tenant {contract.tenant} has no cluster in environment {contract.environment}; "
+            "use backend sagemaker, or have the platform team add `cluster:` (docs/clusters.md)"
+        )
+    offers = "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in sorted(cluster.queues.items()))
+    if compute.instance_type is None:
+        raise InputError(f"compute.instance_type: is missing; the cluster of tenant {contract.tenant} has: {offers}")
+    if compute.queue is not None and compute.queue not in cluster.queues:
+        raise InputError(
+            f"compute.queue '{compute.queue}': is no partition of tenant {contract.tenant}'s cluster: {offers}"
+        )
+    kind = compute.instance_type.removeprefix("ml.")
+    wanted = [compute.queue] if compute.queue else sorted(cluster.queues)
+    # A partition of several types may give any of them; the plan is for one.
+    fitting = sorted(
+        (name for name in wanted if kind in cluster.queues[name]), key=lambda name: len(cluster.queues[name])
+    )
+    if not fitting:
+        raise InputError(
+            f"compute.instance_type {kind}: no partition of tenant {contract.tenant}'s cluster has it"
+            f"{f' under {compute.queue}' if compute.queue else ''}; it has: {offers}"
+        )
+    others = [other for other in cluster.queues[fitting[0]] if other != kind]
+    if others:
+        raise InputError(
+            f"compute.instance_type {kind}: partition {fitting[0]} also starts {', '.join(others)}, and Slurm may give "
+            "either; name a partition of one type, or have one added"
+        )
+    return fitting[0]
+
+
+def refused_by_month(job: JobSpec, contract: TenantContract) -> list[str]:
+    """The reason, where the job alone, at its longest, costs more than the tenant has for a month. Nothing holds the
+    cluster to the sum of its jobs: that is the budget's alarm."""
+    compute, kind = job.compute, job.compute.instance_type
+    assert kind is not None
+    book = PriceBook.opened(price_file(), today=datetime.date.today())
+    try:
+        rate = book.price(kind, contract.region, "spot" if compute.spot else "on_demand").usd_per_hour
+    except InputError:
+        return []
+    starts = 1 + job.recovery.max_resumes
+    most = compute.max_hours * starts * compute.instance_count * rate
+    if most <= contract.monthly_usd:
+        return []
+    return [
+        f"{compute.instance_count} x {kind} for {starts} x {compute.max_hours:g} hours could cost {most:,.0f} USD, and "
+        f"tenant {contract.tenant} has {contract.monthly_usd:,.0f} USD a month: lower compute.max_hours, or use fewer"
+    ]

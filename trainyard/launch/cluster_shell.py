@@ -1,0 +1,270 @@
+"""A shell where Slurm's commands are: on this machine, or on the login node of a tenant's cluster.
+
+A script goes in, its exit code and output come back. Two ways: a process here, and a session of Session Manager, which
+needs no open port and no key pair, and is the only way that the tenant's policies let anybody in.
+"""
+
+import base64
+import gzip
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch.aws import aws_errors
+from trainyard.launch.session import Account
+from trainyard.spec.platform import TenantContract
+
+LOCAL_SECONDS = 120.0
+"""For one script here. Slurm's commands wait up to 30 s for a controller that is busy, and try again."""
+SESSION_SECONDS = 180.0
+"""For one script in a session, opening it included."""
+KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "SLURM_CONF")
+"""All that a job gets of the environment of who submits it here."""
+PLUGIN = "session-manager-plugin"
+_LINE_CHARACTERS = 900
+"""Of a line that is typed into a terminal: its input buffer holds 4,095."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a script said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        """Why it failed, in one line."""
+        lines = [line for text in (self.err, self.out) if (line := text.strip().rpartition("\n")[2].strip())]
+        return lines[0] if lines else f"exit code {self.code}"
+
+
+class ClusterShell(Protocol):
+    """Runs bash scripts beside Slurm."""
+
+    where: str
+    """For messages."""
+
+    def run(self, script: str, *arguments: str) -> Answer:
+        """Run `script` with `arguments`; AwsRefusedError or InputError where that can't be had."""
+
+
+class HereShell:
+    """Bash on this machine, where `sbatch` is on the PATH."""
+
+    where = "this machine"
+
+    def run(self, script: str, *arguments: str) -> Answer:
+        """See ClusterShell."""
+        try:
+            done = subprocess.run(
+                ["bash", "-s", "--", *arguments],
+                input=script.encode(),
+                capture_output=True,
+                timeout=LOCAL_SECONDS,
+                check=False,
+                env=bare_environment(),
+            )
+        except subprocess.TimeoutExpired:
+            raise InputError(
+                f"Slurm's commands gave no answer within {LOCAL_SECONDS:.0f} s; does `scontrol ping` say UP?"
+            ) from None
+        return Answer(done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"))
+
+
+def bare_environment() -> dict[str, str]:
+    """Of this environment, what Slurm's commands need. They would hand on all of it to a job: a person's credentials,
+    where the job has the rights of its machines, or the shape of another job, where that launches this one."""
+    return {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+
+
+def has_slurm_here() -> bool:
+    """Whether this machine can submit."""
+    return shutil.which("sbatch") is not None
+
+
+class SessionShell:
+    """Bash on the tenant's login node, in one session of Session Manager that stays open between scripts.
+
+    The terminal's echo is off, scripts and answers travel as base64 between marks. The cluster's files belong to the
+    AMI's ordinary user (uid 1000), whom all machines know, unlike the session's own (ssm-user): scripts run as that.
+    """
+
+    def __init__(self, launcher: Account, contract: TenantContract) -> None:
+        self._launcher = launcher
+        self._contract = contract
+        self._process: subprocess.Popen[bytes] | None = None
+        self._terminal = -1
+        self._number = 0
+        self.where = f"the login node of tenant {contract.tenant}"
+
+    def run(self, script: str, *arguments: str) -> Answer:
+        """See ClusterShell."""
+        if shutil.which(PLUGIN) is None:
+            raise InputError(
+                f"{PLUGIN}: is not on the PATH, and no `sbatch` either; install AWS's Session Manager plugin, or run "
+                "this on the cluster's login node"
+            )
+        deadline = time.monotonic() + SESSION_SECONDS
+        if self._process is None or self._process.poll() is not None:
+            self._open()
+        self._number += 1
+        mark = f"trainyard{self._number}"
+        try:
+            self._type(typed_lines(script, arguments, mark))
+            return read_answer(self._heard_until(f"{mark}=end", deadline), mark)
+        except OSError as error:
+            self.close()
+            raise AwsRefusedError(f"the session on {self.where} ended: {error.strerror}; repeat the command") from None
+
+    def login_node(self) -> str:
+        """Id of the tenant's running login node; AwsRefusedError where there is none."""
+        cluster = self._contract.cluster
+        assert cluster is not None
+        wanted = {
+            "tag:trainyard:tenant": self._contract.tenant,
+            "tag:trainyard:environment": self._contract.environment,
+            "tag:trainyard:node": cluster.login_tag,
+            "instance-state-name": "running",
+        }
+        filters = [{"Name": name, "Values": [value]} for name, value in wanted.items()]
+        with aws_errors("looking for", self.where):
+            pages = self._launcher.client("ec2").get_paginator("describe_instances").paginate(Filters=filters)
+            found = [
+                str(machine["InstanceId"])
+                for page in pages
+                for group in page["Reservations"]
+                for machine in group["Instances"]
+            ]
+        if not found:
+            raise AwsRefusedError(
+                f"{self.where}: none is running; PCS starts it with the cluster: aws pcs get-cluster "
+                f"--cluster-identifier {cluster.id}"
+            )
+        return sorted(found)[0]
+
+    def _open(self) -> None:
+        target = {"Target": self.login_node()}
+        ssm = self._launcher.client("ssm")
+        with aws_errors("opening a session on", self.where, "the node's SSM agent must be online"):
+            answer = ssm.start_session(**target)
+        session = {name: answer[name] for name in ("SessionId", "StreamUrl", "TokenValue")}
+        region, endpoint = self._contract.region, str(ssm.meta.endpoint_url)
+        # As the AWS CLI calls it. The token comes with the arguments there too, and serves one session.
+        command = [PLUGIN, json.dumps(session), region, "StartSession", "", json.dumps(target), endpoint]
+        ours, theirs = pty.openpty()
+        settings = termios.tcgetattr(theirs)
+        settings[3] &= ~termios.ECHO
+        termios.tcsetattr(theirs, termios.TCSANOW, settings)
+        self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        os.close(theirs)
+        self._terminal = ours
+
+    def _type(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            os.write(self._terminal, f"{line}\n".encode())
+            # A terminal's buffer takes no more than it has room for, and drops the rest without a word.
+            select.select([], [self._terminal], [], 1.0)
+
+    def _heard_until(self, end: str, deadline: float) -> str:
+        heard = b""
+        while f"\n{end}".encode() not in heard:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.close()
+                raise AwsRefusedError(f"{self.where} gave no answer within {SESSION_SECONDS:.0f} s; repeat the command")
+            if select.select([self._terminal], [], [], min(left, 1.0))[0]:
+                heard += os.read(self._terminal, 65536)
+            elif self._process is not None and self._process.poll() is not None:
+                words = heard.decode("utf-8", "replace").strip().splitlines()
+                self.close()
+                raise AwsRefusedError(f"the session on {self.where} ended: {words[-1] if words else 'no reason given'}")
+        return heard.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """End the session."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGHUP)
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            os.close(self._terminal)
+        self._process = None
+
+    def __del__(self) -> None:
+        """A verb that ends leaves no session behind."""
+        with suppress(Exception):
+            self.close()
+
+
+_WRAPPER = """\
+export PATH="$PATH$(printf ':%s' /opt/aws/pcs/scheduler/slurm-*/bin)"
+bash_as_owner() { owner=$(id -un 1000 2>/dev/null || id -un)
+if [ "$(id -un)" = "$owner" ]; then bash "$@"; else sudo -n -H -u "$owner" env PATH="$PATH" bash "$@"; fi; }
+"""
+
+
+def typed_lines(script: str, arguments: Sequence[str], mark: str) -> list[str]:
+    """What is typed into the session's shell to run `script`, and to hear its output between marks."""
+    packed = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
+    quoted = " ".join(shlex.quote(argument) for argument in arguments)
+    # The marks are spelled in two pieces, so that an echo of what is typed is none.
+    tell = f"tell() {{ echo; echo {mark}'='$1; }}"
+    return [
+        "stty -echo; PS1=; PS2=; unset PROMPT_COMMAND",
+        *_WRAPPER.splitlines(),
+        tell,
+        f"packed=$(mktemp); cat > $packed <<'{mark}-script'",
+        *(packed[start : start + _LINE_CHARACTERS] for start in range(0, len(packed), _LINE_CHARACTERS)),
+        f"{mark}-script",
+        f"out=$(base64 -d < $packed | gunzip | bash_as_owner -s -- {quoted} 2> $packed.err | gzip -c | base64 -w 76;"
+        " echo code ${PIPESTATUS[2]})",
+        'tell begin; echo "$out"; echo errors; gzip -c < $packed.err | base64 -w 76; rm -f $packed*; tell end',
+    ]
+
+
+def read_answer(heard: str, mark: str) -> Answer:
+    """The answer in what a session said; AwsRefusedError where it is spoilt."""
+    match = re.search(
+        rf"\n{mark}=begin\r?\n(.*)code (\d+)\r?\n.*?errors\r?\n(.*?)\r?\n\r?\n?{mark}=end", heard, re.DOTALL
+    )
+    if match is None:
+        raise AwsRefusedError("the session's answer can't be read; does `aws ssm start-session` give a bash prompt?")
+    try:
+        out, err = (gzip.decompress(base64.b64decode("".join(part.split()))) for part in match.group(1, 3))
+    except (ValueError, OSError, EOFError) as error:
+        raise AwsRefusedError(f"the session's answer is spoilt ({error}); repeat the command") from None
+    return Answer(int(match.group(2)), out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
+
+
+def shell_of(launcher: Account, contract: TenantContract) -> ClusterShell:
+    """The tenant's cluster: by this machine where it is one of its machines; else by a session on the login node."""
+    return HereShell() if has_slurm_here() and _is_of(contract) else SessionShell(launcher, contract)
+
+
+def _is_of(contract: TenantContract) -> bool:
+    """Whether this machine is the tenant's: it has mounted the tenant's file system, which no other can. An `sbatch` on
+    the PATH alone may be of any cluster."""
+    command = ["findmnt", "--noheadings", "--output", "SOURCE", "--mountpoint", "/fsx"]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return mounted.strip().endswith(f":/{contract.file_system.mount_name}")

@@ -1,0 +1,334 @@
+"""Jobs on a Slurm cluster: submitted, watched and stopped by short scripts beside Slurm's commands.
+
+A job's folder lies on the file system that the cluster's machines share. Beside what `trainyard.launch.slurm_script`
+writes there (`events`, `outcome`, `log/`) it holds `submitted`: which attempt is which job of Slurm's. So a state is
+known as long as the folder is, however soon Slurm forgets its jobs.
+"""
+
+import base64
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainyard.errors import InputError
+from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.cluster_shell import ClusterShell
+from trainyard.launch.record import JobRecord, StateChange
+from trainyard.launch.slurm_script import ClusterPlace, batch_script
+
+QUEUED = "Queued"
+"""Slurm holds it: it waits for machines, for its turn, or for its next start."""
+LOG_BYTES = 256 * 1024
+"""Of all of a job's logs together, in one read."""
+
+_HELPERS = r"""
+set -u
+value() { sed -n "s/^$2=//p" "$1" 2> /dev/null | head -n 1; }
+"""
+_SUBMIT = (
+    _HELPERS
+    + r"""
+directory=$1 attempt=$2 name=$3
+mkdir -p "$directory/input/data/job" "$directory/log" "$directory/host" && cd "$directory" || exit 1
+# Of two that submit one attempt at once, the second waits, and finds it submitted.
+exec 9> submit.lock && flock 9 || exit 1
+[ "$(value submitted attempt)" = "$attempt" ] && exit 0
+# Taken by Slurm, and nobody was left to write it down.
+id=$(squeue --noheader --name="$name" --format=%i | head -n 1)
+if [ -z "$id" ]; then
+  write_files || exit 1
+  rm -f outcome requeues stop_requested
+  id=$(sbatch --parsable job.sbatch) || exit 1
+fi
+printf 'attempt=%s\nid=%s\n' "$attempt" "${id%%;*}" > submitted.new && mv submitted.new submitted
+"""
+)
+_CHECK = r"""
+script=$(mktemp) && base64 -d <<< "$1" > "$script" || exit 1
+cd / && sbatch --test-only --chdir=/ "$script" 2>&1
+code=$?
+rm -f "$script"
+exit $code
+"""
+_LOOK = (
+    _HELPERS
+    + r"""
+for directory in "$@"; do
+  cd "$directory" 2> /dev/null || continue
+  echo "job $directory"
+  sed 's/^/submitted /' submitted 2> /dev/null || continue
+  id=$(value submitted id)
+  # Before the outcome is read: it is written while Slurm still says RUNNING.
+  slurm=$(scontrol --oneliner show job "$id" 2> /dev/null)
+  if [ -z "$slurm" ] && squeue --noheader --jobs "$id" 2>&1 | grep -q -v -i 'invalid job id'; then
+    scontrol ping > /dev/null 2>&1 || echo "unreachable"
+  fi
+  if [ -z "$slurm" ]; then
+    state=$(sacct --noheader --parsable2 --allocations --jobs="$id" --format=State 2> /dev/null)
+    [ -n "$state" ] && slurm="JobState=${state%% *}"
+  fi
+  [ -n "$slurm" ] && echo "slurm $slurm"
+  [ -e stop_requested ] && echo "stopping"
+  sed 's/^/event /' events 2> /dev/null
+  sed 's/^/outcome /' outcome 2> /dev/null
+done
+exit 0
+"""
+)
+_STOP = (
+    _HELPERS
+    + r"""
+cd "$1" || exit 1
+id=$(value submitted id)
+touch stop_requested
+state=$(squeue --noheader --jobs "$id" --format=%T 2> /dev/null)
+case "$state" in
+  "") ;;
+  PENDING | SUSPENDED | CONFIGURING | REQUEUED | REQUEUE_HOLD) scancel "$id" ;;
+  # Its script tells the ranks, which save; Slurm alone would kill them after KillWait.
+  *) scancel --signal=TERM --batch "$id" ;;
+esac
+"""
+)
+_LOGS = r"""
+directory=$1 left=$2
+shift 2
+cd "$directory/log" 2> /dev/null || exit 0
+for file in *.txt; do
+  [ -e "$file" ] || continue
+  offset=0
+  for known in "$@"; do
+    [ "${known%%:*}" = "$file" ] && offset=${known##*:}
+  done
+  size=$(stat -c %s "$file")
+  [ "$size" -gt "$offset" ] || continue
+  count=$((size - offset))
+  more=""
+  if [ "$count" -gt "$left" ]; then count=$left; more=more; fi
+  left=$((left - count))
+  echo "file $file $offset $(tail -c +$((offset + 1)) "$file" | head -c "$count" | base64 -w 0) $more"
+done
+"""
+
+_STATES = {
+    "PENDING": QUEUED,
+    "REQUEUED": QUEUED,
+    "REQUEUE_HOLD": QUEUED,
+    "REQUEUE_FED": QUEUED,
+    "SUSPENDED": QUEUED,
+    "CONFIGURING": "Starting",
+    "RUNNING": "Training",
+    "COMPLETING": "Stopping",
+    "SIGNALING": "Stopping",
+    "STAGE_OUT": "Stopping",
+    "COMPLETED": "Completed",
+    "CANCELLED": "Stopped",
+    "TIMEOUT": "Stopped",
+    "DEADLINE": "Stopped",
+    "PREEMPTED": "Stopped",
+    "FAILED": "Failed",
+    "NODE_FAIL": "Failed",
+    "BOOT_FAIL": "Failed",
+    "OUT_OF_MEMORY": "Failed",
+}
+"""Slurm's words (squeue's manual, "Job state codes") in SageMaker's."""
+_NOTES = {
+    "TIMEOUT": "its time limit came before it had saved",
+    "PREEMPTED": "taken from its machines, and this cluster does not requeue",
+    "CANCELLED": "scancel took it",
+}
+_FAILURES = {
+    "NODE_FAIL": "a machine was lost",
+    "BOOT_FAIL": "a machine did not come up",
+    "OUT_OF_MEMORY": "a machine's memory was not enough",
+}
+
+
+class SlurmBackend:
+    """Jobs of one cluster, through a shell beside its Slurm."""
+
+    def __init__(self, shell: ClusterShell, place_of: "PlaceOf") -> None:
+        """`place_of`: where on the cluster a record's job goes."""
+        self._shell = shell
+        self._place_of = place_of
+
+    def check(self, record: JobRecord) -> None:
+        """InputError where Slurm would not take the newest attempt (partition, nodes, account, time)."""
+        script = batch_script(record, self._place_of(record))
+        answer = self._shell.run(_CHECK, base64.b64encode(script.encode()).decode())
+        if answer.code:
+            raise InputError(f"job {record.job_id}: Slurm would not take it: {_without_prefix(answer.words)}")
+
+    def submit(self, record: JobRecord, say: Say) -> None:
+        """Hand the newest attempt to sbatch; one that Slurm has already is left alone."""
+        place = self._place_of(record)
+        say(f"submitting {record.attempt.training_job_name} to Slurm, by {self._shell.where}")
+        files = {
+            "input/data/job/resolved_job.json": record.resolved.model_dump_json(indent=1),
+            "input/data/job/channels.json": json.dumps({channel.uri: channel.name for channel in record.channels}),
+            "input/data/inputs.json": json.dumps(
+                [{"name": item.name, "kind": item.kind, "location": item.location} for item in record.channels]
+            ),
+            "job.sbatch": batch_script(record, place),
+        }
+        answer = self._shell.run(
+            _writer(files) + _SUBMIT, place.directory, str(record.attempt.number), record.attempt.training_job_name
+        )
+        if answer.code:
+            raise InputError(f"job {record.job_id}: Slurm did not take it: {_without_prefix(answer.words)}")
+
+    def observe(self, record: JobRecord) -> Observation | None:
+        """The newest attempt by its folder and by Slurm together; None where neither knows it."""
+        return self._looked([record]).get(record.job_id)
+
+    def states(self, records: Sequence[JobRecord]) -> dict[str, str]:
+        """All of them by one script."""
+        seen = self._looked([record for record in records if not record.finished])
+        return {job_id: observation.state for job_id, observation in seen.items()}
+
+    def _looked(self, records: Sequence[JobRecord]) -> dict[str, Observation]:
+        if not records:
+            return {}
+        directories = {self._place_of(record).directory: record for record in records}
+        answer = self._shell.run(_LOOK, *directories)
+        found = {}
+        for directory, look in read_looks(answer.out.splitlines()).items():
+            record = directories[directory]
+            if (observation := look.observation(record.attempt.number)) is not None:
+                found[record.job_id] = observation
+        return found
+
+    def stop(self, record: JobRecord) -> None:
+        """A job that runs saves and ends, within the time that SageMaker gives too; one that waits is cancelled."""
+        answer = self._shell.run(_STOP, self._place_of(record).directory)
+        if answer.code:
+            raise InputError(f"job {record.job_id}: Slurm did not stop it: {_without_prefix(answer.words)}")
+
+    def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+        """Whole lines of every machine's log, and of the batch script's, since the cursor."""
+        known = [f"{name}:{offset}" for name, offset in cursor.positions.items()]
+        answer = self._shell.run(_LOGS, self._place_of(record).directory, str(LOG_BYTES), *known)
+        cursor.more = False
+        now_ms = int(time.time() * 1000)
+        lines: list[LogLine] = []
+        for line in answer.out.splitlines():
+            _, name, offset, *rest = line.split(" ")
+            content = base64.b64decode(rest[0]) if rest else b""
+            whole = content[: content.rfind(b"\n") + 1]
+            cursor.positions[name] = str(int(offset) + len(whole))
+            cursor.more = cursor.more or (bool(whole) and rest[-1] == "more")
+            host = name.removesuffix(".txt")
+            lines += [LogLine(host, text, now_ms) for text in whole.decode("utf-8", "replace").splitlines()]
+        return lines
+
+
+PlaceOf = Callable[[JobRecord], ClusterPlace]
+
+
+@dataclass
+class Look:
+    """What a job's folder and Slurm say of it."""
+
+    submitted: dict[str, str] = field(default_factory=dict)
+    slurm: dict[str, str] = field(default_factory=dict)
+    """`scontrol show job`; empty where Slurm has forgotten it."""
+    is_unreachable: bool = False
+    is_stopping: bool = False
+    """Somebody asked for its end."""
+    events: list[StateChange] = field(default_factory=list)
+    outcome: dict[str, str] = field(default_factory=dict)
+
+    def observation(self, attempt: int) -> Observation | None:
+        """Of that attempt; None where it was never submitted."""
+        if self.submitted.get("attempt") != str(attempt):
+            return None
+        mine = tuple(event for event in self.events if event.attempt == attempt)
+        state, note, failure = self._ended(mine) if self.outcome.get("attempt") == str(attempt) else self._now(mine)
+        seconds = self.outcome.get("seconds", "")
+        return Observation(
+            state=state,
+            note=note,
+            failure=failure,
+            transitions=mine,
+            reclaims=max(0, sum(event.state == "Training" for event in mine) - 1),
+            running_seconds=float(seconds) if seconds.isdigit() else None,
+        )
+
+    def _ended(self, events: Sequence[StateChange]) -> tuple[str, str, str]:
+        return self.outcome["state"], events[-1].note if events else "", self.outcome.get("failure", "")
+
+    def _now(self, events: Sequence[StateChange]) -> tuple[str, str, str]:
+        """State, note and failure of a job whose script has not written its end."""
+        if self.is_unreachable:
+            raise InputError(f"job {self.submitted['id']} of Slurm's: the controller does not answer (scontrol ping)")
+        word = self.slurm.get("JobState", "")
+        state = _STATES.get(word, "Failed" if not word else "Training")
+        if state == "Stopping" and events and events[-1].state == "Interrupted":
+            return "Interrupted", events[-1].note, ""
+        if state == QUEUED:
+            return QUEUED, waiting_words(self.slurm), ""
+        if state in ("Failed", "Stopped") and self.is_stopping:
+            return "Stopped", "before its ranks had saved" if events else "before it was started", ""
+        if state == "Training" and self.is_stopping:
+            return "Stopping", "", ""
+        if state == "Failed":
+            return state, "", _FAILURES.get(word) or f"its batch script was killed{_how_it_ended(self.slurm)}"
+        return state, _NOTES.get(word, ""), ""
+
+
+def waiting_words(slurm: Mapping[str, str]) -> str:
+    """Why a job waits, by Slurm's reason."""
+    partition, reason = slurm.get("Partition", ""), slurm.get("Reason", "None")
+    known = {
+        "Resources": "its machines are in use, or on their way",
+        "Priority": "jobs of a higher priority come first",
+        "BeginTime": f"requeued, starts again after {slurm.get('StartTime', 'a while')}",
+        "None": "Slurm has not looked at it yet",
+    }
+    return f"in partition {partition}: {known.get(reason, reason)}"
+
+
+def _how_it_ended(slurm: Mapping[str, str]) -> str:
+    code, _, number = slurm.get("ExitCode", "").partition(":")
+    if number not in ("", "0"):
+        return f" by signal {number}"
+    return f" (exit code {code})" if code not in ("", "0") else "; Slurm has forgotten why"
+
+
+def read_looks(lines: Iterable[str]) -> dict[str, Look]:
+    """What the look's script printed, by a job's folder."""
+    looks: dict[str, Look] = {}
+    look = Look()
+    for line in lines:
+        kind, _, rest = line.partition(" ")
+        if kind == "job":
+            look = looks.setdefault(rest, Look())
+        elif kind in ("submitted", "outcome"):
+            name, _, value = rest.partition("=")
+            (look.submitted if kind == "submitted" else look.outcome)[name] = value
+        elif kind == "slurm":
+            pairs = (word.partition("=") for word in rest.split(" "))
+            look.slurm = {name: value for name, equals, value in pairs if equals}
+        elif kind == "unreachable":
+            look.is_unreachable = True
+        elif kind == "stopping":
+            look.is_stopping = True
+        elif kind == "event" and len(parts := rest.split("\t")) == 4:
+            attempt, state, at, note = parts
+            look.events.append(StateChange(state=state, at=at, attempt=int(attempt), note=note))
+    return looks
+
+
+def _writer(files: Mapping[str, str]) -> str:
+    """A shell function that writes those files, each whole or not at all."""
+    lines = ["write_files() {"]
+    for name, text in files.items():
+        content, target = base64.b64encode(text.encode()).decode(), shlex.quote(name)
+        lines.append(f"base64 -d <<< {content} > {target}.new && mv {target}.new {target} || return 1")
+    return "\n".join([*lines, "}", ""])
+
+
+def _without_prefix(words: str) -> str:
+    return words.removeprefix("sbatch: ").removeprefix("error: ").removeprefix("allocation failure: ")

@@ -1,0 +1,222 @@
+"""A job as a Slurm batch script: one pure function. What the script does on the cluster is docs/clusters.md.
+
+The script runs in the job's folder, which the login node and all machines share. It starts one task a machine
+(`trainer.slurm`), writes down what happens (`events`, `outcome`), and requeues itself where another start goes on.
+"""
+
+import math
+import shlex
+from dataclasses import dataclass
+from string import Template
+
+from trainyard import hardware
+from trainyard.errors import InputError
+from trainyard.launch.record import JobRecord
+from trainyard.spec.job import ResolvedJob
+
+KILL_SECONDS = 130
+"""After a signal the hosts give their ranks 110 s to save (trainer.host.run); a host that is stuck is killed then."""
+SAVE_SECONDS = 180
+"""Between the signal and the time limit."""
+SHARED_ROOT = "/fsx"
+"""Where the machines of a tenant's cluster mount its file system (stacks/constructs/cluster.py)."""
+IMAGE_PYTHON = "/opt/trainyard/bin/python"
+"""The training image's interpreter (training_container/Dockerfile)."""
+
+_SCRIPT = Template(
+    r"""#!/bin/bash
+$directives
+# Written by trainyard for one attempt of a job. It requeues itself, so it may start more than once.
+set -u
+cd $directory || exit 1
+attempt=$attempt
+most_requeues=$most_requeues
+$exports
+
+event() { printf '%s\t%s\t%s\t%s\n' "$$attempt" "$$1" "$$(date -u +%Y-%m-%dT%H:%M:%S+00:00)" "$$2" >> events; }
+finish() {
+  event "$$1" "$$2"
+  printf 'attempt=%s\nstate=%s\nseconds=%s\nfailure=%s\n' "$$attempt" "$$1" "$$SECONDS" "$$3" > outcome.new
+  mv outcome.new outcome
+  exit "$$code"
+}
+requeue() {
+  event Interrupted "$$1"
+  trap - TERM
+  # Slurm ends this script as a part of it.
+  scontrol requeue "$$SLURM_JOB_ID" && sleep 120
+  finish Stopped "$$1; Slurm did not requeue it" ""
+}
+of_slurm() { scontrol --oneliner show job "$$SLURM_JOB_ID" | sed -n "s/.* $$1=\\([^ ]*\\).*/\\1/p"; }
+
+code=0
+told=""
+# The file is for tasks that are only just being started, which a signal doesn't reach.
+on_stop() { told=$$SECONDS; touch told; scancel --quiet --signal=TERM "$$SLURM_JOB_ID"; }
+# In the background, as bash hears no signal while a command runs in front.
+run() {
+  { "$$@"; echo "$$?" > code; } &
+  child=$$!
+  while kill -0 "$$child" 2> /dev/null; do
+    if [ -z "$$told" ]; then
+      wait "$$child"
+    else
+      sleep 0.5
+      [ $$(( SECONDS - told )) -lt $kill_seconds ] || scancel --quiet --signal=KILL "$$SLURM_JOB_ID"
+    fi
+  done
+  code=$$(cat code 2> /dev/null || echo 1)
+}
+
+first=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+address=$$(scontrol --oneliner show node "$$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+export TRAINYARD_HOST_ADDRESSES="{\"$$first\": \"$${address:-$$first}\"}"
+rm -rf code told host/failure hosts
+trap on_stop TERM
+event Training "$$SLURM_JOB_NODELIST, start $$(( $${SLURM_RESTART_COUNT:-0} + 1 ))"
+$stage
+if [ "$$code" = 0 ] && [ -z "$$told" ]; then
+  run srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=0 --open-mode=append --output=log/node-%n.txt \
+    $container$python -u -m trainer.slurm run $directory
+elif [ -n "$$told" ]; then
+  code=75
+fi
+
+reason=$$(cat host/failure hosts/*/failure 2> /dev/null | head -n 1)
+saved=""
+lost=""
+# 143: ended by the signal itself, before its ranks were started.
+case "$$code" in 75 | 143) saved="saved, and asks to be resumed" ;; esac
+if [ "$$code" = 137 ] && [ -n "$$told" ]; then saved="killed: it had not saved within $kill_seconds s"; fi
+case "$$reason" in "host "*" is gone"* | "the first host "*" is gone"*) lost=$${reason%%:*} ;; esac
+if [ "$$code" = 0 ]; then finish Completed "" ""; fi
+case "$$(of_slurm JobState)" in
+  RUNNING | "") ;;
+  *) exit "$$code" ;; # Slurm itself ends this start (scancel, a lost node), and says what comes next.
+esac
+if [ -n "$$saved" ] && [ -e stop_requested ]; then
+  case "$$saved" in killed*) finish Stopped "$$saved" "" ;; *) finish Stopped "" "" ;; esac
+fi
+if [ -n "$$saved$$lost" ]; then
+  if [ "$$(of_slurm PreemptTime)" != None ]; then requeue "preempted"; fi
+  why=$${lost:-$$saved}
+  if [ -n "$$saved" ] && [ -n "$$told" ]; then why="its time limit came; $${saved%%, and asks*}"; fi
+  if [ "$$(cat requeues 2> /dev/null | wc -l)" -lt "$$most_requeues" ]; then
+    echo "$$why" >> requeues
+    requeue "$$why"
+  fi
+  if [ -z "$$lost" ]; then finish Stopped "$$why; $$most_requeues requeues are spent (recovery.max_resumes)" ""; fi
+fi
+finish Failed "" "$${reason:-a task ended with exit code $$code; the end of log/ may say why}"
+"""
+)
+
+
+@dataclass(frozen=True)
+class ClusterPlace:
+    """Where on a cluster a job goes."""
+
+    directory: str
+    """Of this job alone, absolute, on the shared file system."""
+    partition: str | None
+    """None: Slurm's default one."""
+    comment: str
+    """What Slurm's accounting tells of the job: tenant, cost centre."""
+    python: str
+    """Interpreter with the trainer."""
+    region: str | None = None
+    """Of the data that the job reads and writes; None without AWS."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Further environment of the trainer."""
+
+
+def batch_script(record: JobRecord, place: ClusterPlace) -> str:
+    """The newest attempt of `record` as sbatch takes it; nothing is read and no clock is asked."""
+    job = record.resolved
+    directory = shlex.quote(place.directory)
+    stage = ""
+    if record.channels:
+        stage = (
+            f"run srun --export=ALL --nodes=1 --ntasks=1 --open-mode=append --output=log/inputs.txt "
+            f"{_container(job, place)}{shlex.quote(place.python)} -u -m trainer.slurm inputs {directory}\n"
+        )
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables(record, place).items())
+    return _SCRIPT.substitute(
+        directives="\n".join(f"#SBATCH {line}" for line in _directives(record, place)),
+        directory=directory,
+        attempt=record.attempt.number,
+        most_requeues=job.spec.recovery.max_resumes,
+        exports=exports,
+        stage=stage,
+        kill_seconds=KILL_SECONDS,
+        container=_container(job, place),
+        python=shlex.quote(place.python),
+    )
+
+
+def variables(record: JobRecord, place: ClusterPlace) -> dict[str, str]:
+    """What the ranks find in their environment, over what Slurm sets.
+
+    EFA: libfabric's provider is stated, or NCCL takes TCP in silence; of machines without EFA none is asked for. No
+    other NCCL or libfabric variable: current ones choose better than what guides of older versions say.
+    """
+    found = {"TRAINYARD_JOB_ID": record.job_id}
+    if efa_interfaces(record.resolved) and record.resolved.num_hosts > 1:
+        found["FI_PROVIDER"] = "efa"
+    else:
+        found["TRAINYARD_SKIP_EFA_CHECK"] = "1"
+    if place.region:
+        found |= {"AWS_REGION": place.region, "AWS_DEFAULT_REGION": place.region}
+    return found | dict(place.variables)
+
+
+def efa_interfaces(job: ResolvedJob) -> int:
+    """EFA interfaces of each machine; 0 where the job names no type."""
+    kind = job.spec.compute.instance_type
+    return hardware.instance(kind).efa_interfaces if kind else 0
+
+
+def limit_minutes(max_hours: float) -> int:
+    """Slurm's time limit of one start, in whole minutes."""
+    return max(1, math.ceil(max_hours * 60))
+
+
+def _directives(record: JobRecord, place: ClusterPlace) -> list[str]:
+    compute, slurm = record.resolved.spec.compute, record.resolved.spec.compute.slurm
+    minutes = limit_minutes(compute.max_hours)
+    # Slurm looks at time limits every half minute, and may be early by a whole one.
+    lead = min(SAVE_SECONDS, minutes * 60 // 4)
+    lines = [
+        f"--job-name={record.attempt.training_job_name}",
+        f"--comment={shlex.quote(place.comment)}",
+        *([f"--partition={place.partition}"] if place.partition else []),
+        *([f"--account={slurm.account}"] if slurm.account else []),
+        *([f"--qos={slurm.qos}"] if slurm.qos else []),
+        f"--nodes={record.resolved.num_hosts}",
+        "--ntasks-per-node=1",
+        "--exclusive",
+        *([f"--gpus-per-node={slurm.gpus_per_node}"] if slurm.gpus_per_node else []),
+        f"--time={minutes}",
+        f"--signal=B:TERM@{lead}",
+        "--requeue",
+        "--export=ALL",
+        f"--chdir={place.directory}",
+        "--open-mode=append",
+        f"--output={place.directory}/log/batch.txt",
+    ]
+    bad = [line for line in lines if "\n" in line]
+    if bad:
+        raise InputError(f"{bad[0]!r}: holds a line end, which a batch script can't have in an option")
+    return lines
+
+
+def _container(job: ResolvedJob, place: ClusterPlace) -> str:
+    slurm = job.spec.compute.slurm
+    if not slurm.container_image:
+        return ""
+    shared = place.directory.rpartition("/")[0]
+    roots = [f"{shared}:{shared}"]
+    if f"{shared}/".startswith(f"{SHARED_ROOT}/"):
+        roots = [f"{SHARED_ROOT}:{SHARED_ROOT}"]
+    mounts = ",".join(dict.fromkeys([*roots, *slurm.container_mounts]))
+    return f"--container-image={shlex.quote(slurm.container_image)} --container-mounts={mounts} "
