@@ -1,17 +1,6 @@
 """The broker: the function that hands a tenant's jobs to SageMaker, so that no role of the tenant's people needs to."""
 
-import atexit
-import json
-import shutil
-import tempfile
-import zipfile
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-
 from aws_cdk import Annotations, Duration
-from aws_cdk import aws_cloudwatch as cloudwatch
-from aws_cdk import aws_cloudwatch_actions as actions
 from aws_cdk import aws_events as events
 from aws_cdk import aws_events_targets as targets
 from aws_cdk import aws_iam as iam
@@ -19,14 +8,12 @@ from aws_cdk import aws_lambda as lambda_
 from aws_cdk import aws_sns as sns
 from constructs import Construct
 
-import trainyard
-from stacks.constructs.acknowledged import FUNCTIONS, acknowledge
+from stacks.constructs.functions import PERIOD, function_code, ring, tenant_function
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 from trainyard.errors import InputError
 from trainyard.hardware import instance, price
 
-FUNCTIONS_FOLDER = Path(trainyard.__file__).parent / "functions"
 MODULES = (
     *("broker", "broker_ledger", "broker_queue", "broker_roles", "broker_rules"),
     *("job_roles", "retry_rules", "training_request"),
@@ -71,33 +58,26 @@ class Broker(Construct):
             "gpus": gpus_of(tenant),
             "volume_keys": [kind for kind in tenant.instance_types if not instance(kind).local_nvme_gib],
         }
-        self.function = lambda_.Function(
+        self.function = tenant_function(
             self,
-            "Function",
-            function_name=tenant.broker_name,
+            name=tenant.broker_name,
             description=f"Submits the training jobs of tenant {tenant.name}",
-            runtime=lambda_.Runtime.PYTHON_3_13,
             handler="trainyard.functions.broker.handler",
             code=function_code(MODULES),
-            role=role.without_policy_updates(),
-            environment={"BROKER": json.dumps(settings, sort_keys=True)},
+            role=role,
+            resources=resources,
+            settings=("BROKER", settings),
             timeout=TIME_LIMIT,
-            memory_size=256,
-            log_group=resources.logs.group,
+            memory_mib=256,
+            findings=ASKED_AND_ANSWERED,
         )
-        acknowledge(self.function, FUNCTIONS | ASKED_AND_ANSWERED)
-        cloudwatch.Alarm(
+        ring(
             self,
             "Failed",
-            alarm_description=(
-                f"Tenant {tenant.name}: the broker failed, so that a job was not submitted; its log says why."
-            ),
-            metric=self.function.metric_errors(period=Duration.minutes(5)),
-            threshold=1,
-            evaluation_periods=1,
-            comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
-            treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
-        ).add_alarm_action(actions.SnsAction(topic))
+            metric=self.function.metric_errors(period=PERIOD),
+            topic=topic,
+            description=f"Tenant {tenant.name}: the broker failed, so that a job was not submitted; its log says why.",
+        )
         if tenant.isolates_jobs:
             self._remove_roles(tenant)
 
@@ -158,26 +138,3 @@ def prices_of(tenant: TenantScope, *, spot: bool = False) -> dict[str, float]:
 def gpus_of(tenant: TenantScope) -> dict[str, int]:
     """GPUs of an instance of each of the tenant's types: what an hour of it takes of budget.monthly_gpu_hours."""
     return {kind: instance(kind).num_gpus for kind in tenant.instance_types}
-
-
-def function_code(modules: Sequence[str]) -> lambda_.Code:
-    """Modules of `trainyard/functions` as an asset, under the names by which they import each other.
-
-    A zip made here and not a folder: the same bytes on every machine, and nothing that needs Docker.
-    """
-    return lambda_.Code.from_asset(str(_package(tuple(modules))))
-
-
-@cache
-def _package(modules: tuple[str, ...]) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="trainyard-function-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = folder / "function.zip"
-    files = {f"trainyard/functions/{name}.py": (FUNCTIONS_FOLDER / f"{name}.py").read_bytes() for name in modules}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as package:
-        for name in ("trainyard/__init__.py", "trainyard/functions/__init__.py", *sorted(files)):
-            # A fixed time and mode: the asset's name is the hash of its bytes.
-            entry = zipfile.ZipInfo(name, date_time=(2020, 1, 1, 0, 0, 0))
-            entry.external_attr = 0o644 << 16
-            package.writestr(entry, files.get(name, b""), zipfile.ZIP_DEFLATED)
-    return path

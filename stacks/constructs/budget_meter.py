@@ -4,11 +4,8 @@ The broker holds a job against the quota before it starts, AWS's budget hears of
 between them. It takes the detective's role, which looks at the tenant's jobs and stops them, and nothing else.
 """
 
-import json
-
 from aws_cdk import Duration
 from aws_cdk import aws_cloudwatch as cloudwatch
-from aws_cdk import aws_cloudwatch_actions as actions
 from aws_cdk import aws_events as events
 from aws_cdk import aws_events_targets as targets
 from aws_cdk import aws_iam as iam
@@ -16,8 +13,8 @@ from aws_cdk import aws_lambda as lambda_
 from aws_cdk import aws_sns as sns
 from constructs import Construct
 
-from stacks.constructs.acknowledged import FUNCTIONS, acknowledge
-from stacks.constructs.broker import function_code, gpus_of, prices_of
+from stacks.constructs.broker import gpus_of, prices_of
+from stacks.constructs.functions import function_code, ring, tenant_function
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 
@@ -49,20 +46,18 @@ class BudgetMeter(Construct):
     ) -> None:
         super().__init__(scope, construct_id)
         self._tenant = tenant
-        self.function = lambda_.Function(
+        self.function = tenant_function(
             self,
-            "Function",
             description=f"Meters what the training jobs of tenant {tenant.name} cost",
-            runtime=lambda_.Runtime.PYTHON_3_13,
             handler="trainyard.functions.budget_meter.handler",
             code=function_code(("budget_meter", "job_meter")),
-            role=role.without_policy_updates(),
-            environment={"METER": json.dumps(meter_settings(tenant), sort_keys=True)},
+            role=role,
+            resources=resources,
+            settings=("METER", meter_settings(tenant)),
             timeout=TIME_LIMIT,
-            memory_size=256,
-            log_group=resources.logs.group,
+            memory_mib=256,
+            findings=FAILURES,
         )
-        acknowledge(self.function, FUNCTIONS | FAILURES)
         events.Rule(
             self,
             "Schedule",
@@ -90,16 +85,15 @@ class BudgetMeter(Construct):
             ("Spent", self.metric_used(), 100, 1, f"the month's budget is spent: no job starts, {ends}"),
             ("Blind", self.function.metric_errors(period=EVERY), 1, 3, "the meter can't look; its log says why"),
         ):
-            cloudwatch.Alarm(
+            ring(
                 self,
                 construct_id,
-                alarm_description=f"Tenant {name}: {text}. trainyard cost tells by whom.",
                 metric=metric,
+                topic=topic,
+                description=f"Tenant {name}: {text}. trainyard cost tells by whom.",
                 threshold=threshold,
-                evaluation_periods=periods,
-                comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
-                treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
-            ).add_alarm_action(actions.SnsAction(topic))
+                periods=periods,
+            )
 
 
 def meter_settings(tenant: TenantScope) -> dict[str, object]:

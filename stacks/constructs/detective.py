@@ -4,24 +4,20 @@ The guard-rails refuse beforehand what IAM has condition keys for. This sees the
 instances, serverless compute), and whatever a job got past them by: an administrator's call, a service's own role.
 """
 
-from pathlib import Path
-
 from aws_cdk import Duration
 from aws_cdk import aws_cloudwatch as cloudwatch
-from aws_cdk import aws_cloudwatch_actions as actions
 from aws_cdk import aws_events as events
 from aws_cdk import aws_events_targets as targets
 from aws_cdk import aws_lambda as lambda_
 from aws_cdk import aws_sns as sns
 from constructs import Construct
 
-import trainyard
-from stacks.constructs.acknowledged import FUNCTIONS, acknowledge
+from stacks.constructs.functions import FUNCTIONS_FOLDER, PERIOD, ring, tenant_function
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 
-CODE = Path(trainyard.__file__).parent / "functions" / "job_guard.py"
+CODE = FUNCTIONS_FOLDER / "job_guard.py"
 
 FAILURES = {
     "NIST.800.53.R5-LambdaDLQ": (
@@ -52,18 +48,16 @@ class JobGuard(Construct):
         super().__init__(scope, construct_id)
         code = CODE.read_text(encoding="utf-8")
         assert len(code) <= MAX_INLINE_CHARACTERS, f"{CODE.name}: {len(code)} characters can't stand in a template"
-        self.function = lambda_.Function(
+        self.function = tenant_function(
             self,
-            "Function",
             description=f"Re-checks the training jobs of tenant {tenant.name}",
-            runtime=lambda_.Runtime.PYTHON_3_13,
             handler="index.handler",
             code=lambda_.Code.from_inline(code),
-            role=roles.guard.without_policy_updates(),
+            role=roles.guard,
+            resources=resources,
             timeout=Duration.minutes(1),
-            log_group=resources.logs.group,
+            findings=FAILURES,
         )
-        acknowledge(self.function, FUNCTIONS | FAILURES)
         names = [{"prefix": prefix} for prefix in tenant.job_prefixes]
         job_roles = [roles.job.role_arn, {"prefix": tenant.each_job_role_pattern.removesuffix("*")}]
         events.Rule(
@@ -95,7 +89,7 @@ class JobGuard(Construct):
     def metric_violations(self, tenant: TenantScope) -> cloudwatch.Metric:
         """Jobs that were stopped."""
         return cloudwatch.Metric(
-            namespace=_namespace(tenant), metric_name=_metric(tenant), statistic="Sum", period=Duration.minutes(5)
+            namespace=_namespace(tenant), metric_name=_metric(tenant), statistic="Sum", period=PERIOD
         )
 
     def _alarms(self, tenant: TenantScope, topic: sns.ITopic) -> None:
@@ -105,21 +99,12 @@ class JobGuard(Construct):
                 "a training job broke a rule and was stopped; the function's log names job and rule",
             ),
             "JobNotChecked": (
-                self.function.metric_errors(period=Duration.minutes(5)),
+                self.function.metric_errors(period=PERIOD),
                 "a training job that has started could not be re-checked or stopped; look at it by hand",
             ),
         }
         for name, (metric, text) in texts.items():
-            cloudwatch.Alarm(
-                self,
-                name,
-                alarm_description=f"Tenant {tenant.name}: {text}.",
-                metric=metric,
-                threshold=1,
-                evaluation_periods=1,
-                comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
-                treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
-            ).add_alarm_action(actions.SnsAction(topic))
+            ring(self, name, metric=metric, topic=topic, description=f"Tenant {tenant.name}: {text}.")
 
 
 def _namespace(tenant: TenantScope) -> str:

@@ -4,11 +4,7 @@ SageMaker starts again what spot capacity takes, and its own errors three times;
 This is for the rest, and only with a broker, which submits: the resumer itself starts no job.
 """
 
-import json
-
 from aws_cdk import Duration
-from aws_cdk import aws_cloudwatch as cloudwatch
-from aws_cdk import aws_cloudwatch_actions as actions
 from aws_cdk import aws_events as events
 from aws_cdk import aws_events_targets as targets
 from aws_cdk import aws_iam as iam
@@ -16,8 +12,8 @@ from aws_cdk import aws_lambda as lambda_
 from aws_cdk import aws_sns as sns
 from constructs import Construct
 
-from stacks.constructs.acknowledged import FUNCTIONS, acknowledge
-from stacks.constructs.broker import TIME_LIMIT, function_code
+from stacks.constructs.broker import TIME_LIMIT
+from stacks.constructs.functions import PERIOD, function_code, ring, tenant_function
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 
@@ -50,20 +46,18 @@ class JobResumer(Construct):
             "checkpoints": resources.buckets.checkpoints.bucket_name,
             "broker": tenant.broker_name,
         }
-        self.function = lambda_.Function(
+        self.function = tenant_function(
             self,
-            "Function",
             description=f"Resumes failed training jobs of tenant {tenant.name}",
-            runtime=lambda_.Runtime.PYTHON_3_13,
             handler="trainyard.functions.job_resumer.handler",
             code=function_code(("job_resumer",)),
-            role=role.without_policy_updates(),
-            environment={"RESUMER": json.dumps(places, sort_keys=True)},
+            role=role,
+            resources=resources,
+            settings=("RESUMER", places),
             # It waits for the broker, and writes down what that answers.
             timeout=TIME_LIMIT.plus(Duration.seconds(30)),
-            log_group=resources.logs.group,
+            findings=FAILURES,
         )
-        acknowledge(self.function, FUNCTIONS | FAILURES)
         events.Rule(
             self,
             "FailedJobs",
@@ -83,16 +77,13 @@ class JobResumer(Construct):
                 )
             ],
         )
-        cloudwatch.Alarm(
+        ring(
             self,
             "NotResumed",
-            alarm_description=(
+            metric=self.function.metric_errors(period=PERIOD),
+            topic=topic,
+            description=(
                 f"Tenant {tenant.name}: a failed training job asks to be resumed and could not be; the function's log "
                 "says why, `trainyard resume` does it by hand."
             ),
-            metric=self.function.metric_errors(period=Duration.minutes(5)),
-            threshold=1,
-            evaluation_periods=1,
-            comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
-            treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
-        ).add_alarm_action(actions.SnsAction(topic))
+        )
