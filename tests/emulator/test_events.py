@@ -8,7 +8,7 @@ from emulator_testing import ACCOUNT, TRUST_SAGEMAKER, Site, allow, policy, wait
 
 from trainyard import emulator
 from trainyard.emulator.functions import events
-from trainyard.emulator.functions.events import EventBus, input_of
+from trainyard.emulator.functions.events import EventBus, Schedule, input_of
 from trainyard.emulator.functions.runs import Run
 
 CODE = """
@@ -161,3 +161,28 @@ def test_what_a_call_raises_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> N
     assert told.count(("well", '"well"', "")) == 2
     assert told.count(({}, "OSError: no room", "Unhandled")) == 2
     assert ("no JSON", "OSError: no room", "Unhandled") in told and ("well, and no JSON", inputs[4], "") in told
+
+
+def test_a_rate_is_due_once_a_period_and_a_cron_never() -> None:
+    schedule, rules = Schedule(), [("five", "rate(5 minutes)"), ("hour", "rate(1 hour)"), ("cron", "cron(0 1 * * ? *)")]
+    assert [schedule.due(rules, now) for now in (0.0, 299.0, 300.0, 301.0, 600.0)] == [[], [], ["five"], [], ["five"]]
+    assert schedule.due(rules, 3600.0) == ["five", "hour"]
+    assert schedule.due([], 9000.0) == [] and schedule.due(rules, 9001.0) == [], "gone and back: a new period"
+
+
+@pytest.mark.full
+def test_a_schedule_calls_its_function(site: Site, name: str) -> None:
+    content = template(name)
+    rule = content["Resources"]["May"]["Properties"]
+    del rule["EventPattern"]
+    rule |= {"ScheduleExpression": "rate(1 minute)", "Targets": [{"Id": "it", "Arn": rule["Targets"][0]["Arn"]}]}
+    del content["Resources"]["MayNot"]
+    assert site.deploy(f"stack-{name}", content) == "CREATE_COMPLETE", site.failures(f"stack-{name}")
+    function = site.output(f"stack-{name}", "Arn")
+
+    def delivered() -> list[dict[str, Any]]:
+        found = emulator.deliveries(site.info)
+        return [item for item in found if item["function"] == function]
+
+    wait_for(delivered, seconds=240.0)
+    assert delivered()[0]["event"]["detail-type"] == "Scheduled Event" and not delivered()[0]["error"]

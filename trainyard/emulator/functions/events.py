@@ -2,14 +2,17 @@
 
 Rules, patterns and targets are those of moto's EventBridge, where the stacks put them; only targets that are functions
 are called, and only where the function's own policy lets the rule (as on AWS, where the call is refused in silence).
-A call that fails is repeated as Lambda does with asynchronous ones: twice, sooner than there.
+A call that fails is repeated as Lambda does with asynchronous ones: twice, sooner than there. Rules with a rate are
+called by the clock, the first time a period after they were put there; those with a cron expression never.
 """
 
 import json
 import queue
+import re
 import threading
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,9 +25,29 @@ _RETRIES = 2
 _RETRY_SECONDS = 1.0
 _NUM_WORKERS = 2
 _MOST_KEPT = 200
+_CLOCK_SECONDS = 1.0
+_RATE = re.compile(r"rate\((\d+) (minute|hour|day)s?\)")
+_UNIT_SECONDS = {"minute": 60.0, "hour": 3600.0, "day": 86_400.0}
 
 Lookup = Callable[[Mapping[str, Any]], list[tuple[str, dict[str, Any]]]]
 """An event to the rules that match it: (the rule's ARN, one of its targets)."""
+
+
+class Schedule:
+    """When rules with a rate are due."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, float] = {}
+
+    def due(self, rules: Iterable[tuple[str, str]], now: float) -> list[str]:
+        """ARNs of the rules (ARN, schedule expression) whose time has come; a rule that is gone is forgotten."""
+        periods = {
+            arn: int(rate[1]) * _UNIT_SECONDS[rate[2]] for arn, words in rules if (rate := _RATE.fullmatch(words))
+        }
+        self._at = {arn: self._at.get(arn, now + seconds) for arn, seconds in periods.items()}
+        found = [arn for arn, at in self._at.items() if now >= at]
+        self._at |= {arn: now + periods[arn] for arn in found}
+        return found
 
 
 class EventBus:
@@ -40,6 +63,8 @@ class EventBus:
         """Newest last: `function`, `event`, `attempt`, `payload`, `error`, `log`; or `refused`."""
         for number in range(_NUM_WORKERS):
             threading.Thread(target=self._work, daemon=True, name=f"events-{number}").start()
+        if lookup is None:
+            threading.Thread(target=self._tick, daemon=True, name="events-clock").start()
 
     def job_changed(self, description: Mapping[str, Any]) -> None:
         """Tell the rules of a training job's new state; `description` is DescribeTrainingJob's answer."""
@@ -61,27 +86,44 @@ class EventBus:
     def put(self, event: Mapping[str, Any]) -> None:
         """Deliver an event to every rule that matches it."""
         for rule, target in self._lookup(event):
-            if ":function:" not in target["Arn"]:
-                continue  # topics have nobody here who listens
-            try:
-                permitted = self._functions.permits(target["Arn"], "events.amazonaws.com", rule)
-            except UnknownFunctionError:
-                permitted = False
-            if not permitted:
-                self._note({"function": target["Arn"], "refused": f"its policy doesn't let {rule} call it"})
-                continue
-            self._waiting.put((target["Arn"], input_of(target, event), 1))
+            self._deliver(rule, target, event)
 
-    def _rules(self, event: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    def _deliver(self, rule: str, target: Mapping[str, Any], event: Mapping[str, Any]) -> None:
+        if ":function:" not in target["Arn"]:
+            return  # topics have nobody here who listens
+        try:
+            permitted = self._functions.permits(target["Arn"], "events.amazonaws.com", rule)
+        except UnknownFunctionError:
+            permitted = False
+        if not permitted:
+            self._note({"function": target["Arn"], "refused": f"its policy doesn't let {rule} call it"})
+            return
+        self._waiting.put((target["Arn"], input_of(target, event), 1))
+
+    def _enabled(self) -> list[Any]:
         from moto.events.models import events_backends
 
         buses = events_backends[self._info.account][self._info.region].event_buses
+        return [rule for rule in list(buses["default"].rules.values()) if rule.state == "ENABLED"]
+
+    def _rules(self, event: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         return [
             (rule.arn, target)
-            for rule in list(buses["default"].rules.values())
-            if rule.state == "ENABLED" and not rule.scheduled_expression and rule.event_pattern.matches_event(event)
+            for rule in self._enabled()
+            if not rule.scheduled_expression and rule.event_pattern.matches_event(event)
             for target in list(rule.targets)
         ]
+
+    def _tick(self) -> None:
+        schedule = Schedule()
+        while True:
+            time.sleep(_CLOCK_SECONDS)
+            rules = {rule.arn: rule for rule in self._enabled() if rule.scheduled_expression}
+            due = schedule.due([(arn, rule.scheduled_expression) for arn, rule in rules.items()], time.monotonic())
+            for arn in due:
+                event = {"source": "aws.events", "detail-type": "Scheduled Event", "resources": [arn], "detail": {}}
+                for target in list(rules[arn].targets):
+                    self._deliver(arn, target, event)
 
     def _work(self) -> None:
         while True:
