@@ -310,5 +310,9 @@ def _print_settings(spec: "EnvironmentSpec", name: str) -> None:
         parts = ", ".join(f"{count} {kind}" for kind, count in sorted(spec.guaranteed(name).items()))
         idle = "lent" if tenant.share.lend else "kept"
         print(f"share of the training queues: {parts}, {idle} while idle; the rest is borrowed")
-    print(f"jobs: up to {tenant.max_job_hours:g} hours; budget: {tenant.budget.monthly_usd:,.0f} USD a month")
+    budget = tenant.budget
+    hours = f" and {budget.monthly_gpu_hours:,.0f} GPU-hours" if budget.monthly_gpu_hours else ""
+    ends = "are saved and stopped" if budget.when_spent == "stop" else "may finish"
+    print(f"jobs: up to {tenant.max_job_hours:g} hours; budget: {budget.monthly_usd:,.0f} USD{hours} a month,", end=" ")
+    print(f"after which running jobs {ends}")
     print(f"cost center: {tenant.cost_center}; data on removal: {spec.data_on_removal(name)}")
