@@ -19,6 +19,14 @@ CHANGES = ["NEW", "CHANGED", "DELETED"]
 """What FSx carries from the bucket to a linked folder and back."""
 
 
+ASKED_BY_OBJECT = {
+    "CloudFormation-Validate::bucket_asks_kms_seldom": (
+        "With job_isolation: key KMS judges each object by its name, so that one job's role opens no other job's; a "
+        "bucket key would hide the name. The calls are paid for that (docs/isolation.md)."
+    )
+}
+
+
 class TenantBuckets(Construct):
     """Data, checkpoints and artifacts, apart: a job reads the first and writes the second; the third is what leaves."""
 
@@ -84,7 +92,7 @@ class TenantBuckets(Construct):
             # No auto_delete_objects: it would put a Lambda that can empty the bucket beside the data.
             removal_policy=RemovalPolicy.RETAIN if tenant.environment.retain_data else RemovalPolicy.DESTROY,
         )
-        acknowledge(bucket, BUCKETS)
+        acknowledge(bucket, BUCKETS | ({} if bucket_key else ASKED_BY_OBJECT))
         for statement in _own_key_only(bucket, key):
             bucket.add_to_resource_policy(statement)
         return bucket

@@ -58,7 +58,8 @@ def test_every_kind_of_thing_is_asked_about(site: Site) -> None:
 
 def test_what_iam_cannot_hide_is_said(site: Site) -> None:
     shown = prove(site).unscopable
-    assert "sagemaker:ListTrainingJobs (RolesGuard, auditor, broker, launcher, operator)" in shown
+    (listing,) = [item for item in shown if item.startswith("sagemaker:ListTrainingJobs ")]
+    assert {"auditor", "broker", "launcher", "operator"} <= set(listing.partition("(")[2].rstrip(")").split(", "))
     roles = "iam:ListRoles (broker)"  # which looks for the roles of jobs that are over
     assert [item for item in shown if item.startswith(("kms:", "s3:", "iam:", "logs:"))] == [roles]
 
