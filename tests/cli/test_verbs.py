@@ -80,6 +80,24 @@ def test_launch_status_jobs_checkpoints(
     assert "torn" in output_of(["checkpoints", job_id, "-e", where], capsys)
 
 
+def test_launch_says_on_how_many_instances_an_elastic_job_may_go_on(
+    job_path: str, environment_path: Path, deployed: Account, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = ["launch", job_path, "-e", str(environment_path), "--set", "recovery.max_resumes=2"]
+    limits = "recovery.elastic={min_instances: 1, max_instances: 4}"
+    wide = ["--set", "compute.instance_count=4", "--set", "parallelism=auto", "--set", limits, "--force"]
+    assert "  without capacity for 4 instances it goes on with 2, then 1\n" in output_of([*launch, *wide], capsys)
+    # Three machines don't divide the batch of eight: said before anything is written.
+    narrow = [*wide[:-2], "recovery.elastic={min_instances: 3, max_instances: 4}", "--force"]
+    assert run([*launch, *narrow]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "recovery.elastic.min_instances 3: no number of instances from 3 to 3 can run this job" in told
+    records = output_of(["jobs", "-e", str(environment_path), "-t", "acme", "--json"], capsys)
+    assert len(json.loads(records)) == 1
+    # This machine has one host, whatever the limits.
+    assert jobs.load_for_backend(Path(job_path), [limits.replace("1,", "2,")], "local").recovery.elastic is None
+
+
 def test_a_completed_job_neither_stops_nor_resumes(
     job_path: str, environment_path: Path, deployed: Account, capsys: pytest.CaptureFixture[str]
 ) -> None:
