@@ -101,6 +101,24 @@ def test_what_can_not_be_planned_is_one_line(overrides: list[str], words: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_machines_are_not_searched_for_images() -> None:
-    with pytest.raises(InputError, match="--search: task image_classification"):
-        search(resnet())
+def test_machines_are_searched_for_images_too() -> None:
+    found = search(
+        resnet("training.epochs=null", "training.steps=56300", "training.micro_batch_size=auto"), max_nodes=2
+    )
+    chosen = next(option for option in found.options if option.chosen)
+    assert {option.instance_type for option in found.options} > {"ml.p5.48xlarge", "ml.p4d.24xlarge"}
+    for option in found.options:
+        layout, item = option.configuration.parallelism, option.configuration
+        assert layout.data_replicate == option.num_gpus, "no formula knows what sharding a classifier saves"
+        assert item.micro_batch_size * item.gradient_accumulation_steps * option.num_gpus == 2048
+    priced = [option for option in found.options if option.usd is not None and option.configuration.fits]
+    allowed = [option for option in priced if (option.expected_hours or 1e9) <= found.deadline_hours]
+    assert chosen.usd == min(option.usd or 1e9 for option in allowed)
+
+
+def test_a_searched_language_model_with_images_may_be_sharded_but_not_split() -> None:
+    job = load_job(JOBS / "vlm-llava-7b.yaml", ["training.epochs=null", "training.steps=5000"])
+    for option in search(job, instances=["p5.48xlarge", "p4d.24xlarge"], max_nodes=2).options:
+        layout = option.configuration.parallelism
+        assert layout.data_replicate * layout.data_shard == option.num_gpus
+        assert option.configuration.activation_checkpointing == "none"

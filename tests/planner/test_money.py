@@ -195,11 +195,11 @@ def test_hours_and_dollars_by_hand(job: MakeJob) -> None:
 def test_host_memory_by_hand() -> None:
     shape = ModelShape(layers=2, hidden=64, ffn=128, heads=4, kv_heads=4, head_dim=16, vocab=1000)
     layout = Layout(engine="deepspeed", zero_stage=2, shard_degree=8, data_parallel=8, offload="cpu")
-    use = host_memory(shape, layout, 8, asynchronous_saves=True)
+    use = host_memory(shape.params, shape.params, layout, 8, asynchronous_saves=True)
     assert use.offloaded == pytest.approx(shape.params * 16 * 1.5)
     assert use.checkpoint == pytest.approx(shape.params * 12)
     assert use.processes == (8 + 4 * 8) * 2**30
-    synchronous = host_memory(shape, Layout(data_parallel=8), 8, asynchronous_saves=False)
+    synchronous = host_memory(shape.params, shape.params, Layout(data_parallel=8), 8, asynchronous_saves=False)
     assert synchronous.checkpoint == 0 and synchronous.offloaded == 0
 
 
@@ -217,7 +217,7 @@ def test_more_hosts_never_need_more_of_each(hosts: int, weights_too: bool) -> No
             offload="cpu",
             offloads_parameters=weights_too,
         )
-        return host_memory(shape, layout, 8, asynchronous_saves=True).needed
+        return host_memory(shape.params, shape.params, layout, 8, asynchronous_saves=True).needed
 
     assert needed(2 * hosts) <= needed(hosts)
 

@@ -61,7 +61,7 @@ def dry_run(job: "JobSpec", rank: int) -> dict[str, Any]:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "trainer.dry_run", "--resolved-job", str(path), "--rank", str(rank)),
-                *_known_configuration(job),
+                *((["--model-config", json.dumps(known)]) if (known := known_configuration(job)) else []),
             ],
             env=trainer_environment(),
             capture_output=True,
@@ -76,27 +76,32 @@ def dry_run(job: "JobSpec", rank: int) -> dict[str, Any]:
     raise (InputError if done.returncode == InputError.exit_code else JobFailedError)(words)
 
 
-def _known_configuration(job: "JobSpec") -> list[str]:
-    """For a source that is not on this machine: what its name tells."""
+def known_configuration(job: "JobSpec") -> dict[str, Any] | None:
+    """For a source that is not on this machine: what its name tells. InputError where it tells nothing."""
     from trainyard.planner.families import config_from_source
+    from trainyard.planner.vision_language import config_of
 
     if job.model.source is None or (Path(job.model.source) / "config.json").is_file():
-        return []
-    if job.task != "causal_lm":
+        return None
+    if job.task == "causal_lm":
+        return dict(config_from_source(job.model.source))
+    try:
+        return dict(config_of(job))
+    except InputError:
         raise InputError(
             f"--dry-run: model.source: {job.model.source} is not on this machine; give a folder with its config.json"
             " (--set model.source=FOLDER): of the weights nothing is read"
-        )
-    return ["--model-config", json.dumps(config_from_source(job.model.source))]
+        ) from None
 
 
 def planned_bytes(job: "JobSpec", resolved: "ResolvedJob", rank: int) -> dict[str, float] | None:
     """The closed form's bytes of that rank, by the trace's categories; None for a model without formulas."""
-    from trainyard.planner.memory import rank_memory
-    from trainyard.planner.reading import layout_of, shape_of
+    from trainyard.planner.formulas import formulas_of
+    from trainyard.planner.reading import layout_of
 
-    shape = shape_of(job)
-    if shape is None:
+    try:
+        formulas = formulas_of(job)
+    except InputError:
         return None
     layout = layout_of(
         job,
@@ -106,7 +111,7 @@ def planned_bytes(job: "JobSpec", resolved: "ResolvedJob", rank: int) -> dict[st
         recompute=resolved.activation_checkpointing,
     )
     place = rank // (resolved.world_size // resolved.parallelism.pipeline)
-    use = rank_memory(shape, replace(layout, rank="worst"), place)
+    use = formulas.rank_memory(replace(layout, rank="worst"), place)
     return {
         **{name: getattr(use, name) for name in STATE},
         "activations": use.activations + use.logits,

@@ -30,9 +30,12 @@ FP8_MULTIPLE = 16
 
 
 class Rules:
-    """What the trainer accepts of layouts for one job: the same functions that it asks itself."""
+    """What the trainer accepts of layouts for one job: the same functions that it asks itself.
 
-    def __init__(self, job: JobSpec, shape: ModelShape) -> None:
+    `shape`: None for tasks with images, which have data parallelism alone, and no recomputation.
+    """
+
+    def __init__(self, job: JobSpec, shape: ModelShape | None) -> None:
         self._job, self._shape = job, shape
         self._model_type = model_type_of(job) or ""
         self._has_deepspeed = next(deepspeed_obstacles(job), None) is None
@@ -44,6 +47,10 @@ class Rules:
 
     def accepts(self, layout: ParallelismSpec) -> bool:
         """Whether the trainer runs the layout at all, with some batch."""
+        if self._shape is None:
+            # Classifiers are small: no formula knows what sharding one saves.
+            may_shard = self._job.task != "image_classification" or layout.data_shard == 1
+            return layout.engine == "torch" and may_shard and self._is_valid(layout)
         if layout.engine == "deepspeed":
             return self._has_deepspeed
         try:
@@ -55,6 +62,7 @@ class Rules:
     def _obstacles(self, layout: ParallelismSpec) -> Iterator[bool]:
         """For each axis that splits the model, whether the trainer can't."""
         shape, job = self._shape, self._job
+        assert shape is not None
         if layout.tensor > 1:
             yield not self._cuts_matrices(layout.tensor)
         if layout.pipeline > 1:
@@ -73,6 +81,8 @@ class Rules:
     ) -> bool:
         """Whether an accepted layout takes these micro-batches and this recomputation."""
         job = self._job
+        if self._shape is None:
+            return recompute == "none"
         if layout.pipeline > 1 and self._pipeline_obstacle(layout, num_micro_batches, recompute):
             return False
         if job.training.compile and (recompute == "selective" or (layout.tensor > 1 and recompute == "full")):
@@ -81,12 +91,14 @@ class Rules:
         return job.training.precision != "fp8" or tokens % FP8_MULTIPLE == 0
 
     def _pipeline_obstacle(self, layout: ParallelismSpec, num_micro_batches: int, recompute: str) -> str | None:
+        assert self._shape is not None
         return pipeline_obstacle(
             self._model_type, self._shape.layers, layout, num_micro_batches=num_micro_batches, recompute=recompute
         )
 
     def _cuts_matrices(self, degree: int) -> bool:
         job, shape = self._job, self._shape
+        assert shape is not None
         adapter = job.model.adapter
         if self._model_type not in TENSOR_FAMILIES or (adapter is not None and adapter.kind == "qlora"):
             return False
@@ -96,6 +108,7 @@ class Rules:
         return all(width % degree == 0 for width in widths)
 
     def _spreads_experts(self, layout: ParallelismSpec) -> bool:
+        assert self._shape is not None
         if expert_obstacle(self._model_type, self._shape.experts, layout) is not None:
             return False
         # The ranks that hold a copy of an expert split its weights further.
@@ -116,9 +129,10 @@ def powers(limit: int) -> list[int]:
     return [1 << exponent for exponent in range(limit.bit_length())]
 
 
-def layouts(job: JobSpec, machines: Machines, shape: ModelShape, rules: Rules) -> list[ParallelismSpec]:
+def layouts(job: JobSpec, machines: Machines, shape: ModelShape | None, rules: Rules) -> list[ParallelismSpec]:
     """The layouts of all ranks, the model split least first."""
-    found = [item for item in _torch_layouts(job, machines, shape) if rules.accepts(item)]
+    candidates = _torch_layouts(job, machines, shape) if shape is not None else _unsplit_layouts(machines)
+    found = [item for item in candidates if rules.accepts(item)]
     found += [item for item in _deepspeed_layouts(machines) if rules.accepts(item)]
     batch = job.global_batch_size
     return sorted((item for item in found if batch % item.data_parallel_size == 0), key=split_of)
@@ -162,7 +176,7 @@ def _torch_layouts(job: JobSpec, machines: Machines, shape: ModelShape) -> Itera
                 data, rest = divmod(world, tensor * context * pipeline)
                 if rest or not data:
                     continue
-                for schedule in ("1f1b", "interleaved_1f1b") if pipeline > 1 else ("1f1b",):
+                for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble") if pipeline > 1 else ("1f1b",):
                     for expert in powers(shape.experts or 1):
                         yield from _data_layouts(
                             ParallelismSpec.model_construct(
@@ -181,6 +195,12 @@ def _torch_layouts(job: JobSpec, machines: Machines, shape: ModelShape) -> Itera
 
 
 _DEFAULTS = dict(ParallelismSpec())
+
+
+def _unsplit_layouts(machines: Machines) -> Iterator[ParallelismSpec]:
+    """Of models that aren't split."""
+    whole = ParallelismSpec.model_construct(**_DEFAULTS)
+    return _data_layouts(whole, machines.world_size, machines.processes_per_host)
 
 
 def _data_layouts(layout: ParallelismSpec, data: int, within_host: int) -> Iterator[ParallelismSpec]:

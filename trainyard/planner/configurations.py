@@ -5,14 +5,13 @@ import dataclasses
 from trainyard.hardware import Instance
 from trainyard.planner.communication import fabric_of
 from trainyard.planner.constants import GIB
+from trainyard.planner.formulas import Formulas
 from trainyard.planner.host_memory import SYSTEM_GIB, HostMemory, host_memory
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import PARTS, Memory, memory
+from trainyard.planner.memory import PARTS, Memory
 from trainyard.planner.reading import Machines
 from trainyard.planner.resolve import num_steps
 from trainyard.planner.results import Configuration, HostMemoryPlan, MemoryPlan, TimePlan
-from trainyard.planner.shapes import ModelShape
-from trainyard.planner.timing import step_time, time_spread
 from trainyard.spec.job import JobSpec, ParallelismSpec
 
 SAME_SPEED = 0.02
@@ -20,11 +19,11 @@ SAME_SPEED = 0.02
 
 
 def configuration(
-    job: JobSpec, parallelism: ParallelismSpec, layout: Layout, machines: Machines, shape: ModelShape
+    job: JobSpec, parallelism: ParallelismSpec, layout: Layout, machines: Machines, formulas: Formulas
 ) -> Configuration:
     """The layout's memory and time on the machines; no verdict yet."""
-    use = memory(shape, layout)
-    host = host_memory(shape, layout, machines.processes_per_host, asynchronous_saves=job.checkpoint.asynchronous)
+    use = formulas.memory(layout)
+    host = host_of(job, layout, machines, formulas)
     machine = machines.instance
     available = machine.gpu.memory_gib if machine and machine.gpu else None
     return Configuration(
@@ -35,10 +34,21 @@ def configuration(
         activation_checkpointing=layout.recompute,
         memory=memory_plan(use, available),
         host=host_plan(host, machines),
-        time=_time_plan(job, layout, machines, shape),
+        time=_time_plan(job, layout, machines, formulas),
         fits=fits_both(use, host, machine),
         chosen=False,
         verdict="",
+    )
+
+
+def host_of(job: JobSpec, layout: Layout, machines: Machines, formulas: Formulas) -> HostMemory:
+    """A host's own memory under the layout."""
+    return host_memory(
+        formulas.params,
+        formulas.saved,
+        layout,
+        machines.processes_per_host,
+        asynchronous_saves=job.checkpoint.asynchronous,
     )
 
 
@@ -68,23 +78,22 @@ def host_plan(host: HostMemory, machines: Machines) -> HostMemoryPlan:
     )
 
 
-def _time_plan(job: JobSpec, layout: Layout, machines: Machines, shape: ModelShape) -> TimePlan | None:
+def _time_plan(job: JobSpec, layout: Layout, machines: Machines, formulas: Formulas) -> TimePlan | None:
     if machines.instance is None or machines.instance.gpu is None:
         return None
     device = machines.instance.gpu
-    time = step_time(shape, layout, device, fabric_of(machines.instance))
-    spread = time_spread(shape, layout, device)
-    tokens = layout.global_batch * layout.sequence_length
+    time = formulas.step(layout, device, fabric_of(machines.instance))
+    spread = formulas.spread(layout, device)
+    samples = layout.global_batch
     steps = num_steps(job)
-    work = shape.flops_per_token(layout.sequence_length) * (1.0 if layout.method == "full" else 2 / 3)
     peak = device.peak_tflops(layout.precision) * 1e12 * layout.world_size
     return TimePlan(
         step_seconds=time.total,
         step_seconds_low=time.total / spread,
         step_seconds_high=time.total * spread,
         breakdown_seconds=time.breakdown(),
-        tokens_per_second=tokens / time.total,
-        mfu=work * tokens / time.total / peak,
+        tokens_per_second=samples * formulas.units_per_sample / time.total,
+        mfu=formulas.flops_per_sample * samples / time.total / peak,
         hours=steps * time.total / 3600 if steps is not None else None,
     )
 

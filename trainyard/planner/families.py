@@ -202,6 +202,10 @@ def _gpt2(config: Config) -> ModelShape:
         output_bias=True,
         mlp_bias=True,
         learned_positions=_number(config, 1024, "n_positions", "max_position_embeddings"),
+        fused_qkv=True,
+        # gelu_new is written out in transformers: input, its half, the tanh, and one more than it.
+        activation_tensors=4 if config.get("activation_function", "gelu_new") == "gelu_new" else 1,
+        dropout=bool(config.get("resid_pdrop", 0.1)),
     )
 
 
@@ -215,7 +219,17 @@ def _gpt_neox(config: Config) -> ModelShape:
     }
     bias = bool(config.get("attention_bias", True))
     sizes = _common({**config, "num_key_value_heads": None}, defaults)
-    return ModelShape(**sizes, gated_mlp=False, norm="layer", qkv_bias=bias, output_bias=bias, mlp_bias=True)
+    return ModelShape(
+        **sizes,
+        gated_mlp=False,
+        norm="layer",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=True,
+        fused_qkv=True,
+        parallel_residual=bool(config.get("use_parallel_residual", True)),
+        dropout=bool(config.get("hidden_dropout", 0.0)),
+    )
 
 
 def _opt(config: Config) -> ModelShape:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from trainyard.planner.constants import GIB
 from trainyard.planner.goodput import CHECKPOINT_BYTES_PER_PARAM
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import Stage, lora_params
-from trainyard.planner.shapes import ModelShape
 
 PROCESS_GIB = 4.0
 """A rank's process: Python, torch, CUDA's own host memory, NCCL's buffers, tokenized data ahead of it (assumed)."""
@@ -44,25 +42,26 @@ class HostMemory:
         return self.processes + self.checkpoint + self.offloaded
 
 
-def host_memory(shape: ModelShape, layout: Layout, ranks_per_host: int, *, asynchronous_saves: bool) -> HostMemory:
-    """What one host of so many ranks needs; each rank writes its equal part of a checkpoint."""
-    saved = float(shape.params)
-    if layout.method != "full":
-        whole = Layout(lora_rank=layout.lora_rank, num_lora_targets=layout.num_lora_targets)
-        saved = lora_params(shape, whole, Stage(shape.layers, True, True, 1))
+def host_memory(
+    params: float, saved: float, layout: Layout, ranks_per_host: int, *, asynchronous_saves: bool
+) -> HostMemory:
+    """What one host of so many ranks needs; each rank writes its equal part of a checkpoint.
+
+    `params`: the model's; `saved`: those that a checkpoint holds.
+    """
     copies = saved * CHECKPOINT_BYTES_PER_PARAM / layout.world_size if asynchronous_saves else 0.0
     return HostMemory(
         processes=(SYSTEM_GIB + PROCESS_GIB * ranks_per_host) * GIB,
         checkpoint=copies * ranks_per_host,
-        offloaded=_offloaded_bytes(shape, layout) * ranks_per_host,
+        offloaded=_offloaded_bytes(params, layout) * ranks_per_host,
     )
 
 
-def _offloaded_bytes(shape: ModelShape, layout: Layout) -> float:
+def _offloaded_bytes(params: float, layout: Layout) -> float:
     """Of one rank: DeepSpeed splits evenly what it offloads."""
     if layout.offload == "none":
         return 0.0
     if layout.offload == "nvme":
         return NVME_BUFFER_GIB * GIB
     each = OFFLOADED_BYTES + OFFLOADED_WEIGHT_BYTES * layout.offloads_parameters
-    return shape.params * each * OFFLOAD_BUFFER_FACTOR / max(1, layout.shard_degree)
+    return params * each * OFFLOAD_BUFFER_FACTOR / max(1, layout.shard_degree)

@@ -9,8 +9,9 @@ Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Method = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw_8bit", "adamw_paged", "adafactor", "muon", "sgd"]
-Library = Literal["", "litgpt", "transformers", "nanotron"]
-"""Whose loop, where its kernels differ from those of its engine; empty: of which nothing more is known."""
+Library = Literal["", "litgpt", "transformers", "nanotron", "trainyard"]
+"""Whose loop, where its kernels differ from those of its engine; empty: of which nothing more is known.
+trainyard is our own trainer, whose memory has formulas of its own (`trainer_memory`)."""
 Rank = Literal["worst", "first", "last"]
 Engine = Literal["torch", "deepspeed", "megatron", "plain"]
 """Whose training state and kernels: FSDP2/DDP with fp32 weights; DeepSpeed; Megatron-Core; a plain loop whose
@@ -47,6 +48,8 @@ class Layout:
     lora_rank: int = 16
     num_lora_targets: int = 2
     """Adapted linear modules per layer, each taken as hidden x hidden."""
+    lora_targets: tuple[str, ...] = ()
+    """Their names, where they are known: then their own sizes count."""
     quantization: Literal["nf4", "gptq"] = "nf4"
     """Of QLoRA's base: bitsandbytes' (transformers then keeps embeddings, norms and head in fp32), or GPTQ."""
     trains_vocabulary: bool = False

@@ -6,7 +6,7 @@ Narayanan et al. (arXiv:2104.04473, section 2.2) for micro-batches in flight per
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainyard.planner.activations import (
     encoder_bytes,
@@ -18,6 +18,7 @@ from trainyard.planner.activations import (
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB, MemoryConstants
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.trainer_memory import adapter_params, worst_moment
 
 __all__ = [
     "PARTS",
@@ -189,6 +190,9 @@ def micro_batches_in_flight(layout: Layout, rank: int) -> float:
     ranks, count = layout.pipeline, layout.num_micro_batches
     if layout.schedule == "gpipe":
         return count
+    if layout.schedule == "zero_bubble":
+        # Down and up again: every rank has both an early and a late stage.
+        return min(ranks, count)
     if layout.chunks > 1:
         # Warm-up passes of Megatron's interleaved schedule, each through one chunk, and the one in steady state.
         passes = 2 * (ranks - rank - 1) + (layout.chunks - 1) * ranks + 1
@@ -226,6 +230,23 @@ def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
 def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: MemoryConstants) -> Memory:
     params = stage_params(shape, layout, stage)
     parameters, gradients, optimizer = _state(shape, layout, stage, params)
+    if layout.library == "trainyard":
+        worst = worst_moment(shape, layout, stage, params)
+        moving = replace(
+            worst,
+            activations=worst.activations + encoder_bytes(shape, layout, constants) * stage.embedding * stage.in_flight,
+            buffers=worst.buffers + _engine_buffers(layout, params),
+        )
+        return Memory(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=moving.activations,
+            logits=moving.loss,
+            buffers=moving.buffers,
+            workspace=workspace_bytes(layout, experts=shape.moe_layers > 0),
+            moving_error=constants.moving_error,
+        )
     logits = logits_bytes(shape, layout, constants) if stage.head else 0.0
     return Memory(
         parameters=parameters,
@@ -292,6 +313,8 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
 
 def lora_params(shape: ModelShape, layout: Layout, stage: Stage) -> float:
     """Adapter parameters on one rank of a stage."""
+    if layout.lora_targets:
+        return stage.layers * adapter_params(shape, layout) / layout.tensor
     return stage.layers * layout.num_lora_targets * layout.lora_rank * 2 * shape.hidden / layout.tensor
 
 
@@ -354,6 +377,15 @@ def _stage_activations(
     # The embedding's output, and the last hidden states before the head.
     edges = layout.tokens_per_micro_batch * shape.hidden * layout.element_bytes / layout.norm_split
     return held + max(rebuilt - logits, 0.0) + edges * (stage.embedding * stage.in_flight + stage.head)
+
+
+def _engine_buffers(layout: Layout, params: StageParams) -> float:
+    """DeepSpeed's own, whatever the model does."""
+    if layout.engine != "deepspeed" or layout.method != "full" or not layout.zero_stage:
+        return 0.0
+    if layout.zero_stage == 3:
+        return min(DEEPSPEED_SUB_GROUP, params.total) * 8
+    return 2 * min(DEEPSPEED_BUCKET_ELEMENTS, params.total) * state_bytes(layout).parameter
 
 
 def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, logits: float) -> float:

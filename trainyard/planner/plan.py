@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from trainyard.hardware import DEFAULT_REGION, PriceBook
 from trainyard.planner.configurations import chosen_verdict, configuration, verdict_of
+from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.goodput import RECOVERY_OBJECTIVE_SECONDS, SPOT_HOURS_BETWEEN_RECLAIMS
-from trainyard.planner.image_plan import plan_images
 from trainyard.planner.layout import Layout
 from trainyard.planner.money import (
     affordable,
@@ -13,10 +13,9 @@ from trainyard.planner.money import (
     cost_of,
     goodput_of,
     quotes_of,
-    saved_params,
     todays_book,
 )
-from trainyard.planner.reading import Machines, layout_of, machines_of, required_shape
+from trainyard.planner.reading import Machines, layout_of, machines_of
 from trainyard.planner.resolve import (
     data_parallel_layouts,
     levels,
@@ -26,7 +25,6 @@ from trainyard.planner.resolve import (
     sequences_per_rank,
 )
 from trainyard.planner.results import CheckpointPlan, Configuration, Plan
-from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 
 __all__ = ["Configuration", "Plan", "plan"]
@@ -41,28 +39,30 @@ def plan(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None =
     `book`: the prices; default: the shipped ones, as of today.
     """
     book = book or todays_book()
-    if job.task != "causal_lm":
-        return plan_images(job, region=region, book=book)
-    shape = required_shape(job)
+    formulas = formulas_of(job)
     resolved = resolve(job)
     machines = machines_of(job)
-    configurations = _ranked(job, resolved, machines, shape)
+    configurations = _ranked(job, resolved, machines, formulas)
     chosen = next(item for item in configurations if item.chosen)
     quotes = quotes_of(job, machines, region, book)
     steps = resolved.steps
     checkpoint = cost = None
     if chosen.time is not None:
-        run, stated = goodput_of(job, machines, saved_params(job, shape), chosen.time.step_seconds, steps)
+        run, stated = goodput_of(job, machines, formulas.saved, chosen.time.step_seconds, steps)
         checkpoint = checkpoint_plan(run, stated)
         cost = cost_of(job, steps=steps, time=chosen.time, run=run, machines=machines, quotes=quotes, book=book)
+        if cost is not None and formulas.unit == "images":
+            # Images are no sequences of tokens.
+            cost = cost.model_copy(update={"usd_per_million_tokens": None})
     documents = quotes.documents()
     return Plan(
         job=job.name,
         tenant=job.tenant,
-        params=shape.params,
-        active_params=shape.active_params,
+        params=formulas.params,
+        active_params=formulas.active_params,
         steps=steps,
-        tokens=steps * job.global_batch_size * job.data.sequence_length if steps else None,
+        tokens=_tokens(job, steps),
+        unit=formulas.unit,
         instance_type=job.compute.instance_type,
         instance_count=machines.num_hosts,
         num_gpus=machines.world_size,
@@ -78,11 +78,18 @@ def plan(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None =
         max_hours=job.compute.max_hours,
         fits=chosen.fits,
         affordable=affordable(job, cost),
-        notes=(*quotes.notes, *_notes(job, configurations, chosen, checkpoint)),
+        notes=(*quotes.notes, *formulas.notes, *_notes(job, configurations, chosen, checkpoint)),
     )
 
 
-def _ranked(job: JobSpec, resolved: ResolvedJob, machines: Machines, shape: ModelShape) -> tuple[Configuration, ...]:
+def _tokens(job: JobSpec, steps: int | None) -> int | None:
+    """Of the whole run; not known where samples are images, or hold one."""
+    if steps is None or job.task != "causal_lm":
+        return None
+    return steps * job.global_batch_size * job.data.sequence_length
+
+
+def _ranked(job: JobSpec, resolved: ResolvedJob, machines: Machines, formulas: Formulas) -> tuple[Configuration, ...]:
     """The chosen configuration and its alternatives on the same machines, fitting ones first, by time."""
     own = layout_of(
         job,
@@ -91,14 +98,15 @@ def _ranked(job: JobSpec, resolved: ResolvedJob, machines: Machines, shape: Mode
         num_micro_batches=resolved.gradient_accumulation_steps,
         recompute=resolved.activation_checkpointing,
     )
-    chosen = configuration(job, resolved.parallelism, own, machines, shape)
+    chosen = configuration(job, resolved.parallelism, own, machines, formulas)
     reason = "as the job states" if job.parallelism != "auto" else "the least recomputation and sharding that fits"
     chosen = chosen.model_copy(update={"chosen": True, "verdict": chosen_verdict(chosen, reason)})
     others = []
-    if machines.instance is not None:
+    shape = formulas.shape
+    if machines.instance is not None and shape is not None:
         candidates = [*data_parallel_layouts(machines), *model_parallel_layouts(job, machines, shape)]
         for parallelism in candidates:
-            best = _best(job, parallelism, machines, shape)
+            best = _best(job, parallelism, machines, formulas)
             if best is not None and parallelism != resolved.parallelism:
                 others.append(best.model_copy(update={"verdict": verdict_of(best, chosen)}))
     return tuple(sorted([chosen, *others], key=_order))
@@ -108,9 +116,9 @@ def _order(item: Configuration) -> tuple[bool, float]:
     return item.fits is False, item.time.step_seconds if item.time else 0.0
 
 
-def _best(job: JobSpec, parallelism: ParallelismSpec, machines: Machines, shape: ModelShape) -> Configuration | None:
+def _best(job: JobSpec, parallelism: ParallelismSpec, machines: Machines, formulas: Formulas) -> Configuration | None:
     """A layout at its fastest (recomputation, micro-batch) that fits, else its most frugal; None: indivisible batch."""
-    found = [configuration(job, parallelism, layout, machines, shape) for layout in _layouts(job, parallelism)]
+    found = [configuration(job, parallelism, layout, machines, formulas) for layout in _layouts(job, parallelism)]
     fitting = [item for item in found if item.fits]
     if fitting:
         return min(fitting, key=_order)

@@ -211,6 +211,8 @@ def layout_of(
         method=adapter.kind if adapter else "full",
         lora_rank=adapter.rank if adapter else 16,
         num_lora_targets=len(adapter.targets) if adapter else 2,
+        lora_targets=tuple(adapter.targets) if adapter else (),
+        library="trainyard",
         offload=parallelism.offload,
         offloads_parameters=parallelism.zero.offload_parameters != "none",
         flash_attention=job.model.attention != "eager",

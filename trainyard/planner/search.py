@@ -12,12 +12,12 @@ from trainyard.errors import InputError
 from trainyard.hardware import DEFAULT_REGION, Instance, PriceBook, instance, instance_types
 from trainyard.planner.candidates import Rules, layouts, offloading_layouts, powers, split_of
 from trainyard.planner.communication import fabric_of
-from trainyard.planner.configurations import configuration, does_not_fit, fits_both, verdict_of
-from trainyard.planner.host_memory import host_memory
+from trainyard.planner.configurations import configuration, does_not_fit, fits_both, host_of, verdict_of
+from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.layout import Layout, Recompute
-from trainyard.planner.memory import Memory, memory
-from trainyard.planner.money import cost_of, goodput_of, quotes_of, saved_params, todays_book
-from trainyard.planner.reading import Machines, layout_of, machines_of, required_shape
+from trainyard.planner.memory import Memory
+from trainyard.planner.money import cost_of, goodput_of, quotes_of, todays_book
+from trainyard.planner.reading import Machines, layout_of, machines_of
 from trainyard.planner.resolve import (
     check_precision,
     levels,
@@ -26,8 +26,6 @@ from trainyard.planner.resolve import (
     sequences_per_rank,
 )
 from trainyard.planner.results import Configuration, Option, Search
-from trainyard.planner.shapes import ModelShape
-from trainyard.planner.timing import step_time
 from trainyard.spec.job import JobSpec, ParallelismSpec
 
 MOST_FURTHER_SPLITTING = 64
@@ -66,10 +64,8 @@ def search(
     `instances`: the types to look at; default: those with a price, and the job's own. `max_nodes`: default twice the
     job's own number, at least 16. `deadline_hours`: default the job's compute.max_hours.
     """
-    if job.task != "causal_lm":
-        raise InputError(f"--search: task {job.task}: machines are searched for causal_lm alone; plan without it")
     job = job.inelastic()  # other machines are compared by the same batch
-    shape = required_shape(job)
+    formulas = formulas_of(job)
     if max_nodes is not None and max_nodes < 1:
         raise InputError(f"--max-nodes {max_nodes}: must be at least 1")
     if deadline_hours is not None and not 0 < deadline_hours < math.inf:
@@ -77,7 +73,7 @@ def search(
     book = book or todays_book()
     types, left_out = _types(job, instances, region, book)
     most = max_nodes or max(LEAST_MOST_NODES, 2 * job.compute.instance_count)
-    looked = _Searched(shape=shape, region=region, book=book)
+    looked = _Searched(formulas=formulas, region=region, book=book)
     options = [
         option for moved in _moved(job, types, most) if (option := looked.option(moved, machines_of(moved))) is not None
     ]
@@ -100,7 +96,7 @@ def search(
         notes.append(_nothing_chosen(ranked, limit, budget))
     return Search(
         job=job.name,
-        params=shape.params,
+        params=formulas.params,
         steps=num_steps(job),
         region=region,
         deadline_hours=limit,
@@ -116,7 +112,7 @@ def search(
 
 def fastest(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None = None) -> Configuration | None:
     """The fastest configuration on the very machines that the job names, or the nearest to fit; None: no layout."""
-    looked = _Searched(shape=required_shape(job), region=region, book=book or todays_book())
+    looked = _Searched(formulas=formulas_of(job), region=region, book=book or todays_book())
     machines = machines_of(job)
     if machines.instance is None:
         return None
@@ -214,7 +210,7 @@ class _Machine:
 class _Searched:
     """What was looked at; memory is remembered, as it is the same on machines that differ in their links alone."""
 
-    shape: ModelShape
+    formulas: Formulas
     region: str
     book: PriceBook
     num_layouts: int = 0
@@ -228,8 +224,9 @@ class _Searched:
             check_precision(job, machines)
         except InputError:
             return None
-        rules = Rules(job, self.shape)
-        fitting, too_large = self._look(job, machines, layouts(job, machines, self.shape, rules), rules)
+        shape = self.formulas.shape
+        rules = Rules(job, shape)
+        fitting, too_large = self._look(job, machines, layouts(job, machines, shape, rules), rules)
         if not fitting:
             more, larger = self._look(job, machines, offloading_layouts(job, machines, rules), rules)
             fitting, too_large = more, [*too_large, *larger]
@@ -241,7 +238,7 @@ class _Searched:
             best = min(fitting, key=lambda item: item.seconds)
             return self._priced(job, machines, best)
         nearest = min(too_large, key=lambda item: self._use(item[1]).needed)
-        item = configuration(job, nearest[0], nearest[1], machines, self.shape)
+        item = configuration(job, nearest[0], nearest[1], machines, self.formulas)
         return self._option(job, machines, item.model_copy(update={"verdict": does_not_fit(item)}))
 
     def alternatives(self, chosen: Option) -> tuple[Configuration, ...]:
@@ -250,7 +247,7 @@ class _Searched:
         fitting = sorted(here.fitting, key=lambda item: item.seconds)[: NUM_ALTERNATIVES + 1]
         kept = [(item.parallelism, item.layout) for item in fitting]
         kept += sorted(here.too_large, key=lambda item: self._use(item[1]).needed)[: NUM_ALTERNATIVES // 2]
-        found = [configuration(here.job, *item, here.machines, self.shape) for item in kept]
+        found = [configuration(here.job, *item, here.machines, self.formulas) for item in kept]
         best = chosen.configuration
         return tuple(
             item.model_copy(update={"verdict": verdict_of(item, best)})
@@ -265,7 +262,8 @@ class _Searched:
         fitting: list[_Fitting] = []
         too_large: list[tuple[ParallelismSpec, Layout]] = []
         least: int | None = None
-        further = MOST_FURTHER_SPLITTING_OF_EXPERTS if self.shape.experts else MOST_FURTHER_SPLITTING
+        shape = self.formulas.shape
+        further = MOST_FURTHER_SPLITTING_OF_EXPERTS if shape and shape.experts else MOST_FURTHER_SPLITTING
         for parallelism in found:
             if least is not None and split_of(parallelism) > further * least:
                 break
@@ -315,7 +313,7 @@ class _Searched:
                 continue
             done.add(size)
             self.num_estimates += 1
-            seconds = step_time(self.shape, layout, machines.instance.gpu, links).total
+            seconds = self.formulas.step(layout, machines.instance.gpu, links).total
             if best is None or seconds < best.seconds:
                 best = _Fitting(parallelism, layout, seconds)
             if recompute == allowed[0][1] and parallelism.pipeline == 1:
@@ -327,18 +325,16 @@ class _Searched:
         found = self._memory.get(layout)
         if found is None:
             self.num_estimates += 1
-            found = self._memory[layout] = memory(self.shape, layout)
+            found = self._memory[layout] = self.formulas.memory(layout)
         return found
 
     def _fits(self, job: JobSpec, layout: Layout, machines: Machines) -> bool:
-        host = host_memory(
-            self.shape, layout, machines.processes_per_host, asynchronous_saves=job.checkpoint.asynchronous
-        )
+        host = host_of(job, layout, machines, self.formulas)
         return fits_both(self._use(layout), host, machines.instance) is True
 
     def _priced(self, job: JobSpec, machines: Machines, best: _Fitting) -> Option:
         """Hours and dollars of a machine's best configuration; of a job in epochs, those of some steps."""
-        item = configuration(job, best.parallelism, best.layout, machines, self.shape)
+        item = configuration(job, best.parallelism, best.layout, machines, self.formulas)
         time = item.time
         assert time is not None
         steps = num_steps(job)
@@ -346,7 +342,7 @@ class _Searched:
             steps = STEPS_OF_ENDLESS
             time = time.model_copy(update={"hours": steps * time.step_seconds / 3600})
         quotes = quotes_of(job, machines, self.region, self.book)
-        run, _ = goodput_of(job, machines, saved_params(job, self.shape), time.step_seconds, steps)
+        run, _ = goodput_of(job, machines, self.formulas.saved, time.step_seconds, steps)
         cost = cost_of(job, steps=steps, time=time, run=run, machines=machines, quotes=quotes, book=self.book)
         assert cost is not None
         return self._option(job, machines, item).model_copy(

@@ -35,6 +35,14 @@ class ModelShape:
     norms_per_layer: int = 2
     qk_norm_per_head: bool = False
     """A norm of head_dim on queries and keys."""
+    fused_qkv: bool = False
+    """Queries, keys and values come from one matrix."""
+    parallel_residual: bool = False
+    """Attention and feed-forward block read the same residual."""
+    activation_tensors: int = 1
+    """Of a block that is not gated, what its activation function keeps: one, or more where it is written out."""
+    dropout: bool = False
+    """Attention and feed-forward block end in dropout when trained."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

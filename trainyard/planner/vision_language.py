@@ -94,7 +94,7 @@ class VisionLanguageShape:
 
 def shape_of_vision_language(job: JobSpec) -> VisionLanguageShape:
     """The shape; InputError where its sizes aren't known."""
-    config = _config(job)
+    config = config_of(job)
     parts = {name: config.get(name) for name in ("text_config", "vision_config")}
     text, vision = parts["text_config"], parts["vision_config"]
     if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
@@ -136,7 +136,8 @@ def shape_of_vision_language(job: JobSpec) -> VisionLanguageShape:
     return VisionLanguageShape(language, tower, positions, patches, projector)
 
 
-def _config(job: JobSpec) -> Mapping[str, Any]:
+def config_of(job: JobSpec) -> Mapping[str, Any]:
+    """The job's configuration, or a known model's; InputError where neither tells."""
     if job.model.config is not None:
         return job.model.config
     assert job.model.source is not None

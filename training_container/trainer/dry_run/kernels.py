@@ -30,8 +30,8 @@ def _flash(
 ) -> torch.Tensor:
     """F.scaled_dot_product_attention as a GPU runs it: by a kernel that keeps inputs, output and a number a query.
 
-    A mask doesn't change what is kept. Grouped keys and values stay as they are, and autocast narrows all three, which a
-    CPU's does not. Shapes alone are told.
+    A mask doesn't change what is kept. Grouped keys and values stay as they are; autocast narrows all three, as a CPU's
+    does not. Shapes alone are told.
     """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
@@ -59,6 +59,10 @@ def _no_packed_documents(_: torch.Tensor) -> None:
     and then makes masks, and copies of grouped keys and values to go with them."""
 
 
+def _taken_for_granted(*_: Any) -> None:
+    """What a model demands of values (LLaVA: as many image tokens as its tower gives), which nobody has."""
+
+
 def _one_document_each(positions: torch.Tensor) -> torch.Tensor:
     return positions.new_zeros(positions.size(0) + 1, dtype=torch.int32)
 
@@ -84,6 +88,7 @@ def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
         for owner, name, ours in (
             (nn.functional, "scaled_dot_product_attention", _flash),
             (nn.functional, "dropout", _dropout),
+            (torch, "_check_tensor_all_with", _taken_for_granted),
             (masking_utils, "find_packed_sequence_indices", _no_packed_documents),
             (context_parallel, "causal_lower_right", _causal_bias),
             (expert_parallel, "row_counts", balanced),

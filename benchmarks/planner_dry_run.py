@@ -1,0 +1,209 @@
+"""How far the planner's closed forms and the dry run's traces lie apart: the example jobs, and a few layers of others.
+
+    python benchmarks/planner_dry_run.py [NAME ...]      trace these (default: all, half an hour of one core) and print
+    python benchmarks/planner_dry_run.py --write         put the table of all into docs/planner.md, between its marks
+
+Needs the trainer's torch (scripts/setup), no GPU. tests/trainer/test_dry_run_agreement.py holds the limits.
+"""
+
+import argparse
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "training_container"))
+
+from trainer.dry_run.building import with_configuration  # noqa: E402  # after the trainer's folder is on the path
+from trainer.dry_run.trace import trace  # noqa: E402
+
+from trainyard.cli.dry_running import STATE, compared, known_configuration, planned_bytes  # noqa: E402
+from trainyard.planner import resolve  # noqa: E402
+from trainyard.spec.job import JobSpec, load_job  # noqa: E402
+
+PAGE = ROOT / "docs" / "planner.md"
+BEGIN, END = "<!-- agreement: written by benchmarks/planner_dry_run.py -->", "<!-- end of agreement -->"
+
+SEVEN_BILLION: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+}
+NEOX = {
+    "model_type": "gpt_neox",
+    "num_hidden_layers": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50304,
+    "tie_word_embeddings": True,
+}
+EIGHT_LAYERS = SEVEN_BILLION | {"num_hidden_layers": 8}
+GPT2 = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 4, "n_head": 16, "n_positions": 2048, "vocab_size": 50257}
+GROUPED = SEVEN_BILLION | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+
+
+def few_layers(parallelism: dict[str, Any], model: dict[str, Any] = SEVEN_BILLION, **training: Any) -> JobSpec:
+    """A few layers of a large model: as dear to trace as a tiny model's, and as large as the formulas are made for."""
+    settings = {
+        "steps": 10,
+        "global_batch_size": 16,
+        "micro_batch_size": 1,
+        "learning_rate": 1e-4,
+        "precision": "bf16",
+        "activation_checkpointing": "none",
+    }
+    spec = {
+        "name": "few-layers",
+        "model": {"config": model},
+        "data": {"train": [{"path": "unused", "format": "text"}], "sequence_length": 2048},
+        "training": settings | training,
+        "parallelism": parallelism,
+    }
+    return JobSpec.model_validate(spec)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of one job."""
+
+    words: str
+    job: JobSpec
+    rank: int
+    is_short: bool = False
+    """Seconds to trace, not minutes."""
+
+
+def _cases() -> dict[str, Case]:
+    found = {}
+    split = {"data_shard": 2, "tensor": 2, "pipeline": 2}
+    turns = {**split, "pipeline_schedule": "interleaved_1f1b"}
+    selective: dict[str, Any] = {"activation_checkpointing": "selective"}
+    small: dict[str, tuple[str, JobSpec, int]] = {
+        "fsdp": ("FSDP8", few_layers({"data_shard": 8}), 5),
+        "fsdp-selective": ("FSDP8, selective recomputation", few_layers({"data_shard": 8}, **selective), 5),
+        "fsdp-full": ("FSDP8, full", few_layers({"data_shard": 8}, activation_checkpointing="full"), 5),
+        "fsdp-fp32": ("FSDP8, fp32", few_layers({"data_shard": 8}, precision="fp32"), 0),
+        "fsdp-grouped": ("FSDP8, grouped queries, 128,256 words", few_layers({"data_shard": 8}, GROUPED), 0),
+        "fsdp-neox": ("FSDP8, GPT-NeoX, 8 layers", few_layers({"data_shard": 8}, NEOX), 0),
+        "fsdp-gpt2": ("FSDP8, GPT-2", few_layers({"data_shard": 8}, GPT2), 0),
+        "ddp": ("DDP8", few_layers({"data_replicate": 8}), 1),
+        "tensor": ("TP4 x FSDP2", few_layers({"data_shard": 2, "tensor": 4}), 3),
+        "context": ("CP2 x FSDP4", few_layers({"data_shard": 4, "context": 2}), 1),
+        "pipeline-first": ("TP2 x PP2 x FSDP2, 8 layers, first stage", few_layers(split, EIGHT_LAYERS), 0),
+        "pipeline-last": ("TP2 x PP2 x FSDP2, 8 layers, last stage", few_layers(split, EIGHT_LAYERS), 7),
+        "interleaved": ("the same, GPT-NeoX, interleaved, selective", few_layers(turns, NEOX, **selective), 0),
+        "zero-bubble": (
+            "PP2 x FSDP4, 8 layers, zero_bubble",
+            few_layers({"data_shard": 4, "pipeline": 2, "pipeline_schedule": "zero_bubble"}, EIGHT_LAYERS),
+            0,
+        ),
+    }
+    for name, (words, job, rank) in small.items():
+        found[name] = Case(words, job, rank, is_short=True)
+    jobs = {
+        "tiny": (0,),
+        "quickstart": (0,),
+        "llama-8b-lora": (0,),
+        "llama-7b": (0,),
+        "gpt2-1.3b": (0,),
+        "resnet50-imagenet": (0,),
+        "vlm-llava-7b": (0,),
+        "llama-70b": (0, 40, 127),
+        "gpt-175b": (0, 511),
+    }
+    for name, ranks in jobs.items():
+        for rank in ranks:
+            job = load_job(ROOT / "jobs" / f"{name}.yaml")
+            found[f"{name}:{rank}"] = Case(f"`jobs/{name}.yaml`, rank {rank}", job, rank, is_short=len(ranks) == 1)
+    return found
+
+
+CASES = _cases()
+"""By name; jobs are NAME:RANK."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Bytes by trace and by formulas. None: not traced."""
+
+    traced: dict[str, int | None]
+    planned: dict[str, float]
+
+    @property
+    def static(self) -> float | None:
+        """By how much the formulas' parameters, gradients and optimizer are off together; None: not traced."""
+        values = [self.traced[name] for name in STATE]
+        if None in values:
+            return None
+        return sum(self.planned[name] for name in STATE) / sum(value or 0 for value in values) - 1
+
+    @property
+    def activations(self) -> float:
+        """By how much the formulas' activations, loss included, are off."""
+        assert self.traced["activations"]
+        return self.planned["activations"] / self.traced["activations"] - 1
+
+
+def agreement(case: Case) -> Agreement:
+    """The case, traced and reckoned."""
+    resolved = resolve(case.job, world_size=8 if case.job.name == "few-layers" else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = trace(with_configuration(resolved, known_configuration(case.job)), case.rank)
+    planned = planned_bytes(case.job, resolved, case.rank)
+    assert planned is not None
+    return Agreement(compared(found), planned)
+
+
+def table(names: list[str]) -> str:
+    """The cases as Markdown."""
+    lines = [
+        "| rank | state: trace, formulas | activations: trace, formulas | buffers: trace, formulas |",
+        "|---|---|---|---|",
+    ]
+    for name in names:
+        found = agreement(CASES[name])
+        state = [found.traced[part] for part in STATE]
+        total = None if None in state else sum(value or 0 for value in state)
+        cells = [
+            _cell(total, sum(found.planned[part] for part in STATE)),
+            _cell(found.traced["activations"], found.planned["activations"]),
+            _cell(found.traced["buffers"], found.planned["buffers"]),
+        ]
+        lines.append(f"| {CASES[name].words} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(traced: int | None, planned: float) -> str:
+    if traced is None:
+        return "not traced"
+    difference = f" ({planned / traced - 1:+.1%})" if traced > 2**20 else ""
+    return f"{traced / 2**20:,.0f}, {planned / 2**20:,.0f} MiB{difference}"
+
+
+def main() -> None:
+    """Print, or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.names) - set(CASES)):
+        parser.error(f"no such case: {', '.join(unknown)}")
+    written = table(options.names or list(CASES))
+    if not options.write:
+        print(written)
+        return
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Closed form and trace agree, rank by rank; and what our trainer need not keep, it doesn't.
+
+Both are held against real steps in test_dry_run.py; benchmarks/planner_dry_run.py has the cases and prints the table.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from trainer.dry_run.trace import OF_THE_MODEL, trace
+from trainer.models import build
+from trainer_testing.tiny import MODEL, tiny_job
+
+from trainyard.planner import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _cases() -> ModuleType:
+    """benchmarks/planner_dry_run.py."""
+    spec = importlib.util.spec_from_file_location("planner_dry_run", ROOT / "benchmarks" / "planner_dry_run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["planner_dry_run"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = _cases()
+STATIC, ACTIVATIONS = 0.03, 0.10
+SHORT = ("fsdp", "fsdp-selective", "fsdp-full", "ddp", "tiny:0", "quickstart:0")
+"""A second or two each."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in CASES.CASES]
+)
+def test_closed_form_and_trace_agree(name: str) -> None:
+    case = CASES.CASES[name]
+    found = CASES.agreement(case)
+    if getattr(case.job.parallelism, "engine", "torch") == "deepspeed":  # cuts its state by its own code
+        assert found.static is None
+    else:
+        assert found.static is not None and abs(found.static) < STATIC
+    assert abs(found.activations) < ACTIVATIONS
+
+
+def _peak(parallelism: dict[str, Any], rank: int = 0, world_size: int = 8, **training: Any) -> dict[str, Any]:
+    return trace(resolve(CASES.few_layers(parallelism, **training), world_size=world_size), rank)
+
+
+@pytest.mark.parametrize("parallelism", [{"data_shard": 8}, {"data_replicate": 8}])
+def test_a_second_micro_batch_adds_no_more_than_gradients(parallelism: dict[str, Any]) -> None:
+    """FSDP holds on to what it sent last, and DDP to sums beside its buckets, unless they are told better."""
+    alone, two = (_peak(parallelism, global_batch_size=size) for size in (8, 16))
+    more = two["peak_bytes"] - alone["peak_bytes"]
+    # Of DDP's the buckets are there from the beginning; FSDP's shards come to be. Beside them, a loss of four bytes.
+    assert more <= (two["gradients_bytes"] if "data_shard" in parallelism else 0) + 1024
+
+
+def test_a_pipelines_last_rank_lets_go_of_what_it_received() -> None:
+    layout = {"pipeline": 2, "data_shard": 1}
+    few, many = (
+        trace(tiny_job("product", 2, parallelism=layout, micro_batch_size=1, global_batch_size=count), 1)
+        for count in (4, 6)
+    )
+    assert few["memory_bytes"]["buffers"] == many["memory_bytes"]["buffers"] > 0
+
+
+def test_a_rank_makes_the_gradient_of_its_own_vocabulary_alone() -> None:
+    model = MODEL | {"vocab_size": 65536, "num_key_value_heads": 4}
+    whole = 65536 * MODEL["hidden_size"] * 4
+    found = trace(tiny_job("product", 4, model=model, parallelism={"tensor": 4}, global_batch_size=4), 0)
+    # A quarter of embedding and of head: gathered, and the gradients of both, in the moment of their reduction.
+    moving = sum(found["memory_bytes"][name] for name in (*OF_THE_MODEL, "buffers"))
+    assert moving < 1.6 * whole
+
+
+def test_adapted_layers_share_their_input(tmp_path: Path) -> None:
+    def activations(*targets: str) -> int:
+        adapter = {"kind": "lora", "rank": 1, "alpha": 2, "targets": list(targets)}
+        job = tiny_job("single", 1, source="unused", adapter=adapter, precision="bf16")
+        spec = job.spec.model_copy(
+            update={"model": job.spec.model.model_copy(update={"source": None, "config": MODEL})}
+        )
+        found = trace(job.model_copy(update={"spec": spec}), 0)
+        return int(sum(found["memory_bytes"][name] for name in OF_THE_MODEL))
+
+    one_hidden_state = 2 * 24 * MODEL["hidden_size"] * 2
+    assert activations("q_proj", "k_proj", "v_proj") - activations("v_proj") < one_hidden_state
+
+
+def test_selective_recomputation_keeps_no_blocks_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    def activations() -> int:
+        found = _peak({"data_shard": 8}, activation_checkpointing="selective", global_batch_size=16)
+        return int(sum(found["memory_bytes"][name] for name in OF_THE_MODEL))
+
+    ours = activations()
+    monkeypatch.setattr(build, "_mark_last_product", lambda _: None)
+    one_product = 2048 * 4096 * 2
+    assert activations() - ours >= 2 * one_product
