@@ -189,10 +189,11 @@ def test_a_record_whose_backend_is_gone_says_so(record: JobRecord) -> None:
 
 PLUGIN = """#!/bin/bash
 # As Session Manager's plugin: a shell on another machine, at this terminal.
-echo "$1" > "$(dirname "$0")/session.json"
-echo "Starting session with SessionId: $(echo "$1" | head -c 20)"
+echo "${!1}" > "$(dirname "$0")/session.json"
+echo "$*" > "$(dirname "$0")/arguments"
+echo "Starting session with SessionId: acme-1"
 cd /
-exec bash --norc -i
+exec sh -i
 """
 
 
@@ -246,6 +247,9 @@ def test_a_session_runs_scripts_one_after_the_other(login_node: Any, tmp_path: P
     again = login_node.run("head -c 300000 /dev/zero | tr '\\0' x; echo; pwd")
     assert again.code == 0 and again.out.splitlines()[0] == "x" * 300000
     assert json.loads((tmp_path / "bin" / "session.json").read_text())["SessionId"] == "acme-1"
+    arguments = (tmp_path / "bin" / "arguments").read_text()
+    assert "us-east-1 StartSession" in arguments and "i-0123456789abcdef0" in arguments
+    assert "secret" not in arguments, "the session's token, where everybody sees it"
     assert (tmp_path / "bin" / "became").read_text().startswith("-n -H -u ec2-user env PATH=")
     login_node.close()
 

@@ -73,6 +73,9 @@ def test_two_who_submit_one_attempt_start_one_job(desk: Desk) -> None:
     assert queued == [desk.slurm_id(record)]
     watch.stop(desk.place.store, desk.place.backend, record.job_id)
     assert desk.ended(record).state == "Stopped"
+    # Also when Slurm has it no longer in its queue.
+    desk.place.backend.submit(record, lambda _: None)
+    assert desk.status(record).state == "Stopped"
 
 
 def test_a_failure_is_told_in_the_first_machines_words(desk: Desk) -> None:
@@ -208,6 +211,21 @@ def test_a_script_that_is_killed_is_no_mystery(desk: Desk) -> None:
 
 
 @pytest.mark.full
+def test_a_controller_that_is_down_is_said_and_the_job_goes_on(desk: Desk) -> None:
+    record = desk.launch("orphan", "until [ -e go ]; do sleep 0.1; done; exit 0")
+    desk.running_on_both(record)
+    desk.cluster.stop_controller()
+    try:
+        with pytest.raises(InputError, match="the controller does not answer"):
+            desk.status(record)
+    finally:
+        desk.cluster.start_controller()
+    desk.cluster.wait_until(lambda: set(desk.cluster.node_states().values()) == {"allocated"}, 60, "the controller")
+    (desk.directory(record) / "go").touch()
+    assert desk.ended(record).state == "Completed"
+
+
+@pytest.mark.full
 def test_the_time_limit_saves_and_requeues(desk: Desk) -> None:
     """Slurm counts limits in minutes, and may signal a minute early."""
     record = desk.launch(
@@ -218,7 +236,7 @@ def test_the_time_limit_saves_and_requeues(desk: Desk) -> None:
         time.sleep(0.5)
     assert (status.state, status.record.attempt.reclaims) == ("Completed", 1)
     assert [change.note for change in status.record.states if change.state == "Interrupted"] == [
-        "its time limit came; it saved"
+        "its time limit came; saved"
     ]
 
 

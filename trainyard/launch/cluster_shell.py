@@ -34,6 +34,8 @@ SESSION_SECONDS = 180.0
 KEPT_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "SLURM_CONF")
 """All that a job gets of the environment of who submits it here."""
 PLUGIN = "session-manager-plugin"
+_SESSION_VARIABLE = "AWS_SSM_START_SESSION_RESPONSE"
+"""Where the plugin finds the session's token, from its version 1.2.497 on."""
 _LINE_CHARACTERS = 900
 """Of a line that is typed into a terminal: its input buffer holds 4,095."""
 
@@ -164,15 +166,24 @@ class SessionShell:
             answer = ssm.start_session(**target)
         session = {name: answer[name] for name in ("SessionId", "StreamUrl", "TokenValue")}
         region, endpoint = self._contract.region, str(ssm.meta.endpoint_url)
-        # As the AWS CLI calls it. The token comes with the arguments there too, and serves one session.
-        command = [PLUGIN, json.dumps(session), region, "StartSession", "", json.dumps(target), endpoint]
+        # As the AWS CLI calls it: the token is in the environment, as everybody sees a process's arguments.
+        command = [PLUGIN, _SESSION_VARIABLE, region, "StartSession", "", json.dumps(target), endpoint]
         ours, theirs = pty.openpty()
         settings = termios.tcgetattr(theirs)
         settings[3] &= ~termios.ECHO
         termios.tcsetattr(theirs, termios.TCSANOW, settings)
-        self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        self._process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env=os.environ | {_SESSION_VARIABLE: json.dumps(session)},
+        )
         os.close(theirs)
         self._terminal = ours
+        # Sessions begin with `sh`, which isn't bash everywhere.
+        self._type(["exec bash --norc"])
 
     def _type(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -43,8 +43,8 @@ finish() {
 requeue() {
   event Interrupted "$$1"
   trap - TERM
-  # Slurm ends this script as a part of it.
-  scontrol requeue "$$SLURM_JOB_ID" && sleep 120
+  # Slurm ends this script as a part of it; in short sleeps, as the one that runs then is left behind.
+  scontrol requeue "$$SLURM_JOB_ID" && for _ in {1..120}; do sleep 1; done
   finish Stopped "$$1; Slurm did not requeue it" ""
 }
 of_slurm() { scontrol --oneliner show job "$$SLURM_JOB_ID" | sed -n "s/.* $$1=\\([^ ]*\\).*/\\1/p"; }

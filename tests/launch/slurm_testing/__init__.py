@@ -25,7 +25,7 @@ def cluster() -> Iterator[SlurmCluster]:
     with SlurmCluster(found, folder / "c") as running:
         yield running
     shutil.rmtree(folder)
-    assert running.left == []
+    assert running.left == [], f"its jobs left running: {running.left}"
 
 
 @pytest.fixture

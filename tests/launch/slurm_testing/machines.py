@@ -98,7 +98,7 @@ class SlurmCluster:
         self._write_commands()
         try:
             self._start_munge()
-            self._start("slurmctld", "slurmctld", "-D", "-c", "-f", str(self._configuration))
+            self.start_controller("-c")
             for name in NODES:
                 self.start_node(name)
             self.wait_until(lambda: self.node_states() == dict.fromkeys(NODES, "idle"), START_SECONDS, "nodes idle")
@@ -158,6 +158,14 @@ class SlurmCluster:
             variables = f"SLURM_CONF={self._configuration} LD_LIBRARY_PATH={self._programs.libraries}"
             path.write_text(f'#!/bin/sh\n{variables} exec {real} "$@"\n')
             path.chmod(0o755)
+
+    def start_controller(self, *options: str) -> None:
+        """`-c`: with a clean slate."""
+        self._start("slurmctld", "slurmctld", "-D", *options, "-f", str(self._configuration))
+
+    def stop_controller(self) -> None:
+        """Jobs go on without it."""
+        self._end("slurmctld")
 
     def start_node(self, name: str) -> None:
         """Switch a machine on."""
