@@ -71,8 +71,9 @@ WATCHDOG = (
 )
 # Our own host (trainer.host.run), as recovery.jsonl and the failure have it.
 STAND_STILL = (
-    "local recovery restart=1 last_step=57 backoff_seconds=2 reason=rank 1 on here hangs: no progress for 301 s after"
-    " step 57; it is stopped (SIGSTOP or frozen); stacks and collectives of all ranks in /x/output/stacks; rank 1 has"
+    "local recovery restart=1 last_step=57 backoff_seconds=2 reason=rank 1 on this machine hangs: no progress for 301 s"
+    " after step 57; it is stopped (SIGSTOP or frozen); stacks and collectives of all ranks in"
+    " /x/output/stacks; rank 1 has"
     " not called all_reduce of 32x64 Float, number 57 of ranks 0, 1, in which rank 0 waits",
 )
 # aws/aws-ofi-nccl#161 and #663, pytorch's DistBackendError.

@@ -1,16 +1,26 @@
 """Every runbook by its name, which is also that of its script and of its page."""
 
 from trainyard.operate.runbooks import (
+    audit_tenant,
     bad_node,
+    break_glass,
     capacity_or_quota_short,
     checkpoint_stale_or_corrupt,
+    disaster_drill,
     efa_not_used,
     fsx_full_or_slow,
     job_hung,
     job_slow,
     loss_diverged,
+    move_job,
     nccl_error,
+    offboard,
+    onboard,
     out_of_memory,
+    restore_at_another_size,
+    rotate_keys,
+    spot_storm,
+    upgrade_image,
 )
 from trainyard.operate.runbooks.runbook import Runbook, diagnosing
 
@@ -31,6 +41,16 @@ RUNBOOKS: tuple[Runbook, ...] = (
     ),
     bad_node.RUNBOOK,
     fsx_full_or_slow.RUNBOOK,
+    restore_at_another_size.RUNBOOK,
+    move_job.RUNBOOK,
+    spot_storm.RUNBOOK,
+    rotate_keys.RUNBOOK,
+    break_glass.RUNBOOK,
+    audit_tenant.RUNBOOK,
+    onboard.RUNBOOK,
+    offboard.RUNBOOK,
+    disaster_drill.RUNBOOK,
+    upgrade_image.RUNBOOK,
 )
 
 BY_NAME = {runbook.name: runbook for runbook in RUNBOOKS}

@@ -26,6 +26,8 @@ CHECKPOINT_SHARE = 0.15
 """Of the window's time: the interval's optimum costs a few percent (docs/checkpoints.md)."""
 MORE_THAN_PLANNED = 0.1
 """Share of a step by which exposed communication may pass the plan's before it is the cause."""
+COMPARISONS = 6
+"""Newest ones of the ranks' figures (`training.observe_every_steps` apart) in which a straggler is looked for."""
 OWN_WORK = ("forward", "backward", "optimizer")
 
 
@@ -103,7 +105,7 @@ def _causes(
         found.append(Slowness("data", f"{100 * shares['data']:.0f}% of the time is spent waiting for data"))
     if shares.get("checkpoint", 0.0) > CHECKPOINT_SHARE:
         found.append(Slowness("checkpoint", f"{100 * shares['checkpoint']:.0f}% of the time is blocked by saves"))
-    straggler = _straggler(window)
+    straggler = _straggler(warm)
     if straggler:
         # The others' wait for it is exposed communication: one cause, not two.
         return [*found, Slowness("straggler", straggler)]
@@ -114,21 +116,18 @@ def _causes(
     return [*found, Slowness("communication", waits)] if waits else found
 
 
-def _straggler(window: Sequence[Row]) -> str:
-    """The rank that is named in most of the window's comparisons, if any; one that is named once was unlucky."""
-    compared = [row["observed"]["stragglers"] for row in window if "stragglers" in (row.get("observed") or {})]
+def _straggler(warm: Sequence[Row]) -> str:
+    """The rank that the newest comparison of the ranks names, and half of the last few; once named is bad luck."""
+    compared = [row["observed"]["stragglers"] for row in warm if "stragglers" in (row.get("observed") or {})]
+    compared = compared[-COMPARISONS:]
     named = Counter((int(one["rank"]), str(one["host"])) for found in compared for one in found)
-    if not named:
+    if not named or not compared[-1]:
         return ""
     (rank, host), count = named.most_common(1)[0]
+    mine = [one for found in compared for one in found if int(one["rank"]) == rank]
     if count < max(2, math.ceil(len(compared) / 2)):
         return ""
-    ratios = [
-        float(one["own_seconds"]) / float(one["peers_seconds"])
-        for found in compared
-        for one in found
-        if int(one["rank"]) == rank and one["peers_seconds"]
-    ]
+    ratios = [float(one["own_seconds"]) / float(one["peers_seconds"]) for one in mine if one["peers_seconds"]]
     ratio = f", {statistics.median(ratios):.1f} times as long as its like" if ratios else ""
     return f"rank {rank} on {host} was the slow one in {count} of the last {len(compared)} comparisons{ratio}"
 

@@ -170,7 +170,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _known(
         "stand-still",
         "hung",
-        r"rank \d+ on \S+ hangs: no progress for \d+ s",
+        r"rank \d+ on .+ hangs: no progress for \d+ s",
         "the host found a rank that stood still",
     ),
     _known(

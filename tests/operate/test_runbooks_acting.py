@@ -1,0 +1,466 @@
+"""Runbooks that act: without --yes nothing is changed and the exact calls are printed; with it these are made."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import botocore.client
+import botocore.loaders
+import botocore.session
+import pytest
+from launch_testing import JOB_ID
+from runbook_testing import record_of, rows_of
+
+from trainyard.errors import AwsRefusedError, JobFailedError
+from trainyard.launch.backends import ByRecord
+from trainyard.launch.local_backend import LocalBackend
+from trainyard.launch.place import Place
+from trainyard.launch.record import FolderRecordStore, JobRecord, S3RecordStore
+from trainyard.launch.session import Account
+from trainyard.operate.doctor import Check
+from trainyard.operate.runbooks import audit_tenant, framework, fsx_full_or_slow, runbook, upgrade_image
+from trainyard.operate.runbooks.__main__ import main
+from trainyard.operate.runbooks.spot_storm import storm
+from trainyard.operate.runbooks.upgrade_image import judge
+from trainyard.spec.platform import TenantContract
+
+LOADER = botocore.loaders.Loader()
+READS = ("Get", "List", "Describe", "Head", "Lookup", "AssumeRole")
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+OPERATOR = "arn:aws:iam::123456789012:role/trainyard/test/acme/Operator-1"
+
+
+@pytest.fixture(autouse=True)
+def _one_reading_of_botos_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session would read them anew: half of these tests' time."""
+    monkeypatch.setattr(botocore.session, "create_loader", lambda *_: LOADER)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every operation that AWS is asked for, as boto sends it."""
+    seen: list[str] = []
+    original = botocore.client.BaseClient._make_api_call
+
+    def counted(client: Any, operation: str, parameters: Any) -> Any:
+        seen.append(operation)
+        return original(client, operation, parameters)
+
+    monkeypatch.setattr(botocore.client.BaseClient, "_make_api_call", counted)
+    return seen
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The `trainyard` commands that would have been run as processes."""
+    seen: list[list[str]] = []
+
+    def run(argv: Sequence[str]) -> str:
+        seen.append(list(argv[3:]) if argv[1] == "-m" else list(argv))
+        return "done"
+
+    monkeypatch.setattr(framework, "_run", run)
+    return seen
+
+
+@pytest.fixture
+def tenant(deployed: Account, contract: TenantContract) -> TenantContract:
+    """acme with real keys, an operator, versioned buckets, and two jobs, one with a checkpoint."""
+    kms, s3, iam = (deployed.client(name) for name in ("kms", "s3", "iam"))
+    keys = {name: kms.create_key()["KeyMetadata"]["Arn"] for name in ("data", "checkpoints", "logs", "artifacts")}
+    iam.create_role(RoleName="Operator-1", Path="/trainyard/test/acme/", AssumeRolePolicyDocument="{}")
+    roles = contract.roles.model_copy(update={"operator": OPERATOR})
+    told = contract.model_copy(update={"keys": contract.keys.model_copy(update=keys), "roles": roles})
+    name = "/trainyard/test/acme/contract"
+    deployed.client("ssm").put_parameter(Name=name, Value=told.model_dump_json(), Type="String", Overwrite=True)
+    for bucket in told.buckets.model_dump().values():
+        s3.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    record = spot_job(reclaims=3)
+    store = S3RecordStore(s3, told.buckets.data)
+    store.create(record)
+    write_checkpoint(lambda name, body: s3.put_object(Bucket="acme-checkpoints", Key=f"x/{name}", Body=body), 40)
+    return told
+
+
+def spot_job(*, reclaims: int, job_id: str = JOB_ID) -> JobRecord:
+    record = record_of().model_copy(update={"job_id": job_id, "checkpoint_destination": "s3://acme-checkpoints/x"})
+    return record.with_attempt(reclaims=reclaims, submitted_at="2026-01-31T12:00:00+00:00").with_state("Training")
+
+
+def write_checkpoint(put: Callable[[str, bytes], Any], step: int) -> None:
+    """A checkpoint of one file, as the trainer commits it."""
+    shard = b"weights" * 100
+    promised = {"name": "rank-0.bin", "bytes": len(shard), "sha256": hashlib.sha256(shard).hexdigest()}
+    manifest = json.dumps(
+        {"version": 1, "world_size": 2, "shards": [promised], "extra": {"strategy": "zero-2"}}
+    ).encode()
+    folder = f"checkpoints/step-{step:08d}"
+    put(f"{folder}/rank-0.bin", shard)
+    put(f"{folder}/manifest.json", manifest)
+    put(f"{folder}/COMMITTED", json.dumps({"manifest_sha256": hashlib.sha256(manifest).hexdigest()}).encode())
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor's checks have tests of their own, and ask for what moto lacks."""
+    checks = [Check("acme: data bucket", "pass", "acme-data"), Check("prices", "warn", "old", "refresh them")]
+    monkeypatch.setattr(audit_tenant, "examine", lambda *_: iter(checks))
+
+
+@pytest.fixture
+def evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "evidence"
+
+
+@pytest.fixture
+def run(
+    evidence: Path, environment_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, dict[str, Any], str]]:
+    """Exit code, document, and what was said on stderr."""
+
+    def call(*arguments: str) -> tuple[int, dict[str, Any], str]:
+        code = main([*arguments, "-e", str(environment_path), "--evidence", str(evidence), "--json"])
+        said = capsys.readouterr()
+        return code, json.loads(said.out) if said.out.strip() else {}, said.err
+
+    return call
+
+
+def words_of(document: dict[str, Any]) -> list[str]:
+    return [step["call"] for step in document["steps"]]
+
+
+ACTING = {
+    "restore_at_another_size": (JOB_ID, "--instances", "1"),
+    "move_job": (JOB_ID, "--zero-stage", "3"),
+    "spot_storm": ("--tenant", "acme"),
+    "rotate_keys": ("--tenant", "acme"),
+    "break_glass": ("close", "--tenant", "acme"),
+    "audit_tenant": ("--tenant", "acme"),
+    "onboard": ("--tenant", "vision", "--like", "acme"),
+    "offboard": ("--tenant", "acme", "--keep-data"),
+    "disaster_drill": ("--tenant", "acme"),
+    "upgrade_image": ("--digest", f"sha256:{'cd' * 32}", "--canary", "jobs/tiny.yaml"),
+}
+LOOKS = {("tenant", "add"), ("tenant", "remove"), ("isolation",)}
+
+
+def test_without_yes_nothing_is_changed_and_the_calls_are_told(
+    tenant: TenantContract, run: Any, calls: list[str], commands: list[list[str]], doctor: None
+) -> None:
+    for name, arguments in ACTING.items():
+        calls.clear()
+        commands.clear()
+        _, document, said = run(name, *arguments)
+        assert document, (name, said)
+        assert [one for one in calls if not one.startswith(READS)] == [], name
+        for command in commands:
+            is_look = tuple(command[:2]) in LOOKS or tuple(command[:1]) in LOOKS
+            assert is_look and "--confirm" not in command and ("add" not in command or "--dry-run" in command), command
+        assert name == "audit_tenant" or any(not step["made"] for step in document["steps"]), f"{name}: calls are told"
+
+
+def test_dry_run_is_the_default_and_both_at_once_are_refused(
+    tenant: TenantContract, run: Any, calls: list[str]
+) -> None:
+    calls.clear()
+    _, document, _ = run("rotate_keys", "--tenant", "acme", "--dry-run")
+    assert not [one for one in calls if not one.startswith(READS)] and document["steps"]
+    with pytest.raises(SystemExit) as ended:
+        run("rotate_keys", "--tenant", "acme", "--dry-run", "--yes")
+    assert ended.value.code == 2
+
+
+def test_keys_are_rotated_and_go_on_to_be(tenant: TenantContract, run: Any, deployed: Account) -> None:
+    kms = deployed.client("kms")
+    code, document, _ = run("rotate_keys", "--tenant", "acme", "--yes")
+    assert code == 0 and all(step["made"] for step in document["steps"])
+    for key in tenant.keys.model_dump().values():
+        assert kms.get_key_rotation_status(KeyId=key)["KeyRotationEnabled"]
+        assert f"aws kms rotate-key-on-demand --key-id {key}" in words_of(document)
+
+
+def test_the_glass_is_broken_into_a_file_of_the_callers_alone_and_closed_for_good(
+    tenant: TenantContract, run: Any, deployed: Account, evidence: Path
+) -> None:
+    assert run("break_glass", "open", "--tenant", "acme", "--yes")[0] == 2, "a reason is asked for"
+    given = ("--mfa-serial", "arn:aws:iam::1:mfa/anna", "--mfa-code", "654987", "--reason", "mend job x", "--yes")
+    code, document, said = run("break_glass", "open", "--tenant", "acme", *given)
+    path = evidence / "operator.sh"
+    assert (code, path.stat().st_mode & 0o777) == (0, 0o600)
+    secret = path.read_text().splitlines()[1].partition("=")[2]
+    told = json.dumps(document) + said + (evidence / "report.json").read_text() + (evidence / "steps.json").read_text()
+    assert secret and secret not in told and "654987" not in told
+    assert "--role-session-name mend-job-x" in words_of(document)[0]
+    run("break_glass", "close", "--tenant", "acme", "--yes")
+    policy = deployed.client("iam").get_role_policy(RoleName="Operator-1", PolicyName="AWSRevokeOlderSessions")
+    (statement,) = policy["PolicyDocument"]["Statement"]
+    assert (statement["Effect"], list(statement["Condition"])) == ("Deny", ["DateLessThan"])
+
+
+def test_who_broke_the_glass_is_told_from_the_trail(
+    tenant: TenantContract, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # moto has no event history: the pages are AWS's form of it (CloudTrail, LookupEvents).
+    def event(role: str, **more: Any) -> dict[str, str]:
+        asked = {"roleArn": role, "roleSessionName": "mend-job-x"}
+        content = {"eventTime": "2026-11-01T03:00:00Z", "userIdentity": {"arn": "arn:aws:iam::1:user/anna"}}
+        return {"CloudTrailEvent": json.dumps(content | {"requestParameters": asked} | more)}
+
+    class History:
+        def get_paginator(self, _: str) -> Any:
+            return self
+
+        def paginate(self, **_: Any) -> Iterator[dict[str, Any]]:
+            yield {"Events": [event(OPERATOR), event("arn:aws:iam::1:role/other")]}
+            yield {"Events": [event(OPERATOR, errorCode="AccessDenied")]}
+
+    original = Account.client
+    monkeypatch.setattr(
+        Account, "client", lambda account, name: History() if name == "cloudtrail" else original(account, name)
+    )
+    _, document, _ = run("break_glass", "audit", "--tenant", "acme")
+    (finding,) = document["findings"]
+    assert finding["words"].startswith("2 uses") and "refused: AccessDenied" in finding["decided_by"][1]
+
+
+def test_a_storm_is_many_jobs_hit_and_moves_only_those(
+    tenant: TenantContract, run: Any, commands: list[list[str]]
+) -> None:
+    hit, calm = spot_job(reclaims=3), [spot_job(reclaims=0, job_id=f"{JOB_ID[:-1]}{number}") for number in range(3)]
+    assert storm([hit, *calm], 2)[0].kind == "clear" and storm([hit, *calm], 2)[1] == []
+    assert storm([hit, calm[0]], 2)[1] == [hit]
+    assert storm([hit.with_state("Completed")], 2)[1] == []
+    code, document, _ = run("spot_storm", "--tenant", "acme", "--yes")
+    assert (code, document["findings"][0]["kind"]) == (1, "fault")
+    assert [command[:2] for command in commands] == [["stop", JOB_ID], ["resume", JOB_ID]]
+    assert commands[1][-1] == "compute.spot=false"
+
+
+def test_a_restore_is_checked_before_the_job_is_stopped(
+    tenant: TenantContract, run: Any, commands: list[list[str]], deployed: Account
+) -> None:
+    code, document, _ = run("restore_at_another_size", JOB_ID, "--instances", "1", "--yes")
+    assert code == 0 and "step 40" in document["findings"][0]["words"]
+    assert [command[0] for command in commands] == ["stop", "resume"]
+    assert commands[1][-3:] == ["compute.instance_count=1", "--set", "parallelism=auto"]
+    commands.clear()
+    refused = run("restore_at_another_size", JOB_ID, "--instances", "1", "--set", "model.dtype=fp16", "--yes")
+    assert (refused[0], commands) == (2, []) and "a resume keeps the job's data" in refused[2]
+    body = b"altered" * 100
+    key = "x/checkpoints/step-00000040/rank-0.bin"
+    deployed.client("s3").put_object(Bucket="acme-checkpoints", Key=key, Body=body)
+    none = run("restore_at_another_size", JOB_ID, "--instances", "1", "--yes")
+    assert (none[0], commands) == (1, []) and "has no whole checkpoint" in none[2] and "altered" in none[2]
+
+
+def test_a_job_moves_to_another_stage_or_cluster(tenant: TenantContract, run: Any, commands: list[list[str]]) -> None:
+    run("move_job", JOB_ID, "--zero-stage", "3", "--yes")
+    assert commands[1][0] == "resume" and '"zero_stage": 3' in commands[1][-1]
+    commands.clear()
+    assert run("move_job", JOB_ID, "--to", "local", "--yes")[0] == 2, "a folder is asked for"
+    run("move_job", JOB_ID, "--to", "local", "--folder", "/data/moved", "--yes")
+    assert [command[0] for command in commands] == ["stop", "checkpoints", "launch"]
+    assert "checkpoint.destination=/data/moved" in commands[2]
+    from trainyard.spec.job import load_job
+
+    assert load_job(Path(commands[2][1])).name == "tiny", "what is launched there is a job file"
+
+
+def test_a_tenant_comes_and_goes_by_the_same_verbs(
+    tenant: TenantContract, run: Any, commands: list[list[str]], environment_path: Path
+) -> None:
+    run("onboard", "--tenant", "vision", "--like", "acme", "--yes")
+    assert [command[:2] for command in commands] == [
+        ["tenant", "add"],
+        ["deploy", str(environment_path)],
+        commands[2][:2],
+    ]
+    assert commands[2][0] == "doctor" and "--dry-run" not in commands[0]
+    commands.clear()
+    refused = run("offboard", "--tenant", "acme", "--yes")
+    assert (refused[0], commands) == (2, []) and "its data would be kept" in refused[2]
+    text = environment_path.read_text().replace("  acme:", "  acme:\n    removal: {data: shred}")
+    environment_path.write_text(text)
+    _, document, _ = run("offboard", "--tenant", "acme", "--yes")
+    assert "shred" in document["findings"][0]["words"]
+    assert [command[4:] for command in commands] == [[], ["--confirm", "acme"]]
+
+
+def test_a_drill_fetches_each_newest_checkpoint_and_leaves_nothing(
+    tenant: TenantContract, run: Any, evidence: Path, deployed: Account
+) -> None:
+    code, document, _ = run("disaster_drill", "--tenant", "acme", "--yes")
+    assert (code, document["steps"][0]["made"]) == (0, True) and "whole, in" in document["steps"][0]["answer"]
+    assert not list(evidence.rglob("rank-0.bin"))
+    s3 = deployed.client("s3")
+    s3.put_bucket_versioning(Bucket="acme-data", VersioningConfiguration={"Status": "Suspended"})
+    s3.delete_object(Bucket="acme-checkpoints", Key="x/checkpoints/step-00000040/COMMITTED")
+    code, document, _ = run("disaster_drill", "--tenant", "acme", "--yes")
+    faults = [one["words"] for one in document["findings"] if one["kind"] == "fault"]
+    assert code == 1 and "data bucket: versions Suspended" in faults[0] and "could not come back" in faults[1]
+
+
+def test_a_bucket_that_is_open_or_keeps_no_versions_fails_the_audit(
+    tenant: TenantContract, run: Any, deployed: Account, doctor: None
+) -> None:
+    _, document, _ = run("audit_tenant", "--tenant", "acme", "--skip-isolation")
+    told = {one["words"].partition(":")[0]: one for one in document["findings"]}
+    assert "BlockPublicAcls" in told["bucket acme-data"]["words"] and told["bucket acme-data"]["kind"] == "fault"
+    s3 = deployed.client("s3")
+    closed = dict.fromkeys(("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets"), True)
+    s3.put_public_access_block(Bucket="acme-data", PublicAccessBlockConfiguration=closed)
+    rule = {"ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": "aws:kms"}}
+    s3.put_bucket_encryption(Bucket="acme-data", ServerSideEncryptionConfiguration={"Rules": [rule]})
+    _, document, _ = run("audit_tenant", "--tenant", "acme", "--skip-isolation")
+    told = {one["words"].partition(":")[0]: one for one in document["findings"]}
+    assert told["bucket acme-data"]["kind"] == "clear"
+
+
+def test_an_image_is_kept_only_if_its_canary_is_as_good() -> None:
+    good = rows_of(40)
+    assert judge(good, good)[0] == judge(good, [])[0] == ""
+    assert "1.30 times" in judge(rows_of(40, seconds=1.3), good)[0]
+    assert "last loss is 2.2" in judge(rows_of(40, loss=2.2), good)[0]
+    assert "diverged" in judge([*good, {**good[-1], "step": 41, "loss": None}], good)[0]
+    assert judge([], good)[0] == "the canary made no step"
+
+
+def test_a_worse_image_is_rolled_back_whatever_the_reason(
+    tenant: TenantContract, run: Any, deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ecr, ssm = deployed.client("ecr"), deployed.client("ssm")
+    ecr.create_repository(repositoryName="trainyard")
+    digests = [
+        ecr.put_image(
+            repositoryName="trainyard",
+            imageManifest=json.dumps({"schemaVersion": 2, "mediaType": MANIFEST, "n": n}),
+            imageTag=f"t{n}",
+        )["image"]["imageId"]["imageDigest"]
+        for n in range(2)
+    ]
+    base = "123456789012.dkr.ecr.us-east-1.amazonaws.com/trainyard@"
+    ssm.put_parameter(Name="/trainyard/test/image", Value=base + digests[0], Type="String", Overwrite=True)
+    during: list[str] = []
+    ending = ""
+
+    def canary(self: Any, _: Any) -> str:
+        during.append(ssm.get_parameter(Name="/trainyard/test/image")["Parameter"]["Value"])
+        if ending == "failed":
+            raise JobFailedError("job x did not complete")
+        if ending == "interrupted":
+            raise KeyboardInterrupt
+        self.rows = rows_of(40)
+        if ending == "worse":
+            self.rows = [*rows_of(40, loss=1.0), *rows_of(20, first_step=41, loss=9.0)]
+        return "x"
+
+    monkeypatch.setattr(upgrade_image._Canary, "_run", canary)
+    arguments = ("upgrade_image", "--digest", digests[1], "--canary", "jobs/tiny.yaml", "--yes")
+    for ending in ("worse", "failed", "interrupted", "kept"):
+        if ending == "interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                run(*arguments)
+        else:
+            code, document, _ = run(*arguments)
+            assert code == (0 if ending == "kept" else 1), document
+        assert during.pop() == base + digests[1], "the canary ran with the new one"
+        left = ssm.get_parameter(Name="/trainyard/test/image")["Parameter"]["Value"]
+        assert left == base + digests[1 if ending == "kept" else 0], ending
+
+
+def test_a_step_that_fails_ends_the_runbook_and_later_ones_are_not_made(
+    tenant: TenantContract, run: Any, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, evidence: Path
+) -> None:
+    def refuse(argv: Sequence[str]) -> str:
+        commands.append(list(argv))
+        raise AwsRefusedError("stopping: AWS refused")
+
+    monkeypatch.setattr(framework, "_run", refuse)
+    code, _, said = run("restore_at_another_size", JOB_ID, "--instances", "1", "--yes")
+    assert (code, len(commands)) == (3, 1) and said.splitlines()[-1] == "trainyard: stopping: AWS refused"
+    kept = json.loads((evidence / "report.json").read_text())
+    assert [step["made"] for step in kept["steps"]] == [False] and "AWS refused" in kept["error"]
+
+
+def test_a_commands_own_error_and_exit_code_are_passed_on() -> None:
+    good = framework.command("prices", "--help", changes=False)
+    assert good.words == "trainyard prices --help" and good.make() != ""
+    with pytest.raises(JobFailedError, match="nonsense"):
+        framework.command("nonsense").make()
+
+
+def test_a_bad_node_of_a_running_job_is_left_by_stop_and_resume(
+    tenant: TenantContract, run: Any, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderRecordStore(tmp_path / "jobs")
+    record = record_of().model_copy(
+        update={"backend": "local", "checkpoint_destination": str(tmp_path / "jobs" / JOB_ID)}
+    )
+    store.create(record)
+    place = Place(store, ByRecord({"local": LocalBackend(tmp_path / "jobs")}))
+    monkeypatch.setattr(runbook.Context, "place", lambda *_: place)
+    log = tmp_path / "dmesg.txt"
+    log.write_text("NVRM: Xid (PCI:0000:44:00): 79, pid=1, name=x, GPU has fallen off the bus.\n")
+    code, document, _ = run("bad_node", JOB_ID, "--log", str(log))
+    assert (code, commands) == (1, []) and words_of(document) == [f"trainyard resume {JOB_ID}"]
+    run("bad_node", JOB_ID, "--log", str(log), "--yes")
+    assert commands == [["resume", JOB_ID]]
+    commands.clear()
+    log.write_text("all is well\n")
+    assert run("bad_node", JOB_ID, "--log", str(log), "--yes")[0] == 0 and commands == []
+
+
+def test_the_file_systems_own_figures_decide(tenant: TenantContract, run: Any, deployed: Account) -> None:
+    made = deployed.client("fsx").create_file_system(
+        FileSystemType="LUSTRE",
+        StorageCapacity=1200,
+        SubnetIds=["subnet-0123456789abcdef0"],
+        LustreConfiguration={"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 125},
+    )["FileSystem"]["FileSystemId"]
+    system = tenant.file_system.model_copy(update={"id": made})
+    text = tenant.model_copy(update={"file_system": system}).model_dump_json()
+    deployed.client("ssm").put_parameter(
+        Name="/trainyard/test/acme/contract", Value=text, Type="String", Overwrite=True
+    )
+
+    def publish(free_share: float) -> None:
+        data = {"MetricName": "FreeDataStorageCapacity", "Value": free_share * 1200 * 2**30, "Unit": "Bytes"}
+        dimensions = [{"Name": "FileSystemId", "Value": made}]
+        deployed.client("cloudwatch").put_metric_data(
+            Namespace="AWS/FSx", MetricData=[data | {"Dimensions": dimensions}]
+        )
+
+    _, document, _ = run("fsx_full_or_slow", "--tenant", "acme")
+    assert document["findings"][0]["kind"] == "unknown", "no figure is no good news"
+    publish(0.5)
+    assert run("fsx_full_or_slow", "--tenant", "acme")[0] == 0
+
+
+def test_full_and_busy_file_systems_are_told_apart() -> None:
+    gib = 2**30
+    kinds = lambda free, moved: [one.kind for one in fsx_full_or_slow._judged("fs-1", 1200.0, 125.0, free, moved)]  # noqa: E731
+    assert kinds(0.09 * 1200 * gib, []) == ["fault"] and kinds(0.5 * 1200 * gib, []) == ["clear"]
+    provisioned = 125 * 1200 / 1024 * 1e6
+    assert kinds(None, [0.95 * provisioned * 300]) == ["unknown", "fault"]
+    assert kinds(0.5 * 1200 * gib, [0.3 * provisioned * 300, 0.3 * provisioned * 300]) == ["clear", "clear"]
+
+
+def test_a_warm_up_reads_every_byte_and_says_how_far_it_is(tmp_path: Path, run: Any) -> None:
+    folder = tmp_path / "set"
+    (folder / "part").mkdir(parents=True)
+    for number in range(5):
+        (folder / "part" / f"{number}.bin").write_bytes(b"x" * 1000)
+    said: list[str] = []
+    seconds = iter(range(0, 1000, 10))
+    warm_up = fsx_full_or_slow.WarmUp(folder, said.append, clock=lambda: float(next(seconds)))
+    assert warm_up.run().startswith("5 files, 0.00 GiB") and warm_up.done_bytes == warm_up.total_bytes == 5000
+    assert len(said) == 5 and "100% of" in said[-1] and "0 s left" in said[-1]
+    _, document, _ = run("fsx_full_or_slow", "--warm-up", str(folder))
+    assert [step["made"] for step in document["steps"]] == [False]
+    _, document, _ = run("fsx_full_or_slow", "--warm-up", str(folder), "--yes")
+    assert document["steps"][0]["answer"].startswith("5 files")
+    assert run("fsx_full_or_slow", "--warm-up", str(folder / "none"))[0] == 2

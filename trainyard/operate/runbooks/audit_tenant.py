@@ -1,0 +1,79 @@
+"""Is a tenant as it should be: access, keys, buckets, isolation; with a folder for an auditor."""
+
+import argparse
+from typing import Any
+
+from trainyard.launch.aws import aws_errors, error_code
+from trainyard.launch.place import TenantAccess
+from trainyard.operate.doctor import examine
+from trainyard.operate.runbooks.framework import Finding, Kind, command, keep
+from trainyard.operate.runbooks.runbook import Context, Runbook
+
+SUMMARY = "is a tenant as it should be: access, keys, buckets, isolation; evidence for an auditor"
+KINDS: dict[str, Kind] = {"pass": "clear", "warn": "unknown", "fail": "fault"}
+CLOSED = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument("--tenant", "-t", required=True, help="whom to look at")
+    parser.add_argument("--skip-isolation", action="store_true", help="without the proof, which synthesizes the stacks")
+
+
+def run(context: Context) -> None:
+    """The doctor's checks of the tenant, its buckets as they are, and the proof of isolation."""
+    given = context.options
+    checks = list(examine(context.environment, given.tenant))
+    keep(context.report.folder, "doctor.json", [one.__dict__ for one in checks])
+    for one in checks:
+        then = (one.mend,) if one.mend else ()
+        context.report.findings.append(Finding(KINDS[one.level], f"{one.name}: {one.finding}", (), then))
+    access = context.tenant(given.tenant)
+    buckets = [name for name in access.contract.buckets.model_dump().values() if name]
+    seen = {bucket: _bucket(access, bucket) for bucket in buckets}
+    keep(context.report.folder, "buckets.json", seen)
+    context.report.findings += [_judged(bucket, found) for bucket, found in seen.items()]
+    if not given.skip_isolation:
+        page = str(context.report.folder / "isolation.html")
+        context.perform([command("isolation", str(context.environment_path), "--html", page, changes=False)])
+
+
+def _bucket(access: TenantAccess, bucket: str) -> dict[str, Any]:
+    """Public access, versions and encryption, as S3 has them now."""
+    s3 = access.account.client("s3")
+    asked = {
+        "public": ("get_public_access_block", "PublicAccessBlockConfiguration", "NoSuchPublicAccessBlockConfiguration"),
+        "versions": ("get_bucket_versioning", "Status", ""),
+        "encryption": (
+            "get_bucket_encryption",
+            "ServerSideEncryptionConfiguration",
+            "ServerSideEncryptionConfigurationNotFoundError",
+        ),
+    }
+    found: dict[str, Any] = {}
+    for name, (operation, key, absent) in asked.items():
+        with aws_errors(f"s3:{operation}", bucket):
+            try:
+                found[name] = getattr(s3, operation)(Bucket=bucket).get(key)
+            except s3.exceptions.ClientError as error:
+                if error_code(error) != absent:
+                    raise
+                found[name] = None
+    return found
+
+
+def _judged(bucket: str, found: dict[str, Any]) -> Finding:
+    wrong = [name for name in CLOSED if not (found["public"] or {}).get(name)]
+    problems = [f"not set: {', '.join(wrong)}"] if wrong else []
+    problems += [] if found["versions"] == "Enabled" else ["keeps no versions"]
+    rules = (found["encryption"] or {}).get("Rules", [])
+    kinds = {(rule.get("ApplyServerSideEncryptionByDefault") or {}).get("SSEAlgorithm") for rule in rules}
+    problems += [] if "aws:kms" in kinds else ["not encrypted by a key of the tenant by default"]
+    if problems:
+        return Finding(
+            "fault", f"bucket {bucket}: {'; '.join(problems)}", (), ("trainyard deploy ENV --tenant TENANT",)
+        )
+    return Finding("clear", f"bucket {bucket}: closed to the public, versioned, encrypted by the tenant's key")
+
+
+RUNBOOK = Runbook("audit_tenant", SUMMARY, run, options, changes=False, subject="tenant")

@@ -1,0 +1,121 @@
+"""Become a tenant's operator for an hour, end that, and see who has been it."""
+
+import argparse
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import InputError, TrainyardError
+from trainyard.launch.aws import aws_errors
+from trainyard.launch.place import TenantAccess
+from trainyard.operate.runbooks.framework import Finding, Step, call, keep
+from trainyard.operate.runbooks.runbook import Context, Runbook
+
+SUMMARY = "become a tenant's operator for an hour (open), end it (close), see who has been it (audit)"
+SESSION_SECONDS = 3600
+POLICY = "AWSRevokeOlderSessions"
+"""The name that IAM's console gives the same policy."""
+AUDIT_DAYS = 90
+"""CloudTrail's event history reaches as far."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Its own."""
+    parser.add_argument("verb", choices=("open", "close", "audit"))
+    parser.add_argument("--tenant", "-t", required=True, help="whose operator")
+    parser.add_argument("--reason", help="open: why; it is in the session's name, which CloudTrail keeps")
+    parser.add_argument("--mfa-serial", help="open: ARN of your second factor's device")
+    parser.add_argument("--mfa-code", help="open: the code that it shows now")
+
+
+def run(context: Context) -> None:
+    """One of the three."""
+    access = context.tenant(context.options.tenant)
+    role = access.contract.roles.operator
+    if not role:
+        raise InputError(f"tenant {context.options.tenant}: has no operator role; deploy its stacks again")
+    if context.options.verb == "audit":
+        context.report.findings += _audit(context, access, role)
+    elif context.options.verb == "close":
+        context.perform([_close(access, role)])
+    else:
+        context.perform([_open(context, access, role)])
+
+
+def _open(context: Context, access: TenantAccess, role: str) -> Step:
+    given = context.options
+    if not given.reason:
+        raise InputError("--reason: missing; say in a few words why, CloudTrail keeps it")
+    session = "".join(letter if letter.isalnum() else "-" for letter in given.reason)[:48].strip("-")
+    asked: dict[str, Any] = {"RoleArn": role, "RoleSessionName": session, "DurationSeconds": SESSION_SECONDS}
+    if given.mfa_serial or given.mfa_code:
+        if not (given.mfa_serial and given.mfa_code):
+            raise InputError("--mfa-serial and --mfa-code: give both")
+        asked |= {"SerialNumber": given.mfa_serial, "TokenCode": given.mfa_code}
+    shown = {name: "..." if name == "TokenCode" else value for name, value in asked.items()}
+
+    def make() -> str:
+        with aws_errors("assuming", role, "show a second factor: --mfa-serial ARN --mfa-code CODE of your IAM user"):
+            answer = access.account.client("sts").assume_role(**asked)["Credentials"]
+        return _keep_credentials(context.report.folder, answer)
+
+    return Step(call(access.account, "sts", "assume_role", **shown).words, make)
+
+
+def _keep_credentials(folder: Path, answer: dict[str, Any]) -> str:
+    """In a file that only the caller can read: no secret is printed, nor in the report."""
+    path = folder / "operator.sh"
+    path.touch(mode=0o600)
+    names = {"ACCESS_KEY_ID": "AccessKeyId", "SECRET_ACCESS_KEY": "SecretAccessKey", "SESSION_TOKEN": "SessionToken"}
+    path.write_text("".join(f"export AWS_{name}={answer[key]}\n" for name, key in names.items()), encoding="utf-8")
+    return f". {path}   # until {answer['Expiration']}; then: break_glass close, which also ends it at once"
+
+
+def _close(access: TenantAccess, role: str) -> Step:
+    """A policy that refuses everything to sessions that are older than it; a later session is not bound by it."""
+    document = {
+        "Version": "2012-10-17",
+        "Statement": [
+            {
+                "Effect": "Deny",
+                "Action": "*",
+                "Resource": "*",
+                "Condition": {"DateLessThan": {"aws:TokenIssueTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}},
+            }
+        ],
+    }
+    name = role.rpartition("/")[2]
+    asked = {"RoleName": name, "PolicyName": POLICY, "PolicyDocument": json.dumps(document)}
+    return call(access.account, "iam", "put_role_policy", **asked)
+
+
+def _audit(context: Context, access: TenantAccess, role: str) -> list[Finding]:
+    """Each time that somebody became the operator, from CloudTrail's own history; refusals are there too."""
+    try:
+        with aws_errors("reading", "CloudTrail's event history"):
+            pages = (
+                access.account.client("cloudtrail")
+                .get_paginator("lookup_events")
+                .paginate(
+                    LookupAttributes=[{"AttributeKey": "EventName", "AttributeValue": "AssumeRole"}],
+                    StartTime=datetime.now(UTC) - timedelta(days=AUDIT_DAYS),
+                )
+            )
+            events = [json.loads(event["CloudTrailEvent"]) for page in pages for event in page["Events"]]
+    except TrainyardError as error:
+        return [Finding("unknown", f"who has been the operator can't be told: {error}")]
+    uses = [one for one in events if (one.get("requestParameters") or {}).get("roleArn") == role]
+    keep(context.report.folder, "uses.json", uses)
+    told = tuple(_use(one) for one in uses)
+    return [Finding("clear", f"{len(uses)} uses of {role} in {AUDIT_DAYS} days", told)]
+
+
+def _use(event: dict[str, Any]) -> str:
+    who = (event.get("userIdentity") or {}).get("arn", "?")
+    why = (event.get("requestParameters") or {}).get("roleSessionName", "")
+    refused = f", refused: {event['errorCode']}" if event.get("errorCode") else ""
+    return f"{event.get('eventTime', '?')} {who}: {why}{refused}"
+
+
+RUNBOOK = Runbook("break_glass", SUMMARY, run, options, subject="tenant")

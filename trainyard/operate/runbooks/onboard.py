@@ -1,0 +1,45 @@
+"""A tenant comes: its entry, its stacks, and the proof that it works."""
+
+import argparse
+
+from trainyard.operate.runbooks.framework import Step, command
+from trainyard.operate.runbooks.runbook import Context, Runbook
+
+SUMMARY = "a tenant comes: its entry, its stacks, and the checks that it works"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Its own: those of `trainyard tenant add`."""
+    parser.add_argument("--tenant", "-t", required=True, help="its name")
+    parser.add_argument("--queue", action="append", default=[], metavar="NAME=TYPE[,TYPE]:MAX")
+    parser.add_argument("--monthly-usd", metavar="USD", help="its budget")
+    parser.add_argument("--notify", action="append", default=[], metavar="MAIL", help="who hears of it")
+    parser.add_argument("--cost-center", help="who pays")
+    parser.add_argument("--like", metavar="TENANT", help="take what isn't given from it")
+
+
+def run(context: Context) -> None:
+    """Write, deploy, check. A dry run synthesizes the new stacks, and says what they cost."""
+    given, path = context.options, str(context.environment_path)
+    words = [word for value in given.queue for word in ("--queue", value)]
+    words += [word for value in given.notify for word in ("--notify", value)]
+    for option in ("monthly_usd", "cost_center", "like"):
+        if getattr(given, option) is not None:
+            words += [f"--{option.replace('_', '-')}", getattr(given, option)]
+    add = ("tenant", "add", path, given.tenant, *words)
+    preview: list[Step] = []
+    if context.dry_run and given.tenant not in context.environment.tenants:
+        preview = [command(*add, "--dry-run", changes=False)]
+    # Whoever was interrupted after the entry was written goes on with its deployment.
+    entry = [] if given.tenant in context.environment.tenants else [command(*add)]
+    context.perform(
+        [
+            *preview,
+            *entry,
+            command("deploy", path, "--tenant", given.tenant),
+            command("doctor", "--environment", path, "--tenant", given.tenant),
+        ]
+    )
+
+
+RUNBOOK = Runbook("onboard", SUMMARY, run, options, subject="tenant")
