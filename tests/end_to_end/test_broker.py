@@ -8,6 +8,7 @@ from botocore.exceptions import ClientError
 from deployed_site import CHECKOUT, Site
 
 from trainyard.launch.place import TenantAccess, open_tenant
+from trainyard.launch.queue_backend import backend_of
 from trainyard.spec.platform import load_environment
 
 # The first of the folder: the quickstart's time counts as its own.
@@ -46,7 +47,7 @@ def test_a_brokers_job_is_the_records_job_and_nobody_gets_past_the_broker(site: 
     assert done.returncode == 0, done.stderr
     job_id = str(json.loads(done.stdout)["job_id"])
     described = globex.launcher.client("sagemaker").describe_training_job(TrainingJobName=job_id)
-    request = globex.place.backend.request(globex.place.store.read(job_id).record)  # type: ignore[attr-defined]
+    request = backend_of(globex.launcher, globex.contract).request(globex.place.store.read(job_id).record)
     for key in set(request) - {"Tags", "HyperParameters"}:
         assert described[key] == request[key], key
     log = globex.launcher.client("logs").filter_log_events(logGroupName=globex.contract.log_group)["events"]
