@@ -18,6 +18,7 @@ from trainyard.planner.families import shape_of_known
 from trainyard.planner.layout import Layout
 from trainyard.planner.results import Plan
 from trainyard.planner.timing import step_time
+from trainyard.planner.vision_language import CLIP_LARGE
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, load_job
 
@@ -58,15 +59,6 @@ QWEN_2B = {
     "num_key_value_heads": 2,
     "vocab_size": 151936,
     "tie_word_embeddings": True,
-}
-CLIP_LARGE = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "image_size": 336,
-    "patch_size": 14,
 }
 MULTI_MODAL = {
     "name": "vlm-2b",

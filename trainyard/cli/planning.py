@@ -47,6 +47,13 @@ RegionOption = Annotated[str, typer.Option("--region", help="The region whose pr
 HtmlOption = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as a page with pictures.")
 ]
+CurveOption = Annotated[
+    Path | None,
+    typer.Option("--loss-curve", metavar="FILE", help="With --target-loss: CSV of an earlier run, tokens,loss."),
+]
+TargetOption = Annotated[
+    float | None, typer.Option("--target-loss", help="Plan up to this loss, by --loss-curve, not the job's own length.")
+]
 
 
 def plan(
@@ -61,6 +68,8 @@ def plan(
     deadline_hours: DeadlineOption = None,
     region: RegionOption = "us-east-1",
     html: HtmlOption = None,
+    loss_curve: CurveOption = None,
+    target_loss: TargetOption = None,
 ) -> None:
     """Say what a job will need: memory, time, dollars, and the layout that was chosen.
 
@@ -89,6 +98,13 @@ def plan(
     if given and not search:
         raise InputError(f"{given[0]}: belongs to --search; give both, or neither")
     spec, book = load_job(job, overrides or []), _book()
+    if (loss_curve is None) != (target_loss is None):
+        raise InputError("--loss-curve and --target-loss: the cost of a loss needs both, or leave both out")
+    if loss_curve is not None and target_loss is not None:
+        from trainyard.planner.target import until_loss
+
+        spec, note = until_loss(spec, loss_curve, target_loss)
+        print(f"note: {note}", file=sys.stderr)
     found = None
     if search:
         found = planner.search(

@@ -147,8 +147,6 @@ def convolutional_memory(shape: ConvolutionalShape, layout: Layout) -> Memory:
     images = layout.micro_batch
     moments = {"sgd": 4.0, "adamw": 8.0, "adamw_8bit": 2.1, "adafactor": 0.1, "muon": 4.0}.get(layout.optimizer, 8.0)
     gradients = 4.0 * shape.params
-    # DDP's buckets hold the gradients once more while they are reduced.
-    buckets = gradients if layout.data_parallel > 1 else 0.0
     copy = 0.0 if layout.precision in ("fp32", "fp64") else 2.0 * shape.params
     return Memory(
         parameters=4.0 * shape.params,
@@ -156,7 +154,7 @@ def convolutional_memory(shape: ConvolutionalShape, layout: Layout) -> Memory:
         optimizer=(moments + 4.0 * layout.keeps_average) * shape.params,
         activations=2.0 * images * layout.element_bytes * shape.activation_elements,
         logits=images * shape.classes * (layout.element_bytes + 12.0),
-        buffers=buckets + copy,
+        buffers=copy,
         workspace=workspace_bytes(layout) + 0.25 * GIB,
         moving_error=DEFAULT_MEMORY.plain_moving_error,
     )

@@ -91,7 +91,7 @@ class _Step:
     def _at_loss(self) -> Moment:
         """The last micro-batch in flight has just gone through the head."""
         layers = self._layers
-        held = self._passes * layers.kept_bytes + self._ends() + layers.final_norm_bytes
+        held = self._passes * layers.kept_bytes + self._ends() + layers.final_norm_bytes + self._made_apart()
         return Moment(held, layers.loss_bytes, self._weights(num_layers=1) + self._received())
 
     def _in_layer(self, number: int) -> Iterator[Moment]:
@@ -121,10 +121,12 @@ class _Step:
     def _moment(self, activations: float, buffers: float, made: float, gradients: float) -> Moment:
         """`made`: weights of which the backward pass has just made gradients; a pipeline adds them up afterwards."""
         if self._layout.pipeline > 1 and self._layout.method == "full":
-            # zero_bubble makes a whole stage's gradients, of its two, in a pass of their own.
-            is_apart = self._layout.schedule == "zero_bubble"
-            activations += (self._params / 2 if is_apart else made) * self._layers.element
+            activations += self._made_apart() or made * self._layers.element
         return Moment(activations, 0.0, buffers + self._received(), gradients)
+
+    def _made_apart(self) -> float:
+        """zero_bubble makes the gradients of a stage, of a rank's two, in a pass of their own."""
+        return self._params / 2 * self._layers.element * (self._layout.schedule == "zero_bubble")
 
     def _at_end(self) -> Iterator[Moment]:
         """The embedding's gradient, and the reduction of the vocabulary's matrices."""

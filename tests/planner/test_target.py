@@ -1,0 +1,58 @@
+"""A plan up to a loss: steps read off a curve, dollars those of so many steps, no guess beyond the curve's end."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.hardware import PriceBook
+from trainyard.planner import plan
+from trainyard.planner.target import until_loss
+from trainyard.spec.job import JobSpec
+
+CURVE = "tokens,loss\n1e9,4.0\n1e10,3.0\n1e11,2.5\n"
+
+
+@pytest.fixture(name="curve")
+def a_curve(tmp_path: Path) -> Path:
+    file = tmp_path / "curve.csv"
+    file.write_text(CURVE)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("target", "tokens"), [(4.5, 1e9), (4.0, 1e9), (3.0, 1e10), (3.5, math.sqrt(1e9 * 1e10)), (2.5, 1e11)]
+)
+def test_steps_are_read_off_the_curve(job: Callable[..., JobSpec], curve: Path, target: float, tokens: float) -> None:
+    moved, note = until_loss(job(), curve, target)
+    assert moved.training.steps == math.ceil(tokens / (512 * 4096) * (1 - 1e-12))
+    assert f"to a loss of {target:g}" in note and f"{moved.training.steps:,} steps" in note
+
+
+def test_a_lower_loss_costs_what_its_steps_cost(job: Callable[..., JobSpec], curve: Path) -> None:
+    costs = [plan(until_loss(job(), curve, loss)[0], book=PriceBook.opened(today=None)).cost for loss in (3.0, 2.5)]
+    assert costs[0] is not None and costs[1] is not None
+    assert costs[0].usd_on_demand and costs[1].usd_on_demand
+    assert costs[1].usd_on_demand / costs[0].usd_on_demand == pytest.approx(10, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (CURVE, "--target-loss 2: .* ends at 2.5, and beyond it nothing is known"),
+        ("step,loss\n1,2\n", "must begin with a line tokens,loss or samples,loss"),
+        ("tokens,loss\n", "has no points"),
+        ("tokens,loss\n1e9,much\n", "line 2: must be two numbers"),
+        ("tokens,loss\n2,4\n1,3\n", "line 3: tokens must be above 0 and grow"),
+    ],
+)
+def test_what_a_curve_can_not_tell_is_one_line(
+    job: Callable[..., JobSpec], tmp_path: Path, content: str, words: str
+) -> None:
+    file = tmp_path / "curve.csv"
+    file.write_text(content)
+    with pytest.raises(InputError, match=words) as caught:
+        until_loss(job(), file, 2.0)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,65 @@
+"""How far a job must be trained to reach a loss, by the curve of an earlier run: its plan then says what that costs."""
+
+import csv
+import math
+from pathlib import Path
+
+from trainyard.errors import InputError
+from trainyard.spec.job import JobSpec
+
+UNITS = ("tokens", "samples")
+"""First column of a curve: tokens, or samples (sequences, images) seen; the second is loss."""
+
+
+def until_loss(job: JobSpec, curve: Path, target: float) -> tuple[JobSpec, str]:
+    """(the job with as many steps as the curve needs to `target`, a note that says so); InputError where it never does.
+
+    Between two points the loss is taken to fall evenly with the logarithm of what was seen, as power laws do over short
+    stretches (Kaplan et al., arXiv:2001.08361, section 3); beyond the last one nothing is guessed.
+    """
+    unit, points = _read(curve)
+    seen = _seen_at(curve, points, target)
+    each = job.global_batch_size * (job.data.sequence_length if unit == "tokens" else 1)
+    steps = max(1, math.ceil(seen / each))
+    training = job.training.model_copy(update={"steps": steps, "tokens": None, "epochs": None})
+    note = f"to a loss of {target:g}: {seen:,.4g} {unit} by {curve}, which is {steps:,} steps of this job"
+    return job.model_copy(update={"training": training}), note
+
+
+def _seen_at(curve: Path, points: list[tuple[float, float]], target: float) -> float:
+    before: tuple[float, float] | None = None
+    for seen, loss in points:
+        if loss <= target:
+            if before is None or before[1] == loss:
+                return seen
+            share = (before[1] - target) / (before[1] - loss)
+            return math.exp(math.log(before[0]) + share * (math.log(seen) - math.log(before[0])))
+        before = (seen, loss)
+    best = min(loss for _, loss in points)
+    raise InputError(f"--target-loss {target:g}: {curve} ends at {best:g}, and beyond it nothing is known")
+
+
+def _read(curve: Path) -> tuple[str, list[tuple[float, float]]]:
+    """(unit, (seen, loss) in order)."""
+    try:
+        with curve.open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--loss-curve {curve}: can't be read ({error})") from None
+    header = [name.strip() for name in rows[0]] if rows else []
+    if len(header) != 2 or header[0] not in UNITS or header[1] != "loss":
+        raise InputError(f"--loss-curve {curve}: must begin with a line tokens,loss or samples,loss")
+    points: list[tuple[float, float]] = []
+    for number, row in enumerate(rows[1:], start=2):
+        try:
+            seen, loss = (float(cell) for cell in row)
+        except ValueError:
+            raise InputError(f"--loss-curve {curve}: line {number}: must be two numbers (given: {row})") from None
+        if not (math.isfinite(seen) and math.isfinite(loss)) or seen <= (points[-1][0] if points else 0.0):
+            raise InputError(
+                f"--loss-curve {curve}: line {number}: {header[0]} must be above 0 and grow with each line"
+            )
+        points.append((seen, loss))
+    if not points:
+        raise InputError(f"--loss-curve {curve}: has no points")
+    return header[0], points
