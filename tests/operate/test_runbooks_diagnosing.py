@@ -203,6 +203,8 @@ def test_a_spoiled_checkpoint_and_a_stale_one_are_told_with_what_is_lost(record:
     on_its_way = checkpoint(25, problem="it has no COMMITTED marker", committed=False)
     good = evidence_of(record, (), rows_of(22), state="Training", checkpoints=(checkpoint(20), on_its_way))
     assert named(good) == set(), "a save on its way is no spoiled checkpoint"
+    torn = evidence_of(record, (), rows_of(22), checkpoints=(checkpoint(20), on_its_way))
+    assert named(torn) == set(), "the job ended in the middle of its save: nothing that was promised is gone"
     unread = evidence_of(record, (), missing={"checkpoints": "AccessDenied"})
     assert found("checkpoint_stale_or_corrupt", unread)[0].kind == "unknown"
 

@@ -231,7 +231,7 @@ OBJECTIVES = (
         0.85,
         is_upper=False,
         target=0.99,
-        advice="a job runs below 85 % of its plan's speed: trainyard status JOB tells data waits and stragglers",
+        advice="a job runs below 85 % of its plan's speed: scripts/runbooks/job_slow JOB, docs/runbooks/job_slow.md",
     ),
     Objective(
         "checkpoint-age",
@@ -239,7 +239,8 @@ OBJECTIVES = (
         1200.0,
         is_upper=True,
         target=0.99,
-        advice="a job's newest checkpoint is older than 20 minutes: trainyard checkpoints list JOB, then its log",
+        advice="a job's newest checkpoint is older than 20 minutes: scripts/runbooks/checkpoint_stale_or_corrupt JOB,"
+        " docs/runbooks/checkpoint_stale_or_corrupt.md",
     ),
     Objective(
         "start",

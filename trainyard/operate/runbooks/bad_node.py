@@ -76,7 +76,8 @@ def run(context: Context) -> None:
         if context.options.node is None:
             return
         reason = " ".join(found[0].words.split()[:2])
-        context.perform([_drain(context, context.options.node, reason)])
+        tenant = context.options.tenant or record.tenant or ""
+        context.perform([_drain(context, context.options.node, reason, tenant)])
         return
     # SageMaker takes no list of machines to avoid: other machines are what its health check gives the next start.
     where = context.where(context.place(record.job_id))
@@ -84,7 +85,7 @@ def run(context: Context) -> None:
     context.perform([*steps, command("resume", record.job_id, *where)])
 
 
-def _drain(context: Context, node: str, reason: str) -> Step:
+def _drain(context: Context, node: str, reason: str, tenant: str) -> Step:
     if not node.replace("-", "").replace(".", "").isalnum():
         raise InputError(f"--node {node}: is no node's name; `sinfo -N` lists them")
 
@@ -92,7 +93,7 @@ def _drain(context: Context, node: str, reason: str) -> Step:
         if has_slurm_here():
             answer = HereShell().run(_DRAIN, node, reason)
         else:
-            access = context.tenant(context.options.tenant or "")
+            access = context.tenant(tenant)
             answer = shell_of(access.launcher, access.contract).run(_DRAIN, node, reason)
         if answer.code:
             raise AwsRefusedError(f"draining {node}: {answer.words}")

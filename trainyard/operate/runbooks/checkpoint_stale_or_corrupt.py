@@ -61,9 +61,5 @@ def _late(evidence: Evidence) -> list[Finding]:
         return []
     told = f"{len(since)} steps ({seconds:.0f} s) since the newest commit, of step {newest}"
     job = job_words(evidence)
-    then = (
-        f"trainyard logs {job} | grep '^.* checkpoint'",
-        "trainyard doctor   # buckets and keys",
-        f"trainyard stop {job}   # saves once more, and is refused nothing that a person must not know",
-    )
-    return [fault(evidence, "the newest checkpoint is stale", (told, *shown(failed)), then[:2])]
+    then = (f"trainyard logs {job} | grep ' checkpoint '", "trainyard doctor   # buckets and keys")
+    return [fault(evidence, "the newest checkpoint is stale", (told, *shown(failed)), then)]
