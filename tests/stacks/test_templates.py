@@ -210,7 +210,8 @@ def test_no_custom_resources(templates: dict[str, Any]) -> None:
     kinds = {resource["Type"] for _, _, resource in _resources(templates)}
     assert not {kind for kind in kinds if kind.startswith(("Custom::", "AWS::CloudFormation::"))}
     functions = {name for _, name, item in _resources(templates) if item["Type"] == "AWS::Lambda::Function"}
-    assert {name[:-8] for name in functions} == {"JobGuardFunction", "BrokerFunction", "ResumerFunction"}
+    ours = {f"{name}Function" for name in ("JobGuard", "BudgetMeter", "Broker", "Resumer")}
+    assert {name[:-8] for name in functions} == ours
 
 
 def test_stateful_stacks_are_protected_where_data_is_kept(tmp_path: Path, environments: dict[str, Any]) -> None:
