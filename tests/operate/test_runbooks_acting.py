@@ -250,6 +250,8 @@ def test_a_restore_is_checked_before_the_job_is_stopped(
     commands.clear()
     refused = run("restore_at_another_size", JOB_ID, "--instances", "1", "--set", "model.dtype=fp16", "--yes")
     assert (refused[0], commands) == (2, []) and "a resume keeps the job's data" in refused[2]
+    uneven = run("restore_at_another_size", JOB_ID, "--instances", "3", "--yes")
+    assert (uneven[0], commands) == (2, []), "eight samples on three ranks: refused while the job still runs"
     body = b"altered" * 100
     key = "x/checkpoints/step-00000040/rank-0.bin"
     deployed.client("s3").put_object(Bucket="acme-checkpoints", Key=key, Body=body)
