@@ -145,6 +145,7 @@ class BudgetLimits(SpecModel):
     are started as long as something is left, and at 100 % those that run get SIGTERM, save a checkpoint and end; they
     can be resumed in the next month. The quota is looked at every five minutes: so long it can be passed."""
     warn_at_percent: float = Field(default=80.0, gt=0, le=100, json_schema_extra=on_change("update"))
+    """Of either quota: the tenant's topic is told, and who launches a job. AWS's budget warns too, hours later."""
     notify: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
     """E-mail addresses."""
     stop_at_percent: float | None = Field(default=None, ge=1, le=1000, json_schema_extra=on_change("update"))
