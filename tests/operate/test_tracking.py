@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -57,10 +58,53 @@ def test_metrics_have_the_meters_names_and_the_steps_own_time() -> None:
     assert {item["key"] for item in told} == {"loss", "step_seconds", "data_seconds"}
 
 
-@pytest.mark.parametrize("address", ["localhost:5000", "file:///tmp/mlruns", "http://", ""])
+def test_new_steps_have_the_times_that_they_would_have_had_with_all(
+    kept: JobRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    def ask(_: Server, path: str, content: dict[str, Any] | None = None, **__: str) -> dict[str, Any]:
+        """A server that knows the run, told up to step 1."""
+        told.extend((content or {}).get("metrics", []))
+        run = {"info": {"run_id": "r", "experiment_id": "0", "artifact_uri": "mlflow-artifacts:/0/r"}}
+        tags = [{"key": "trainyard.last_step", "value": "1"}]
+        return {"experiment": {"experiment_id": "0"}, "runs": [{**run, "data": {"tags": tags}}]}
+
+    monkeypatch.setattr(Server, "ask", ask)
+    monkeypatch.setattr(Server, "put", lambda *_: None)
+    write_rows(kept, 3)
+    assert track(Server("http://localhost:5000"), kept, None, experiment="x").num_steps == 2
+    assert [(item["step"], item["timestamp"]) for item in told if item["key"] == "loss"] == [
+        (2, 1_009_000),
+        (3, 2_007_000),
+    ]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("localhost:5000", "file:///tmp/mlruns", "http://", ""),
+        *("http://[::1", "http://localhost:abc", "http://localhost:99999", "http://local host:5"),
+    ],
+)
 def test_what_is_no_servers_address_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["track", JOB_ID, "--mlflow", address]) == 2
     assert "must be the address of a tracking server, e.g. http://localhost:5000" in capsys.readouterr().err
+
+
+def test_an_answer_that_is_no_http_is_said_in_a_line(kept: JobRecord) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(65_536)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        speaking = threading.Thread(target=answer, daemon=True)
+        speaking.start()
+        with pytest.raises(JobFailedError, match=r"no MLflow answers .*SSH"):
+            track(Server(f"http://127.0.0.1:{listening.getsockname()[1]}"), kept, None, experiment="x")
+        speaking.join()
 
 
 @pytest.fixture

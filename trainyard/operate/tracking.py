@@ -4,6 +4,7 @@ By MLflow's REST API, without its client: nothing to install beside trainyard, a
 was told before is not told again, so that it may be repeated while a job runs, and after.
 """
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -41,8 +42,7 @@ class Server:
 
     def __init__(self, uri: str) -> None:
         """InputError for what is no http(s) address."""
-        parts = urllib.parse.urlsplit(uri)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(uri):
             raise InputError(f"--mlflow {uri}: must be the address of a tracking server, e.g. http://localhost:5000")
         self.uri = uri.rstrip("/")
 
@@ -79,9 +79,19 @@ class Server:
             raise _RefusedError(
                 f"{self.uri}: {method} {address[len(self.uri) :]}: {_told(error.code, text)}", text
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise JobFailedError(f"{self.uri}: no MLflow answers ({reason}); start it, or check the address") from None
+
+
+def _is_address(uri: str) -> bool:
+    """http(s), a host, and a port that is a number where there is one."""
+    try:
+        parts = urllib.parse.urlsplit(uri)
+        parts.port  # noqa: B018 -- urllib reads the port only when it is asked for
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and len(uri.split()) == 1
 
 
 class _RefusedError(JobFailedError):
@@ -120,7 +130,7 @@ def track(server: Server, record: JobRecord, s3: Any, *, experiment: str) -> Tra
         server.ask("runs/log-batch", {"run_id": info["run_id"], "params": params[start : start + MOST_PARAMS]})
     last = int(tags.get(STEP_TAG, 0))
     fresh = [row for row in rows if row.get("step", 0) > last]
-    metrics = list(metrics_of(fresh, start_times(record, s3)))
+    metrics = list(metrics_of(rows, start_times(record, s3), after=last))
     for start in range(0, len(metrics), MOST_METRICS):
         server.ask("runs/log-batch", {"run_id": info["run_id"], "metrics": metrics[start : start + MOST_METRICS]})
     told = {**tags_of(record), STEP_TAG: str(fresh[-1]["step"] if fresh else last)}
@@ -200,12 +210,19 @@ def start_times(record: JobRecord, s3: Any) -> dict[int, float]:
     return {int(start["attempt"]): start["at"] + sum(start.get(part) or 0.0 for part in parts) for start in starts}
 
 
-def metrics_of(rows: Sequence[Mapping[str, Any]], starts: Mapping[int, float]) -> Iterator[dict[str, Any]]:
-    """MLflow's metrics: every meter that a row has, under the meter's name, at the step's end."""
+def metrics_of(
+    rows: Sequence[Mapping[str, Any]], starts: Mapping[int, float], *, after: int = 0
+) -> Iterator[dict[str, Any]]:
+    """MLflow's metrics of the steps `after` one: every meter that a row has, under the meter's name, at the step's end.
+
+    `rows`: all of the job, as a step ends after the seconds of every step before it in its attempt.
+    """
     at: dict[int, float] = {}
     for row in rows:
         attempt = int(row.get("attempt", 1))
         at[attempt] = at.get(attempt, starts.get(attempt, 0.0)) + float(row.get("step_seconds") or 0.0)
+        if row.get("step", 0) <= after:
+            continue
         for meter in METERS:
             value = meter.read(row)
             if value is not None and meter.name not in ("step", "attempt"):
