@@ -92,6 +92,15 @@ def test_steps_that_are_made_again_replace_what_was(running: JobRecord) -> None:
     assert seen.losses == {1: 4.0, 2: 3.1}, "what is no number is not drawn"
 
 
+def test_a_step_costs_the_same_however_many_went_before() -> None:
+    seen = stepped(4.0, 3.0)
+    kept = seen.losses
+    for step in range(3, 100):
+        seen.read(LogLine("algo-1", f"step={step} loss=2.0", 0))
+        assert seen.losses is kept, "all of them were copied"
+    assert len(kept) == 99
+
+
 def test_a_sparkline_is_as_wide_as_asked_and_keeps_its_shape() -> None:
     assert sparkline([]) == "" and sparkline([1.0]) == SPARKS[0] and sparkline([2.0, 2.0]) == SPARKS[0] * 2
     line = sparkline([float(value) for value in range(1000, 0, -1)], width=16)

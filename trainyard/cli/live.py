@@ -49,11 +49,13 @@ class Seen:
         match = _STEP.match(line.text)
         if match is None:
             return False
-        self.step = int(match["step"])
+        step = int(match["step"])
+        if step <= self.step:
+            self.losses = {known: loss for known, loss in self.losses.items() if known < step}
+        self.step = step
         self.loss = match["loss"]
         self.speed = match["speed"] or ""
         self.unit = match["unit"] or self.unit
-        self.losses = {step: loss for step, loss in self.losses.items() if step < self.step}
         if (loss := _number(self.loss)) is not None:
             self.losses[self.step] = loss
         if (found := _STEP_SECONDS.search(line.text)) and (seconds := _number(found[1])) is not None:
