@@ -92,6 +92,32 @@ def test_quotas_against_what_tenants_may_hold(account: Any, environment: Environ
     assert found[3][1].startswith("not known: ") and "servicequotas:ListServiceQuotas" in found[3][2]
 
 
+def test_quotas_of_spot_and_of_warm_pools(account: Any, environment: EnvironmentSpec) -> None:
+    def checks(**values: float) -> dict[str, Check]:
+        names = {"all": "training job usage", "spot": "spot training job usage", "warm": "training warm pool usage"}
+        quotas = [
+            {"QuotaName": f"ml.p5.4xlarge for {names[key]}", "QuotaCode": f"L-{key}", "Value": value}
+            for key, value in values.items()
+        ]
+        account.says("service-quotas", "list_service_quotas", {"Quotas": quotas})
+        return {check.name: check for check in account_checks.quotas(account, spec)}
+
+    spec = environment
+    none = checks(all=4, spot=0, warm=0)
+    assert (
+        none["spot quota ml.p5.4xlarge"].level == "warn"
+        and "--quota-code L-spot" in none["spot quota ml.p5.4xlarge"].mend
+    )
+    assert "warm pool quota ml.p5.4xlarge" not in none, "nobody may keep machines"
+    acme = environment.tenants["acme"].model_copy(update={"warm_pool_minutes": 30.0})
+    spec = environment.model_copy(update={"tenants": {**environment.tenants, "acme": acme}})
+    wanted = environment.most("acme")["ml.p5.4xlarge"]
+    low, enough = checks(all=4, spot=4, warm=wanted - 1), checks(all=4, spot=4, warm=wanted)
+    assert low["warm pool quota ml.p5.4xlarge"].level == "warn"
+    assert f"--quota-code L-warm --desired-value {wanted}" in low["warm pool quota ml.p5.4xlarge"].mend
+    assert {check.level for check in enough.values()} == {"pass"} and len(enough) == 3
+
+
 def test_endpoints(account: Any, contract: TenantContract) -> None:
     def there(services: Iterable[str], state: str = "available") -> dict[str, Any]:
         prefix = "com.amazonaws.us-east-1."
@@ -145,6 +171,39 @@ def test_roles_are_simulated_both_ways(account: Any, contract: TenantContract) -
     found = list(account_checks.simulated(account, contract, other))
     assert [check.level for check in found] == ["pass"] * 5 + ["fail", "pass"]
     assert found[5].name == "acme: job role may not s3:GetObject" and found[5].mend
+
+
+ALLOWED = {"EvalActionName": "s3:x", "EvalDecision": "allowed"}
+
+
+def test_the_simulator_is_told_whose_the_resource_is_and_who_asks(account: Any, contract: TenantContract) -> None:
+    told: list[dict[str, Any]] = []
+    account.client("iam").meta.events.register(
+        "provide-client-params.iam.SimulatePrincipalPolicy", lambda params, **_: told.append(params)
+    )
+    other = contract.model_copy(update={"tenant": "globex", "account": "999999999999"})
+    account.says("iam", "simulate_principal_policy", *[{"EvaluationResults": [ALLOWED]}] * 7)
+    list(account_checks.simulated(account, contract, other))
+    stated = [{item["ContextKeyName"]: item["ContextKeyValues"] for item in ask["ContextEntries"]} for ask in told]
+    assert [keys["aws:ResourceAccount"] for keys in stated] == [[contract.account]] * 5 + [["999999999999"]] * 2
+    assert [keys["aws:PrincipalArn"] for keys in stated] == [[ask["PolicySourceArn"]] for ask in told]
+
+
+@pytest.mark.parametrize("decision", ["allowed", "implicitDeny"])
+def test_a_decision_without_every_key_that_the_policies_read_is_not_known(
+    account: Any, contract: TenantContract, decision: str
+) -> None:
+    base = {**ALLOWED, "EvalDecision": decision}
+    part = {"EvalResourceName": "x", "EvalResourceDecision": decision, "MissingContextValues": ["aws:PrincipalTag/a"]}
+    answers = [{**base, "ResourceSpecificResults": [part]}, {**base, "MissingContextValues": ["s3:prefix"]}]
+    account.says(
+        "iam", "simulate_principal_policy", *[{"EvaluationResults": [item]} for item in [*answers, *[base] * 3]]
+    )
+    found = list(account_checks.simulated(account, contract, None))
+    assert [check.level for check in found[:2]] == ["warn", "warn"]
+    assert found[0].finding.startswith(f"not known: {decision} on ") and "aws:PrincipalTag/a" in found[0].finding
+    assert found[1].finding.endswith("also read s3:prefix")
+    assert len(found) == 5 and "warn" not in [check.level for check in found[2:]], "the rest is asked all the same"
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "InternalFailure", "NotImplemented"])

@@ -3,9 +3,10 @@
 Nothing is changed. What AWS (or what stands in for it) doesn't answer is a warning that says so: never a pass.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trainyard.errors import TrainyardError
 from trainyard.launch.aws import aws_errors, is_missing
@@ -118,7 +119,8 @@ def offerings(account: Account, environment: EnvironmentSpec) -> Check:
 
 
 def quotas(account: Account, environment: EnvironmentSpec) -> Iterator[Check]:
-    """SageMaker's own quota of each type against what the environment lets tenants hold together."""
+    """SageMaker's own quotas of each type against what the environment lets tenants hold together: of all jobs, of spot
+    ones, and of warm pools where a tenant may keep machines."""
     needs = "servicequotas:ListServiceQuotas"
     known: dict[str, tuple[float, str]] = {}
 
@@ -134,20 +136,36 @@ def quotas(account: Account, environment: EnvironmentSpec) -> Iterator[Check]:
         yield answer
         return
     for kind, wanted in sorted(environment.max_instances.items()):
-        name = f"quota {kind}"
-        found = known.get(f"{kind} for training job usage")
-        if found is None:
-            yield Check(name, "warn", "not known: SageMaker names no such quota", "look it up in Service Quotas")
-            continue
-        value, code = found
-        if value < wanted:
-            mend = (
-                "aws service-quotas request-service-quota-increase --service-code sagemaker "
-                f"--quota-code {code} --desired-value {wanted}, or lower max_instances"
-            )
-            yield Check(name, "fail", f"{value:g}, and tenants may hold {wanted} together (max_instances)", mend)
-        else:
-            yield Check(name, "pass", f"{value:g}, of which tenants may hold {wanted}")
+        yield _quota(f"quota {kind}", known.get(f"{kind} for training job usage"), wanted, "fail", "max_instances")
+        # Any job may ask for spot: what is too low there ends such jobs alone.
+        spot = known.get(f"{kind} for spot training job usage")
+        yield _quota(f"spot quota {kind}", spot, wanted, "warn", "max_instances")
+    for kind, wanted in sorted(_in_warm_pools(environment).items()):
+        warm = known.get(f"{kind} for training warm pool usage")
+        yield _quota(f"warm pool quota {kind}", warm, wanted, "warn", "warm_pool_minutes")
+
+
+def _in_warm_pools(environment: EnvironmentSpec) -> dict[str, int]:
+    """Instances by type that tenants with `warm_pool_minutes` may keep together."""
+    found: dict[str, int] = {}
+    for tenant, spec in environment.tenants.items():
+        for kind, most in environment.most(tenant).items() if spec.warm_pool_minutes else ():
+            found[kind] = min(found.get(kind, 0) + most, environment.max_instances[kind])
+    return found
+
+
+def _quota(name: str, found: tuple[float, str] | None, wanted: int, level: Level, setting: str) -> Check:
+    """`found`: its value and code; `level`: what a quota that is too low is; `setting`: what `wanted` comes from."""
+    if found is None:
+        return Check(name, "warn", "not known: SageMaker names no such quota", "look it up in Service Quotas")
+    value, code = found
+    if value >= wanted:
+        return Check(name, "pass", f"{value:g}, of which tenants may hold {wanted}")
+    mend = (
+        "aws service-quotas request-service-quota-increase --service-code sagemaker "
+        f"--quota-code {code} --desired-value {wanted}, or lower {setting}"
+    )
+    return Check(name, level, f"{value:g}, and tenants may hold {wanted} together ({setting})", mend)
 
 
 def of_tenant(account: Account, contract: TenantContract, other: TenantContract | None, image: str) -> Iterator[Check]:
@@ -209,37 +227,80 @@ def published(account: Account, contract: TenantContract, image: str) -> Check:
     return Check(name, "pass", f"{digest[:19]}, pushed {found[0].get('imagePushedAt', 'some day')}")
 
 
+@dataclass(frozen=True)
+class RoleCase:
+    """One request of a role, and what is to become of it."""
+
+    label: str
+    role: str
+    action: str
+    resource: str
+    is_allowed: bool
+    owner: str
+    """The account that the resource is of."""
+
+    @property
+    def stated(self) -> dict[str, str]:
+        """What the boundary's denials ask of every request. The simulator takes no key for granted: without its value a
+        denial `StringNotEqualsIfExists` lets another account's bucket pass."""
+        return {"aws:ResourceAccount": self.owner, "aws:PrincipalArn": self.role}
+
+
 def simulated(account: Account, contract: TenantContract, other: TenantContract | None) -> Iterator[Check]:
     """What IAM's simulator says that the roles may and may not: their policies and boundary, without the resources'."""
-    own, job = f"arn:aws:s3:::{contract.buckets.data}", contract.roles.job
+    iam = account.client("iam")
+    answered: list[RoleCase] = []
+
+    def question(name: str, case: RoleCase) -> Check:
+        check = _simulate(iam, name, case)
+        answered.append(case)
+        return check
+
+    for case in _role_cases(contract, other):
+        name = f"{contract.tenant}: {case.label} {'may' if case.is_allowed else 'may not'} {case.action}"
+        yield asked(name, functools.partial(question, name, case), "iam:SimulatePrincipalPolicy")
+        if not answered:
+            return  # who may not ask once may not ask at all
+
+
+def _role_cases(contract: TenantContract, other: TenantContract | None) -> Iterator[RoleCase]:
+    own, job, launcher = contract.buckets.data, contract.roles.job, contract.roles.launcher
     training = f"arn:aws:sagemaker:{contract.region}:{contract.account}:training-job"
     cases = [
-        ("launcher", contract.roles.launcher, "sagemaker:StopTrainingJob", f"{training}/{contract.tenant}-x", True),
-        ("job role", job, "s3:GetObject", f"{own}/x", True),
+        ("launcher", launcher, "sagemaker:StopTrainingJob", f"{training}/{contract.tenant}-x", True),
+        ("job role", job, "s3:GetObject", f"arn:aws:s3:::{own}/x", True),
         ("job role", job, "iam:CreateRole", "*", False),
-        ("launcher", contract.roles.launcher, "sagemaker:CreateNotebookInstance", "*", False),
-        ("auditor", contract.roles.auditor, "s3:PutObject", f"{own}/x", False),
+        ("launcher", launcher, "sagemaker:CreateNotebookInstance", "*", False),
+        ("auditor", contract.roles.auditor, "s3:PutObject", f"arn:aws:s3:::{own}/x", False),
     ]
+    yield from (RoleCase(*case, owner=contract.account) for case in cases)
     if other is not None:
         theirs = f"arn:aws:s3:::{other.buckets.data}/x"
-        cases += [
-            ("job role", job, "s3:GetObject", theirs, False),
-            ("launcher", contract.roles.launcher, "sagemaker:StopTrainingJob", f"{training}/{other.tenant}-x", False),
-        ]
-    iam = account.client("iam")
-    for label, role, action, resource, is_allowed in cases:
-        name = f"{contract.tenant}: {label} {'may' if is_allowed else 'may not'} {action}"
+        stop = f"{training}/{other.tenant}-x"
+        yield RoleCase("job role", job, "s3:GetObject", theirs, False, owner=other.account)
+        yield RoleCase("launcher", launcher, "sagemaker:StopTrainingJob", stop, False, owner=other.account)
 
-        def question(
-            name: str = name, role: str = role, action: str = action, resource: str = resource, good: bool = is_allowed
-        ) -> Check:
-            answer = iam.simulate_principal_policy(PolicySourceArn=role, ActionNames=[action], ResourceArns=[resource])
-            decision = answer["EvaluationResults"][0]["EvalDecision"]
-            if (decision == "allowed") == good:
-                return Check(name, "pass", f"{decision} on {resource}")
-            return Check(name, "fail", f"{decision} on {resource}", "deploy the tenant's foundation stack again")
 
-        found = asked(name, question, "iam:SimulatePrincipalPolicy")
-        yield found
-        if found.level == "warn":
-            return  # who may not ask once may not ask at all
+def _simulate(iam: Any, name: str, case: RoleCase) -> Check:
+    """Where the policies read a key that wasn't stated the decision says nothing of a real request."""
+    entries = [
+        {"ContextKeyName": key, "ContextKeyType": "string", "ContextKeyValues": [value]}
+        for key, value in case.stated.items()
+    ]
+    answer = iam.simulate_principal_policy(
+        PolicySourceArn=case.role, ActionNames=[case.action], ResourceArns=[case.resource], ContextEntries=entries
+    )
+    result = answer["EvaluationResults"][0]
+    decision = f"{result['EvalDecision']} on {case.resource}"
+    # Of a named resource AWS tells the keys beside that resource, of "*" beside the whole.
+    told = [result, *result.get("ResourceSpecificResults", [])]
+    missing = sorted({key for part in told for key in part.get("MissingContextValues", [])})
+    if missing:
+        keys = ", ".join(missing)
+        mend = (
+            f"simulate it by hand with their values: aws iam simulate-principal-policy --policy-source-arn {case.role}"
+        )
+        return Check(name, "warn", f"not known: {decision}, but its policies also read {keys}", mend)
+    if (result["EvalDecision"] == "allowed") == case.is_allowed:
+        return Check(name, "pass", decision)
+    return Check(name, "fail", decision, "deploy the tenant's foundation stack again")
