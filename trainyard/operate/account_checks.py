@@ -241,8 +241,8 @@ class RoleCase:
 
     @property
     def stated(self) -> dict[str, str]:
-        """What the boundary's denials ask of every request. The simulator takes no key for granted: without its value a
-        denial `StringNotEqualsIfExists` lets another account's bucket pass."""
+        """What the boundary's denials ask of every request. Their operators are negated and match an absent key too:
+        without the account's the role would seem to be refused its own bucket."""
         return {"aws:ResourceAccount": self.owner, "aws:PrincipalArn": self.role}
 
 
@@ -298,7 +298,8 @@ def _simulate(iam: Any, name: str, case: RoleCase) -> Check:
     if missing:
         keys = ", ".join(missing)
         mend = (
-            f"simulate it by hand with their values: aws iam simulate-principal-policy --policy-source-arn {case.role}"
+            f"ask with them: aws iam simulate-principal-policy --policy-source-arn {case.role} --action-names "
+            f"{case.action} --resource-arns '{case.resource}' --context-entries ..."
         )
         return Check(name, "warn", f"not known: {decision}, but its policies also read {keys}", mend)
     if (result["EvalDecision"] == "allowed") == case.is_allowed:
