@@ -1,7 +1,9 @@
 """The live meter on the deployed platform: with its own role it finds a job and ends it with a checkpoint."""
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +72,24 @@ class Meter:
 
     def deploy(self, **budget: Any) -> None:
         """With another budget, as a deployment would."""
-        found = self._lambda.get_function_configuration(FunctionName=self._name)["Environment"]["Variables"]
-        settings = json.loads(found["METER"])
+        settings = json.loads(self._variables()["METER"])
         settings["budget"] |= budget
-        changed = {"Variables": {"METER": json.dumps(settings)}}
-        self._lambda.update_function_configuration(FunctionName=self._name, Environment=changed)
+        self._set({"METER": json.dumps(settings)})
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """The site is the whole session's: a meter left at no budget would end other tests' jobs."""
+        before = self._variables()
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _variables(self) -> dict[str, str]:
+        return dict(self._lambda.get_function_configuration(FunctionName=self._name)["Environment"]["Variables"])
+
+    def _set(self, variables: dict[str, str]) -> None:
+        self._lambda.update_function_configuration(FunctionName=self._name, Environment={"Variables": variables})
 
 
 def test_a_spent_budget_ends_a_job_with_a_checkpoint(site: Site, tmp_path: Path) -> None:
@@ -90,10 +105,12 @@ def test_a_spent_budget_ends_a_job_with_a_checkpoint(site: Site, tmp_path: Path)
     first = meter.look()
     assert (first["stopped"], first["unpriced"]) == ([], [])
     assert 0 < float(first["usd"]) < 2000 and 0 < first["used_percent"] < 100
-    meter.deploy(monthly_usd=1e-6, when_spent="finish")
-    assert meter.look()["stopped"] == [], "what runs may finish"
-    meter.deploy(monthly_usd=1e-6, when_spent="stop")
-    spent = meter.look()
+    with meter.as_it_was():
+        meter.deploy(monthly_usd=1e-6, when_spent="finish")
+        assert meter.look()["stopped"] == [], "what runs may finish"
+        meter.deploy(monthly_usd=1e-6, when_spent="stop")
+        spent = meter.look()
+    assert meter.look()["used_percent"] < 100, "the budget is what it was"
     assert spent["stopped"] == [job_id] and spent["used_percent"] > 100
 
     wait_for(site, '"finished": true', "status", job_id, "--json", job_id=job_id)
