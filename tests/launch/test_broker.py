@@ -15,6 +15,7 @@ from launch_testing import IMAGE, JOB_ID, REGION
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.functions import broker, broker_rules
 from trainyard.functions.broker_ledger import Ledger
+from trainyard.functions.job_meter import month_of
 from trainyard.launch.broker import ask_broker
 from trainyard.launch.checks import RunningJob, check_queue
 from trainyard.launch.record import JobRecord
@@ -70,7 +71,7 @@ class Jobs:
     def paginate(self, *, NameContains: str, **only: Any) -> Iterator[dict[str, Any]]:
         status, after = only.get("StatusEquals"), only.get("CreationTimeAfter")
         found = [
-            {"TrainingJobName": name}
+            {"TrainingJobName": name, **({"TrainingEndTime": end} if (end := job.get("TrainingEndTime")) else {})}
             for name, job in self.jobs.items()
             if NameContains in name
             and status in (None, job["TrainingJobStatus"])
@@ -307,6 +308,34 @@ def test_the_months_money_is_spent_promised_and_capped(
     assert f"of {_month()}'s 5,000.00 USD, 4,944.00 are spent and 36.00 could go to jobs that run" in refused
     sagemaker.jobs["acme-running"] |= {"TrainingJobStatus": "Failed", "BillableTimeInSeconds": 60}
     assert ask()["submitted"] == JOB_ID
+
+
+def _since_last_month(sagemaker: Jobs, name: str, *, hours: float, before: float, billed: int | None = None) -> None:
+    """A job whose machines were up `before` hours of last month, and 3 of this one if it is over."""
+    first = month_of(datetime.datetime.now(datetime.UTC))[0]
+    sagemaker.add(name, 1, hours=hours, billed=billed)
+    started = first - datetime.timedelta(hours=before)
+    sagemaker.jobs[name] |= {"CreationTime": started - datetime.timedelta(days=1), "TrainingStartTime": started}
+    if billed is not None:
+        sagemaker.jobs[name] |= {"TrainingEndTime": first + datetime.timedelta(hours=3)}
+
+
+@pytest.mark.parametrize("over", [2, 0])
+def test_what_ran_over_the_first_of_the_month_counts_with_its_part_of_it(
+    ask: Any, record: JobRecord, sagemaker: Jobs, over: float
+) -> None:
+    # 5,000 USD at 6 USD an hour. One could still run 815 hours of this month: 4,890 USD. Of one's 6 billed hours 3 are
+    # of this month: 18 USD. This job's 24 USD fit beside them; where the first could run 20 hours more they don't.
+    _since_last_month(sagemaker, "acme-running", hours=48 + 815 + 10 * over, before=48)
+    _since_last_month(sagemaker, "acme-ended", hours=9, before=3, billed=6 * 3600)
+    _since_last_month(sagemaker, "acme-long-over", hours=9, before=90, billed=9000 * 3600)
+    ended = month_of(datetime.datetime.now(datetime.UTC))[0] - datetime.timedelta(seconds=1)
+    sagemaker.jobs["acme-long-over"]["TrainingEndTime"] = ended
+    answer = ask()
+    if over:
+        assert f"of {_month()}'s 5,000.00 USD, 18.00 are spent and 5,010.00 could go to jobs" in answer["refused"]
+    else:
+        assert answer["submitted"] == JOB_ID
 
 
 def _retell(deployed: Account, contract: TenantContract, **changes: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a tenant's jobs of a month hold and cost: one small object in S3, written by the broker alone.
+"""What a tenant's jobs hold, and what of a month's money they take: a small object in S3 that the broker alone writes.
 
 It is a cache and a lock, not the truth: SageMaker's own descriptions are, which nobody can delete, and from which it is
 made anew where it is lost. Every write is conditional, so that of two submissions at the same moment the second sees
@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainyard.functions.job_meter import ENDED, LONGEST_DAYS, month_of, use_of
+
 TRIES = 6
 PREPAID = 0.0
 """USD an hour on a training plan, which was paid when it was bought."""
 UNSEEN_SECONDS = 900
 """How long a promise stands for a job that SageMaker doesn't show: longer than a submission takes."""
-ENDED = ("Completed", "Failed", "Stopped")
 
 Jobs = dict[str, dict[str, Any]]
 
@@ -97,46 +98,51 @@ class Ledger:
         return True
 
     def _refresh(self, jobs: Jobs) -> list[dict[str, Any]]:
-        """Bring `jobs` up to date with SageMaker; what holds instances now, older months' jobs too."""
-        start = self._now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+        """Bring `jobs` up to date with SageMaker; what holds instances now."""
         alive = {name for status in ("InProgress", "Stopping") for name in self._listed(StatusEquals=status)}
-        for name in sorted({*self._listed(CreationTimeAfter=start), *jobs}):
+        for name in sorted({*self._of_the_month(), *alive, *jobs}):
             if name in jobs and (jobs[name]["billed"] is not None or name in alive):
                 continue
             found = self._describe(name)
             if found is not None:
                 jobs[name] = found
-            elif self._now.timestamp() - jobs[name]["at"] > UNSEEN_SECONDS:
+            elif name in jobs and self._now.timestamp() - jobs[name]["at"] > UNSEEN_SECONDS:
                 del jobs[name]
-        held = {name: job for name, job in jobs.items() if job["billed"] is None}
-        for name in sorted(alive - set(jobs)):
-            found = self._describe(name)
-            if found is not None and found["billed"] is None:
-                held[name] = found
-        return [{"name": name, **job} for name, job in held.items()]
+        return [{"name": name, **job} for name, job in jobs.items() if job["billed"] is None]
 
-    def _listed(self, **only: Any) -> list[str]:
+    def _of_the_month(self) -> list[str]:
+        """Names of the jobs that may have taken something of this month, those created before it with them."""
+        first = month_of(self._now)[0]
+        created = first - datetime.timedelta(days=LONGEST_DAYS)
+        return self._listed(lambda job: job.get("TrainingEndTime", self._now) >= first, CreationTimeAfter=created)
+
+    def _listed(self, takes: Callable[[dict[str, Any]], bool] = bool, **only: Any) -> list[str]:
         pages = self._sagemaker.get_paginator("list_training_jobs").paginate(
             NameContains=self._contains, PaginationConfig={"PageSize": 100}, **only
         )
-        names = [job["TrainingJobName"] for page in pages for job in page["TrainingJobSummaries"]]
+        names = [job["TrainingJobName"] for page in pages for job in page["TrainingJobSummaries"] if takes(job)]
         return [name for name in names if name.startswith(self._prefixes)]
 
     def _describe(self, name: str) -> dict[str, Any] | None:
         job = described(self._sagemaker, name)
         if job is None:
             return None
-        resources = job["ResourceConfig"]
+        first, following = month_of(self._now)
+        started, resources = job.get("TrainingStartTime") or self._now, job["ResourceConfig"]
         longest = job["StoppingCondition"].get("MaxRuntimeInSeconds", 86_400)
         longest += resources.get("KeepAlivePeriodInSeconds") or 0
+        # What it ran before the month is that month's.
+        longest = max(0, longest - max(0, round((first - started).total_seconds())))
         entry = self.entry(resources.get("InstanceType", ""), resources.get("InstanceCount", 0), longest)
-        entry["at"] = job["CreationTime"].timestamp()
+        entry["at"] = max(job["CreationTime"], first).timestamp()
         if resources.get("TrainingPlanArn"):
             entry["usd_per_hour"] = PREPAID
         if job["TrainingJobStatus"] in ENDED:
-            entry["billed"] = job.get("BillableTimeInSeconds", 0)
-            entry["held"] = job.get("TrainingTimeInSeconds", entry["billed"])
-            entry["billed"] += _kept_warm(job)
+            use = use_of(job, self._now)
+            share = 1 if use is None else use.share(first, following)
+            billed = job.get("BillableTimeInSeconds", 0)
+            entry["held"] = round(share * job.get("TrainingTimeInSeconds", billed))
+            entry["billed"] = round(share * (billed + _kept_warm(job)))
         return entry
 
 

@@ -146,9 +146,8 @@ class QueueLedger(Ledger):
             if (found is None and age > UNSEEN_SECONDS) or (found is not None and found.get("status") in ENDED):
                 del jobs[name]
         promised = tuple(training_job_prefix(self._tenant, name) for name, entry in jobs.items() if "queue" in entry)
-        start = self._now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
         started = {name for name, entry in jobs.items() if "queue" not in entry}
-        for name in sorted({*self._listed(CreationTimeAfter=start), *started}):
+        for name in sorted({*self._of_the_month(), *started}):
             if name in jobs and jobs[name]["billed"] is not None:
                 continue
             found = self._describe(name)

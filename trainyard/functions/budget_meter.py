@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
-from trainyard.functions.job_meter import ENDED, Rates, Use, month_of, use_of
+from trainyard.functions.job_meter import ENDED, LONGEST_DAYS, Rates, Use, month_of, use_of
 
-LONGEST_DAYS = 2 * 28
-"""A job's waiting and running: what began before the month may still take something of it."""
 QUEUE_STATES = ("SUBMITTED", "PENDING", "RUNNABLE", "SCHEDULED", "STARTING", "RUNNING")
 REASON = "the month's budget is spent"
 

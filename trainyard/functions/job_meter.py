@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Decimal
 from typing import Any
 
+LONGEST_DAYS = 2 * 28
+"""A job's waiting and running: what was created before a month may still take something of it."""
 MICRO = Decimal("0.000001")
 ENDED = ("Completed", "Failed", "Stopped")
 
@@ -50,6 +52,10 @@ class Use:
         price = known.get(self.priced_as)
         return known.get("on_demand") if price is None and self.priced_as == "spot" else price
 
+    def share(self, since: datetime.datetime, until: datetime.datetime) -> Decimal:
+        """Of its time, what lies between two moments: 0 to 1."""
+        return self._share_until(until) - self._share_until(since)
+
     def instance_seconds(self, since: datetime.datetime, until: datetime.datetime) -> Decimal:
         """Held between two moments, to a millionth."""
         one, other = (self._until(moment, self.held_seconds, Decimal(1)) for moment in (since, until))
@@ -62,12 +68,13 @@ class Use:
 
     def _until(self, moment: datetime.datetime, seconds: int, per_second: Decimal) -> Decimal:
         """From its beginning to a moment. Rounded here, so that parts between the same moments add up."""
+        return (self.count * seconds * self._share_until(moment) * per_second).quantize(MICRO, ROUND_HALF_EVEN)
+
+    def _share_until(self, moment: datetime.datetime) -> Decimal:
         whole = _seconds(self.until - self.began)
         if whole <= 0:
-            share = Decimal(1 if moment > self.began else 0)
-        else:
-            share = min(max(_seconds(moment - self.began), Decimal(0)), whole) / whole
-        return (self.count * seconds * share * per_second).quantize(MICRO, ROUND_HALF_EVEN)
+            return Decimal(1 if moment > self.began else 0)
+        return min(max(_seconds(moment - self.began), Decimal(0)), whole) / whole
 
 
 def use_of(job: Mapping[str, Any], now: datetime.datetime) -> Use | None:
