@@ -143,6 +143,47 @@ def test_batchs_jobs_are_their_records(access: TenantAccess, sagemaker: Jobs, re
     assert {charge.job_id for charge in charged(access)} == {JOB_ID, "AWSBatchacme-unknown"}
 
 
+def test_an_odd_job_is_shown_under_its_own_name_and_hides_no_other(access: TenantAccess, sagemaker: Jobs) -> None:
+    odd: dict[str, Any] = {"ResourceConfig": {"InstanceType": "ml.m5.xlarge", "InstanceCount": 3}}
+    sagemaker.add(JOB_ID, day(10), 1)
+    sagemaker.add("acme-By_Hand.1", day(10), 1)
+    sagemaker.add("acme-cpu", day(10), 1, **odd)
+    sagemaker.add("acme-serverless", day(10), 1, ResourceConfig=None)
+    found = {charge.job_id: charge for charge in charged(access)}
+    assert found[JOB_ID].usd == found["acme-By_Hand.1"].usd == 2 * Decimal("6.88")
+    cpu = found["acme-cpu"]
+    assert (cpu.usd, cpu.gpu_hours, cpu.instance_hours, cpu.row()["gpu_hours"]) == (None, None, 3, "")
+    total = costs.summed("total", list(found.values()))
+    assert total.unpriced == total.uncounted == ("ml.m5.xlarge", costs.UNNAMED)
+    assert (total.gpu_hours, total.usd) == (4, 4 * Decimal("6.88"))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"{not json", "is not JSON"),
+        (b"[]", "is no job's record"),
+        (b'{"version": "two"}', "is no job's record"),
+        (b"{}", "job_id"),
+    ],
+)
+def test_a_spoiled_record_is_named_and_hides_no_other(
+    access: TenantAccess, sagemaker: Jobs, record: JobRecord, deployed: Account, body: bytes, told: str
+) -> None:
+    spoiled = "acme-bad-20260301000000-0000"
+    key, bucket = f"jobs/{spoiled}/record.json", access.contract.buckets.data
+    deployed.client("s3").put_object(Bucket=bucket, Key=key, Body=body)
+    for job_id in (JOB_ID, spoiled):
+        sagemaker.add(f"{training_job_prefix('acme', job_id)}{'a' * 32}", day(10), 1)
+    meter = Meter(PriceBook(PRICES, today=NOW.date()), since=SINCE, until=UNTIL, now=NOW)
+    assert {charge.job_id for charge in meter.charges(access)} == {
+        JOB_ID,
+        f"{training_job_prefix('acme', spoiled)}{'a' * 32}",
+    }
+    (why,) = meter.unread
+    assert f"s3://{bucket}/{key}" in why and told in why
+
+
 def test_an_old_price_is_refused_and_an_unknown_one_is_said(access: TenantAccess, sagemaker: Jobs) -> None:
     sagemaker.add(JOB_ID, day(10), 1)
     old = [{**PRICES[0], "as_of": "2024-01-01"}]
@@ -240,6 +281,15 @@ def test_the_verb_prints_a_table_json_and_csv(
     assert {(row["cost_center"], row["job_id"], row["purchase"]) for row in rows} == {
         ("research-100", JOB_ID, "on_demand")
     }
+    odd = {"ResourceConfig": {"InstanceType": "ml.m5.xlarge", "InstanceCount": 3}}
+    sagemaker.add("acme-By_Hand", now - datetime.timedelta(minutes=90), 1, **odd)
+    assert run([*verb, "--csv", *month]) == 0
+    out = capsys.readouterr()
+    assert ",ml.m5.xlarge,3," in out.out and out.err.count("warning: ") == 2, "bill.csv alone says nothing of it"
+    assert "without a known price, and in no dollar above: ml.m5.xlarge" in out.err
+    table = told(*month)
+    assert "at least " in table and "in no GPU-hour above: ml.m5.xlarge" in table
+    del sagemaker.jobs["acme-By_Hand"]
     table = told(*month)
     assert f"{float(usd) / 5000:.1%} of 5,000" in table and f"{usd:,.2f}" in table
     assert f"price: {KIND} {float(priced):g} USD/h in us-east-1, EC2 on demand" in table and "as of 20" in table

@@ -66,12 +66,16 @@ def cost(
         groups = costs.grouped(charges, by)
         planned: Planned = _planned(groups, charges, opened) if by == "job" else {}
         expected = costs.forecast(charges, since=since, until=until, now=now) if with_forecast else None
+    total = costs.summed("total", charges)
+    for why in meter.unread:
+        print(f"warning: {why}; what that job cost is under its training job's name", file=sys.stderr)
     if as_csv:
         writer = csv.DictWriter(sys.stdout, costs.CSV_FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(charge.row() for charge in charges)
+        for line in _left_out(total):
+            print(f"warning: {line}", file=sys.stderr)
         return
-    total = costs.summed("total", charges)
     if as_json:
         _print_json(since, groups, total, charges, planned, expected, opened)
         return
@@ -121,7 +125,8 @@ def _print_table(
         table.add_column(name, justify="right", no_wrap=True)
     for group in [*groups, total]:
         usd = f"{'at least ' if group.unpriced else ''}{group.usd:,.2f}"
-        row = [group.key, str(group.num_jobs), f"{group.instance_hours:,.2f}", f"{group.gpu_hours:,.2f}", usd]
+        gpu_hours = f"{'at least ' if group.uncounted else ''}{group.gpu_hours:,.2f}"
+        row = [group.key, str(group.num_jobs), f"{group.instance_hours:,.2f}", gpu_hours, usd]
         if group is not total:
             row += _against_plan(group, *planned[group.key]) if by == "job" else []
             row += _against_budget(group, *budgets[group.key]) if by == "tenant" else []
@@ -160,8 +165,16 @@ def _notes(
     prices = {(charge.instance_type, charge.price.basis): charge.price for charge in charges if charge.price}
     for (kind, basis), price in sorted(prices.items()):
         lines.append(f"price: {kind} {price.usd_per_hour:g} USD/h in {price.region}, {basis}; as of {price.as_of}")
+    return lines + _left_out(total)
+
+
+def _left_out(total: "Group") -> list[str]:
+    """Types that the sums don't have."""
+    lines = []
     if total.unpriced:
         lines.append(f"without a known price, and in no dollar above: {', '.join(total.unpriced)}")
+    if total.uncounted:
+        lines.append(f"with GPUs that trainyard doesn't know, and in no GPU-hour above: {', '.join(total.uncounted)}")
     return lines
 
 

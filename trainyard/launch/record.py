@@ -182,6 +182,8 @@ def _parse_record(text: bytes, where: str) -> JobRecord:
         content = json.loads(text)
     except ValueError as error:
         raise InputError(f"{where}: is not JSON ({error}); restore an older version of the object") from None
+    if not isinstance(content, dict) or not isinstance(content.get("version", 1), int):
+        raise InputError(f"{where}: is no job's record; restore an older version of the object")
     if content.get("version", 1) > RECORD_VERSION:
         raise InputError(f"{where}: record version {content['version']} is newer than this trainyard reads; upgrade it")
     return parse(JobRecord, content, where)

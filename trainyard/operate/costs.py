@@ -28,6 +28,9 @@ By = Literal["day", "tenant", "job", "cost-centre"]
 PACE_DAYS = 7
 """The last full days that, with today, make the pace: a week, so that its quiet days are in it once."""
 
+UNNAMED = "no type named"
+"""For a training job that names none of its machines."""
+
 LEAST_DAYS = 3
 """That something was spent on, for an interval."""
 
@@ -51,7 +54,8 @@ class Charge:
     purchase: str
     """on_demand, spot or training_plan."""
     instance_hours: Decimal
-    gpu_hours: Decimal
+    gpu_hours: Decimal | None
+    """None where the type's GPUs aren't known."""
     usd: Decimal | None
     """None where no price of the type is known."""
     price: Price | None
@@ -62,7 +66,7 @@ class Charge:
         told = {name: str(getattr(self, name)) for name in CSV_FIELDS[:8]}
         return told | {
             "instance_hours": f"{self.instance_hours:f}",
-            "gpu_hours": f"{self.gpu_hours:f}",
+            "gpu_hours": "" if self.gpu_hours is None else f"{self.gpu_hours:f}",
             "usd_per_hour": "" if price is None else str(price.usd_per_hour),
             "usd": "" if self.usd is None else f"{self.usd:f}",
             "price_basis": "" if price is None else price.basis,
@@ -78,10 +82,13 @@ class Group:
     num_jobs: int
     instance_hours: Decimal
     gpu_hours: Decimal
+    """Of types whose GPUs are known."""
     usd: Decimal
     """Of what has a price."""
     unpriced: tuple[str, ...]
     """Types without one: the dollars are then at least so many."""
+    uncounted: tuple[str, ...]
+    """Types whose GPUs aren't known: the GPU-hours are then at least so many."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,9 @@ class Meter:
         self._book, self._since, self._until, self._now = book, since, until, now
         self._any_age = PriceBook(book.rows, today=None)
         self._prices: dict[tuple[str, str], dict[str, Price]] = {}
+        self.unread: list[str] = []
+        """Why records could not be read, a line each: jobs that Batch started are then under their training jobs'
+        names."""
 
     def charges(self, access: TenantAccess) -> list[Charge]:
         """Of a tenant's training jobs, each attempt and each day by itself; InputError where a price is too old."""
@@ -128,7 +138,7 @@ class Meter:
         with aws_errors("listing", f"training jobs of tenant {tenant}"):
             uses, _ = survey(sagemaker, prefixes, since=self._since, now=self._now, ended={})
         held = [use for use in uses if use.until > self._since and use.began < self._until]
-        owner = _job_ids(held, tenant, access.place.store)
+        owner = _job_ids(held, tenant, access.place.store, self.unread)
         return [charge for use in held for charge in self._days(use, owner(use.name), access)]
 
     def _days(self, use: Use, job_id: str, access: TenantAccess) -> Iterable[Charge]:
@@ -136,7 +146,7 @@ class Meter:
         rates: Rates = {use.instance_type: {way: Decimal(str(price.usd_per_hour)) for way, price in prices.items()}}
         rate = use.rate(rates)
         price = next((found for found in prices.values() if Decimal(str(found.usd_per_hour)) == rate), None)
-        gpus = instance(use.instance_type).num_gpus
+        gpus = _num_gpus(use.instance_type)
         at = max(self._since, use.began.astimezone(datetime.UTC).replace(hour=0, minute=0, second=0, microsecond=0))
         while at < min(self._until, use.until):
             following = at + datetime.timedelta(days=1)
@@ -147,11 +157,11 @@ class Meter:
                 cost_center=access.contract.cost_center,
                 job_id=job_id,
                 training_job=use.name,
-                instance_type=use.instance_type,
+                instance_type=use.instance_type or UNNAMED,
                 instances=use.count,
                 purchase=use.purchase,
                 instance_hours=hours.quantize(MICRO),
-                gpu_hours=(hours * gpus).quantize(MICRO),
+                gpu_hours=None if gpus is None else (hours * gpus).quantize(MICRO),
                 usd=None if rate is None else use.usd(at, following, rate),
                 price=price,
             )
@@ -176,18 +186,37 @@ class Meter:
         return self._prices[key]
 
 
-def _job_ids(uses: Iterable[Use], tenant: str, store: RecordStore) -> Callable[[str], str]:
-    """A training job's name to its job's id. What Batch named is found by the records, which are only then read."""
+def _num_gpus(instance_type: str) -> int | None:
+    """Of a type that we know: whoever may start jobs beside trainyard may take others, CPUs among them."""
+    try:
+        return instance(instance_type).num_gpus
+    except InputError:
+        return None
+
+
+def _job_ids(uses: Iterable[Use], tenant: str, store: RecordStore, unread: list[str]) -> Callable[[str], str]:
+    """A training job's name to its job's id; a name that is none of trainyard's stands for itself.
+
+    What Batch named is found by the records, which are only then read; what keeps one from it goes to `unread`.
+    """
     by_prefix: dict[str, str] = {}
     if any(use.name.startswith(BATCH) for use in uses):
         for job_id in store.job_ids():
-            for attempt in store.read(job_id).record.attempts:
+            try:
+                attempts = store.read(job_id).record.attempts
+            except InputError as error:
+                unread.append(str(error))
+                continue
+            for attempt in attempts:
                 by_prefix[training_job_prefix(tenant, attempt.training_job_name)] = job_id
 
     def owner(name: str) -> str:
-        if not name.startswith(BATCH):
+        if name.startswith(BATCH):
+            return next((job_id for prefix, job_id in by_prefix.items() if name.startswith(prefix)), name)
+        try:
             return job_id_of(name)
-        return next((job_id for prefix, job_id in by_prefix.items() if name.startswith(prefix)), name)
+        except InputError:
+            return name
 
     return owner
 
@@ -208,9 +237,10 @@ def summed(key: str, charges: Sequence[Charge]) -> Group:
         key=key,
         num_jobs=len({charge.job_id for charge in charges}),
         instance_hours=sum((charge.instance_hours for charge in charges), Decimal(0)),
-        gpu_hours=sum((charge.gpu_hours for charge in charges), Decimal(0)),
+        gpu_hours=sum((charge.gpu_hours for charge in charges if charge.gpu_hours is not None), Decimal(0)),
         usd=sum((charge.usd for charge in charges if charge.usd is not None), Decimal(0)),
         unpriced=tuple(sorted({charge.instance_type for charge in charges if charge.usd is None})),
+        uncounted=tuple(sorted({charge.instance_type for charge in charges if charge.gpu_hours is None})),
     )
 
 
