@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainyard.functions import budget_meter
-from trainyard.functions.job_meter import Use, month_of, use_of
+from trainyard.functions.job_meter import Use, month_of, uses_of
 
 KIND = "ml.p5.4xlarge"
 RATES = {KIND: {"on_demand": Decimal("6.88"), "spot": Decimal("2.5")}}
@@ -38,8 +38,7 @@ def job(name: str = "acme-a", *, began: datetime | None = None, hours: float = 1
 
 
 def used(description: dict[str, Any]) -> Use:
-    found = use_of(description, NOON)
-    assert found is not None
+    (found,) = uses_of(description, NOON)
     return found
 
 
@@ -51,7 +50,7 @@ def test_the_month_is_the_calendars_in_utc() -> None:
 def test_a_job_costs_instances_times_billed_time_times_price() -> None:
     assert used(job()).usd(*MARCH, Decimal("6.88")) == Decimal("13.760000")
     assert used(job()).instance_seconds(*MARCH) == 7200
-    assert use_of({**job(), "TrainingStartTime": None}, NOON) is None, "it never had a machine"
+    assert uses_of({**job(), "TrainingStartTime": None}, NOON) == [], "it never had a machine"
 
 
 def test_spot_is_billed_as_sagemaker_tells_it_and_holds_its_machines_all_the_same() -> None:
@@ -92,11 +91,31 @@ def test_parts_add_up_to_the_whole_exactly(
 
 
 def test_only_the_months_part_of_a_job_counts() -> None:
-    over = used(job(began=datetime(2026, 2, 28, 20, tzinfo=UTC), hours=8))
+    over = used(job("acme-over", began=datetime(2026, 2, 28, 20, tzinfo=UTC), hours=8))
     assert over.usd(*MARCH, Decimal("6.88")) == 4 * 2 * Decimal("6.88")
     found = budget_meter.taken([over, used(job())], RATES, {KIND: 1}, NOON)
     assert (found["usd"], found["gpu_hours"]) == (Decimal("68.800000"), 10)
-    assert budget_meter.taken([used(job())], {}, {KIND: 8}, NOON) == {"usd": 0, "gpu_hours": 16, "unpriced": [KIND]}
+    none = budget_meter.taken([over, used(job())], {}, {KIND: 8}, NOON)
+    assert none == {"usd": 0, "gpu_hours": 80, "unpriced": [KIND], "unpriced_jobs": 2}
+    before = used(job(began=datetime(2026, 2, 2, tzinfo=UTC)))
+    assert budget_meter.taken([before], {}, {}, NOON)["unpriced_jobs"] == 0, "it took nothing of this month"
+
+
+def test_each_group_of_a_heterogeneous_cluster_counts() -> None:
+    groups = [{"InstanceType": KIND, "InstanceCount": 4}, {"InstanceType": "ml.g6e.8xlarge", "InstanceCount": 1}]
+    uses = uses_of(job(ResourceConfig={"InstanceGroups": groups}), NOON)
+    rates = RATES | {"ml.g6e.8xlarge": {"on_demand": Decimal(5)}}
+    found = budget_meter.taken(uses, rates, {KIND: 1, "ml.g6e.8xlarge": 1}, NOON)
+    assert (found["usd"], found["gpu_hours"]) == (4 * Decimal("6.88") + 5, 5)
+
+
+def test_a_warm_pool_that_waits_counts_by_the_clock_until_sagemaker_tells_its_time() -> None:
+    machines = {"InstanceType": KIND, "InstanceCount": 1, "KeepAlivePeriodInSeconds": 1800}
+    waits = job(began=NOON - timedelta(hours=1, minutes=10), ResourceConfig=machines)
+    waits["WarmPoolStatus"] = {"Status": "Available"}
+    assert [uses_of(waits, at)[0].billed_seconds for at in (NOON, NOON + timedelta(hours=9))] == [4200, 5400]
+    told = {"WarmPoolStatus": {"Status": "Reused", "ResourceRetainedBillableTimeInSeconds": 700}}
+    assert used(waits | told).billed_seconds == 4300
 
 
 def test_the_nearer_quota_decides() -> None:
@@ -113,6 +132,7 @@ class Clients:
         self.queued = [{"jobId": "1", "jobName": "acme-b", "share": "acme", "status": "RUNNABLE"}]
         self.described: list[str] = []
         self.stopped: list[str] = []
+        self.unstoppable: set[str] = set()
         self.metrics: dict[str, float] = {}
 
     def client(self, _: str) -> "Clients":
@@ -138,10 +158,16 @@ class Clients:
         self.metrics = {item["MetricName"]: item["Value"] for item in MetricData}
 
     def stop_training_job(self, TrainingJobName: str) -> None:
+        self._check(TrainingJobName)
         self.stopped.append(TrainingJobName)
 
     def terminate_service_job(self, jobId: str, reason: str) -> None:
+        self._check(jobId)
         self.stopped.append(f"{jobId}: {reason}")
+
+    def _check(self, name: str) -> None:
+        if name in self.unstoppable:
+            raise OSError(f"no\nroute to {name}")
 
 
 def looked(
@@ -195,3 +221,41 @@ def test_at_100_percent_what_runs_is_told_to_save_and_end(monkeypatch: pytest.Mo
     spent = {"monthly_gpu_hours": 0.0001, "when_spent": "stop"}
     assert looked(monkeypatch, clients, queues=("arn:q",), **spent)["stopped"] == ["acme-b"]
     assert clients.stopped == ["1: the month's budget is spent"], "Batch would start again what SageMaker alone ended"
+
+
+@pytest.mark.parametrize("queues", [(), ("arn:q",)])
+def test_a_job_that_cant_be_stopped_leaves_no_other_running(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients, capsys: pytest.CaptureFixture[str], queues: tuple[str, ...]
+) -> None:
+    clients.jobs["acme-later"] = clients.jobs["acme-runs"] | {"TrainingJobName": "acme-later"}
+    clients.queued.append({"jobId": "2", "jobName": "acme-c", "share": "acme", "status": "RUNNING"})
+    clients.unstoppable = {"acme-later", "1"}
+    with pytest.raises(RuntimeError, match=r"not stopped: acme-(later|b): OSError: no route to (acme-later|1)$"):
+        looked(monkeypatch, clients, queues=queues, monthly_usd=0.000001, when_spent="stop")
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["stopped"] == (["acme-c"] if queues else ["acme-runs"]) and len(answer["failed"]) == 1
+
+
+def test_an_ended_job_is_asked_for_again_as_long_as_its_warm_pool_waits(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients
+) -> None:
+    ended = clients.jobs["acme-ended"]
+    over = {"Status": "Terminated", "ResourceRetainedBillableTimeInSeconds": 60}
+    for pool, is_asked in (({"Status": "Available"}, True), (over, True), (over, False)):
+        ended["WarmPoolStatus"] = pool
+        clients.described.clear()
+        looked(monkeypatch, clients)
+        assert ("acme-ended" in clients.described) is is_asked
+
+
+def test_jobs_whose_price_nobody_knows_are_counted_and_published(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients
+) -> None:
+    assert (looked(monkeypatch, clients)["unpriced"], clients.metrics["UnpricedJobs-test"]) == ([], 0)
+    machines = {"InstanceType": "ml.m5.large", "InstanceCount": 1}
+    clients.jobs["acme-runs"] |= {
+        "ResourceConfig": machines,
+        "TrainingStartTime": datetime.now(UTC) - timedelta(days=1),
+    }
+    assert looked(monkeypatch, clients)["unpriced"] == ["ml.m5.large"]
+    assert clients.metrics["UnpricedJobs-test"] == 1

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainyard.functions.job_meter import ENDED, LONGEST_DAYS, month_of, use_of
+from trainyard.functions.job_meter import ENDED, LONGEST_DAYS, OVER, month_of, uses_of
 
 TRIES = 6
 PREPAID = 0.0
@@ -138,8 +138,8 @@ class Ledger:
         if resources.get("TrainingPlanArn"):
             entry["usd_per_hour"] = PREPAID
         if job["TrainingJobStatus"] in ENDED:
-            use = use_of(job, self._now)
-            share = 1 if use is None else use.share(first, following)
+            uses = uses_of(job, self._now)
+            share = uses[0].share(first, following) if uses else 1
             billed = job.get("BillableTimeInSeconds", 0)
             entry["held"] = round(share * job.get("TrainingTimeInSeconds", billed))
             entry["billed"] = round(share * (billed + _kept_warm(job)))
@@ -149,7 +149,7 @@ class Ledger:
 def _kept_warm(job: Mapping[str, Any]) -> int:
     """Seconds for which an ended job's machines were kept, or, where that isn't over, will be at the longest."""
     pool = job.get("WarmPoolStatus") or {}
-    if pool.get("Status") in ("Terminated", "Reused"):
+    if pool.get("Status") in OVER:
         return int(pool.get("ResourceRetainedBillableTimeInSeconds", 0))
     return int(job["ResourceConfig"].get("KeepAlivePeriodInSeconds") or 0) if pool else 0
 

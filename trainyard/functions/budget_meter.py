@@ -8,32 +8,36 @@ trainer saves a checkpoint and ends, and the job can be resumed.
 import datetime
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
-from trainyard.functions.job_meter import ENDED, LONGEST_DAYS, Rates, Use, month_of, use_of
+from trainyard.functions.job_meter import LONGEST_DAYS, Rates, Use, is_settled, month_of, uses_of
 
 QUEUE_STATES = ("SUBMITTED", "PENDING", "RUNNABLE", "SCHEDULED", "STARTING", "RUNNING")
 REASON = "the month's budget is spent"
 
-_ended: dict[str, Use | None] = {}
-"""What has ended doesn't change: kept while Lambda keeps the process."""
+_ended: dict[str, list[Use]] = {}
+"""What has ended and is settled doesn't change: kept while Lambda keeps the process."""
 
 
 def taken(uses: Iterable[Use], rates: Rates, gpus: Mapping[str, int], now: datetime.datetime) -> dict[str, Any]:
-    """The month's `usd` and `gpu_hours` (Decimal) of some jobs, and `unpriced`: types that no price is known of."""
+    """The month's `usd` and `gpu_hours` (Decimal) of some jobs, `unpriced`: types that no price is known of, and
+    `unpriced_jobs`: how many jobs with such machines took something of the month."""
     since, until = month_of(now)
     usd = gpu_hours = Decimal(0)
-    unpriced = set()
+    unpriced: set[str] = set()
+    jobs: set[str] = set()
     for use in uses:
         gpu_hours += use.instance_seconds(since, until) * gpus.get(use.instance_type, 0) / 3600
         rate = use.rate(rates)
-        if rate is None:
-            unpriced.add(use.instance_type)
-        else:
+        if rate is not None:
             usd += use.usd(since, until, rate)
-    return {"usd": usd, "gpu_hours": gpu_hours, "unpriced": sorted(unpriced)}
+        elif use.instance_seconds(since, until):
+            unpriced.add(use.instance_type)
+            jobs.add(use.name)
+    return {"usd": usd, "gpu_hours": gpu_hours, "unpriced": sorted(unpriced), "unpriced_jobs": len(jobs)}
 
 
 def used_percent(found: Mapping[str, Any], budget: Mapping[str, Any]) -> Decimal:
@@ -50,7 +54,7 @@ def survey(
     *,
     since: datetime.datetime,
     now: datetime.datetime,
-    ended: dict[str, Use | None],
+    ended: dict[str, list[Use]],
 ) -> tuple[list[Use], list[str]]:
     """(use of the jobs whose names begin so and that may hold machines after `since`, names of those that run and
     aren't being stopped). `ended`: what is known of ended ones already, and gets to be."""
@@ -62,38 +66,62 @@ def survey(
         states |= {job["TrainingJobName"]: job["TrainingJobStatus"] for job in listed}
     states = {name: state for name, state in states.items() if name.startswith(tuple(prefixes))}
     uses = []
-    for name, state in sorted(states.items()):
-        if name in ended:
-            use = ended[name]
-        else:
-            use = use_of(sagemaker.describe_training_job(TrainingJobName=name), now)
-            if state in ENDED:
-                ended[name] = use
-        uses += [use] if use is not None else []
+    for name in sorted(states):
+        found = ended.get(name)
+        if found is None:
+            job = sagemaker.describe_training_job(TrainingJobName=name)
+            found = uses_of(job, now)
+            if is_settled(job):
+                ended[name] = found
+        uses += found
     return uses, sorted(name for name, state in states.items() if state == "InProgress")
 
 
-def stop_all(settings: Mapping[str, Any], running: Iterable[str], sagemaker: Any, batch: Any) -> list[str]:
-    """Ends what runs, and what waits in training queues: Batch would start it, and again what SageMaker alone ended."""
-    stopped = []
-    for queue in settings["queues"]:
-        share = [{"name": "QUOTA_SHARE_NAME", "values": [settings["tenant"]]}]
-        for state in QUEUE_STATES:
-            for page in batch.get_paginator("list_service_jobs").paginate(
-                jobQueue=queue, filters=share, jobStatus=state
-            ):
-                for job in page["jobSummaryList"]:
-                    batch.terminate_service_job(jobId=job["jobId"], reason=REASON)
-                    stopped.append(job["jobName"])
+def stop_all(
+    settings: Mapping[str, Any], running: Iterable[str], sagemaker: Any, batch: Any
+) -> tuple[list[str], list[str]]:
+    """Ends what runs, and what waits in training queues: Batch would start it, and again what SageMaker alone ended.
+
+    (names of what was told to end, a line for each that couldn't be): one that fails leaves none of the others running.
+    """
+    stopped: list[str] = []
+    failed: list[str] = []
+
+    def attempt(name: str, end: Callable[[], Any]) -> None:
+        try:
+            end()
+        except Exception as error:  # whatever it was, the next one must be tried
+            failed.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
+        else:
+            stopped.append(name)
+
     if not settings["queues"]:
         for name in running:
-            sagemaker.stop_training_job(TrainingJobName=name)
-            stopped.append(name)
-    return stopped
+            attempt(name, partial(sagemaker.stop_training_job, TrainingJobName=name))
+    for queue in settings["queues"]:
+        for state in QUEUE_STATES:
+            try:
+                waiting = _queued(batch, queue, settings["tenant"], state)
+            except Exception as error:  # as above: the other queues are looked at
+                failed.append(f"{queue}: {type(error).__name__}: {' '.join(str(error).split())}")
+                continue
+            for job in waiting:
+                attempt(job["jobName"], partial(batch.terminate_service_job, jobId=job["jobId"], reason=REASON))
+    return stopped, failed
+
+
+def _queued(batch: Any, queue: str, tenant: str, state: str) -> list[dict[str, Any]]:
+    pages = batch.get_paginator("list_service_jobs").paginate(
+        jobQueue=queue, filters=[{"name": "QUOTA_SHARE_NAME", "values": [tenant]}], jobStatus=state
+    )
+    return [job for page in pages for job in page["jobSummaryList"]]
 
 
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
-    """`event`: nothing of it is read. Answers, and logs as one line of JSON, what was found and what was stopped."""
+    """`event`: nothing of it is read. Answers, and logs as one line of JSON, what was found and what was stopped.
+
+    RuntimeError, after that line, where something couldn't be stopped: the function's errors ring.
+    """
     import boto3
 
     settings, now = json.loads(os.environ["METER"]), datetime.datetime.now(datetime.UTC)
@@ -102,7 +130,12 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     uses, running = survey(sagemaker, settings["prefixes"], since=month_of(now)[0], now=now, ended=_ended)
     found = taken(uses, rates, settings["gpus"], now)
     percent = used_percent(found, budget)
-    figures = {"BudgetUsedPercent": percent, "SpentUsd": found["usd"], "GpuHours": found["gpu_hours"]}
+    figures = {
+        "BudgetUsedPercent": percent,
+        "SpentUsd": found["usd"],
+        "GpuHours": found["gpu_hours"],
+        "UnpricedJobs": found["unpriced_jobs"],
+    }
     boto3.client("cloudwatch").put_metric_data(
         Namespace=settings["namespace"],
         MetricData=[
@@ -111,9 +144,10 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
         ],
     )
     stopped: list[str] = []
+    failed: list[str] = []
     if percent >= 100 and budget["when_spent"] == "stop":
         batch = boto3.client("batch") if settings["queues"] else None
-        stopped = stop_all(settings, running, sagemaker, batch)
+        stopped, failed = stop_all(settings, running, sagemaker, batch)
     answer = {
         "meter": f"{now:%Y-%m}",
         "used_percent": round(float(percent), 3),
@@ -121,6 +155,9 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
         "gpu_hours": str(found["gpu_hours"].quantize(Decimal("0.0001"))),
         "unpriced": found["unpriced"],
         "stopped": stopped,
+        "failed": failed,
     }
     print(json.dumps(answer))
+    if failed:
+        raise RuntimeError(f"not stopped: {'; '.join(failed)}")
     return answer

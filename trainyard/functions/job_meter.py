@@ -14,6 +14,8 @@ LONGEST_DAYS = 2 * 28
 """A job's waiting and running: what was created before a month may still take something of it."""
 MICRO = Decimal("0.000001")
 ENDED = ("Completed", "Failed", "Stopped")
+OVER = ("Terminated", "Reused")
+"""States of a warm pool that no longer waits."""
 
 Rates = Mapping[str, Mapping[str, Decimal]]
 """USD an instance-hour: instance type -> way to buy (on_demand, spot, training_plan) -> price, where known."""
@@ -77,28 +79,49 @@ class Use:
         return min(max(_seconds(moment - self.began), Decimal(0)), whole) / whole
 
 
-def use_of(job: Mapping[str, Any], now: datetime.datetime) -> Use | None:
-    """A job's use as DescribeTrainingJob tells it; None for one that has had no machine yet (or never)."""
+def uses_of(job: Mapping[str, Any], now: datetime.datetime) -> list[Use]:
+    """A job's use as DescribeTrainingJob tells it: of its machines, or of each group of a heterogeneous cluster; empty
+    for one that has had no machine yet (or never)."""
     began, is_running = job.get("TrainingStartTime"), job["TrainingJobStatus"] not in ENDED
     if began is None:
-        return None
+        return []
     until = now if is_running else job.get("TrainingEndTime") or now
     wall = max(0, round((until - began).total_seconds()))
     resources = job.get("ResourceConfig") or {}
-    pool = (job.get("WarmPoolStatus") or {}).get("ResourceRetainedBillableTimeInSeconds") or 0
+    pool = _kept_warm(job, now - until)
     held = wall if is_running else int(job.get("TrainingTimeInSeconds", wall))
     is_spot = bool(job.get("EnableManagedSpotTraining"))
-    return Use(
-        name=str(job["TrainingJobName"]),
-        instance_type=str(resources.get("InstanceType", "")),
-        count=int(resources.get("InstanceCount", 0)),
-        purchase="training_plan" if resources.get("TrainingPlanArn") else "spot" if is_spot else "on_demand",
-        began=began,
-        until=until,
-        held_seconds=held + int(pool),
-        billed_seconds=(wall if is_running else int(job.get("BillableTimeInSeconds", held))) + int(pool),
-        is_running=is_running,
-    )
+    return [
+        Use(
+            name=str(job["TrainingJobName"]),
+            instance_type=str(group.get("InstanceType", "")),
+            count=int(group.get("InstanceCount", 0)),
+            purchase="training_plan" if resources.get("TrainingPlanArn") else "spot" if is_spot else "on_demand",
+            began=began,
+            until=until,
+            held_seconds=held + pool,
+            billed_seconds=(wall if is_running else int(job.get("BillableTimeInSeconds", held))) + pool,
+            is_running=is_running,
+        )
+        for group in resources.get("InstanceGroups") or [resources]
+    ]
+
+
+def is_settled(job: Mapping[str, Any]) -> bool:
+    """Whether a job's description won't change: it has ended, and no warm pool of it waits."""
+    pool = job.get("WarmPoolStatus")
+    return job["TrainingJobStatus"] in ENDED and (not pool or pool["Status"] in OVER)
+
+
+def _kept_warm(job: Mapping[str, Any], since_its_end: datetime.timedelta) -> int:
+    """Seconds for which its machines were kept idle; SageMaker tells them once that is over."""
+    pool = job.get("WarmPoolStatus") or {}
+    told = int(pool.get("ResourceRetainedBillableTimeInSeconds") or 0)
+    if not pool or is_settled(job) or job["TrainingJobStatus"] not in ENDED:
+        return told
+    # It waits still: by the clock.
+    most = int((job.get("ResourceConfig") or {}).get("KeepAlivePeriodInSeconds") or 0)
+    return max(told, min(most, round(since_its_end.total_seconds())))
 
 
 def month_of(moment: datetime.datetime) -> tuple[datetime.datetime, datetime.datetime]:
