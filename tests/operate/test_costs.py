@@ -239,6 +239,22 @@ def test_bad_input_is_one_line(
     assert out.out == "" and told in out.err and out.err.count("\n") == 1
 
 
+def test_a_past_month_says_that_removed_tenants_are_not_in_it(
+    access: TenantAccess, environment_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainyard.launch.place.open_tenant", lambda *_: access)
+    said = "of the tenants that test has now; one that was removed since is in no line"
+
+    def told(*more: str) -> str:
+        assert run(["cost", "-e", str(environment_path), *more]) == 0
+        out = capsys.readouterr()
+        return out.out + out.err
+
+    assert said in told("--month", "2026-01") and said in told("--month", "2026-01", "--csv")
+    assert said in told("--month", "2026-01", "--json")
+    assert said not in told() + told("--month", "2026-01", "-t", "acme")
+
+
 def test_a_plan_is_held_against_what_has_completed_alone() -> None:
     from trainyard.cli.costing import _against_plan
 

@@ -67,20 +67,24 @@ def cost(
         planned: Planned = _planned(groups, charges, opened) if by == "job" else {}
         expected = costs.forecast(charges, since=since, until=until, now=now) if with_forecast else None
     total = costs.summed("total", charges)
+    left_out = _left_out(total)
+    if tenant is None and until <= now:
+        left_out.append(f"of the tenants that {spec.name} has now; one that was removed since is in no line")
     for why in meter.unread:
         print(f"warning: {why}; what that job cost is under its training job's name", file=sys.stderr)
+    if as_csv or as_json:
+        for line in left_out:
+            print(f"warning: {line}", file=sys.stderr)
     if as_csv:
         writer = csv.DictWriter(sys.stdout, costs.CSV_FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(charge.row() for charge in charges)
-        for line in _left_out(total):
-            print(f"warning: {line}", file=sys.stderr)
         return
     if as_json:
         _print_json(since, groups, total, charges, planned, expected, opened)
         return
     _print_table(by, groups, total, planned, _budgets(by, opened))
-    for line in _notes(since, total, charges, expected, opened, emulated=spec.emulated):
+    for line in [*_notes(since, charges, expected, opened, emulated=spec.emulated), *left_out]:
         print(line)
 
 
@@ -151,7 +155,6 @@ def _against_budget(group: "Group", usd: float, gpu_hours: float | None) -> list
 
 def _notes(
     since: datetime.datetime,
-    total: "Group",
     charges: "Sequence[Charge]",
     expected: "Forecast | None",
     opened: "dict[str, TenantAccess]",
@@ -165,7 +168,7 @@ def _notes(
     prices = {(charge.instance_type, charge.price.basis): charge.price for charge in charges if charge.price}
     for (kind, basis), price in sorted(prices.items()):
         lines.append(f"price: {kind} {price.usd_per_hour:g} USD/h in {price.region}, {basis}; as of {price.as_of}")
-    return lines + _left_out(total)
+    return lines
 
 
 def _left_out(total: "Group") -> list[str]:
