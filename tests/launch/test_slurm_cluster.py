@@ -108,6 +108,18 @@ def test_a_task_that_no_signal_reaches_finds_the_stop_in_the_jobs_folder(desk: D
     assert desk.ended(record).state == "Stopped"
 
 
+def test_a_job_that_is_requeued_after_its_stop_does_not_train_on(desk: Desk) -> None:
+    """As when a machine is lost, or an urgent job comes, before a stopped job has saved."""
+    record = desk.launch("requeued", "trap '' TERM; until [ -e over ]; do sleep 0.1; done; exit 1", max_resumes=3)
+    desk.running_on_both(record)
+    watch.stop(desk.place.store, desk.place.backend, record.job_id)
+    desk.cluster.command("scontrol", "requeue", desk.slurm_id(record))
+    (desk.directory(record) / "over").touch()
+    status = desk.ended(record)
+    assert (status.state, _note(status)) == ("Stopped", "requeued after it was asked to stop; not started again")
+    assert len((desk.directory(record) / "started").read_text().split()) == 2, "one start of two machines"
+
+
 def test_a_job_that_waits_is_stopped_at_once(desk: Desk) -> None:
     holder = desk.launch("holder", "wait_for_a_signal")
     desk.running_on_both(holder)

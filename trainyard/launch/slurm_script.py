@@ -73,6 +73,9 @@ address=$$(scontrol --oneliner show node "$$first" | sed -n 's/.* NodeAddr=\([^ 
 export TRAINYARD_HOST_ADDRESSES="{\"$$first\": \"$${address:-$$first}\"}"
 rm -rf code told host/failure hosts
 trap on_stop TERM
+# Slurm may requeue a job before its save is done, but whoever stopped it wants no further start. After the trap: who
+# stops it writes the file first, so a stop is either seen here or heard there.
+if [ -e stop_requested ]; then finish Stopped "requeued after it was asked to stop; not started again" ""; fi
 event Training "$$SLURM_JOB_NODELIST, start $$(( $${SLURM_RESTART_COUNT:-0} + 1 ))"
 $stage
 if [ "$$code" = 0 ] && [ -z "$$told" ]; then
