@@ -1,7 +1,9 @@
 """Jobs for a Slurm cluster without one: the batch script, what is refused, states read, the session on a login node."""
 
+import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +253,23 @@ def test_a_session_runs_scripts_one_after_the_other(login_node: Any, tmp_path: P
     assert "us-east-1 StartSession" in arguments and "i-0123456789abcdef0" in arguments
     assert "secret" not in arguments, "the session's token, where everybody sees it"
     assert (tmp_path / "bin" / "became").read_text().startswith("-n -H -u ec2-user env PATH=")
+    login_node.close()
+
+
+def test_a_long_argument_comes_through_a_slow_line(login_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch script is one; keys come a few ms apart through Session Manager, while the shell is at work."""
+    type_at_once = login_node._type
+
+    def type_slowly(lines: list[str]) -> None:
+        for line in lines:
+            type_at_once([line])
+            time.sleep(0.004)
+
+    monkeypatch.setattr(login_node, "_type", type_slowly)
+    monkeypatch.setattr(cluster_shell, "SESSION_SECONDS", 20.0)
+    script = GOLDEN.read_text() + "# as long as any\n" * 2000
+    answer = login_node.run('printf %s "$1" | sha256sum; echo "$2"', script, "it's")
+    assert (answer.code, answer.out) == (0, f"{hashlib.sha256(script.encode()).hexdigest()}  -\nit's\n")
     login_node.close()
 
 

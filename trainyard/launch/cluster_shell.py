@@ -37,7 +37,9 @@ PLUGIN = "session-manager-plugin"
 _SESSION_VARIABLE = "AWS_SSM_START_SESSION_RESPONSE"
 """Where the plugin finds the session's token, from its version 1.2.497 on."""
 _LINE_CHARACTERS = 900
-"""Of a line that is typed into a terminal: its input buffer holds 4,095."""
+"""Of packed text that is typed as one line."""
+_LONGEST_LINE = 1000
+"""Of all that is typed: a terminal holds 4,095 characters of a line that nobody has read yet, and drops the rest."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,9 @@ class SessionShell:
         )
         os.close(theirs)
         self._terminal = ours
-        # Sessions begin with `sh`, which isn't bash everywhere.
-        self._type(["exec bash --norc"])
+        # Sessions begin with `sh`, which isn't bash everywhere. Its line editor would change the terminal's settings
+        # between lines that are on their way.
+        self._type(["exec bash --norc --noediting"])
 
     def _type(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -234,21 +237,24 @@ if [ "$(id -un)" = "$owner" ]; then bash "$@"; else sudo -n -H -u "$owner" env P
 
 def typed_lines(script: str, arguments: Sequence[str], mark: str) -> list[str]:
     """What is typed into the session's shell to run `script`, and to hear its output between marks."""
-    packed = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
-    quoted = " ".join(shlex.quote(argument) for argument in arguments)
+    # In the packed text, as a batch script in an argument is longer than a typed line can be.
+    body = f"set -- {shlex.join(arguments)}\n{script}"
+    packed = base64.b64encode(gzip.compress(body.encode(), mtime=0)).decode()
     # The marks are spelled in two pieces, so that an echo of what is typed is none.
     tell = f"tell() {{ echo; echo {mark}'='$1; }}"
-    return [
+    lines = [
         "stty -echo; PS1=; PS2=; unset PROMPT_COMMAND",
         *_WRAPPER.splitlines(),
         tell,
         f"packed=$(mktemp); cat > $packed <<'{mark}-script'",
         *(packed[start : start + _LINE_CHARACTERS] for start in range(0, len(packed), _LINE_CHARACTERS)),
         f"{mark}-script",
-        f"out=$(base64 -d < $packed | gunzip | bash_as_owner -s -- {quoted} 2> $packed.err | gzip -c | base64 -w 76;"
+        "out=$(base64 -d < $packed | gunzip | bash_as_owner -s 2> $packed.err | gzip -c | base64 -w 76;"
         " echo code ${PIPESTATUS[2]})",
         'tell begin; echo "$out"; echo errors; gzip -c < $packed.err | base64 -w 76; rm -f $packed*; tell end',
     ]
+    assert all(len(line) < _LONGEST_LINE for line in lines)
+    return lines
 
 
 def read_answer(heard: str, mark: str) -> Answer:
