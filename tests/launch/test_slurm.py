@@ -14,13 +14,24 @@ from launch_testing import contract_content, job_content
 from trainyard import planner
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch import cluster, cluster_shell
+from trainyard.launch.backend import LogCursor
 from trainyard.launch.backends import ByRecord
-from trainyard.launch.cluster import partition_of, refused_by_month, tenant_places
-from trainyard.launch.cluster_shell import HereShell, SessionShell, shell_of
+from trainyard.launch.cluster import (
+    here_directory,
+    here_places,
+    partition_of,
+    refused_by_month,
+    refused_by_tenant,
+    tenant_backend,
+    tenant_directory,
+    tenant_places,
+)
+from trainyard.launch.cluster_shell import Answer, HereShell, SessionShell, shell_of
+from trainyard.launch.elastic import revised
 from trainyard.launch.launcher import new_record
 from trainyard.launch.record import JobRecord, RecordedChannel
 from trainyard.launch.session import Account
-from trainyard.launch.slurm_backend import read_looks
+from trainyard.launch.slurm_backend import SlurmBackend, read_looks
 from trainyard.launch.slurm_script import batch_script, limit_minutes
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec
@@ -134,6 +145,61 @@ def test_a_job_that_could_cost_more_than_a_month_is_refused(monkeypatch: pytest.
     # Four starts: three requeues may follow the first.
     assert "2 x p5.48xlarge for 4 x 100 hours could cost" in words and "5,000 USD a month" in words
     assert refused_by_month(cluster_job(max_hours=1), contract_with()) == []
+
+
+class AgreeableShell:
+    """Whatever is asked, Slurm takes it."""
+
+    where = "a test"
+
+    def run(self, *_: str) -> Answer:
+        return Answer(0, "", "")
+
+
+def backend_for(contract: TenantContract, monkeypatch: pytest.MonkeyPatch, aws: Account) -> SlurmBackend:
+    monkeypatch.setattr(cluster, "shell_of", lambda *_: AgreeableShell())
+    return tenant_backend(aws, contract)
+
+
+def test_a_resume_holds_to_the_tenants_hours_and_month(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, aws: Account
+) -> None:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))
+    backend = backend_for(contract_with(), monkeypatch, aws)
+    first = record_of(cluster_job(max_hours=1))
+    backend.check(first.with_next_attempt())
+    longer = revised(first, ["compute.max_hours=672"], None)
+    with pytest.raises(InputError, match=r"compute.max_hours 672 is over the 24 hours that tenant acme's jobs may run"):
+        backend.check(longer.with_next_attempt())
+    dearer = revised(first, ["compute.max_hours=20"], None)
+    with pytest.raises(InputError, match=r"could cost .* and tenant acme has 5,000 USD a month"):
+        backend.check(dearer.with_next_attempt())
+    # What the launch was forced to is forced again, and no more than that.
+    forced = first.model_copy(update={"forced": tuple(refused_by_tenant(dearer.resolved.spec, contract_with()))})
+    backend.check(revised(forced, ["compute.max_hours=20"], None).with_next_attempt())
+    with pytest.raises(InputError, match=r"compute.max_hours 672 is over"):
+        backend.check(revised(forced, ["compute.max_hours=672"], None).with_next_attempt())
+
+
+@pytest.mark.parametrize(
+    "queues", [{"other": ["g6e.12xlarge"]}, {"train": ["p5.48xlarge", "p5en.48xlarge"]}], ids=["gone", "mixed"]
+)
+def test_jobs_of_a_partition_that_was_taken_away_can_still_be_seen_and_stopped(
+    queues: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, aws: Account
+) -> None:
+    backend, record = backend_for(contract_with(queues=queues), monkeypatch, aws), record_of(cluster_job(max_hours=1))
+    backend.stop(record)
+    assert backend.observe(record) is None and backend.states([record]) == {}
+    assert backend.read_logs(record, LogCursor()) == []
+    with pytest.raises(InputError, match="partition"):
+        backend.check(record.with_next_attempt())
+
+
+def test_the_folder_that_is_looked_at_is_the_one_that_was_submitted_to(tmp_path: Path) -> None:
+    for slurm in ({}, {"directory": "/shared/jobs"}):
+        record = record_of(cluster_job(slurm=slurm))
+        assert tenant_places(contract_with())(record).directory == tenant_directory(record)
+        assert here_places(tmp_path)(record).directory == here_directory(tmp_path, record)
 
 
 LOOK = """\

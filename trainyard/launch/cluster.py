@@ -56,7 +56,7 @@ def launch_on_cluster(
     backend = tenant_backend(launcher, contract)
     say("planning")
     plan, refusals = planned(job, region=contract.region, say=say)
-    forced = refuse_or_force([*checks.refused_hours(job, contract), *refused_by_month(job, contract), *refusals], force)
+    forced = refuse_or_force([*refused_by_tenant(job, contract), *refusals], force)
     say("looking for the data")
     s3 = launcher.client("s3")
     inputs = build_inputs(job, s3, contract)
@@ -113,12 +113,27 @@ def launch_on_slurm_here(job: JobSpec, folder: Path, *, force: bool = False, say
 
 def tenant_backend(launcher: Account, contract: TenantContract) -> SlurmBackend:
     """The tenant's cluster."""
-    return SlurmBackend(shell_of(launcher, contract), tenant_places(contract))
+    return SlurmBackend(
+        shell_of(launcher, contract),
+        tenant_places(contract),
+        tenant_directory,
+        lambda record: refused_by_tenant(record.resolved.spec, contract),
+    )
 
 
 def here_backend(folder: Path) -> SlurmBackend:
     """The cluster that this machine can submit to."""
-    return SlurmBackend(HereShell(), here_places(folder))
+    return SlurmBackend(HereShell(), here_places(folder), lambda record: here_directory(folder, record))
+
+
+def tenant_directory(record: JobRecord) -> str:
+    """The job's folder on the tenant's cluster, whatever has become of the cluster's partitions since."""
+    return f"{record.resolved.spec.compute.slurm.directory or TENANT_DIRECTORY}/{record.job_id}"
+
+
+def here_directory(folder: Path, record: JobRecord) -> str:
+    """The job's folder on the cluster that this machine submits to; `folder` holds this machine's records."""
+    return str(Path(record.resolved.spec.compute.slurm.directory or folder.resolve()) / record.job_id)
 
 
 def tenant_places(contract: TenantContract) -> Callable[[JobRecord], ClusterPlace]:
@@ -134,7 +149,7 @@ def tenant_places(contract: TenantContract) -> Callable[[JobRecord], ClusterPlac
             "job": spec.name,
         }
         return ClusterPlace(
-            directory=f"{slurm.directory or TENANT_DIRECTORY}/{record.job_id}",
+            directory=tenant_directory(record),
             partition=partition_of(spec, contract),
             comment=",".join(f"trainyard:{key}={value}" for key, value in words.items()),
             python=slurm.python or (IMAGE_PYTHON if slurm.container_image else TENANT_PYTHON),
@@ -154,7 +169,7 @@ def here_places(folder: Path) -> Callable[[JobRecord], ClusterPlace]:
         # The checkout is not installed anywhere: who runs this interpreter must be told of it.
         variables = (("PYTHONPATH", trainer_environment()["PYTHONPATH"]),) if own else ()
         return ClusterPlace(
-            directory=str(Path(slurm.directory or folder.resolve()) / record.job_id),
+            directory=here_directory(folder, record),
             partition=spec.compute.queue,
             comment=f"trainyard:job={spec.name}",
             python=slurm.python or (IMAGE_PYTHON if slurm.container_image else sys.executable),
@@ -197,6 +212,11 @@ def partition_of(job: JobSpec, contract: TenantContract) -> str:
             "either; name a partition of one type, or have one added"
         )
     return fitting[0]
+
+
+def refused_by_tenant(job: JobSpec, contract: TenantContract) -> list[str]:
+    """Why the tenant's limits (hours of a job, budget of a month) refuse the job, at launch and at each resume."""
+    return [*checks.refused_hours(job, contract), *refused_by_month(job, contract)]
 
 
 def refused_by_month(job: JobSpec, contract: TenantContract) -> list[str]:

@@ -149,13 +149,26 @@ _FAILURES = {
 class SlurmBackend:
     """Jobs of one cluster, through a shell beside its Slurm."""
 
-    def __init__(self, shell: ClusterShell, place_of: "PlaceOf") -> None:
-        """`place_of`: where on the cluster a record's job goes."""
+    def __init__(
+        self,
+        shell: ClusterShell,
+        place_of: "PlaceOf",
+        directory_of: Callable[[JobRecord], str],
+        refusals: Callable[[JobRecord], Sequence[str]] = lambda _: (),
+    ) -> None:
+        """`place_of`: where on the cluster a record's job goes; InputError where nothing takes it any longer.
+        `directory_of`: the same place's folder, known as long as the record is. `refusals`: why its owner may not start
+        it, beyond what Slurm says."""
         self._shell = shell
         self._place_of = place_of
+        self._directory_of = directory_of
+        self._refusals = refusals
 
     def check(self, record: JobRecord) -> None:
-        """InputError where Slurm would not take the newest attempt (partition, nodes, account, time)."""
+        """InputError where the newest attempt is over its owner's limits (and was not forced), or where Slurm would
+        not take it (partition, nodes, account, time)."""
+        if refused := [reason for reason in self._refusals(record) if reason not in record.forced]:
+            raise InputError(f"job {record.job_id}: {'; '.join(refused)}")
         script = batch_script(record, self._place_of(record))
         answer = self._shell.run(_CHECK, base64.b64encode(script.encode()).decode())
         if answer.code:
@@ -191,7 +204,7 @@ class SlurmBackend:
     def _looked(self, records: Sequence[JobRecord]) -> dict[str, Observation]:
         if not records:
             return {}
-        directories = {self._place_of(record).directory: record for record in records}
+        directories = {self._directory_of(record): record for record in records}
         answer = self._shell.run(_LOOK, *directories)
         found = {}
         for directory, look in read_looks(answer.out.splitlines()).items():
@@ -202,14 +215,14 @@ class SlurmBackend:
 
     def stop(self, record: JobRecord) -> None:
         """A job that runs saves and ends, within the time that SageMaker gives too; one that waits is cancelled."""
-        answer = self._shell.run(_STOP, self._place_of(record).directory)
+        answer = self._shell.run(_STOP, self._directory_of(record))
         if answer.code:
             raise InputError(f"job {record.job_id}: Slurm did not stop it: {_without_prefix(answer.words)}")
 
     def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
         """Whole lines of every machine's log, and of the batch script's, since the cursor."""
         known = [f"{name}:{offset}" for name, offset in cursor.positions.items()]
-        answer = self._shell.run(_LOGS, self._place_of(record).directory, str(LOG_BYTES), *known)
+        answer = self._shell.run(_LOGS, self._directory_of(record), str(LOG_BYTES), *known)
         cursor.more = False
         now_ms = int(time.time() * 1000)
         lines: list[LogLine] = []
