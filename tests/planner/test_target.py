@@ -8,7 +8,7 @@ import pytest
 
 from trainyard.errors import InputError
 from trainyard.hardware import PriceBook
-from trainyard.planner import plan
+from trainyard.planner import plan, resolve
 from trainyard.planner.target import until_loss
 from trainyard.spec.job import JobSpec
 
@@ -36,6 +36,21 @@ def test_a_lower_loss_costs_what_its_steps_cost(job: Callable[..., JobSpec], cur
     assert costs[0] is not None and costs[1] is not None
     assert costs[0].usd_on_demand and costs[1].usd_on_demand
     assert costs[1].usd_on_demand / costs[0].usd_on_demand == pytest.approx(10, rel=0.02)
+
+
+@pytest.mark.parametrize("num_instances", [16, 8])
+def test_an_adapted_batch_reads_what_the_curve_says(
+    job: Callable[..., JobSpec], curve: Path, num_instances: int
+) -> None:
+    """Half the batch on half the instances is twice the steps, and not a token more."""
+    elastic = {"min_instances": 8, "max_instances": 16, "batch": "adapt"}
+    moved, note = until_loss(
+        job(tenant="acme", compute={"instance_count": num_instances}, recovery={"elastic": elastic}), curve, 2.5
+    )
+    steps = resolve(moved).steps
+    assert steps is not None and moved.global_batch_size == 512 * num_instances // 16
+    assert 1e11 <= steps * moved.global_batch_size * 4096 < 1e11 + 512 * 4096
+    assert f"{steps:,} steps" in note
 
 
 @pytest.mark.parametrize(

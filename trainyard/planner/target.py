@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 from trainyard.errors import InputError
+from trainyard.planner.resolve import num_steps
 from trainyard.spec.job import JobSpec
 
 UNITS = ("tokens", "samples")
@@ -19,11 +20,15 @@ def until_loss(job: JobSpec, curve: Path, target: float) -> tuple[JobSpec, str]:
     """
     unit, points = _read(curve)
     seen = _seen_at(curve, points, target)
-    each = job.global_batch_size * (job.data.sequence_length if unit == "tokens" else 1)
-    steps = max(1, math.ceil(seen / each))
-    training = job.training.model_copy(update={"steps": steps, "tokens": None, "epochs": None})
+    # Stated steps are steps of the stated batch: an elastic job on fewer instances makes more of its smaller ones.
+    each = job.training.global_batch_size * (job.data.sequence_length if unit == "tokens" else 1)
+    stated_steps = max(1, math.ceil(seen / each))
+    training = job.training.model_copy(update={"steps": stated_steps, "tokens": None, "epochs": None})
+    moved = job.model_copy(update={"training": training})
+    steps = num_steps(moved)
+    assert steps is not None
     note = f"to a loss of {target:g}: {seen:,.4g} {unit} by {curve}, which is {steps:,} steps of this job"
-    return job.model_copy(update={"training": training}), note
+    return moved, note
 
 
 def _seen_at(curve: Path, points: list[tuple[float, float]], target: float) -> float:
