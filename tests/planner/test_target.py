@@ -10,8 +10,9 @@ from trainyard.errors import InputError
 from trainyard.hardware import PriceBook
 from trainyard.planner import plan, resolve
 from trainyard.planner.target import until_loss
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import JobSpec, load_job
 
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
 CURVE = "tokens,loss\n1e9,4.0\n1e10,3.0\n1e11,2.5\n"
 
 
@@ -51,6 +52,14 @@ def test_an_adapted_batch_reads_what_the_curve_says(
     assert steps is not None and moved.global_batch_size == 512 * num_instances // 16
     assert 1e11 <= steps * moved.global_batch_size * 4096 < 1e11 + 512 * 4096
     assert f"{steps:,} steps" in note
+
+
+def test_images_have_samples_and_no_tokens(curve: Path) -> None:
+    job = load_job(JOBS / "resnet50-imagenet.yaml")
+    with pytest.raises(InputError, match="counts tokens, and this job reads images; give samples,loss"):
+        until_loss(job, curve, 3.0)
+    curve.write_text(CURVE.replace("tokens", "samples"))
+    assert until_loss(job, curve, 3.0)[0].training.steps == math.ceil(1e10 / job.training.global_batch_size)
 
 
 @pytest.mark.parametrize(

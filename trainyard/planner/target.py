@@ -19,6 +19,8 @@ def until_loss(job: JobSpec, curve: Path, target: float) -> tuple[JobSpec, str]:
     stretches (Kaplan et al., arXiv:2001.08361, section 3); beyond the last one nothing is guessed.
     """
     unit, points = _read(curve)
+    if unit == "tokens" and job.task == "image_classification":
+        raise InputError(f"--loss-curve {curve}: counts tokens, and this job reads images; give samples,loss")
     seen = _seen_at(curve, points, target)
     # Stated steps are steps of the stated batch: an elastic job on fewer instances makes more of its smaller ones.
     each = job.training.global_batch_size * (job.data.sequence_length if unit == "tokens" else 1)
