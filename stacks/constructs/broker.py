@@ -1,5 +1,7 @@
 """The broker: the function that hands a tenant's jobs to SageMaker, so that no role of the tenant's people needs to."""
 
+from collections.abc import Iterable
+
 from aws_cdk import Annotations, Duration
 from aws_cdk import aws_events as events
 from aws_cdk import aws_events_targets as targets
@@ -45,7 +47,7 @@ class Broker(Construct):
         topic: sns.ITopic,
     ) -> None:
         super().__init__(scope, construct_id)
-        prices = prices_of(tenant)
+        prices = prices_of(tenant.instance_types, tenant.environment.region)
         if unpriced := [kind for kind in tenant.instance_types if kind not in prices]:
             Annotations.of(self).add_warning_v2(
                 "trainyard:NoPrice",
@@ -55,7 +57,7 @@ class Broker(Construct):
         settings = {
             "contract": tenant.environment.contract_parameter(tenant.name),
             "prices": prices,
-            "gpus": gpus_of(tenant),
+            "gpus": gpus_of(tenant.instance_types),
             "volume_keys": [kind for kind in tenant.instance_types if not instance(kind).local_nvme_gib],
         }
         self.function = tenant_function(
@@ -124,17 +126,17 @@ class Broker(Construct):
         )
 
 
-def prices_of(tenant: TenantScope, *, spot: bool = False) -> dict[str, float]:
-    """USD an instance-hour, on demand or spot, of each of the tenant's types whose price is known."""
+def prices_of(kinds: Iterable[str], region: str, *, spot: bool = False) -> dict[str, float]:
+    """USD an instance-hour, on demand or spot, of each of the types whose price the shipped table has."""
     known = {}
-    for kind in tenant.instance_types:
+    for kind in kinds:
         try:
-            known[kind] = price(kind, tenant.environment.region, spot=spot).usd_per_hour
+            known[kind] = price(kind, region, spot=spot).usd_per_hour
         except InputError:
             continue
     return known
 
 
-def gpus_of(tenant: TenantScope) -> dict[str, int]:
-    """GPUs of an instance of each of the tenant's types: what an hour of it takes of budget.monthly_gpu_hours."""
-    return {kind: instance(kind).num_gpus for kind in tenant.instance_types}
+def gpus_of(kinds: Iterable[str]) -> dict[str, int]:
+    """GPUs of an instance of each type: what an hour of it takes of budget.monthly_gpu_hours."""
+    return {kind: instance(kind).num_gpus for kind in kinds}

@@ -4,6 +4,8 @@ The broker holds a job against the quota before it starts, AWS's budget hears of
 between them. It takes the detective's role, which looks at the tenant's jobs and stops them, and nothing else.
 """
 
+from functools import partial
+
 from aws_cdk import Duration
 from aws_cdk import aws_cloudwatch as cloudwatch
 from aws_cdk import aws_events as events
@@ -69,48 +71,59 @@ class BudgetMeter(Construct):
 
     def metric_used(self) -> cloudwatch.Metric:
         """Percent of the quota that is nearer to its end."""
+        return self._metric("BudgetUsedPercent", "Maximum")
+
+    def _metric(self, name: str, statistic: str) -> cloudwatch.Metric:
         return cloudwatch.Metric(
             namespace=_namespace(self._tenant),
-            metric_name=f"BudgetUsedPercent-{self._tenant.environment.name}",
-            statistic="Maximum",
+            metric_name=f"{name}-{self._tenant.environment.name}",
+            statistic=statistic,
             period=EVERY,
         )
 
     def _alarms(self, topic: sns.ITopic) -> None:
-        name, budget = self._tenant.name, self._tenant.spec.budget
+        budget, percent = self._tenant.spec.budget, self._tenant.spec.budget.warn_at_percent
         ends = "what runs saves and is stopped" if budget.when_spent == "stop" else "what runs goes on"
-        percent = budget.warn_at_percent
-        for construct_id, metric, threshold, periods, text in (
-            ("Warning", self.metric_used(), percent, 1, f"{percent:g} % of the month's budget are used"),
-            ("Spent", self.metric_used(), 100, 1, f"the month's budget is spent: no job starts, {ends}"),
-            ("Blind", self.function.metric_errors(period=EVERY), 1, 3, "the meter can't look; its log says why"),
+        if self._tenant.brokered:
+            ends = f"the broker starts no job, {ends}"
+        unpriced = (
+            "jobs run on machines without a known price, and in no dollar of the budget; the meter's log says which"
+        )
+        missing, tell = cloudwatch.TreatMissingData, partial(ring, self, topic=topic)
+
+        def said(text: str) -> str:
+            return f"Tenant {self._tenant.name}: {text}. trainyard cost tells by whom."
+
+        # A meter that doesn't look says nothing of the budget: what rang goes on to ring.
+        for construct_id, metric, threshold, text in (
+            ("Warning", self.metric_used(), percent, f"{percent:g} % of the month's budget are used"),
+            ("Spent", self.metric_used(), 100, f"the month's budget is spent: {ends}"),
+            ("Unpriced", self._metric("UnpricedJobs", "Maximum"), 1, unpriced),
         ):
-            ring(
-                self,
-                construct_id,
-                metric=metric,
-                topic=topic,
-                description=f"Tenant {name}: {text}. trainyard cost tells by whom.",
-                threshold=threshold,
-                periods=periods,
-            )
+            tell(construct_id, metric=metric, description=said(text), threshold=threshold, no_figure=missing.IGNORE)
+        errors, text = self.function.metric_errors(period=EVERY), "the meter fails; its log says why"
+        tell("Blind", metric=errors, description=said(text), periods=3)
+        text = "the meter hasn't looked for a quarter of an hour (or never yet); its function's metrics say why"
+        looks = self._metric("BudgetUsedPercent", "SampleCount")
+        tell("Silent", metric=looks, description=said(text), periods=3, is_below=True, no_figure=missing.BREACHING)
 
 
 def meter_settings(tenant: TenantScope) -> dict[str, object]:
-    """What `trainyard/functions/budget_meter.py` knows of the tenant. Prices are text: decimal numbers stay exact."""
-    budget = tenant.spec.budget
-    ways = {"on_demand": prices_of(tenant), "spot": prices_of(tenant, spot=True)}
-    rates = {
-        kind: {way: str(prices[kind]) for way, prices in ways.items() if kind in prices}
-        for kind in tenant.instance_types
-    }
+    """What `trainyard/functions/budget_meter.py` knows of the tenant. Prices are text: decimal numbers stay exact.
+
+    All of the environment's types, and not the tenant's present ones alone: this month's jobs may have run on others.
+    """
+    budget, region = tenant.spec.budget, tenant.environment.region
+    kinds = sorted({*tenant.instance_types, *tenant.environment.max_instances})
+    ways = {"on_demand": prices_of(kinds, region), "spot": prices_of(kinds, region, spot=True)}
+    rates = {kind: {way: str(prices[kind]) for way, prices in ways.items() if kind in prices} for kind in kinds}
     return {
         "tenant": tenant.name,
         "environment": tenant.environment.name,
         "namespace": _namespace(tenant),
         "prefixes": tenant.job_prefixes,
         "rates": rates,
-        "gpus": gpus_of(tenant),
+        "gpus": gpus_of(kinds),
         "budget": budget.model_dump(mode="json", include={"monthly_usd", "monthly_gpu_hours", "when_spent"}),
         "queues": sorted(tenant.training_queues.values()) if tenant.queued else [],
     }

@@ -72,8 +72,14 @@ def ring(
     description: str,
     threshold: float = 1,
     periods: int = 1,
+    is_below: bool = False,
+    no_figure: cloudwatch.TreatMissingData = cloudwatch.TreatMissingData.NOT_BREACHING,
 ) -> None:
-    """Tell the topic where `metric` reaches the threshold in so many periods on end. No figure is no reason."""
+    """Tell the topic where `metric` reaches the threshold, or `is_below` it, in so many periods on end.
+
+    `no_figure`: what a period without any says. Of errors that all is well, which is the default.
+    """
+    compare = cloudwatch.ComparisonOperator
     cloudwatch.Alarm(
         scope,
         construct_id,
@@ -81,8 +87,8 @@ def ring(
         metric=metric,
         threshold=threshold,
         evaluation_periods=periods,
-        comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
-        treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
+        comparison_operator=compare.LESS_THAN_THRESHOLD if is_below else compare.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
+        treat_missing_data=no_figure,
     ).add_alarm_action(actions.SnsAction(topic))
 
 

@@ -1,6 +1,7 @@
 """The live meter in the templates: how often it looks, what it knows, whom it tells."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,16 +32,48 @@ def test_it_knows_exact_prices_gpus_and_the_quotas(settings: dict[str, Any]) -> 
 
     on_demand = price("ml.p5.4xlarge", "us-east-1").usd_per_hour
     assert settings["rates"]["ml.p5.4xlarge"]["on_demand"] == str(on_demand), "text: no float on the way"
-    assert settings["gpus"] == {"ml.p5.4xlarge": 1}
+    assert settings["gpus"]["ml.p5.4xlarge"] == 1
     assert settings["budget"] == {"monthly_usd": 5000.0, "monthly_gpu_hours": None, "when_spent": "finish"}
     assert settings["prefixes"][0] == "acme-" and settings["queues"] == []
+
+
+def test_types_that_only_other_tenants_have_now_are_priced_too(settings: dict[str, Any]) -> None:
+    from trainyard.spec.platform import load_environment
+
+    environment = load_environment(Path("environments/local.yaml"))
+    own = {kind for queue in environment.tenants["acme"].queues.values() for kind in queue.instance_types}
+    assert own < set(environment.max_instances), "a month's jobs may have run on what a queue no longer offers"
+    assert set(settings["rates"]) == set(settings["gpus"]) == set(environment.max_instances)
+
+
+def test_no_figure_is_no_all_clear(account: Any) -> None:
+    alarms = account.resources(TRAINING, "AWS::CloudWatch::Alarm")
+    found = {
+        (item["MetricName"], item["Statistic"]): (item["TreatMissingData"], item["ComparisonOperator"])
+        for name, item in alarms.items()
+        if name.startswith("BudgetMeter")
+    }
+    reached = "GreaterThanOrEqualToThreshold"
+    assert found == {
+        ("BudgetUsedPercent-local", "Maximum"): ("ignore", reached),
+        ("UnpricedJobs-local", "Maximum"): ("ignore", reached),
+        ("Errors", "Sum"): ("notBreaching", reached),
+        ("BudgetUsedPercent-local", "SampleCount"): ("breaching", "LessThanThreshold"),
+    }
+
+
+@pytest.mark.parametrize(("tenant", "says"), [("acme", False), ("globex", True)])
+def test_only_where_a_broker_submits_it_is_said_to_start_no_job(account: Any, tenant: str, says: bool) -> None:
+    alarms = account.resources(f"trainyard-local-{tenant}-training", "AWS::CloudWatch::Alarm").values()
+    (spent,) = (item["AlarmDescription"] for item in alarms if "budget is spent" in item["AlarmDescription"])
+    assert ("the broker starts no job" in spent) is says
 
 
 def test_the_tenants_topic_hears_of_the_warning_and_of_the_end(account: Any) -> None:
     alarms = account.resources(TRAINING, "AWS::CloudWatch::Alarm")
     found = {name: item for name, item in alarms.items() if name.startswith("BudgetMeter")}
-    thresholds = {item["Threshold"] for item in found.values() if item["MetricName"] == "BudgetUsedPercent-local"}
-    assert thresholds == {80, 100}
+    thresholds = {item["Threshold"] for item in found.values() if item.get("Statistic") == "Maximum"}
+    assert thresholds == {80, 100, 1}
     assert all(item["AlarmActions"] for item in found.values())
 
 
