@@ -7,6 +7,7 @@ trainer itself goes tests/launch/test_slurm_trainer.py.
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from launch_testing import contract_content, job_content
@@ -220,6 +221,31 @@ def test_a_script_that_is_killed_is_no_mystery(desk: Desk) -> None:
     desk.cluster.kill_script(desk.slurm_id(record))
     status = desk.ended(record)
     assert status.state == "Failed" and "batch script was killed" in status.record.attempt.failure
+
+
+def test_a_slurm_that_does_not_answer_is_neither_an_end_nor_a_stop(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = desk.launch("silent", "wait_for_a_signal")
+    desk.running_on_both(record)
+    deaf = tmp_path / "deaf"
+    deaf.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", f"{deaf}:{os.environ['PATH']}")
+        (deaf / "scontrol").write_text('#!/bin/sh\n[ "$1" = ping ]\n')
+        (deaf / "scontrol").chmod(0o755)
+        assert desk.status(record).state == "Training", "as squeue says"
+        (deaf / "squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Socket timed out' >&2\nexit 1\n")
+        (deaf / "squeue").chmod(0o755)
+        with pytest.raises(InputError, match="the controller does not answer"):
+            desk.status(record)
+        with pytest.raises(InputError, match="Slurm did not stop it: slurm_load_jobs error: Socket timed out"):
+            desk.place.backend.stop(record)
+    assert desk.status(record).state == "Training"
+    watch.stop(desk.place.store, desk.place.backend, record.job_id)
+    assert desk.ended(record).state == "Stopped"
+    (desk.directory(record) / "submitted").write_text("attempt=1\nid=99999\n")
+    desk.place.backend.stop(record)
 
 
 @pytest.mark.full

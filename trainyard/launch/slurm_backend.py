@@ -26,6 +26,19 @@ LOG_BYTES = 256 * 1024
 _HELPERS = r"""
 set -u
 value() { sed -n "s/^$2=//p" "$1" 2> /dev/null | head -n 1; }
+# Slurm's word for a job; FORGOTTEN; or nothing where it lists no such job. Fails, with its words, where it gives none.
+state_of() {
+  local id=$1 said
+  shift
+  if said=$(squeue --noheader --jobs "$id" --format=%T "$@" 2>&1); then
+    grep -x '[A-Z_]*' <<< "$said" | head -n 1
+  elif grep -q -i 'invalid job id' <<< "$said"; then
+    echo FORGOTTEN
+  else
+    echo "$said" >&2
+    return 1
+  fi
+}
 """
 _SUBMIT = (
     _HELPERS
@@ -62,11 +75,13 @@ for directory in "$@"; do
   id=$(value submitted id)
   # Before the outcome is read: it is written while Slurm still says RUNNING.
   slurm=$(scontrol --oneliner show job "$id" 2> /dev/null)
-  if [ -z "$slurm" ] && squeue --noheader --jobs "$id" 2>&1 | grep -q -v -i 'invalid job id'; then
-    scontrol ping > /dev/null 2>&1 || echo "unreachable"
-  fi
   if [ -z "$slurm" ]; then
-    state=$(sacct --noheader --parsable2 --allocations --jobs="$id" --format=State 2> /dev/null)
+    # No answer is no end: that is only what Slurm itself says, or a job that it has forgotten.
+    state=$(state_of "$id" --states=all 2> /dev/null)
+    case "$state" in
+      "") echo "unreachable" ;;
+      FORGOTTEN) state=$(sacct --noheader --parsable2 --allocations --jobs="$id" --format=State 2> /dev/null) ;;
+    esac
     [ -n "$state" ] && slurm="JobState=${state%% *}"
   fi
   [ -n "$slurm" ] && echo "slurm $slurm"
@@ -82,10 +97,10 @@ _STOP = (
     + r"""
 cd "$1" || exit 1
 id=$(value submitted id)
+state=$(state_of "$id") || exit 1
 touch stop_requested
-state=$(squeue --noheader --jobs "$id" --format=%T 2> /dev/null)
 case "$state" in
-  "") ;;
+  "" | FORGOTTEN) ;;
   PENDING | SUSPENDED | CONFIGURING | REQUEUED | REQUEUE_HOLD) scancel "$id" ;;
   # Its script tells the ranks, which save; Slurm alone would kill them after KillWait.
   *) scancel --signal=TERM --batch "$id" ;;
