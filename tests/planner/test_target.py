@@ -23,13 +23,20 @@ def a_curve(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("target", "tokens"), [(4.5, 1e9), (4.0, 1e9), (3.0, 1e10), (3.5, math.sqrt(1e9 * 1e10)), (2.5, 1e11)]
-)
+@pytest.mark.parametrize(("target", "tokens"), [(4.0, 1e9), (3.0, 1e10), (3.5, math.sqrt(1e9 * 1e10)), (2.5, 1e11)])
 def test_steps_are_read_off_the_curve(job: Callable[..., JobSpec], curve: Path, target: float, tokens: float) -> None:
     moved, note = until_loss(job(), curve, target)
     assert moved.training.steps == math.ceil(tokens / (512 * 4096) * (1 - 1e-12))
     assert f"to a loss of {target:g}" in note and f"{moved.training.steps:,} steps" in note
+
+
+def test_a_point_of_noise_decides_nothing(job: Callable[..., JobSpec], curve: Path) -> None:
+    """The loss has come to the target where it stays: not at a lucky point before, nor at a plateau's end."""
+    curve.write_text("samples,loss\n100,4.0\n200,2.9\n1000,3.5\n4000,3.0\n8000,3.0\n9000,2.8\n")
+    assert "4,000 samples" in until_loss(job(), curve, 3.0)[1]
+    curve.write_text("samples,loss\n100,4.0\n200,2.9\n1000,3.5\n")
+    with pytest.raises(InputError, match=r"ends at 3\.5"):
+        until_loss(job(), curve, 3.0)
 
 
 def test_a_lower_loss_costs_what_its_steps_cost(job: Callable[..., JobSpec], curve: Path) -> None:
@@ -60,6 +67,25 @@ def test_images_have_samples_and_no_tokens(curve: Path) -> None:
         until_loss(job, curve, 3.0)
     curve.write_text(CURVE.replace("tokens", "samples"))
     assert until_loss(job, curve, 3.0)[0].training.steps == math.ceil(1e10 / job.training.global_batch_size)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (4.5, "--target-loss 4.5: .* begins at 4, and nothing is known of what came before; give 4 or less"),
+        (math.nan, r"--target-loss: must be a finite number above 0 \(given: nan\)"),
+        (math.inf, r"--target-loss: must be a finite number above 0 \(given: inf\)"),
+        (-math.inf, "--target-loss: must be a finite number above 0"),
+        (0.0, r"--target-loss: must be a finite number above 0 \(given: 0\)"),
+        (-1.0, r"--target-loss: must be a finite number above 0 \(given: -1\)"),
+    ],
+)
+def test_a_target_that_no_curve_can_answer_is_one_line(
+    job: Callable[..., JobSpec], curve: Path, target: float, words: str
+) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        until_loss(job(), curve, target)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def until_loss(job: JobSpec, curve: Path, target: float) -> tuple[JobSpec, str]:
     """(the job with as many steps as the curve needs to `target`, a note that says so); InputError where it never does.
 
     Between two points the loss is taken to fall evenly with the logarithm of what was seen, as power laws do over short
-    stretches (Kaplan et al., arXiv:2001.08361, section 3); beyond the last one nothing is guessed.
+    stretches (Kaplan et al., arXiv:2001.08361, section 3); before the first and beyond the last nothing is guessed.
     """
     unit, points = _read(curve)
     if unit == "tokens" and job.task == "image_classification":
@@ -34,16 +34,23 @@ def until_loss(job: JobSpec, curve: Path, target: float) -> tuple[JobSpec, str]:
 
 
 def _seen_at(curve: Path, points: list[tuple[float, float]], target: float) -> float:
-    before: tuple[float, float] | None = None
-    for seen, loss in points:
-        if loss <= target:
-            if before is None or before[1] == loss:
-                return seen
-            share = (before[1] - target) / (before[1] - loss)
-            return math.exp(math.log(before[0]) + share * (math.log(seen) - math.log(before[0])))
-        before = (seen, loss)
-    best = min(loss for _, loss in points)
-    raise InputError(f"--target-loss {target:g}: {curve} ends at {best:g}, and beyond it nothing is known")
+    """What was seen when the loss came to `target` to stay: a curve's noise may touch it long before."""
+    if not (math.isfinite(target) and target > 0):
+        raise InputError(f"--target-loss: must be a finite number above 0 (given: {target:g})")
+    first_loss, last_loss = points[0][1], points[-1][1]
+    if last_loss > target:
+        raise InputError(f"--target-loss {target:g}: {curve} ends at {last_loss:g}, and beyond it nothing is known")
+    above = max((index for index, (_, loss) in enumerate(points) if loss > target), default=None)
+    if above is not None:
+        (seen_before, loss_before), (seen_after, loss_after) = points[above : above + 2]
+        share = (loss_before - target) / (loss_before - loss_after)
+        return math.exp(math.log(seen_before) + share * (math.log(seen_after) - math.log(seen_before)))
+    if first_loss < target:
+        raise InputError(
+            f"--target-loss {target:g}: {curve} begins at {first_loss:g}, and nothing is known of what came before;"
+            f" give {first_loss:g} or less"
+        )
+    return points[0][0]
 
 
 def _read(curve: Path) -> tuple[str, list[tuple[float, float]]]:
