@@ -39,6 +39,11 @@ def test_a_point_of_noise_decides_nothing(job: Callable[..., JobSpec], curve: Pa
         until_loss(job(), curve, 3.0)
 
 
+def test_a_spreadsheets_byte_order_mark_is_no_part_of_the_header(job: Callable[..., JobSpec], curve: Path) -> None:
+    curve.write_text(CURVE, encoding="utf-8-sig")
+    assert "1e+10 tokens" in until_loss(job(), curve, 3.0)[1]
+
+
 def test_a_lower_loss_costs_what_its_steps_cost(job: Callable[..., JobSpec], curve: Path) -> None:
     costs = [plan(until_loss(job(), curve, loss)[0], book=PriceBook.opened(today=None)).cost for loss in (3.0, 2.5)]
     assert costs[0] is not None and costs[1] is not None
@@ -95,6 +100,7 @@ def test_a_target_that_no_curve_can_answer_is_one_line(
         ("step,loss\n1,2\n", "must begin with a line tokens,loss or samples,loss"),
         ("tokens,loss\n", "has no points"),
         ("tokens,loss\n1e9,much\n", "line 2: must be two numbers"),
+        ("tokens,loss\n1e9," + "9" * 200_000 + "\n", r"can't be read \(field larger than field limit"),
         ("tokens,loss\n2,4\n1,3\n", "line 3: tokens must be above 0 and grow"),
     ],
 )

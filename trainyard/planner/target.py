@@ -56,9 +56,9 @@ def _seen_at(curve: Path, points: list[tuple[float, float]], target: float) -> f
 def _read(curve: Path) -> tuple[str, list[tuple[float, float]]]:
     """(unit, (seen, loss) in order)."""
     try:
-        with curve.open(newline="", encoding="utf-8") as file:
+        with curve.open(newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"--loss-curve {curve}: can't be read ({error})") from None
     header = [name.strip() for name in rows[0]] if rows else []
     if len(header) != 2 or header[0] not in UNITS or header[1] != "loss":
