@@ -14,7 +14,7 @@ from launch_testing import contract_content, job_content
 from trainyard import planner
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch import cluster, cluster_shell
-from trainyard.launch.backend import LogCursor
+from trainyard.launch.backend import LogCursor, LogLine
 from trainyard.launch.backends import ByRecord
 from trainyard.launch.cluster import (
     here_directory,
@@ -31,7 +31,7 @@ from trainyard.launch.elastic import revised
 from trainyard.launch.launcher import new_record
 from trainyard.launch.record import JobRecord, RecordedChannel
 from trainyard.launch.session import Account
-from trainyard.launch.slurm_backend import SlurmBackend, read_looks
+from trainyard.launch.slurm_backend import LOG_BYTES, SlurmBackend, read_looks
 from trainyard.launch.slurm_script import batch_script, limit_minutes
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec
@@ -248,6 +248,36 @@ def test_an_attempt_that_was_never_submitted_is_unknown() -> None:
 def test_a_controller_that_is_down_is_no_failed_job() -> None:
     with pytest.raises(InputError, match="the controller does not answer"):
         read_looks(["job /a", "submitted attempt=1", "submitted id=3", "unreachable"])["/a"].observation(1)
+
+
+def test_a_log_without_line_ends_holds_no_other_up(tmp_path: Path) -> None:
+    record = record_of(cluster_job())
+    logs = tmp_path / JOB_ID / "log"
+    logs.mkdir(parents=True)
+    texts = {
+        "node-0": "first\n" + "\rprogress 12%" * 60000 + "\nlast\n",
+        "node-1": "é" * (2 * LOG_BYTES) + "\nlast\n",
+        "node-2": "hello\nunfinished",
+        "node-3": "".join(f"{number}\n" for number in range(100000)),
+    }
+    for host, text in texts.items():
+        (logs / f"{host}.txt").write_text(text)
+    backend, cursor = cluster.here_backend(tmp_path), LogCursor()
+    lines: list[LogLine] = []
+    reads = 0
+    while cursor.more or not reads:
+        block = backend.read_logs(record, cursor)
+        assert sum(len(line.text.encode()) for line in block) <= LOG_BYTES
+        if not reads:
+            assert {line.host for line in block} == set(texts), "each log has its share"
+        lines += block
+        reads += 1
+        assert reads < 30, cursor
+    read = {host: [line.text for line in lines if line.host == host] for host in texts}
+    assert read["node-0"].count("progress 12%") == 60000 and read["node-0"][-1] == "last"
+    assert "".join(read["node-1"]) == "é" * (2 * LOG_BYTES) + "last"
+    assert read["node-2"] == ["hello"], "the rest may still be written"
+    assert read["node-3"] == texts["node-3"].splitlines()
 
 
 def test_a_record_whose_backend_is_gone_says_so(record: JobRecord) -> None:

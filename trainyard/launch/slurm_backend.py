@@ -6,6 +6,7 @@ known as long as the folder is, however soon Slurm forgets its jobs.
 """
 
 import base64
+import codecs
 import json
 import shlex
 import time
@@ -22,6 +23,8 @@ QUEUED = "Queued"
 """Slurm holds it: it waits for machines, for its turn, or for its next start."""
 LOG_BYTES = 256 * 1024
 """Of all of a job's logs together, in one read."""
+LOG_SHARE_BYTES = 4096
+"""At least, of one log of many."""
 
 _HELPERS = r"""
 set -u
@@ -108,9 +111,10 @@ esac
 """
 )
 _LOGS = r"""
-directory=$1 left=$2
-shift 2
+directory=$1 left=$2 least=$3
+shift 3
 cd "$directory/log" 2> /dev/null || exit 0
+names=() offsets=() news=()
 for file in *.txt; do
   [ -e "$file" ] || continue
   offset=0
@@ -119,9 +123,16 @@ for file in *.txt; do
   done
   size=$(stat -c %s "$file")
   [ "$size" -gt "$offset" ] || continue
-  count=$((size - offset))
+  names+=("$file") offsets+=("$offset") news+=($((size - offset)))
+done
+for index in "${!names[@]}"; do
+  file=${names[index]} offset=${offsets[index]} count=${news[index]}
+  # What a log leaves of its share goes to those after it.
+  share=$((left / (${#names[@]} - index)))
+  [ "$share" -ge "$least" ] || share=$least
+  [ "$share" -le "$left" ] || share=$left
   more=""
-  if [ "$count" -gt "$left" ]; then count=$left; more=more; fi
+  if [ "$count" -gt "$share" ]; then count=$share more=more; fi
   left=$((left - count))
   echo "file $file $offset $(tail -c +$((offset + 1)) "$file" | head -c "$count" | base64 -w 0) $more"
 done
@@ -237,22 +248,37 @@ class SlurmBackend:
     def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
         """Whole lines of every machine's log, and of the batch script's, since the cursor."""
         known = [f"{name}:{offset}" for name, offset in cursor.positions.items()]
-        answer = self._shell.run(_LOGS, self._directory_of(record), str(LOG_BYTES), *known)
+        limits = str(LOG_BYTES), str(LOG_SHARE_BYTES)
+        answer = self._shell.run(_LOGS, self._directory_of(record), *limits, *known)
         cursor.more = False
         now_ms = int(time.time() * 1000)
         lines: list[LogLine] = []
         for line in answer.out.splitlines():
             _, name, offset, *rest = line.split(" ")
             content = base64.b64decode(rest[0]) if rest else b""
-            whole = content[: content.rfind(b"\n") + 1]
+            is_full = rest[-1] == "more"
+            whole = _whole_lines(content, is_full)
             cursor.positions[name] = str(int(offset) + len(whole))
-            cursor.more = cursor.more or (bool(whole) and rest[-1] == "more")
+            cursor.more = cursor.more or is_full
             host = name.removesuffix(".txt")
             lines += [LogLine(host, text, now_ms) for text in whole.decode("utf-8", "replace").splitlines()]
         return lines
 
 
 PlaceOf = Callable[[JobRecord], ClusterPlace]
+
+
+def _whole_lines(content: bytes, is_full: bool) -> bytes:
+    """As much of `content` as ends with a line. Where a full block holds no end, as a progress bar writes none, up to
+    its last return, or all of it: what waited for the end would keep the log from ever going on."""
+    end = content.rfind(b"\n") + 1
+    if end or not is_full:
+        return content[:end]
+    if end := content.rfind(b"\r") + 1:
+        return content[:end]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(content)
+    return content[: len(content) - len(decoder.getstate()[0])]
 
 
 @dataclass
