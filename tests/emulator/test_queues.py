@@ -154,12 +154,24 @@ def test_a_job_is_started_again_by_its_rules_and_leaves_the_queue_while_it_waits
 
     large = {"payload": {"ResourceConfig": {"InstanceType": GPU, "InstanceCount": 3, "VolumeSizeInGB": 10}}}
     waits = queue.submit("acme", "large", clientToken="one", **large)
-    assert queue.submit("acme", "large", clientToken="one", **large) == waits, "one token, one job"
     assert queue.job(waits)["status"] == "RUNNABLE"
     queue.site("batch").terminate_service_job(jobId=waits, reason="never mind")
     assert queue.until(waits, *ENDED)["attempts"] == []
     wrong = queue.submit("acme", "wrong", payload={"RoleArn": "arn:aws:iam::123456789012:role/nobody"})
     assert "Could not assume role" in queue.until(wrong, *ENDED)["statusReason"]
+
+
+def test_a_token_makes_one_request_of_identical_ones_alone(queue: Queue) -> None:
+    def large(seconds: int) -> dict[str, Any]:
+        resources = {"InstanceType": GPU, "InstanceCount": 3, "VolumeSizeInGB": 10}
+        return {"ResourceConfig": resources, "StoppingCondition": {"MaxRuntimeInSeconds": seconds}}
+
+    one = queue.submit("acme", "large", clientToken="one", payload=large(600))
+    same = queue.submit("acme", "large", clientToken="one", payload=large(600))
+    other = queue.submit("acme", "large", clientToken="one", payload=large(60))
+    assert same == one != other
+    for job_id in (one, other):
+        queue.site("batch").terminate_service_job(jobId=job_id, reason="never mind")
 
 
 def test_the_own_share_and_the_own_jobs_are_told_apart_by_name_and_tag(

@@ -9,7 +9,7 @@ from typing import Any
 
 import boto3
 import pytest
-from botocore.exceptions import ClientError, ParamValidationError
+from botocore.exceptions import ClientError, ParamValidationError, ReadTimeoutError
 from launch_testing import IMAGE, JOB_ID, REGION
 
 from trainyard.errors import AwsRefusedError, InputError
@@ -169,6 +169,10 @@ def _channel(**changes: Any) -> Change:
     return lambda content: content["channels"][0].update(changes)
 
 
+def _data(**changes: Any) -> Change:
+    return lambda content: content["resolved"]["spec"]["data"].update(streaming=True, **changes)
+
+
 def _attempt(**changes: Any) -> Change:
     return lambda content: content["attempts"][-1].update(changes)
 
@@ -213,6 +217,9 @@ FORGED: dict[str, tuple[Change, str]] = {
     "another source": (_channel(kind="http"), "is neither s3 nor fsx"),
     "the spec's channel": (_channel(name="job"), "none `job`"),
     "two of a name": (_channel(name="tokenizer"), "each once"),
+    "a source of no path": (_data(train=[{}]), "data.train of its record has a source without a path"),
+    "a source of a number": (_data(validation=[1]), "data.validation of its record has a source without a path"),
+    "sources of a number": (_data(train=5), "its record has no list of data.train"),
     "no channels": (_top(channels={"a": 1}), "no list of channels"),
 }
 
@@ -237,14 +244,19 @@ def test_a_job_id_is_the_tenants_own_and_has_a_record(ask: Any, sagemaker: Jobs,
         "acme-../../globex": "is no job id",
         "acme-" + "x" * 63: "is no job of tenant acme",
         "acme-nothing-20260131120000-1a2b": "there is no record of it",
+        f"{JOB_ID}-r2": "doesn't end as a job's id does",
+        "acme-tiny": "doesn't end as a job's id does",
+        JOB_ID[:-1]: "doesn't end as a job's id does",
     }
     for job_id, words in ids.items():
         assert words in ask(job_id)["refused"]
     for odd in (None, 7, ["acme-a"]):
         assert "is no job id" in ask(odd)["refused"]
     assert "is no job id" in broker.handler([], None)["refused"]  # type: ignore[arg-type]
-    deployed.client("s3").put_object(Bucket="acme-data", Key="jobs/acme-torn/record.json", Body=b"{")
-    assert "is not JSON" in ask("acme-torn")["refused"]
+    bad = {b"{": "is not JSON", b"[" * 100_000: "is not JSON", b" " * (broker.MAX_RECORD_BYTES + 1): "is larger than"}
+    for body, words in bad.items():
+        deployed.client("s3").put_object(Bucket="acme-data", Key=f"jobs/{JOB_ID}/record.json", Body=body)
+        assert words in ask()["refused"]
     assert sagemaker.created == []
 
 
@@ -394,13 +406,73 @@ def test_a_type_without_a_price_is_let_through_and_said_to_be_uncapped(
 def test_a_request_that_was_never_sent_keeps_no_promise(
     ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    errors: list[Exception] = [ParamValidationError(report="MaxRuntimeInSeconds is 0"), KeyError("a fault of ours")]
+
     def refuse(**_: Any) -> None:
-        raise ParamValidationError(report="MaxRuntimeInSeconds is 0")
+        raise errors.pop(0)
 
     monkeypatch.setattr(sagemaker, "create_training_job", refuse)
     assert ask()["code"] == "ParamValidationError"
+    assert _kept(deployed) == {}
+    with pytest.raises(KeyError):
+        ask()
+    assert _kept(deployed) == {}
+    errors.append(ReadTimeoutError(endpoint_url="https://sagemaker"))
+    assert ask()["code"] == "ReadTimeoutError"
+    assert set(_kept(deployed)) == {JOB_ID}, "no answer: the job may come yet"
+
+
+def _kept(deployed: Account) -> dict[str, Any]:
+    """The month's jobs as the broker wrote them down."""
     ledger = deployed.client("s3").get_object(Bucket="acme-checkpoints", Key=f"broker/ledger-{_month()}.json")
-    assert json.load(ledger["Body"])["jobs"] == {}
+    return dict(json.load(ledger["Body"])["jobs"])
+
+
+def test_of_two_calls_for_one_job_the_second_rewrites_no_promise(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between promise and job the record is rewritten to something small, and the broker called again."""
+    create, answers = sagemaker.create_training_job, []
+
+    def slow(**request: Any) -> None:
+        monkeypatch.setattr(sagemaker, "create_training_job", create)
+        answers.append(ask())  # the record says the same: one job, one promise
+        (made,) = (sagemaker.created.pop(), sagemaker.jobs.clear())[:1]
+        assert made == request
+        forge(deployed, _compute(max_hours=0.01, max_wait_hours=None))
+        answers.append(ask())
+        create(**request)
+
+    monkeypatch.setattr(sagemaker, "create_training_job", slow)
+    assert ask()["submitted"] == JOB_ID
+    assert answers[0]["submitted"] == JOB_ID
+    assert (answers[1]["by"], answers[1]["code"]) == ("aws", "Busy")
+    assert f"{JOB_ID} is being submitted as 2 x ml.p5.4xlarge by another call" in answers[1]["refused"]
+    assert _kept(deployed)[JOB_ID]["seconds"] == 2 * 3600
+
+
+def test_a_call_that_fails_takes_back_its_own_promise_alone(deployed: Account, sagemaker: Jobs) -> None:
+    one, other = _ledger(deployed, sagemaker), _ledger(deployed, sagemaker, seconds=1)
+    first, second = (ledger.entry("ml.p5.4xlarge", 1, 60) for ledger in (one, other))
+    one.promise("acme-a", first, lambda jobs, held: None)
+    other.promise("acme-a", second, lambda jobs, held: None)
+    other.release("acme-a", second)
+    assert _kept(deployed) == {"acme-a": first}
+    one.release("acme-a", first)
+    assert _kept(deployed) == {}
+
+
+def test_what_runs_counts_as_sagemaker_says_whatever_was_promised(deployed: Account, sagemaker: Jobs) -> None:
+    held: list[int] = []
+    ledger = _ledger(deployed, sagemaker)
+    ledger.promise("acme-a", ledger.entry("ml.p5.4xlarge", 1, 36), lambda jobs, held: None)
+    sagemaker.add("acme-a", 3, hours=5)
+    for name in ("acme-b", "acme-c"):
+        entry = ledger.entry("ml.p5.4xlarge", 1, 60)
+        ledger.promise(name, entry, lambda jobs, holders: held.append(sum(job["count"] for job in holders)))
+        ledger.release(name, entry)
+    assert held == [3, 3]
+    assert (_kept(deployed)["acme-a"]["count"], _kept(deployed)["acme-a"]["seconds"]) == (3, 5 * 3600)
 
 
 def test_a_promise_lapses_is_taken_back_and_a_lost_ledger_is_made_anew(

@@ -42,12 +42,13 @@ class Batch:
         self.terminated: list[str] = []
         self.refusal = self.lost = False
         self.gone: set[str] = set()
+        self.queues = {QUEUE}
 
     def submit_service_job(self, **request: Any) -> None:
         if self.refusal:
             raise ClientError({"Error": {"Code": "ClientException", "Message": "no"}}, "SubmitServiceJob")
         self.asked.append(request)
-        self.add(request["jobName"])
+        self.add(request["jobName"], queue=request["jobQueue"])
         if self.lost:
             raise ClientError({"Error": {"Code": "RequestTimeout", "Message": "lost"}}, "SubmitServiceJob")
 
@@ -66,12 +67,13 @@ class Batch:
         if jobQueue in self.gone:
             refused = {"Code": "ClientException", "Message": f"Job queue {jobQueue} does not exist"}
             raise ClientError({"Error": refused}, "ListServiceJobs")
-        assert jobQueue == QUEUE
+        assert jobQueue in self.queues
         ((field, values),) = [(item["name"], item["values"]) for item in filters]
         key = {"JOB_NAME": "jobName", "QUOTA_SHARE_NAME": "quotaShareName"}[field]
         for job in self.jobs:
             # By the name of a job, and by nothing else, those of every status are listed.
             fits = field == "JOB_NAME" or job["status"] == jobStatus
+            fits &= job.get("queue", QUEUE) == jobQueue
             yield {"jobSummaryList": [job] if fits and job[key] in values else []}
 
     def terminate_service_job(self, *, jobId: str, reason: str) -> None:
@@ -281,6 +283,34 @@ def test_what_batch_refuses_is_told_and_what_only_seemed_so_is_not(
     assert json.loads(body)["jobs"] == {}, "its promise is taken back"
     batch.refusal, batch.lost = False, True
     assert ask()["submitted"] == JOB_ID
+
+
+def test_a_record_that_is_rewritten_to_another_type_is_the_same_job(
+    ask: Any, record: JobRecord, batch: Batch, deployed: Account, contract: TenantContract
+) -> None:
+    """Its attempt waits in its first type's queue, and what it could cost there stays promised."""
+    small = f"{QUEUE}-small"
+    shares = {GPU: contract.shares[GPU].model_dump(), "ml.g5.xlarge": {"queue": small, "guaranteed": 1, "most": 1}}
+    content = {**contract.model_dump(mode="json"), "shares": shares}
+    content["queues"]["gpu"]["instance_types"].append("ml.g5.xlarge")
+    deployed.client("ssm").put_parameter(
+        Name="/trainyard/test/acme/contract", Value=json.dumps(content), Overwrite=True, Type="String"
+    )
+    batch.queues.add(small)
+    assert ask() == {"submitted": JOB_ID, "already": False}
+
+    def cheap(content: dict[str, Any]) -> None:
+        content["resolved"]["num_hosts"] = 1
+        little = {"instance_type": "ml.g5.xlarge", "instance_count": 1, "max_hours": 0.01, "max_wait_hours": None}
+        content["resolved"]["spec"]["compute"] |= little
+
+    forge(deployed, cheap)
+    before = _ledger(deployed, datetime.datetime.now(datetime.UTC))
+    assert ask() == {"submitted": JOB_ID, "already": True}
+    batch.jobs.clear()  # as before Batch shows it
+    assert ask()["code"] == "Busy"
+    assert len(batch.asked) == 1
+    assert _ledger(deployed, datetime.datetime.now(datetime.UTC)) == before
 
 
 @pytest.fixture

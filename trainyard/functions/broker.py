@@ -16,6 +16,9 @@ from trainyard.functions.broker_roles import JobRoles, once_seen
 from trainyard.functions.broker_rules import Refused
 from trainyard.functions.training_request import keep_alive_seconds, stopping_condition, training_job_request
 
+MAX_RECORD_BYTES = 4 * 2**20
+"""Of a record, which takes some ten thousand bytes and a hundred more for each attempt."""
+
 
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     """`event`: {"job_id": ...}; its newest attempt is submitted. Or {"sweep": true}: roles of jobs that are over go.
@@ -47,7 +50,7 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
 
 def _submit(job_id: Any) -> dict[str, Any]:
     import boto3
-    from botocore.exceptions import ParamValidationError
+    from botocore.exceptions import HTTPClientError
 
     settings = json.loads(os.environ["BROKER"])
     ssm, s3, sagemaker = (boto3.client(name) for name in ("ssm", "s3", "sagemaker"))
@@ -100,10 +103,12 @@ def _submit(job_id: Any) -> dict[str, Any]:
     try:
         make_role()
         once_seen(lambda: sagemaker.create_training_job(**request), sagemaker.exceptions.ClientError)
-    except (sagemaker.exceptions.ClientError, ParamValidationError, Refused):
+    except HTTPClientError:
+        raise  # no answer: the job may come yet, and its promise stands until it does or lapses
+    except Exception:
         # An answer that was lost is no refusal: what counts is whether the job is there.
         if described(sagemaker, name) is None:
-            ledger.release(name)
+            ledger.release(name, entry)
             raise
     return {"submitted": name, "already": False, "request": request, **rules.remarks(entry, warnings)}
 
@@ -125,12 +130,14 @@ def _sweep() -> dict[str, Any]:
 
 def _record(s3: Any, bucket: str, job_id: str) -> Any:
     try:
-        body = s3.get_object(Bucket=bucket, Key=f"jobs/{job_id}/record.json")["Body"].read()
+        body = s3.get_object(Bucket=bucket, Key=f"jobs/{job_id}/record.json")["Body"].read(MAX_RECORD_BYTES + 1)
     except s3.exceptions.NoSuchKey:
         raise Refused(f"job {job_id}: there is no record of it in s3://{bucket}/jobs/{job_id}/") from None
+    if len(body) > MAX_RECORD_BYTES:
+        raise Refused(f"job {job_id}: its record is larger than {MAX_RECORD_BYTES:,} bytes; launch again")
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"job {job_id}: its record is not JSON ({error})") from None
 
 

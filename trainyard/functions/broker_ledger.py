@@ -19,6 +19,8 @@ PREPAID = 0.0
 """USD an hour on a training plan, which was paid when it was bought."""
 UNSEEN_SECONDS = 900
 """How long a promise stands for a job that SageMaker doesn't show: longer than a submission takes."""
+SAME = ("type", "count", "seconds", "usd_per_hour", "gpus", "queue")
+"""What two promises of one name must share."""
 
 Jobs = dict[str, dict[str, Any]]
 
@@ -59,21 +61,31 @@ class Ledger:
         return self._now.timestamp()
 
     def promise(self, name: str, entry: dict[str, Any], check: Callable[[Jobs, list[dict[str, Any]]], None]) -> None:
-        """Write the job down if `check` (month's jobs, those that hold instances now; without this one) lets it."""
+        """Write the job down if `check` (month's jobs, those that hold instances now; without this one) lets it.
+
+        A promise of that name that stands already stays as it is; BusyError where it is of something else: another call
+        may be between its promise and its job.
+        """
         for number in range(TRIES):
             jobs, etag = self._read()
             holders = self._refresh(jobs)
+            standing = jobs.get(name)
+            if standing is not None and any(standing.get(key) != entry.get(key) for key in SAME):
+                raise BusyError(
+                    f"job {name} is being submitted as {standing['count']} x {standing['type']} by another call; "
+                    f"repeat the command, after {UNSEEN_SECONDS // 60} minutes at the latest"
+                )
             check({key: job for key, job in jobs.items() if key != name}, [j for j in holders if j["name"] != name])
-            if self._write({**jobs, name: entry}, etag):
+            if self._write({**jobs, name: standing or entry}, etag):
                 return
             time.sleep(random.uniform(0.05, 0.3) * (number + 1))
         raise BusyError("other jobs of the tenant are being submitted at this moment; repeat the command")
 
-    def release(self, name: str) -> None:
-        """Take a promise back whose job SageMaker refused. Best effort: it lapses by itself."""
+    def release(self, name: str, entry: dict[str, Any]) -> None:
+        """Take a promise back whose job SageMaker refused; another call's stays. Best effort: it lapses by itself."""
         for _ in range(TRIES):
             jobs, etag = self._read()
-            if name not in jobs or self._write({key: job for key, job in jobs.items() if key != name}, etag):
+            if jobs.get(name) != entry or self._write({key: job for key, job in jobs.items() if key != name}, etag):
                 return
 
     def _read(self) -> tuple[Jobs, str]:
@@ -101,7 +113,8 @@ class Ledger:
         """Bring `jobs` up to date with SageMaker; what holds instances now."""
         alive = {name for status in ("InProgress", "Stopping") for name in self._listed(StatusEquals=status)}
         for name in sorted({*self._of_the_month(), *alive, *jobs}):
-            if name in jobs and (jobs[name]["billed"] is not None or name in alive):
+            # Each job is described once as it runs: what was promised under its name may have been another's.
+            if name in jobs and (jobs[name]["billed"] is not None or (name in alive and jobs[name].get("seen"))):
                 continue
             found = self._describe(name)
             if found is not None:
@@ -134,7 +147,7 @@ class Ledger:
         # What it ran before the month is that month's.
         longest = max(0, longest - max(0, round((first - started).total_seconds())))
         entry = self.entry(resources.get("InstanceType", ""), resources.get("InstanceCount", 0), longest)
-        entry["at"] = max(job["CreationTime"], first).timestamp()
+        entry |= {"at": max(job["CreationTime"], first).timestamp(), "seen": True}
         if resources.get("TrainingPlanArn"):
             entry["usd_per_hour"] = PREPAID
         if job["TrainingJobStatus"] in ENDED:

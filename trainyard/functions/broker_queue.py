@@ -9,7 +9,7 @@ its training jobs and log streams can be found by it.
 import datetime
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainyard.functions import broker_rules as rules
@@ -50,7 +50,8 @@ def service_job_request(
         # What is stopped for somebody else's turn waits again, as often as it takes: no preemptionConfiguration.
         "retryStrategy": retry_rules(spec),
         "schedulingPriority": PRIORITY,
-        # Of two calls with one token Batch takes the first.
+        # Of two identical calls with one token Batch takes one. Calls that differ are different jobs to it: of those
+        # the ledger refuses the second.
         "clientToken": name,
         "tags": {tag["Key"]: tag["Value"] for tag in request["Tags"]},
     }
@@ -64,6 +65,12 @@ def queued_job(batch: Any, queue: str, name: str) -> dict[str, Any] | None:
     )
     found = [job for page in pages for job in page["jobSummaryList"] if job["jobName"] == name]
     return max(found, key=lambda job: job.get("createdAt", 0), default=None)
+
+
+def attempt_in_queues(batch: Any, queues: Iterable[str], name: str) -> dict[str, Any] | None:
+    """As `queued_job`, in the first of several queues that has one: a record can name another type, and so another
+    queue, than the one that its attempt waits in."""
+    return next((job for queue in dict.fromkeys(queues) if (job := known_job(batch, queue, name))), None)
 
 
 def known_job(batch: Any, queue: str, name: str) -> dict[str, Any] | None:
@@ -89,12 +96,13 @@ def queue_up(
 ) -> dict[str, Any]:
     """Put a checked job into its type's queue; the broker's answer. `request`: CreateTrainingJob's, by the attempt's
     name; `longest_seconds`: that one start of it may run; `prepare`: makes what the job runs as, told of the queue."""
-    from botocore.exceptions import ParamValidationError
+    from botocore.exceptions import HTTPClientError
 
     name, spec = job["name"], job["spec"]
     share = rules.check_share(spec["compute"], job["num_hosts"], contract)
     rules.check_resumes(spec)
-    if queued_job(batch, share["queue"], name) is not None:
+    queues = [share["queue"], *(other["queue"] for other in contract["shares"].values())]
+    if attempt_in_queues(batch, queues, name) is not None:
         return {"submitted": name, "already": True}
     asked = service_job_request(request, spec, contract, share["queue"])
     # Each start that Batch may make by itself can run as long as the first.
@@ -111,10 +119,12 @@ def queue_up(
     try:
         prepare(share["queue"])
         batch.submit_service_job(**asked)
-    except (batch.exceptions.ClientError, ParamValidationError, rules.Refused):
+    except HTTPClientError:
+        raise  # no answer: the job may come yet, and its promise stands until it does or lapses
+    except Exception:
         # An answer that was lost is no refusal: what counts is whether the job is there.
         if queued_job(batch, share["queue"], name) is None:
-            ledger.release(name)
+            ledger.release(name, entry)
             raise
     return {"submitted": name, "already": False, "request": asked, **rules.remarks(entry, warnings)}
 

@@ -14,6 +14,8 @@ MAX_CHANNELS = 19
 """SageMaker's 20, less the one that carries the spec."""
 MAX_HOURS = 28 * 24
 _CHANNEL_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
+_JOB_ID = re.compile(r"[a-z0-9-]+-[0-9]{14}-[0-9a-f]{4}")
+"""As the launcher makes them. Nothing else can end in `-r2`, and so be another job's attempt."""
 _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _PATH = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*/?")
 _NO_DIGEST = "0" * 64
@@ -30,6 +32,10 @@ def check_job_id(job_id: Any, contract: Mapping[str, Any]) -> str:
         raise Refused(f"job_id: {_shown(job_id)} is no job id (lower-case letters, digits and dashes)")
     if not job_id.startswith(f"{tenant}-") or len(job_id) > MAX_NAME:
         raise Refused(f"job_id: {_shown(job_id)} is no job of tenant {tenant}, whose jobs are named {tenant}-...")
+    if not _JOB_ID.fullmatch(job_id):
+        raise Refused(
+            f"job_id: {_shown(job_id)} doesn't end as a job's id does (-YYYYMMDDhhmmss-1a2b); launch it again"
+        )
     return job_id
 
 
@@ -59,12 +65,27 @@ def check_record(record: Any, job_id: str, contract: Mapping[str, Any]) -> dict[
     names = [channel["name"] for channel in checked]
     if len(set(names)) < len(names) or len(names) > MAX_CHANNELS or "job" in names:
         raise Refused(f"job {job_id}: input channels {', '.join(names)}: up to {MAX_CHANNELS}, each once, none `job`")
+    _check_sources(spec.get("data"), job_id)
     return {"spec": spec, "name": name, "num_hosts": num_hosts, "channels": checked, "image": str(image)}
 
 
-def _list(value: Any, job_id: str) -> list[Any]:
+def _check_sources(data: Any, job_id: str) -> None:
+    """Each source of a job that streams has a path, by which its role is made."""
+    if not isinstance(data, dict) or not data.get("streaming"):
+        return
+    for part in ("train", "validation"):
+        sources = data.get(part) or []
+        paths = [
+            source.get("path") if isinstance(source, dict) else None
+            for source in _list(sources, job_id, f"data.{part}")
+        ]
+        if not all(isinstance(path, str) for path in paths):
+            raise Refused(f"job {job_id}: data.{part} of its record has a source without a path")
+
+
+def _list(value: Any, job_id: str, of: str = "channels") -> list[Any]:
     if not isinstance(value, list):
-        raise Refused(f"job {job_id}: its record has no list of channels")
+        raise Refused(f"job {job_id}: its record has no list of {of}")
     return value
 
 

@@ -174,8 +174,10 @@ class ServiceJobs:
             share = self.shares.get(f"{queue}/quota-share/{request.get('quotaShareName')}")
             if share is None or share.content.get("state") == "DISABLED":
                 raise ClientException(f"Quota share {request.get('quotaShareName')} does not accept jobs in {queue}")
-            if token and token in self._tokens:
-                return self.jobs[self._tokens[token]]
+            # AWS's reference: requests with identical payloads and tokens are the same request.
+            known = self.jobs.get(self._tokens.get(token, ""))
+            if token and known is not None and known.request == request:
+                return known
             job_id = str(uuid.uuid4())
             arn = f"arn:aws:batch:{self._info.region}:{self._info.account}:service-job/{job_id}"
             self._orders += 1
