@@ -293,6 +293,8 @@ echo "Starting session with SessionId: acme-1"
 cd /
 exec sh -i
 """
+SUDO = 'echo "$*" > "$(dirname "$0")/became"; while [ $# -gt 0 ] && [ "$1" != env ]; do shift; done; exec "$@"'
+ID = 'case "$*" in *1000) echo ec2-user ;; *) echo ssm-user ;; esac'
 
 
 @pytest.fixture
@@ -301,9 +303,7 @@ def login_node(tmp_path: Path, aws: Account, monkeypatch: pytest.MonkeyPatch) ->
     plugin = tmp_path / "bin" / cluster_shell.PLUGIN
     plugin.parent.mkdir()
     # The session's user is not the one whom all machines know: scripts run as that one.
-    become = 'echo "$*" > "$(dirname "$0")/became"; while [ "$1" != env ]; do shift; done; exec "$@"'
-    who = 'case "$*" in *1000) echo ec2-user ;; *) echo ssm-user ;; esac'
-    for name, text in ((plugin.name, PLUGIN), ("sudo", f"#!/bin/sh\n{become}\n"), ("id", f"#!/bin/sh\n{who}\n")):
+    for name, text in ((plugin.name, PLUGIN), ("sudo", f"#!/bin/sh\n{SUDO}\n"), ("id", f"#!/bin/sh\n{ID}\n")):
         (plugin.parent / name).write_text(text)
         (plugin.parent / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{plugin.parent}:{os.environ['PATH']}")
@@ -402,6 +402,27 @@ def test_a_tenants_job_goes_to_the_tenants_cluster_only(
     assert isinstance(shell_of(aws, contract_with()), SessionShell)
     (tmp_path / "mounted").write_text("")
     assert isinstance(shell_of(aws, contract_with()), SessionShell)
+
+
+def test_on_the_login_node_scripts_run_as_the_owner_of_its_files(
+    aws: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who is in a session there is ssm-user, whom the other machines don't know."""
+    commands = {"sbatch": "exit 0", "findmnt": "echo 10.0.0.7@tcp:/abcdefgh", "id": ID, "sudo": SUDO}
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm of ours")
+    shell = shell_of(aws, contract_with())
+    answer = shell.run('printf "%s|" "$@" "$SLURM_CONF"; exit 3', "it's", "a b")
+    assert (answer.code, answer.out) == (3, "it's|a b|/etc/slurm of ours|"), answer
+    became = (tmp_path / "became").read_text()
+    assert became.startswith("-n -H -u ec2-user env PATH=") and "SLURM_CONF=/etc/slurm of ours bash" in became
+    (tmp_path / "became").unlink()
+    assert HereShell().run("true").code == 0 and not (tmp_path / "became").exists(), "a person's own cluster"
+    (tmp_path / "sudo").write_text("#!/bin/sh\necho 'sudo: a password is required' >&2\nexit 1\n")
+    assert shell.run("true").words == "run it as ec2-user, whose the cluster's files are"
 
 
 def test_no_slurm_here_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

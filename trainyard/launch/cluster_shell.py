@@ -42,6 +42,17 @@ _LONGEST_LINE = 1000
 """Of all that is typed: a terminal holds 4,095 characters of a line that nobody has read yet, and drops the rest."""
 
 
+_WRAPPER = """\
+export PATH="$PATH$(printf ':%s' /opt/aws/pcs/scheduler/slurm-*/bin)"
+bash_as_owner() { owner=$(id -un 1000 2>/dev/null || id -un)
+if [ "$(id -un)" = "$owner" ]; then bash "$@"; return; fi
+if ! sudo -n -u "$owner" true < /dev/null; then echo "run it as $owner, whose the cluster's files are" >&2; return 1; fi
+sudo -n -H -u "$owner" env PATH="$PATH" ${SLURM_CONF:+SLURM_CONF="$SLURM_CONF"} bash "$@"; }
+"""
+"""A function for bash. The cluster's files belong to the AMI's ordinary user (uid 1000), whom all machines know, unlike
+a session's own (ssm-user): scripts run as that one."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a script said."""
@@ -72,11 +83,15 @@ class HereShell:
 
     where = "this machine"
 
+    def __init__(self, *, as_owner: bool = False) -> None:
+        """`as_owner`: as the user whose a tenant's cluster's files are, as a session does it."""
+        self._start = f'{_WRAPPER}bash_as_owner -s -- "$@"' if as_owner else 'exec bash -s -- "$@"'
+
     def run(self, script: str, *arguments: str) -> Answer:
         """See ClusterShell."""
         try:
             done = subprocess.run(
-                ["bash", "-s", "--", *arguments],
+                ["bash", "-c", self._start, "bash", *arguments],
                 input=script.encode(),
                 capture_output=True,
                 timeout=LOCAL_SECONDS,
@@ -104,8 +119,7 @@ def has_slurm_here() -> bool:
 class SessionShell:
     """Bash on the tenant's login node, in one session of Session Manager that stays open between scripts.
 
-    The terminal's echo is off, scripts and answers travel as base64 between marks. The cluster's files belong to the
-    AMI's ordinary user (uid 1000), whom all machines know, unlike the session's own (ssm-user): scripts run as that.
+    The terminal's echo is off, scripts and answers travel as base64 between marks.
     """
 
     def __init__(self, launcher: Account, contract: TenantContract) -> None:
@@ -228,13 +242,6 @@ class SessionShell:
             self.close()
 
 
-_WRAPPER = """\
-export PATH="$PATH$(printf ':%s' /opt/aws/pcs/scheduler/slurm-*/bin)"
-bash_as_owner() { owner=$(id -un 1000 2>/dev/null || id -un)
-if [ "$(id -un)" = "$owner" ]; then bash "$@"; else sudo -n -H -u "$owner" env PATH="$PATH" bash "$@"; fi; }
-"""
-
-
 def typed_lines(script: str, arguments: Sequence[str], mark: str) -> list[str]:
     """What is typed into the session's shell to run `script`, and to hear its output between marks."""
     # In the packed text, as a batch script in an argument is longer than a typed line can be.
@@ -273,7 +280,7 @@ def read_answer(heard: str, mark: str) -> Answer:
 
 def shell_of(launcher: Account, contract: TenantContract) -> ClusterShell:
     """The tenant's cluster: by this machine where it is one of its machines; else by a session on the login node."""
-    return HereShell() if has_slurm_here() and _is_of(contract) else SessionShell(launcher, contract)
+    return HereShell(as_owner=True) if has_slurm_here() and _is_of(contract) else SessionShell(launcher, contract)
 
 
 def _is_of(contract: TenantContract) -> bool:
