@@ -160,9 +160,10 @@ _in_last_product: ContextVar[bool] = ContextVar("in_last_product", default=False
 
 
 def _mark_last_product(block: nn.Module) -> None:
-    """Nothing after a block's last product needs its result again, and recomputation ends before it: keeping it would
-    be for nothing, under tensor parallelism whole on each rank. Where the last by name is not the last to run, it is
-    computed twice, and no more."""
+    """Where only a sum follows a block's last product, nothing needs its result again, and recomputation ends before
+    it: keeping it would be for nothing, under tensor parallelism whole on each rank. Where something that needs it
+    follows (the norm of Gemma 2 and 3 and OLMo 2), or the last by name is not the last to run, it is computed twice:
+    time for memory, and never another number."""
     products = [module for module in block.modules() if isinstance(module, nn.Linear | Conv1D)]
     if not products:
         return
