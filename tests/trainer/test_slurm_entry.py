@@ -8,6 +8,7 @@ from pathlib import Path
 
 import boto3
 import pytest
+from boto3.exceptions import RetriesExceededError
 from moto import mock_aws
 from trainer import slurm
 from trainer.slurm import bring_inputs, host_names, ranks_settings, read_place
@@ -114,6 +115,50 @@ def test_inputs_come_as_a_container_would_have_them(tmp_path: Path, monkeypatch:
     assert found == {"one/0.tar", "1.tar"}
     assert (folder / "images" / "1.tar").read_text() == "kept"
     assert [path.name for path in (folder / "names").iterdir()] == ["names.txt"]
+
+
+def test_links_of_a_start_before_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that leads nowhere any longer, and a single file's folder that was left half made."""
+    shared = tmp_path / "fsx"
+    (shared / "text").mkdir(parents=True)
+    (shared / "names.txt").write_text("n")
+    monkeypatch.setattr(slurm, "SHARED_ROOT", str(shared))
+    folder = write_inputs(tmp_path / "job", ("text", "fsx", "text"), ("names", "fsx", "names.txt"))
+    (folder / "text").symlink_to(shared / "gone")
+    (folder / ".names.partial").mkdir()
+    (folder / ".names.partial" / "names.txt").symlink_to(shared / "names.txt")
+    assert slurm.main(["inputs", str(tmp_path / "job")], {}) == 0
+    assert (folder / "text").resolve() == shared / "text"
+    assert [path.read_text() for path in (folder / "names").iterdir()] == ["n"]
+
+
+def test_a_file_of_s3_that_breaks_off_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class BreaksOff:
+        """S3 as boto3 shows it once its own retries are spent."""
+
+        def get_paginator(self, _: str) -> "BreaksOff":
+            return self
+
+        def paginate(self, **_: str) -> list[dict[str, list[dict[str, str]]]]:
+            return [{"Contents": [{"Key": "set/a"}]}]
+
+        def download_file(self, *_: str) -> None:
+            raise RetriesExceededError(ConnectionError("reset"))
+
+    monkeypatch.setattr(boto3, "client", lambda _: BreaksOff())
+    write_inputs(tmp_path / "job", ("set", "s3", "s3://acme/set/"))
+    assert slurm.main(["inputs", str(tmp_path / "job")], {}) == 1
+    assert "s3://acme/set/: can't be copied to" in (tmp_path / "job/host/failure").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "no such file"), ("[{}]", "is no list of inputs"), ("{", "is no list of inputs")]
+)
+def test_a_list_of_inputs_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    path = write_inputs(tmp_path) / "inputs.json"
+    path.unlink() if text is None else path.write_text(text)
+    assert slurm.main(["inputs", str(tmp_path)], {}) == 2
+    assert f"inputs.json: {words}" in (tmp_path / "host/failure").read_text()
 
 
 def test_an_input_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,28 +152,50 @@ def bring_inputs(directory: Path) -> None:
     `input/data/inputs.json`: a list of `name`, `kind` (s3 or fsx) and `location`, as a job's record has them.
     """
     folder = directory / "input/data"
-    for item in json.loads((folder / "inputs.json").read_text(encoding="utf-8")):
+    for item in _listed_inputs(folder / "inputs.json"):
         target = folder / item["name"]
-        if target.exists():
-            continue
         if item["kind"] == "fsx":
             source = Path(SHARED_ROOT) / str(item["location"]).strip("/")
             if not source.exists():
                 raise InputError(f"fsx://{item['location']}: {source} is not on the cluster's file system")
-            if source.is_dir():
-                target.symlink_to(source)
-            else:  # a channel is a folder, which holds a single file under its own name
-                partial = target.with_name(f".{target.name}.partial")
-                partial.mkdir(exist_ok=True)
-                (partial / source.name).symlink_to(source)
-                partial.rename(target)
-        else:
+            try:
+                _link(source, target)
+            except OSError as error:
+                raise JobFailedError(f"fsx://{item['location']}: can't be linked as {target}: {error}") from None
+        elif not target.exists():
             _copy_from_s3(str(item["location"]), target)
+
+
+def _listed_inputs(path: Path) -> list[dict[str, str]]:
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        return [{key: str(item[key]) for key in ("name", "kind", "location")} for item in listed]
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; `trainyard launch` writes it as it submits the job") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{path}: is no list of inputs with name, kind and location: {error!r}") from None
+
+
+def _link(source: Path, target: Path) -> None:
+    """`target` is the folder `source`, or a folder that holds the file `source` under its own name."""
+    if target.is_symlink() and not target.exists():
+        target.unlink()  # what it led to is gone, as after a move; the record says where it is now
+    if target.exists():
+        return
+    if source.is_dir():
+        target.symlink_to(source)
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed here
+    partial.mkdir()
+    (partial / source.name).symlink_to(source)
+    partial.rename(target)
 
 
 def _copy_from_s3(uri: str, target: Path) -> None:
     """What lies under `uri` into the folder `target`, there as a whole or not at all."""
     import boto3
+    from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
@@ -193,7 +215,7 @@ def _copy_from_s3(uri: str, target: Path) -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 s3.download_file(bucket, key, str(file))
                 count += 1
-    except (BotoCoreError, ClientError, OSError) as error:
+    except (Boto3Error, BotoCoreError, ClientError, OSError) as error:
         raise JobFailedError(f"{uri}: can't be copied to {target}: {error}") from None
     if count == 0:
         raise InputError(f"{uri}: there is nothing there")
