@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,23 @@ def test_a_state_is_slurms_until_the_script_has_written_its_end(
     assert seen is not None
     assert (seen.state, seen.failure) == expected
     assert {change.attempt for change in seen.transitions} == {2}
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ("", "before its ranks had saved"),
+        ("saved, and asks to be resumed", ""),
+        ("its time limit came; saved", ""),
+        ("its time limit came; killed: it had not saved within 130 s", "after: its time limit came; killed: .*"),
+        ("host node2 is gone", "after: host node2 is gone"),
+    ],
+)
+def test_a_job_that_is_stopped_while_it_waits_to_start_again_has_lost_no_save(last: str, expected: str) -> None:
+    text = LOOK.format(state="CANCELLED", reason="None", code="0:0") + "stopping\n"
+    text += f"event 2\tInterrupted\t2026-01-31T12:01:00+00:00\t{last}\n" if last else ""
+    seen = read_looks(text.splitlines())["/jobs/a"].observation(2)
+    assert seen is not None and seen.state == "Stopped" and re.fullmatch(expected, seen.note), seen
 
 
 def test_an_attempt_that_was_never_submitted_is_unknown() -> None:

@@ -324,12 +324,23 @@ class Look:
         if state == QUEUED:
             return QUEUED, waiting_words(self.slurm), ""
         if state in ("Failed", "Stopped") and self.is_stopping:
-            return "Stopped", "before its ranks had saved" if events else "before it was started", ""
+            return "Stopped", _unsaved_words(events), ""
         if state == "Training" and self.is_stopping:
             return "Stopping", "", ""
         if state == "Failed":
             return state, "", _FAILURES.get(word) or f"its batch script was killed{_how_it_ended(self.slurm)}"
         return state, _NOTES.get(word, ""), ""
+
+
+def _unsaved_words(events: Sequence[StateChange]) -> str:
+    """What a stop that its batch script did not see cost."""
+    if not events:
+        return "before it was started"
+    last = events[-1]
+    if last.state != "Interrupted":
+        return "before its ranks had saved"
+    # It waited for its next start.
+    return "" if last.note.startswith("saved") or last.note.endswith("; saved") else f"after: {last.note}"
 
 
 def waiting_words(slurm: Mapping[str, str]) -> str:
