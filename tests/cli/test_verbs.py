@@ -165,6 +165,35 @@ def test_jobs_are_listed_in_their_present_state(
     assert "Completed" in table and "Submitted" not in table
 
 
+def test_a_cluster_that_is_away_hides_no_other_job(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    contract: TenantContract,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """There is no login node here, nor perhaps the plugin to reach one."""
+    where = str(environment_path)
+    content = contract.model_dump(mode="json")
+    content["version"] = 3
+    content["cluster"] = {"engine": "pcs", "id": "pcs_a", "queues": {"train": ["p5.48xlarge"]}, "login_tag": "login"}
+    with_cluster = TenantContract.model_validate(content)
+    deployed.client("ssm").put_parameter(
+        Name="/trainyard/test/acme/contract", Value=with_cluster.model_dump_json(), Type="String", Overwrite=True
+    )
+    there = launch_json(job_path, where, capsys)["job_id"]
+    store = place_of(there, where, "acme").store
+    record = store.read(launch_json(job_path, where, capsys)["job_id"]).record
+    away = "acme-tiny-20990131120000-1a2b"
+    store.create(record.model_copy(update={"job_id": away, "backend": "slurm"}))
+    assert run(["jobs", "-e", where, "-t", "acme", "--json"]) == 0
+    said = capsys.readouterr()
+    states = {job["job_id"]: job["state"] for job in json.loads(said.out)}
+    assert (states[there], states[away]) == ("Completed", record.state)
+    (line,) = said.err.strip().splitlines()
+    assert line.startswith("warning: slurm of tenant acme was not asked, so its jobs are as last seen: ")
+
+
 def test_logs_go_on_over_a_read_without_lines(
     job_path: str,
     environment_path: Path,

@@ -17,7 +17,7 @@ from trainyard.cli.options import (
     TenantOption,
 )
 from trainyard.cli.output import console, print_json, teller
-from trainyard.errors import InputError, JobFailedError
+from trainyard.errors import InputError, JobFailedError, TrainyardError
 
 if TYPE_CHECKING:
     from trainyard.launch.place import Place
@@ -282,16 +282,36 @@ def jobs(
         records = [place.store.read(job_id).record for job_id, place in ids[:limit]]
         shown = {job_id for job_id, _ in ids[:limit]}
         states = {record.job_id: record.state for record in records}
+        unasked: list[str] = []
         for place in places:
             here = {job_id for job_id, owner in ids if owner is place and job_id in shown}
             # A record is as old as the last look at its job.
-            states |= place.backend.states([record for record in records if record.job_id in here])
+            found, silent = _states_now(place, [record for record in records if record.job_id in here])
+            states |= found
+            unasked += silent
+    for line in unasked:
+        print(f"warning: {line}", file=sys.stderr)
     if as_json:
         print_json([summary(record, state=states[record.job_id]) for record in records])
         return
     from trainyard.cli.tables import jobs_table
 
     console().print(jobs_table(records, states) if records else "no jobs yet: trainyard launch JOB.yaml")
+
+
+def _states_now(place: "Place", records: "list[JobRecord]") -> tuple[dict[str, str], list[str]]:
+    """States of those jobs by their backends, and a line on each backend that gave none: a cluster that is away keeps
+    nobody from the list of all others."""
+    found: dict[str, str] = {}
+    silent = []
+    for backend in sorted({record.backend for record in records}):
+        asked = [record for record in records if record.backend == backend]
+        try:
+            found |= place.backend.states(asked)
+        except TrainyardError as error:
+            owner = f"tenant {asked[0].tenant}" if asked[0].environment else "this machine"
+            silent.append(f"{backend} of {owner} was not asked, so its jobs are as last seen: {error}")
+    return found, silent
 
 
 def _place(job: str, environment: str, tenant: str | None) -> "tuple[Place, str]":
