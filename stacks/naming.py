@@ -45,12 +45,12 @@ class TenantScope:
     @property
     def max_runtime_seconds(self) -> int:
         """The longest running time that a job may ask for, as CreateTrainingJob takes it."""
-        return int(self.spec.max_job_hours * 3600)
+        return round(self.spec.max_job_hours * 3600)
 
     @property
     def warm_pool_seconds(self) -> int:
         """The longest that a job may keep its machines, as CreateTrainingJob takes it."""
-        return int(self.spec.warm_pool_minutes * 60)
+        return round(self.spec.warm_pool_minutes * 60)
 
     def stack_name(self, part: str) -> str:
         """The CloudFormation name of the tenant's stack `part`: foundation or training."""

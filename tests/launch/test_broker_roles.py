@@ -152,6 +152,26 @@ def test_inputs_that_no_role_could_name_are_refused_before_anything_is_made(
     assert promised["jobs"] == {}, "what was refused holds no money"
 
 
+def test_a_tenant_cannot_take_all_the_accounts_roles(
+    ask: Any,
+    record: JobRecord,
+    jobs: Jobs,
+    deployed: Account,
+    contract: TenantContract,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(broker_roles, "MAX_ROLES", 2)
+    for name in ("acme-one", "acme-two"):
+        roles(deployed, contract).make(name, {"name": name, "spec": {}, "channels": []})
+    answer = ask()
+    assert answer["by"] == "rules" and "2 jobs of tenant acme wait, run or ended" in answer["refused"]
+    assert jobs.created == []
+    roles(deployed, contract).make("acme-one", {"name": "acme-one-r2", "spec": {}, "channels": []})  # it has one
+    deployed.client("iam").delete_role_policy(RoleName="acme-two", PolicyName="own")
+    deployed.client("iam").delete_role(RoleName="acme-two")
+    assert ask()["submitted"] == JOB_ID
+
+
 def test_what_is_streamed_is_an_input() -> None:
     spec = {"data": {"streaming": True, "train": [{"path": "s3://b/x"}], "validation": [{"path": "fsx://y"}]}}
     channels = [{"kind": "s3", "location": "s3://b/t.json"}, {"kind": "fsx", "location": "sets"}]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainyard.errors import InputError
+from trainyard.functions.training_request import keep_alive_seconds, stopping_condition
 from trainyard.hardware.instances import instance_types
 from trainyard.spec.base import parse
 
@@ -256,3 +257,15 @@ def test_a_training_plan_is_one_tenants_and_its_jobs_may_run_on_it(
     content["tenants"]["globex"]["training_plans"] = plan
     with pytest.raises(InputError, match="acme and globex's; a plan is one tenant's"):
         parse(type(environments["local"]), content, "environment.yaml")
+
+
+def test_rails_and_requests_round_a_time_alike(environments: dict[str, Any]) -> None:
+    """A job of exactly the tenant's most is no job over it: 8.2 h are 29,519.999... s in floating point."""
+    environment = environments["local"]
+    tenant = environment.tenant("acme").model_copy(update={"max_job_hours": 8.2, "warm_pool_minutes": 8.2})
+    environment = environment.model_copy(update={"tenants": {**environment.tenants, "acme": tenant}})
+    from stacks.naming import TenantScope
+
+    scope, compute = TenantScope(environment, "acme"), {"spot": False, "max_hours": 8.2, "keep_alive_minutes": 8.2}
+    assert scope.max_runtime_seconds == stopping_condition(compute)["MaxRuntimeInSeconds"] == 29_520
+    assert scope.warm_pool_seconds == keep_alive_seconds(compute) == 492

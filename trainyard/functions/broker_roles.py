@@ -30,6 +30,8 @@ GRACE_SECONDS = 3600
 SETTLE_SECONDS = 15.0
 """How long AWS may take until a new role is seen everywhere (IAM user guide, "Changes that I make are not always
 immediately visible"). Batch starts a job by itself, and a role that SageMaker can't see yet would fail it for good."""
+MAX_ROLES = 200
+"""Roles of one tenant's jobs at a time. An account has 1,000 roles by default, which all its tenants share."""
 TRIES = 10
 TRY_SECONDS = 5.0
 
@@ -47,9 +49,16 @@ class JobRoles:
         """The role of a checked job, new or as it was left, with the rights of the attempt that is submitted now.
 
         `queue`: ARN of the training queue that starts it; then it can be used on return. Refused where a policy can't
-        name what the job reads.
+        name what the job reads, or the tenant has `MAX_ROLES` already.
         """
         policy = self._policy(job_id, job)
+        held = set(self._names())
+        if job_id not in held and len(held) >= MAX_ROLES:
+            raise Refused(
+                f"job {job_id}: {len(held)} jobs of tenant {self._contract['tenant']} wait, run or ended within the "
+                f"hour, each with a role of its own, and {MAX_ROLES} may; wait until some are over, or stop some "
+                "(trainyard stop)"
+            )
         stamp = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC).isoformat(timespec="seconds")
         tags = {
             "trainyard:environment": self._contract["environment"],
