@@ -10,6 +10,7 @@ from trainyard.hardware import gpu
 from trainyard.planner import plan, search
 from trainyard.planner.communication import Fabric
 from trainyard.planner.convolutions import convolutional_memory, convolutional_step, shape_of_resnet
+from trainyard.planner.elastic import smaller
 from trainyard.planner.layout import Layout
 from trainyard.planner.vision_language import shape_of_vision_language
 from trainyard.spec.job import JobSpec, load_job
@@ -114,6 +115,32 @@ def test_machines_are_searched_for_images_too() -> None:
     priced = [option for option in found.options if option.usd is not None and option.configuration.fits]
     allowed = [option for option in priced if (option.expected_hours or 1e9) <= found.deadline_hours]
     assert chosen.usd == min(option.usd or 1e9 for option in allowed)
+
+
+@pytest.mark.parametrize(("least", "counts"), [(1, [4, 2]), (2, [4, 2])])
+def test_fewer_instances_must_hold_a_model_with_images(least: int, counts: list[int]) -> None:
+    """Seven billion trained weights take 16 bytes each: two H100 hold them, one doesn't."""
+    overrides = [
+        *("compute.instance_type=ml.p5.4xlarge", "compute.instance_count=8", "training.epochs=null"),
+        *("training.steps=5000", f"recovery.elastic={{min_instances: {least}, max_instances: 8}}"),
+    ]
+    assert [one.num_hosts for one in smaller(load_job(JOBS / "vlm-llava-7b.yaml", overrides))] == counts
+
+
+def test_a_classifier_that_fewer_instances_cannot_hold_is_refused() -> None:
+    elastic = [
+        *("compute.instance_count=2", "recovery.elastic={min_instances: 1, max_instances: 2}"),
+        *("parallelism={data_replicate: 16}", "training.global_batch_size=65536"),
+    ]
+    assert [one.num_hosts for one in smaller(resnet(*elastic))] == [1]
+    with pytest.raises(InputError, match=r"no number of instances from 1 to 1 .* 1 x ml.p5.48xlarge have too little"):
+        smaller(resnet(*elastic, "training.micro_batch_size=4096"))
+
+
+def test_a_classifier_without_formulas_is_taken_at_its_word() -> None:
+    elastic = ["compute.instance_count=2", "recovery.elastic={min_instances: 1, max_instances: 2}"]
+    unknown = resnet("model.config={model_type: vit}", "parallelism={data_replicate: 16}", *elastic)
+    assert [one.num_hosts for one in smaller(unknown)] == [1]
 
 
 def test_a_searched_language_model_with_images_may_be_sharded_but_not_split() -> None:

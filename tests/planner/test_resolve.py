@@ -8,6 +8,7 @@ import pytest
 from trainyard.errors import InputError
 from trainyard.hardware import instance
 from trainyard.planner import resolve
+from trainyard.planner.memory import memory
 from trainyard.planner.reading import machines_of
 from trainyard.planner.resolve import fits, micro_batch_sizes
 from trainyard.spec.job import JobSpec, ParallelismSpec
@@ -78,7 +79,7 @@ def test_the_chosen_micro_batch_fits_and_twice_as_much_does_not(job: MakeJob) ->
             num_micro_batches=resolved.gradient_accumulation_steps // factor,
             recompute=resolved.activation_checkpointing,
         )
-        assert fits(shape, layout, machines) is expected
+        assert fits(memory(shape, layout), machines) is expected
 
 
 def test_micro_batch_candidates_fill_the_pipeline() -> None:

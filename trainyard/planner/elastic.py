@@ -1,7 +1,8 @@
 """A job on other numbers of instances than it was launched on, within what its `recovery.elastic` allows."""
 
 from trainyard.errors import InputError
-from trainyard.planner.reading import layout_of, machines_of, shape_of
+from trainyard.planner.formulas import formulas_of
+from trainyard.planner.reading import layout_of, machines_of
 from trainyard.planner.resolve import fits, resolve
 from trainyard.spec.job import JobSpec, ResolvedJob
 
@@ -61,8 +62,12 @@ def _laid_out(job: JobSpec, num_hosts: int) -> ResolvedJob | None:
         resolved = on_hosts(job, num_hosts)
     except InputError:
         return None
-    machines, shape = machines_of(resolved.spec), shape_of(resolved.spec)
-    if shape is None or machines.instance is None:
+    machines = machines_of(resolved.spec)
+    try:
+        formulas = formulas_of(resolved.spec)
+    except InputError:
+        return resolved
+    if machines.instance is None:
         return resolved
     layout = layout_of(
         resolved.spec,
@@ -71,4 +76,4 @@ def _laid_out(job: JobSpec, num_hosts: int) -> ResolvedJob | None:
         num_micro_batches=resolved.gradient_accumulation_steps,
         recompute=resolved.activation_checkpointing,
     )
-    return resolved if fits(shape, layout, machines) else None
+    return resolved if fits(formulas.memory(layout), machines) else None

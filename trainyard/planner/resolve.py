@@ -12,8 +12,8 @@ from trainyard.errors import InputError
 from trainyard.planner.candidates import Rules
 from trainyard.planner.constants import GIB
 from trainyard.planner.goodput import hours_between_failures
-from trainyard.planner.layout import Layout, Recompute
-from trainyard.planner.memory import memory
+from trainyard.planner.layout import Recompute
+from trainyard.planner.memory import Memory, memory
 from trainyard.planner.reading import Machines, check_shape, check_world, layout_of, machines_of, shape_of
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
@@ -211,15 +211,15 @@ def largest_micro_batch(
     per_rank = sequences_per_rank(job, parallelism)
     for size in micro_batch_choices(job, parallelism):
         layout = layout_of(job, parallelism, micro_batch=size, num_micro_batches=per_rank // size, recompute=recompute)
-        if fits(shape, layout, machines):
+        if fits(memory(shape, layout), machines):
             return size
     return None
 
 
-def fits(shape: ModelShape, layout: Layout, machines: Machines) -> bool:
+def fits(use: Memory, machines: Machines) -> bool:
     """Whether the worst rank's need is within what a process gets of the GPU."""
     assert machines.instance is not None and machines.instance.gpu is not None
-    return memory(shape, layout).needed <= machines.instance.gpu.memory_gib * GIB
+    return use.needed <= machines.instance.gpu.memory_gib * GIB
 
 
 def data_parallel_layouts(machines: Machines) -> Iterator[ParallelismSpec]:
