@@ -14,9 +14,8 @@ from trainyard.errors import InputError
 from trainyard.functions import broker
 from trainyard.functions.broker_queue import BATCH, asked_name, training_job_prefix
 from trainyard.functions.retry_rules import retry_rules
-from trainyard.launch.backends import ByRecord
 from trainyard.launch.place import TenantAccess
-from trainyard.launch.queue_backend import QUEUED, QueueBackend, together
+from trainyard.launch.queue_backend import QUEUED, QueueBackend, backend_of, together
 from trainyard.launch.record import JobRecord
 from trainyard.launch.sagemaker_backend import SageMakerBackend
 from trainyard.launch.session import Account
@@ -323,8 +322,7 @@ def backend(
     environment = parse(EnvironmentSpec, _environment(), "test")
     place = TenantAccess(environment, contract, deployed, deployed).place
     assert (place.has_queue, place.has_resumer) == (True, False)
-    assert isinstance(place.backend, ByRecord)
-    (backend,) = place.backend._backends.values()
+    backend = backend_of(deployed, contract)
     assert isinstance(backend, QueueBackend)
     return backend
 

@@ -64,7 +64,7 @@ def test_contracts_of_two_tenants_share_nothing_but_the_place(account: Any) -> N
 
     acme, globex = (leaves(_contract(account, tenant).model_dump(mode="json")) for tenant in ("acme", "globex"))
     place = {"123456789012", "us-east-1", "us-east-1a", "local", "/trainyard/local/image"}
-    settings = {"3", "None", "True", "24.0", "ml.p5.4xlarge"}
+    settings = {"3", "None", "True", "False", "0.0", "24.0", "80.0", "finish", "ml.p5.4xlarge"}
     assert acme & globex == place | settings
 
 
@@ -102,7 +102,7 @@ def test_budget_counts_the_tenants_tag_and_warns_before_and_at_the_limit(account
 def test_every_alarm_reaches_the_people_of_the_environment_file(account: Any) -> None:
     topic = account.arn(STACK, account.only(STACK, "AWS::SNS::Topic"))
     alarms = account.resources(STACK, "AWS::CloudWatch::Alarm")
-    assert len(alarms) == 4 + len(OBJECTIVES) * len(BURNS)
+    assert len(alarms) == 9 + len(OBJECTIVES) * len(BURNS)
     assert all(alarm["AlarmActions"] == [topic] for alarm in alarms.values())
     (subscription,) = account.resources(STACK, "AWS::SNS::Subscription").values()
     assert (subscription["TopicArn"], subscription["Endpoint"]) == (topic, "acme-leads@example.com")
