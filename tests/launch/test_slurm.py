@@ -148,6 +148,26 @@ def test_a_job_that_could_cost_more_than_a_month_is_refused(monkeypatch: pytest.
     assert refused_by_month(cluster_job(max_hours=1), contract_with()) == []
 
 
+def test_a_job_without_a_price_is_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))
+    said: list[str] = []
+    contract = contract_with().model_copy(update={"region": "af-south-1"})
+    assert refused_by_month(cluster_job(max_hours=100), contract, said.append) == []
+    (line,) = said
+    assert line.startswith("warning: not checked against the 5,000 USD that tenant acme has a month: ")
+    assert "af-south-1" in line
+
+
+@pytest.mark.parametrize("name", ["my jobs", "100%", 'a"b'])
+def test_a_folder_that_a_batch_script_cannot_name_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cluster, "has_slurm_here", lambda: True)
+    with pytest.raises(InputError, match=r"compute.slurm.directory, or TRAINYARD_STATE_DIR, to a folder"):
+        cluster.launch_on_slurm_here(cluster_job(), tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
 class AgreeableShell:
     """Whatever is asked, Slurm takes it."""
 

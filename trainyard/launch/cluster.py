@@ -5,6 +5,7 @@ the tenant's file system. It reads and writes what a training job does, by the r
 """
 
 import datetime
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,8 @@ from trainyard.spec.platform import TenantContract
 TENANT_DIRECTORY = "/fsx/cluster/trainyard"
 """Folder of jobs on a tenant's cluster; /fsx/cluster is what everybody there may write (docs/tenants.md)."""
 TENANT_PYTHON = f"{TENANT_DIRECTORY}/venv/bin/python"
+_NOT_IN_A_FOLDER = re.compile(r"[\s%\"'\\]")
+"""sbatch ends an option at the first, and reads the others as its own signs."""
 
 
 def launch_on_cluster(
@@ -56,7 +59,7 @@ def launch_on_cluster(
     backend = tenant_backend(launcher, contract)
     say("planning")
     plan, refusals = planned(job, region=contract.region, say=say)
-    forced = refuse_or_force([*refused_by_tenant(job, contract), *refusals], force)
+    forced = refuse_or_force([*refused_by_tenant(job, contract, say), *refusals], force)
     say("looking for the data")
     s3 = launcher.client("s3")
     inputs = build_inputs(job, s3, contract)
@@ -87,16 +90,21 @@ def launch_on_slurm_here(job: JobSpec, folder: Path, *, force: bool = False, say
             "compute.backend slurm: there is no `sbatch` on the PATH here; run this on a cluster's login node, or give "
             "--environment NAME of one where the tenant has a cluster (docs/clusters.md)"
         )
+    root = Path(job.compute.slurm.directory or folder.resolve())
+    if found := _NOT_IN_A_FOLDER.search(str(root)):
+        raise InputError(
+            f"folder {root}: has {found[0]!r} in its path, which options of a batch script can't hold; set "
+            "compute.slurm.directory, or TRAINYARD_STATE_DIR, to a folder that all machines see and that has none"
+        )
     here = local_job(job)
     say("planning")
     planner.resolve(here)
     plan, refusals = planned(job, say=say)
     forced = refuse_or_force(refusals, force)
     job_id = names.new_job_id(job.tenant or "local", job.name)
-    directory = str(Path(job.compute.slurm.directory or folder.resolve()) / job_id)
     record = new_record(
         job,
-        with_destination(here, job.checkpoint.destination or directory),
+        with_destination(here, job.checkpoint.destination or str(root / job_id)),
         job_id=job_id,
         backend="slurm",
         environment=None,
@@ -214,20 +222,22 @@ def partition_of(job: JobSpec, contract: TenantContract) -> str:
     return fitting[0]
 
 
-def refused_by_tenant(job: JobSpec, contract: TenantContract) -> list[str]:
+def refused_by_tenant(job: JobSpec, contract: TenantContract, say: Say = say_nothing) -> list[str]:
     """Why the tenant's limits (hours of a job, budget of a month) refuse the job, at launch and at each resume."""
-    return [*checks.refused_hours(job, contract), *refused_by_month(job, contract)]
+    return [*checks.refused_hours(job, contract), *refused_by_month(job, contract, say)]
 
 
-def refused_by_month(job: JobSpec, contract: TenantContract) -> list[str]:
+def refused_by_month(job: JobSpec, contract: TenantContract, say: Say = say_nothing) -> list[str]:
     """The reason, where the job alone, at its longest, costs more than the tenant has for a month. Nothing holds the
-    cluster to the sum of its jobs: that is the budget's alarm."""
+    cluster to the sum of its jobs: that is the budget's alarm. Without a price nothing is refused, which is said."""
     compute, kind = job.compute, job.compute.instance_type
     assert kind is not None
     book = PriceBook.opened(price_file(), today=datetime.date.today())
     try:
         rate = book.price(kind, contract.region, "spot" if compute.spot else "on_demand").usd_per_hour
-    except InputError:
+    except InputError as error:
+        month = f"the {contract.monthly_usd:,.0f} USD that tenant {contract.tenant} has a month"
+        say(f"warning: not checked against {month}: {error}")
         return []
     starts = 1 + job.recovery.max_resumes
     most = compute.max_hours * starts * compute.instance_count * rate

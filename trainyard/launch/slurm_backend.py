@@ -193,9 +193,9 @@ class SlurmBackend:
     def check(self, record: JobRecord) -> None:
         """InputError where the newest attempt is over its owner's limits (and was not forced), or where Slurm would
         not take it (partition, nodes, account, time)."""
+        script = batch_script(record, self._place_of(record))
         if refused := [reason for reason in self._refusals(record) if reason not in record.forced]:
             raise InputError(f"job {record.job_id}: {'; '.join(refused)}")
-        script = batch_script(record, self._place_of(record))
         answer = self._shell.run(_CHECK, base64.b64encode(script.encode()).decode())
         if answer.code:
             raise InputError(f"job {record.job_id}: Slurm would not take it: {_without_prefix(answer.words)}")
