@@ -154,12 +154,14 @@ def test_a_preempted_job_saves_and_comes_back(desk: Desk) -> None:
 def test_a_tenants_job_has_its_record_in_the_tenants_bucket(
     desk: Desk, deployed: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of a launch but the file system, which nobody can mount here: `findmnt` says that it is the tenant's."""
-    findmnt = desk.folder / "bin" / "findmnt"
-    findmnt.parent.mkdir()
-    findmnt.write_text("#!/bin/sh\necho 10.0.0.7@tcp:/abcdefgh\n")
-    findmnt.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{findmnt.parent}:{os.environ['PATH']}")
+    """All of a launch but the file system, which nobody can mount here: `findmnt` says that it is the tenant's, and
+    `id` that its files are ours."""
+    commands = desk.folder / "bin"
+    commands.mkdir()
+    for name, word in (("findmnt", "10.0.0.7@tcp:/abcdefgh"), ("id", "owner")):
+        (commands / name).write_text(f"#!/bin/sh\necho {word}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setenv("TRAINYARD_STATE_DIR", str(desk.folder))
     content = contract_content() | {"version": 3, "monthly_usd": 50_000}
     content["cluster"] = {"engine": "pcs", "id": "pcs_a", "queues": {"train": ["p5.48xlarge"]}, "login_tag": "login"}
