@@ -86,8 +86,9 @@ class TenantScope:
 
     @property
     def model_packages(self) -> str:
-        """All registered models of the tenant: their group's name begins with the tenant's, as a job's does."""
-        return self.arn("sagemaker", f"model-package/{self.name}-*")
+        """All registered models of the tenant: their group's name begins with the tenant's, as a job's does. Versions
+        alone, which have the slash: a package of no group may be validated as it is made, by a transform job."""
+        return self.arn("sagemaker", f"model-package/{self.name}-*/*")
 
     @property
     def model_package_groups(self) -> str:

@@ -105,6 +105,7 @@ def test_own_things_are_allowed_and_the_same_of_another_tenant_are_not(
         ("Job", "s3:PutObject", "{artifacts}/models/m/x/config.json"),
         ("Job", "sagemaker:CreateModelPackage", f"arn:aws:sagemaker:{REGIONAL}:model-package/{{tenant}}-m/1"),
         ("Launcher", "s3:DeleteObject", "{artifacts}/models/m/x/config.json"),
+        ("Launcher", "sagemaker:CreateModelPackage", f"arn:aws:sagemaker:{REGIONAL}:model-package/{{tenant}}-m"),
         ("Launcher", "sagemaker:UpdateModelPackage", f"arn:aws:sagemaker:{REGIONAL}:model-package/{{tenant}}-m/1"),
         ("Launcher", "sagemaker:DeleteModelPackage", f"arn:aws:sagemaker:{REGIONAL}:model-package/{{tenant}}-m/1"),
         ("Auditor", "s3:GetObject", "{artifacts}/models/m/x/config.json"),

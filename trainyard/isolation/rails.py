@@ -345,6 +345,9 @@ class _Cases:
             yield self._case(rail, f"{whose} group", action=create, resource=group, stated=tag, allowed=allowed)
             package, create = f"{base}/{owner}-llama/1", "sagemaker:CreateModelPackage"
             yield self._case(rail, f"a version of {whose}", action=create, resource=package, stated={}, allowed=allowed)
+        # Its ValidationSpecification would run a batch transform job, on machines that no rail sees.
+        loose = f"{base}/{self._tenant}-llama"
+        yield self._case("OwnJobs", "a package of no group", action=create, resource=loose, stated={})
 
     def broker(self) -> Iterator[RailCase]:
         """Where there is a broker: only it submits jobs, and of all functions only the own broker is called."""
