@@ -158,3 +158,19 @@ def test_what_would_widen_it_is_refused(site: Site, job: str, location: str, wor
     inputs = [location.format(data=contract.buckets.data)] if location else []
     with pytest.raises(ValueError, match=words):
         job_role_policies(contract.model_dump(mode="json"), job, inputs)
+
+
+@pytest.mark.parametrize("by_job", [True, False])
+def test_another_jobs_checkpoints_that_are_an_input_can_be_decrypted(site: Site, by_job: bool) -> None:
+    """By their own names where keys are by job; else the tenant's key opens them, and all of its checkpoints."""
+    contract = site.account.contracts["acme"]
+    content = contract.model_dump(mode="json") | {"job_keys": by_job}
+    step = f"{contract.buckets.checkpoints}/jobs/{OTHER}/checkpoints/step-9/"
+    statements = job_role_policies(content, MINE, [f"s3://{step}"])["Statement"]
+    opening = [
+        item.get("Condition", {}).get("StringLike", {}).get("kms:EncryptionContext:aws:s3:arn")
+        for item in statements
+        if "kms:Decrypt" in item["Action"] and contract.keys.checkpoints in item["Resource"]
+    ]
+    own = f"arn:aws:s3:::{contract.buckets.checkpoints}/jobs/{MINE}/*"
+    assert opening == ([[f"arn:aws:s3:::{step}*"], own] if by_job else [None])

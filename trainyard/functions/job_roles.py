@@ -132,8 +132,16 @@ def _keys(contract: Mapping[str, Any], job_id: str, read: Mapping[str, list[str]
     readable = [keys[name] for name in ("data", "artifacts") if buckets.get(name) in read]
     own = {"kms:EncryptionContext:aws:s3:arn": f"arn:aws:s3:::{buckets['checkpoints']}/jobs/{job_id}/*"}
     bound = {"StringLike": own} if contract.get("job_keys") else {}
+    others = [
+        f"arn:aws:s3:::{buckets['checkpoints']}/{item}"
+        for one in read.get(buckets["checkpoints"], ())
+        for item in _below(one)
+    ]
+    named: dict[str, Any] = {"StringLike": {"kms:EncryptionContext:aws:s3:arn": others}}
     return [
         _allow("Decrypt", list(_READ_KEY), readable),
+        # Another job's checkpoints, where they are an input: its objects are under the same key, by their own names.
+        *([_allow("DecryptInputs", ["kms:Decrypt"], [keys["checkpoints"]], **named)] if bound and others else []),
         _allow("SeeKey", ["kms:DescribeKey"], [keys["checkpoints"]]),
         _allow("Encrypt", ["kms:Decrypt", *_WRITE_KEY], [keys["checkpoints"]], **bound),
         _allow(
