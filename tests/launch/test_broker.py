@@ -297,6 +297,29 @@ def test_running_jobs_count_and_two_at_once_do_not_pass_each_other(
     assert "are held by acme-rival" in ask()["refused"]
 
 
+def test_machines_that_are_kept_warm_are_held_but_for_the_job_that_takes_them(
+    ask: Any, record: JobRecord, sagemaker: Jobs
+) -> None:
+    """The job asks for two of the queue's four machines."""
+    sagemaker.add("acme-warm", 3, billed=60)
+    job = sagemaker.jobs["acme-warm"]
+    job["ResourceConfig"]["KeepAlivePeriodInSeconds"] = 3600
+    job["WarmPoolStatus"] = {"Status": "Available"}
+    for _ in range(2):  # also once the ledger has it
+        assert "3 of the 4 instances of queue gpu are held by acme-warm (3)" in ask()["refused"]
+    sagemaker.add("acme-other", 2)
+    job["ResourceConfig"]["InstanceCount"] = 2
+    assert ask()["submitted"] == JOB_ID, "the two that are warm are the ones that it gets"
+
+
+def test_machines_that_are_warm_no_more_are_free(ask: Any, record: JobRecord, sagemaker: Jobs) -> None:
+    sagemaker.add("acme-warm", 3, billed=60)
+    sagemaker.jobs["acme-warm"]["WarmPoolStatus"] = {"Status": "InUse"}
+    assert "are held by acme-warm (3)" in ask()["refused"]
+    sagemaker.jobs["acme-warm"]["WarmPoolStatus"] = {"Status": "Terminated"}
+    assert ask()["submitted"] == JOB_ID
+
+
 def _ledger(deployed: Account, sagemaker: Jobs, **ahead: float) -> Ledger:
     return Ledger(
         deployed.client("s3"),

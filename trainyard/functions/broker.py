@@ -95,7 +95,8 @@ def _submit(job_id: Any) -> dict[str, Any]:
     warnings: list[str] = []
 
     def check(jobs: dict[str, dict[str, Any]], holders: list[dict[str, Any]]) -> None:
-        rules.check_quota(compute, job["num_hosts"], contract, holders)
+        beside = rules.without_reused(holders, compute["instance_type"], job["num_hosts"])
+        rules.check_quota(compute, job["num_hosts"], contract, beside)
         told = rules.check_budget(entry, jobs.values(), contract, ledger.month, now_seconds=ledger.now_seconds)
         warnings[:] = told
 

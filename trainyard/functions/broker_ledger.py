@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainyard.functions.job_meter import ENDED, LONGEST_DAYS, OVER, month_of, uses_of
+from trainyard.functions.job_meter import ENDED, LONGEST_DAYS, OVER, is_settled, month_of, uses_of
 
 TRIES = 6
 PREPAID = 0.0
@@ -113,15 +113,18 @@ class Ledger:
         """Bring `jobs` up to date with SageMaker; what holds instances now."""
         alive = {name for status in ("InProgress", "Stopping") for name in self._listed(StatusEquals=status)}
         for name in sorted({*self._of_the_month(), *alive, *jobs}):
-            # Each job is described once as it runs: what was promised under its name may have been another's.
-            if name in jobs and (jobs[name]["billed"] is not None or (name in alive and jobs[name].get("seen"))):
+            # Each job is described once as it runs: what was promised under its name may have been another's. One that
+            # has ended is done with when its machines are kept warm no more.
+            known = jobs.get(name, {})
+            has_ended = known.get("billed") is not None and not known.get("warm")
+            if has_ended or (name in alive and known.get("seen")):
                 continue
             found = self._describe(name)
             if found is not None:
                 jobs[name] = found
             elif name in jobs and self._now.timestamp() - jobs[name]["at"] > UNSEEN_SECONDS:
                 del jobs[name]
-        return [{"name": name, **job} for name, job in jobs.items() if job["billed"] is None]
+        return [{"name": name, **job} for name, job in jobs.items() if job["billed"] is None or job.get("warm")]
 
     def _of_the_month(self) -> list[str]:
         """Names of the jobs that may have taken something of this month, those created before it with them."""
@@ -156,6 +159,7 @@ class Ledger:
             billed = job.get("BillableTimeInSeconds", 0)
             entry["held"] = round(share * job.get("TrainingTimeInSeconds", billed))
             entry["billed"] = round(share * (billed + _kept_warm(job)))
+            entry |= {} if is_settled(job) else {"warm": True}
         return entry
 
 

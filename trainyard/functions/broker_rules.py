@@ -171,13 +171,22 @@ def check_image(image: str, released: Iterable[str], *, emulated: bool) -> str:
     return image
 
 
+def without_reused(holders: Iterable[Mapping[str, Any]], kind: str, count: int) -> list[Mapping[str, Any]]:
+    """The holders less one that keeps as many machines of the type warm as the job asks for: it gets those."""
+    listed = list(holders)
+    fitting = (job for job in listed if job.get("warm") and (job["type"], job["count"]) == (kind, count))
+    reused = next(fitting, None)
+    return [job for job in listed if job is not reused]
+
+
 def check_quota(
     compute: Mapping[str, Any],
     num_hosts: int,
     contract: Mapping[str, Any],
     holders: Iterable[Mapping[str, Any]],
 ) -> str:
-    """The queue that takes the job beside its `holders` (`name`, `type`, `count` of each job that runs or waits)."""
+    """The queue that takes the job beside its `holders` (`name`, `type`, `count` of each job that runs, waits or keeps
+    its machines warm)."""
     kind, wanted, holding = compute["instance_type"], compute.get("queue"), list(holders)
     queues = {name: queue for name, queue in contract["queues"].items() if wanted in (None, name)}
     if not queues:
