@@ -94,3 +94,30 @@ def test_a_target_that_can_not_be_adapted_is_one_line(base: Path, family: str, t
     model = build_model(tiny_job("single", 1, model=FAMILIES[family]), vocab_size=VOCAB_SIZE)
     with pytest.raises(InputError, match=rf"model\.adapter\.targets: {target}: .* it has down_proj, gate_proj"):
         add_adapter(model, AdapterSpec(kind="lora", targets=("q_proj", target)), seed=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_without_pefts_cast_the_gradients_are_the_same_bit_for_bit(dtype: torch.dtype) -> None:
+    """Autocast makes the same half-precision numbers of an input, whether or not peft widened it before."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
+
+    def gradients(*, computes_in_half: bool) -> dict[str, torch.Tensor]:
+        model = build_model(tiny_job("single", 1, model=FAMILIES["Llama"]), vocab_size=VOCAB_SIZE).train()
+        spec = AdapterSpec(kind="lora", rank=4, targets=targets, dropout=0.0)
+        add_adapter(model, spec, seed=1, computes_in_half=computes_in_half)
+        casts = {module.cast_input_dtype_enabled for module in model.modules() if hasattr(module, "lora_A")}
+        assert casts == {not computes_in_half}
+        generator = torch.Generator().manual_seed(2)
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+            elif ".lora_B." in name:  # zero, it would leave the first matrix without a gradient
+                parameter.data.normal_(std=0.2, generator=generator)
+        tokens = torch.randint(0, VOCAB_SIZE, (2, 16), generator=generator)
+        with torch.autocast("cpu", dtype=dtype):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    ours, pefts = gradients(computes_in_half=True), gradients(computes_in_half=False)
+    assert len(ours) == 2 * 5 * 2 and all(gradient.any() for gradient in ours.values())
+    assert [name for name in pefts if not torch.equal(ours[name], pefts[name])] == [] and set(ours) == set(pefts)

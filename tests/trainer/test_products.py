@@ -4,12 +4,14 @@ That the products themselves equal one process is the table's in `parity`. Each 
 runs all its cases, the largest first: its checkpoints are what the smaller ones continue.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
+from trainer_testing.pool import run_pooled
+from trainer_testing.strategy_worker import MARK, Result, RunRequest, run, worst_relative_error
 from trainer_testing.tiny import MODEL
 
 TOLERANCE = 1e-5
@@ -139,3 +141,12 @@ def test_the_same_layout_goes_on_bit_for_bit(saved: Saved, results: dict[tuple[s
         for key in ("loss", "grad_norm", "validation"):
             wanted = whole[key] if key == "validation" else whole[key][SAVED_AT:]
             assert [value.hex() for value in resumed[key]] == [value.hex() for value in wanted], (case, key)
+
+
+def test_rows_of_a_tied_vocabulary_and_their_gradients_are_those_of_the_whole() -> None:
+    """Also where a row is padding, which its own rank alone must know: as an input it has no gradient."""
+    output = run_pooled(2, "trainer_testing.vocabulary_worker", timeout_seconds=300)[0]
+    errors = json.loads(next(line for line in output.splitlines() if line.startswith(MARK)).removeprefix(MARK))
+    assert len(errors) == 6
+    for padding, found in errors.items():
+        assert found["rows"] == 0 and max(found.values()) < 1e-12, padding
