@@ -170,7 +170,9 @@ def test_roles_of_single_jobs_go_before_the_boundary_that_they_hold(
     for tenant in ("acme", "globex"):
         path, trust = f"/trainyard/{name}/{tenant}/jobs/each/", json.dumps({"Version": "2012-10-17", "Statement": []})
         iam.create_role(Path=path, RoleName=f"{tenant}-{name}", AssumeRolePolicyDocument=trust)
-        iam.put_role_policy(RoleName=f"{tenant}-{name}", PolicyName="own", PolicyDocument=trust)
+        own = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": f"arn:aws:s3:::{tenant}/*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [own]})
+        iam.put_role_policy(RoleName=f"{tenant}-{name}", PolicyName="own", PolicyDocument=policy)
     report = remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
     assert "1 roles of its jobs" in report.deleted
     assert gone(lambda: iam.get_role(RoleName=f"acme-{name}"))

@@ -64,7 +64,7 @@ def test_contracts_of_two_tenants_share_nothing_but_the_place(account: Any) -> N
 
     acme, globex = (leaves(_contract(account, tenant).model_dump(mode="json")) for tenant in ("acme", "globex"))
     place = {"123456789012", "us-east-1", "us-east-1a", "local", "/trainyard/local/image"}
-    settings = {"3", "None", "True", "False", "0.0", "24.0", "80.0", "finish", "ml.p5.4xlarge"}
+    settings = {"", "3", "None", "True", "False", "0.0", "24.0", "80.0", "finish", "ml.p5.4xlarge"}
     assert acme & globex == place | settings
 
 
