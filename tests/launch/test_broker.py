@@ -460,8 +460,8 @@ def test_of_two_calls_for_one_job_the_second_rewrites_no_promise(
     def slow(**request: Any) -> None:
         monkeypatch.setattr(sagemaker, "create_training_job", create)
         answers.append(ask())  # the record says the same: one job, one promise
-        (made,) = (sagemaker.created.pop(), sagemaker.jobs.clear())[:1]
-        assert made == request
+        assert sagemaker.created.pop() == request
+        sagemaker.jobs.clear()
         forge(deployed, _compute(max_hours=0.01, max_wait_hours=None))
         answers.append(ask())
         create(**request)
