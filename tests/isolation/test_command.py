@@ -32,6 +32,17 @@ def test_json_holds_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["holds"] is True
 
 
+def test_a_limit_that_is_no_whole_number_of_seconds_in_binary_is_the_same_everywhere(tmp_path: Path) -> None:
+    """4.35 h x 3600 is 15,659.999...: policy, request and proof round it alike, or the longest legal job looks like a
+    second too long."""
+    content = yaml.safe_load(LOCAL.read_text())
+    for tenant in content["tenants"].values():
+        tenant["max_job_hours"] = 4.35
+    path = tmp_path / "local.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    assert prove(open_site(path, ROOT)).holds
+
+
 @pytest.mark.usefixtures("synthesized")
 def test_the_page_says_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "isolation.html"

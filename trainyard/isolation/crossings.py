@@ -303,9 +303,9 @@ class Crossings:
         stated: list[dict[str, Value]] = [
             {"sagemaker:instancetypes": (FOREIGN_TYPE,)},
             {"sagemaker:instancetypes": (*types, FOREIGN_TYPE)},
-            {"sagemaker:maxruntimeinseconds": str(int(contract.max_job_hours * 3600) + 1)},
+            {"sagemaker:maxruntimeinseconds": str(round(contract.max_job_hours * 3600) + 1)},
             {"sagemaker:enableremotedebug": "true"},
-            {"sagemaker:keepaliveperiod": str(int(contract.warm_pool_minutes * 60) + 1)},
+            {"sagemaker:keepaliveperiod": str(round(contract.warm_pool_minutes * 60) + 1)},
         ]
         for said in stated:
             yield self._ask(role, tenant, GUARD_RAIL, CREATE_JOB, job, said)

@@ -227,7 +227,7 @@ class Needs:
                 "sagemaker:vpcsecuritygroupids": contract.security_group_ids,
                 "sagemaker:instancetypes": (kind,),
                 "sagemaker:outputkmskeyarn": contract.keys.checkpoints,
-                "sagemaker:maxruntimeinseconds": str(int(contract.max_job_hours * 3600)),
+                "sagemaker:maxruntimeinseconds": str(round(contract.max_job_hours * 3600)),
             }
             absent = {"sagemaker:enableremotedebug", "sagemaker:volumekmskeyarn", "sagemaker:filesystemid"}
             absent |= {"sagemaker:keepaliveperiod"}

@@ -136,7 +136,7 @@ class _Cases:
             "sagemaker:VpcSecurityGroupIds": own.security_group_ids,
             "sagemaker:InstanceTypes": (kind,),
             "sagemaker:OutputKmsKeyArn": own.keys.checkpoints,
-            "sagemaker:MaxRuntimeInSeconds": str(int(own.max_job_hours * 3600)),
+            "sagemaker:MaxRuntimeInSeconds": str(round(own.max_job_hours * 3600)),
             "sagemaker:EnableRemoteDebug": "false",
             **volume,
         }
@@ -218,11 +218,11 @@ class _Cases:
             "JobsSayTime": (proper, {"no running time": {"sagemaker:MaxRuntimeInSeconds": None}}),
             "JobsMaxTime": (
                 proper,
-                {"a second too long": {"sagemaker:MaxRuntimeInSeconds": str(int(own.max_job_hours * 3600) + 1)}},
+                {"a second too long": {"sagemaker:MaxRuntimeInSeconds": str(round(own.max_job_hours * 3600) + 1)}},
             ),
             "JobsKeepWarm": (
-                self._job_case("", "machines kept as long as allowed", {warm: str(int(own.warm_pool_minutes * 60))}),
-                {"machines kept a second longer": {warm: str(int(own.warm_pool_minutes * 60) + 1)}},
+                self._job_case("", "machines kept as long as allowed", {warm: str(round(own.warm_pool_minutes * 60))}),
+                {"machines kept a second longer": {warm: str(round(own.warm_pool_minutes * 60) + 1)}},
             ),
             "JobsOwnTag": (
                 proper,
