@@ -17,12 +17,11 @@ from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch import cluster, cluster_shell
 from trainyard.launch.backend import LogCursor, LogLine
 from trainyard.launch.backends import ByRecord
+from trainyard.launch.checks import refused_by_month, refused_by_tenant
 from trainyard.launch.cluster import (
     here_directory,
     here_places,
     partition_of,
-    refused_by_month,
-    refused_by_tenant,
     tenant_backend,
     tenant_directory,
     tenant_places,

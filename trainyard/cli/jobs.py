@@ -3,7 +3,7 @@
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from trainyard.cli.options import (
 )
 from trainyard.cli.output import console, print_json, teller
 from trainyard.errors import InputError, JobFailedError, TrainyardError
+from trainyard.spec.backends import BackendName
 
 if TYPE_CHECKING:
     from trainyard.launch.place import Place
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from trainyard.spec.job import JobSpec
 
 BackendOption = Annotated[
-    Literal["sagemaker", "slurm", "local"] | None,
+    BackendName | None,
     typer.Option("--backend", help="Where it runs; default: compute.backend of the job file."),
 ]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the job to its end; exit code 1 where it fails.")]
@@ -99,7 +100,7 @@ def load_for_backend(path: Path, overrides: list[str], backend: str | None) -> "
 def _launch(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
     from trainyard.launch import launch as launch_on_sagemaker
     from trainyard.launch import launch_here
-    from trainyard.launch.cluster import launch_on_cluster, launch_on_slurm_here
+    from trainyard.launch.doors import DOORS
     from trainyard.launch.place import environment_file, local_jobs_folder, local_place, open_tenant
     from trainyard.spec.platform import load_environment
 
@@ -111,11 +112,12 @@ def _launch(spec: "JobSpec", environment: str, *, processes: int | None, force: 
         if processes is not None:
             raise InputError("--processes is for --backend local; on a cluster each GPU has its process")
         deployed = load_environment(environment_file(environment))
-        if spec.compute.backend == "slurm" and deployed.emulated:  # which has no machines
-            return local_place(), launch_on_slurm_here(spec, local_jobs_folder(), force=force, say=teller(spinner))
+        door = DOORS.get(spec.compute.backend)
+        if door is not None and deployed.emulated:  # which has no machines
+            return local_place(), door.launch_from_here(spec, local_jobs_folder(), force=force, say=teller(spinner))
         spinner.update("opening the account")
         access = open_tenant(deployed, spec.tenant, f"job {spec.name}")
-        launch_there = launch_on_cluster if spec.compute.backend == "slurm" else launch_on_sagemaker
+        launch_there = launch_on_sagemaker if door is None else door.launch_for_tenant
         record = launch_there(
             spec, access.contract, account=access.account, launcher=access.launcher, force=force, say=teller(spinner)
         )

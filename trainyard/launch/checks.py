@@ -1,5 +1,6 @@
 """What is refused before anything is submitted, each in one line that says how to mend it."""
 
+import datetime
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,9 @@ from dataclasses import dataclass
 from trainyard import hardware
 from trainyard.errors import InputError
 from trainyard.functions import broker_rules
+from trainyard.hardware import PriceBook
+from trainyard.launch.backend import Say, say_nothing
+from trainyard.launch.session import price_file
 from trainyard.planner.plan import Plan
 from trainyard.planner.results import Configuration
 from trainyard.spec.job import JobSpec
@@ -164,3 +168,30 @@ def _is_assumed(item: Configuration) -> bool:
     host = item.host
     counted = host.checkpoint_gib + (0.0 if item.parallelism.offload == "nvme" else host.offloaded_gib)
     return counted <= (host.available_gib or 0.0)
+
+
+def refused_by_tenant(job: JobSpec, contract: TenantContract, say: Say = say_nothing) -> list[str]:
+    """Why the tenant's limits (hours of a job, budget of a month) refuse the job, at launch and at each resume."""
+    return [*refused_hours(job, contract), *refused_by_month(job, contract, say)]
+
+
+def refused_by_month(job: JobSpec, contract: TenantContract, say: Say = say_nothing) -> list[str]:
+    """The reason, where the job alone, at its longest, costs more than the tenant has for a month. Nothing holds the
+    cluster to the sum of its jobs: that is the budget's alarm. Without a price nothing is refused, which is said."""
+    compute, kind = job.compute, job.compute.instance_type
+    assert kind is not None
+    book = PriceBook.opened(price_file(), today=datetime.date.today())
+    try:
+        rate = book.price(kind, contract.region, "spot" if compute.spot else "on_demand").usd_per_hour
+    except InputError as error:
+        month = f"the {contract.monthly_usd:,.0f} USD that tenant {contract.tenant} has a month"
+        say(f"warning: not checked against {month}: {error}")
+        return []
+    starts = 1 + job.recovery.max_resumes
+    most = compute.max_hours * starts * compute.instance_count * rate
+    if most <= contract.monthly_usd:
+        return []
+    return [
+        f"{compute.instance_count} x {kind} for {starts} x {compute.max_hours:g} hours could cost {most:,.0f} USD, and "
+        f"tenant {contract.tenant} has {contract.monthly_usd:,.0f} USD a month: lower compute.max_hours, or use fewer"
+    ]

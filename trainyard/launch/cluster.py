@@ -4,31 +4,19 @@ A tenant's job goes to the tenant's cluster and to no other: by the tenant's log
 the tenant's file system. It reads and writes what a training job does, by the rights of the cluster's machines.
 """
 
-import datetime
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainyard import planner
 from trainyard.errors import InputError
-from trainyard.hardware import PriceBook
-from trainyard.launch import checks, names
+from trainyard.launch import checks
 from trainyard.launch.backend import Say, say_nothing
-from trainyard.launch.channels import build_inputs
 from trainyard.launch.cluster_shell import HereShell, has_slurm_here, shell_of
-from trainyard.launch.launcher import (
-    caller,
-    local_job,
-    new_record,
-    planned,
-    record_and_submit,
-    refuse_or_force,
-    with_destination,
-)
+from trainyard.launch.launcher import launch_from_here, launch_on_machines, local_job
 from trainyard.launch.local_backend import trainer_environment
-from trainyard.launch.record import FolderRecordStore, JobRecord, RecordedChannel, S3RecordStore
-from trainyard.launch.session import Account, price_file
+from trainyard.launch.record import JobRecord
+from trainyard.launch.session import Account
 from trainyard.launch.slurm_backend import SlurmBackend
 from trainyard.launch.slurm_script import IMAGE_PYTHON, ClusterPlace
 from trainyard.spec.job import JobSpec
@@ -56,30 +44,17 @@ def launch_on_cluster(
     """
     assert job.tenant == contract.tenant
     partition_of(job, contract)
-    backend = tenant_backend(launcher, contract)
-    say("planning")
-    plan, refusals = planned(job, region=contract.region, say=say)
-    forced = refuse_or_force([*refused_by_tenant(job, contract, say), *refusals], force)
-    say("looking for the data")
-    s3 = launcher.client("s3")
-    inputs = build_inputs(job, s3, contract)
-    job_id = names.new_job_id(contract.tenant, job.name)
-    destination = names.checkpoint_destination(contract.buckets.checkpoints, job_id)
-    record = new_record(
+    return launch_on_machines(
         job,
-        with_destination(inputs.job, destination),
-        job_id=job_id,
-        backend="slurm",
-        environment=contract.environment,
-        plan=plan,
+        contract,
+        "slurm",
+        tenant_backend(launcher, contract),
         image=job.compute.slurm.container_image,
-        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in inputs.channels],
-        forced=forced,
-        launched_by=caller(account),
+        account=account,
+        launcher=launcher,
+        force=force,
+        say=say,
     )
-    # Before anything is written: what the cluster could never start leaves no record.
-    backend.check(record)
-    return record_and_submit(record, S3RecordStore(s3, contract.buckets.data), backend, say)
 
 
 def launch_on_slurm_here(job: JobSpec, folder: Path, *, force: bool = False, say: Say = say_nothing) -> JobRecord:
@@ -96,27 +71,17 @@ def launch_on_slurm_here(job: JobSpec, folder: Path, *, force: bool = False, say
             f"folder {root}: has {found[0]!r} in its path, which options of a batch script can't hold; set "
             "compute.slurm.directory, or TRAINYARD_STATE_DIR, to a folder that all machines see and that has none"
         )
-    here = local_job(job)
-    say("planning")
-    planner.resolve(here)
-    plan, refusals = planned(job, say=say)
-    forced = refuse_or_force(refusals, force)
-    job_id = names.new_job_id(job.tenant or "local", job.name)
-    record = new_record(
+    return launch_from_here(
         job,
-        with_destination(here, job.checkpoint.destination or str(root / job_id)),
-        job_id=job_id,
-        backend="slurm",
-        environment=None,
-        plan=plan,
+        folder,
+        "slurm",
+        here_backend(folder),
+        sent=local_job(job),
+        root=root,
         image=job.compute.slurm.container_image,
-        channels=(),
-        forced=forced,
-        launched_by="",
+        force=force,
+        say=say,
     )
-    backend = here_backend(folder)
-    backend.check(record)
-    return record_and_submit(record, FolderRecordStore(folder), backend, say)
 
 
 def tenant_backend(launcher: Account, contract: TenantContract) -> SlurmBackend:
@@ -125,7 +90,7 @@ def tenant_backend(launcher: Account, contract: TenantContract) -> SlurmBackend:
         shell_of(launcher, contract),
         tenant_places(contract),
         tenant_directory,
-        lambda record: refused_by_tenant(record.resolved.spec, contract),
+        lambda record: checks.refused_by_tenant(record.resolved.spec, contract),
     )
 
 
@@ -220,30 +185,3 @@ def partition_of(job: JobSpec, contract: TenantContract) -> str:
             "either; name a partition of one type, or have one added"
         )
     return fitting[0]
-
-
-def refused_by_tenant(job: JobSpec, contract: TenantContract, say: Say = say_nothing) -> list[str]:
-    """Why the tenant's limits (hours of a job, budget of a month) refuse the job, at launch and at each resume."""
-    return [*checks.refused_hours(job, contract), *refused_by_month(job, contract, say)]
-
-
-def refused_by_month(job: JobSpec, contract: TenantContract, say: Say = say_nothing) -> list[str]:
-    """The reason, where the job alone, at its longest, costs more than the tenant has for a month. Nothing holds the
-    cluster to the sum of its jobs: that is the budget's alarm. Without a price nothing is refused, which is said."""
-    compute, kind = job.compute, job.compute.instance_type
-    assert kind is not None
-    book = PriceBook.opened(price_file(), today=datetime.date.today())
-    try:
-        rate = book.price(kind, contract.region, "spot" if compute.spot else "on_demand").usd_per_hour
-    except InputError as error:
-        month = f"the {contract.monthly_usd:,.0f} USD that tenant {contract.tenant} has a month"
-        say(f"warning: not checked against {month}: {error}")
-        return []
-    starts = 1 + job.recovery.max_resumes
-    most = compute.max_hours * starts * compute.instance_count * rate
-    if most <= contract.monthly_usd:
-        return []
-    return [
-        f"{compute.instance_count} x {kind} for {starts} x {compute.max_hours:g} hours could cost {most:,.0f} USD, and "
-        f"tenant {contract.tenant} has {contract.monthly_usd:,.0f} USD a month: lower compute.max_hours, or use fewer"
-    ]

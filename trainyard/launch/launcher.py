@@ -3,7 +3,7 @@
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trainyard import planner
 from trainyard.errors import InputError
@@ -30,6 +30,7 @@ from trainyard.launch.record import (
 )
 from trainyard.launch.session import Account, price_file
 from trainyard.planner.elastic import smaller
+from trainyard.spec.backends import BackendName
 from trainyard.spec.job import JobSpec, ResolvedJob
 from trainyard.spec.platform import TenantContract
 
@@ -64,23 +65,38 @@ def launch(
     say("looking for the data")
     image = read_image(account, contract.image_parameter, emulated=contract.emulated)
     s3 = launcher.client("s3")
-    inputs = build_inputs(job, s3, contract)
-    job_id = names.new_job_id(contract.tenant, job.name)
-    destination = names.checkpoint_destination(contract.buckets.checkpoints, job_id)
-    record = new_record(
-        job,
-        with_destination(inputs.job, destination),
-        job_id=job_id,
-        backend="sagemaker",
-        environment=contract.environment,
-        plan=plan,
-        image=image,
-        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in inputs.channels],
-        forced=forced,
-        launched_by=caller(account),
+    record = tenants_record(
+        job, contract, account=account, s3=s3, backend="sagemaker", plan=plan, image=image, forced=forced
     )
     store = S3RecordStore(s3, contract.buckets.data)
     return record_and_submit(record, store, backend, say)
+
+
+def launch_on_machines(
+    job: JobSpec,
+    contract: TenantContract,
+    name: BackendName,
+    backend: Backend,
+    *,
+    image: str | None,
+    account: Account,
+    launcher: Account,
+    force: bool = False,
+    say: Say = say_nothing,
+) -> JobRecord:
+    """Launch a tenant's `job` on machines that SageMaker does not run (a cluster); returns once `backend` has taken it.
+
+    InputError where the plan, the tenant's hours or its month refuse it (which yield to `force`), or the backend does.
+    """
+    say("planning")
+    plan, refusals = planned(job, region=contract.region, say=say)
+    forced = refuse_or_force([*checks.refused_by_tenant(job, contract, say), *refusals], force)
+    say("looking for the data")
+    s3 = launcher.client("s3")
+    record = tenants_record(job, contract, account=account, s3=s3, backend=name, plan=plan, image=image, forced=forced)
+    # Before anything is written: what the cluster could never start leaves no record.
+    backend.check(record)
+    return record_and_submit(record, S3RecordStore(s3, contract.buckets.data), backend, say)
 
 
 def launch_here(
@@ -88,25 +104,56 @@ def launch_here(
 ) -> JobRecord:
     """Launch `job` on this machine, in a new directory under `folder`; returns once its processes are starting."""
     check_trainer()
-    here = local_job(job)
+    return launch_from_here(
+        job,
+        folder,
+        "local",
+        LocalBackend(folder),
+        sent=local_job(job),
+        num_processes=num_processes,
+        force=force,
+        say=say,
+    )
+
+
+def launch_from_here(
+    job: JobSpec,
+    folder: Path,
+    name: BackendName,
+    backend: Backend,
+    *,
+    sent: JobSpec,
+    root: Path | None = None,
+    image: str | None = None,
+    channels: Sequence[RecordedChannel] = (),
+    num_processes: int | None = None,
+    force: bool = False,
+    say: Say = say_nothing,
+) -> JobRecord:
+    """Launch `job`, which no tenant of an environment owns, on `backend`; returns once that has taken it.
+
+    `folder` holds this machine's records; `sent`: the job with the paths that its ranks read; `root`: its checkpoints
+    go into a folder of that one (default: `folder`), unless the job says where.
+    """
     say("planning")
     plan, refusals = planned(job, world_size=num_processes, say=say)
     forced = refuse_or_force(refusals, force)
     job_id = names.new_job_id(job.tenant or "local", job.name)
-    destination = job.checkpoint.destination or str((folder / job_id).resolve())
+    destination = job.checkpoint.destination or str((root or folder.resolve()) / job_id)
     record = new_record(
         job,
-        with_destination(here, destination, world_size=num_processes),
+        with_destination(sent, destination, world_size=num_processes),
         job_id=job_id,
-        backend="local",
+        backend=name,
         environment=None,
         plan=plan,
-        image=None,
-        channels=(),
+        image=image,
+        channels=channels,
         forced=forced,
         launched_by="",
     )
-    return record_and_submit(record, FolderRecordStore(folder), LocalBackend(folder), say)
+    backend.check(record)
+    return record_and_submit(record, FolderRecordStore(folder), backend, say)
 
 
 def planned(
@@ -160,12 +207,42 @@ def _local_path(path: str, where: str) -> str:
     return str(Path(path).resolve())
 
 
+def tenants_record(
+    job: JobSpec,
+    contract: TenantContract,
+    *,
+    account: Account,
+    s3: Any,
+    backend: BackendName,
+    plan: dict[str, Any],
+    image: str | None,
+    forced: Sequence[str],
+) -> JobRecord:
+    """The first record of a tenant's job: inputs found in S3, checkpoints in the tenant's bucket. AwsRefusedError where
+    an input isn't there."""
+    inputs = build_inputs(job, s3, contract)
+    job_id = names.new_job_id(contract.tenant, job.name)
+    destination = names.checkpoint_destination(contract.buckets.checkpoints, job_id)
+    return new_record(
+        job,
+        with_destination(inputs.job, destination),
+        job_id=job_id,
+        backend=backend,
+        environment=contract.environment,
+        plan=plan,
+        image=image,
+        channels=[RecordedChannel(name=c.name, kind=c.kind, location=c.location, uri=c.uri) for c in inputs.channels],
+        forced=forced,
+        launched_by=caller(account),
+    )
+
+
 def new_record(
     job: JobSpec,
     resolved: ResolvedJob,
     *,
     job_id: str,
-    backend: Literal["sagemaker", "slurm", "local"],
+    backend: BackendName,
     environment: str | None,
     plan: dict[str, Any],
     image: str | None,

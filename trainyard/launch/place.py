@@ -7,8 +7,8 @@ from typing import Any
 from trainyard.errors import InputError
 from trainyard.launch.backend import Backend
 from trainyard.launch.backends import ByRecord
-from trainyard.launch.cluster import here_backend, tenant_backend
 from trainyard.launch.contract import check_tenant, read_contract
+from trainyard.launch.doors import DOORS
 from trainyard.launch.local_backend import LocalBackend
 from trainyard.launch.queue_backend import backend_of
 from trainyard.launch.record import FolderRecordStore, RecordStore, S3RecordStore
@@ -55,8 +55,9 @@ class TenantAccess:
         s3 = self.launcher.client("s3")
         store = S3RecordStore(s3, self.contract.buckets.data)
         backends: dict[str, Backend] = {"sagemaker": backend_of(self.launcher, self.contract)}
-        if self.contract.cluster is not None:
-            backends["slurm"] = tenant_backend(self.launcher, self.contract)
+        for name, door in DOORS.items():
+            if (backend := door.tenant_backend(self.launcher, self.contract)) is not None:
+                backends[name] = backend
         resumes, queued = bool(self.contract.broker), bool(self.contract.shares)
         return Place(store, ByRecord(backends), s3, self.launcher, has_resumer=resumes and not queued, has_queue=queued)
 
@@ -87,7 +88,8 @@ def open_tenant(environment: EnvironmentSpec, tenant: str | None, where: str) ->
 def local_place(folder: Path | None = None) -> Place:
     """Jobs on this machine."""
     folder = folder or local_jobs_folder()
-    return Place(FolderRecordStore(folder), ByRecord({"local": LocalBackend(folder), "slurm": here_backend(folder)}))
+    backends: dict[str, Backend] = {name: door.here_backend(folder) for name, door in DOORS.items()}
+    return Place(FolderRecordStore(folder), ByRecord(backends | {"local": LocalBackend(folder)}))
 
 
 def local_jobs_folder() -> Path:

@@ -19,6 +19,7 @@ from pydantic import Field
 from trainyard.errors import InputError
 from trainyard.launch import names
 from trainyard.launch.aws import aws_errors, is_conflict, is_missing
+from trainyard.spec.backends import BackendName
 from trainyard.spec.base import SpecModel, parse
 from trainyard.spec.job import JobSpec, ResolvedJob
 
@@ -76,7 +77,7 @@ class JobRecord(SpecModel):
     job_id: str
     tenant: str | None
     environment: str | None
-    backend: Literal["sagemaker", "slurm", "local"]
+    backend: BackendName
     spec: JobSpec
     """As written by the person."""
     resolved: ResolvedJob

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from trainyard.errors import InputError
+from trainyard.spec.backends import BackendName
 from trainyard.spec.base import Name, SpecModel, apply_overrides, parse, read_yaml
 from trainyard.spec.retention import BestSpec, Retention
 
@@ -578,7 +579,7 @@ class SlurmSpec(SpecModel):
 class ComputeSpec(SpecModel):
     """The machines. The default is this one."""
 
-    backend: Literal["sagemaker", "slurm", "local"] = "local"
+    backend: BackendName = "local"
     instance_type: str | None = None
     instance_count: PositiveInt = 1
     spot: bool = False

@@ -1,0 +1,62 @@
+"""Machines that neither SageMaker runs nor this one is: a door each, by its word in `compute.backend`.
+
+A door is a module of this room: how a job goes there, for a tenant and from this machine, and the backend that looks
+after it. What else a door needs it has to itself; the verbs and the places know this table alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from trainyard.launch import cluster
+from trainyard.launch.backend import Backend, Say, say_nothing
+from trainyard.launch.record import JobRecord
+from trainyard.launch.session import Account
+from trainyard.spec.backends import BackendName
+from trainyard.spec.job import JobSpec
+from trainyard.spec.platform import TenantContract
+
+
+class LaunchForTenant(Protocol):
+    """Launches a tenant's job: checked, recorded in its bucket, submitted."""
+
+    def __call__(
+        self,
+        job: JobSpec,
+        contract: TenantContract,
+        *,
+        account: Account,
+        launcher: Account,
+        force: bool = False,
+        say: Say = say_nothing,
+    ) -> JobRecord:
+        """InputError where the place, the plan or the tenant's limits refuse it."""
+
+
+class LaunchFromHere(Protocol):
+    """Launches a job of nobody's environment; its record lies in a folder of this machine."""
+
+    def __call__(self, job: JobSpec, folder: Path, *, force: bool = False, say: Say = say_nothing) -> JobRecord:
+        """InputError where the place or the plan refuses it."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """One kind of machines."""
+
+    launch_for_tenant: LaunchForTenant
+    launch_from_here: LaunchFromHere
+    tenant_backend: Callable[[Account, TenantContract], Backend | None]
+    """None where the tenant has no such machines."""
+    here_backend: Callable[[Path], Backend]
+    """Of the jobs whose records lie in that folder."""
+
+
+def _tenants_slurm(launcher: Account, contract: TenantContract) -> Backend | None:
+    return None if contract.cluster is None else cluster.tenant_backend(launcher, contract)
+
+
+DOORS: dict[BackendName, Door] = {
+    "slurm": Door(cluster.launch_on_cluster, cluster.launch_on_slurm_here, _tenants_slurm, cluster.here_backend),
+}
