@@ -10,8 +10,9 @@ import boto3
 import pytest
 from boto3.exceptions import RetriesExceededError
 from moto import mock_aws
-from trainer import slurm
-from trainer.slurm import bring_inputs, host_names, ranks_settings, read_place
+from trainer import inputs, slurm
+from trainer.inputs import bring_inputs
+from trainer.slurm import host_names, ranks_settings, read_place
 
 from trainyard.errors import InputError
 
@@ -87,7 +88,7 @@ def test_inputs_come_as_a_container_would_have_them(tmp_path: Path, monkeypatch:
     (shared / "sets" / "text").mkdir(parents=True)
     (shared / "sets" / "text" / "a.jsonl").write_text("a")
     (shared / "tokenizer.json").write_text("t")
-    monkeypatch.setattr(slurm, "SHARED_ROOT", str(shared))
+    monkeypatch.setattr(inputs, "SHARED_ROOT", str(shared))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -122,7 +123,7 @@ def test_links_of_a_start_before_are_renewed(tmp_path: Path, monkeypatch: pytest
     shared = tmp_path / "fsx"
     (shared / "text").mkdir(parents=True)
     (shared / "names.txt").write_text("n")
-    monkeypatch.setattr(slurm, "SHARED_ROOT", str(shared))
+    monkeypatch.setattr(inputs, "SHARED_ROOT", str(shared))
     folder = write_inputs(tmp_path / "job", ("text", "fsx", "text"), ("names", "fsx", "names.txt"))
     (folder / "text").symlink_to(shared / "gone")
     (folder / ".names.partial").mkdir()
@@ -162,7 +163,7 @@ def test_a_list_of_inputs_that_cannot_be_read_is_named(tmp_path: Path, text: str
 
 
 def test_an_input_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "SHARED_ROOT", str(tmp_path))
+    monkeypatch.setattr(inputs, "SHARED_ROOT", str(tmp_path))
     write_inputs(tmp_path / "job", ("text", "fsx", "sets/none"))
     assert slurm.main(["inputs", str(tmp_path / "job")], {}) == 2
     assert "sets/none is not on the cluster's file system" in (tmp_path / "job/host/failure").read_text()
