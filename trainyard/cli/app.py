@@ -20,6 +20,7 @@ from trainyard.cli import (
     jobs,
     planning,
     prices,
+    sweeping,
     tenants,
     watching,
 )
@@ -60,6 +61,7 @@ def _options(
 
 planning.register(app)
 jobs.register(app)
+sweeping.register(app)
 watching.register(app)
 comparing.register(app)
 costing.register(app)

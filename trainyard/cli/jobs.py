@@ -58,7 +58,7 @@ def launch(
     Example: trainyard launch jobs/quickstart.yaml --environment local --wait
     """
     spec = load_for_backend(job, overrides or [], backend)
-    place, record = _launch(spec, environment, processes=processes, force=force)
+    place, record = launch_job(spec, environment, processes=processes, force=force)
     starts_again = place.has_resumer or place.has_queue
     if record.backend == "sagemaker" and record.spec.recovery.max_resumes and not starts_again:
         print(f"recovery.max_resumes: tenant {record.tenant} submits directly and has no resumer", file=sys.stderr)
@@ -97,7 +97,8 @@ def load_for_backend(path: Path, overrides: list[str], backend: str | None) -> "
     return load_job(path, moved)
 
 
-def _launch(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
+def launch_job(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
+    """Launch a job where its `compute.backend` says; where it lives now, and its record."""
     from trainyard.launch import launch as launch_on_sagemaker
     from trainyard.launch import launch_here
     from trainyard.launch.doors import DOORS

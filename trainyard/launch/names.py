@@ -10,6 +10,7 @@ from trainyard.functions.training_request import output_path, spec_prefix
 __all__ = [
     "attempt_name",
     "checkpoint_destination",
+    "is_of_job",
     "job_id_of",
     "new_job_id",
     "output_path",
@@ -32,9 +33,18 @@ def new_job_id(owner: str, name: str, *, now: datetime | None = None, suffix: st
     """
     stamp = (now or datetime.now(UTC)).astimezone(UTC).strftime(_STAMP)
     tail = f"-{stamp}-{suffix or secrets.token_hex(2)}"
-    room = MAX_TRAINING_JOB_NAME - _RESUME_SUFFIX_LENGTH - len(tail) - len(owner) - 1
+    return f"{_beginning(owner, name)}{tail}"
+
+
+def is_of_job(job_id: str, owner: str, name: str) -> bool:
+    """Whether an id may be that of a job so called: long names are cut in it, so that its record has the last word."""
+    return bool(re.fullmatch(rf"{re.escape(_beginning(owner, name))}-\d{{14}}-[0-9a-f]{{4}}", job_id))
+
+
+def _beginning(owner: str, name: str) -> str:
+    room = MAX_TRAINING_JOB_NAME - _RESUME_SUFFIX_LENGTH - len("-20260131120000-1a2b") - len(owner) - 1
     assert room >= 1
-    return f"{owner}-{name[:room].rstrip('-')}{tail}"
+    return f"{owner}-{name[:room].rstrip('-')}"
 
 
 def attempt_name(job_id: str, number: int) -> str:

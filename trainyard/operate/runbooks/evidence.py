@@ -16,9 +16,11 @@ from trainyard.errors import InputError, TrainyardError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine
 from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, verified
-from trainyard.launch.compare import compare, metrics_rows
+from trainyard.launch.compare import compare
+from trainyard.launch.goodput import jsonl_rows
 from trainyard.launch.place import Place
 from trainyard.launch.record import JobRecord
+from trainyard.operate.course import newest_rows, own_folder
 from trainyard.operate.runbooks.framework import keep
 from trainyard.operate.runbooks.log_lines import Hit, classify, decisive
 
@@ -140,18 +142,9 @@ def _lines(place: Place, record: JobRecord, missing: dict[str, str]) -> tuple[li
     return [f"{line.host} {line.text}" for line in read], steps[-1] if steps else None
 
 
-def _own_folder(place: Place, record: JobRecord) -> Path | None:
-    """A job's output folder, where it is on this machine: always up to date."""
-    folder = Path(record.checkpoint_destination) / "output"
-    return folder if place.s3 is None and folder.is_dir() else None
-
-
 def _rows(place: Place, record: JobRecord, missing: dict[str, str]) -> list[dict[str, Any]]:
-    folder = _own_folder(place, record)
-    if folder is not None and (folder / "metrics.jsonl").exists():
-        return _jsonl((folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
     try:
-        rows = metrics_rows(record, place.s3)
+        rows = newest_rows(place, record)
     except TrainyardError as error:
         missing["figures"] = str(error)
         return []
@@ -163,19 +156,9 @@ def _rows(place: Place, record: JobRecord, missing: dict[str, str]) -> list[dict
 def _beside(place: Place, record: JobRecord, name: str) -> list[dict[str, Any]]:
     """Rows of a file of the output folder. Of a job on SageMaker they are in its output's archive: its lines say the
     same."""
-    folder = _own_folder(place, record)
+    folder = own_folder(place, record)
     path = folder / name if folder else None
-    return _jsonl(path.read_text(encoding="utf-8", errors="replace")) if path and path.exists() else []
-
-
-def _jsonl(text: str) -> list[dict[str, Any]]:
-    rows = []
-    for line in text.splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue  # a process that was killed may have left half of one
-    return [row for row in rows if isinstance(row, dict)]
+    return jsonl_rows(path.read_bytes()) if path and path.exists() else []
 
 
 def _checkpoints(place: Place, record: JobRecord, missing: dict[str, str]) -> list[Checkpoint]:
@@ -204,7 +187,7 @@ def _planned(record: JobRecord, place: Place, missing: dict[str, str]) -> dict[s
 def _silent_seconds(place: Place, record: JobRecord, state: str, newest_step_at: float | None) -> float | None:
     if state != "Training":
         return None
-    folder = _own_folder(place, record)
+    folder = own_folder(place, record)
     if folder is not None:  # its log has no times
         path = folder / "metrics.jsonl"
         return max(0.0, time.time() - path.stat().st_mtime) if path.exists() else None
@@ -220,7 +203,7 @@ def _keep(evidence: Evidence, place: Place, folder: Path) -> None:
     keep(folder, "checkpoints.json", [one.as_json() for one in evidence.checkpoints])
     about = {name: getattr(evidence, name) for name in ("state", "note", "failure", "silent_seconds", "planned")}
     keep(folder, "job.json", {**about, "missing": dict(evidence.missing)})
-    output = _own_folder(place, record)
+    output = own_folder(place, record)
     for name in BESIDE:
         if output is not None and (output / name).exists():
             shutil.copyfile(output / name, folder / name)

@@ -1,0 +1,578 @@
+"""Sweeps: what is tried, who is stopped, what it may cost; on a played backend, and through the ordinary launch."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launch_testing import job_content
+
+from trainyard.cli import sweeping
+from trainyard.cli.app import run
+from trainyard.errors import InputError
+from trainyard.launch import watch
+from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.launcher import new_record, record_and_submit, with_destination
+from trainyard.launch.names import is_of_job, new_job_id
+from trainyard.launch.place import Place
+from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange
+from trainyard.launch.session import Account
+from trainyard.launch.spending import Spent
+from trainyard.operate.course import Course, curve, row_of_line, units_per_second
+from trainyard.operate.sweep import runner as runner_module
+from trainyard.operate.sweep.record import LAUNCHING, SweepRecord, SweepStore, Trial, trial_name
+from trainyard.operate.sweep.runner import Runner, check_budget, first_trials
+from trainyard.operate.sweep.search import MOST_TRIALS, Told, search_of
+from trainyard.operate.sweep.space import grid, parse_axes, parse_axis, text_of
+from trainyard.operate.sweep.standings import standings
+from trainyard.operate.sweep.stopping import halving, losers, median, rungs
+from trainyard.spec.base import apply_overrides, parse
+from trainyard.spec.job import JobSpec
+
+NOON = datetime(2026, 3, 20, 12, tzinfo=UTC)
+
+
+def test_values_stay_as_they_were_written_and_a_grid_has_them_all() -> None:
+    axes = parse_axes(["training.learning_rate=1e-4,2.0e-4", "training.optimizer.betas=[0.9, 0.95],[0.8, 0.9]"])
+    assert grid(axes) == [
+        (f"training.learning_rate={rate}", f"training.optimizer.betas={betas}")
+        for rate in ("1e-4", "2.0e-4")
+        for betas in ("[0.9, 0.95]", "[0.8, 0.9]")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("training.learning_rate", "must look like"),
+        ("=1,2", "must look like"),
+        ("a.b=1,[2", "must look like"),
+        ("a.b=1],[2", "must look like"),
+        ("a.b=log:1e-3", "must look like"),
+        ("a.b=log:0..1", "needs 0 < low < high"),
+        ("a.b=linear:2..1", "needs low < high"),
+        ("a.b=int:1..2.5", "whole numbers"),
+        ("a.b=1,,2", "must look like"),
+        ("a.b=3,3", "stands twice"),
+    ],
+)
+def test_what_is_no_axis_is_refused(text: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        parse_axis(text)
+
+
+def test_an_axis_is_given_once_and_a_grid_has_no_ranges() -> None:
+    with pytest.raises(InputError, match=r"a\.b: is given twice"):
+        parse_axes(["a.b=1,2", "a.b=3"])
+    with pytest.raises(InputError, match="a grid has no ranges"):
+        grid(parse_axes(["a.b=log:1..2"]))
+
+
+@pytest.mark.parametrize("value", [1e-5, 0.00123456789, 3.0, 123456.0, 1.5e20])
+def test_a_number_that_was_drawn_is_a_number_in_the_job_file(value: float) -> None:
+    read = apply_overrides({}, [f"a.b={text_of(value)}"])["a"]["b"]
+    assert isinstance(read, int | float) and math.isclose(read, value, rel_tol=1e-5)
+
+
+def test_a_random_search_is_the_same_for_whoever_goes_on_with_it() -> None:
+    axes = parse_axes(["a.rate=log:1e-5..1e-2", "a.size=int:2..8", "a.drop=linear:0..0.5", "a.kind=x,y"])
+    search = search_of("random", axes, num_trials=40, seed=3)
+    drawn = [search.propose(number, []) for number in range(40)]
+    assert drawn == [search_of("random", axes, num_trials=40, seed=3).propose(number, []) for number in range(40)]
+    rates = sorted(float(one[0].split("=")[1]) for one in drawn)
+    assert 1e-5 <= rates[0] < 1e-4 and 1e-3 < rates[-1] <= 1e-2, "as many in each decade"
+    assert {one[1] for one in drawn} <= {f"a.size={size}" for size in range(2, 9)}
+    assert len(set(drawn)) > 30
+    with pytest.raises(InputError, match="needs --trials N"):
+        search_of("random", axes, num_trials=None, seed=0)
+    with pytest.raises(InputError, match=f"more than {MOST_TRIALS}"):
+        search_of("random", axes, num_trials=MOST_TRIALS + 1, seed=0)
+
+
+def test_without_optuna_its_search_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(InputError, match="pip install 'optuna=="):
+        search_of("optuna", parse_axes(["a.b=log:1e-5..1e-2"]), num_trials=3, seed=0)
+
+
+def line(start: float, by_step: float, num: int) -> dict[int, float]:
+    return {step: start + by_step * step for step in range(1, num + 1)}
+
+
+def test_halving_keeps_the_best_third_of_those_that_have_come_to_a_rung() -> None:
+    assert rungs(90) == [10, 30] and rungs(2) == []
+    curves = {number: line(5.0 + number / 10, -0.01, 12) for number in range(1, 7)}
+    assert sorted(halving(range(1, 7), curves, 90)) == [3, 4, 5, 6], "two of six go on"
+    assert halving([4], {4: curves[4]}, 90) == {}, "the first to come goes on"
+    assert halving([1, 2], {1: line(5, 0, 9), 2: line(6, 0, 9)}, 90) == {}, "nobody has come to a rung"
+    late = {1: line(5, 0, 12), 2: line(6, 0, 31)}
+    assert halving([1, 2], late, 90) == {}, "each is judged at the highest rung that it has reached"
+
+
+def test_the_median_rule_stops_what_is_worse_than_the_others_were() -> None:
+    curves = {1: line(5, -0.1, 20), 2: line(5, -0.09, 20), 3: line(5, 0.0, 12), 4: line(5, -0.2, 9)}
+    assert list(median([1, 2, 3, 4], curves, 90)) == [3]
+    assert median([3], {1: curves[1], 3: curves[3]}, 90) == {}, "one other is no median"
+    assert median([3], curves, 1000) == {}, "within the first tenth nobody is judged"
+
+
+def test_a_trial_that_diverged_loses_to_every_other() -> None:
+    rows = [{"step": step, "loss": None if step > 5 else 2.0} for step in range(1, 13)]
+    curves = {1: curve(rows, "loss"), 2: line(50, 0, 12)}
+    assert list(losers("halving", [1, 2], curves, 90)) == [1]
+    assert losers("none", [1, 2], curves, 90) == {}
+
+
+def test_a_line_is_a_row_as_the_file_has_it() -> None:
+    said = "step=7 loss=2.5 learning_rate=0.001 grad_norm=nan tokens=128 tokens_per_second=64.0 step_seconds=2.0"
+    row = row_of_line(said)
+    assert row == {
+        "step": 7,
+        "loss": 2.5,
+        "learning_rate": 0.001,
+        "grad_norm": None,
+        "tokens": 128.0,
+        "step_seconds": 2.0,
+    }
+    assert units_per_second([row or {}]) == 64.0
+    assert row_of_line("validation step=7 loss=2.25 perplexity=inf") == {
+        "step": 7,
+        "validation_loss": 2.25,
+        "validation_perplexity": None,
+    }
+    for other in ("validation step=7 set=code loss=1.0", "checkpoint step=7 committed", "a step=1", "step=x"):
+        assert row_of_line(other) is None
+
+
+def test_a_training_loss_is_the_mean_of_its_last_steps() -> None:
+    rows = [{"step": step, "loss": float(step % 2)} for step in range(1, 11)]
+    assert curve(rows, "loss")[10] == pytest.approx(0.4) and curve(rows, "loss")[1] == 1.0
+    validated = [*rows, {"step": 11, "validation_loss": 3.0}]
+    assert curve(validated, "validation_loss") == {11: 3.0}
+
+
+def trial(number: int, **more: Any) -> Trial:
+    return Trial(number=number, name=f"t-{number}", overrides=(f"a.b={number}",), **more)
+
+
+def sweep_record(*trials: Trial, **more: Any) -> SweepRecord:
+    given = {"over": ("training.learning_rate=1e-3,2e-3,3e-3",), "search": "grid", "num_trials": None, "seed": 0}
+    given |= {"parallel": 2, "stop_rule": "halving", "metric": "loss", "environment": "test", "backend": None}
+    return parse(
+        SweepRecord,
+        {"name": "s", "token": "abc123", "directory": "/", "started_at": NOON.isoformat(), "trials": trials}
+        | given
+        | more,
+        "sweep",
+    )
+
+
+def test_the_best_is_a_completed_one_at_a_step_that_all_of_them_made() -> None:
+    record = sweep_record(
+        trial(1, state="Completed", job_id="a", usd=1.25),
+        trial(2, state="Completed", job_id="b", usd=2.5),
+        trial(3, state="Stopped", job_id="c", why="loser: x"),
+        trial(4),
+    )
+    found = standings(record, {1: line(5, -0.1, 20), 2: line(5, -0.09, 30), 3: line(1, 0, 5)}, {1: 100.0})
+    assert (found.equal_step, found.usd) == (5, 3.75)
+    assert found.best is not None and found.best.number == 1, "at step 20; that 2 went further does not make it better"
+    assert found.lines[3].value is None and found.lines[2].value_at_equal_step == 1
+    document = json.loads(json.dumps(found.document(), allow_nan=False))
+    assert document["best"] == {"trial": 1, "job_id": "a", "settings": {"a.b": "1"}}
+    diverged = standings(record, {1: {1: math.inf}}, {}).document()
+    assert diverged["best"] is None and diverged["trials"][0]["diverged"]
+
+
+def test_names_of_trials_are_a_jobs_names_and_found_again() -> None:
+    name = trial_name("a" * 40, "abc123", 117)
+    assert len(name) == 40 and name.endswith("-abc123-117")
+    job_id = new_job_id("acme", name)
+    assert is_of_job(job_id, "acme", name) and not is_of_job(job_id, "acme", "b" + name[1:])
+
+
+@dataclass
+class Machines:
+    """A backend that plays jobs of 90 steps: `tick` lets each make ten; who is stopped ends at the next."""
+
+    folder: Path
+    losses: Callable[[JobSpec], float]
+    quota: int = 99
+    running: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    launched: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+
+    def check(self, record: JobRecord) -> None:
+        """Takes all."""
+
+    def submit(self, record: JobRecord, say: Say) -> None:
+        if record.job_id in self.running:
+            return
+        if len([one for one in self.running if one not in self.ended]) >= self.quota:
+            raise InputError("over the quota of tenant acme")
+        self.launched.append(record.spec.name)
+        self.running[record.job_id] = 0
+
+    def observe(self, record: JobRecord) -> Observation | None:
+        if record.job_id not in self.running:
+            return None
+        state = self.ended.get(record.job_id, "Training")
+        return Observation(state, transitions=(StateChange(state="Training", at=NOON.isoformat()),))
+
+    def spent(self, record: JobRecord) -> Spent:
+        """As if the whole job took two machines of 6 dollars an hour."""
+        hours = Decimal(self.running.get(record.job_id, 0)) / 90
+        return Spent(2 * 6 * hours, 2 * hours, Decimal(6), "b", "d", None)
+
+    def stop(self, record: JobRecord) -> None:
+        self.stopped.append(record.job_id)
+        self.ended[record.job_id] = "Stopped"
+
+    def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+        start = self.losses(record.spec)
+        told = int(cursor.positions.get("at", "0"))
+        cursor.positions["at"] = str(self.running[record.job_id])
+        return [
+            LogLine("h", f"step={step} loss={start - step / 100} tokens=10 step_seconds=0.5", 0)
+            for step in range(told + 1, self.running[record.job_id] + 1)
+        ]
+
+    def states(self, records: Sequence[JobRecord]) -> dict[str, str]:
+        return {}
+
+    def tick(self) -> None:
+        for job_id in self.running:
+            if job_id not in self.ended:
+                self.running[job_id] += 10
+                if self.running[job_id] >= 90:
+                    self.ended[job_id] = "Completed"
+
+
+class PlayedLauncher:
+    """Launches on Machines, with a record in a folder."""
+
+    def __init__(self, machines: Machines, planned_usd: float | None = 12.0) -> None:
+        self.machines, self.planned_usd = machines, planned_usd
+        self.place_of_all = Place(FolderRecordStore(machines.folder), machines)
+
+    def load(self, name: str, overrides: Sequence[str]) -> JobSpec:
+        return parse(JobSpec, apply_overrides(job_content(), [*overrides, f"name={name or 'tiny'}"]), "job")
+
+    def plan_usd(self, spec: JobSpec) -> float | None:
+        return self.planned_usd
+
+    def launch(self, spec: JobSpec) -> tuple[Place, JobRecord]:
+        job_id = new_job_id("acme", spec.name)
+        record = new_record(
+            spec,
+            with_destination(spec, str(self.machines.folder / job_id)),
+            job_id=job_id,
+            backend="sagemaker",
+            environment="test",
+            plan={},
+            image=None,
+            channels=(),
+            forced=(),
+            launched_by="",
+        )
+        made = record_and_submit(record, self.place_of_all.store, self.machines, lambda _: None)
+        return self.place_of_all, made
+
+    def find(self, spec: JobSpec) -> tuple[Place, JobRecord] | None:
+        store = self.place_of_all.store
+        for job_id in store.job_ids():
+            record = store.read(job_id).record
+            if record.spec.name == spec.name:
+                return self.place_of_all, record
+        return None
+
+    def place(self, job_id: str) -> Place:
+        return self.place_of_all
+
+
+def rate_of(spec: JobSpec) -> float:
+    """The lower the rate, the lower the loss."""
+    return 5.0 + 100 * spec.training.learning_rate
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Runner, Machines]]]:
+    """A sweep on played machines; `held` as the verb does it."""
+    store = SweepStore("s", tmp_path / "sweeps")
+
+    def begin(*, quota: int = 99, planned_usd: float | None = 12.0, **more: Any) -> tuple[Runner, Machines]:
+        machines = Machines(tmp_path / "jobs", rate_of, quota)
+        monkeypatch.setattr(runner_module, "spent", machines.spent)
+        launcher = PlayedLauncher(machines, planned_usd)
+        record = sweep_record(**more)
+        search = search_of(record.search, parse_axes(record.over), num_trials=record.num_trials, seed=0)
+        trials = first_trials(search, launcher, record.token, "tiny")
+        check_budget(trials, search.num_trials, record.max_cost_usd, force=record.force)
+        record = record.model_copy(update={"trials": trials})
+        store.create(record, "name: x\n")
+        return Runner(store, record, search, launcher, "tiny", lambda _: None), machines
+
+    with store.held():
+        yield begin
+
+
+def test_losers_are_stopped_by_the_ordinary_way_and_the_rest_completes(begun: Any) -> None:
+    runner, machines = begun(parallel=3)
+    found = runner.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed", "Stopped", "Stopped"]
+    assert found.best is not None and found.best.settings == {"training.learning_rate": "1e-3"}
+    assert len(machines.stopped) == 2 and "place 2 of 3" in found.lines[1].why
+    assert found.equal_step == 10 and found.lines[0].step == 90
+    assert found.lines[0].units_per_second == 20.0 and found.lines[0].value is not None
+    assert SweepStore("s", runner.store.folder.parent).read() == runner.record, "all of it is kept"
+
+
+def test_no_more_run_at_once_than_asked_for(begun: Any) -> None:
+    runner, machines = begun(parallel=1, stop_rule="none")
+    most = 0
+
+    def tick() -> None:
+        nonlocal most
+        most = max(most, len(machines.running) - len(machines.ended))
+        machines.tick()
+
+    runner.run(tick)
+    assert (most, len(machines.launched)) == (1, 3)
+
+
+def test_a_full_quota_is_waited_for_and_launches_nothing_twice(begun: Any) -> None:
+    runner, machines = begun(parallel=3, quota=1, stop_rule="none")
+    found = runner.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed"] * 3
+    assert sorted(machines.launched) == [one.name for one in runner.record.trials], "each once"
+    assert len(list(machines.folder.glob("*/record.json"))) == 3, "a refusal left one record"
+
+
+def test_a_trial_that_nobody_would_take_is_told_and_others_go_on(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, machines = begun(parallel=1, stop_rule="none")
+    launch = runner.launcher.launch
+
+    def refuse_one(spec: JobSpec) -> Any:
+        if spec.training.learning_rate == 2e-3:
+            raise InputError("refused before anything was spent: it does not fit")
+        return launch(spec)
+
+    monkeypatch.setattr(runner.launcher, "launch", refuse_one)
+    found = runner.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed", "Refused", "Completed"]
+    assert "it does not fit" in found.lines[1].why
+
+
+def test_the_plans_of_all_trials_are_held_against_the_budget_first(begun: Any) -> None:
+    with pytest.raises(InputError, match=r"3 trials are planned at 36\.00 USD"):
+        begun(max_cost_usd=20.0)
+    with pytest.raises(InputError, match="knows no price"):
+        begun(max_cost_usd=20.0, planned_usd=None)
+
+
+def test_with_force_trials_start_as_long_as_their_plans_fit(begun: Any) -> None:
+    runner, machines = begun(max_cost_usd=25.0, force=True, parallel=3, stop_rule="none")
+    found = runner.run(machines.tick)
+    # Twelve dollars are promised to each of the first two, and spent; the third would pass the budget by its plan.
+    assert [one.state for one in found.lines] == ["Completed", "Completed", "Waiting"], found
+    assert found.lines[2].why.startswith("budget: ")
+    assert found.usd is not None and 23.9 < found.usd < 25.0 and "planned at 12.00 USD" in found.lines[2].why
+
+
+def test_at_the_budget_what_runs_is_saved_and_stopped(begun: Any) -> None:
+    # A plan that knew no better: 1 dollar, while two machines at 6 dollars take 12 in an hour.
+    runner, machines = begun(max_cost_usd=8.0, planned_usd=1.0, parallel=2, stop_rule="none")
+    found = runner.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Stopped", "Stopped", "Waiting"]
+    assert all(one.why.startswith("budget: ") for one in found.lines) and len(machines.stopped) == 2
+    assert found.usd is not None and 8.0 <= found.usd < 8.0 + 2 * 12 * 10 / 90 + 0.1, "within one look"
+
+
+class GoneError(Exception):
+    """The launcher dies."""
+
+
+@pytest.mark.parametrize("at", ["before the launch", "after the record", "after the launch", "before a stop"])
+def test_whoever_goes_on_launches_no_trial_twice(begun: Any, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    runner, machines = begun(parallel=3)
+
+    def die(*_: Any, **__: Any) -> None:
+        raise GoneError
+
+    with monkeypatch.context() as patch:
+        place = {
+            "before the launch": (PlayedLauncher, "launch"),
+            "after the record": (Machines, "submit"),
+            "after the launch": (Runner, "_adopt"),
+            "before a stop": (watch, "stop"),
+        }[at]
+        patch.setattr(*place, die)
+        with pytest.raises(GoneError):
+            runner.run(machines.tick)
+    kept = runner.store.read()
+    if at != "before a stop":
+        assert kept.trials[0].state == LAUNCHING and kept.trials[0].job_id is None
+    again = Runner(runner.store, kept, runner.search, runner.launcher, "tiny", lambda _: None)
+    found = again.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed", "Stopped", "Stopped"], found
+    assert len(machines.launched) == len(set(machines.launched)) == 3
+    assert len(list(machines.folder.glob("*/record.json"))) == 3
+
+
+def test_a_loser_that_somebody_resumed_is_let_run(begun: Any) -> None:
+    runner, machines = begun(parallel=3, stop_rule="none")
+    for _ in range(2):
+        runner._start()
+        machines.tick()
+        runner.look()
+    first = runner.record.trials[0]
+    runner._stop(first, "loser: x")
+    runner.look()
+    store = runner.launcher.place_of_all.store
+    del machines.ended[first.job_id]
+    stored = store.read(first.job_id)
+    store.replace(stored, stored.record.with_next_attempt().with_attempt(submitted_at="now").with_state("Training"))
+    found = Runner(runner.store, runner.store.read(), runner.search, runner.launcher, "tiny", lambda _: None).run(
+        machines.tick
+    )
+    assert [one.state for one in found.lines] == ["Completed"] * 3 and found.lines[0].why == ""
+
+
+def test_one_process_runs_a_sweep(tmp_path: Path) -> None:
+    store = SweepStore("s", tmp_path)
+    with store.held(), pytest.raises(InputError, match="is run by another process"), store.held():
+        pass
+    with pytest.raises(InputError, match=r"sweep s: there is none in .* \(there: \)"):
+        store.read()
+    with pytest.raises(InputError, match="lower-case letters"):
+        SweepStore("../x")
+
+
+def test_rows_take_the_place_of_lines_and_of_steps_that_are_made_again(tmp_path: Path) -> None:
+    course = Course()
+    course._take([{"step": 1, "loss": 9.0}, {"step": 2, "loss": 9.0}, {"step": 3, "loss": 3.0}], replace=False)
+    course._take([{"step": 1, "loss": 1.0, "tokens": 5}, {"step": 2, "loss": 2.0}], replace=True)
+    course._take([{"step": 3, "validation_loss": 4.0}], replace=False)
+    assert curve(course.ordered(), "loss") == {1: 1.0, 2: 1.5, 3: 2.0}
+    assert course.ordered()[2] == {"step": 3, "loss": 3.0, "validation_loss": 4.0}
+
+
+@pytest.fixture
+def job_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job_content()), encoding="utf-8")
+    return str(path)
+
+
+def test_trials_go_to_sagemaker_as_any_job_does(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sweeping, "POLL_SECONDS", 0.01)
+    over = ["--over", "training.learning_rate=1e-3,2e-3", "--name", "rates"]
+    verb = ["sweep", job_path, *over, "-e", str(environment_path), "--json"]
+    assert run([*verb, "--max-cost-usd", "0.01", "--set", "training.steps=1000000"]) == 2
+    assert "2 trials are planned at" in capsys.readouterr().err
+    assert run([*verb, "--max-cost-usd", "1000"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["state"] for one in document["trials"]] == ["Completed"] * 2
+    names = [one["job_id"] for one in document["trials"]]
+    jobs = deployed.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
+    assert sorted(one["TrainingJobName"] for one in jobs) == sorted(names), "the ordinary requests, once each"
+    assert run(["sweep", "--resume", "rates", "--json"]) == 0
+    assert len(deployed.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]) == 2
+    assert run(verb) == 2
+    assert "sweep rates: exists already; `trainyard sweep --resume rates` goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "needs JOB.yaml and --over"),
+        (["JOB"], "needs JOB.yaml and --over"),
+        (["JOB", "--over", "training.learning_rate=0,1"], "learning_rate: input should be greater than 0"),
+        (["JOB", "--over", "training.learning_rat=0.1"], "did you mean 'learning_rate'?"),
+        (["--resume", "nowhere"], "sweep nowhere: there is none"),
+        (["JOB", "--resume", "x"], "take the sweep's name alone"),
+        (
+            ["JOB", "--over", "training.learning_rate=1,2", "--max-cost-usd", "5", "--backend", "local"],
+            "knows no price",
+        ),
+        (["JOB", "--over", "training.learning_rate=log:1e-3..1e-2"], "a grid has no ranges"),
+        (
+            ["JOB", "--over", "training.seed=1,2", "--set", "training.steps=null", "--set", "training.epochs=2"],
+            "use median",
+        ),
+    ],
+)
+def test_wrong_input_is_one_line_and_launches_nothing(
+    job_path: str, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["sweep", *[job_path if word == "JOB" else word for word in arguments]]) == 2
+    (said,) = [found for found in capsys.readouterr().err.splitlines() if found.startswith("trainyard: ")]
+    assert told in said
+    assert not list((tmp_path / "state").glob("jobs/*")) and not list((tmp_path / "state").glob("sweeps/*/sweep.json"))
+
+
+@pytest.mark.full
+def test_optunas_search_learns_and_goes_on_from_the_record_alone(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="pip install optuna==5.0.0, which nothing else here needs")
+    axes = parse_axes(["a.rate=log:1e-5..1e-1", "a.kind=x,y", "a.size=int:1..9"])
+    search = search_of("optuna", axes, num_trials=40, seed=1)
+    told: list[Told] = []
+    for number in range(40):
+        overrides = search.propose(number, told)
+        given = apply_overrides({}, list(overrides))["a"]
+        assert 1e-5 <= given["rate"] <= 1e-1 and given["kind"] in ("x", "y") and 1 <= given["size"] <= 9
+        told.append(Told(overrides, (math.log10(given["rate"]) + 3) ** 2 + (given["kind"] == "y")))
+    assert search_of("optuna", axes, num_trials=40, seed=1).propose(20, told[:20]) == told[20].overrides
+    drawn = search_of("random", axes, num_trials=40, seed=1)
+    late = sum(one.value or 0.0 for one in told[20:])
+    guessed = [apply_overrides({}, list(drawn.propose(number, [])))["a"] for number in range(20)]
+    assert late < 0.6 * sum((math.log10(one["rate"]) + 3) ** 2 + (one["kind"] == "y") for one in guessed)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_real_trials_of_this_machine_are_compared_though_their_launcher_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three small models, two at once; the one that hardly learns is saved and stopped, and could be resumed."""
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.chdir(root)
+    over = ["--over", "training.learning_rate=5e-3,1e-6,2e-3", "--name", "rates", "--backend", "local"]
+    steps = ["--set", "training.steps=600", "--set", "checkpoint.every_steps=100", "--processes", "1"]
+    command = [sys.executable, "-m", "trainyard", "sweep", "jobs/tiny.yaml", *over, *steps]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root)
+    assert launcher.stderr is not None
+    said: list[str] = []
+    while not any(text.startswith("trial 2 of 3") for text in said):
+        said.append(launcher.stderr.readline())
+        assert said[-1], f"it ended: {said}"
+    launcher.kill()
+    launcher.wait()
+    # From anywhere: the record knows where the job's relative paths begin.
+    monkeypatch.chdir(tmp_path)
+    assert run(["sweep", "--resume", "rates", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    lines = document["trials"]
+    assert [one["state"] for one in lines[:2]] == ["Completed", "Stopped"], lines
+    assert "loser: loss" in lines[1]["why"] and lines[1]["step"] < 600
+    assert document["best"]["trial"] in (1, 3) and lines[0]["value"] < lines[1]["value_at_equal_step"]
+    jobs = tmp_path / "state" / "jobs"
+    assert len(list(jobs.glob("*/record.json"))) == 3, "none was launched twice"
+    assert list((jobs / lines[1]["job_id"]).glob("checkpoints/*/COMMITTED")), "the loser was saved"

@@ -1,0 +1,301 @@
+"""A sweep from its record to its end: looks at its jobs, stops losers, holds the budget, starts the next; again."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trainyard.errors import InputError, TrainyardError
+from trainyard.launch import watch
+from trainyard.launch.backend import Say
+from trainyard.launch.place import Place
+from trainyard.launch.record import JobRecord
+from trainyard.launch.spending import spent
+from trainyard.operate.course import Course, curve, units_per_second
+from trainyard.operate.sweep.record import LAUNCHING, REFUSED, WAITING, SweepRecord, SweepStore, Trial, trial_name
+from trainyard.operate.sweep.search import Search, Told
+from trainyard.operate.sweep.standings import Standings, standings
+from trainyard.operate.sweep.stopping import losers
+from trainyard.spec.job import JobSpec
+
+MOST_FAILED_LOOKS = 10
+"""In a row at one job that end the sweep's process (and no job): a network that is away for a minute does not."""
+BUDGET = "budget: "
+"""A reason's beginning where it was money."""
+
+
+class Launcher(Protocol):
+    """How jobs of a sweep come into being and are found: the ordinary verbs' ways."""
+
+    def load(self, name: str, overrides: Sequence[str]) -> JobSpec:
+        """The job under that name with a trial's overrides; InputError where that is no job."""
+
+    def plan_usd(self, spec: JobSpec) -> float | None:
+        """What its plan says that it costs; None where no price is known."""
+
+    def launch(self, spec: JobSpec) -> tuple[Place, JobRecord]:
+        """Launch it as `trainyard launch` does."""
+
+    def find(self, spec: JobSpec) -> tuple[Place, JobRecord] | None:
+        """The job of that very name, where one was launched; None else."""
+
+    def place(self, job_id: str) -> Place:
+        """Where a job lives."""
+
+
+def propose(search: Search, launcher: Launcher, token: str, job_name: str, before: Sequence[Trial]) -> Trial:
+    """The trial after those, with its plan; InputError where its settings are no job's."""
+    told = [Told(one.overrides, math.inf if one.diverged else one.value) for one in before]
+    number = len(before) + 1
+    overrides = search.propose(number - 1, told)
+    name = trial_name(job_name, token, number)
+    planned = launcher.plan_usd(launcher.load(name, overrides))
+    return Trial(number=number, name=name, overrides=overrides, planned_usd=planned)
+
+
+def first_trials(search: Search, launcher: Launcher, token: str, job_name: str) -> tuple[Trial, ...]:
+    """All trials of a search that is fixed, else the first: each was a job, and planned, before one is launched."""
+    trials: list[Trial] = []
+    for _ in range(search.num_trials if search.is_fixed else 1):
+        trials.append(propose(search, launcher, token, job_name, trials))
+    return tuple(trials)
+
+
+def check_budget(trials: Sequence[Trial], num_trials: int, most_usd: float | None, *, force: bool) -> None:
+    """InputError where the plans of all trials together pass the budget, or know no price to hold it by.
+
+    `force`: trials are then started for as long as their plans fit; a search that learns is judged by its first.
+    """
+    if most_usd is None:
+        return
+    unknown = next((trial for trial in trials if trial.planned_usd is None), None)
+    if unknown is not None:
+        raise InputError(
+            f"--max-cost-usd {most_usd:g}: the plan of trial {unknown.number} knows no price (a job of this machine, "
+            "or a type without one: trainyard prices show); leave it out, or give the job a machine that has a price"
+        )
+    total = math.fsum(trial.planned_usd or 0.0 for trial in trials) * num_trials / len(trials)
+    if total > most_usd and not force:
+        raise InputError(
+            f"--max-cost-usd {most_usd:g}: {num_trials} trials are planned at {total:,.2f} USD; give fewer trials or "
+            "more money, or --force, which starts them for as long as the money lasts (losers cost less than planned)"
+        )
+
+
+@dataclass
+class Runner:
+    """One sweep, run by this process."""
+
+    store: SweepStore
+    record: SweepRecord
+    search: Search
+    launcher: Launcher
+    job_name: str
+    say: Say
+    _places: dict[str, Place] = field(default_factory=dict)
+    _courses: dict[int, Course] = field(default_factory=dict)
+    _num_steps: dict[int, int] = field(default_factory=dict)
+    _failed_looks: dict[int, int] = field(default_factory=dict)
+    _held_back: str = ""
+
+    def run(self, sleep: Callable[[], None]) -> Standings:
+        """To its end; `sleep` waits between two looks. Whatever ends this process, the record has all of it."""
+        self._take_up_again()
+        while True:
+            self._stop_losers()
+            self._hold_budget()
+            self._start()
+            if self._is_over():
+                return self.standings()
+            sleep()
+            self.look()
+
+    def standings(self) -> Standings:
+        """The table as of the last look."""
+        speeds = {number: units_per_second(course.ordered()) for number, course in self._courses.items()}
+        return standings(self.record, self._curves(), speeds)
+
+    def look(self, *, everything: bool = False) -> None:
+        """Bring states, figures and money up to date; `everything`: also of jobs that had ended."""
+        for trial in self.record.trials:
+            if trial.job_id is not None and (everything or not trial.is_over):
+                self._look_at(trial, trial.job_id)
+
+    def _take_up_again(self) -> None:
+        """Find what a process before this one began: jobs that nobody knows the end of, or that somebody resumed; what
+        was refused, or too dear, is tried anew."""
+        for trial in self.record.trials:
+            if trial.job_id is None and (trial.why or trial.state == REFUSED):
+                state = WAITING if trial.state == WAITING else LAUNCHING
+                self._keep(trial.model_copy(update={"state": state, "why": ""}))
+        for trial in self.record.trials:
+            if trial.state == LAUNCHING and (found := self.launcher.find(self._spec(trial))) is not None:
+                self._adopt(trial, *found)
+        self.look(everything=True)
+
+    def _look_at(self, trial: Trial, job_id: str) -> None:
+        try:
+            place = self._places.get(job_id) or self._places.setdefault(job_id, self.launcher.place(job_id))
+            current = watch.status(place.store, place.backend, job_id)
+        except TrainyardError as error:
+            self._failed_looks[trial.number] = self._failed_looks.get(trial.number, 0) + 1
+            if self._failed_looks[trial.number] >= MOST_FAILED_LOOKS:
+                raise
+            self.say(f"trial {trial.number}: {error}")
+            return
+        self._failed_looks.pop(trial.number, None)
+        course = self._courses.setdefault(trial.number, Course())
+        course.look(place, current.record, finished=current.finished)
+        self._num_steps[trial.number] = current.record.resolved.steps or 0
+        seen = self._with_figures(trial, current.record, current.state)
+        self._keep(seen)
+        if seen.why and not current.finished and current.state != "Stopping":
+            self._ask_to_stop(job_id)  # whoever wrote down that it stops was gone before it was asked to
+
+    def _with_figures(self, trial: Trial, record: JobRecord, state: str) -> Trial:
+        """The trial as it is now."""
+        known = curve(self._courses[trial.number].ordered(), self.record.metric)
+        last = max(known, default=0)
+        value, money = known.get(last), spent(record)
+        # A job that was stopped here, and that somebody resumed, runs because somebody wants it to.
+        was_resumed = trial.stopped_attempt is not None and record.attempt.number > trial.stopped_attempt
+        why = "" if was_resumed else trial.why
+        changes = {
+            "state": state,
+            "step": last,
+            "value": value if value is not None and math.isfinite(value) else None,
+            "diverged": value is not None and not math.isfinite(value),
+            "usd": None if money is None else float(money.usd),
+            "why": record.attempt.failure if state == "Failed" and not why else why,
+            "stopped_attempt": None if was_resumed else trial.stopped_attempt,
+        }
+        return trial.model_copy(update=changes)
+
+    def _curves(self) -> dict[int, dict[int, float]]:
+        return {number: curve(course.ordered(), self.record.metric) for number, course in self._courses.items()}
+
+    def _stop_losers(self) -> None:
+        running = [trial for trial in self.record.trials if trial.is_running and not trial.why]
+        num_steps = max(self._num_steps.values(), default=0)
+        found = losers(self.record.stop_rule, [trial.number for trial in running], self._curves(), num_steps)
+        for trial in running:
+            if trial.number in found:
+                self._stop(trial, f"loser: {self.record.metric} {found[trial.number]}")
+
+    def _hold_budget(self) -> None:
+        """At the budget all that runs is saved and stopped, and nothing else begins."""
+        most, total = self.record.max_cost_usd, self._spent_usd()
+        if most is None or total < most:
+            return
+        words = f"{BUDGET}{total:,.2f} of {most:,.2f} USD are spent"
+        for trial in self.record.trials:
+            if trial.is_running and not trial.why:
+                self._stop(trial, words)
+            elif trial.is_waiting:
+                self._keep(trial.model_copy(update={"why": words}))
+
+    def _spent_usd(self) -> float:
+        return math.fsum(trial.usd or 0.0 for trial in self.record.trials)
+
+    def _stop(self, trial: Trial, why: str) -> None:
+        assert trial.job_id is not None
+        place = self._places[trial.job_id]
+        attempt = place.store.read(trial.job_id).record.attempt.number
+        # Written down first: whoever goes on with the sweep stops it then.
+        self._keep(trial.model_copy(update={"why": why, "stopped_attempt": attempt}))
+        self.say(f"trial {trial.number} stops: {why}")
+        self._ask_to_stop(trial.job_id)
+
+    def _ask_to_stop(self, job_id: str) -> None:
+        place = self._places[job_id]
+        try:
+            watch.stop(place.store, place.backend, job_id)
+        except InputError:
+            return  # it ended meanwhile, which the next look tells
+
+    def _start(self) -> None:
+        """Start trials as long as there are places and money."""
+        while sum(trial.is_running for trial in self.record.trials) < self.record.parallel:
+            trial = self._next()
+            if trial is None:
+                return
+            if dear := self._too_dear(trial):
+                if any(one.is_running for one in self.record.trials):
+                    return  # they may end for less than planned
+                self._keep(trial.model_copy(update={"why": dear}))
+            elif not self._launch(trial):
+                return
+
+    def _next(self) -> Trial | None:
+        """A trial that waits, or a new one; None where there is neither."""
+        waiting = next((one for one in self.record.trials if one.is_waiting), None)
+        if waiting is not None or self._all_proposed():
+            return waiting
+        trial = propose(self.search, self.launcher, self.record.token, self.job_name, self.record.trials)
+        self._keep(trial)
+        return trial
+
+    def _all_proposed(self) -> bool:
+        is_spent = any(trial.why.startswith(BUDGET) for trial in self.record.trials)
+        return len(self.record.trials) >= self.search.num_trials or is_spent
+
+    def _too_dear(self, trial: Trial) -> str:
+        """Why this trial's plan does not fit beside what is spent and what those that run may still spend."""
+        most = self.record.max_cost_usd
+        if most is None:
+            return ""
+        promised = math.fsum(
+            max(one.usd or 0.0, one.planned_usd or 0.0) if one.is_running and not one.why else one.usd or 0.0
+            for one in self.record.trials
+        )
+        if trial.planned_usd is not None and promised + trial.planned_usd <= most:
+            return ""
+        told = "without a known price" if trial.planned_usd is None else f"planned at {trial.planned_usd:,.2f} USD"
+        return f"{BUDGET}{promised:,.2f} of {most:,.2f} USD are spent or promised; this one is {told}"
+
+    def _launch(self, trial: Trial) -> bool:
+        """Launch one; whether another may be tried at once. A refusal while others run is tried again later: mostly it
+        is they that hold the quota."""
+        begun = trial.state == LAUNCHING
+        self._keep(trial.model_copy(update={"state": LAUNCHING}))
+        spec = self._spec(trial)
+        try:
+            # What was begun before may have left a job that waits to be submitted.
+            found = self.launcher.find(spec) if begun else None
+            if found is None:
+                self._adopt(trial, *self.launcher.launch(spec))
+            else:
+                self._adopt(trial, *found)
+        except TrainyardError as error:
+            return self._refused(trial, error)
+        return True
+
+    def _adopt(self, trial: Trial, place: Place, record: JobRecord) -> None:
+        """That job is this trial's; it is submitted where it was only written down."""
+        if record.attempt.submitted_at is None:
+            record = watch.resume(place.store, place.backend, record.job_id, say=self.say)
+        self._places[record.job_id], self._held_back = place, ""
+        self._keep(trial.model_copy(update={"state": record.state, "job_id": record.job_id}))
+        self.say(f"trial {trial.number} of {self.search.num_trials}: {record.job_id} ({' '.join(trial.overrides)})")
+
+    def _refused(self, trial: Trial, error: TrainyardError) -> bool:
+        if not any(one.is_running for one in self.record.trials):
+            self._keep(trial.model_copy(update={"state": REFUSED, "why": str(error)}))
+            self.say(f"trial {trial.number} is refused: {error}")
+            return True
+        if str(error) != self._held_back:
+            self._held_back = str(error)
+            self.say(f"trial {trial.number} waits: {error}")
+        return False
+
+    def _spec(self, trial: Trial) -> JobSpec:
+        return self.launcher.load(trial.name, trial.overrides)
+
+    def _keep(self, trial: Trial) -> None:
+        changed = self.record.with_trial(trial)
+        if changed != self.record:
+            self.record = changed
+            self.store.write(changed)
+
+    def _is_over(self) -> bool:
+        return self._all_proposed() and all(trial.is_over for trial in self.record.trials)
