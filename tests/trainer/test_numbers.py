@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,16 @@ from torch import nn
 from trainer.losses import token_loss as loss_module
 from trainer.losses.token_loss import IGNORED_LABEL, next_token_loss_sum
 from trainer.optimizers.build import clip_factor, decay_groups, global_grad_norm
-from trainer.optimizers.loss_scaling import GROWTH_INTERVAL_STEPS, INITIAL_SCALE, LossScaler
+from trainer.optimizers.loss_scaling import (
+    GROWTH_INTERVAL_STEPS,
+    INITIAL_SCALE,
+    LossScaler,
+    deepspeed_scaler_state,
+    restore_deepspeed_scaler,
+)
 from trainer.optimizers.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything
+from trainer.strategies.deepspeed_import import load_deepspeed
 from trainer.strategies.mesh import has_same_streams, random_stream
 
 from trainyard.spec.job import ParallelismSpec, ScheduleSpec
@@ -100,6 +108,45 @@ def test_other_precisions_are_never_scaled() -> None:
         assert scaler.accepts(math.inf)
         scaler.restore({"scale": 8.0, "num_good_steps": 3})
         assert scaler.scale == 1.0
+
+
+def test_a_constant_scale_leaves_nothing_that_fp16_would_begin_with() -> None:
+    scaler = LossScaler.for_precision("fp16")
+    scaler.restore(LossScaler.for_precision("bf16").state())
+    assert scaler.scale == INITIAL_SCALE
+
+
+def deepspeed_scaler(num_good_steps: int) -> Any:
+    """DeepSpeed's own, as its fp16 optimizer makes it, after an overflow and so many good steps."""
+    loss_scaler = load_deepspeed().runtime.fp16.loss_scaler
+    scaler = loss_scaler.DynamicLossScaler(INITIAL_SCALE, 1000, 1, 1, False)
+    scaler.update_scale(False)
+    scaler.cur_scale, scaler.last_overflow_iter = scaler.cur_scale / 2, scaler.cur_iter
+    scaler.cur_iter += 1
+    for _ in range(num_good_steps):
+        scaler.update_scale(False)
+    return scaler
+
+
+@pytest.mark.parametrize(("num_good_steps", "since_growth"), [(0, 0), (7, 7), (1500, 500)])
+def test_the_fp16_scale_goes_from_engine_to_engine(num_good_steps: int, since_growth: int) -> None:
+    theirs = deepspeed_scaler(num_good_steps)
+    saved = deepspeed_scaler_state(theirs)
+    ours = LossScaler.for_precision("fp16")
+    ours.restore(saved["loss_scaler"])
+    grown = 2 if num_good_steps > 1000 else 1
+    assert (ours.scale, ours.num_good_steps) == (INITIAL_SCALE / 2 * grown, since_growth)
+
+    same, moved = deepspeed_scaler(3), deepspeed_scaler(3)
+    restore_deepspeed_scaler(same, saved)
+    assert vars(same) == vars(theirs)
+    restore_deepspeed_scaler(moved, {"loss_scaler": ours.state()})
+    left = 1000 - since_growth
+    for _ in range(left):
+        assert moved.cur_scale == ours.scale
+        moved.update_scale(False)
+    moved.update_scale(False)
+    assert moved.cur_scale == 2 * ours.scale, "it grows when it would have grown"
 
 
 def test_decay_pulls_on_matrices_alone() -> None:

@@ -1,6 +1,7 @@
 """Dynamic loss scaling for fp16: gradients are kept inside fp16's narrow range, and steps that overflow are skipped."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +41,38 @@ class LossScaler:
         return True
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs."""
-        return {"scale": self.scale, "num_good_steps": self.num_good_steps}
+        """What a resume needs; nothing of a constant scale, which a resume in fp16 must not begin with."""
+        return {"scale": self.scale, "num_good_steps": self.num_good_steps} if self.is_dynamic else {}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Puts back what `state` gave; a constant scale stays what it is."""
-        if not self.is_dynamic:
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `state` gave, or `deepspeed_scaler_state`; a constant scale stays what it is."""
+        if not self.is_dynamic or not state:
             return
         self.scale = float(state["scale"])
         self.num_good_steps = int(state["num_good_steps"])
+
+
+_DEEPSPEED_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def deepspeed_scaler_state(scaler: Any) -> dict[str, Any]:
+    """Of DeepSpeed's DynamicLossScaler: its own numbers, and under `loss_scaler` what they are to ours.
+
+    `cur_iter` is the number of the next step, so the good ones since the last overflow are one less than the distance;
+    what it has grown for already counts no more.
+    """
+    num_good_steps = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
+    return {
+        "deepspeed_loss_scaler": {name: getattr(scaler, name) for name in _DEEPSPEED_NAMES},
+        "loss_scaler": {"scale": scaler.cur_scale, "num_good_steps": num_good_steps},
+    }
+
+
+def restore_deepspeed_scaler(scaler: Any, state: Mapping[str, Any]) -> None:
+    """Puts back what `deepspeed_scaler_state` gave, or what an engine with a `LossScaler` saved."""
+    own, ours = state.get("deepspeed_loss_scaler", {}), state.get("loss_scaler", {})
+    for name, value in own.items():
+        setattr(scaler, name, value)
+    if ours and not own:
+        scaler.cur_scale = float(ours["scale"])
+        scaler.cur_iter, scaler.last_overflow_iter = int(ours["num_good_steps"]), -1

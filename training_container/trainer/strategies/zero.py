@@ -21,6 +21,7 @@ from trainer.losses.head import install as install_loss_head
 from trainer.models.build import transformer_blocks
 from trainer.models.deferred_weights import fill, fill_parameters, source_of
 from trainer.optimizers.build import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
+from trainer.optimizers.loss_scaling import deepspeed_scaler_state, restore_deepspeed_scaler
 from trainer.runtime import Runtime
 from trainer.strategies import deepspeed_settings
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
@@ -149,22 +150,25 @@ class ZeroStrategy(Strategy):
 
     def engine_state(self) -> dict[str, Any]:
         """See Strategy: DeepSpeed's own dynamic loss scaler, in fp16."""
-        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        if scaler is None or not scaler.dynamic:
-            return {}
-        names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-        return {"deepspeed_loss_scaler": {name: getattr(scaler, name) for name in names}}
+        scaler = self._dynamic_scaler()
+        return {} if scaler is None else deepspeed_scaler_state(scaler)
 
     def load_engine_state(self, state: dict[str, Any]) -> None:
         """See Strategy."""
-        for name, value in state.get("deepspeed_loss_scaler", {}).items():
-            setattr(self._engine.optimizer.loss_scaler, name, value)
+        scaler = self._dynamic_scaler()
+        if scaler is not None:
+            restore_deepspeed_scaler(scaler, state)
 
     def close(self) -> None:
         """See Strategy. DeepSpeed's hooks keep the model alive until its engine is destroyed."""
         self._engine.destroy()
         if self._disk is not None:
             self._disk.remove()
+
+    def _dynamic_scaler(self) -> Any:
+        """DeepSpeed's, in fp16; None otherwise."""
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        return scaler if scaler is not None and scaler.dynamic else None
 
     def _inner(self) -> torch.optim.Optimizer:
         optimizer = self._engine.optimizer
