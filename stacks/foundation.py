@@ -17,7 +17,9 @@ from stacks.constructs.logs import TenantLogs
 from stacks.constructs.network import TenantNetwork
 from stacks.constructs.passages import open_passages
 from stacks.constructs.permissions import TenantPermissions, TenantResources
+from stacks.constructs.small_files import TenantSmallFiles
 from stacks.constructs.storage import TenantBuckets, TenantFileSystem
+from stacks.constructs.tracking import TenantTracking
 from stacks.naming import TenantScope
 from stacks.settings import stack_settings
 
@@ -45,6 +47,9 @@ class FoundationStack(Stack):
             TenantEgress(self, "Egress", tenant=tenant, spec=egress, network=network, keys=keys)
         buckets = TenantBuckets(self, "Buckets", tenant=tenant, keys=keys)
         file_system = TenantFileSystem(self, "FileSystem", tenant=tenant, network=network, keys=keys, buckets=buckets)
+        small_files = None
+        if (cluster := tenant.spec.cluster) is not None and (spec := cluster.small_files) is not None:
+            small_files = TenantSmallFiles(self, "SmallFiles", tenant=tenant, spec=spec, network=network, keys=keys)
         self.resources = TenantResources(
             network=network,
             keys=keys,
@@ -52,9 +57,15 @@ class FoundationStack(Stack):
             file_system=file_system,
             logs=TenantLogs(self, "Logs", tenant=tenant, network=network, keys=keys, boundary=boundary),
             images=images,
+            small_files=small_files,
         )
         open_passages(tenant, self.resources)
-        TenantPermissions(self, "Permissions", tenant=tenant, roles=self.roles, resources=self.resources)
+        rights = TenantPermissions(self, "Permissions", tenant=tenant, roles=self.roles, resources=self.resources)
+        if (tracking := tenant.spec.tracking) is not None and (role := self.roles.tracking) is not None:
+            bucket = buckets.artifacts.bucket_name
+            TenantTracking(
+                self, "Tracking", tenant=tenant, spec=tracking, bucket=bucket, role=role
+            ).node.add_dependency(rights)  # it looks at its bucket as it comes up
         self._keep_exports()
 
     def _keep_exports(self) -> None:
@@ -65,6 +76,9 @@ class FoundationStack(Stack):
         for role in (self.roles.broker, self.roles.launcher):  # whom the budget stops
             self.export_value(role.role_name)
         self.export_value(self.roles.boundary.managed_policy_arn)  # what the broker makes jobs' roles under
+        if (files := self.resources.small_files) is not None:  # mounted or not
+            for value in (files.resource.ref, files.folder.ref):
+                self.export_value(value)
 
     @property
     def availability_zones(self) -> list[str]:

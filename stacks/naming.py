@@ -96,6 +96,11 @@ class TenantScope:
         return self.arn("sagemaker", f"model-package-group/{self.name}-*")
 
     @property
+    def tracking_server(self) -> str:
+        """ARN of the tenant's MLflow server, where it has one."""
+        return self.arn("sagemaker", f"mlflow-tracking-server/{self.environment.tracking_server(self.name)}")
+
+    @property
     def training_plans(self) -> dict[str, str]:
         """ARN of each training plan that the tenant's jobs may run on, by its name."""
         return {name: self.arn("sagemaker", f"training-plan/{name}") for name in self.spec.training_plans}

@@ -35,11 +35,20 @@ for try in $(seq 30); do
   sleep 10
 done
 mountpoint -q /fsx && install -d -m 1777 /fsx/cluster
-
+{small}
 --==TRAINYARD==--
 """
 """PCS joins it with user data of its own, so that it must be MIME; it runs before Slurm's daemon starts (PCS user
 guide, "Working with Amazon EC2 user data")."""
+
+MOUNT_SMALL_FILES = """\
+install -d -m 000 /efs
+for try in $(seq 30); do
+  mount -t efs -o tls,iam,accesspoint={folder} {files}:/ /efs && break
+  sleep 10
+done
+"""
+"""By amazon-efs-utils, which brings the TLS and the machine's role that the file system's policy asks for."""
 
 
 class TenantCluster(Construct):
@@ -230,7 +239,12 @@ class TenantCluster(Construct):
     def _user_data(self) -> str:
         files = self._resources.file_system.resource
         dns, mount = files.attr_dns_name, files.attr_lustre_mount_name
-        return MOUNT.replace("{dns}", dns).replace("{mount}", mount)
+        text = MOUNT.replace("{dns}", dns).replace("{mount}", mount)
+        small, files = self._spec.small_files, self._resources.small_files
+        if small is None or not small.mounted or files is None:
+            return text.replace("{small}", "")
+        mounted = MOUNT_SMALL_FILES.replace("{folder}", files.folder.ref).replace("{files}", files.resource.ref)
+        return text.replace("{small}", mounted)
 
 
 def _ami(ami: str) -> str:

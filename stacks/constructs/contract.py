@@ -11,6 +11,8 @@ from stacks.constructs.queues import TenantQueues
 from stacks.naming import TenantScope
 from trainyard.spec.cluster import LOGIN_GROUP
 from trainyard.spec.platform import (
+    CONTRACT_VERSION,
+    TRACKING_FOLDER,
     BucketContract,
     ClusterContract,
     FileSystemContract,
@@ -18,9 +20,13 @@ from trainyard.spec.platform import (
     QueueContract,
     RoleContract,
     TenantContract,
+    TrackingContract,
     TrainingPlanContract,
 )
 from trainyard.spec.shares import ShareContract
+
+WITHOUT_TRACKING = 3
+"""The version that has all that is said of a tenant without a tracking server."""
 
 
 class PublishedContract(Construct):
@@ -39,13 +45,14 @@ class PublishedContract(Construct):
     ) -> None:
         super().__init__(scope, construct_id)
         contract = tenant_contract(tenant, roles, resources, queues, cluster)
+        unsaid = {"tracking"} if contract.tracking is None else None  # an older trainyard knows no such key
         ssm.StringParameter(
             self,
             "Parameter",
             parameter_name=tenant.environment.contract_parameter(tenant.name),
             description=f"Contract of tenant {tenant.name}: what trainyard launches with",
             tier=ssm.ParameterTier.ADVANCED,  # a contract with several queues passes the Standard tier's 4 KB
-            string_value=Stack.of(self).to_json_string(contract.model_dump(mode="json")),
+            string_value=Stack.of(self).to_json_string(contract.model_dump(mode="json", exclude=unsaid)),
         )
 
 
@@ -61,6 +68,7 @@ def tenant_contract(
     environment, network = tenant.environment, resources.network
     keys, buckets, file_system = resources.keys, resources.buckets, resources.file_system.resource
     return TenantContract(
+        version=CONTRACT_VERSION if tenant.spec.tracking is not None else WITHOUT_TRACKING,
         environment=environment.name,
         tenant=tenant.name,
         account=environment.account,
@@ -117,6 +125,7 @@ def tenant_contract(
             name: TrainingPlanContract(arn=tenant.training_plans[name], **plan.model_dump())
             for name, plan in tenant.spec.training_plans.items()
         },
+        tracking=_tracking(tenant, resources),
         job_keys=tenant.encrypts_by_job,
         job_boundary=roles.boundary.managed_policy_arn if tenant.isolates_jobs else "",
         emulated=environment.emulated,
@@ -135,6 +144,13 @@ def _cluster(tenant: TenantScope, cluster: TenantCluster | None) -> ClusterContr
         },
         login_tag=LOGIN_GROUP,
     )
+
+
+def _tracking(tenant: TenantScope, resources: TenantResources) -> TrackingContract | None:
+    if tenant.spec.tracking is None:
+        return None
+    artifacts = f"s3://{resources.buckets.artifacts.bucket_name}/{TRACKING_FOLDER}"
+    return TrackingContract(server=tenant.tracking_server, artifacts=artifacts)
 
 
 def _shares(tenant: TenantScope) -> dict[str, ShareContract]:

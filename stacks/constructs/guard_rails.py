@@ -17,6 +17,7 @@ from constructs import Construct
 from stacks.constructs.acknowledged import acknowledge_wildcards
 from stacks.constructs.machine_permissions import machine_actions, only_login_nodes
 from stacks.constructs.network import TenantNetwork
+from stacks.constructs.tracking import BOUNDED_ACTIONS, only_own_server
 from stacks.naming import TAG_TENANT, TenantScope
 from trainyard.errors import InputError
 from trainyard.hardware import instance
@@ -120,6 +121,8 @@ class TenantBoundary(Construct):
         super().__init__(scope, construct_id)
         allowed = [*ALLOWED_ACTIONS, *([INVOKE] if tenant.brokered else [])]
         allowed += MANAGE_JOB_ROLES if tenant.isolates_jobs else []
+        tracks = tenant.spec.tracking is not None
+        allowed += BOUNDED_ACTIONS if tracks else []
         if tenant.queued:
             allowed = sorted({*allowed, SUBMIT_JOB, TAG_JOB, STOP_QUEUED_JOB} - {CREATE_JOB})
         self.policy = iam.ManagedPolicy(
@@ -141,8 +144,10 @@ class TenantBoundary(Construct):
                         *tenant.training_plans.values(),
                         tenant.model_packages,
                         tenant.model_package_groups,
+                        *([tenant.tracking_server] if tracks else []),  # a link to its page is made too
                     ],
                 ),
+                *only_own_server(tenant),
                 # It shows a queued job's whole request, and IAM can't scope it; listings show names and states.
                 deny("NoForeignRequests", ["batch:DescribeServiceJob"], {}),
                 *_broker(tenant),
@@ -235,7 +240,7 @@ def _check_size(policy: iam.ManagedPolicy, tenant: TenantScope) -> None:
         raise InputError(
             f"tenants.{tenant.name}.queues: with {len(tenant.instance_types)} instance types the tenant's permissions "
             f"boundary would have {length:,} characters, and IAM takes {MAX_POLICY_CHARACTERS:,}: name fewer types, "
-            "split the tenant, or leave out its cluster or job_isolation"
+            "split the tenant, or leave out its cluster, tracking or job_isolation"
         )
 
 

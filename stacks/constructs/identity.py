@@ -31,6 +31,8 @@ class TenantRoles(Construct):
     """What the cluster's machines are, and with them the jobs that run there."""
     login: iam.Role | None = None
     """What the cluster's login node is: it can join the cluster and take a session, and nothing else."""
+    tracking: iam.Role | None = None
+    """What the tenant's MLflow server is; only SageMaker, acting for this account, can take it."""
     operator: iam.Role
     """Breaks the glass: mends data and checkpoints by hand. Needs a second factor; the tenant hears of each use."""
     boundary: iam.ManagedPolicy
@@ -79,6 +81,8 @@ class TenantRoles(Construct):
         functions, path = iam.ServicePrincipal("lambda.amazonaws.com"), f"{tenant.iam_path}service/"
         self.guard = role("Guard", functions, "Re-checks the training jobs", hours=1, path=path)
         self.resumer = role("Resumer", functions, "Resumes failed training jobs", hours=1, path=path)
+        if tenant.spec.tracking is not None:
+            self.tracking = role("Tracking", sagemaker, "Keeps experiments", hours=1, path=path)
         self.broker = role("Broker", functions, "Submits the training jobs", hours=1, path=tenant.broker_iam_path)
         # An absent key matches neither: sessions without a second factor, and those of identity providers, which don't
         # tell AWS of theirs, are not let in.

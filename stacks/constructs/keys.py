@@ -86,9 +86,12 @@ class TenantKeys(Construct):
         )
         machines = [*_roles(tenant, checkpoints), *_machines(tenant)]
         links = [_links(tenant)] if tenant.spec.file_system.links else []
-        self.data = self._key("Data", tenant, "data", [*_roles(tenant, records), _file_system(tenant), *links])
+        files = [_file_system(tenant), *_small_files(tenant), *links]
+        self.data = self._key("Data", tenant, "data", [*_roles(tenant, records), *files])
         self.checkpoints = self._key("Checkpoints", tenant, "checkpoints", machines)
-        self.artifacts = self._key("Artifacts", tenant, "exported models", _roles(tenant, data))
+        tracking = (roles.tracking,) if roles.tracking is not None else ()
+        models = replace(data, writers=(*data.writers, *tracking))
+        self.artifacts = self._key("Artifacts", tenant, "exported models", _roles(tenant, models))
         self.logs = self._key("Logs", tenant, "logs and notifications", [_log_service(tenant), *_notifiers(tenant)])
 
     def _key(
@@ -161,6 +164,26 @@ def _file_system(tenant: TenantScope) -> iam.PolicyStatement:
             }
         },
     )
+
+
+def _small_files(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """EFS takes its grant in the same way (EFS user guide, "Encrypting data at rest")."""
+    if tenant.spec.cluster is None or tenant.spec.cluster.small_files is None:
+        return []
+    return [
+        iam.PolicyStatement(
+            sid="SmallFilesService",
+            principals=[iam.AccountRootPrincipal()],
+            actions=["kms:CreateGrant", *READ_WRITE],
+            resources=["*"],
+            conditions={
+                "StringEquals": {
+                    "kms:ViaService": tenant.via("elasticfilesystem"),
+                    "kms:CallerAccount": tenant.environment.account,
+                }
+            },
+        )
+    ]
 
 
 def _machines(tenant: TenantScope) -> list[iam.PolicyStatement]:

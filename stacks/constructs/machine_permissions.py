@@ -20,6 +20,9 @@ USE_SESSION = "ssmmessages:OpenDataChannel"
 SHELL_DOCUMENT = "SSM-SessionManagerRunShell"
 """The account's own settings of an interactive shell: no port forwarding, no other document."""
 
+USE_FILES = ["elasticfilesystem:ClientMount", "elasticfilesystem:ClientWrite"]
+"""Of EFS. Without ClientRootAccess: root of a machine is nobody there."""
+
 MACHINE_WILDCARDS = {
     "FindLoginNode": "DescribeInstances has no resource: it shows that machines exist, and opens none.",
     "JoinCluster": "PCS makes up the cluster's id; the condition on its tag holds it to the tenant's own.",
@@ -32,9 +35,10 @@ MACHINE_WILDCARDS = {
 
 def machine_actions(tenant: TenantScope) -> list[str]:
     """What the boundary of a tenant with a cluster lets through besides. Few characters: a policy holds 6,144."""
-    if tenant.spec.cluster is None:
+    if (cluster := tenant.spec.cluster) is None:
         return []
-    return [REGISTER, OPEN_SHELL, "ssm:UpdateInstanceInformation", "ssmmessages:*Channel"]
+    files = USE_FILES if cluster.small_files is not None else []
+    return [REGISTER, OPEN_SHELL, "ssm:UpdateInstanceInformation", "ssmmessages:*Channel", *files]
 
 
 def own_clusters(tenant: TenantScope) -> list[str]:

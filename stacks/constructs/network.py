@@ -30,6 +30,9 @@ CLUSTER_ENDPOINTS = {
 """For a tenant with a cluster: machines join it, and people reach the login node. Without ec2messages: Run Command
 needs it, sessions don't."""
 
+TRACKING_ENDPOINTS = {"Tracking": ec2.InterfaceVpcEndpointAwsService.SAGEMAKER_EXPERIMENTS}
+"""For a tenant with an MLflow server: jobs reach it without a way out."""
+
 
 DEFAULT_GROUP = {
     "NIST.800.53.R5-VPCDefaultSecurityGroupClosed": (
@@ -68,7 +71,7 @@ class TenantNetwork(Construct):
     s3_endpoint: ec2.GatewayVpcEndpoint
     tables_endpoint: ec2.GatewayVpcEndpoint
     interface_endpoints: dict[str, ec2.InterfaceVpcEndpoint]
-    """By the names of INTERFACE_ENDPOINTS and CLUSTER_ENDPOINTS. What endpoints let through is in `passages`."""
+    """By the names of INTERFACE_, CLUSTER_ and TRACKING_ENDPOINTS. What endpoints let through is in `passages`."""
     lustre_rules: list[Construct]
     """Must exist before the file system: FSx checks them when it is created."""
 
@@ -97,6 +100,7 @@ class TenantNetwork(Construct):
         self._make_file_system_group()
         self._make_gateway_endpoints(tenant, [self.training_subnet, *endpoint_subnets])
         services = INTERFACE_ENDPOINTS | (CLUSTER_ENDPOINTS if tenant.spec.cluster is not None else {})
+        services |= TRACKING_ENDPOINTS if tenant.spec.tracking is not None else {}
         self._make_interface_endpoints(services, endpoint_subnets)
 
     def _subnet(self, name: str, zone: str, block: str) -> ec2.PrivateSubnet:

@@ -40,6 +40,8 @@ def open_passages(tenant: TenantScope, resources: TenantResources) -> None:
         statements["Cluster"] = [_own(tenant, "OwnCluster", [REGISTER], own_clusters(tenant), equals=tag)]
         statements["Sessions"] = [_own(tenant, "TakeSessions", SESSIONS, ANYTHING)]
         statements["Parameters"].append(_own(tenant, "SayAlive", ["ssm:UpdateInstanceInformation"], ANYTHING))
+    if tenant.spec.tracking is not None:
+        statements["Tracking"] = [_own(tenant, "OwnServer", ["sagemaker-mlflow:*"], [tenant.tracking_server])]
     endpoints = resources.network.interface_endpoints
     assert set(statements) == set(endpoints), "an endpoint without a policy lets everything through"
     for name, endpoint in endpoints.items():

@@ -15,9 +15,11 @@ from stacks.constructs.keys import READ, READ_WRITE, TenantKeys
 from stacks.constructs.logs import TenantLogs
 from stacks.constructs.machine_permissions import MACHINE_WILDCARDS, join_cluster, open_shells, take_sessions
 from stacks.constructs.network import TenantNetwork
+from stacks.constructs.small_files import TenantSmallFiles, use_files
 from stacks.constructs.storage import TenantBuckets, TenantFileSystem
+from stacks.constructs.tracking import log_runs, see_runs, track_jobs
 from stacks.naming import TAG_TENANT, TenantScope
-from trainyard.spec.platform import TRAINING_LOG_GROUP
+from trainyard.spec.platform import TRACKING_FOLDER, TRAINING_LOG_GROUP
 
 LIST_BUCKET = ["s3:GetBucketLocation", "s3:ListBucket", "s3:ListBucketMultipartUploads"]
 READ_OBJECTS = ["s3:GetObject", "s3:GetObjectVersion"]
@@ -62,6 +64,8 @@ class TenantResources:
     file_system: TenantFileSystem
     logs: TenantLogs
     images: ecr.IRepository
+    small_files: TenantSmallFiles | None = None
+    """EFS, where the tenant's cluster has it."""
 
 
 class TenantPermissions(Construct):
@@ -84,8 +88,9 @@ class TenantPermissions(Construct):
 
         attach("Job", roles.job, _job(tenant, resources))
         if roles.nodes is not None and roles.login is not None:
-            attach("Nodes", roles.nodes, [*join_cluster(tenant), *_work(tenant, resources)])
-            attach("Login", roles.login, [*join_cluster(tenant), *take_sessions()])
+            shared = use_files(tenant, resources.small_files)
+            attach("Nodes", roles.nodes, [*join_cluster(tenant), *_work(tenant, resources), *shared])
+            attach("Login", roles.login, [*join_cluster(tenant), *take_sessions(), *shared])
         submit = [*_submit(tenant, roles), *_job_roles(tenant, roles)]
         if not tenant.brokered:
             attach("Launcher", roles.launcher, [*submit, *_launcher(tenant, resources)])
@@ -98,6 +103,8 @@ class TenantPermissions(Construct):
         attach("Auditor", roles.auditor, _auditor(tenant, resources))
         attach("Guard", roles.guard, _guard(tenant, resources))
         attach("Operator", roles.operator, _operator(tenant, resources))
+        if roles.tracking is not None:
+            attach("Tracking", roles.tracking, _tracking(resources))
         # Nothing of a tenant that queues says CreateTrainingJob: its boundary refuses that altogether.
         if not tenant.queued:
             attach("GuardRails", roles.submitter, _own_keys_and_files(resources))
@@ -166,6 +173,7 @@ def _work(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicySta
             [resources.images.repository_arn],
         ),
         _allow("FindFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        *log_runs(tenant),
     ]
 
 
@@ -330,6 +338,7 @@ def _resumer(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
 def _launcher(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
     """People and CI: the tenant's jobs, data and job records; checkpoints to read."""
     buckets, keys = resources.buckets, resources.keys
+    added = ["models", "registry", *([TRACKING_FOLDER] if tenant.spec.tracking is not None else [])]
     return [
         _allow(
             "FollowJobs",
@@ -356,7 +365,7 @@ def _launcher(tenant: TenantScope, resources: TenantResources) -> list[iam.Polic
         _allow(
             "AddModels",
             READ_OBJECTS + ADD_OBJECTS,
-            [buckets.artifacts.arn_for_objects(f"{folder}/*") for folder in ("models", "registry")],
+            [buckets.artifacts.arn_for_objects(f"{folder}/*") for folder in added],
         ),
         _allow("UseDataKey", READ_WRITE, [keys.data.key_arn, keys.artifacts.key_arn]),
         _allow("DecryptCheckpoints", READ, [keys.checkpoints.key_arn]),
@@ -364,6 +373,7 @@ def _launcher(tenant: TenantScope, resources: TenantResources) -> list[iam.Polic
         _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         _allow("SeeImage", ["ecr:DescribeImages"], [resources.images.repository_arn]),
         *open_shells(tenant),
+        *track_jobs(tenant),
         _see_account(),
     ]
 
@@ -390,6 +400,7 @@ def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
         _allow("SeeKeys", ["kms:DescribeKey", "kms:GetKeyPolicy", "kms:GetKeyRotationStatus"], key_arns),
         _allow("SeeJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags"], tenant.training_jobs),
         _see_models(tenant),
+        *see_runs(tenant),
         _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         _allow(
             "SeeRoles",
@@ -434,6 +445,17 @@ def _operator(tenant: TenantScope, resources: TenantResources) -> list[iam.Polic
         *_read_logs(tenant, resources),
         _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         _see_account(),
+    ]
+
+
+def _tracking(resources: TenantResources) -> list[iam.PolicyStatement]:
+    """The MLflow server: the files beside its runs, to show them; their clients write them."""
+    bucket, key = resources.buckets.artifacts, resources.keys.artifacts
+    below = {"StringLike": {"s3:prefix": [TRACKING_FOLDER, f"{TRACKING_FOLDER}/*"]}}
+    return [
+        _allow("FindFiles", ["s3:ListBucket"], [bucket.bucket_arn], below),
+        _allow("KeepFiles", READ_OBJECTS + ADD_OBJECTS, [bucket.arn_for_objects(f"{TRACKING_FOLDER}/*")]),
+        _allow("EncryptFiles", READ_WRITE, [key.key_arn]),
     ]
 
 

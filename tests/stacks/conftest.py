@@ -91,6 +91,37 @@ def foundation(templates: dict[str, dict[str, Template]]) -> Template:
     return templates["local"]["trainyard-local-acme-foundation"]
 
 
+CLUSTER: dict[str, Any] = {
+    "slurm_version": "25.05",
+    "ami": "ami-0123456789abcdef0",
+    "root_device": "/dev/xvda",
+    "node_groups": {"train": {"instance_type": "p5.48xlarge", "max_instances": 2}},
+    "login": {"instance_type": "m6i.xlarge"},
+}
+
+
+def with_options(environment: Any, small_files: Any, tracking: Any) -> Any:
+    """The environment with a cluster for each tenant, and what clusters and tenants may have beside it. Acme's jobs are
+    submitted by a broker, globex's by its launcher."""
+    content = environment.model_dump(mode="json")
+    for name, tenant in content["tenants"].items():
+        tenant |= {"cluster": {**CLUSTER, "small_files": small_files}, "tracking": tracking}
+        tenant["submission"] = "broker" if name == "acme" else "direct"
+    return content
+
+
+@pytest.fixture(scope="session")
+def optional_environment(environments: dict[str, Any]) -> Any:
+    """The local environment, where both tenants have small files and a tracking server."""
+    return type(environments["local"]).model_validate(with_options(environments["local"], {}, {}))
+
+
+@pytest.fixture(scope="session")
+def optional(synthesize: Synthesize, optional_environment: Any) -> dict[str, Template]:
+    """Its templates."""
+    return synthesize(optional_environment)
+
+
 class Account:
     """The resources of some templates as if deployed: physical ids are logical ids with the stack's name in front."""
 

@@ -24,6 +24,7 @@ NAMED_BY_US = {
     "AWS::NetworkFirewall::RuleGroup": "RuleGroupName",
     "AWS::PCS::ComputeNodeGroup": "Name",  # these two are what Slurm's users see
     "AWS::PCS::Queue": "Name",
+    "AWS::SageMaker::MlflowTrackingServer": "TrackingServerName",  # in policies of the roles that it needs first
     "AWS::SSM::Parameter": "Name",  # how the launcher finds the contract and the image
 }
 NAME_PROPERTIES = {
@@ -50,6 +51,7 @@ NAME_PROPERTIES = {
     "AWS::PCS::ComputeNodeGroup": "Name",
     "AWS::PCS::Queue": "Name",
     "AWS::S3::Bucket": "BucketName",
+    "AWS::SageMaker::MlflowTrackingServer": "TrackingServerName",
     "AWS::SNS::Topic": "TopicName",
     "AWS::SSM::Parameter": "Name",
 }
@@ -60,6 +62,7 @@ UNTAGGABLE = {
     "AWS::EC2::SubnetRouteTableAssociation",
     "AWS::EC2::VPCCidrBlock",
     "AWS::EC2::VPCGatewayAttachment",
+    "AWS::EFS::MountTarget",
     "AWS::IAM::InstanceProfile",
     "AWS::IAM::ManagedPolicy",
     "AWS::IAM::Policy",
@@ -197,7 +200,8 @@ def test_every_resource_says_whose_it_is(templates: dict[str, Any]) -> None:
             assert {"trainyard:tenant", "trainyard:cost-center"} <= {tag["Key"] for tag in item["Tags"]}, name
         if specified:
             continue
-        tags = properties.get("Tags") or properties.get("ResourceTags") or []
+        named = ("Tags", "ResourceTags", "FileSystemTags", "AccessPointTags")
+        tags = next((found for name in named if (found := properties.get(name))), [])
         keys = set(tags) if isinstance(tags, dict) else {tag["Key"] for tag in tags}
         expected = {"trainyard:environment"}
         if not stack.endswith("-platform"):
@@ -245,7 +249,7 @@ def test_stateful_resources_keep_their_logical_ids(templates: dict[str, Any]) ->
     The list changes only together with a plan for what is deployed.
     """
     stateful = {"AWS::EC2::Subnet", "AWS::EC2::VPC", "AWS::ECR::Repository", "AWS::FSx::FileSystem", "AWS::IAM::Role"}
-    stateful |= {"AWS::KMS::Key", "AWS::Logs::LogGroup", "AWS::S3::Bucket"}
+    stateful |= {"AWS::EFS::FileSystem", "AWS::KMS::Key", "AWS::Logs::LogGroup", "AWS::S3::Bucket"}
     found: dict[str, list[str]] = {}
     for stack, name, resource in _resources({"local": templates["local"]}):
         if resource["Type"] in stateful and "globex" not in stack:

@@ -80,9 +80,15 @@ def training_job_request(
         "EnableInterContainerTrafficEncryption": False,
         "EnableManagedSpotTraining": compute["spot"],
         # TRAINING_JOB_NAME changes with each attempt, the job id doesn't.
-        "Environment": {"TRAINYARD_JOB_ID": job_id},
+        "Environment": {"TRAINYARD_JOB_ID": job_id, **_tracking(contract)},
         "RetryStrategy": {"MaximumRetryAttempts": MAX_RETRIES},
     }
+
+
+def _tracking(contract: Mapping[str, Any]) -> dict[str, str]:
+    """Where the job's code may log runs; nowhere where jobs are kept from each other (a server knows no single run)."""
+    tracking = contract.get("tracking")
+    return {} if tracking is None or contract.get("job_boundary") else {"MLFLOW_TRACKING_URI": tracking["server"]}
 
 
 def keep_alive_seconds(compute: Mapping[str, Any]) -> int:

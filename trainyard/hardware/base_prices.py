@@ -17,6 +17,7 @@ BY_USE = frozenset(
     {
         "AWS::EC2::FlowLog",
         "AWS::ECR::Repository",
+        "AWS::EFS::FileSystem",
         "AWS::FSx::DataRepositoryAssociation",
         "AWS::Lambda::Function",
         "AWS::Logs::LogGroup",
@@ -107,15 +108,31 @@ _ONE_PRICE = {
 """Types of which each resource costs the same."""
 
 
+def _firewall(properties: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    zones = len(properties.get("SubnetMappings", []))
+    return [("network-firewall-endpoint", HOURS_PER_MONTH * zones, "zone-hours")]
+
+
+def _tracking_server(properties: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    size = str(properties.get("TrackingServerSize", "Small")).lower()
+    return [(f"mlflow-tracking-server-{size}", HOURS_PER_MONTH, "hours")]
+
+
+_BY_SIZE = {
+    "AWS::NetworkFirewall::Firewall": _firewall,
+    "AWS::SageMaker::MlflowTrackingServer": _tracking_server,
+}
+"""Types whose price follows from one property of theirs."""
+
+
 def _billed(kind: str, properties: Mapping[str, Any]) -> list[tuple[str, int, str]]:
     """(item, quantity, unit) of a resource; nothing for one that costs by use or not at all."""
     if kind == "AWS::EC2::VPCEndpoint" and properties.get("VpcEndpointType") == "Interface":
         return [("interface-endpoint", HOURS_PER_MONTH * len(properties.get("SubnetIds", [])), "zone-hours")]
-    if kind == "AWS::NetworkFirewall::Firewall":
-        zones = len(properties.get("SubnetMappings", []))
-        return [("network-firewall-endpoint", HOURS_PER_MONTH * zones, "zone-hours")]
     if kind.startswith("AWS::PCS::"):
         return _cluster(kind, properties)
+    if kind in _BY_SIZE:
+        return _BY_SIZE[kind](properties)
     if kind in _ONE_PRICE:
         return [_ONE_PRICE[kind]]
     if kind == "AWS::FSx::FileSystem":

@@ -40,6 +40,7 @@ _DOCUMENTS = {
     "AWS::EC2::VPCEndpoint": ("PolicyDocument",),
     "AWS::KMS::Key": ("KeyPolicy",),
     "AWS::ECR::Repository": ("RepositoryPolicyText",),
+    "AWS::EFS::FileSystem": ("FileSystemPolicy",),
 }
 """Where each type keeps the policies that the proof reads. A document anywhere else stops the proof."""
 
@@ -309,7 +310,10 @@ class _Reader:
                 for target in _many(self._property(stack, logical_id, _ATTACHED_TO[kind])):
                     arn = target if str(target).startswith("arn:") else f"arn:aws:s3:::{target}"
                     found[arn] = (stack, logical_id, name)
-            elif kind in {"AWS::KMS::Key", "AWS::ECR::Repository"} or name == "AssumeRolePolicyDocument":
+            elif (
+                kind in {"AWS::KMS::Key", "AWS::ECR::Repository", "AWS::EFS::FileSystem"}
+                or name == "AssumeRolePolicyDocument"
+            ):
                 found[self._deployment.arn(stack, logical_id)] = (stack, logical_id, name)
         return found
 
@@ -397,7 +401,9 @@ class _Reader:
             if tenant:
                 prefix = f"com.amazonaws.{self._environment.region}."
                 document = key if key in self.documents else None
-                yield Endpoint(tenant, service.removeprefix(prefix), f"{stack}/{logical_id}", document)
+                # SageMaker's newer endpoints are named the other way round: aws.sagemaker.us-east-1.experiments.
+                name = service.removeprefix(prefix).removeprefix(f"aws.sagemaker.{self._environment.region}.")
+                yield Endpoint(tenant, name, f"{stack}/{logical_id}", document)
 
 
 def example_job(tenant: str) -> str:

@@ -12,7 +12,8 @@ KIND_OF_TYPE = {
     "AWS::S3::Bucket": "bucket",
     "AWS::KMS::Key": "key",
     "AWS::FSx::FileSystem": "file system",
-    "AWS::EFS::FileSystem": "file system",
+    "AWS::EFS::FileSystem": "small files",
+    "AWS::EFS::AccessPoint": "small files' folder",
     "AWS::IAM::Role": "role",
     "AWS::IAM::ManagedPolicy": "managed policy",
     "AWS::Batch::JobQueue": "queue",
@@ -49,6 +50,7 @@ KIND_OF_TYPE = {
     "AWS::PCS::ComputeNodeGroup": "cluster",
     "AWS::PCS::Queue": "cluster",
     "AWS::SageMaker::Cluster": "cluster",
+    "AWS::SageMaker::MlflowTrackingServer": "tracking server",
 }
 """What the proof tells apart. A type that isn't here holds nothing of a tenant's and can't be acted as."""
 
@@ -109,6 +111,15 @@ ACTIONS: dict[str, tuple[str, ...]] = {
         "ReleaseFileSystemNfsV3Locks AssociateFileSystemAliases ManageCrossAccountDataReplication "
         "TagResource UntagResource ListTagsForResource",
     ),
+    "small files": _actions(
+        "elasticfilesystem",
+        "ClientMount ClientWrite ClientRootAccess Backup Restore ReplicationRead ReplicationWrite CreateAccessPoint "
+        "CreateMountTarget DeleteMountTarget ModifyMountTargetSecurityGroups CreateReplicationConfiguration "
+        "DeleteReplicationConfiguration PutFileSystemPolicy DeleteFileSystemPolicy DescribeFileSystemPolicy "
+        "PutLifecycleConfiguration PutBackupPolicy UpdateFileSystem UpdateFileSystemProtection DeleteFileSystem "
+        "TagResource UntagResource",
+    ),
+    "small files' folder": _actions("elasticfilesystem", "DeleteAccessPoint TagResource UntagResource"),
     "role": _actions(
         "iam",
         "CreateRole PassRole GetRole GetRolePolicy ListRolePolicies ListAttachedRolePolicies ListRoleTags "
@@ -158,6 +169,26 @@ ACTIONS: dict[str, tuple[str, ...]] = {
         "sagemaker",
         "CreateModelPackageGroup DescribeModelPackageGroup DeleteModelPackageGroup GetModelPackageGroupPolicy "
         "PutModelPackageGroupPolicy DeleteModelPackageGroupPolicy AddTags DeleteTags ListTags",
+    ),
+    "tracking server": _actions(
+        "sagemaker-mlflow",
+        "AccessUI CreateExperiment CreateModelVersion CreateRegisteredModel CreateRun DeleteExperiment "
+        "DeleteLoggedModel DeleteLoggedModelTag DeleteModelVersion DeleteModelVersionTag "
+        "DeleteRegisteredModel DeleteRegisteredModelAlias DeleteRegisteredModelTag DeleteRun DeleteTag "
+        "DeleteTraceTag DeleteTraces EndTrace FinalizeLoggedModel GetDownloadURIForModelVersionArtifacts "
+        "GetExperiment GetExperimentByName GetLatestModelVersions GetLoggedModel GetMetricHistory "
+        "GetModelVersion GetModelVersionByAlias GetRegisteredModel GetRun GetTraceInfo ListArtifacts "
+        "ListLoggedModelArtifacts LogBatch LogInputs LogLoggedModelParams LogMetric LogModel LogOutputs "
+        "LogParam RenameRegisteredModel RestoreExperiment RestoreRun SearchExperiments SearchLoggedModels "
+        "SearchModelVersions SearchRegisteredModels SearchRuns SearchTraces SetExperimentTag "
+        "SetLoggedModelTags SetModelVersionTag SetRegisteredModelAlias SetRegisteredModelTag SetTag "
+        "SetTraceTag StartTrace TransitionModelVersionStage UpdateExperiment UpdateModelVersion "
+        "UpdateRegisteredModel UpdateRun",
+    )
+    + _actions(
+        "sagemaker",
+        "CreatePresignedMlflowTrackingServerUrl DescribeMlflowTrackingServer UpdateMlflowTrackingServer "
+        "StartMlflowTrackingServer StopMlflowTrackingServer DeleteMlflowTrackingServer AddTags DeleteTags ListTags",
     ),
     "image repository": _actions(
         "ecr",
@@ -262,8 +293,11 @@ ESCAPES: tuple[str, ...] = (
         "CreateAutoMLJobV2 CreateNotebookInstance CreatePresignedNotebookInstanceUrl CreateDomain "
         "CreatePresignedDomainUrl CreateSpace CreateApp CreateCluster UpdateCluster CreatePipeline "
         "StartPipelineExecution CreateModel CreateEndpoint CreateTrialComponent UpdateTrainingJob "
-        "CreateTrainingPlan UpdateModelPackage DeleteModelPackage DeleteModelPackageGroup PutModelPackageGroupPolicy",
+        "CreateTrainingPlan UpdateModelPackage DeleteModelPackage DeleteModelPackageGroup PutModelPackageGroupPolicy "
+        "CreateMlflowTrackingServer UpdateMlflowTrackingServer DeleteMlflowTrackingServer CreateMlflowApp "
+        "CallMlflowAppApi",
     ),
+    *_actions("sagemaker-mlflow", "DeleteExperiment DeleteRun DeleteRegisteredModel DeleteTraces RestoreRun"),
     *_actions(
         "batch",
         "SubmitServiceJob SubmitJob RegisterJobDefinition CreateJobQueue CreateServiceEnvironment CreateQuotaShare "

@@ -604,13 +604,19 @@ class Crossings:
                     yield ask(other, thing, account, account)
 
 
-_PREFIXES = {"monitoring": "cloudwatch", "sagemaker.api": "sagemaker", "ecr.api": "ecr", "ecr.dkr": "ecr"}
+_PREFIXES = {
+    "monitoring": "cloudwatch",
+    "sagemaker.api": "sagemaker",
+    "experiments": "sagemaker-mlflow",
+    "ecr.api": "ecr",
+    "ecr.dkr": "ecr",
+}
 """Actions' prefixes where they differ from the endpoint's name."""
 
 
 def _passages(endpoint: str, account: str, region: str) -> Iterator[tuple[str, str, str, str]]:
     """Caller's account, resource's account, action and resource that an endpoint must not let through."""
-    service, _, _ = endpoint.partition(".")
+    service = _PREFIXES.get(endpoint, endpoint)
     resource = "arn:aws:s3:::carried-out/object" if service == "s3" else "*"
     for action in ("s3:PutObject", "s3:GetObject") if service == "s3" else (f"{service}:Anything",):
         yield OUTSIDER, OUTSIDER, action, resource

@@ -72,6 +72,7 @@ class Needs:
         yield from self._job_roles()
         yield from self._resumer()
         yield from self._cluster()
+        yield from self._tracking()
         yield from self._services()
 
     def of_a_job(self) -> Iterator[Need]:
@@ -483,13 +484,50 @@ class Needs:
         role, stated = self._account.role(self._tenant, label), {"aws:principalaccount": self._id}
         yield self._service("lambda.amazonaws.com", "take its role", "sts:AssumeRole", role.arn, stated)
 
+    def _tracking(self) -> Iterator[Need]:
+        """Runs told to the tenant's MLflow server, where there is one, by people and by jobs; and what it does."""
+        if (tracking := self._contract.tracking) is None:
+            return
+        contract, see = self._contract, "sagemaker-mlflow:SearchRuns sagemaker-mlflow:GetRun"
+        write = f"{see} sagemaker-mlflow:CreateExperiment sagemaker-mlflow:CreateRun sagemaker-mlflow:LogBatch"
+        write += " sagemaker-mlflow:GetExperimentByName sagemaker-mlflow:UpdateRun"
+        page = "sagemaker:CreatePresignedMlflowTrackingServerUrl sagemaker-mlflow:AccessUI"
+        server, inside = tracking.server, "experiments"
+        yield from self._may("launcher", "track a job", write, server)
+        yield from self._may("launcher", "track a job from its network", write, server, endpoint=inside)
+        for label in ("launcher", "auditor"):
+            yield from self._may(label, "open MLflow's page", f"{see} {page}", server)
+        if not contract.job_boundary:
+            labels = ("job", *(["RolesNodes"] if contract.cluster is not None else []))
+            for label in labels:
+                yield from self._may(label, "log its run", write, server, endpoint=inside)
+        bucket, key = contract.buckets.artifacts, contract.keys.artifacts
+        files, own = self._bucket(bucket, "tracking/1/0a1b/artifacts/report.html"), "RolesTracking"
+        add, via = "s3:GetObject s3:PutObject", self._via_s3(bucket)
+        for label in ("launcher", own):
+            yield from self._may(label, "keep files beside a run", add, files, absent=_SDK_UPLOAD)
+            encrypt = "kms:GenerateDataKey kms:Decrypt"
+            yield from self._may(label, "encrypt files beside a run", encrypt, key, stated=via)
+        below: dict[str, Value] = {"s3:prefix": "tracking/1/"}
+        yield from self._may(own, "find files beside a run", "s3:ListBucket", self._bucket(bucket), stated=below)
+        role, stated = self._account.role(self._tenant, own), {"aws:sourceaccount": self._id}
+        yield self._service("sagemaker.amazonaws.com", "take its role", "sts:AssumeRole", role.arn, stated)
+
     def _cluster(self) -> Iterator[Need]:
         """Machines of the tenant's cluster, where there is one, and who gets a shell on its login node."""
         if (cluster := self._contract.cluster) is None:
             return
         own: dict[str, Value] = {f"aws:resourcetag/{TENANT_TAG}": self._tenant}
         arn = f"arn:aws:pcs:{self._place}:cluster/pcs_0123456789"
+        files = [thing.pattern for thing in self._account.things_of(self._tenant, "small files")]
+        folder = next((thing.pattern for thing in self._account.things_of(self._tenant, "small files' folder")), "")
+        mounted: dict[str, Value] = {
+            "elasticfilesystem:accesspointarn": folder,
+            "elasticfilesystem:accessedviamounttarget": "true",
+        }
         for label in ("RolesNodes", "RolesLogin"):
+            use = "elasticfilesystem:ClientMount elasticfilesystem:ClientWrite"
+            yield from self._may(label, "use the small files", use, *files, stated=mounted)
             register = "pcs:RegisterComputeNodeGroupInstance"
             yield from self._may(label, "join the cluster", register, arn, stated=own, endpoint="pcs")
             role, stated = self._account.role(self._tenant, label), {"aws:principalaccount": self._id}

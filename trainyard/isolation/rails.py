@@ -107,6 +107,7 @@ def rail_cases(account: Account, tenant: str, other: str) -> Iterator[RailCase]:
     yield from cases.broker()
     yield from cases.job_roles()
     yield from cases.shells()
+    yield from cases.runs()
 
 
 class _Cases:
@@ -415,3 +416,17 @@ class _Cases:
             ):
                 arn = f"arn:aws:ssm:{self._place}:{other}"
                 yield self._case(rail, what, action="ssm:StartSession", resource=arn, stated={})
+
+    def runs(self) -> Iterator[RailCase]:
+        """Where there is an MLflow server: runs on the own one, and on no other."""
+        if (tracking := self._own.tracking) is None:
+            return
+        foreign = tracking.server.replace(f"-{self._tenant}", f"-{self._foreign_tag}")
+        log, page = "sagemaker-mlflow:LogBatch", "sagemaker:CreatePresignedMlflowTrackingServerUrl"
+        for rail, what, action in (("OwnRuns", "a run", log), ("OwnJobs", "a link to the page", page)):
+            for whose, server in (("own", tracking.server), ("another tenant's", foreign)):
+                said: dict[str, Value] = {}
+                allowed = server == tracking.server
+                yield self._case(
+                    rail, f"{what} of the {whose} server", action=action, resource=server, stated=said, allowed=allowed
+                )

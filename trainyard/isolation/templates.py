@@ -77,6 +77,7 @@ _OPAQUE = {
     "AWS::EC2::FlowLog": "fl-",
     "AWS::EC2::LaunchTemplate": "lt-",
     "AWS::FSx::FileSystem": "fs-",
+    "AWS::EFS::AccessPoint": "fsap-",
     "AWS::EFS::FileSystem": "fs-",
     "AWS::KMS::Key": "",
 }
@@ -96,6 +97,7 @@ _NAMES = (
     "FirewallPolicyName",
     "InstanceProfileName",
     "RuleGroupName",
+    "TrackingServerName",
 )
 
 _ARNS: dict[str, str] = {
@@ -111,6 +113,7 @@ _ARNS: dict[str, str] = {
     "AWS::SSM::Parameter": "arn:aws:ssm:{place}:parameter{id}",
     "AWS::Logs::LogGroup": "arn:aws:logs:{place}:log-group:{id}:*",
     "AWS::FSx::FileSystem": "arn:aws:fsx:{place}:file-system/{id}",
+    "AWS::EFS::AccessPoint": "arn:aws:elasticfilesystem:{place}:access-point/{id}",
     "AWS::EFS::FileSystem": "arn:aws:elasticfilesystem:{place}:file-system/{id}",
     "AWS::EC2::VPC": "arn:aws:ec2:{place}:vpc/{id}",
     "AWS::EC2::Subnet": "arn:aws:ec2:{place}:subnet/{id}",
@@ -142,6 +145,7 @@ _ARNS: dict[str, str] = {
     "AWS::PCS::ComputeNodeGroup": "arn:aws:pcs:{place}:cluster/any/computenodegroup/{id}",
     "AWS::PCS::Queue": "arn:aws:pcs:{place}:cluster/any/queue/{id}",
     "AWS::SageMaker::Cluster": "arn:aws:sagemaker:{place}:cluster/{id}",
+    "AWS::SageMaker::MlflowTrackingServer": "arn:aws:sagemaker:{place}:mlflow-tracking-server/{id}",
 }
 
 _REF_IS_ARN = {

@@ -32,6 +32,7 @@ REPLACED_BY: Mapping[str, tuple[str, ...]] = {
     ),
     "AWS::EC2::VPC": ("CidrBlock", "InstanceTenancy", "Ipv4IpamPoolId", "Ipv4NetmaskLength", "VpcEncryptionControl"),
     "AWS::ECR::Repository": ("EncryptionConfiguration", "RepositoryName"),
+    "AWS::EFS::FileSystem": ("AvailabilityZoneName", "Encrypted", "KmsKeyId", "PerformanceMode"),
     "AWS::FSx::DataRepositoryAssociation": (
         "BatchImportMetaDataOnCreate",
         "DataRepositoryPath",
@@ -59,6 +60,7 @@ REPLACED_BY: Mapping[str, tuple[str, ...]] = {
     "AWS::KMS::Key": ("KeySpec", "KeyUsage", "MultiRegion"),
     "AWS::Logs::LogGroup": ("LogGroupName",),
     "AWS::PCS::Cluster": ("Name", "Networking", "Size"),
+    "AWS::SageMaker::MlflowTrackingServer": ("MlflowVersion", "RoleArn", "TrackingServerName"),
     "AWS::S3::Bucket": ("BucketName", "BucketNamePrefix", "BucketNamespace"),
 }
 """Types that hold data, or that what holds data stands on, and the properties whose change replaces them: the

@@ -89,6 +89,19 @@ class LoginSpec(SpecModel):
         return NodeGroupSpec._is_ec2s(value)
 
 
+class SmallFilesSpec(SpecModel):
+    """EFS beside Lustre: code, environments, notebooks. All machines see it at /efs; it is never full."""
+
+    mounted: bool = Field(default=True, json_schema_extra=on_change("update"))
+    """False: it is there, and no machine mounts it. The step before `small_files` is taken away: a deployment takes
+    away nothing that machines still name."""
+    archive_after_days: Literal[7, 14, 30, 60, 90, 180, 365] | None = Field(
+        default=30, json_schema_extra=on_change("update")
+    )
+    """Days without a read after which a file moves to Infrequent Access: cheaper to keep, dearer to read; it comes back
+    at its first read. None: never."""
+
+
 class ClusterSpec(SpecModel):
     """AWS Parallel Computing Service: Slurm, its controller and accounting run by AWS, on machines of the tenant's."""
 
@@ -115,6 +128,8 @@ class ClusterSpec(SpecModel):
     )
     """Slurm partition to the node groups that it starts; default: one for each group, by its name."""
     login: LoginSpec = Field(json_schema_extra=on_change("update"))
+    small_files: SmallFilesSpec | None = Field(default=None, json_schema_extra=on_change("update"))
+    """A file system for what is small and shared; default: none. Its loss is asked about by name."""
 
     @property
     def partitions(self) -> dict[str, tuple[str, ...]]:

@@ -17,13 +17,16 @@ from trainyard.spec.base import Name, SpecModel, on_change, parse, read_yaml
 from trainyard.spec.cluster import ClusterSpec
 from trainyard.spec.shares import ShareContract, ShareSpec
 
-CONTRACT_VERSION = 3
-"""2: a bucket and a key for artifacts. 3: the cluster, shares of
-training queues. Older contracts are read; what they lack is empty."""
+CONTRACT_VERSION = 4
+"""2: a bucket and a key for artifacts. 3: the cluster, shares of training queues. 4: the tracking server. Older
+contracts are read; what they lack is empty. A contract states the lowest that has all that it says, so that an older
+trainyard reads those of tenants without the new."""
 
 TRAINING_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 """SageMaker writes every job's output here, whoever owns the job: streams are told apart by the job's name."""
 
+TRACKING_FOLDER = "tracking"
+"""Of the artifacts bucket: files beside MLflow's runs."""
 
 MAX_LINKS = 8
 """FSx: data repository associations of one file system."""
@@ -202,6 +205,13 @@ class TenantNetworkSpec(SpecModel):
     `trainyard deploy` asks to be told by name."""
 
 
+class TrackingSpec(SpecModel):
+    """A managed MLflow server of the tenant's own, paid for by the hour whether anybody looks or not."""
+
+    size: Literal["small", "medium", "large"] = Field(default="small", json_schema_extra=on_change("update"))
+    """By AWS's advice for teams of up to 25, 50 and 100 people. AWS takes half an hour to make or change one."""
+
+
 class RemovalSpec(SpecModel):
     """What becomes of the tenant's data when `trainyard tenant remove` takes the tenant away."""
 
@@ -237,6 +247,9 @@ class TenantSpec(SpecModel):
     cluster: ClusterSpec | None = Field(default=None, json_schema_extra=on_change("update"))
     """EC2 machines under Slurm beside the training jobs; default: none. Taking it away again drops its accounting,
     which `trainyard deploy` asks to be told by name."""
+    tracking: TrackingSpec | None = Field(default=None, json_schema_extra=on_change("update"))
+    """Experiment tracking: SageMaker's managed MLflow; default: none. Taking it away again drops its runs, which
+    `trainyard deploy` asks to be told by name; the jobs' records stay, and `trainyard track` tells them anew."""
     budget: BudgetLimits
     log_retention_days: Literal[30, 90, 180, 365, 731] = Field(default=365, json_schema_extra=on_change("update"))
     max_job_hours: float = Field(default=120.0, gt=0, le=28 * 24, json_schema_extra=on_change("update"))
@@ -524,6 +537,10 @@ class EnvironmentSpec(SpecModel):
             capacity[kind, 0] = max(1, limit - others)
         return capacity
 
+    def tracking_server(self, tenant: str) -> str:
+        """Name of the tenant's MLflow server: stated, so that policies can name it before it is there."""
+        return f"trainyard-{self.name}-{tenant}"
+
     def broker_name(self, tenant: str) -> str:
         """The function that submits the tenant's jobs: stated, so that policies can name it before it is there."""
         return f"trainyard-{self.name}-{tenant}-broker"
@@ -589,6 +606,15 @@ class ClusterContract(SpecModel):
     """Value of the tag `trainyard:node` on login nodes, the only machines that take a Session Manager session."""
 
 
+class TrackingContract(SpecModel):
+    """The MLflow server as deployed."""
+
+    server: str
+    """Its ARN, which MLflow's clients take as tracking URI (with AWS's plugin `sagemaker-mlflow`)."""
+    artifacts: str
+    """`s3://bucket/prefix` of the files beside its runs, which clients write themselves."""
+
+
 class TrainingPlanContract(SpecModel):
     """Capacity that was bought ahead."""
 
@@ -649,6 +675,8 @@ class TenantContract(SpecModel):
     tenant's name. Empty otherwise, and in contracts before version 3."""
     cluster: ClusterContract | None = None
     """None where the tenant has none, and in contracts before version 3."""
+    tracking: TrackingContract | None = None
+    """None where the tenant has none, and in contracts before version 4."""
     warm_pool_minutes: float = 0
     """The longest that a job may keep its machines; 0, and in contracts before version 3, not at all."""
     training_plans: dict[str, TrainingPlanContract] = Field(default_factory=dict)

@@ -43,6 +43,9 @@ TYPES = (
         "arn:aws:fsx:{region}:{account}:association/dra-{id}",
         arn_attribute="ResourceARN",
     ),
+    _recorded("AWS::EFS::FileSystem", "arn:aws:elasticfilesystem:{region}:{account}:file-system/fs-{id}"),
+    _recorded("AWS::EFS::MountTarget", "arn:aws:elasticfilesystem:{region}:{account}:mount-target/fsmt-{id}"),
+    _recorded("AWS::EFS::AccessPoint", "arn:aws:elasticfilesystem:{region}:{account}:access-point/fsap-{id}"),
     _recorded(
         "AWS::EC2::PlacementGroup", "arn:aws:ec2:{region}:{account}:placement-group/{name}", name_property="GroupName"
     ),
@@ -52,6 +55,12 @@ TYPES = (
         "AWS::PCS::ComputeNodeGroup",
         "arn:aws:pcs:{region}:{account}:cluster/any/computenodegroup/pcs_{id}",
         ref_is_arn=True,
+    ),
+    _recorded(
+        "AWS::SageMaker::MlflowTrackingServer",
+        "arn:aws:sagemaker:{region}:{account}:mlflow-tracking-server/{name}",
+        name_property="TrackingServerName",
+        arn_attribute="TrackingServerArn",
     ),
     _recorded("AWS::PCS::Queue", "arn:aws:pcs:{region}:{account}:cluster/any/queue/pcs_{id}", ref_is_arn=True),
     _recorded(

@@ -17,7 +17,7 @@ KEY_DELETION_DAYS = 30
 last one."""
 
 FILE_SYSTEM_SECONDS = 1800.0
-"""FSx takes minutes to delete a file system; its network can't go before it."""
+"""FSx takes minutes to delete a file system, EFS less; its network can't go before it."""
 
 EXISTS = "exists"
 
@@ -35,6 +35,7 @@ _GONE = {
 _DELETION_ORDER = (
     "AWS::FSx::DataRepositoryAssociation",  # before its file system: then nothing more is exported to the bucket
     "AWS::FSx::FileSystem",
+    "AWS::EFS::FileSystem",  # its mount target went with the stack
     "AWS::S3::Bucket",
     "AWS::Logs::LogGroup",
     "AWS::EC2::Subnet",
@@ -93,6 +94,7 @@ _LOOK: Mapping[str, Callable[[Any, str], Any]] = {
         AssociationIds=[name]
     )["Associations"],
     "AWS::FSx::FileSystem": lambda fsx, name: fsx.describe_file_systems(FileSystemIds=[name])["FileSystems"],
+    "AWS::EFS::FileSystem": lambda efs, name: efs.describe_file_systems(FileSystemId=name)["FileSystems"],
     "AWS::Logs::LogGroup": lambda logs, name: [
         group
         for group in logs.describe_log_groups(logGroupNamePrefix=name)["logGroups"]
@@ -108,6 +110,7 @@ _DELETE: Mapping[str, Callable[[Any, str], Any]] = {
     "AWS::S3::Bucket": lambda s3, name: s3.delete_bucket(Bucket=name),
     "AWS::FSx::DataRepositoryAssociation": lambda fsx, name: fsx.delete_data_repository_association(AssociationId=name),
     "AWS::FSx::FileSystem": lambda fsx, name: fsx.delete_file_system(FileSystemId=name),
+    "AWS::EFS::FileSystem": lambda efs, name: efs.delete_file_system(FileSystemId=name),
     "AWS::Logs::LogGroup": lambda logs, name: logs.delete_log_group(logGroupName=name),
     "AWS::EC2::Subnet": lambda ec2, name: ec2.delete_subnet(SubnetId=name),
     "AWS::EC2::SecurityGroup": lambda ec2, name: ec2.delete_security_group(GroupId=name),
@@ -120,7 +123,7 @@ def delete(account: Account, thing: Held) -> None:
     """Delete one thing that is still there; a bucket must be empty. AwsRefusedError where AWS won't."""
     with aws_errors("deleting", str(thing)):
         _DELETE[thing.kind](account.client(_service(thing)), thing.physical_id)
-    if thing.kind.startswith("AWS::FSx::"):
+    if thing.kind.startswith(("AWS::EFS::", "AWS::FSx::")):
         _wait_until_gone(account, thing)
 
 

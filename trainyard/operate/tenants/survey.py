@@ -19,6 +19,7 @@ HELD_TYPES = frozenset(
         "AWS::EC2::SecurityGroup",
         "AWS::EC2::Subnet",
         "AWS::EC2::VPC",
+        "AWS::EFS::FileSystem",
         "AWS::FSx::DataRepositoryAssociation",
         "AWS::FSx::FileSystem",
         "AWS::KMS::Key",
@@ -27,6 +28,9 @@ HELD_TYPES = frozenset(
     }
 )
 """Types that a removal follows one by one: what holds data or opens it, and the network that a file system keeps."""
+
+_ONLY_RECORDED = frozenset({"AWS::EFS::FileSystem", "AWS::FSx::DataRepositoryAssociation"})
+"""Of these, what the emulator only records."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,8 @@ def held(account: Account, environment: EnvironmentSpec, tenant: str) -> Iterato
             pages = cloudformation.get_paginator("list_stack_resources").paginate(StackName=name)
             found = [item for page in pages for item in page["StackResourceSummaries"]]
         for item in found:
-            if environment.emulated and item["ResourceType"] == "AWS::FSx::DataRepositoryAssociation":
-                continue  # the emulator only records them: its FSx could not be asked for one
+            if environment.emulated and item["ResourceType"] in _ONLY_RECORDED:
+                continue  # the emulator's services could not be asked for one
             # Without a physical id it was never made: its creation failed.
             there = item.get("PhysicalResourceId") and item["ResourceStatus"] != "DELETE_COMPLETE"
             if item["ResourceType"] in HELD_TYPES and there:
