@@ -9,6 +9,7 @@ import typer.exceptions
 
 from trainyard import __version__
 from trainyard.cli import (
+    canarying,
     checkpoints,
     comparing,
     costing,
@@ -62,6 +63,7 @@ def _options(
 planning.register(app)
 jobs.register(app)
 sweeping.register(app)
+canarying.register(app)
 watching.register(app)
 comparing.register(app)
 costing.register(app)

@@ -23,6 +23,7 @@ from trainyard.launch.record import JobRecord
 from trainyard.operate.course import newest_rows, own_folder
 from trainyard.operate.runbooks.framework import keep
 from trainyard.operate.runbooks.log_lines import Hit, classify, decisive
+from trainyard.spec.job import RecoverySpec
 
 MOST_LINES = 200_000
 """Newest lines that are read: about 50 MB; what decides is at the end."""
@@ -82,9 +83,10 @@ class Evidence:
     @property
     def hang_seconds(self) -> float:
         """The job's own limit of silence, or the default's."""
-        stated = self.record.resolved.spec.recovery.hang_seconds if self.record else 300.0
+        usual = RecoverySpec().hang_seconds or 0.0
+        stated = self.record.resolved.spec.recovery.hang_seconds if self.record else usual
         steps = [float(row["step_seconds"]) for row in self.rows[-50:] if row.get("step_seconds")]
-        return max(stated or 300.0, 10 * statistics.median(steps) if steps else 0.0)
+        return max(stated or usual, 10 * statistics.median(steps) if steps else 0.0)
 
 
 def gather(place: Place | None, job_id: str, log_files: Sequence[Path], folder: Path) -> Evidence:

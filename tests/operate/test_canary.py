@@ -1,0 +1,167 @@
+"""A candidate against its baseline: judged by the figures, by real jobs of this machine, and never kept if worse."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launch_testing import job_content
+from runbook_testing import record_of, rows_of
+
+from trainyard.cli.app import run
+from trainyard.errors import InputError
+from trainyard.operate import canary
+from trainyard.operate.canary import Limits, Ran, Release, Verdict, judge, tried
+
+GOOD = Ran("old", "Completed", "", rows_of(40))
+
+
+def verdict_of(rows: Sequence[dict[str, Any]], **more: str) -> Verdict:
+    return judge(Ran("new", more.get("state", "Completed"), more.get("failure", ""), rows), GOOD, Limits())
+
+
+def test_the_same_again_is_as_good_and_so_is_a_better_one() -> None:
+    verdict = verdict_of(rows_of(40))
+    assert verdict.failed == () and verdict.why == "" and len(verdict.lines()) == 8
+    assert verdict_of(rows_of(40, loss=1.5, seconds=0.5)).failed == ()
+    assert verdict_of(rows_of(40, seconds=1.05, loss=2.03)).failed == (), "within the limits"
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        (rows_of(40, seconds=1.3), ["speed"]),
+        (rows_of(40, loss=2.2), [f"loss at step {step}" for step in (10, 20, 30, 40)]),
+        ([*rows_of(20), *rows_of(20, first_step=21, loss=2.2)], ["loss at step 30", "loss at step 40"]),
+        ([*rows_of(39), {**rows_of(40)[-1], "loss": None}], ["divergence", "loss at step 40"]),
+        ([*rows_of(39), {**rows_of(40)[-1], "anomaly": "spike", "skipped": True}], ["anomalies"]),
+        ([], ["loss", "speed"]),
+    ],
+    ids=["slower", "worse", "worse later", "diverged", "anomaly", "no step"],
+)
+def test_what_is_worse_fails_by_its_own_check(rows: list[dict[str, Any]], names: list[str]) -> None:
+    verdict = verdict_of(rows)
+    assert [check.name for check in verdict.failed] == names, verdict.lines()
+    assert all(check.name in verdict.why for check in verdict.failed)
+
+
+def test_one_that_failed_or_validates_worse_fails() -> None:
+    assert "Failed: rank 3 was lost" in verdict_of(rows_of(40), state="Failed", failure="rank 3 was lost").why
+    validated = [*rows_of(39), {**rows_of(40)[-1], "validation_loss": 3.0}]
+    baseline = Ran("old", "Completed", "", [*rows_of(39), {**rows_of(40)[-1], "validation_loss": 2.9}])
+    failed = judge(Ran("new", "Completed", "", validated), baseline, Limits()).failed
+    assert [check.name for check in failed] == ["validation_loss at step 40"]
+    assert judge(Ran("new", "Completed", "", validated), baseline, Limits(loss_tolerance=0.1)).failed == ()
+
+
+def test_what_differs_between_the_two_is_told() -> None:
+    old = record_of()
+    training = old.resolved.spec.training.model_copy(update={"learning_rate": 0.5})
+    spec = old.resolved.spec.model_copy(update={"training": training, "name": "other"})
+    new = old.model_copy(update={"resolved": old.resolved.model_copy(update={"spec": spec}), "image": "r@sha256:2"})
+    told = judge(Ran("n", "Completed", "", [], new), Ran("o", "Completed", "", [], old), Limits()).differs_in
+    assert told == ("training.learning_rate: 0.001 -> 0.5", f"image: {old.image} -> r@sha256:2")
+
+
+def test_the_old_image_comes_back_whatever_came_in_between() -> None:
+    released: list[str] = []
+    release = Release("old", released.append)
+    assert tried(release, "new", lambda: verdict_of(rows_of(40))).failed == () and released == ["new"]
+    for ending in (InputError, KeyboardInterrupt):
+        released.clear()
+
+        def end(kind: type[BaseException] = ending) -> Verdict:
+            raise kind
+
+        with pytest.raises(ending):
+            tried(release, "new", end)
+        assert released == ["new", "old"]
+
+
+@pytest.fixture
+def job_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job_content()), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "nothing is to be tried; give --image sha256:... or --set"),
+        (["--set", "training.learning_rat=1"], "did you mean 'learning_rate'?"),
+        (["--image", "sha256:12", "--backend", "local"], "run in no image"),
+        (["--set", "training.seed=1", "--gate", "loss<=1"], "--gate: is for --promote"),
+        (["--set", "training.seed=1", "--against", "Not_A_Job"], "must look like"),
+    ],
+)
+def test_wrong_input_is_one_line_and_runs_nothing(
+    job_path: str,
+    arguments: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(canary, "run_job", lambda *_: pytest.fail("it was run"))
+    assert run(["canary", job_path, *arguments]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trainyard: ")]
+    assert told in said
+
+
+def test_the_verb_tells_all_checks_keeps_them_and_promotes_only_what_is_as_good(
+    job_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promoted: list[str] = []
+    monkeypatch.setattr("trainyard.cli.exporting.promote", lambda job, **_: promoted.append(job))
+    seconds = {"baseline": 1.0, "candidate": 1.5}
+
+    def run_job(_: Path, options: Sequence[str], folder: Path, name: str, *__: Any) -> Ran:
+        assert ("training.seed=2" in options) == (name == "candidate"), "the baseline runs as the file has it"
+        return Ran(f"{name}-1", "Completed", "", rows_of(40, seconds=seconds[name]))
+
+    monkeypatch.setattr(canary, "run_job", run_job)
+    verb = ["canary", job_path, "--set", "training.seed=2", "--promote", "--evidence", str(tmp_path / "seen"), "--json"]
+    assert run(verb) == 1
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert not document["is_good"] and "the candidate is worse: speed" in printed.err and promoted == []
+    assert {path.name for path in (tmp_path / "seen").iterdir()} == {
+        *("before.json", "verdict.json", "baseline-metrics.jsonl", "candidate-metrics.jsonl")
+    }
+    seconds["candidate"] = 1.0
+    assert run(verb) == 0 and promoted == ["candidate-1"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_real_candidates_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same again is as good; a wrong learning rate and a deeper model are each found by their check."""
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
+    short = yaml.safe_load((root / "jobs/tiny.yaml").read_text())
+    short["training"]["steps"] = 60
+    job = tmp_path / "short.yaml"
+    job.write_text(yaml.safe_dump(short), encoding="utf-8")
+
+    def verb(*more: str) -> tuple[int, dict[str, Any]]:
+        command = [sys.executable, "-m", "trainyard", "canary", str(job), "--backend", "local", "--processes", "1"]
+        # Other work on this machine changes a speed by more than half.
+        done = subprocess.run([*command, *more, "--json"], cwd=root, capture_output=True, text=True)
+        assert done.returncode in (0, 1), done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    code, same = verb("--set", "training.observe_every_steps=20", "--min-speed", "0.2")
+    assert (code, same["is_good"]) == (0, True), same
+    assert same["differs_in"] == ["training.observe_every_steps: 50 -> 20"]
+    losses = [check for check in same["checks"] if check["name"].startswith("loss")]
+    assert all(check["candidate"] == check["baseline"] for check in losses), "the same bits"
+    against = ("--against", same["baseline"], "--min-speed")
+    code, worse = verb("--set", "training.learning_rate=1.0e-5", *against, "0.2")
+    assert code == 1 and "loss at step 60" in worse["why"] and "speed" not in worse["why"]
+    code, slower = verb("--set", "model.config.num_hidden_layers=24", *against, "0.9")
+    assert code == 1 and "speed" in slower["why"]

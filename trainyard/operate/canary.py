@@ -1,0 +1,294 @@
+"""A short job with another image, model or setting, held against the same job with the old one: kept, or rolled back.
+
+The baseline is a job that ran, or is run first. A new image is released before the candidate, because a tenant's broker
+takes released images alone; whatever then keeps it from being found as good brings the old one back.
+"""
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+from trainyard.launch.aws import aws_errors
+from trainyard.launch.backend import Say
+from trainyard.launch.place import environment_file, place_of
+from trainyard.launch.record import JobRecord
+from trainyard.launch.session import Account, open_account
+from trainyard.operate.course import LOSS, Row, curve, dumped, newest_rows, units_per_second, value_at
+from trainyard.operate.image import publish
+from trainyard.operate.runbooks.figures import diverged
+from trainyard.operate.runbooks.framework import keep, trainyard_command
+from trainyard.operate.tracking import params_of
+from trainyard.spec.platform import EnvironmentSpec, load_environment
+
+POINTS = 4
+"""Places of the losses' course that are compared, evenly spaced: a quarter, a half, three quarters, the end."""
+NOT_A_SETTING = ("name", "checkpoint.destination")
+"""What differs between any two jobs."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a candidate may be worse by."""
+
+    loss_tolerance: float = 0.02
+    """Share by which a loss may be above the baseline's at the same step. Both read the same data with the same seed:
+    an image alone moves it by rounding."""
+    least_speed: float = 0.9
+    """Share of the baseline's speed; runs of one image differ by a few percent."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was compared."""
+
+    name: str
+    candidate: str
+    baseline: str
+    limit: str
+    is_good: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the candidate is as good."""
+
+    checks: tuple[Check, ...]
+    candidate: str = ""
+    """Its job."""
+    baseline: str = ""
+    differs_in: tuple[str, ...] = ()
+    """Settings in which the two jobs differ, with both values."""
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """What speaks against it."""
+        return tuple(check for check in self.checks if not check.is_good)
+
+    @property
+    def why(self) -> str:
+        """In a line; empty where it is as good."""
+        return "; ".join(
+            f"{check.name}: {check.candidate}" + (f", baseline {check.baseline}" if check.baseline != "-" else "")
+            for check in self.failed
+        )
+
+    def lines(self) -> tuple[str, ...]:
+        """Every check in a line."""
+        return tuple(
+            f"{'ok  ' if check.is_good else 'FAIL'} {check.name}: {check.candidate}"
+            f" (baseline {check.baseline}; {check.limit})"
+            for check in self.checks
+        )
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**asdict(self), "is_good": not self.failed, "why": self.why}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A job that was followed to its end."""
+
+    job_id: str
+    state: str
+    failure: str
+    rows: Sequence[Row]
+    record: JobRecord | None = None
+
+
+def judge(candidate: Ran, baseline: Ran, limits: Limits) -> Verdict:
+    """Completed, no new anomaly, losses and speed within the limits. Pure."""
+    end = candidate.state if not candidate.failure else f"{candidate.state}: {candidate.failure}"
+    checks = [Check("end", end, baseline.state, "Completed", candidate.state == "Completed")]
+    broken, before = diverged(candidate.rows), diverged(baseline.rows)
+    checks.append(Check("divergence", broken or "none", before or "none", "none", not broken))
+    now, old = (sum("anomaly" in row for row in ran.rows) for ran in (candidate, baseline))
+    checks.append(Check("anomalies", str(now), str(old), f"at most {old}", now <= old))
+    checks += _losses(candidate.rows, baseline.rows, limits)
+    checks.append(_speed(candidate.rows, baseline.rows, limits))
+    differs = _differences(candidate.record, baseline.record)
+    return Verdict(tuple(checks), candidate.job_id, baseline.job_id, differs)
+
+
+def _losses(candidate: Sequence[Row], baseline: Sequence[Row], limits: Limits) -> list[Check]:
+    limit = f"at most {limits.loss_tolerance:.0%} above it"
+    mine, others = curve(candidate, LOSS), curve(baseline, LOSS)
+    common = min(max(mine, default=0), max(others, default=0))
+    if not common:
+        return [Check(LOSS, "no step" if not mine else "-", "no step" if not others else "-", limit, False)]
+    checks = []
+    for step in sorted({max(1, common * number // POINTS) for number in range(1, POINTS + 1)}):
+        now, old = value_at(mine, step), value_at(others, step)
+        if now is not None and old is not None:
+            checks.append(_loss_check(f"{LOSS} at step {step}", now, old, limits, limit))
+    told = [curve(rows, "validation_loss") for rows in (candidate, baseline)]
+    both = sorted(set(told[0]) & set(told[1]))
+    if both:
+        name = f"validation_loss at step {both[-1]}"
+        checks.append(_loss_check(name, told[0][both[-1]], told[1][both[-1]], limits, limit))
+    return checks
+
+
+def _loss_check(name: str, now: float, old: float, limits: Limits, limit: str) -> Check:
+    is_good = math.isfinite(now) and now <= old + limits.loss_tolerance * abs(old)
+    return Check(name, f"{now:.5g}", f"{old:.5g}", limit, is_good)
+
+
+def _speed(candidate: Sequence[Row], baseline: Sequence[Row], limits: Limits) -> Check:
+    now, old = units_per_second(candidate), units_per_second(baseline)
+    limit = f"at least {limits.least_speed:.0%} of it"
+    is_good = now is not None and old is not None and now >= limits.least_speed * old
+    return Check("speed", _told(now), _told(old), limit, is_good)
+
+
+def _told(speed: float | None) -> str:
+    return "-" if speed is None else f"{speed:,.4g} a second"
+
+
+def _differences(candidate: JobRecord | None, baseline: JobRecord | None) -> tuple[str, ...]:
+    if candidate is None or baseline is None:
+        return ()
+    now, old = ({**params_of(record), "image": record.image or ""} for record in (candidate, baseline))
+    keys = [key for key in dict.fromkeys([*old, *now]) if old.get(key) != now.get(key) and key not in NOT_A_SETTING]
+    return tuple(f"{key}: {old.get(key) or '-'} -> {now.get(key) or '-'}" for key in keys)
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What is tried, and against what."""
+
+    job: Path
+    environment: str
+    folder: Path
+    """Keeps what was seen."""
+    against: str | None = None
+    """A job that ran; None: the job as its file has it, with the image in use, is run first."""
+    image: str | None = None
+    """Digest of the candidate's image; None: the one in use."""
+    overrides: tuple[str, ...] = ()
+    """The candidate's, on the job file's."""
+    backend: str | None = None
+    processes: int | None = None
+    tenant: str | None = None
+    """Whose the baseline is, where its name doesn't tell."""
+    limits: Limits = Limits()
+
+    @property
+    def words(self) -> str:
+        """As somebody would type it."""
+        options: list[str] = []
+        for name, value in (("--image", self.image), ("--against", self.against), ("--backend", self.backend)):
+            options += [name, value] if value is not None else []
+        options += [word for one in self.overrides for word in ("--set", one)]
+        options += ["--processes", str(self.processes)] if self.processes is not None else []
+        options += ["--tenant", self.tenant] if self.tenant is not None else []
+        return shlex.join(
+            ("trainyard", "canary", str(self.job), *options, *self._where, "--evidence", str(self.folder))
+        )
+
+    @property
+    def _where(self) -> tuple[str, ...]:
+        return ("--environment", self.environment)
+
+    def make(self, say: Say) -> Verdict:
+        """Run it and judge; a new image stays released only where the candidate is as good.
+
+        InputError or AwsRefusedError where nothing could be tried; what was released by then is taken back.
+        """
+        if self.image is not None and self.backend == "local":
+            raise InputError("--image: jobs of this machine run in no image; leave --backend local out")
+        release = None if self.image is None else Release.of(load_environment(environment_file(self.environment)), say)
+        baseline = self._baseline()
+        keep(self.folder, "baseline-metrics.jsonl", dumped(baseline.rows))
+        keep(self.folder, "before.json", {"digest": release.old if release else None, "baseline": baseline.job_id})
+        if release is None:
+            verdict = self._candidate(baseline)
+        else:
+            assert self.image is not None
+            verdict = tried(release, self.image, lambda: self._candidate(baseline))
+        keep(self.folder, "verdict.json", verdict.document())
+        return verdict
+
+    def _baseline(self) -> Ran:
+        if self.against is None:
+            ran = run_job(self.job, self._launch_options(()), self.folder, "baseline", self.environment, self.tenant)
+            if ran.state != "Completed":
+                raise JobFailedError(f"the baseline, job {ran.job_id}: {ran.state}: {ran.failure or 'see its logs'}")
+            return ran
+        ran = seen(self.against, self.environment, self.tenant)
+        if not ran.rows:
+            raise InputError(f"--against {self.against}: has no metrics yet; name a job that made steps")
+        return ran
+
+    def _candidate(self, baseline: Ran) -> Verdict:
+        options = self._launch_options(self.overrides)
+        ran = run_job(self.job, options, self.folder, "candidate", self.environment, self.tenant)
+        keep(self.folder, "candidate-metrics.jsonl", dumped(ran.rows))
+        return judge(ran, baseline, self.limits)
+
+    def _launch_options(self, overrides: Sequence[str]) -> tuple[str, ...]:
+        options = [word for one in overrides for word in ("--set", one)]
+        options += ["--backend", self.backend] if self.backend is not None else []
+        options += ["--processes", str(self.processes)] if self.processes is not None else []
+        return (*options, *self._where)
+
+
+@dataclass(frozen=True)
+class Release:
+    """The image that new jobs of an environment run."""
+
+    old: str
+    """Digest in use when this was opened."""
+    make: Callable[[str], object]
+    """Releases a digest."""
+
+    @classmethod
+    def of(cls, environment: EnvironmentSpec, say: Say, account: Account | None = None) -> "Release":
+        """Of a deployed environment, by the caller's own credentials; AwsRefusedError where it isn't deployed."""
+        account = account or open_account(environment)
+        repository = publish.find_repository(account, environment)
+        with aws_errors("reading", f"SSM parameter {environment.image_parameter}"):
+            answer = account.client("ssm").get_parameter(Name=environment.image_parameter)
+        old = str(answer["Parameter"]["Value"]).partition("@")[2]
+        return cls(old, lambda digest: publish.release(account, environment, repository, digest, say))
+
+
+def tried(release: Release, digest: str, try_it: Callable[[], Verdict]) -> Verdict:
+    """Release an image, try it, and take it back where it is not as good or anything came in between."""
+    release.make(digest)
+    try:
+        verdict = try_it()
+    except (JobFailedError, AwsRefusedError) as error:
+        verdict = Verdict((Check("end", str(error), "-", "Completed", False),))
+    except BaseException:
+        release.make(release.old)  # nobody is left to decide: the old one stays in use
+        raise
+    if verdict.failed:
+        release.make(release.old)
+    return verdict
+
+
+def run_job(job: Path, options: Sequence[str], folder: Path, name: str, environment: str, tenant: str | None) -> Ran:
+    """Launch a job and follow it to its end; JobFailedError where it was not launched."""
+    arguments = ("launch", str(job), *options, "--wait", "--json")
+    done = subprocess.run(trainyard_command(*arguments), stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
+    keep(folder, f"{name}.json", done.stdout)
+    try:
+        job_id = str(json.loads(done.stdout)["job_id"])
+    except (ValueError, KeyError):
+        raise JobFailedError(f"the {name} was not launched (trainyard {shlex.join(arguments)})") from None
+    return seen(job_id, environment, tenant)
+
+
+def seen(job_id: str, environment: str, tenant: str | None) -> Ran:
+    """A job as it is now."""
+    place = place_of(job_id, environment, tenant)
+    record = place.store.read(job_id).record
+    return Ran(job_id, record.state, record.attempt.failure, newest_rows(place, record), record)
