@@ -17,7 +17,13 @@ OutOption = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="FILE", help="Default: JOB.html in this folder; - for stdout.")
 ]
 MlflowOption = Annotated[
-    str, typer.Option("--mlflow", metavar="URL", envvar="MLFLOW_TRACKING_URI", help="The tracking server.")
+    str | None,
+    typer.Option(
+        "--mlflow",
+        metavar="URL",
+        envvar="MLFLOW_TRACKING_URI",
+        help="Address or ARN of the tracking server. Default: the tenant's own.",
+    ),
 ]
 
 
@@ -82,7 +88,7 @@ def report(
 
 def track(
     job: JobId,
-    mlflow: MlflowOption,
+    mlflow: MlflowOption = None,
     environment: EnvironmentOption = DEFAULT_ENVIRONMENT,
     tenant: TenantOption = None,
     experiment: Annotated[str, typer.Option("--experiment", help="Default: trainyard/TENANT/NAME OF THE JOB.")] = "",
@@ -96,12 +102,15 @@ def track(
     from trainyard.launch import watch as watching
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
-    from trainyard.operate.tracking import Server
+    from trainyard.operate.tracking import Server, server_at
     from trainyard.operate.tracking import track as tell
 
-    server, job_id = Server(mlflow), job_id_of(job)
+    job_id = job_id_of(job)
+    if mlflow is not None and not mlflow.startswith("arn:"):
+        Server(mlflow)  # a wrong address is said before AWS is asked for anything
     with console(stderr=True).status("asking") as spinner:
         place = place_of(job_id, environment, tenant)
+        server = server_at(mlflow or "", place.account, place.tracking_server)
         while True:
             current = watching.status(place.store, place.backend, job_id)
             record = current.record

@@ -32,6 +32,9 @@ class Place:
     has_queue: bool = False
     """Whether jobs wait in a training queue, which starts failed ones again by its own rules."""
 
+    tracking_server: str = ""
+    """ARN of the tenant's own MLflow server; empty where it has none."""
+
     @property
     def variables(self) -> dict[str, str]:
         """What a process of our own needs in its environment to read the jobs' files, for an hour."""
@@ -59,7 +62,15 @@ class TenantAccess:
             if (backend := door.tenant_backend(self.launcher, self.contract)) is not None:
                 backends[name] = backend
         resumes, queued = bool(self.contract.broker), bool(self.contract.shares)
-        return Place(store, ByRecord(backends), s3, self.launcher, has_resumer=resumes and not queued, has_queue=queued)
+        return Place(
+            store,
+            ByRecord(backends),
+            s3,
+            self.launcher,
+            has_resumer=resumes and not queued,
+            has_queue=queued,
+            tracking_server=self.contract.tracking.server if self.contract.tracking else "",
+        )
 
 
 def environment_file(name_or_path: str) -> Path:

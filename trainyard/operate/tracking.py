@@ -1,11 +1,14 @@
 """A job's record in MLflow: its file, plan, settings, metrics and report, to be compared and repeated from there.
 
 By MLflow's REST API, without its client: nothing to install beside trainyard, and nothing in the training image. What
-was told before is not told again, so that it may be repeated while a job runs, and after.
+was told before is not told again, so that it may be repeated while a job runs, and after. SageMaker's managed servers
+speak the same API, to requests that are signed.
 """
 
+import hashlib
 import http.client
 import json
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,10 +20,12 @@ from typing import Any
 import yaml
 
 from trainyard.errors import InputError, JobFailedError
+from trainyard.launch.aws import aws_errors
 from trainyard.launch.checkpoint_files import open_files
 from trainyard.launch.compare import METRICS_FILE, metrics_rows
 from trainyard.launch.goodput import GOODPUT_FILE, jsonl_rows
 from trainyard.launch.record import JobRecord
+from trainyard.launch.session import Account
 from trainyard.operate.job_report import report_of
 from trainyard.spec.meters import METERS
 
@@ -70,7 +75,8 @@ class Server:
         self._send(address, content, "PUT", "application/octet-stream")
 
     def _send(self, address: str, body: bytes | None, method: str, kind: str) -> bytes:
-        request = urllib.request.Request(address, body, {"Content-Type": kind}, method=method)
+        headers = self._headers(method, address, body, {"Content-Type": kind})
+        request = urllib.request.Request(address, body, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=SECONDS) as answer:
                 return bytes(answer.read())
@@ -82,6 +88,77 @@ class Server:
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise JobFailedError(f"{self.uri}: no MLflow answers ({reason}); start it, or check the address") from None
+
+    def _headers(self, method: str, address: str, body: bytes | None, headers: dict[str, str]) -> dict[str, str]:
+        """Of a request."""
+        return headers
+
+    def page(self, experiment_id: str, run_id: str) -> str:
+        """Where a person looks at a run."""
+        return f"{self.uri}/#/experiments/{experiment_id}/runs/{run_id}"
+
+
+class ManagedServer(Server):
+    """A tenant's own server, run by SageMaker: requests are signed as the tenant's launcher, and files go to the bucket
+    that the server shows them from, as it takes none itself."""
+
+    def __init__(self, arn: str, account: Account, *, endpoint: str = "") -> None:
+        """InputError for what is no server's ARN. `endpoint`: its address where it isn't AWS's."""
+        found = re.fullmatch(r"arn:aws:sagemaker:([a-z0-9-]+):\d{12}:mlflow-tracking-server/([A-Za-z0-9-]+)", arn)
+        if found is None:
+            raise InputError(
+                f"--mlflow {arn}: is the ARN of no managed MLflow server; it ends with mlflow-tracking-server/NAME "
+                "(`aws sagemaker list-mlflow-tracking-servers`)"
+            )
+        self._region, self._name = found.groups()
+        super().__init__(endpoint or f"https://{self._region}.experiments.sagemaker.aws")
+        self._arn, self._account = arn, account
+
+    def put(self, artifact_uri: str, name: str, content: bytes) -> None:
+        """A file beside a run, in its bucket."""
+        parts = urllib.parse.urlsplit(artifact_uri)
+        if parts.scheme != "s3":
+            raise JobFailedError(f"{self._arn}: keeps artifacts at {artifact_uri}, which is no bucket")
+        key = f"{parts.path.strip('/')}/{name}"
+        with aws_errors("writing", f"s3://{parts.netloc}/{key}"):
+            self._account.client("s3").put_object(Bucket=parts.netloc, Key=key, Body=content)
+
+    def _headers(self, method: str, address: str, body: bytes | None, headers: dict[str, str]) -> dict[str, str]:
+        from botocore.auth import SigV4Auth
+        from botocore.awsrequest import AWSRequest
+
+        told = {
+            **headers,
+            "x-mlflow-sm-tracking-server-arn": self._arn,
+            "X-Amz-Content-SHA256": hashlib.sha256(body or b"").hexdigest(),
+        }
+        request = AWSRequest(method=method, url=address, data=body, headers=told)
+        SigV4Auth(self._account.session.get_credentials(), "sagemaker-mlflow", self._region).add_auth(request)
+        return dict(request.headers.items())
+
+    def page(self, experiment_id: str, run_id: str) -> str:
+        """A link that opens MLflow's page, good for five minutes; its address can't lead to the run itself."""
+        sagemaker = self._account.client("sagemaker")
+        with aws_errors("asking for a link to", self._arn):
+            answer = sagemaker.create_presigned_mlflow_tracking_server_url(TrackingServerName=self._name)
+        return str(answer["AuthorizedUrl"])
+
+
+def server_at(where: str, account: Account | None, tenants_own: str) -> Server:
+    """The server at an address or ARN; the tenant's own where none is given. InputError where there is none."""
+    found = where or tenants_own
+    if not found:
+        raise InputError(
+            "--mlflow: is not given, and the tenant has no server of its own; give an address, e.g. "
+            "http://localhost:5000, or have the platform team add `tracking:` (docs/tenants.md)"
+        )
+    if not found.startswith("arn:"):
+        return Server(found)
+    if account is None:
+        raise InputError(
+            f"--mlflow {found}: this job is on this machine, and acts as no tenant of AWS; give an address"
+        )
+    return ManagedServer(found, account)
 
 
 def _is_address(uri: str) -> bool:
@@ -142,8 +219,7 @@ def track(server: Server, record: JobRecord, s3: Any, *, experiment: str) -> Tra
     if record.finished:
         status["end_time"] = _milliseconds(record.states[-1].at)
     server.ask("runs/update", status)
-    url = f"{server.uri}/#/experiments/{info['experiment_id']}/runs/{info['run_id']}"
-    return Tracked(info["run_id"], url, len(fresh))
+    return Tracked(info["run_id"], server.page(info["experiment_id"], info["run_id"]), len(fresh))
 
 
 def _run_of(server: Server, record: JobRecord, experiment: str) -> dict[str, Any]:
