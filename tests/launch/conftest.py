@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kubernetes_testing import kubectl  # noqa: F401
 from launch_testing import (  # noqa: F401
     aws,
     channels,

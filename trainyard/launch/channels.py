@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.aws import aws_errors, error_code
+from trainyard.launch.record import RecordedChannel
 from trainyard.spec.job import DataSource, JobSpec
 from trainyard.spec.platform import TenantContract
 
@@ -101,6 +102,27 @@ def build_inputs(job: JobSpec, s3: Any, contract: TenantContract) -> Inputs:
             "put them under fewer folders"
         )
     return Inputs(absolute, tuple(channels.values()))
+
+
+def inputs_as_written(job: JobSpec) -> tuple[RecordedChannel, ...]:
+    """Every input of a job without a tenant, as a channel; nothing is asked of S3, so a folder there has to end in "/".
+
+    InputError where one is neither on S3 nor on the shared file system.
+    """
+    channels: dict[str, RecordedChannel] = {}
+    for name, uri in _named_uris(job):
+        kind, separator, rest = uri.partition("://")
+        if kind == "s3" and separator:
+            if not is_streamed(job, uri):
+                channels.setdefault(uri, RecordedChannel(name=name, kind="s3", location=uri, uri=uri))
+        elif kind == "fsx" and separator:
+            channels.setdefault(uri, RecordedChannel(name=name, kind="fsx", location=rest, uri=uri))
+        else:
+            raise InputError(
+                f"{uri}: is on no machine of the cluster; write s3://BUCKET/FOLDER/, or fsx://PATH of its shared file "
+                "system (tenant:// and artifact:// need --environment)"
+            )
+    return tuple(channels.values())
 
 
 def is_streamed(job: JobSpec, uri: str) -> bool:

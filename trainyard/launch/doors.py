@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainyard.launch import cluster
+from trainyard.launch import cluster, kubernetes
 from trainyard.launch.backend import Backend, Say, say_nothing
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
@@ -59,4 +59,10 @@ def _tenants_slurm(launcher: Account, contract: TenantContract) -> Backend | Non
 
 DOORS: dict[BackendName, Door] = {
     "slurm": Door(cluster.launch_on_cluster, cluster.launch_on_slurm_here, _tenants_slurm, cluster.here_backend),
+    "kubernetes": Door(
+        kubernetes.launch_on_tenants_kubernetes,
+        kubernetes.launch_on_kubernetes_here,
+        kubernetes.tenant_backend,
+        kubernetes.here_backend,
+    ),
 }

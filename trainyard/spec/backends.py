@@ -2,4 +2,4 @@
 
 from typing import Literal
 
-BackendName = Literal["sagemaker", "slurm", "local"]
+BackendName = Literal["sagemaker", "slurm", "kubernetes", "local"]

@@ -16,6 +16,7 @@ from trainyard.errors import InputError
 from trainyard.spec.backends import BackendName
 from trainyard.spec.base import Name, SpecModel, apply_overrides, parse, read_yaml
 from trainyard.spec.retention import BestSpec, Retention
+from trainyard.spec.tracking import JobTrackingSpec
 
 SPEC_VERSION = 1
 """Laptop and image drift: the image refuses a spec newer than it knows."""
@@ -535,15 +536,19 @@ class RecoverySpec(SpecModel):
     """On SageMaker: how often the tenant's resumer starts the job again when it has failed for lack of capacity, by an
     error of SageMaker's own or a lost host, or asks to be resumed; 0: a person does. What spot capacity takes SageMaker
     starts again by itself, and doesn't count. A second failure from the same checkpoint is left to a person. On Slurm:
-    how often the job requeues itself when its time limit comes or a host is lost; what Slurm requeues doesn't count."""
+    how often the job requeues itself when its time limit comes or a host is lost; what Slurm requeues doesn't count. On
+    Kubernetes: how often all hosts are started again when one is lost or taken."""
     elastic: ElasticSpec | None = None
     """On how many instances the job may go on: after a lack of capacity the resumer takes about half as many each time,
     `trainyard resume --set compute.instance_count=N` any number within the limits. null: as many as it was launched
     on, unless a person says otherwise."""
-    hang_seconds: float | None = Field(default=300.0, gt=0)
-    """A rank that finished no step for this long, and for ten times the median step, hangs; null: never."""
+    hang_seconds: float | None = Field(default=120.0, gt=0)
+    """A rank that finished no step for this long, and for ten times the median step, hangs; before the first step of a
+    restart it may take three times as long as the longest start so far, if that is longer (and a minute at least). A
+    process that is stopped for this long hangs whatever it is at. null: never."""
     start_minutes: float = Field(default=60.0, gt=0)
-    """How long the first step may take, from the start of the ranks; collectives wait as long until it is done."""
+    """How long the job's first step may take, from the last sign of life of the ranks; collectives wait as long until
+    it is done. A save that takes longer is a hang too."""
     arrival_seconds: float = Field(default=600.0, gt=0)
     """How long the ranks wait for each other at the start; then the ones that are missing are named."""
     collective_seconds: float | None = Field(default=None, gt=0)
@@ -576,6 +581,28 @@ class SlurmSpec(SpecModel):
     qos: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
 
 
+class KubernetesSpec(SpecModel):
+    """backend kubernetes: what a cluster with Kubeflow Trainer must be told beside the machines (docs/clusters.md)."""
+
+    context: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:/@-]+$")
+    """The cluster, as kubectl's configuration names it. Default: kubectl's current context at the launch."""
+    namespace: str | None = Field(default=None, pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    """Where the job's objects go. Default: the tenant's name; without a tenant `default`."""
+    service_account: str | None = Field(default=None, pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
+    """As whom the pods run: its IAM role (IRSA or EKS Pod Identity) reads the job's data and writes its checkpoints.
+    Default: for a tenant's jobs `trainyard-job`, else the namespace's own."""
+    image: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:/-]+@sha256:[0-9a-f]{64}$")
+    """The training image, by digest. Default: the one that the tenant's platform published; without a tenant there is
+    none."""
+    volume_claim: str | None = Field(default=None, pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
+    """A persistent volume claim (ReadWriteMany, FSx for Lustre say) that every pod sees at /fsx. Default: none."""
+    node_selector: dict[str, Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")]] = (
+        Field(default_factory=dict)
+    )
+    """Labels of the machines, beside the instance type: spot capacity is {eks.amazonaws.com/capacityType: SPOT}, or
+    {karpenter.sh/capacity-type: spot}."""
+
+
 class ComputeSpec(SpecModel):
     """The machines. The default is this one."""
 
@@ -584,12 +611,14 @@ class ComputeSpec(SpecModel):
     instance_count: PositiveInt = 1
     spot: bool = False
     max_hours: float = Field(default=24.0, gt=0, le=28 * 24)
-    """Hours of running before SageMaker stops the job (at most 28 days). Slurm: of each start."""
+    """Hours of running before SageMaker stops the job (at most 28 days). Slurm: of each start; Kubernetes: of each attempt."""
     max_wait_hours: float | None = Field(default=None, gt=0)
     """spot: hours of waiting and running together; default: twice max_hours."""
     queue: str | None = None
-    """One of the tenant's training queues, on Slurm a partition; default: its first that offers the instance type."""
+    """One of the tenant's training queues, on Slurm a partition; default: its first that offers the instance type. On
+    Kubernetes a queue of Kueue's; default: none."""
     slurm: SlurmSpec = SlurmSpec()
+    kubernetes: KubernetesSpec = KubernetesSpec()
     keep_alive_minutes: float | None = Field(default=None, gt=0, le=360)
     """On SageMaker: how long the machines stay after the job for the tenant's next one on as many of the same type,
     which then starts within a minute (a warm pool). They are billed meanwhile; the tenant's warm_pool_minutes is the
@@ -655,6 +684,7 @@ class JobSpec(SpecModel):
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
     meters: MetersSpec = MetersSpec()
+    tracking: JobTrackingSpec = JobTrackingSpec()
     compute: ComputeSpec = ComputeSpec()
     budget: BudgetSpec | None = None
 

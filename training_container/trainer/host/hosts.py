@@ -8,6 +8,7 @@ one TCP connection each to the first host, in lines of JSON; a host that falls s
 import contextlib
 import json
 import queue
+import re
 import socket
 import threading
 import time
@@ -20,6 +21,8 @@ from trainyard.errors import JobFailedError
 
 SILENCE_SECONDS = 30.0
 """A host that said nothing for so long is lost."""
+LOST_HOST = re.compile(r"^(the first )?host \S+ is gone")
+"""How the reason begins of an ending that is another host's loss: the program is sound."""
 _PINGS = 6
 """So many fall into that time."""
 
