@@ -37,7 +37,7 @@ _ANY_TIME = ("step", "save", "restore")
 
 KINDS = (
     Kind("kill", _ALL, moments=_ANY_TIME),
-    Kind("freeze", _ALL, moments=("step", "save")),
+    Kind("freeze", _ALL, moments=_ANY_TIME),
     Kind("raise", _ALL, is_punctual=True),
     Kind("out_of_host_memory", _HOSTS, is_punctual=True),
     Kind("out_of_device_memory", _HOSTS, is_punctual=True),

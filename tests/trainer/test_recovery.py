@@ -79,6 +79,25 @@ def test_two_hosts_restart_together(undisturbed: tuple[Path, list[Any]], tmp_pat
     assert recoveries(trees[1]) == []
 
 
+@pytest.mark.parametrize("forked", STARTS)
+def test_a_rank_that_freezes_while_it_restores_costs_seconds_and_not_a_starts_hour(
+    undisturbed: tuple[Path, list[Any]], tmp_path: Path, forked: str
+) -> None:
+    job, expected = undisturbed
+    faults = [
+        {"rank": 0, "step": 8, "kind": "kill"},
+        {"rank": 1, "step": 0, "kind": "stop", "moment": "restore"},
+    ]
+    settings = ("recovery.hang_seconds=5", "checkpoint.asynchronous=false")  # there is a checkpoint to restore
+    codes, output, (tree,) = run(tmp_path, job, faults, *settings, forked=forked)
+    assert codes == [0], output[-6000:]
+    assert bits(rows_of(tree / "output/data")) == expected
+    killed, frozen = recoveries(tree)
+    assert "was killed by SIGKILL" in killed["reason"]
+    assert frozen["last_step"] == 0 and "rank 1 on algo-1 hangs" in frozen["reason"]
+    assert "is stopped" in frozen["reason"] and "_bring" in (tree / "output/data/stacks/rank-1.txt").read_text()
+
+
 def test_an_error_that_comes_back_at_the_same_step_ends_the_job_with_a_diagnosis(tmp_path: Path) -> None:
     job = write_job(tmp_path, "single", steps=STEPS)
     codes, output, (tree,) = run(tmp_path, job, [{"rank": 0, "step": 4, "kind": "raise", "always": True}])

@@ -31,10 +31,6 @@ class _Heart:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644) if path else None
         self._beat = Beat(0, 0)
 
-    @property
-    def has_beaten(self) -> bool:
-        return self._beat.number > 0
-
     def beat(self, step: int | None) -> None:
         if self._descriptor is None:
             return
@@ -51,12 +47,6 @@ def _heart() -> _Heart:
 def beat(step: int | None = None) -> None:
     """Say that this rank is alive, and which step it has just finished (None: still at work on the next)."""
     _heart().beat(step)
-
-
-def still_here() -> None:
-    """Say that this rank is alive, if it has said so before: until then it has a start's patience, which ends there."""
-    if _heart().has_beaten:
-        beat()
 
 
 def read_beat(path: Path) -> Beat | None:

@@ -23,7 +23,7 @@ from trainer.checkpoint.destination import Destination, read_at
 from trainer.checkpoint.manifest import Manifest, ManifestError, step_folder
 from trainer.checkpoint.needs import Needs, Placements
 from trainer.checkpoint.ranges import Range, Tables, ranges_of
-from trainer.heartbeat import still_here
+from trainer.heartbeat import beat
 
 INDEX = ".metadata"
 _NUM_READERS = 8
@@ -88,7 +88,7 @@ class Transfer:
         with ThreadPoolExecutor(min(self._num_readers, len(ranges)), initializer=self._begin_thread) as pool:
             for brought in as_completed([pool.submit(self._bring, one) for one in ranges]):
                 brought.result()
-                still_here()  # a way back in mid-job may read for longer than a rank may be silent
+                beat()  # a read may take longer than a rank may be silent
 
     def _begin_thread(self) -> None:
         if self._gpu is not None:

@@ -104,6 +104,8 @@ class HostRun:
         """When this host found out that the ranks have to stop (monotonic)."""
         self._quiet_seconds = 0.0
         """How long no rank had given a sign of life by then."""
+        self._longest_start_seconds: float | None = None
+        """Of the starts that came to a step, from their begin to it."""
         self._killed: set[int] = set()
         """Ranks that we killed: their death is no cause."""
         self._is_consequence = False
@@ -135,7 +137,8 @@ class HostRun:
         assert process is not None and process.stderr is not None
         pump = threading.Thread(target=self._pump, args=(process.stderr,), daemon=True)
         pump.start()
-        watch = StepWatch(self._reports, self._own_ranks, self._job.spec.recovery)
+        recovery = self._job.spec.recovery
+        watch = StepWatch(self._reports, self._own_ranks, recovery, known_start_seconds=self._longest_start_seconds)
         exit_code = self._watch(process, hosts, watch)
         signal.setitimer(signal.ITIMER_REAL, 0)
         # A rank that outlives torchrun would hold the pipe open, and the next start's place.
@@ -144,6 +147,8 @@ class HostRun:
         if not self._hang:  # a rank that was frozen may have gone on for a moment, to tell where it stood
             watch.look()
         self._log.progress(watch.last_step)
+        if watch.first_step_seconds is not None:
+            self._longest_start_seconds = max(self._longest_start_seconds or 0.0, watch.first_step_seconds)
         ending = self._ending(exit_code)
         return replace(
             ending,

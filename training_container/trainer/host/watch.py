@@ -1,7 +1,9 @@
 """Watches one start of this host's ranks: steps by their heartbeats, stand-stills; takes their stacks. No torch.
 
-A rank hangs when its heartbeat has not changed for `hang_seconds` and for ten times the median step; before its first
-step, when the start takes longer than `start_minutes`.
+A rank hangs when its heartbeat has not changed for `hang_seconds` and for ten times the median step. Before the first
+step of a start the newest beat of all ranks here counts, since one that has read its part of a checkpoint waits for the
+others: it may be `start_minutes` old in the job's first start, and as old as three such starts in later ones. A process
+that is stopped (SIGSTOP, frozen) for `hang_seconds` hangs whatever it is at.
 """
 
 import contextlib
@@ -20,6 +22,9 @@ from trainer.host.rank import RankReport, stacks_file
 from trainyard.spec.job import RecoverySpec
 
 _STEPS_OF_A_HANG = 10
+_STARTS_OF_A_HANG = 3
+_LEAST_START_SECONDS = 60.0
+"""A start is all imports and caches: on a busy machine 62 s were measured for what takes 10 s (docs/recovery.md)."""
 _STEPS_REMEMBERED = 50
 _DUMP_SECONDS = 5.0
 """faulthandler writes within milliseconds, where the process gets to run at all."""
@@ -39,11 +44,24 @@ class _Seen:
 class StepWatch:
     """What the heartbeats of this host's ranks say."""
 
-    def __init__(self, folder: Path, ranks: range, spec: RecoverySpec, clock: Callable[[], float] = time.monotonic):
-        """`folder`: where the ranks' heartbeats lie, as `heartbeat_file` names them."""
+    def __init__(
+        self,
+        folder: Path,
+        ranks: range,
+        spec: RecoverySpec,
+        *,
+        known_start_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`folder`: where the ranks' heartbeats lie, as `heartbeat_file` names them.
+
+        `known_start_seconds`: the longest that a start before this one took to its first step; None: there was none.
+        """
         self._folder = folder
         self._spec = spec
+        self._known_start_seconds = known_start_seconds
         self._clock = clock
+        self._stopped_since: dict[int, float] = {}
         self._started = clock()
         self._seen = {rank: _Seen(None, self._started) for rank in ranks}
         self._step_seconds: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
@@ -75,16 +93,39 @@ class StepWatch:
         """How long a rank may be silent once it has finished a step; None: for ever."""
         if self._spec.hang_seconds is None:
             return None
-        return max(self._spec.hang_seconds, _STEPS_OF_A_HANG * median(self._step_seconds or [0.0]))
+        if not self._step_seconds:  # the second step may be as slow as the first
+            return max(self._spec.hang_seconds, self.first_step_seconds or 0.0)
+        return max(self._spec.hang_seconds, _STEPS_OF_A_HANG * median(self._step_seconds))
+
+    @property
+    def start_limit_seconds(self) -> float:
+        """How long all ranks may be silent before the first step of this start."""
+        longest = 60 * self._spec.start_minutes
+        if self._known_start_seconds is None or self._spec.hang_seconds is None:
+            return longest
+        known = _STARTS_OF_A_HANG * self._known_start_seconds
+        return min(longest, max(self._spec.hang_seconds, known, _LEAST_START_SECONDS))
 
     def hanging(self, reports: Mapping[int, RankReport]) -> dict[int, float]:
         """Ranks that are silent for too long, with their seconds of silence; those that have ended don't count."""
-        limit = self.limit_seconds
         silent = self.silent_seconds(reports)
-        allowed = {rank: 60 * self._spec.start_minutes if self._seen[rank].beat is None else limit for rank in silent}
-        return {
-            rank: seconds for rank, seconds in silent.items() if (most := allowed[rank]) is not None and seconds > most
-        }
+        stopped = self._stopped_for_too_long(reports)
+        if stopped:
+            return {rank: seconds for rank, seconds in silent.items() if rank in stopped}
+        if not self.last_step:
+            return silent if self.quiet_seconds > self.start_limit_seconds else {}
+        # Who is still at its first step has been waited for since another one's was done, not since the start.
+        since_first = self._clock() - self._started - (self.first_step_seconds or 0.0)
+        silent = {rank: min(seconds, since_first) for rank, seconds in silent.items()}
+        limit = self.limit_seconds
+        return {} if limit is None else {rank: seconds for rank, seconds in silent.items() if seconds > limit}
+
+    def _stopped_for_too_long(self, reports: Mapping[int, RankReport]) -> set[int]:
+        """Ranks whose processes have been stopped at every look for `hang_seconds`."""
+        now, limit = self._clock(), self._spec.hang_seconds
+        stopped = {rank for rank, report in reports.items() if report.exit_code is None and is_stopped(report.pid)}
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
+        return {rank for rank, since in self._stopped_since.items() if limit is not None and now - since > limit}
 
     def silent_seconds(self, reports: Mapping[int, RankReport]) -> dict[int, float]:
         """Seconds since the last beat of every rank that has not ended."""
