@@ -53,7 +53,7 @@ def launch(
     wait: WaitOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Launch a job: on AWS, on AWS's stand-in here, on a Slurm cluster, or as processes of this machine.
+    """Launch a job: on AWS, on AWS's stand-in here, on a cluster (Slurm, Kubernetes, Ray), or as processes here.
 
     Example: trainyard launch jobs/quickstart.yaml --environment local --wait
     """
@@ -98,7 +98,17 @@ def load_for_backend(path: Path, overrides: list[str], backend: str | None) -> "
 
 
 def launch_job(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
-    """Launch a job where its `compute.backend` says; where it lives now, and its record."""
+    """Launch a job where its `compute.backend` says, and have its trackers told; where it lives now, and its record."""
+    from trainyard.operate.following import begin as begin_tracking
+    from trainyard.operate.following import check_tracking
+
+    check_tracking(spec)
+    place, record = _launched(spec, environment, processes=processes, force=force)
+    begin_tracking(record, place, environment)
+    return place, record
+
+
+def _launched(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
     from trainyard.launch import launch as launch_on_sagemaker
     from trainyard.launch import launch_here
     from trainyard.launch.doors import DOORS
@@ -150,10 +160,12 @@ def status(
     """
     from trainyard.launch import watch
     from trainyard.launch.goodput import goodput
+    from trainyard.operate.following import begin as begin_tracking
 
     with console(stderr=True).status("asking"):
         place, job_id = _place(job, environment, tenant)
         current = watch.status(place.store, place.backend, job_id)
+        begin_tracking(current.record, place, environment)
         reached = goodput(current.record, place.s3)
     if as_json:
         print_json(summary(current.record, current) | {"goodput": reached.as_json() if reached else None})
@@ -244,11 +256,13 @@ def resume(
     """
     from trainyard.launch import watch
     from trainyard.launch.elastic import reviser
+    from trainyard.operate.following import begin as begin_tracking
 
     with console(stderr=True).status("resuming") as spinner:
         place, job_id = _place(job, environment, tenant)
         revise = reviser(overrides or [], processes, force=force)
         record = watch.resume(place.store, place.backend, job_id, revise=revise, say=teller(spinner))
+        begin_tracking(record, place, environment)
     if wait:
         record = _follow(place, job_id, quiet=as_json).record
     if as_json:

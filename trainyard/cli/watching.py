@@ -22,7 +22,7 @@ MlflowOption = Annotated[
         "--mlflow",
         metavar="URL",
         envvar="MLFLOW_TRACKING_URI",
-        help="Address or ARN of the tracking server. Default: the tenant's own.",
+        help="Address or ARN of the server. Default: the job's, or the tenant's.",
     ),
 ]
 
@@ -45,10 +45,12 @@ def watch(job: JobId, environment: EnvironmentOption = DEFAULT_ENVIRONMENT, tena
     from trainyard.cli.live import follow
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
+    from trainyard.operate.following import begin as begin_tracking
 
     with console(stderr=True).status("asking"):
         job_id = job_id_of(job)
         place = place_of(job_id, environment, tenant)
+        begin_tracking(place.store.read(job_id).record, place, environment)
     last = follow(place, job_id, quiet=False)
     print(f"{job_id}: {last.state}")
     require_completed(place, last.record)
@@ -102,6 +104,7 @@ def track(
     from trainyard.launch import watch as watching
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
+    from trainyard.operate.following import experiment_of
     from trainyard.operate.tracking import Server, server_at
     from trainyard.operate.tracking import track as tell
 
@@ -110,11 +113,12 @@ def track(
         Server(mlflow)  # a wrong address is said before AWS is asked for anything
     with console(stderr=True).status("asking") as spinner:
         place = place_of(job_id, environment, tenant)
-        server = server_at(mlflow or "", place.account, place.tracking_server)
+        asked = place.store.read(job_id).record.spec.tracking
+        server = server_at(mlflow or asked.mlflow or "", place.account, place.tracking_server)
         while True:
             current = watching.status(place.store, place.backend, job_id)
             record = current.record
-            name = experiment or f"trainyard/{record.tenant or 'local'}/{record.spec.name}"
+            name = experiment or asked.experiment or experiment_of(record)
             told = tell(server, record, place.s3, experiment=name)
             spinner.update(f"{job_id}: {current.state}, {told.num_steps} new steps")
             if current.finished or not follow:

@@ -1,0 +1,194 @@
+"""A job is told to its trackers from its launch to its end, without anybody asking: by a process of this machine that
+outlives the command which began it.
+
+    python -m trainyard.operate.following JOB ENVIRONMENT [TENANT]
+
+What it does and what goes wrong is in .trainyard/tracking/JOB.log. Where the machine goes away, the next command that
+looks at the job (`watch`, `status`, `resume`) begins it again; each tracker is told what it does not have yet.
+"""
+
+import fcntl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainyard.errors import InputError, TrainyardError
+from trainyard.launch import watch
+from trainyard.launch.local_backend import trainer_environment
+from trainyard.launch.place import Place, place_of
+from trainyard.launch.record import JobRecord
+from trainyard.launch.session import state_root
+from trainyard.operate.tracking import Server, Tracked, server_at, track
+from trainyard.operate.wandb_tracking import WandbTracker, check_wandb
+from trainyard.spec.job import JobSpec
+
+FOLLOW_SECONDS = 15.0
+"""Between two tellings: the metrics of a job on AWS come with its checkpoints, minutes apart."""
+MOST_FAILURES = 240
+"""In a row, an hour of them, until it gives up: a server that is away for a restart is waited for."""
+
+
+class Tracker(Protocol):
+    """Somebody who is told of a job."""
+
+    def tell(self, record: JobRecord, s3: Any) -> Tracked:
+        """What is new; TrainyardError where it can't be told now."""
+
+    def close(self, record: JobRecord) -> None:
+        """No more is told by this process."""
+
+
+class MlflowTracker:
+    """MLflow, by its REST API."""
+
+    def __init__(self, server: Server, experiment: str | None) -> None:
+        self._server, self._experiment = server, experiment
+
+    def tell(self, record: JobRecord, s3: Any) -> Tracked:
+        """See Tracker."""
+        return track(self._server, record, s3, experiment=self._experiment or experiment_of(record))
+
+    def close(self, record: JobRecord) -> None:
+        """See Tracker: a run there is no longer open than its state says."""
+
+
+def experiment_of(record: JobRecord) -> str:
+    """MLflow's experiment where none is named."""
+    return f"trainyard/{record.tenant or 'local'}/{record.spec.name}"
+
+
+def check_tracking(spec: JobSpec) -> None:
+    """InputError where the job asks for a tracker that can't be had from here; before anything is launched."""
+    tracking = spec.tracking
+    if tracking.wandb is not None:
+        check_wandb(tracking.wandb)
+    if tracking.mlflow is not None and tracking.mlflow.startswith("arn:") and spec.compute.backend == "local":
+        raise InputError(
+            f"tracking.mlflow: {tracking.mlflow}: a job of this machine acts as no tenant of AWS, which a managed "
+            "server asks for; give an address, or another backend"
+        )
+
+
+def trackers_of(record: JobRecord, place: Place) -> list[Tracker]:
+    """Whom the job is told to: what its file names, and its tenant's own MLflow server; none where there is neither."""
+    tracking = record.spec.tracking
+    found: list[Tracker] = []
+    if tracking.mlflow or place.tracking_server:
+        server = server_at(tracking.mlflow or "", place.account, place.tracking_server)
+        found.append(MlflowTracker(server, tracking.experiment))
+    if tracking.wandb is not None:
+        found.append(WandbTracker(tracking.wandb))
+    return found
+
+
+def is_wanted(record: JobRecord, place: Place) -> bool:
+    """Whether somebody is to be told from the launch on."""
+    tracking = record.spec.tracking
+    # An emulated account has a tenant's server by name alone: nobody answers there.
+    is_emulated = place.account is not None and place.account.session.endpoint_url is not None
+    has_own = bool(place.tracking_server) and not is_emulated
+    return tracking.automatic and bool(tracking.mlflow or tracking.wandb or has_own)
+
+
+def begin(record: JobRecord, place: Place, environment: str) -> bool:
+    """Have the job followed by a process of its own, unless one does already, or all is told; whether one is to."""
+    if not is_wanted(record, place) or _told_to(record.job_id) == _end_of(record):
+        return False
+    folder = _folder()
+    with (folder / f"{record.job_id}.log").open("ab") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, record.job_id, environment, record.tenant or ""],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # Its own session: a Ctrl-C at the terminal ends the watching, not this.
+            start_new_session=True,
+            env=trainer_environment(),
+        )
+    return True
+
+
+def follow(place: Place, job_id: str, say: Callable[[str], None], sleep: Callable[[float], None]) -> bool:
+    """Tell all trackers until the job has ended and they know it; False where one could not be told for too long."""
+    trackers = trackers_of(place.store.read(job_id).record, place)
+    failures = 0
+    record: JobRecord | None = None
+    try:
+        while True:
+            try:
+                record = watch.status(place.store, place.backend, job_id).record
+                for tracker in trackers:
+                    told = tracker.tell(record, place.s3)
+                    if told.num_steps or record.finished:
+                        say(f"{record.state}: {told.num_steps} new steps told to {told.url}")
+                failures = 0
+                if record.finished:
+                    return True
+            except TrainyardError as error:
+                failures += 1
+                say(f"not told, {failures} of {MOST_FAILURES}: {error}")
+                if failures >= MOST_FAILURES:
+                    return False
+            sleep(FOLLOW_SECONDS)
+    finally:
+        if record is not None:
+            for tracker in trackers:
+                tracker.close(record)
+
+
+@contextmanager
+def _alone(job_id: str) -> Iterator[bool]:
+    """Whether nobody else follows the job from this machine; held meanwhile."""
+    with (_folder() / f"{job_id}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _folder() -> Path:
+    folder = state_root() / "tracking"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _end_of(record: JobRecord) -> str:
+    """What tells an end from an earlier one's; empty while the job goes on."""
+    return f"{record.attempt.number} {record.state}" if record.finished else ""
+
+
+def _told_to(job_id: str) -> str | None:
+    path = _folder() / f"{job_id}.told"
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Follow one job; its exit code is nobody's to see, its lines are in the log."""
+    job_id, environment, tenant = sys.argv[1:] if arguments is None else arguments
+
+    def say(words: str) -> None:
+        print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {words}", flush=True)
+
+    with _alone(job_id) as is_alone:
+        if not is_alone:
+            return 0
+        try:
+            place = place_of(job_id, environment, tenant or None)
+            if not follow(place, job_id, say, time.sleep):
+                return 1
+            end = _end_of(place.store.read(job_id).record)
+        except TrainyardError as error:
+            say(f"ended: {error}")
+            return error.exit_code
+        (_folder() / f"{job_id}.told").write_text(end, encoding="utf-8")
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
