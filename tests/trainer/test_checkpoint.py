@@ -247,6 +247,24 @@ def test_training_waits_for_the_copy_alone_and_a_second_save_for_the_first(
     assert job.checkpointer.last_save_seconds is not None and job.checkpointer.last_save_seconds > 0
 
 
+def test_who_waits_for_a_save_without_an_end_no_longer_says_that_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, beats = threading.Event(), []
+    monkeypatch.setattr(checkpointer, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(checkpointer, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(LocalDestination, "put_bytes", lambda *_: may_write.wait(timeout=300))
+    for patience, dies in ((1000.0, False), (None, False), (0.0, True)):
+        job = Job(str(tmp_path / f"to-{patience}"), tmp_path, asynchronous=True, patience_seconds=patience)
+        job.checkpointer.save(1, state(1), {"step": 1})
+        beats.clear()
+        assert not job.checkpointer.wait(timeout_seconds=0.1)
+        assert (not beats) == dies, patience
+        may_write.set()
+        job.checkpointer.wait()
+        may_write.clear()
+
+
 # ---------------------------------------------------------------- broken checkpoints
 
 

@@ -80,6 +80,7 @@ def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scrat
         keep_every_steps=spec.keep_every_steps,
         keep_best=spec.keep_best,
         process_group=runtime.control_group,
+        patience_seconds=60 * job.spec.recovery.start_minutes,
     )
 
 

@@ -101,11 +101,13 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         report: Callable[[str], None] = say,
         retry_delays_seconds: Sequence[float] = RETRY_DELAYS_SECONDS,
+        patience_seconds: float | None = None,
     ) -> None:
         """`destination`: a folder (shared by all hosts) or an s3:// prefix. `local_dir`: scratch of this host.
 
         `local_tier`: a folder on this host's own disk, where a save is committed before it goes to the destination;
         `peer_copy`: the next host's disk gets a copy of this one's part.
+        `patience_seconds`: who waits longer than this for a save no longer says that it lives; None: always.
         `process_group`: a CPU (gloo) group of all ranks for what the caller's own thread says. The thread behind has a
         group of its own, made here: collectives of two threads on one group would mix.
         """
@@ -116,6 +118,7 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._report = report
         self._delays = retry_delays_seconds
+        self._patience_seconds = patience_seconds
         self._own_process_group: dist.ProcessGroup | None = None
         if world_size > 1:
             process_group = process_group or dist.group.WORLD
@@ -439,11 +442,14 @@ class Checkpointer:
         """Wait until no save is on its way; False if one still is after `timeout_seconds` (on this rank)."""
         thread = self._thread
         if thread is not None:
-            deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+            began = time.monotonic()
+            deadline = None if timeout_seconds is None else began + timeout_seconds
             while thread.is_alive() and (deadline is None or time.monotonic() < deadline):
-                # A long upload is no hang: who waits for it lives, and says so.
+                # A long upload is no hang: who waits for it lives, and says so. One without an end (a disk, a file
+                # system that no longer answers) is one, and the host's to end: nothing here can.
                 thread.join(_BEAT_SECONDS if deadline is None else min(_BEAT_SECONDS, deadline - time.monotonic()))
-                beat()
+                if self._patience_seconds is None or time.monotonic() < began + self._patience_seconds:
+                    beat()
             if thread.is_alive():
                 return False
             self._thread = None
