@@ -17,7 +17,6 @@ from trainyard.spec.backends import BackendName
 from trainyard.spec.base import Name, SpecModel, apply_overrides, parse, read_yaml
 from trainyard.spec.retention import BestSpec, Retention
 from trainyard.spec.tracking import JobTrackingSpec
-from trainyard.spec.tracking import JobTrackingSpec
 
 SPEC_VERSION = 1
 """Laptop and image drift: the image refuses a spec newer than it knows."""
