@@ -349,7 +349,7 @@ def test_logs_come_once_in_time_order_from_every_pod(submitted: Submitted, kubec
             "The connection to the server 10.0.0.1 was refused - did you specify the right host or port?\n",
             "does not answer",
         ),
-        (("can-i",), "no\n", "kubectl auth: namespace acme of eks-train: no"),
+        (("can-i",), "no\n", "kubectl auth: namespace acme of eks-train: you may not create"),
         (
             ("apply",),
             'Error from server (NotFound): namespaces "acme" not found\n',
@@ -446,6 +446,20 @@ def test_spot_is_asked_for_by_label(contract: TenantContract) -> None:
         objects_of(pod_job(spot=True), contract)
 
 
+def test_the_config_map_is_laid_out_as_a_container_would_have_it(tmp_path: Path, contract: TenantContract) -> None:
+    config_map, runtime, _ = objects_of(pod_job(), contract)
+    for name, text in config_map["data"].items():
+        (tmp_path / name).write_text(text)
+    entry.lay_out(tmp_path, tmp_path / "data")
+    found = {path.relative_to(tmp_path / "data").as_posix() for path in (tmp_path / "data").rglob("*.json")}
+    assert found == {"job/resolved_job.json", "job/channels.json", "inputs.json"}
+    with pytest.raises(InputError, match=r"none/resolved_job.json: can't be read"):
+        entry.lay_out(tmp_path / "none", tmp_path / "data")
+    mounts = pod_spec(runtime)["containers"][0]["volumeMounts"]
+    inside = [mount["mountPath"] for mount in mounts if mount["mountPath"].startswith("/opt/ml/")]
+    assert inside == [], "root would own the folders above it"
+
+
 def test_a_pod_finds_its_place_by_the_controllers_variables(tmp_path: Path) -> None:
     settings = {"PET_NNODES": "11", "PET_NODE_RANK": "10", "PET_MASTER_ADDR": "job-node-0-0.job"}
     hosts = entry.host_names(settings)
@@ -468,7 +482,7 @@ def test_a_pod_finds_its_place_by_the_controllers_variables(tmp_path: Path) -> N
 def test_a_pod_of_something_else_says_so(name: str, value: str, words: str, tmp_path: Path) -> None:
     settings = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"} | {name: value}
     message = tmp_path / "message"
-    settings |= {"TRAINYARD_OPT_ML": str(tmp_path), "TRAINYARD_TERMINATION_LOG": str(message)}
+    settings |= {"TRAINYARD_OPT_ML": str(tmp_path / "ml"), "TRAINYARD_TERMINATION_LOG": str(message)}
     assert entry.main(settings) == 2
     assert message.read_text().startswith(words)
 

@@ -75,12 +75,10 @@ class Pods:
 
     def _start(self, index: int) -> "subprocess.Popen[bytes]":
         opt_ml = self.opt_ml(index)
-        for mount in (mount for mount in self._mounts if mount["name"] == "job"):
-            path = Path(mount["mountPath"].replace("/opt/ml", str(opt_ml), 1))
-            names = {path: mount["subPath"]} if "subPath" in mount else {path / name: name for name in self._files}
-            for file, name in names.items():
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(self._files[name])
+        job = self._folder / f"job-{index}"
+        job.mkdir()
+        for name, text in self._files.items():
+            (job / name).write_text(text)
         first = f"{self._name}-node-0-0.{self._name}"
         pet = {"NNODES": self._trainer["numNodes"], "NPROC_PER_NODE": self._trainer["numProcPerNode"]}
         pet |= {"NODE_RANK": index, "MASTER_ADDR": first, "MASTER_PORT": 29400}
@@ -89,6 +87,8 @@ class Pods:
         # What a cluster has and this machine has not: names in DNS, a machine a pod, its message.
         environment["TRAINYARD_HOST_ADDRESSES"] = json.dumps({first: "127.0.0.1"})
         environment |= {"TRAINYARD_OPT_ML": str(opt_ml), "TRAINYARD_RENDEZVOUS_PORT": str(self._port)}
+        assert {"name": "job", "mountPath": "/etc/trainyard/job"} in self._mounts
+        environment["TRAINYARD_JOB_FOLDER"] = str(job)
         environment["TRAINYARD_TERMINATION_LOG"] = str(opt_ml / "termination-log")
         command = [sys.executable, *self._trainer["command"][1:]]  # the image's interpreter is ours
         with (self._folder / f"pod-{index}.txt").open("wb") as log:

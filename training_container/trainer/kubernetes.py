@@ -3,9 +3,10 @@
     python -m trainer.kubernetes
 
 The controller sets PET_NNODES, PET_NODE_RANK and PET_MASTER_ADDR, the first pod's name in DNS, which the others' are
-made from; a ConfigMap is the channel `job`. What SageMaker would write (`input/config/resourceconfig.json`) is written
-here, the inputs are brought, and `trainer.entrypoint` does the rest: its signals, flags and exit codes are these. The
-reason of a failure also goes to the pod's termination message (TRAINYARD_TERMINATION_LOG, /dev/termination-log).
+made from; a ConfigMap, in TRAINYARD_JOB_FOLDER (/etc/trainyard/job), is the channel `job`. What SageMaker would write
+(`input/config/resourceconfig.json`) is written here, the inputs are brought, and `trainer.entrypoint` does the rest:
+its signals, flags and exit codes are these. The reason of a failure also goes to the termination message
+(TRAINYARD_TERMINATION_LOG, /dev/termination-log).
 
 One exit code more: 69, another host is gone. The program is sound, and all hosts are to be started again, where 1 and 2
 are final (`trainyard.launch.kubernetes_manifest` tells the controller so). Imports no torch.
@@ -15,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,6 +47,7 @@ def main(environment: Mapping[str, str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _nothing_to_save)
     try:
         hosts = host_names(settings)
+        lay_out(Path(settings.get("TRAINYARD_JOB_FOLDER", "/etc/trainyard/job")), opt_ml / "input/data")
         write_place(opt_ml, hosts, int(settings["PET_NODE_RANK"]), settings.get("TRAINYARD_INSTANCE_TYPE", ""))
         bring_inputs(opt_ml)
     except TrainyardError as error:
@@ -72,6 +75,19 @@ def host_names(settings: Mapping[str, str]) -> list[str]:
             f"PET_MASTER_ADDR {settings.get('PET_MASTER_ADDR', '')!r}: is no first pod's name, JOB-node-0-0.JOB"
         )
     return [f"{first['name']}{number}{first['domain']}" for number in range(count)]
+
+
+def lay_out(job: Path, folder: Path) -> None:
+    """The ConfigMap's files where the entrypoint looks for them; InputError where one is missing."""
+    places = {name: folder / "job" / name for name in ("resolved_job.json", "channels.json")}
+    for name, path in {**places, "inputs.json": folder / "inputs.json"}.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(job / name, path)
+        except OSError as error:
+            raise InputError(
+                f"{job / name}: can't be read ({error.strerror}); `trainyard launch` makes the ConfigMap"
+            ) from None
 
 
 def write_place(opt_ml: Path, hosts: Sequence[str], index: int, instance_type: str) -> None:

@@ -84,6 +84,8 @@ def _refusal(words: str, where: Where) -> str:
     """kubectl's last line, in ours where it is known to puzzle."""
     line = next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "it failed without a word")
     line = line.removeprefix("error: ").removeprefix("Error from server ")
+    if line == "no" or line.startswith("no - "):  # auth can-i
+        return f"{where}: you may not create TrainJobs there; docs/clusters.md says which rights are needed"
     if "does not exist" in line and "context" in line:
         return f"compute.kubernetes.context {where.context}: is not in kubectl's configuration ({_contexts()})"
     if "no matches for kind" in words or "the server doesn't have a resource type" in words:

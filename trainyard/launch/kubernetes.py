@@ -130,10 +130,9 @@ def tenant_places(contract: TenantContract) -> Callable[[JobRecord], KubernetesP
 
     def place_of(record: JobRecord) -> KubernetesPlace:
         kubernetes = record.resolved.spec.compute.kubernetes
-        assert record.image is not None
         return KubernetesPlace(
             namespace=kubernetes.namespace or contract.tenant,
-            image=record.image,
+            image=_image(record),
             labels=(
                 ("environment", contract.environment),
                 ("tenant", contract.tenant),
@@ -148,9 +147,15 @@ def tenant_places(contract: TenantContract) -> Callable[[JobRecord], KubernetesP
 
 def _here_place(record: JobRecord) -> KubernetesPlace:
     kubernetes = record.resolved.spec.compute.kubernetes
-    assert record.image is not None
     return KubernetesPlace(
         namespace=kubernetes.namespace or record.tenant or "default",
-        image=record.image,
+        image=_image(record),
         service_account=kubernetes.service_account,
     )
+
+
+def _image(record: JobRecord) -> str:
+    """The launch's, unless a resume says another."""
+    image = record.resolved.spec.compute.kubernetes.image or record.image
+    assert image is not None
+    return image

@@ -12,7 +12,6 @@ from typing import Any
 
 from trainyard import hardware
 from trainyard.errors import InputError
-from trainyard.launch.channels import JOB_CHANNEL
 from trainyard.launch.record import JobRecord
 from trainyard.launch.slurm_script import IMAGE_PYTHON, SHARED_ROOT, efa_interfaces
 from trainyard.spec.job import ResolvedJob
@@ -28,6 +27,8 @@ RESUME_EXIT_CODE = 75
 """The trainer's word for "told to stop, saved"."""
 FINAL_EXIT_CODES = (1, 2)
 """The job failed, its input was wrong: another start would end the same way."""
+JOB_FOLDER = "/etc/trainyard/job"
+"""Where a pod finds its ConfigMap (trainer.kubernetes)."""
 _MOST_NAME = 63
 _POD_SUFFIX = "-node-0-9999-abcde"
 """What JobSet and Job add to a TrainJob's name for a pod's; the whole is a name in DNS."""
@@ -144,7 +145,7 @@ def _resources(job: ResolvedJob) -> dict[str, dict[str, str]]:
     kind = job.spec.compute.instance_type
     machine = hardware.instance(kind) if kind else None
     limits = {}
-    if machine is not None and machine.num_gpus:
+    if machine is not None and machine.gpu is not None:
         limits["nvidia.com/gpu"] = str(machine.num_gpus)
     if job.num_hosts > 1 and efa_interfaces(job):
         limits["vpc.amazonaws.com/efa"] = str(efa_interfaces(job))
@@ -239,8 +240,8 @@ def _volumes(record: JobRecord) -> tuple[list[dict[str, Any]], list[dict[str, An
     mounts: list[dict[str, Any]] = [
         {"name": "opt-ml", "mountPath": "/opt/ml"},
         {"name": "shm", "mountPath": "/dev/shm"},
-        {"name": "job", "mountPath": f"/opt/ml/input/data/{JOB_CHANNEL}"},
-        {"name": "job", "mountPath": "/opt/ml/input/data/inputs.json", "subPath": "inputs.json"},
+        # Not inside of /opt/ml: the folders above a mount are made by root, and the trainer could not write beside it.
+        {"name": "job", "mountPath": JOB_FOLDER},
     ]
     if claim:
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": claim}})
