@@ -116,7 +116,7 @@ def is_rank(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:  # it has ended meanwhile
         return False
-    return b"trainer.host.rank" in command and b"torch.distributed.run" not in command
+    return b"trainer.host.rank" in command and b"trainer.torchrun" not in command
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.importing import importing
 from trainer.leaving import EXIT_RESUME_ME, leave
 from trainer.observe.throughput import Expected
 from trainyard.errors import InputError, TrainyardError
@@ -59,10 +60,11 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError(f"--output-dir {output_dir}: can't be made: {error.strerror or error}") from None
 
     # torch takes seconds to import: a wrong job is refused before that.
-    from trainer.loop import Outcome, train
-    from trainer.observe.flight_recorder import told_when_asked
-    from trainer.runtime import distributed_runtime
-    from trainer.session import Session
+    with importing():
+        from trainer.loop import Outcome, train
+        from trainer.observe.flight_recorder import told_when_asked
+        from trainer.runtime import distributed_runtime
+        from trainer.session import Session
 
     with (
         told_when_asked(),

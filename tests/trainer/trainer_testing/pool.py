@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
+from trainer.importing import importing
+
 from trainer_testing.distributed import TESTS, collect, free_port
 
 PRELOADED = (
@@ -221,11 +223,12 @@ def serve(connection: socket.socket) -> None:
     os.dup2(2, 1)  # what libraries print while they are imported is no answer
     import importlib
 
-    import torch
+    with importing():  # also: a fork that looks through its imports for garbage gets a copy of all their pages
+        import torch
 
-    torch.set_num_threads(1)
-    for name in PRELOADED:
-        importlib.import_module(name)
+        torch.set_num_threads(1)
+        for name in PRELOADED:
+            importlib.import_module(name)
     while True:
         request, files, _, _ = socket.recv_fds(connection, 16, 64)
         if len(request) < 16:

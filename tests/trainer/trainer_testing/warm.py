@@ -24,6 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from trainer.importing import importing
+
 VARIABLE = "TRAINYARD_TEST_WARM"
 """Names the modules to import beforehand, with commas between; absent: every start is a real one."""
 MODULES = (
@@ -66,7 +68,7 @@ def install(host_module: Any) -> None:
     theirs.close()
 
     def popen(command: Sequence[str], *, env: dict[str, str], **_: Any) -> "Fork":
-        assert list(command[1:3]) == ["-m", "torch.distributed.run"], command
+        assert list(command[1:3]) == ["-m", "trainer.torchrun"], command
         read, write = os.pipe()
         try:
             return Fork(ours, "torchrun", command[3:], env, outputs=(1, write), pipe=read)
@@ -172,8 +174,9 @@ class Fork:
 def _serve(requests: socket.socket, client: socket.socket | None) -> NoReturn:
     """Fork whatever is asked for, as long as the parent lives. `client`: the other end, for torchruns to ask at."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in os.environ[VARIABLE].split(","):
-        importlib.import_module(name)
+    with importing():
+        for name in os.environ[VARIABLE].split(","):
+            importlib.import_module(name)
     children: dict[int, tuple[int, int]] = {}
     """Pid to the pipe that its end is told on, and to who asked for it."""
     while True:

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from trainer import heartbeat
+from trainer.leaving import leave
 
 RESUME_EXIT_CODE = 75
 """The trainer's word for "saved; resume me" (EX_TEMPFAIL of sysexits.h)."""
@@ -148,4 +149,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
