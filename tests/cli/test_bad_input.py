@@ -195,6 +195,19 @@ def test_slurm_where_there_is_none(
     assert "tenant acme has no cluster in environment test" in line
 
 
+def test_kubernetes_and_ray_where_there_are_none(
+    refusal: Refusal, write_job: WriteJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    own = ["--set", "compute.spot=false", "--set", "checkpoint.destination=s3://results/x"]
+    image = f"compute.kubernetes.image=registry/trainer@sha256:{'ab' * 32}"
+    moved = ["launch", write_job(), *own, "--backend", "kubernetes"]
+    assert "compute.kubernetes.image: is missing" in refusal(moved, 2)
+    assert "there is no `kubectl` on the PATH here" in refusal([*moved, "--set", image], 2)
+    moved = ["launch", write_job(), *own, "--backend", "ray"]
+    assert "tenant://sets/train is not on this machine" in refusal(moved, 2)
+
+
 def test_data_elsewhere_for_a_local_job(refusal: Refusal, write_job: WriteJob) -> None:
     line = refusal(["launch", write_job(), "--backend", "local"], 2)
     assert "data.train.0.path: tenant://sets/train is not on this machine" in line

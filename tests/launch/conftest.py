@@ -17,4 +17,5 @@ from launch_testing import (  # noqa: F401
     record,
     resolved,
 )
+from ray_testing import ray_cluster  # noqa: F401
 from slurm_testing import cluster, desk  # noqa: F401

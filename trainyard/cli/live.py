@@ -73,7 +73,8 @@ class Seen:
         if current.record.attempt.reclaims <= self.reclaims:
             return ""
         self.reclaims = current.record.attempt.reclaims
-        why = "requeued" if current.record.backend == "slurm" else "spot capacity reclaimed"
+        words = {"sagemaker": "spot capacity reclaimed", "slurm": "requeued"}
+        why = words.get(current.record.backend, "started again")
         return f"{why}: the job comes back by itself, from its newest checkpoint"
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainyard.launch import cluster, kubernetes
+from trainyard.launch import cluster, kubernetes, ray
 from trainyard.launch.backend import Backend, Say, say_nothing
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
@@ -65,4 +65,5 @@ DOORS: dict[BackendName, Door] = {
         kubernetes.tenant_backend,
         kubernetes.here_backend,
     ),
+    "ray": Door(ray.launch_on_tenants_ray, ray.launch_on_ray_here, ray.tenant_backend, ray.here_backend),
 }

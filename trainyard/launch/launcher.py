@@ -201,7 +201,10 @@ def local_job(job: JobSpec) -> JobSpec:
 
 def _local_path(path: str, where: str) -> str:
     if "://" in path:
-        raise InputError(f"{where}: {path} is not on this machine, and --backend local reads files only: download it")
+        raise InputError(
+            f"{where}: {path} is not on this machine, and without a tenant's environment only files are read: "
+            "download it"
+        )
     if not Path(path).exists():
         raise InputError(f"{where}: {path}: no such file or folder (looked from {Path.cwd()})")
     return str(Path(path).resolve())

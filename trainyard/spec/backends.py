@@ -2,4 +2,4 @@
 
 from typing import Literal
 
-BackendName = Literal["sagemaker", "slurm", "kubernetes", "local"]
+BackendName = Literal["sagemaker", "slurm", "kubernetes", "ray", "local"]

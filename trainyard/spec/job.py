@@ -537,7 +537,7 @@ class RecoverySpec(SpecModel):
     error of SageMaker's own or a lost host, or asks to be resumed; 0: a person does. What spot capacity takes SageMaker
     starts again by itself, and doesn't count. A second failure from the same checkpoint is left to a person. On Slurm:
     how often the job requeues itself when its time limit comes or a host is lost; what Slurm requeues doesn't count. On
-    Kubernetes: how often all hosts are started again when one is lost or taken."""
+    Kubernetes and Ray: how often all hosts are started again when one is lost or taken."""
     elastic: ElasticSpec | None = None
     """On how many instances the job may go on: after a lack of capacity the resumer takes about half as many each time,
     `trainyard resume --set compute.instance_count=N` any number within the limits. null: as many as it was launched
@@ -603,6 +603,20 @@ class KubernetesSpec(SpecModel):
     {karpenter.sh/capacity-type: spot}."""
 
 
+class RaySpec(SpecModel):
+    """backend ray: what a Ray cluster must be told beside the machines (docs/clusters.md)."""
+
+    address: str | None = Field(default=None, pattern=r"^https?://[A-Za-z0-9.\[\]:-]+(/[A-Za-z0-9._/-]*)?$")
+    """Of the cluster's job server (its dashboard), http://HOST:8265. Default: RAY_API_SERVER_ADDRESS where that is set,
+    else http://127.0.0.1:8265."""
+    directory: str | None = Field(default=None, pattern=r"^/[A-Za-z0-9._/-]+$")
+    """Folder on every machine's own or shared disk for a job's inputs and outputs. Default: for a tenant's jobs
+    /tmp/trainyard, else the folder of jobs on this machine, which all machines then share."""
+    python: str | None = Field(default=None, pattern=r"^/[A-Za-z0-9._/-]+$")
+    """Interpreter that has the trainer and the cluster's own version of ray, on every machine. Default: for a tenant's
+    jobs the training image's own, elsewhere the one that launches."""
+
+
 class ComputeSpec(SpecModel):
     """The machines. The default is this one."""
 
@@ -611,14 +625,16 @@ class ComputeSpec(SpecModel):
     instance_count: PositiveInt = 1
     spot: bool = False
     max_hours: float = Field(default=24.0, gt=0, le=28 * 24)
-    """Hours of running before SageMaker stops the job (at most 28 days). Slurm: of each start; Kubernetes: of each attempt."""
+    """Hours of running before SageMaker stops the job (at most 28 days). Slurm: of each start; Kubernetes, Ray: of each
+    attempt."""
     max_wait_hours: float | None = Field(default=None, gt=0)
     """spot: hours of waiting and running together; default: twice max_hours."""
     queue: str | None = None
     """One of the tenant's training queues, on Slurm a partition; default: its first that offers the instance type. On
-    Kubernetes a queue of Kueue's; default: none."""
+    Kubernetes a queue of Kueue's; default: none. Ray has no queues."""
     slurm: SlurmSpec = SlurmSpec()
     kubernetes: KubernetesSpec = KubernetesSpec()
+    ray: RaySpec = RaySpec()
     keep_alive_minutes: float | None = Field(default=None, gt=0, le=360)
     """On SageMaker: how long the machines stay after the job for the tenant's next one on as many of the same type,
     which then starts within a minute (a warm pool). They are billed meanwhile; the tenant's warm_pool_minutes is the

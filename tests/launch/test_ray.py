@@ -1,0 +1,307 @@
+"""Jobs for Ray without a cluster: the request, what is refused, what a job server and a driver say, read.
+
+The server here answers in the form of Ray 2.60's; the real one, with the trainer, is test_ray_cluster.py.
+"""
+
+import base64
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_testing import JOB_ID, job_content
+from trainer import ray as driver
+
+from trainyard.errors import InputError
+from trainyard.launch import ray, watch
+from trainyard.launch.backend import LogCursor, Observation
+from trainyard.launch.launcher import new_record, with_destination
+from trainyard.launch.ray_backend import EVENT, JOB_VARIABLE, Look, RayBackend, read_events, submission
+from trainyard.launch.ray_jobs import HttpJobServer
+from trainyard.launch.record import FolderRecordStore, JobRecord, RecordedChannel
+from trainyard.launch.session import Account
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.platform import TenantContract
+
+INPUT = RecordedChannel(
+    name="train-0", kind="s3", location="s3://acme-data/sets/train/", uri="s3://acme-data/sets/train"
+)
+
+
+def ray_job(address: str = "http://ray.acme:8265", **compute: Any) -> JobSpec:
+    content = job_content()
+    content["compute"] = {"backend": "ray", "instance_type": "p5.48xlarge", "instance_count": 2, "max_hours": 2}
+    content["compute"] |= {"ray": {"address": address}} | compute
+    content["training"]["global_batch_size"] = 32
+    content["parallelism"] = {"data_shard": 8 * content["compute"]["instance_count"]}
+    return parse(JobSpec, content, "job")
+
+
+def record_of(job: JobSpec) -> JobRecord:
+    return new_record(
+        job,
+        with_destination(job, f"s3://acme-checkpoints/jobs/{JOB_ID}/"),
+        job_id=JOB_ID,
+        backend="ray",
+        environment="test",
+        plan={},
+        image=None,
+        channels=(INPUT,),
+        forced=(),
+        launched_by="",
+    )
+
+
+class Server(ThreadingHTTPServer):
+    """A job server that holds what it is given, and runs nothing."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.logs: dict[str, str] = {}
+        self.stopped: list[str] = []
+        self.address = f"http://127.0.0.1:{self.server_port}"
+
+    def submitted(self) -> dict[str, Any]:
+        """The newest job's request."""
+        return list(self.jobs.values())[-1]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        parts = path.strip("/").split("/")
+        if parts[:3] == ["api", "v0", "logs"]:
+            actor = query.split("actor_id=")[1].split("&")[0]
+            self._answer(200 if actor in self.server.logs else 500, self.server.logs.get(actor, "Node is gone"))
+        elif path == "/api/jobs/":
+            self._answer(200, json.dumps(list(self.server.jobs.values())))
+        elif parts[2] not in self.server.jobs:
+            self._answer(404, f"Job {parts[2]} does not exist")
+        elif parts[3:] == ["logs"]:
+            self._answer(200, json.dumps({"logs": self.server.logs.get(parts[2], "")}))
+        else:
+            self._answer(200, json.dumps(self.server.jobs[parts[2]]))
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = self.path.strip("/").split("/")
+        if parts[3:] == ["stop"]:
+            self.server.stopped.append(parts[2])
+            self._answer(200, json.dumps({"stopped": True}))
+            return
+        request = json.loads(body)
+        if request["entrypoint"].startswith("/bad"):
+            self._answer(500, "Traceback (most recent call last):\n  File x\nValueError: no such environment\n")
+            return
+        self.server.jobs[request["submission_id"]] = request | {"status": "PENDING", "message": "Job has not started"}
+        self._answer(200, json.dumps({"submission_id": request["submission_id"]}))
+
+    def _answer(self, code: int, text: str) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def backend_of(contract: TenantContract) -> RayBackend:
+    return ray.tenant_backend(Account(None), contract)  # type: ignore[arg-type]
+
+
+def event(state: str, at: str = "2026-01-31T12:05:00+00:00", **more: Any) -> str:
+    return EVENT + json.dumps({"state": state, "at": at, "note": "", **more})
+
+
+def test_a_submission_carries_the_job_and_gives_it_time_to_save(contract: TenantContract) -> None:
+    record = record_of(ray_job())
+    request = submission(record, ray.tenant_places(contract)(record))
+    assert request["submission_id"] == JOB_ID
+    assert request["entrypoint"] == f"/opt/trainyard/bin/python -u -m trainer.ray /tmp/trainyard/{JOB_ID}"
+    assert request["runtime_env"]["py_executable"] == "/opt/trainyard/bin/python"
+    variables = request["runtime_env"]["env_vars"]
+    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > 130 and "TRAINYARD_SKIP_EFA_CHECK" not in variables
+    assert variables["AWS_REGION"] == "us-east-1"
+    assert request["metadata"]["trainyard:tenant"] == "acme"
+    # What the driver reads of it is what was sent.
+    files = driver._files(variables[JOB_VARIABLE])
+    assert parse(ResolvedJob, json.loads(files["resolved_job.json"]), "job") == record.resolved
+    assert json.loads(files["inputs.json"]) == [{"name": "train-0", "kind": "s3", "location": INPUT.location}]
+    assert (driver.EVENT, driver.JOB_VARIABLE) == (EVENT, JOB_VARIABLE)
+
+
+def test_a_job_is_followed_from_its_submission_to_its_end(contract: TenantContract, server: Server) -> None:
+    backend, record = backend_of(contract), record_of(ray_job(server.address))
+    assert backend.observe(record) is None and backend.read_logs(record, LogCursor()) == []
+    backend.submit(record, lambda _: None)
+    first = server.submitted()
+    backend.submit(record, lambda _: None)
+    assert server.submitted() is first, "one that it has already is left alone"
+
+    def seen(status: str, *lines: str, **job: Any) -> Observation:
+        server.jobs[JOB_ID] |= {"status": status, "message": "", **job}
+        server.logs[JOB_ID] = "".join(f"{line}\n" for line in lines)
+        found = backend.observe(record)
+        assert found is not None
+        return found
+
+    assert seen("PENDING", message="waits for its environment").note == "waits for its environment"
+    assert seen("RUNNING").state == "Starting"
+    assert seen("RUNNING", event("Queued", note="waits for machines")).state == "Queued"
+    start = event("Training", note="10.0.0.1, 10.0.0.2, start 1", logs={"node-0": "aa", "node-1": "bb"}, pids=[1, 2])
+    found = seen("RUNNING", event("Queued"), start)
+    assert (found.state, found.note, found.reclaims) == ("Training", "10.0.0.1, 10.0.0.2, start 1", 0)
+    lost = event("Interrupted", "2026-01-31T12:30:00+00:00", note="host node-1 is gone: Ray: x")
+    again = event("Training", "2026-01-31T12:31:00+00:00", logs={"node-0": "cc", "node-1": "dd"})
+    found = seen("RUNNING", start, lost, event("Queued"), again)
+    assert [change.state for change in found.transitions] == ["Training", "Interrupted", "Training"]
+    assert (found.state, found.reclaims) == ("Training", 1)
+    assert backend.states([record]) == {JOB_ID: "Training"}
+    found = seen("SUCCEEDED", start, lost, again, event("Completed", "2026-01-31T13:05:00+00:00"), end_time=1)
+    assert (found.state, found.running_seconds, found.finished) == ("Completed", 3600, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "lines", "expected"),
+    [
+        (
+            "FAILED",
+            "x",
+            [event("Failed", failure="rank 0 on node-0: ValueError: no")],
+            ("Failed", "", "rank 0 on node-0: ValueError: no"),
+        ),
+        ("STOPPED", "", [event("Training"), event("Stopped")], ("Stopped", "", "")),
+        (
+            "STOPPED",
+            "",
+            [event("Training"), event("Stopping")],
+            ("Stopped", "killed before it had told how it ended", ""),
+        ),
+        ("STOPPED", "", [], ("Stopped", "before it was started", "")),
+        (
+            "FAILED",
+            "",
+            [event("Stopped", note="its time limit came; saved")],
+            ("Stopped", "its time limit came; saved", ""),
+        ),
+        ("FAILED", "last available logs:\nNo module named trainer\n", [], ("Failed", "", "No module named trainer")),
+        ("FAILED", "", [event("Training"), event("Training")[:40]], ("Failed", "", "its driver was killed")),
+        ("RUNNING", "", [event("Completed")], ("Completed", "", "")),
+    ],
+)
+def test_how_a_job_ended(status: str, message: str, lines: list[str], expected: tuple[str, str, str]) -> None:
+    job = {"status": status, "message": message, "end_time": 1769864700000}
+    seen = Look(job, read_events("\n".join(lines))).observation(1)
+    assert (seen.state, seen.note, seen.failure) == expected
+    assert seen.finished and seen.transitions[-1].state == seen.state
+
+
+def test_logs_are_every_hosts_and_the_drivers_own_words(contract: TenantContract, server: Server) -> None:
+    backend, record = backend_of(contract), record_of(ray_job(server.address))
+    backend.submit(record, lambda _: None)
+    start = event("Training", logs={"node-0": "aa", "node-1": "gone"})
+    server.logs |= {JOB_ID: f"INFO connected\n{start}\n", "aa": ":actor_name:Host\nstep=1\nste"}
+    cursor = LogCursor()
+    lines = backend.read_logs(record, cursor)
+    assert [(line.host, line.text) for line in lines] == [("node-0", "step=1"), ("driver", "INFO connected")]
+    server.logs["aa"] += "p=2\n"
+    assert [line.text for line in backend.read_logs(record, cursor)] == ["step=2"]
+
+
+def test_a_job_without_a_tenant_is_launched_stopped_and_resumed(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"{server.address}/")
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    content = ray_job(instance_type=None, instance_count=2, ray={}).model_dump(mode="json")
+    content |= {"tenant": None, "parallelism": {"data_replicate": 2}}
+    content["data"] = {"train": [{"path": str(tmp_path / "train.jsonl"), "format": "jsonl"}], "sequence_length": 64}
+    job, folder = parse(JobSpec, content, "job"), tmp_path / "jobs"
+    record = ray.launch_on_ray_here(job, folder, force=True)
+    assert record.resolved.spec.compute.ray.address == server.address, "where it is looked for from now on"
+    assert record.checkpoint_destination == str(folder / record.job_id)
+    assert "PYTHONPATH" in server.submitted()["runtime_env"]["env_vars"]
+    assert server.submitted()["runtime_env"]["env_vars"]["TRAINYARD_SKIP_EFA_CHECK"] == "1"
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
+    store, backend = FolderRecordStore(folder), ray.here_backend(folder)
+    watch.stop(store, backend, record.job_id)
+    assert server.stopped == [record.job_id]
+    server.jobs[record.job_id] |= {"status": "STOPPED", "end_time": 1769864700000}
+    assert watch.status(store, backend, record.job_id).state == "Stopped"
+    watch.resume(store, backend, record.job_id)
+    assert server.submitted()["submission_id"] == f"{record.job_id}-r2"
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        ({"queue": "gpu"}, "compute.queue gpu: Ray has no queues"),
+        ({"spot": True}, "compute.spot: whether a Ray cluster's machines are spot ones"),
+        ({"ray": {"address": "http://127.0.0.1:9"}}, "address http://127.0.0.1:9: no Ray job server answers"),
+    ],
+)
+def test_what_ray_has_not_is_refused(
+    compute: dict[str, Any], words: str, deployed: Account, contract: TenantContract
+) -> None:
+    with pytest.raises(InputError, match=words) as error:
+        ray.launch_on_tenants_ray(ray_job(**compute), contract, account=deployed, launcher=deployed, force=True)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_server_refuses_is_its_own_last_line(server: Server, contract: TenantContract) -> None:
+    record = record_of(ray_job(ray={"address": server.address, "python": "/bad/python"}))
+    with pytest.raises(InputError, match=r"ValueError: no such environment \(HTTP 500\)$"):
+        backend_of(contract).submit(record, lambda _: None)
+
+
+def test_the_tenants_hours_hold_here_too(server: Server, contract: TenantContract) -> None:
+    with pytest.raises(InputError, match="over the 24 hours that tenant acme's jobs may run"):
+        backend_of(contract).check(record_of(ray_job(server.address, max_hours=100)))
+    assert HttpJobServer().jobs(server.address) == []
+
+
+LOST, GONE = "host node-1 is gone: Ray: killed", "host node-1 is gone: its entrypoint was killed, or the network parted"
+
+
+@pytest.mark.parametrize(
+    ("endings", "again", "cause"),
+    [
+        ([(0, ""), (0, "")], "", ""),
+        ([(1, GONE), (1, LOST)], LOST, LOST),
+        ([(1, "rank 0 on node-0: ValueError"), (1, LOST)], "", "rank 0 on node-0: ValueError"),
+        ([(75, "saved"), (75, "saved")], "a host was told to stop; saved", ""),
+        ([(2, "wrong"), (75, "")], "", "wrong"),
+    ],
+)
+def test_which_endings_another_start_goes_on_from(endings: list[tuple[int, str]], again: str, cause: str) -> None:
+    assert driver._why_again(endings) == again
+    assert driver._cause(endings) == cause
+
+
+@pytest.mark.parametrize("packed", ["", "!", base64.b64encode(gzip.compress(b"{}")).decode()])
+def test_a_driver_without_a_job_says_so(packed: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv(JOB_VARIABLE, packed)
+    assert driver.main(["/tmp/x"]) == 2
+    (told,) = read_events(capsys.readouterr().out)
+    assert told.state == "Failed" and told.failure.startswith(f"{JOB_VARIABLE}: holds no job")
