@@ -99,6 +99,17 @@ def test_rows_lines_and_the_result_tell_loss_and_perplexity(tmp_path: Path, caps
     assert capsys.readouterr().out == "validation step=3 set=code loss=nan perplexity=nan\n"
 
 
+def test_a_stop_breaks_a_validation_off_between_two_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    validation = validation_of(tmp_path)
+    due = validation.due(11, 11)
+    num_first = due[0].stream.num_steps
+    answers = iter([False] * (num_first + 1) + [True])
+    row = validation.run(_Constant(1.0), due, 11, lambda: next(answers))  # type: ignore[arg-type]
+    assert row.keys() == {"validation_loss", "validation_perplexity"}, "the sets that were done"
+    assert next(answers, "asked once a batch") == "asked once a batch"
+    assert "validation step=11 broken off: told to stop" in capsys.readouterr().out
+
+
 def test_a_set_without_a_token_to_learn_is_refused_by_name(tmp_path: Path) -> None:
     job = job_with_sets(tmp_path)
     data = build(job, tmp_path)

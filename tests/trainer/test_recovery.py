@@ -125,6 +125,16 @@ def test_another_number_of_ranks_goes_on_with_the_same_batch(tmp_path: Path) -> 
     assert worst < 1e-5
 
 
+def test_a_stop_is_saved_before_a_validation_is_done(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=STEPS, validation_every_steps=1)
+    faults = [{"rank": 0, "step": 5, "kind": "terminate"}]
+    ((code, output),) = finish(start_faulty_trainer(1, job, tmp_path / "out", faults), timeout_seconds=600)
+    assert code == 75 and "validation step=5 broken off: told to stop" in output, output[-6000:]
+    assert "checkpoint step=5 committed" in output
+    _, rows = run_trainer(1, job, tmp_path / "out")
+    assert [row["step"] for row in rows if "validation_loss" not in row] == [5] and len(rows) == STEPS
+
+
 def test_sigusr1_to_one_rank_saves_that_step_and_training_goes_on(tmp_path: Path) -> None:
     job = write_job(tmp_path, "ddp", steps=STEPS)
     asked = [{"rank": 1, "step": 5, "kind": "save"}]

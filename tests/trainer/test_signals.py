@@ -32,11 +32,11 @@ def test_a_request_counts_like_a_signal() -> None:
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step() -> None:
     outputs = run_pooled(3, "test_signals", timeout_seconds=600)
-    assert [output.split() for output in outputs] == [["2:save", "4:save_and_exit"]] * 3
+    assert [output.split() for output in outputs] == [["2:save:False", "4:save_and_exit:True"]] * 3
 
 
 def rank_main() -> None:
-    """Rank 1 hears SIGUSR1 in step 2, rank 2 SIGTERM in step 4; every rank prints what was agreed on when."""
+    """Rank 1 hears SIGUSR1 in step 2, rank 2 SIGTERM in step 4; every rank prints what was agreed when, and before."""
     dist.init_process_group("gloo")
     with StopFlag(dist.group.WORLD) as flag:
         for step in range(1, 6):
@@ -44,9 +44,10 @@ def rank_main() -> None:
                 os.kill(os.getpid(), signal.SIGUSR1)
             if (dist.get_rank(), step) == (2, 4):
                 os.kill(os.getpid(), signal.SIGTERM)
+            must_exit = flag.must_exit()
             decision = flag.agreed(step)
             if decision != "none":
-                print(f"{step}:{decision}", flush=True)
+                print(f"{step}:{decision}:{must_exit}", flush=True)
             if decision == "save_and_exit":
                 break
     dist.destroy_process_group()

@@ -32,11 +32,9 @@ def train(session: Session) -> Outcome:
             continue
 
         session.step = step
-        validation = session.validate()
+        validation, request = session.validate(request)
         session.record(batch, loss, learning_rate, update, step_seconds, breakdown, validation)
 
-        if validation:
-            request = session.asked_since(request)
         if session.is_checkpoint_due() or request != "none":
             with clock("checkpoint"):
                 session.save()

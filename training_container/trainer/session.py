@@ -358,15 +358,21 @@ class Session:
         self._profile_votes = totals[2 : 2 + profiling.NUM_VOTES]
         return loss, self.stop_flag.decision(step, totals[2 + profiling.NUM_VOTES : -2])
 
-    def asked_since(self, request: Decision) -> Decision:
-        """The more urgent of `request` and what came meanwhile: a validation takes longer than a step."""
-        return max(request, self.stop_flag.agreed(self.step), key=urgency)
+    def validate(self, request: Decision) -> tuple[dict[str, Any], Decision]:
+        """What the row says of the validation sets that are due after this step; empty where none is.
 
-    def validate(self) -> dict[str, Any]:
-        """What the row says of the validation sets that are due after this step; empty where none is."""
+        And the more urgent of `request` and what came meanwhile: a validation takes longer than a step. One that is in
+        the way of a stop is broken off; the job's last is not, since nobody would make up for it.
+        """
         due = self._validation.due(self.step, self.num_steps)
+        if not due:
+            return {}, request
+        is_last = self.step == self.num_steps
         with self.clock.excluded():
-            return self._validation.run(self.strategy, due, self.step)
+            row = self._validation.run(
+                self.strategy, due, self.step, lambda: not is_last and self.stop_flag.must_exit()
+            )
+        return row, max(request, self.stop_flag.agreed(self.step), key=urgency)
 
     def record(
         self,

@@ -71,6 +71,13 @@ class StopFlag:
             dist.all_reduce(votes, group=self._process_group)
         return self.decision(step, votes.tolist())
 
+    def must_exit(self) -> bool:
+        """Whether any rank was told to stop, the same on every rank; all ask together. Forgets nothing."""
+        told = torch.tensor(float(_DECISIONS[self._wanted] == "save_and_exit"))
+        if self._process_group is not None:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._process_group)
+        return bool(told.item())
+
     def votes(self, step: int) -> list[float]:
         """NUM_VOTES numbers that, summed over all ranks, say what all of them want; `decision` reads the sums."""
         self._told = self._wanted

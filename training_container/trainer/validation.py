@@ -1,7 +1,7 @@
 """Validation sets: when each is due, its loss, and what rows, stdout and result.json say of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +37,25 @@ class Validation:
         every = {one.name: one.every_steps or self._default_every for one in self._sets}
         return [one for one in self._sets if step == num_steps or _divides(every[one.name], step)]
 
-    def run(self, strategy: Strategy, sets: Sequence[ValidationSet], step: int) -> dict[str, Any]:
-        """What the step's row says: `validation_loss` and such, and `validation_sets` by name."""
+    def run(
+        self,
+        strategy: Strategy,
+        sets: Sequence[ValidationSet],
+        step: int,
+        must_exit: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:
+        """What the step's row says: `validation_loss` and such, and `validation_sets` by name.
+
+        `must_exit`, asked before each batch, on all ranks alike: true breaks the validation off, and the row is without
+        the sets that were not done: a machine that is taken away leaves two minutes to save.
+        """
         row: dict[str, Any] = {}
         for one in sets:
-            found = self._run_set(strategy, one)
+            found = self._run_set(strategy, one, must_exit)
+            if found is None:
+                if self._runtime.is_first:
+                    say(f"validation step={step} broken off: told to stop; this step's stays undone")
+                break
             if self._runtime.is_first:
                 words = [f"validation step={step}", *([] if one.name is None else [f"set={one.name}"])]
                 missing = "nan" if found["loss"] is None else "inf"
@@ -53,11 +67,18 @@ class Validation:
                 row.setdefault("validation_sets", {})[one.name] = found
         return row
 
-    def _run_set(self, strategy: Strategy, one: ValidationSet) -> dict[str, float | None]:
-        """Means over the targets of the same batches every time: loss (nats), perplexity, the task's measures."""
+    def _run_set(
+        self, strategy: Strategy, one: ValidationSet, must_exit: Callable[[], bool]
+    ) -> dict[str, float | None] | None:
+        """Means over the targets of the same batches every time: loss (nats), perplexity, the task's measures.
+
+        None where it was broken off.
+        """
         sums, num_targets = torch.zeros(1 + len(self._measures), dtype=torch.float64), 0
         for batches in one.stream:
             beat()
+            if must_exit():
+                return None
             sums += strategy.evaluate(batches).cpu()
             num_targets += sum(batch.num_target_tokens for batch in batches)
         *totals, total_targets = self._runtime.sum_over_ranks(*sums.tolist(), num_targets)
