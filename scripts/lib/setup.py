@@ -22,7 +22,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "trainyard-setup.txt"
 LOG = ROOT / ".trainyard" / "setup.log"
 INPUTS = ("requirements-dev.txt", "package.json", "package-lock.json", "scripts/lib/setup.py")
-COMMANDS = (VENV / "bin/cdk", VENV / "bin/trainyard", ROOT / "node_modules/aws-cdk/bin/cdk")
+COMMANDS = (VENV / "bin/python", VENV / "bin/cdk", VENV / "bin/trainyard", ROOT / "node_modules/aws-cdk/bin/cdk")
 """A set-up that has lost one of these is not up to date, whatever its stamp says."""
 
 TORCH = "torch==2.13.0"
@@ -96,8 +96,11 @@ def set_up(*, force: bool) -> None:
 
 
 def digest() -> str:
-    """SHA-256 over the inputs, the interpreter and the place: a moved checkout has wrong paths in its commands."""
-    total = hashlib.sha256(f"{sys.version} {ROOT}".encode())
+    """SHA-256 over the inputs, Python's version and the place: a moved checkout has wrong paths in its commands.
+
+    Not the version's last part and the build: two shells that find two of 3.11 would each set up what the other had.
+    """
+    total = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
     for name in INPUTS:
         total.update((ROOT / name).read_bytes())
     return total.hexdigest()
