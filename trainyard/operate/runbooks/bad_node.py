@@ -3,7 +3,9 @@
 import argparse
 
 from trainyard.errors import AwsRefusedError, InputError
-from trainyard.launch.cluster_shell import HereShell, has_slurm_here, shell_of
+from trainyard.launch.cluster_shell import ClusterShell, HereShell, has_slurm_here, shell_of
+from trainyard.launch.queue_backend import QUEUED
+from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding, Step, command
@@ -20,7 +22,18 @@ ADVICE = {
 ORDER = ("replace", "reset", "watch", "application")
 COMES_AGAIN = 3
 """So many errors that a GPU has mended itself, within one log, make it one to take out: our own choice."""
-_DRAIN = 'scontrol update NodeName="$1" State=DRAIN Reason="$2"'
+_DRAIN = """\
+drain() { "$@" scontrol update NodeName="$node" State=DRAIN Reason="$reason" 2>&1; }
+node=$1 reason=$2
+said=$(drain env) && exit
+case "$said" in
+*[Ii]nvalid\\ user*|*ermission\\ denied*)
+  said=$(drain sudo -n env PATH="$PATH" ${SLURM_CONF:+SLURM_CONF="$SLURM_CONF"}) && exit ;;
+esac
+echo "$said" >&2
+exit 1
+"""
+"""Slurm lets its own user, its operators and root drain a machine, and nobody who only submits jobs."""
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
@@ -53,7 +66,7 @@ def _next(evidence: Evidence) -> tuple[str, ...]:
     job = job_words(evidence)
     if evidence.record is not None and evidence.record.backend == "slurm":
         return (
-            f"scripts/runbooks/bad_node {job} --node NODE --yes   # drains it; Slurm requeues the job elsewhere",
+            f"scripts/runbooks/bad_node {job} --node NODE --yes   # drains it; the job saves, and goes on elsewhere",
             "aws ec2 terminate-instances --instance-ids ID   # the platform's engineers: PCS starts another",
         )
     return (f"scripts/runbooks/bad_node {job} --yes   # stops it with a checkpoint, and starts it on other machines",)
@@ -75,26 +88,34 @@ def run(context: Context) -> None:
     if record.backend == "slurm":
         if context.options.node is None:
             return
-        reason = " ".join(found[0].words.split()[:2])
-        tenant = context.options.tenant or record.tenant or ""
-        context.perform([_drain(context, context.options.node, reason, tenant)])
-        return
-    # SageMaker takes no list of machines to avoid: other machines are what its health check gives the next start.
+        drained = [_drain(context, record, context.options.node, " ".join(found[0].words.split()[:2]))]
+    else:
+        # SageMaker takes no list of machines to avoid: other machines are what its health check gives the next start.
+        drained = []
+    # A drained machine's jobs run on: it takes no new ones. This one leaves it with a checkpoint.
     where = context.where(context.place(record.job_id))
-    steps = [command("stop", record.job_id, "--wait", *where)] if evidence.is_running else []
-    context.perform([*steps, command("resume", record.job_id, *where)])
+    stopped = [command("stop", record.job_id, "--wait", *where)] if evidence.is_running else []
+    # What waits in a queue starts on another machine by itself.
+    resumed = [] if evidence.state == QUEUED else [command("resume", record.job_id, *where)]
+    context.perform([*drained, *stopped, *resumed])
 
 
-def _drain(context: Context, node: str, reason: str, tenant: str) -> Step:
+def _shell(context: Context, record: JobRecord) -> ClusterShell:
+    """Of the job's own cluster: an `sbatch` on the PATH here may be another's."""
+    if record.environment is not None:
+        access = context.tenant(context.options.tenant or record.tenant or "")
+        return shell_of(access.launcher, access.contract)
+    if not has_slurm_here():
+        raise InputError(f"job {record.job_id}: ran on the Slurm of another machine; run this where its `sbatch` is")
+    return HereShell()
+
+
+def _drain(context: Context, record: JobRecord, node: str, reason: str) -> Step:
     if not node.replace("-", "").replace(".", "").isalnum():
         raise InputError(f"--node {node}: is no node's name; `sinfo -N` lists them")
 
     def make() -> str:
-        if has_slurm_here():
-            answer = HereShell().run(_DRAIN, node, reason)
-        else:
-            access = context.tenant(tenant)
-            answer = shell_of(access.launcher, access.contract).run(_DRAIN, node, reason)
+        answer = _shell(context, record).run(_DRAIN, node, reason)
         if answer.code:
             raise AwsRefusedError(f"draining {node}: {answer.words}")
         return f"{node} takes no further job"
