@@ -6,9 +6,17 @@ import pytest
 
 from trainyard import planner
 from trainyard.errors import InputError
-from trainyard.launch.checks import RunningJob, check_queue, refused_by_plan, refused_hours, warned_by_plan
+from trainyard.launch.checks import (
+    RunningJob,
+    check_destination,
+    check_queue,
+    refused_by_plan,
+    refused_hours,
+    warned_by_plan,
+    warned_by_recovery,
+)
 from trainyard.planner.results import HostMemoryPlan
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import CheckpointSpec, JobSpec
 from trainyard.spec.platform import TenantContract
 
 
@@ -90,6 +98,40 @@ def test_a_host_that_is_too_small_has_advice_of_its_own_and_what_is_assumed_warn
     (warning,) = warned_by_plan(tight)
     assert "which is assumed" in warning and "\n" not in warning
     assert warned_by_plan(plan) == []
+
+
+def test_a_stop_that_leaves_no_time_for_a_step_and_its_save_is_said(job: JobSpec) -> None:
+    plan = planner.plan(job)
+    assert warned_by_plan(plan) == [] and plan.chosen.time is not None and plan.checkpoint is not None
+    slow = plan.chosen.model_copy(update={"time": plan.chosen.time.model_copy(update={"step_seconds_high": 100.0})})
+    s3 = next(tier for tier in plan.checkpoint.tiers if tier.name == "s3").model_copy(update={"save_seconds": 40.0})
+    checkpoint = plan.checkpoint.model_copy(update={"tiers": (s3,)})
+    late = plan.model_copy(update={"configurations": (slow,), "checkpoint": checkpoint})
+    (warning,) = warned_by_plan(late)
+    assert "leaves 110 s; a step (up to 100 s) and its save to s3 (40 s) take 140 s" in warning
+
+
+def test_who_has_a_person_start_it_again_is_told(job: JobSpec) -> None:
+    (warning,) = warned_by_recovery(job)
+    assert "trainyard resume" in warning
+    resumed = job.model_copy(update={"recovery": job.recovery.model_copy(update={"max_resumes": 1})})
+    assert warned_by_recovery(resumed) == []
+
+
+def test_a_tenants_checkpoints_lie_in_its_bucket(job: JobSpec, contract: TenantContract) -> None:
+    check_destination(job, contract)
+    for given in ("s3://globex-checkpoints/x", "/fsx/checkpoints"):
+        moved = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"destination": given})})
+        with pytest.raises(InputError, match=f"checkpoint.destination {given}: jobs of tenant acme save to s3://acme-"):
+            check_destination(moved, contract)
+
+
+@pytest.mark.parametrize("given", ["ftp://x/y", "fsx://x", "s3://", ""])
+def test_a_destination_is_a_folder_or_a_prefix(given: str) -> None:
+    with pytest.raises(ValueError, match="destination"):
+        CheckpointSpec(destination=given)
+    for good in ("s3://bucket/x", "/fsx/x", "out"):
+        assert CheckpointSpec(destination=good).destination == good
 
 
 def test_what_the_plan_does_not_know_refuses_nothing(job: JobSpec) -> None:

@@ -95,6 +95,15 @@ def test_nothing_is_recorded_for_a_job_that_is_refused(
     assert len(forced.forced) == 1
 
 
+def test_checkpoints_that_would_lie_elsewhere_than_asked_leave_no_job(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    elsewhere = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"destination": "/fsx/mine"})})
+    with pytest.raises(InputError, match=r"checkpoint\.destination /fsx/mine"):
+        launch(elsewhere, contract, account=deployed, launcher=deployed)
+    assert S3RecordStore(deployed.client("s3"), contract.buckets.data).job_ids() == []
+
+
 def test_an_image_by_tag_is_refused(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
     tagged = IMAGE.partition("@")[0] + ":latest"
     deployed.client("ssm").put_parameter(Name=contract.image_parameter, Value=tagged, Overwrite=True)

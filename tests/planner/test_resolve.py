@@ -56,6 +56,17 @@ def test_local_ranks_are_replicas(job: MakeJob) -> None:
     assert (resolved.micro_batch_size, resolved.gradient_accumulation_steps) == (8, 16)
 
 
+def test_a_copy_on_a_peer_needs_one(job: MakeJob) -> None:
+    copied = {"checkpoint": {"local_directory": "/tmp/x", "peer_copy": True}}
+    one = {"instance_type": "ml.p5.48xlarge", "instance_count": 1}
+    assert resolve(job(**copied)).num_hosts == 16
+    for compute in (LOCAL, one):
+        with pytest.raises(InputError, match=r"checkpoint\.peer_copy: needs two hosts or more, and this job has one"):
+            resolve(job(compute=compute, **copied))
+    elastic = {"elastic": {"min_instances": 1, "max_instances": 2}}
+    assert resolve(job(compute=one, recovery=elastic, **copied)).num_hosts == 1, "it may have a peer again"
+
+
 def test_without_anything_one_process_runs_here(job: MakeJob) -> None:
     assert resolve(job(compute=LOCAL)).world_size == 1
 

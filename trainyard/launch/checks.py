@@ -13,7 +13,7 @@ from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.session import price_file
 from trainyard.planner.plan import Plan
 from trainyard.planner.results import Configuration
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import STOP_SECONDS, JobSpec
 from trainyard.spec.platform import QueueContract, TenantContract
 
 
@@ -87,6 +87,16 @@ def check_share(job: JobSpec, contract: TenantContract) -> None:
         )
 
 
+def check_destination(job: JobSpec, contract: TenantContract) -> None:
+    """InputError where a tenant's job wants its checkpoints elsewhere: it would be dropped without a word."""
+    if job.checkpoint.destination is not None:
+        raise InputError(
+            f"checkpoint.destination {job.checkpoint.destination}: jobs of tenant {contract.tenant} save to"
+            f" s3://{contract.buckets.checkpoints}/jobs/, where their policies and a resume look; leave it out"
+            " (checkpoint.local_directory adds the hosts' own disks; `trainyard checkpoints copy` brings one elsewhere)"
+        )
+
+
 def _with_room(job: JobSpec, queues: Mapping[str, QueueContract], running: Sequence[RunningJob]) -> str:
     count, full = job.compute.instance_count, []
     for name, queue in queues.items():
@@ -142,11 +152,39 @@ def refused_by_plan(plan: Plan) -> list[str]:
 
 
 def warned_by_plan(plan: Plan) -> list[str]:
-    """What may not work by a part of the plan that is assumed: no reason to refuse."""
-    chosen = plan.chosen
+    """What may not work, by a part of the plan that is assumed or only now and then: no reason to refuse."""
+    chosen, warnings = plan.chosen, _warned_of_stops(plan)
     if plan.fits is not False or not _is_of_the_host(chosen) or not _is_assumed(chosen):
+        return warnings
+    assumed = f"{chosen.layout}: {chosen.verdict}, which is assumed; where the host runs out of memory: {_HOST_MEND}"
+    return [assumed, *warnings]
+
+
+def _warned_of_stops(plan: Plan) -> list[str]:
+    """Where a step and the save after it are longer than machines that are taken away leave time for."""
+    time, saves = plan.chosen.time, plan.checkpoint
+    if time is None or saves is None:
         return []
-    return [f"{chosen.layout}: {chosen.verdict}, which is assumed; where the host runs out of memory: {_HOST_MEND}"]
+    # The hosts' own disks go with the machines: what counts is the way to the destination.
+    tier = next(one for one in saves.tiers if one.name == ("fsx" if saves.tier == "fsx" else "s3"))
+    needed = time.step_seconds_high + tier.save_seconds
+    if needed <= STOP_SECONDS:
+        return []
+    return [
+        f"a stop or reclaim leaves {STOP_SECONDS:.0f} s; a step (up to {time.step_seconds_high:.0f} s) and its save to"
+        f" {tier.name} ({tier.save_seconds:.0f} s) take {needed:.0f} s: it would lose what came after the checkpoint"
+        " before it; save more often (checkpoint.every_minutes), make steps shorter, or use more machines"
+    ]
+
+
+def warned_by_recovery(job: JobSpec) -> list[str]:
+    """What only a person would start again."""
+    if job.recovery.max_resumes:
+        return []
+    return [
+        "recovery.max_resumes is 0: a lost host, an error of SageMaker's or a lack of capacity ends the job until"
+        " somebody runs `trainyard resume`; with 3, say, it is started again by itself"
+    ]
 
 
 _HOST_MEND = (

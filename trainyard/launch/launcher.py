@@ -56,6 +56,8 @@ def launch(
     if contract.shares:
         checks.check_share(job, contract)
     checks.check_queue(job, contract, backend.running())
+    for warning in checks.warned_by_recovery(job):
+        say(f"warning: {warning}")
     say("planning")
     plan, refusals = planned(job, region=contract.region, say=say)
     hours = checks.refused_hours(job, contract)
@@ -221,8 +223,9 @@ def tenants_record(
     image: str | None,
     forced: Sequence[str],
 ) -> JobRecord:
-    """The first record of a tenant's job: inputs found in S3, checkpoints in the tenant's bucket. AwsRefusedError where
-    an input isn't there."""
+    """The first record of a tenant's job: inputs found in S3, checkpoints in the tenant's bucket. InputError where the
+    job wants them elsewhere, AwsRefusedError where an input isn't there."""
+    checks.check_destination(job, contract)
     inputs = build_inputs(job, s3, contract)
     job_id = names.new_job_id(contract.tenant, job.name)
     destination = names.checkpoint_destination(contract.buckets.checkpoints, job_id)

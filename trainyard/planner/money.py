@@ -3,6 +3,7 @@
 import datetime
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainyard.errors import InputError
 from trainyard.hardware import GIB, Price, PriceBook
@@ -99,7 +100,7 @@ def first_tier(job: JobSpec) -> TierName:
     spec = job.checkpoint
     if spec.local_directory is not None:
         return "nvme"
-    return "fsx" if (spec.destination or "").startswith(("fsx://", "/fsx")) else "s3"
+    return "fsx" if Path(spec.destination or "").is_relative_to("/fsx") else "s3"
 
 
 def interval_seconds(job: JobSpec, step_seconds: float, best_seconds: float) -> float | None:

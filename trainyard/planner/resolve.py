@@ -35,6 +35,7 @@ def resolve(job: JobSpec, *, world_size: int | None = None) -> ResolvedJob:
     """
     machines = machines_of(job, world_size)
     check_precision(job, machines)
+    _check_peers(job, machines)
     shape = shape_of(job)
     if isinstance(job.parallelism, ParallelismSpec):
         parallelism = job.parallelism if job.recovery.elastic is None else spread(job.parallelism, machines.world_size)
@@ -71,6 +72,14 @@ def check_precision(job: JobSpec, machines: Machines) -> None:
             f"training.precision: fp8 needs Ada or Hopper GPUs or newer, and {job.compute.instance_type} has"
             f" {machine.accelerator}; use bf16, or an instance like ml.p5.48xlarge"
         )
+
+
+def _check_peers(job: JobSpec, machines: Machines) -> None:
+    """InputError where a host's checkpoints are to lie on the next host's disk too, and there never is a next one."""
+    elastic = job.recovery.elastic
+    most = machines.num_hosts if elastic is None else max(machines.num_hosts, elastic.max_instances)
+    if job.checkpoint.peer_copy and most == 1:
+        raise InputError("checkpoint.peer_copy: needs two hosts or more, and this job has one; set it to false")
 
 
 def _check_compiled(job: JobSpec, parallelism: ParallelismSpec, shape: ModelShape | None) -> None:

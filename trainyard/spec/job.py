@@ -471,8 +471,9 @@ class CheckpointSpec(SpecModel):
     last_save_seconds: float = Field(default=30.0, ge=0, le=60)
     """How long the job's last save, at its end or before it stops, is tried again where disk or S3 don't take it (each
     save tries its requests again by itself as well); then what came after the checkpoint before it is lost."""
-    destination: str | None = None
-    """s3:// prefix or folder; default: the tenant's checkpoint bucket, or the trainer's output folder."""
+    destination: str | None = Field(default=None, min_length=1)
+    """s3:// prefix or folder; default: the trainer's output folder. Jobs of a tenant have none: theirs go to the
+    tenant's checkpoint bucket, where policies, quotas and resumes look for them."""
     local_directory: str | None = Field(default=None, min_length=1)
     """Folder on each host's own fast disk (NVMe): a save is committed there first, then goes to `destination` while
     training goes on. A restart takes a step from the hosts' disks where they hold it whole and the destination has no
@@ -488,6 +489,12 @@ class CheckpointSpec(SpecModel):
 
     @model_validator(mode="after")
     def _tiers(self) -> Self:
+        scheme, is_uri, rest = (self.destination or "").partition("://")
+        if is_uri and (scheme != "s3" or not rest.strip("/")):
+            raise ValueError(
+                f"destination: must be an s3://BUCKET/PREFIX or a folder, e.g. /fsx/checkpoints (given:"
+                f" {self.destination})"
+            )
         if self.local_directory is not None and "://" in self.local_directory:
             raise ValueError(
                 f"local_directory: must be a folder on each host's own disk, e.g. /tmp/checkpoints (given:"
@@ -521,6 +528,10 @@ class ElasticSpec(SpecModel):
     def share(self, num_instances: int) -> Fraction:
         """Of the stated batch: what a step has on so many instances."""
         return Fraction(num_instances, self.max_instances) if self.batch == "adapt" else Fraction(1)
+
+
+STOP_SECONDS = 110.0
+"""What a host has from SIGTERM to the end of its save: SageMaker kills after 120 s, the rest is for the report."""
 
 
 class RecoverySpec(SpecModel):

@@ -25,12 +25,9 @@ from trainer.host.recovery import Ending, RecoveryLog
 from trainer.host.standings import ANSWER_SECONDS, Standing, asked, mismatch
 from trainer.host.watch import StepWatch, innermost, is_stopped, take_stacks
 from trainer.speech import say
-from trainyard.spec.job import ResolvedJob
+from trainyard.spec.job import STOP_SECONDS, ResolvedJob
 
 DEFAULT_PORT = 29500
-DEFAULT_GRACE_SECONDS = 110.0
-"""SageMaker kills 120 s after SIGTERM; the rest is for the report."""
-
 _TAIL_LINES = 300
 _POLL_SECONDS = 0.2
 _SURVIVOR_SECONDS = 5.0
@@ -90,7 +87,7 @@ class HostRun:
         self._data = folders.data
         self._work = folders.work
         self._reports = self._work / "ranks"
-        self._grace_seconds = float(settings.get("TRAINYARD_STOP_GRACE_SECONDS", DEFAULT_GRACE_SECONDS))
+        self._grace_seconds = float(settings.get("TRAINYARD_STOP_GRACE_SECONDS", STOP_SECONDS))
         self._answer_seconds = float(settings.get("TRAINYARD_ANSWER_SECONDS", ANSWER_SECONDS))
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._process: subprocess.Popen[bytes] | None = None

@@ -37,8 +37,6 @@ def check_supported(job: ResolvedJob, *, device_type: str) -> None:
 
         check_product(job)
     _check_best(job)
-    if spec.checkpoint.peer_copy and job.num_hosts == 1:
-        raise InputError("checkpoint.peer_copy: needs two hosts or more, and this job has one; set it to false")
     if spec.training.on_anomaly == "skip":
         _check_skip(spec.task, layout)
     if layout.engine == "deepspeed":
