@@ -15,7 +15,7 @@ from typing import Any
 import boto3
 from botocore.config import Config
 from s3_proxy import CLIENT_SECONDS, S3Proxy
-from sites import environment_of
+from sites import LEFTOVERS, MEETING_SECONDS, environment_of
 from trainer_testing.faulty_entrypoint import S3_SECONDS_VARIABLE
 
 from trainyard import emulator
@@ -32,8 +32,6 @@ S3_FAULTS = {
     "s3_wrong_etag": "wrong_etag",
     "expired_credential": "expired",
 }
-_MEETING_SECONDS = 10.0
-"""How much longer S3 fails for a job that has not asked it anything yet."""
 _BUCKET = "campaign"
 _ROLE = "campaign-job"
 _LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -153,7 +151,7 @@ class CloudSite:
             before = proxy.num_disturbed[fault]
             proxy.fault = fault  # type: ignore[assignment]
             time.sleep(draw.uniform(1.0, 4.0))
-            until = time.monotonic() + _MEETING_SECONDS
+            until = time.monotonic() + MEETING_SECONDS
             while proxy.num_disturbed[fault] == before and time.monotonic() < until:
                 time.sleep(0.05)
             proxy.fault = None
@@ -184,9 +182,13 @@ class CloudSite:
     def leftovers(self) -> list[str]:
         jobs = self._cloud.state / "jobs"
         until = time.monotonic() + 30
-        while (left := processes_under(jobs / self._job_name)) and time.monotonic() < until:
+        names = [f"{self._name}-{number}" for number in range(1, self._num_jobs + 1)]
+        while (left := set().union(*(processes_under(jobs / name) for name in names))) and time.monotonic() < until:
             time.sleep(0.1)
         problems = [f"left running: {pid}" for pid in sorted(left)]
+        # The disks of machines that were lost are gone with them; those of the last ones are not.
+        last = jobs / self._job_name / f"attempt-{len(job_attempts(self._cloud.info, self._job_name))}"
+        problems += [f"left behind: {path}" for pattern in LEFTOVERS for path in last.rglob(pattern)]
         answer = self.s3.list_multipart_uploads(Bucket=_BUCKET, Prefix=f"{self._name}/")
         problems += [f"multipart upload left: {upload['Key']}" for upload in answer.get("Uploads", [])]
         return problems

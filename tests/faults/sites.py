@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,11 @@ SILENCE_SECONDS = 8.0
 _SIBLING_SECONDS = 45.0
 """How long the other hosts may take to find out that one is lost."""
 DISK_MIB = 48
+MEETING_SECONDS = 10.0
+"""How much longer a disk is full, or S3 fails, for a job that has not met it yet."""
+_MET_FULL_DISK = re.compile(r"checkpoint \S+ .*(not committed|not uploaded|MiB free)")
+LEFTOVERS = ("*partial*", "staging/*/*", "fetched/*")
+"""Files that no job leaves on its hosts' disks."""
 
 
 class Site(Protocol):
@@ -209,8 +215,7 @@ class HostsSite:
 
     def act(self, kind: str, draw: random.Random) -> bool:
         if kind == "disk_full":
-            self._fill_disk(draw.uniform(1.0, 2.5))
-            return True
+            return self._fill_disk(draw.uniform(1.0, 2.5))
         host = draw.choice(self._hosts)
         pids = processes_in(self.root / "hosts" / host)
         self._keeps_disks = False
@@ -247,13 +252,19 @@ class HostsSite:
                 _kill_hosts(self.root)
             time.sleep(0.05)
 
-    def _fill_disk(self, seconds: float) -> None:
+    def _fill_disk(self, seconds: float) -> bool:
+        """Whether a save met it."""
+        num_said = len(self.lines)
         ballast = self._disk / "ballast"
         with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(1 << 16))
         time.sleep(seconds)
+        until = time.monotonic() + MEETING_SECONDS
+        while not (is_met := any(map(_MET_FULL_DISK.search, self.lines[num_said:]))) and time.monotonic() < until:
+            time.sleep(0.05)
         ballast.unlink()
+        return is_met
 
     def leftovers(self) -> list[str]:
         until = time.monotonic() + 30
@@ -261,7 +272,7 @@ class HostsSite:
             time.sleep(0.1)
         problems = [f"left running: {pid}" for pid in sorted(left)]
         problems += [f"left behind: {path}" for path in self._disk.rglob("*partial*")]
-        for pattern in ("*partial*", "staging/*/*", "fetched/*"):
+        for pattern in LEFTOVERS:
             problems += [f"left behind: {path}" for path in (self.root / "hosts").rglob(pattern)]
         return problems + self.reasons
 

@@ -1,5 +1,6 @@
 """The short part of the fault campaign, and that it can fail; `scripts/fault_campaign` is the long one."""
 
+import contextlib
 import json
 import random
 import re
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import cloud
 import evidence
 import pytest
+import sites
 from campaign import ENGINES, Campaign, Episode, Report, Row, _judge, _Play, campaign
 from evidence import Story, samples
 from kinds import KINDS, Deck, Fault, parsed
@@ -35,7 +37,7 @@ def test_every_site_has_an_episode_without_a_problem(tmp_path: Path) -> None:
 def test_a_long_campaign_has_every_kind_with_every_engine_evenly() -> None:
     deck = Deck()
     seen: Counter[tuple[str, str]] = Counter()
-    for seed in range(1, 33):
+    for seed in range(1, 37):
         engine, site = deck.place(ENGINES, 8)
         hand = deck.deal(random.Random(seed), engine=engine, site=site, number=8)
         assert len(hand) == 8 and all(site in fault.kind.sites for fault in hand)
@@ -184,10 +186,34 @@ def test_an_s3_fault_that_no_request_met_did_not_happen(monkeypatch: pytest.Monk
     proxy = SimpleNamespace(fault=None, num_disturbed=Counter())
     site = SimpleNamespace(_cloud=SimpleNamespace(proxy=proxy))
     draw = SimpleNamespace(uniform=lambda *_: 0.0)
-    monkeypatch.setattr(cloud, "_MEETING_SECONDS", -1.0)
+    monkeypatch.setattr(cloud, "MEETING_SECONDS", -1.0)
     assert not cloud.CloudSite.act(site, "s3_503", draw)
     draw.uniform = lambda *_: proxy.num_disturbed.update(["unavailable"]) or 0.0
     assert cloud.CloudSite.act(site, "s3_503", draw) and proxy.fault is None
+
+
+@pytest.mark.parametrize(
+    ("line", "is_met"),
+    [
+        ("algo-1 checkpoint step=6 not committed: a disk is too full for it; the one before it is kept", True),
+        ("algo-1 checkpoint step=6 committed uri=/x seconds=0.1", False),
+    ],
+)
+def test_a_full_disk_that_no_save_met_did_not_happen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, is_met: bool
+) -> None:
+    monkeypatch.setattr(sites, "MEETING_SECONDS", -1.0)
+    site = object.__new__(sites.HostsSite)
+    site._disk, site.lines = tmp_path, ["algo-1 checkpoint step=3 not committed: of an earlier fault"]
+
+    class Full:
+        def write(self, _: bytes) -> None:
+            site.lines.append(line)
+            raise OSError
+
+    monkeypatch.setattr(Path, "open", lambda *_, **__: contextlib.nullcontext(Full()))
+    (tmp_path / "ballast").touch()
+    assert site._fill_disk(0.0) is is_met
 
 
 def test_a_job_that_was_told_to_stop_may_end_though_another_fault_came_after(tmp_path: Path) -> None:
