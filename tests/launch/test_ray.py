@@ -20,7 +20,7 @@ from trainyard.errors import InputError
 from trainyard.launch import ray, watch
 from trainyard.launch.backend import LogCursor, Observation
 from trainyard.launch.launcher import new_record, with_destination
-from trainyard.launch.ray_backend import EVENT, JOB_VARIABLE, Look, RayBackend, read_events, submission
+from trainyard.launch.ray_backend import EVENT, GPUS_VARIABLE, JOB_VARIABLE, Look, RayBackend, read_events, submission
 from trainyard.launch.ray_jobs import HttpJobServer
 from trainyard.launch.record import FolderRecordStore, JobRecord, RecordedChannel
 from trainyard.launch.session import Account
@@ -148,7 +148,8 @@ def test_a_submission_carries_the_job_and_gives_it_time_to_save(contract: Tenant
     files = driver._files(variables[JOB_VARIABLE])
     assert parse(ResolvedJob, json.loads(files["resolved_job.json"]), "job") == record.resolved
     assert json.loads(files["inputs.json"]) == [{"name": "train-0", "kind": "s3", "location": INPUT.location}]
-    assert (driver.EVENT, driver.JOB_VARIABLE) == (EVENT, JOB_VARIABLE)
+    assert variables[GPUS_VARIABLE] == "8"
+    assert (driver.EVENT, driver.JOB_VARIABLE, driver.GPUS_VARIABLE) == (EVENT, JOB_VARIABLE, GPUS_VARIABLE)
 
 
 def test_a_job_is_followed_from_its_submission_to_its_end(contract: TenantContract, server: Server) -> None:

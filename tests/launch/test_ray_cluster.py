@@ -104,6 +104,7 @@ def test_a_killed_worker_costs_no_step_and_the_losses_are_this_machines(desk: Ra
 
     record = launch_on_ray_here(desk.spec("recovery.max_resumes=1"), desk.folder)
     desk.until(record, lambda _: desk.rows(record, LIVE) > 25, "step 25")
+    assert desk.backend.states([record]) == {record.job_id: "Training"}
     log = HttpJobServer().driver_log(desk.cluster.address, record.job_id)
     started = [json.loads(line.removeprefix(EVENT)) for line in log.splitlines() if '"Training"' in line]
     os.kill(started[0]["pids"][1], signal.SIGKILL)
@@ -119,7 +120,6 @@ def test_a_killed_worker_costs_no_step_and_the_losses_are_this_machines(desk: Ra
     assert sum(line.startswith("node-0 resumed step=") for line in lines) == 1, lines
     reached = goodput(status.record, None)
     assert reached is not None and reached.num_starts == 2 and 0 < reached.share < 1
-    assert desk.backend.states([record]) == {record.job_id: "Completed"}
 
 
 def test_stop_saves_and_resume_goes_on_with_the_same_steps(desk: RayDesk) -> None:
@@ -138,10 +138,10 @@ def test_stop_saves_and_resume_goes_on_with_the_same_steps(desk: RayDesk) -> Non
 
 
 def test_a_job_that_cannot_go_on_and_a_cluster_that_is_not_there_are_told(desk: RayDesk) -> None:
+    with pytest.raises(InputError, match="no Ray job server answers"):
+        launch_on_ray_here(desk.spec("compute.ray.address=http://127.0.0.1:9"), desk.folder)
     record = launch_on_ray_here(desk.spec("recovery.max_resumes=3"), desk.folder)
     (desk.file.parent / "train.txt").unlink()  # long before a rank looks for it
     status = desk.ended(record)
     assert status.state == "Failed" and "train.txt" in status.record.attempt.failure, status
     assert status.record.attempt.reclaims == 0, "another start would end the same way"
-    with pytest.raises(InputError, match="no Ray job server answers"):
-        launch_on_ray_here(desk.spec("compute.ray.address=http://127.0.0.1:9"), desk.folder)

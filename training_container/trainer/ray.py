@@ -2,9 +2,10 @@
 
     python -m trainer.ray DIRECTORY
 
-TRAINYARD_JOB holds the job (base64 of gzip of a JSON object: file name to content). DIRECTORY is a folder on every
-machine, shared or not. What happens is told in lines `trainyard event JSON`, the last of which is the outcome; what the
-hosts say is in their actors' logs. SIGTERM, and the end of compute.max_hours, have all ranks save.
+TRAINYARD_JOB holds the job (base64 of gzip of a JSON object: file name to content), TRAINYARD_GPUS_PER_HOST what each
+host asks Ray for. DIRECTORY is a folder on every machine, shared or not. What happens is told in lines
+`trainyard event JSON`, the last of which is the outcome; what the hosts say is in their actors' logs. SIGTERM, and the
+end of compute.max_hours, have all ranks save.
 
 Ray places, and knows of machines that are lost; rendezvous, restarts of ranks and checkpoints are the trainer's own, as
 everywhere. Exit codes are `trainer.entrypoint`'s. Imports no torch.
@@ -27,11 +28,11 @@ from trainer.host.hosts import LOST_HOST
 from trainer.host.rank import RESUME_EXIT_CODE
 from trainer.ray_host import Host, Hosts, actor_log
 from trainyard.errors import InputError, TrainyardError
-from trainyard.hardware import instance
 from trainyard.spec.base import parse
 from trainyard.spec.job import ResolvedJob
 
 JOB_VARIABLE = "TRAINYARD_JOB"
+GPUS_VARIABLE = "TRAINYARD_GPUS_PER_HOST"
 EVENT = "trainyard event "
 """How a line begins that trainyard.launch.ray_backend reads."""
 _POLL_SECONDS = 0.5
@@ -69,12 +70,10 @@ class Start:
         self._ray = ray
         self._job = job
         self._directory = directory
-        kind = job.spec.compute.instance_type
-        machine = instance(kind) if kind else None
-        self._gpus = machine.num_gpus if machine is not None and machine.gpu is not None else 0
+        self._gpus = int(os.environ.get(GPUS_VARIABLE, "0"))
         bundle = {"CPU": 1.0, **({"GPU": float(self._gpus)} if self._gpus else {})}
         # Hosts without a machine's name may share one, as ranks on a CPU do.
-        strategy = "SPREAD" if kind is None else "STRICT_SPREAD"
+        strategy = "SPREAD" if job.spec.compute.instance_type is None else "STRICT_SPREAD"
         placement = importlib.import_module("ray.util.placement_group")
         self._group = placement.placement_group([bundle] * job.num_hosts, strategy=strategy)
         self._remove = placement.remove_placement_group

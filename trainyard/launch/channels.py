@@ -1,11 +1,12 @@
 """What a job reads: its URIs made absolute, checked to exist, and turned into SageMaker input channels."""
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.aws import aws_errors, error_code
-from trainyard.launch.record import RecordedChannel
+from trainyard.launch.record import JobRecord, RecordedChannel
 from trainyard.spec.job import DataSource, JobSpec
 from trainyard.spec.platform import TenantContract
 
@@ -123,6 +124,17 @@ def inputs_as_written(job: JobSpec) -> tuple[RecordedChannel, ...]:
                 "system (tenant:// and artifact:// need --environment)"
             )
     return tuple(channels.values())
+
+
+def job_files(record: JobRecord) -> dict[str, str]:
+    """What a trainer outside of SageMaker is given of its job, by file name: the two files of the channel `job`, and
+    `inputs.json`, what `trainer.inputs` brings."""
+    listed = [{"name": item.name, "kind": item.kind, "location": item.location} for item in record.channels]
+    return {
+        "resolved_job.json": record.resolved.model_dump_json(indent=1),
+        "channels.json": json.dumps({channel.uri: channel.name for channel in record.channels}),
+        "inputs.json": json.dumps(listed),
+    }
 
 
 def is_streamed(job: JobSpec, uri: str) -> bool:

@@ -156,7 +156,7 @@ class Look:
                 look.job_set = item
             elif item["kind"] == "TrainJob":
                 look.train_job = item
-            elif item["metadata"]["name"] == name:  # the controller's own copy of the runtime has our labels too
+            elif item["metadata"]["name"] == name:  # and no other ConfigMap that somebody labelled
                 look.config_map = item
         return look
 

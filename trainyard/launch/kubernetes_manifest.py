@@ -5,13 +5,13 @@ TrainingRuntime (the pods, and what follows from each way they end) and the Trai
 attempt's own, as a TrainJob can patch neither `podFailurePolicy` nor `failurePolicy`.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from trainyard import hardware
 from trainyard.errors import InputError
+from trainyard.launch.channels import job_files
 from trainyard.launch.record import JobRecord
 from trainyard.launch.slurm_script import IMAGE_PYTHON, SHARED_ROOT, efa_interfaces
 from trainyard.spec.job import ResolvedJob
@@ -73,7 +73,7 @@ def manifests(record: JobRecord, place: KubernetesPlace) -> list[dict[str, Any]]
     labels = labels_of(record, place)
     metadata = {"name": object_name(record), "namespace": place.namespace, "labels": labels}
     return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": _files(record)},
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": job_files(record)},
         {
             "apiVersion": API_VERSION,
             "kind": "TrainingRuntime",
@@ -129,15 +129,6 @@ def _label_value(text: str) -> str:
 def _queue(job: ResolvedJob) -> dict[str, str]:
     queue = job.spec.compute.queue
     return {"kueue.x-k8s.io/queue-name": queue} if queue else {}
-
-
-def _files(record: JobRecord) -> dict[str, str]:
-    listed = [{"name": item.name, "kind": item.kind, "location": item.location} for item in record.channels]
-    return {
-        "resolved_job.json": record.resolved.model_dump_json(indent=1),
-        "channels.json": json.dumps({channel.uri: channel.name for channel in record.channels}),
-        "inputs.json": json.dumps(listed),
-    }
 
 
 def _resources(job: ResolvedJob) -> dict[str, dict[str, str]]:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from trainyard import hardware
 from trainyard.errors import InputError
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.channels import job_files
 from trainyard.launch.ray_jobs import JobServer, address_of
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
 from trainyard.launch.slurm_script import efa_interfaces
@@ -23,6 +25,7 @@ from trainyard.launch.slurm_script import efa_interfaces
 EVENT = "trainyard event "
 """How a line of the driver's begins that tells what happened (trainer.ray)."""
 JOB_VARIABLE = "TRAINYARD_JOB"
+GPUS_VARIABLE = "TRAINYARD_GPUS_PER_HOST"
 STOP_SECONDS = 150
 """Ray kills a driver so long after its SIGTERM (3 s if not told): the hosts give their ranks 110 s to save."""
 _RAYS_MARKS = (":job_id:", ":actor_name:", ":task_name:")
@@ -119,14 +122,7 @@ class RayBackend:
 def submission(record: JobRecord, place: RayPlace) -> dict[str, Any]:
     """The newest attempt as Ray's job server takes it; nothing is read and no clock is asked."""
     job = record.resolved
-    files = {
-        "resolved_job.json": job.model_dump_json(),
-        "channels.json": json.dumps({channel.uri: channel.name for channel in record.channels}),
-        "inputs.json": json.dumps(
-            [{"name": item.name, "kind": item.kind, "location": item.location} for item in record.channels]
-        ),
-    }
-    packed = base64.b64encode(gzip.compress(json.dumps(files).encode(), mtime=0)).decode()
+    packed = base64.b64encode(gzip.compress(json.dumps(job_files(record)).encode(), mtime=0)).decode()
     if len(packed) > MOST_JOB_BYTES:
         raise InputError(
             f"job {record.job_id}: its spec is {len(packed)} bytes long, packed; Ray takes {MOST_JOB_BYTES}: name "
@@ -137,6 +133,9 @@ def submission(record: JobRecord, place: RayPlace) -> dict[str, Any]:
         "TRAINYARD_JOB_ID": record.job_id,
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
     }
+    kind = job.spec.compute.instance_type
+    if kind and (machine := hardware.instance(kind)).gpu is not None:
+        variables[GPUS_VARIABLE] = str(machine.num_gpus)
     if not efa_interfaces(job):
         variables["TRAINYARD_SKIP_EFA_CHECK"] = "1"
     if place.region:

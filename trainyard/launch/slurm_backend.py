@@ -7,7 +7,6 @@ known as long as the folder is, however soon Slurm forgets its jobs.
 
 import base64
 import codecs
-import json
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 
 from trainyard.errors import InputError
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.channels import job_files
 from trainyard.launch.cluster_shell import ClusterShell
 from trainyard.launch.record import JobRecord, StateChange
 from trainyard.launch.slurm_script import ClusterPlace, batch_script
@@ -204,14 +204,9 @@ class SlurmBackend:
         """Hand the newest attempt to sbatch; one that Slurm has already is left alone."""
         place = self._place_of(record)
         say(f"submitting {record.attempt.training_job_name} to Slurm, by {self._shell.where}")
-        files = {
-            "input/data/job/resolved_job.json": record.resolved.model_dump_json(indent=1),
-            "input/data/job/channels.json": json.dumps({channel.uri: channel.name for channel in record.channels}),
-            "input/data/inputs.json": json.dumps(
-                [{"name": item.name, "kind": item.kind, "location": item.location} for item in record.channels]
-            ),
-            "job.sbatch": batch_script(record, place),
-        }
+        folders = {"inputs.json": "input/data"}
+        given = {f"{folders.get(name, 'input/data/job')}/{name}": text for name, text in job_files(record).items()}
+        files = {**given, "job.sbatch": batch_script(record, place)}
         answer = self._shell.run(
             _writer(files) + _SUBMIT, place.directory, str(record.attempt.number), record.attempt.training_job_name
         )
