@@ -200,10 +200,26 @@ class TenantScope:
         group = f"log-group:{TRAINING_LOG_GROUP}:log-stream"
         return [self.arn("logs", f"{group}:{prefix}*") for prefix in self.job_prefixes]
 
+    @property
+    def hyperpod(self) -> bool:
+        """Whether the tenant has a cluster, and SageMaker HyperPod runs it."""
+        return self.spec.cluster is not None and self.spec.cluster.engine == "hyperpod"
+
+    @property
+    def cluster_name(self) -> str:
+        """HyperPod's name of the tenant's cluster: stated, as the log groups of its machines are named by it."""
+        return f"trainyard-{self.environment.name}-{self.name}"
+
     def machine_name(self, kind: str) -> str:
-        """Role and instance profile of the cluster's machines of a kind: `nodes` or `login`. Stated, because PCS takes
-        only roles whose name begins with AWSPCS, and so that the stack of the cluster need not import it."""
-        return f"AWSPCS-{self.environment.name}-{self.name}-{kind}"
+        """Role (of PCS and its instance profile) of the cluster's machines of a kind: `nodes` or `login`. Stated,
+        because PCS takes only roles whose name begins with AWSPCS, and so that the stack of the cluster need not import
+        it."""
+        prefix = "trainyard" if self.hyperpod else "AWSPCS"
+        return f"{prefix}-{self.environment.name}-{self.name}-{kind}"
+
+    def machine_role_arn(self, kind: str) -> str:
+        """The role of that name."""
+        return f"arn:{PARTITION}:iam::{self.environment.account}:role{self.iam_path}{self.machine_name(kind)}"
 
     def machine_profile_arn(self, kind: str) -> str:
         """The instance profile of that name."""

@@ -74,7 +74,7 @@ def _check_types(where: str, queue: QueueSpec) -> None:
 
 
 def _check_cluster(where: str, cluster: ClusterSpec, environment: EnvironmentSpec) -> None:
-    taken = 1
+    taken = 1 if cluster.controller is None else 2
     for name, group in cluster.node_groups.items():
         try:
             machine = instance(group.instance_type)

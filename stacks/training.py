@@ -11,6 +11,7 @@ from stacks.constructs.budget_stop import BudgetStop
 from stacks.constructs.cluster import TenantCluster
 from stacks.constructs.contract import PublishedContract
 from stacks.constructs.detective import JobGuard
+from stacks.constructs.hyperpod import TenantHyperPod
 from stacks.constructs.objectives import TenantObjectives
 from stacks.constructs.queues import TenantQueues, TenantShares
 from stacks.constructs.resumer import JobResumer
@@ -62,8 +63,10 @@ class TrainingStack(Stack):
             )
         if (anomaly_usd := tenant.spec.budget.anomaly_usd) is not None:
             SpendingWatch(self, "Spending", tenant=tenant, anomaly_usd=anomaly_usd)
-        cluster = None
-        if (machines := tenant.spec.cluster) is not None:
+        cluster: TenantCluster | TenantHyperPod | None = None
+        if (machines := tenant.spec.cluster) is not None and tenant.hyperpod:
+            cluster = TenantHyperPod(self, "Cluster", tenant=tenant, spec=machines, resources=resources)
+        elif machines is not None:
             cluster = TenantCluster(self, "Cluster", tenant=tenant, spec=machines, resources=resources)
         queues = None if tenant.queued else TenantQueues(self, "Queues", tenant=tenant)
         if tenant.queued:

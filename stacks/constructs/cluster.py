@@ -74,6 +74,7 @@ class TenantCluster(Construct):
 
     def _controller(self) -> pcs.CfnCluster:
         spec, cluster = self._spec, pcs.CfnCluster
+        assert spec.slurm_version is not None, "the spec demands one of this engine"
         return cluster(
             self,
             "Controller",
@@ -117,7 +118,7 @@ class TenantCluster(Construct):
         template: ec2.CfnLaunchTemplate,
         instance_type: str,
         *,
-        ami: str,
+        ami: str | None,
         bounds: tuple[int, int],
         purchase: str = "on_demand",
     ) -> pcs.CfnComputeNodeGroup:
@@ -240,15 +241,16 @@ class TenantCluster(Construct):
         files = self._resources.file_system.resource
         dns, mount = files.attr_dns_name, files.attr_lustre_mount_name
         text = MOUNT.replace("{dns}", dns).replace("{mount}", mount)
-        small, files = self._spec.small_files, self._resources.small_files
-        if small is None or not small.mounted or files is None:
+        wanted, small = self._spec.small_files, self._resources.small_files
+        if wanted is None or not wanted.mounted or small is None:
             return text.replace("{small}", "")
-        mounted = MOUNT_SMALL_FILES.replace("{folder}", files.folder.ref).replace("{files}", files.resource.ref)
+        mounted = MOUNT_SMALL_FILES.replace("{folder}", small.folder.ref).replace("{files}", small.resource.ref)
         return text.replace("{small}", mounted)
 
 
-def _ami(ami: str) -> str:
+def _ami(ami: str | None) -> str:
     """An id, or a reference that CloudFormation follows when it deploys."""
+    assert ami is not None, "the spec demands one of this engine"
     return f"{{{{resolve:{ami}}}}}" if ami.startswith("ssm:") else ami
 
 

@@ -5,6 +5,7 @@ from aws_cdk import aws_ssm as ssm
 from constructs import Construct
 
 from stacks.constructs.cluster import TenantCluster
+from stacks.constructs.hyperpod import TenantHyperPod
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.permissions import TenantResources
 from stacks.constructs.queues import TenantQueues
@@ -25,8 +26,8 @@ from trainyard.spec.platform import (
 )
 from trainyard.spec.shares import ShareContract
 
-WITHOUT_TRACKING = 3
-"""The version that has all that is said of a tenant without a tracking server."""
+WITHOUT_BOTH = 3
+"""The version that has all that is said of a tenant without a tracking server and without HyperPod."""
 
 
 class PublishedContract(Construct):
@@ -41,7 +42,7 @@ class PublishedContract(Construct):
         roles: TenantRoles,
         resources: TenantResources,
         queues: TenantQueues | None,
-        cluster: TenantCluster | None,
+        cluster: TenantCluster | TenantHyperPod | None,
     ) -> None:
         super().__init__(scope, construct_id)
         contract = tenant_contract(tenant, roles, resources, queues, cluster)
@@ -61,14 +62,14 @@ def tenant_contract(
     roles: TenantRoles,
     resources: TenantResources,
     queues: TenantQueues | None,
-    cluster: TenantCluster | None,
+    cluster: TenantCluster | TenantHyperPod | None,
 ) -> TenantContract:
     """The contract with CloudFormation's values still to come: they are strings to the model. `queues`: None where the
     tenant's jobs wait in those that all share."""
     environment, network = tenant.environment, resources.network
     keys, buckets, file_system = resources.keys, resources.buckets, resources.file_system.resource
     return TenantContract(
-        version=CONTRACT_VERSION if tenant.spec.tracking is not None else WITHOUT_TRACKING,
+        version=CONTRACT_VERSION if tenant.spec.tracking is not None or tenant.hyperpod else WITHOUT_BOTH,
         environment=environment.name,
         tenant=tenant.name,
         account=environment.account,
@@ -132,12 +133,12 @@ def tenant_contract(
     )
 
 
-def _cluster(tenant: TenantScope, cluster: TenantCluster | None) -> ClusterContract | None:
+def _cluster(tenant: TenantScope, cluster: TenantCluster | TenantHyperPod | None) -> ClusterContract | None:
     if (spec := tenant.spec.cluster) is None or cluster is None:
         return None
     return ClusterContract(
         engine=spec.engine,
-        id=cluster.cluster.attr_id,
+        id=cluster.cluster.attr_cluster_arn if isinstance(cluster, TenantHyperPod) else cluster.cluster.attr_id,
         queues={
             queue: tuple(sorted({spec.node_groups[name].instance_type for name in groups}))
             for queue, groups in spec.partitions.items()

@@ -94,11 +94,12 @@ class TenantRoles(Construct):
         )
         self.operator = role("Operator", present, "Breaks the glass", hours=1)
         if tenant.spec.cluster is not None:
-            machine = iam.ServicePrincipal("ec2.amazonaws.com")
+            machine = sagemaker if tenant.hyperpod else iam.ServicePrincipal("ec2.amazonaws.com")
             stated = {kind: tenant.machine_name(kind) for kind in ("nodes", "login")}
             self.nodes = role("Nodes", machine, "Machines of the cluster", hours=1, stated=stated["nodes"])
             self.login = role("Login", machine, "Login node of the cluster", hours=1, stated=stated["login"])
-            for name, held in (("nodes", self.nodes), ("login", self.login)):
+            profiles = {} if tenant.hyperpod else {"nodes": self.nodes, "login": self.login}
+            for name, held in profiles.items():
                 iam.CfnInstanceProfile(
                     self,
                     f"Profile-{name}",

@@ -73,6 +73,8 @@ class TenantKeys(Construct):
         data = KeyUse(
             readers=(*roles.workers, roles.auditor), writers=(roles.launcher, roles.operator), each_job=tuple(READ)
         )
+        login = (roles.login,) if tenant.hyperpod and roles.login else ()  # it fetches the tenant's script
+        data = replace(data, readers=(*data.readers, *login))
         # The broker reads jobs' records beside the data, and keeps its ledger beside the checkpoints.
         broker = (roles.broker,) if tenant.brokered else ()
         # The resumer writes the next attempt into them.
@@ -81,7 +83,10 @@ class TenantKeys(Construct):
         checkpoints = KeyUse(
             readers=(roles.launcher, roles.auditor),
             writers=(*roles.workers, roles.operator, *broker),
-            volumes=(roles.job,),
+            volumes=(
+                roles.job,
+                *((roles.nodes, roles.login) if tenant.hyperpod and roles.nodes and roles.login else ()),
+            ),
             each_job=tuple(READ_WRITE),
         )
         machines = [*_roles(tenant, checkpoints), *_machines(tenant)]
@@ -191,7 +196,7 @@ def _machines(tenant: TenantScope) -> list[iam.PolicyStatement]:
     user guide, "Required KMS key policy for use with encrypted EBS volumes"). Anybody as principal, held to these roles
     by condition: a key policy that names a role which isn't there yet is refused, and the account as principal would
     leave it to the roles' own policies, which know no key of ours. EBS asks KMS in their name, they never do."""
-    if (cluster := tenant.spec.cluster) is None:
+    if (cluster := tenant.spec.cluster) is None or tenant.hyperpod:
         return []
     linked = f"arn:{PARTITION}:iam::{tenant.environment.account}:role/aws-service-role"
     roles = [f"{linked}/pcs.amazonaws.com/AWSServiceRoleForPCS"]

@@ -4,6 +4,11 @@ from aws_cdk import aws_iam as iam
 
 from stacks.naming import TAG_NODE, TAG_TENANT, TenantScope
 
+TAG_INTERFACE = "ec2:CreateTags"
+LEAVE_INTERFACE = "ec2:DetachNetworkInterface"
+FIND_NODES = ["sagemaker:DescribeCluster", "sagemaker:ListClusterNodes"]
+WRITE_MACHINE_LOGS = ["logs:CreateLogGroup", "logs:CreateLogStream", "logs:DescribeLogStreams", "logs:PutLogEvents"]
+
 REGISTER = "pcs:RegisterComputeNodeGroupInstance"
 OPEN_SHELL = "ssm:StartSession"
 SESSIONS = [
@@ -20,10 +25,19 @@ USE_SESSION = "ssmmessages:OpenDataChannel"
 SHELL_DOCUMENT = "SSM-SessionManagerRunShell"
 """The account's own settings of an interactive shell: no port forwarding, no other document."""
 
+SCRIPTS_FOLDER = "cluster"
+"""Of the data bucket: what HyperPod's machines run as they come up, written by the tenant's launcher."""
+
 USE_FILES = ["elasticfilesystem:ClientMount", "elasticfilesystem:ClientWrite"]
 """Of EFS. Without ClientRootAccess: root of a machine is nobody there."""
 
 MACHINE_WILDCARDS = {
+    "FindMachines": "SageMaker makes up the cluster's id; the condition on its tag holds it to the tenant's own.",
+    "OpenMachineShell": "SageMaker makes up the cluster's id; the condition on its tag holds it to the tenant's own.",
+    "TagInterfaces": "An interface's id is made with it; only one that is being made is tagged.",
+    "LeaveInterfaces": "An interface's id is made with it; the condition holds it to the tenant's VPC.",
+    "MachineLogs": "HyperPod's log group of the tenant's cluster: the id behind its name is made with it.",
+    "MachineMetrics": "PutMetricData has no resource; the condition holds it to HyperPod's namespace.",
     "FindLoginNode": "DescribeInstances has no resource: it shows that machines exist, and opens none.",
     "JoinCluster": "PCS makes up the cluster's id; the condition on its tag holds it to the tenant's own.",
     "OpenShell": "A machine's id is made with it; the condition on its tags holds it to the tenant's login node.",
@@ -37,6 +51,8 @@ def machine_actions(tenant: TenantScope) -> list[str]:
     """What the boundary of a tenant with a cluster lets through besides. Few characters: a policy holds 6,144."""
     if (cluster := tenant.spec.cluster) is None:
         return []
+    if tenant.hyperpod:
+        return [OPEN_SHELL, "ssmmessages:*Channel", TAG_INTERFACE, LEAVE_INTERFACE]
     files = USE_FILES if cluster.small_files is not None else []
     return [REGISTER, OPEN_SHELL, "ssm:UpdateInstanceInformation", "ssmmessages:*Channel", *files]
 
@@ -66,11 +82,62 @@ def take_sessions() -> list[iam.PolicyStatement]:
     ]
 
 
+def machine_logs(tenant: TenantScope) -> list[str]:
+    """HyperPod's log groups of the tenant's cluster; the id behind its name is made with it."""
+    return [tenant.arn("logs", f"log-group:/aws/sagemaker/Clusters/{tenant.cluster_name}/*")]
+
+
+def be_hyperpod(tenant: TenantScope, *, vpc_id: str, scripts: str) -> list[iam.PolicyStatement]:
+    """What HyperPod does as the role of each machine, beside its network interfaces: tags and leaves those, writes its
+    logs, fetches the tenant's script, answers Session Manager (SageMaker developer guide, "IAM role for SageMaker
+    HyperPod" and the policy AmazonSageMakerClusterInstanceRolePolicy, whose buckets, `sagemaker-*`, are anybody's)."""
+    interfaces, vpc = tenant.arn("ec2", "network-interface/*"), tenant.arn("ec2", f"vpc/{vpc_id}")
+    made = {"StringEquals": {"ec2:CreateAction": "CreateNetworkInterface"}}
+    space = {"StringEquals": {"cloudwatch:namespace": "/aws/sagemaker/Clusters"}}
+
+    def allow(
+        sid: str, actions: list[str], resource: str, conditions: dict[str, dict[str, str]]
+    ) -> iam.PolicyStatement:
+        return iam.PolicyStatement(sid=sid, actions=actions, resources=[resource], conditions=conditions)
+
+    return [
+        allow("TagInterfaces", [TAG_INTERFACE], interfaces, made),
+        allow("LeaveInterfaces", [LEAVE_INTERFACE], interfaces, {"ArnEquals": {"ec2:Vpc": vpc}}),
+        iam.PolicyStatement(sid="MachineLogs", actions=WRITE_MACHINE_LOGS, resources=machine_logs(tenant)),
+        allow("MachineMetrics", ["cloudwatch:PutMetricData"], "*", space),
+        iam.PolicyStatement(sid="FetchScript", actions=["s3:GetObject"], resources=[scripts]),
+        iam.PolicyStatement(sid="TakeSessions", actions=SESSIONS, resources=["*"]),
+    ]
+
+
+def _open_machine_shells(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """On HyperPod: a shell on any machine of the own cluster, as its machines have no tags to tell the login node by.
+    What SSM asks IAM of such a target is in no document of AWS's that we know; without a tag, this lets nobody in."""
+    tag, own = {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}, [tenant.arn("sagemaker", "cluster/*")]
+    on_own = {"StringEquals": tag}
+    checked = {**on_own, "BoolIfExists": {"ssm:SessionDocumentAccessCheck": "true"}}
+    return [
+        iam.PolicyStatement(sid="FindMachines", actions=FIND_NODES, resources=own, conditions=on_own),
+        iam.PolicyStatement(sid="OpenMachineShell", actions=[OPEN_SHELL], resources=own, conditions=checked),
+        iam.PolicyStatement(sid="ShellDocument", actions=[OPEN_SHELL], resources=[_shell_document(tenant)]),
+        _use_own_sessions(tenant),
+    ]
+
+
+def _use_own_sessions(tenant: TenantScope) -> iam.PolicyStatement:
+    # As AWS's own example has it (Systems Manager user guide, quickstart end user policies).
+    return iam.PolicyStatement(
+        sid="UseOwnSessions", actions=[USE_SESSION], resources=[tenant.arn("ssm", "session/${aws:userid}-*")]
+    )
+
+
 def open_shells(tenant: TenantScope) -> list[iam.PolicyStatement]:
     """The tenant's login node found, and a shell on it, by no other document than the account's own for shells: without
     the check of the document, IAM isn't asked about it."""
     if tenant.spec.cluster is None:
         return []
+    if tenant.hyperpod:
+        return _open_machine_shells(tenant)
     return [
         iam.PolicyStatement(
             sid="OpenShell",
@@ -83,10 +150,7 @@ def open_shells(tenant: TenantScope) -> list[iam.PolicyStatement]:
         ),
         iam.PolicyStatement(sid="ShellDocument", actions=[OPEN_SHELL], resources=[_shell_document(tenant)]),
         iam.PolicyStatement(sid="FindLoginNode", actions=["ec2:DescribeInstances"], resources=["*"]),
-        # As AWS's own example has it (Systems Manager user guide, quickstart end user policies).
-        iam.PolicyStatement(
-            sid="UseOwnSessions", actions=[USE_SESSION], resources=[tenant.arn("ssm", "session/${aws:userid}-*")]
-        ),
+        _use_own_sessions(tenant),
     ]
 
 
@@ -95,6 +159,8 @@ def only_login_nodes(tenant: TenantScope) -> list[iam.PolicyStatement]:
     person is allowed. A negated operator also matches an absent key: a machine without tags is nobody's."""
     if tenant.spec.cluster is None:
         return []
+    if tenant.hyperpod:
+        return _only_own_machines(tenant)
     # What is not the shell's document must be a machine with these tags: other documents, which forward ports, managed
     # machines outside EC2 and containers are closed by it too.
     return [
@@ -106,6 +172,29 @@ def only_login_nodes(tenant: TenantScope) -> list[iam.PolicyStatement]:
             conditions={"StringNotEquals": {key: value}},
         )
         for name, (key, value) in zip(("OwnMachine", "LoginNode"), _login_node(tenant).items(), strict=True)
+    ]
+
+
+def _only_own_machines(tenant: TenantScope) -> list[iam.PolicyStatement]:
+    """The same for HyperPod; and no tag on what is there already, or a role could make another's machine its own."""
+
+    def refused(sid: str, action: str, condition: dict[str, str], **resources: list[str]) -> iam.PolicyStatement:
+        return iam.PolicyStatement(
+            sid=sid,
+            effect=iam.Effect.DENY,
+            actions=[action],
+            conditions={"StringNotEquals": condition},
+            **resources,  # type: ignore[arg-type]
+        )
+
+    return [
+        refused(
+            "ShellOwnMachine",
+            OPEN_SHELL,
+            {f"aws:ResourceTag/{TAG_TENANT}": tenant.name},
+            not_resources=[_shell_document(tenant)],
+        ),
+        refused("TagOnlyNew", TAG_INTERFACE, {"ec2:CreateAction": "CreateNetworkInterface"}, resources=["*"]),
     ]
 
 

@@ -100,6 +100,8 @@ class TenantNetwork(Construct):
         self._make_file_system_group()
         self._make_gateway_endpoints(tenant, [self.training_subnet, *endpoint_subnets])
         services = INTERFACE_ENDPOINTS | (CLUSTER_ENDPOINTS if tenant.spec.cluster is not None else {})
+        if tenant.hyperpod:
+            services = {name: service for name, service in services.items() if name != "Cluster"}
         services |= TRACKING_ENDPOINTS if tenant.spec.tracking is not None else {}
         self._make_interface_endpoints(services, endpoint_subnets)
 

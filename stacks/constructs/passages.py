@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from aws_cdk import aws_iam as iam
 
-from stacks.constructs.machine_permissions import REGISTER, SESSIONS, own_clusters
+from stacks.constructs.machine_permissions import (
+    REGISTER,
+    SESSIONS,
+    WRITE_MACHINE_LOGS,
+    machine_logs,
+    own_clusters,
+)
 from stacks.constructs.permissions import TenantResources, log_group_arns, parameter_arns
 from stacks.naming import TAG_TENANT, TenantScope
 from trainyard.spec.platform import TRAINING_LOG_GROUP
@@ -35,7 +41,10 @@ def open_passages(tenant: TenantScope, resources: TenantResources) -> None:
         ],
         "Sts": [_own(tenant, "WhoAmI", ["sts:GetCallerIdentity"], ANYTHING)],
     }
-    if tenant.spec.cluster is not None:
+    if tenant.hyperpod:
+        statements["Sessions"] = [_own(tenant, "TakeSessions", SESSIONS, ANYTHING)]
+        statements["Logs"].append(_own(tenant, "MachineLogs", WRITE_MACHINE_LOGS, machine_logs(tenant)))
+    elif tenant.spec.cluster is not None:
         tag = {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}
         statements["Cluster"] = [_own(tenant, "OwnCluster", [REGISTER], own_clusters(tenant), equals=tag)]
         statements["Sessions"] = [_own(tenant, "TakeSessions", SESSIONS, ANYTHING)]

@@ -13,7 +13,14 @@ from stacks.constructs.guard_rails import CREATE_JOB, INVOKE, SUBMIT_JOB, TAG_JO
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.keys import READ, READ_WRITE, TenantKeys
 from stacks.constructs.logs import TenantLogs
-from stacks.constructs.machine_permissions import MACHINE_WILDCARDS, join_cluster, open_shells, take_sessions
+from stacks.constructs.machine_permissions import (
+    MACHINE_WILDCARDS,
+    SCRIPTS_FOLDER,
+    be_hyperpod,
+    join_cluster,
+    open_shells,
+    take_sessions,
+)
 from stacks.constructs.network import TenantNetwork
 from stacks.constructs.small_files import TenantSmallFiles, use_files
 from stacks.constructs.storage import TenantBuckets, TenantFileSystem
@@ -89,8 +96,13 @@ class TenantPermissions(Construct):
         attach("Job", roles.job, _job(tenant, resources))
         if roles.nodes is not None and roles.login is not None:
             shared = use_files(tenant, resources.small_files)
-            attach("Nodes", roles.nodes, [*join_cluster(tenant), *_work(tenant, resources), *shared])
-            attach("Login", roles.login, [*join_cluster(tenant), *take_sessions(), *shared])
+            if tenant.hyperpod:
+                machine = _hyperpod(tenant, resources)
+                attach("Nodes", roles.nodes, [*_work(tenant, resources), *machine])
+                attach("Login", roles.login, [_allow("DecryptScript", READ, [resources.keys.data.key_arn]), *machine])
+            else:
+                attach("Nodes", roles.nodes, [*join_cluster(tenant), *_work(tenant, resources), *shared])
+                attach("Login", roles.login, [*join_cluster(tenant), *take_sessions(), *shared])
         submit = [*_submit(tenant, roles), *_job_roles(tenant, roles)]
         if not tenant.brokered:
             attach("Launcher", roles.launcher, [*submit, *_launcher(tenant, resources)])
@@ -123,13 +135,30 @@ def log_group_arns(tenant: TenantScope, *names: str) -> list[str]:
 
 def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
     """A running job on SageMaker, which puts it into the network and gives it a volume, as the job's role."""
-    volumes = _allow(
+    network = _network_interfaces(tenant, resources.network)
+    return [*_work(tenant, resources), _volumes(resources), *network]
+
+
+def _volumes(resources: TenantResources) -> iam.PolicyStatement:
+    return _allow(
         "EncryptVolumes",
         ["kms:CreateGrant"],
         [resources.keys.checkpoints.key_arn],
         {"Bool": {"kms:GrantIsForAWSResource": "true"}},
     )
-    return [*_work(tenant, resources), volumes, *_network_interfaces(tenant, resources.network)]
+
+
+def _hyperpod(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+    """What HyperPod does as the role of any of its machines."""
+    data, vpc = resources.buckets.data, resources.network.vpc.vpc_id
+    # Of what lies beside the script, its folder's listing alone.
+    listing = {"StringLike": {"s3:prefix": [f"{SCRIPTS_FOLDER}/*"]}}
+    return [
+        _allow("FindScript", ["s3:ListBucket"], [data.bucket_arn], listing),
+        *be_hyperpod(tenant, vpc_id=vpc, scripts=data.arn_for_objects(f"{SCRIPTS_FOLDER}/*")),
+        _volumes(resources),
+        *_network_interfaces(tenant, resources.network),
+    ]
 
 
 def _work(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:

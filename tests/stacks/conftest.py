@@ -30,6 +30,16 @@ def synthesize(tmp_path_factory: pytest.TempPathFactory) -> Synthesize:
     return run
 
 
+@pytest.fixture(scope="session")
+def synthesize_checked() -> Callable[[Path, Any], dict[str, Template]]:
+    """The same with the checks on, into a folder that stays."""
+
+    def run(outdir: Path, environment: Any) -> dict[str, Template]:
+        return synthesize_into(outdir, environment, checked=True)
+
+    return run
+
+
 def synthesize_into(outdir: Path, environment: Any, *, checked: bool) -> dict[str, Template]:
     """Templates by stack name; with the checks, what they refuse is left in the folder's validation report."""
     from aws_cdk import App

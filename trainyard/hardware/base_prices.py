@@ -118,7 +118,16 @@ def _tracking_server(properties: Mapping[str, Any]) -> list[tuple[str, int, str]
     return [(f"mlflow-tracking-server-{size}", HOURS_PER_MONTH, "hours")]
 
 
+def _hyperpod(properties: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """Its machines run all the time, at SageMaker's prices."""
+    return [
+        (f"hyperpod-{group['InstanceType']}", HOURS_PER_MONTH * int(group["InstanceCount"]), "hours")
+        for group in properties.get("InstanceGroups", [])
+    ]
+
+
 _BY_SIZE = {
+    "AWS::SageMaker::Cluster": _hyperpod,
     "AWS::NetworkFirewall::Firewall": _firewall,
     "AWS::SageMaker::MlflowTrackingServer": _tracking_server,
 }

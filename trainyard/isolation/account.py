@@ -375,7 +375,12 @@ class _Reader:
             yield Thing(
                 "network interface", tenant, interfaces + "*", (interfaces + f"eni-{tenant}",), vpc, {"ec2:vpc": vpc}
             )
-            if contract.cluster is not None:
+            if contract.cluster is not None and contract.cluster.engine == "hyperpod":
+                # Its machines are SageMaker's own; a shell on them is asked of the cluster.
+                name = f"trainyard-{self._environment.name}-{tenant}"
+                logs = f"arn:aws:logs:{place}:log-group:/aws/sagemaker/Clusters/{name}/"
+                yield family("log group", tenant, logs, "a1b2c3d4e5f6")
+            elif contract.cluster is not None:
                 tags = {TENANT_TAG: tenant, NODE_TAG: contract.cluster.login_tag}
                 said = {
                     f"{kind}:resourcetag/{key}": value for kind in ("aws", "ec2", "ssm") for key, value in tags.items()

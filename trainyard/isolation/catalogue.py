@@ -255,7 +255,13 @@ ACTIONS: dict[str, tuple[str, ...]] = {
         "GetCluster UpdateCluster DeleteCluster CreateQueue UpdateQueue DeleteQueue CreateComputeNodeGroup "
         "UpdateComputeNodeGroup DeleteComputeNodeGroup RegisterComputeNodeGroupInstance TagResource UntagResource",
     )
-    + _actions("sagemaker", "DescribeCluster UpdateCluster DeleteCluster BatchDeleteClusterNodes ListClusterNodes"),
+    + _actions(
+        "sagemaker",
+        "DescribeCluster UpdateCluster UpdateClusterSoftware DeleteCluster BatchAddClusterNodes "
+        "BatchDeleteClusterNodes BatchRebootClusterNodes BatchReplaceClusterNodes ListClusterNodes DescribeClusterNode "
+        "AttachClusterNodeVolume AttachClusterNodeNetworkInterface",
+    )
+    + _actions("ssm", "StartSession"),
     "stack": _actions(
         "cloudformation",
         "UpdateStack DeleteStack CreateChangeSet ExecuteChangeSet SetStackPolicy ContinueUpdateRollback",

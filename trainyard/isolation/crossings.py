@@ -379,6 +379,12 @@ class Crossings:
         """A shell on a machine of the own cluster that is no login node, on one without a tag, or by another document
         than that of an interactive shell; somebody else's shell."""
         machine, start = f"arn:aws:ec2:{self._place}:instance/i-own", "ssm:StartSession"
+        cluster, whose = f"arn:aws:sagemaker:{self._place}:cluster/a1b2c3d4e5f6", f"aws:resourcetag/{TENANT_TAG}"
+        yield self._ask(role, tenant, GUARD_RAIL, start, cluster, {}, absent=whose)
+        yield self._ask(role, tenant, GUARD_RAIL, start, cluster, {whose: "somebody-else"})
+        # A tag on what is there already would make it the tenant's own.
+        network = f"arn:aws:ec2:{self._place}:network-interface/eni-0"
+        yield self._ask(role, tenant, GUARD_RAIL, "ec2:CreateTags", network, {}, absent="ec2:createaction")
         owner, node = f"ssm:resourcetag/{TENANT_TAG}", f"ssm:resourcetag/{NODE_TAG}"
         yield self._ask(role, tenant, GUARD_RAIL, start, machine, {owner: tenant, node: "compute"})
         yield self._ask(role, tenant, GUARD_RAIL, start, machine, {owner: tenant}, absent=node)

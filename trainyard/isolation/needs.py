@@ -517,6 +517,9 @@ class Needs:
         """Machines of the tenant's cluster, where there is one, and who gets a shell on its login node."""
         if (cluster := self._contract.cluster) is None:
             return
+        if cluster.engine == "hyperpod":
+            yield from self._hyperpod(cluster.id)
+            return
         own: dict[str, Value] = {f"aws:resourcetag/{TENANT_TAG}": self._tenant}
         arn = f"arn:aws:pcs:{self._place}:cluster/pcs_0123456789"
         files = [thing.pattern for thing in self._account.things_of(self._tenant, "small files")]
@@ -547,9 +550,7 @@ class Needs:
         document = f"arn:aws:ssm:{self._place}:document/SSM-SessionManagerRunShell"
         yield from self._may("launcher", "find the login node", "ec2:DescribeInstances", "*")
         yield from self._may("launcher", "open a shell", "ssm:StartSession", machine, document, stated=tags)
-        mine: dict[str, Value] = {"aws:userid": "AROAEXAMPLE:ana"}
-        session = f"arn:aws:ssm:{self._place}:session/AROAEXAMPLE:ana-0123456789abcdef0"
-        yield from self._may("launcher", "talk to its shell", "ssmmessages:OpenDataChannel", session, stated=mine)
+        yield from self._own_session()
         service = Caller(
             f"arn:aws:iam::{self._id}:role/aws-service-role/pcs.amazonaws.com/AWSServiceRoleForPCS", self._id
         )
@@ -562,6 +563,46 @@ class Needs:
         }
         for action in ("kms:CreateGrant", "kms:GenerateDataKeyWithoutPlaintext", "kms:Decrypt"):
             yield self._somebody(service, "encrypt machines' volumes", action, self._contract.keys.checkpoints, asked)
+
+    def _own_session(self) -> Iterator[Need]:
+        mine: dict[str, Value] = {"aws:userid": "AROAEXAMPLE:ana"}
+        session = f"arn:aws:ssm:{self._place}:session/AROAEXAMPLE:ana-0123456789abcdef0"
+        yield from self._may("launcher", "talk to its shell", "ssmmessages:OpenDataChannel", session, stated=mine)
+
+    def _hyperpod(self, cluster: str) -> Iterator[Need]:
+        """What HyperPod does as its machines' roles, and who gets a shell on them."""
+        ec2, name = f"arn:aws:ec2:{self._place}", f"trainyard-{self._account.environment.name}-{self._tenant}"
+        vpc: dict[str, Value] = {"ec2:vpc": f"{ec2}:vpc/{self._contract.vpc_id}"}
+        logs = f"{self._group(f'/aws/sagemaker/Clusters/{name}/a1b2c3d4e5f6')}:log-stream:LifecycleConfig/x"
+        script = self._bucket(self._contract.buckets.data, "cluster/start.sh")
+        for label in ("RolesNodes", "RolesLogin"):
+            role, stated = self._account.role(self._tenant, label), {"aws:sourceaccount": self._id}
+            yield self._service("sagemaker.amazonaws.com", "take its role", "sts:AssumeRole", role.arn, stated)
+            yield from self._job_network(label)
+            yield from self._job_volume(label)
+            made: dict[str, Value] = {"ec2:createaction": "CreateNetworkInterface"}
+            yield from self._may(
+                label, "tag interfaces", "ec2:CreateTags", f"{ec2}:network-interface/eni-0", stated=made
+            )
+            leave = "ec2:DetachNetworkInterface"
+            yield from self._may(label, "leave the network", leave, f"{ec2}:network-interface/eni-0", stated=vpc)
+            write = "logs:CreateLogStream logs:PutLogEvents"
+            yield from self._may(label, "write the machine's log", write, logs, endpoint="logs")
+            yield from self._may(label, "fetch the script", "s3:GetObject", script, endpoint="s3")
+            via = self._via_s3(self._contract.buckets.data)
+            yield from self._may(label, "decrypt the script", "kms:Decrypt", self._contract.keys.data, stated=via)
+            channels = "ssmmessages:CreateControlChannel ssmmessages:OpenDataChannel"
+            yield from self._may(label, "take sessions", channels, "*", endpoint="ssmmessages")
+        yield from self._work("RolesNodes")
+        own: dict[str, Value] = {
+            f"aws:resourcetag/{TENANT_TAG}": self._tenant,
+            "ssm:sessiondocumentaccesscheck": "true",
+        }
+        find = "sagemaker:ListClusterNodes sagemaker:DescribeCluster"
+        yield from self._may("launcher", "find the login node", find, cluster, stated=own)
+        document = f"arn:aws:ssm:{self._place}:document/SSM-SessionManagerRunShell"
+        yield from self._may("launcher", "open a shell", "ssm:StartSession", cluster, document, stated=own)
+        yield from self._own_session()
 
     def _services(self) -> Iterator[Need]:
         """Services and people that act for the tenant."""

@@ -391,6 +391,9 @@ class _Cases:
         """Where there is a cluster: a shell on the own login node, and on no other machine."""
         if (cluster := self._own.cluster) is None:
             return
+        if cluster.engine == "hyperpod":
+            yield from self._hyperpod()
+            return
         owner, node = f"ssm:resourceTag/{TENANT_TAG}", f"ssm:resourceTag/{NODE_TAG}"
         machine = f"arn:aws:ec2:{self._place}:instance/i-0123456789abcdef0"
         proper: dict[str, Value] = {
@@ -430,3 +433,30 @@ class _Cases:
                 yield self._case(
                     rail, f"{what} of the {whose} server", action=action, resource=server, stated=said, allowed=allowed
                 )
+
+    def _hyperpod(self) -> Iterator[RailCase]:
+        """A shell on machines of the own cluster alone, and a tag on nothing that is there already."""
+        start, owner = "ssm:StartSession", f"aws:ResourceTag/{TENANT_TAG}"
+        cluster = f"arn:aws:sagemaker:{self._place}:cluster/a1b2c3d4e5f6"
+        rail = "ShellOwnMachine"
+        proper: dict[str, Value] = {owner: self._tenant, "ssm:SessionDocumentAccessCheck": "true"}
+        yield self._case(rail, "the own cluster", action=start, resource=cluster, stated=proper, allowed=True)
+        for what, resource, stated in (
+            ("another tenant's cluster", cluster, {owner: self._foreign_tag}),
+            ("a cluster that nobody tagged", cluster, {}),
+            (
+                "a document that forwards ports",
+                f"arn:aws:ssm:{self._place}:document/AWS-StartPortForwardingSession",
+                {},
+            ),
+        ):
+            said: dict[str, Value] = dict(stated)
+            yield self._case(rail, what, action=start, resource=resource, stated=said)
+        tag, rail, key = "ec2:CreateTags", "TagOnlyNew", "ec2:CreateAction"
+        nodes = self._account.role(self._tenant, "RolesNodes")
+        interface = f"arn:aws:ec2:{self._place}:network-interface/eni-0"
+        new: dict[str, Value] = {key: "CreateNetworkInterface"}
+        yield RailCase(rail, "an interface that is being made", True, nodes, tag, interface, new)
+        yield RailCase(rail, "an interface that is there", False, nodes, tag, interface, {})
+        other: dict[str, Value] = {key: "RunInstances"}
+        yield RailCase(rail, "a machine that is being made", False, nodes, tag, interface, other)

@@ -25,7 +25,7 @@ from typing import Protocol
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.session import Account
-from trainyard.spec.platform import TenantContract
+from trainyard.spec.platform import ClusterContract, TenantContract
 
 LOCAL_SECONDS = 120.0
 """For one script here. Slurm's commands wait up to 30 s for a controller that is busy, and try again."""
@@ -43,7 +43,7 @@ _LONGEST_LINE = 1000
 
 
 _WRAPPER = """\
-export PATH="$PATH$(printf ':%s' /opt/aws/pcs/scheduler/slurm-*/bin)"
+export PATH="$PATH$(printf ':%s' /opt/aws/pcs/scheduler/slurm-*/bin):/opt/slurm/bin"
 bash_as_owner() { owner=$(id -un 1000 2>/dev/null || id -un)
 if [ "$(id -un)" = "$owner" ]; then bash "$@"; return; fi
 if ! sudo -n -u "$owner" true < /dev/null; then echo "run it as $owner, whose the cluster's files are" >&2; return 1; fi
@@ -150,9 +150,34 @@ class SessionShell:
             raise AwsRefusedError(f"the session on {self.where} ended: {error.strerror}; repeat the command") from None
 
     def login_node(self) -> str:
-        """Id of the tenant's running login node; AwsRefusedError where there is none."""
+        """Session Manager's name of the tenant's running login node; AwsRefusedError where there is none."""
         cluster = self._contract.cluster
         assert cluster is not None
+        return self._hyperpods(cluster) if cluster.engine == "hyperpod" else self._tagged(cluster)
+
+    def _hyperpods(self, cluster: ClusterContract) -> str:
+        """SageMaker's machines are no EC2 instances of the account: a target of its own kind names them."""
+        with aws_errors("looking for", self.where):
+            pages = (
+                self._launcher.client("sagemaker")
+                .get_paginator("list_cluster_nodes")
+                .paginate(ClusterName=cluster.id, InstanceGroupNameContains=cluster.login_tag)
+            )
+            found = [
+                str(node["InstanceId"])
+                for page in pages
+                for node in page["ClusterNodeSummaries"]
+                if node["InstanceGroupName"] == cluster.login_tag and node["InstanceStatus"]["Status"] == "Running"
+            ]
+        if not found:
+            raise AwsRefusedError(
+                f"{self.where}: none is running; HyperPod starts it with the cluster: aws sagemaker describe-cluster "
+                f"--cluster-name {cluster.id}"
+            )
+        return f"sagemaker-cluster:{cluster.id.rpartition('/')[2]}_{cluster.login_tag}-{sorted(found)[0]}"
+
+    def _tagged(self, cluster: ClusterContract) -> str:
+        """PCS's machines are the tenant's EC2 instances, told apart by their tags."""
         wanted = {
             "tag:trainyard:tenant": self._contract.tenant,
             "tag:trainyard:environment": self._contract.environment,

@@ -60,6 +60,7 @@ REPLACED_BY: Mapping[str, tuple[str, ...]] = {
     "AWS::KMS::Key": ("KeySpec", "KeyUsage", "MultiRegion"),
     "AWS::Logs::LogGroup": ("LogGroupName",),
     "AWS::PCS::Cluster": ("Name", "Networking", "Size"),
+    "AWS::SageMaker::Cluster": ("ClusterName", "Orchestrator.Eks", "VpcConfig"),
     "AWS::SageMaker::MlflowTrackingServer": ("MlflowVersion", "RoleArn", "TrackingServerName"),
     "AWS::S3::Bucket": ("BucketName", "BucketNamePrefix", "BucketNamespace"),
 }

@@ -16,6 +16,9 @@ MAX_NODES = {"small": 32, "medium": 512, "large": 2048}
 LOGIN_GROUP = "login"
 """Name of the login node's group, which no group of the environment file may have."""
 
+CONTROLLER_GROUP = "controller"
+"""Name of the group of HyperPod's controller, which no group of the environment file may have."""
+
 AMI_PATTERN = r"^(ami-[0-9a-f]{8,17}|ssm:/[A-Za-z0-9_./-]+)$"
 
 
@@ -34,6 +37,10 @@ class NodeGroupSpec(SpecModel):
     reservation: str | None = Field(default=None, pattern=r"^cr-[0-9a-f]{8,17}$", json_schema_extra=on_change("update"))
     """Id of the capacity block, or of an on-demand capacity reservation that these machines then run in and nowhere
     else."""
+    training_plan: str | None = Field(
+        default=None, pattern=r"^[a-zA-Z0-9](-*[a-zA-Z0-9]){0,63}$", json_schema_extra=on_change("update")
+    )
+    """Engine hyperpod: name of a SageMaker training plan of target hyperpod-cluster that these machines come from."""
     placement_group: bool | None = Field(default=None, json_schema_extra=on_change("update"))
     """Machines side by side. Default: yes, but not in a capacity block, which AWS places by itself."""
     root_gib: int = Field(default=200, ge=50, le=16384, json_schema_extra=on_change("update"))
@@ -89,6 +96,20 @@ class LoginSpec(SpecModel):
         return NodeGroupSpec._is_ec2s(value)
 
 
+class ControllerSpec(SpecModel):
+    """Engine hyperpod: the machine that Slurm's controller runs on. It needs no GPU."""
+
+    instance_type: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", json_schema_extra=on_change("update"))
+    """EC2's name."""
+    root_gib: int = Field(default=100, ge=50, le=16384, json_schema_extra=on_change("update"))
+    """GiB of the volume beside its root."""
+
+    @field_validator("instance_type")
+    @classmethod
+    def _is_ec2s(cls, value: str) -> str:
+        return NodeGroupSpec._is_ec2s(value)
+
+
 class SmallFilesSpec(SpecModel):
     """EFS beside Lustre: code, environments, notebooks. All machines see it at /efs; it is never full."""
 
@@ -103,19 +124,32 @@ class SmallFilesSpec(SpecModel):
 
 
 class ClusterSpec(SpecModel):
-    """AWS Parallel Computing Service: Slurm, its controller and accounting run by AWS, on machines of the tenant's."""
+    """Slurm on machines of the tenant's, by one of two engines. Fields say where they are one engine's alone."""
 
-    engine: Literal["pcs"] = Field(default="pcs", json_schema_extra=on_change("replace"))
-    slurm_version: Literal["24.11", "25.05", "25.11", "26.05"] = Field(json_schema_extra=on_change("update"))
-    """One that PCS still runs, and that the AMI has the client of."""
+    engine: Literal["pcs", "hyperpod"] = Field(default="pcs", json_schema_extra=on_change("replace"))
+    """`pcs`: AWS Parallel Computing Service runs the controller and its accounting, machines start when a job asks for
+    them. `hyperpod`: SageMaker keeps all machines running, and replaces one that fails."""
+    slurm_version: Literal["24.11", "25.05", "25.11", "26.05"] | None = Field(
+        default=None, json_schema_extra=on_change("update")
+    )
+    """Engine pcs, required: one that PCS still runs, and that the AMI has the client of."""
+    controller: ControllerSpec | None = Field(default=None, json_schema_extra=on_change("update"))
+    """Engine hyperpod, required."""
+    start_script: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$", json_schema_extra=on_change("update")
+    )
+    """Engine hyperpod: file in `cluster/` of the tenant's data bucket, which each machine runs as root once Slurm is
+    set up on it. It must be there before the cluster is deployed."""
     size: Literal["small", "medium", "large"] = Field(default="small", json_schema_extra=on_change("replace"))
     """Of the controller, paid by the hour: up to 32, 512 or 2,048 machines, the login node among them."""
-    ami: str = Field(pattern=AMI_PATTERN, json_schema_extra=on_change("update"))
-    """The image of its machines: an id, or `ssm:/...`, a parameter with the id, which is read when the stack is
-    deployed. It must have Slurm's and PCS's agents, EFA, the Lustre client and, for the login node, the SSM agent."""
-    root_device: Literal["/dev/xvda", "/dev/sda1"] = Field(json_schema_extra=on_change("update"))
-    """The AMI's root: /dev/xvda on Amazon Linux, /dev/sda1 on Ubuntu (`aws ec2 describe-images --image-ids AMI --query
-    'Images[].RootDeviceName'`). With the wrong one the real root is not under the tenant's key."""
+    ami: str | None = Field(default=None, pattern=AMI_PATTERN, json_schema_extra=on_change("update"))
+    """Engine pcs, required (HyperPod has images of its own): the image of its machines, an id, or `ssm:/...`, a
+    parameter with the id, which is read when the stack is deployed. It must have Slurm's and PCS's agents, EFA, the
+    Lustre client and, for the login node, the SSM agent."""
+    root_device: Literal["/dev/xvda", "/dev/sda1"] | None = Field(default=None, json_schema_extra=on_change("update"))
+    """Engine pcs, required. The AMI's root: /dev/xvda on Amazon Linux, /dev/sda1 on Ubuntu (`aws ec2 describe-images
+    --image-ids AMI --query 'Images[].RootDeviceName'`). With the wrong one the real root is not under the tenant's
+    key."""
     accounting_days: int | None = Field(default=None, ge=1, le=10000, json_schema_extra=on_change("update"))
     """How long Slurm remembers jobs; default: as long as the cluster exists."""
     idle_minutes: int = Field(default=10, ge=1, le=1440, json_schema_extra=on_change("update"))
@@ -152,6 +186,8 @@ class ClusterSpec(SpecModel):
             taken = [name for name in names if name == LOGIN_GROUP or re.match("pcs[-_]", name)]
             if taken:
                 raise ValueError(f"{kind}.{taken[0]}: `{LOGIN_GROUP}` and `pcs-...` are taken; choose another name")
+            if self.engine == "hyperpod" and CONTROLLER_GROUP in names:
+                raise ValueError(f"{kind}.{CONTROLLER_GROUP}: is the controller's own; choose another name")
         for queue, groups in self.queues.items():
             unknown = [name for name in groups if name not in self.node_groups]
             if unknown or not groups:
@@ -159,9 +195,48 @@ class ClusterSpec(SpecModel):
                     f"queues.{queue}: names {', '.join(unknown) or 'no node group'}; there are "
                     f"{', '.join(sorted(self.node_groups))}"
                 )
-        if self.num_machines > MAX_NODES[self.size]:
+        if self.engine == "pcs" and self.num_machines > MAX_NODES[self.size]:
             raise ValueError(
                 f"size {self.size} manages {MAX_NODES[self.size]} machines, and the login node and max_instances of "
                 f"all node groups make {self.num_machines}; take a larger size or lower max_instances"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _of_its_engine(self) -> Self:
+        """What the engine needs is stated, and nothing that only the other one knows."""
+        needed = {"pcs": ("slurm_version", "ami", "root_device"), "hyperpod": ("controller",)}
+        missing = [field for field in needed[self.engine] if getattr(self, field) is None]
+        if missing:
+            raise ValueError(f"{missing[0]}: engine {self.engine} needs it; state it (docs/tenants.md)")
+        others = {
+            "pcs": ("controller", "start_script"),
+            "hyperpod": (
+                "slurm_version",
+                "ami",
+                "root_device",
+                "accounting_days",
+                "size",
+                "idle_minutes",
+                "small_files",
+            ),
+        }
+        for field in others[self.engine]:
+            if getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{field}: engine {self.engine} has no such setting; leave it out")
+        for name, group in self.node_groups.items():
+            if self.engine == "pcs" and group.training_plan:
+                raise ValueError(f"node_groups.{name}.training_plan: engine pcs runs on none; leave it out")
+            if self.engine == "hyperpod" and (group.purchase, group.placement_group) != ("on_demand", None):
+                raise ValueError(
+                    f"node_groups.{name}: engine hyperpod places and buys its machines itself; leave out purchase and "
+                    "placement_group, and name training_plan for machines bought ahead"
+                )
+            if self.engine == "hyperpod" and group.reservation:
+                raise ValueError(f"node_groups.{name}.reservation: HyperPod runs in none of EC2's; name training_plan")
+            queues = [queue for queue, groups in self.queues.items() if name in groups]
+            if self.engine == "hyperpod" and len(queues) > 1:
+                raise ValueError(
+                    f"queues {' and '.join(queues)}: both name {name}; with engine hyperpod a group is in one partition"
+                )
         return self

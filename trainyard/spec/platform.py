@@ -18,9 +18,9 @@ from trainyard.spec.cluster import ClusterSpec
 from trainyard.spec.shares import ShareContract, ShareSpec
 
 CONTRACT_VERSION = 4
-"""2: a bucket and a key for artifacts. 3: the cluster, shares of training queues. 4: the tracking server. Older
-contracts are read; what they lack is empty. A contract states the lowest that has all that it says, so that an older
-trainyard reads those of tenants without the new."""
+"""2: a bucket and a key for artifacts. 3: the cluster, shares of training queues. 4: the tracking server, engine
+hyperpod. Older contracts are read; what they lack is empty. A contract states the lowest that has all that it says, so
+that an older trainyard reads those of tenants without the new."""
 
 TRAINING_LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 """SageMaker writes every job's output here, whoever owns the job: streams are told apart by the job's name."""
@@ -597,13 +597,14 @@ class BucketContract(SpecModel):
 class ClusterContract(SpecModel):
     """The cluster as deployed: what a person needs to reach it and to name a partition."""
 
-    engine: Literal["pcs"]
+    engine: Literal["pcs", "hyperpod"]
     id: str
-    """PCS's own id, which its API and `AWS_PCS` tools take."""
+    """PCS's own id, which its API and `AWS_PCS` tools take; HyperPod's ARN."""
     queues: dict[str, tuple[str, ...]]
     """Slurm partition to the EC2 types that it starts."""
     login_tag: str
-    """Value of the tag `trainyard:node` on login nodes, the only machines that take a Session Manager session."""
+    """Value of the tag `trainyard:node` on login nodes, the only machines that take a Session Manager session; of
+    HyperPod the name of their group."""
 
 
 class TrackingContract(SpecModel):

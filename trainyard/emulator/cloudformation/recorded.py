@@ -62,6 +62,11 @@ TYPES = (
         name_property="TrackingServerName",
         arn_attribute="TrackingServerArn",
     ),
+    _recorded(
+        "AWS::SageMaker::Cluster",
+        "arn:aws:sagemaker:{region}:{account}:cluster/{id}",
+        arn_attribute="ClusterArn",
+    ),
     _recorded("AWS::PCS::Queue", "arn:aws:pcs:{region}:{account}:cluster/any/queue/pcs_{id}", ref_is_arn=True),
     _recorded(
         "AWS::NetworkFirewall::RuleGroup",
