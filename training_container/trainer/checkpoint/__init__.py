@@ -17,10 +17,11 @@ Layout under the destination (a folder or an s3:// prefix):
 
 `Interval` says how often to save where the job leaves that open.
 
-Inside: `destination` (where bytes go), `manifest` (what is promised), `host_copy` (plan and staging), `restore` (which
-one is good), `blocks` (hashes of parts of files), `needs` (which of them tensors need, and where in these they go),
-`ranges` (who reads what), `reading` (the reading itself), `delivery` (the way to the destination, and what stays
-there), `checkpointer` (the flow).
+Inside: `destination` (where bytes go), `manifest` (what is promised), `host_copy` (plan and staging), `writing` (shards
+hashed as they are written), `restore` (which one is good), `blocks` (hashes of parts of files), `needs` (which of them
+tensors need, and where in these they go), `ranges` (who reads what), `reading` (the reading itself), `disk` (files of
+this host, through the page cache or past it), `delivery` (the way to the destination, and what stays there),
+`checkpointer` (the flow).
 """
 
 from trainer.checkpoint.checkpointer import Checkpointer

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import zipfile
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,16 @@ _LARGEST_BLOCK_BYTES = 8 << 20
 _BLOCKS_A_BOX = 32
 """A reader of a part of a box reads up to two blocks too much: 1/16 of the box at most, where it has that many."""
 _DIGEST_BYTES = 32
+_HASHED_AT_ONCE_BYTES = 512 << 10
+"""By two hashes in turn: what the first brought into the core's cache the second finds there."""
 _VALUES = "data/0"
 """The record of a `torch.save` archive that holds a tensor's values."""
 _LOCAL_HEADER_BYTES = 30
 """Of a zip record, without its name and extra field: section 4.3.7 of PKWARE's APPNOTE.TXT."""
+
+
+HashedValues = tuple[int, int, int, bytes]
+"""Of a box: (start of its values in the file, bytes, bytes of a block, hashes of the blocks in a row)."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ class BlockTable:
             box = StoredBox(archive_start, start, num_bytes, block_bytes, len(self._places))
             self.boxes[archive_start] = box
             self._box_of += [box] * box.num_blocks
-            ends = (start + min(num_bytes, (number + 1) * block_bytes) for number in range(box.num_blocks))
-            self._places += [(start + number * block_bytes, end) for number, end in enumerate(ends)]
+            starts = range(start, start + num_bytes, block_bytes)
+            self._places += zip(starts, [*starts[1:], start + num_bytes], strict=False)  # of no bytes no block
             self._digests += [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
             if len(self._digests) != len(self._places):
                 raise ManifestError("a table of blocks doesn't have as many hashes as blocks")
@@ -112,13 +119,20 @@ def parse_blocks(content: bytes) -> BlockTable:
         raise ManifestError(f"a table of blocks can't be read ({type(error).__name__}: {error})") from None
 
 
-def write_blocks(shard: Path, archives: Sequence[tuple[int, int]]) -> Path:
-    """Hash the shard file's blocks and write the table beside it; its path.
+def write_blocks(shard: Path, archives: Sequence[tuple[int, int]], hashed: Sequence[HashedValues] = ()) -> Path:
+    """Write the table of a shard file's blocks beside it; its path.
 
-    `archives`: (start, bytes) of each tensor's archive in the file.
+    `archives`: (start, bytes) of each tensor's archive in the file. `hashed`: those whose values were hashed when they
+    were written; the others' are now.
     """
+    starts = [start for start, *_ in hashed]
+    boxes = []
     with shard.open("rb") as file:
-        boxes = [(start, *_hashed(file, *values_in(file, start, length))) for start, length in archives]
+        for start, length in archives:
+            first = bisect_left(starts, start)
+            is_there = first < len(starts) and starts[first] < start + length
+            values = hashed[first] if is_there else _hashed(file, *values_in(file, start, length))
+            boxes.append((start, *values))
     path = shard.with_name(shard.name + BLOCKS_SUFFIX)
     path.write_bytes(BlockTable(boxes).to_bytes())
     return path
@@ -135,7 +149,21 @@ def unhashed_blocks(shard: Path, archives: Sequence[tuple[int, int]]) -> BlockTa
     return BlockTable(boxes)
 
 
-def _hashed(file: BinaryIO, start: int, num_bytes: int) -> tuple[int, int, int, bytes]:
+def hashed_values(values: memoryview, start: int, whole: "hashlib._Hash") -> HashedValues:
+    """The hashes of a box's values that go to `start` of a file; `whole`: the file's own hash, updated on the way."""
+    block_bytes = _block_bytes(len(values))
+    digests = []
+    for at in range(0, len(values), block_bytes):
+        block, digest = values[at : at + block_bytes], hashlib.sha256()
+        for begin in range(0, len(block), _HASHED_AT_ONCE_BYTES):
+            piece = block[begin : begin + _HASHED_AT_ONCE_BYTES]
+            digest.update(piece)
+            whole.update(piece)
+        digests.append(digest.digest())
+    return start, len(values), block_bytes, b"".join(digests)
+
+
+def _hashed(file: BinaryIO, start: int, num_bytes: int) -> HashedValues:
     block_bytes = _block_bytes(num_bytes)
     file.seek(start)
     digests = []

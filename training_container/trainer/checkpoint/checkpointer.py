@@ -424,10 +424,10 @@ class Checkpointer:
 
     def _write_own_part(self, save: _Save) -> None:
         folder = self._written_folder(save.step)
-        save.results = self._host_copy.write(save.plan, folder, durable=folder != self._staging)
+        save.results, written = self._host_copy.write(save.plan, folder, durable=folder != self._staging)
         shards = _archives_by_file(save.results)
-        tables = [write_blocks(folder / name, archives) for name, archives in shards.items()]
-        save.files = [shard_file(path) for path in [*(folder / name for name in shards), *tables]]
+        tables = [write_blocks(folder / name, archives, written[name].values) for name, archives in shards.items()]
+        save.files = [*(written[name].shard_file(name) for name in shards), *map(shard_file, tables)]
 
     def _failed(self, step: int, error: str) -> None:
         self.num_failed_saves += 1

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainer.checkpoint.disk import read_at, read_once_at
 from trainyard.errors import InputError
 
 RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -19,8 +20,6 @@ RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 _MULTIPART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 """Of an answer at a time: the SDK holds it once more."""
-_MOST_BUFFERS = 1024
-"""Of one system call: Linux's IOV_MAX."""
 
 _PERMANENT_S3_CODES = {
     "AccessDenied",
@@ -86,6 +85,10 @@ class Destination(ABC):
     @abstractmethod
     def read_into(self, name: str, *, start: int, memory: Sequence[memoryview]) -> int:
         """Fill `memory`, one after the other, from byte `start` of a file; how many bytes: fewer where it ends."""
+
+    def read_once_into(self, name: str, *, start: int, memory: Sequence[memoryview]) -> int:
+        """`read_into`, of bytes that nobody else on this host will want."""
+        return self.read_into(name, start=start, memory=memory)
 
     @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -173,6 +176,11 @@ class LocalDestination(Destination):
         with _os_errors(f"read {self._root / name}"), (self._root / name).open("rb", buffering=0) as file:
             return read_at(file.fileno(), start, memory)
 
+    def read_once_into(self, name: str, *, start: int, memory: Sequence[memoryview]) -> int:
+        """See Destination."""
+        with _os_errors(f"read {self._root / name}"):
+            return read_once_at(self._root / name, start, memory)
+
     def sizes(self, prefix: str) -> dict[str, int]:
         """See Destination."""
         found: dict[str, int] = {}
@@ -226,25 +234,6 @@ class LocalDestination(Destination):
             sync(target.parent)
         finally:
             partial.unlink(missing_ok=True)
-
-
-def read_at(descriptor: int, start: int, memory: Sequence[memoryview]) -> int:
-    """Fill `memory`, one after the other, from byte `start` of an open file; how many bytes: fewer where it ends."""
-    at, left = start, [view for view in memory if view]
-    os.posix_fadvise(descriptor, start, sum(map(len, left)), os.POSIX_FADV_WILLNEED)
-    while left:
-        num_read = os.preadv(descriptor, left[:_MOST_BUFFERS], at)
-        if num_read == 0:
-            break
-        at += num_read
-        num_whole = 0
-        while num_whole < len(left) and len(left[num_whole]) <= num_read:
-            num_read -= len(left[num_whole])
-            num_whole += 1
-        left = left[num_whole:]
-        if num_read:
-            left[0] = left[0][num_read:]
-    return at - start
 
 
 def sync(path: Path) -> None:

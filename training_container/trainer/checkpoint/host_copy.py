@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from trainer.checkpoint.group import Group
+from trainer.checkpoint.writing import HashedFiles, HashedStream
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -101,13 +102,16 @@ class HostCopy:
             pairs.append((buffer, value))
         _copy(pairs)
 
-    def write(self, plan: SavePlan, folder: Path, *, durable: bool) -> list[WriteResult]:
-        """Write the copied values as this rank's shard files in `folder`."""
+    def write(
+        self, plan: SavePlan, folder: Path, *, durable: bool
+    ) -> tuple[list[WriteResult], dict[str, HashedStream]]:
+        """Write the copied values as this rank's shard files in `folder`; the files by name, hashed."""
         folder.mkdir(parents=True, exist_ok=True)
         # No copy-ahead: the values are in host memory already.
         writer = FileSystemWriter(folder, sync_files=durable, per_thread_copy_ahead=0)
+        writer.fs = files = HashedFiles(self._buffers.values())
         results: list[WriteResult] = writer.write_data(plan, _Buffered(self._buffers)).wait()
-        return results
+        return results, files.written
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -9,6 +9,8 @@ from trainer.checkpoint.blocks import BlockTable
 LARGEST_RANGE_BYTES = 16 << 20
 """Of one request: S3's own advice is 8 to 16 MB a request."""
 _SMALLEST_RANGE_BYTES = 2 << 20
+_LARGEST_OF_DISK_BYTES = 4 << 20
+"""What a reader hashes after the last read, while no other has anything to do, is one of them."""
 _NUM_RANGES = 32
 """What a disk reads at the least, four a reader: while the first are hashed, the next are read."""
 _GAP_SHARE = 0.05
@@ -119,8 +121,8 @@ def ranges_of(extents: Extents, tables: Tables, *, of_disk: bool = False) -> lis
     bytes needed, the narrowest gaps first.
     """
     places = {
-        file: [(block, *tables(file).place(block)) for first, end in runs for block in range(first, end)]
-        for file, runs in extents.items()
+        file: [(block, *place(block)) for first, end in runs for block in range(first, end)]
+        for file, runs, place in ((file, runs, tables(file).place) for file, runs in extents.items())
     }
     num_bytes = sum(end - start for blocks in places.values() for _, start, end in blocks)
     budget = _GAP_SHARE * num_bytes
@@ -138,7 +140,7 @@ def ranges_of(extents: Extents, tables: Tables, *, of_disk: bool = False) -> lis
         bridged.add((file, block))
     most = LARGEST_RANGE_BYTES
     if of_disk:
-        most = min(most, max(_SMALLEST_RANGE_BYTES, num_bytes // _NUM_RANGES))
+        most = min(_LARGEST_OF_DISK_BYTES, max(_SMALLEST_RANGE_BYTES, num_bytes // _NUM_RANGES))
     return [one for file, blocks in places.items() for one in _split(file, blocks, bridged, most)]
 
 

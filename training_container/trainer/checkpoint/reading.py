@@ -9,17 +9,17 @@ import hashlib
 import os
 import pickle
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from trainer.checkpoint.blocks import BLOCKS_SUFFIX, BlockTable, parse_blocks, unhashed_blocks
-from trainer.checkpoint.destination import Destination, read_at
+from trainer.checkpoint.destination import Destination
+from trainer.checkpoint.disk import read_at
 from trainer.checkpoint.manifest import Manifest, ManifestError, step_folder
 from trainer.checkpoint.needs import Needs, Placements
 from trainer.checkpoint.ranges import Range, Tables, ranges_of
@@ -44,8 +44,7 @@ def altered(name: str) -> AlteredError:
     return AlteredError(f"{name} is altered (its SHA-256 is not the manifest's)")
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """One block on its way."""
 
     number: int
@@ -127,23 +126,29 @@ class Transfer:
         parts: list[_Part] = []
         memory: list[memoryview] = []
         at, used = one.start, 0
-        for block in one.blocks:
-            start, end = table.place(block)
+        for row in _rows(one.blocks, table):
+            start, end = table.place(row[0])[0], table.place(row[-1])[1]
             if start > at:  # nobody wants it
                 memory.append(_bytes_of(buffer[used : used + start - at]))
                 used += start - at
-            box = table.box_of(block)
+            at = end
+            box = table.box_of(row[0])
             placed = placements.get(box.archive_start, ())
             straight = placed[0].memory(start - box.start, end - box.start) if len(placed) == 1 else None
-            if straight is None:
+            if straight is not None:
+                memory.append(straight)
+                parts += [
+                    _Part(block, straight[place * box.block_bytes : (place + 1) * box.block_bytes], None)
+                    for place, block in enumerate(row)
+                ]
+                continue
+            for block in row:
+                start, end = table.place(block)
                 used = -(-used // _ALIGNMENT) * _ALIGNMENT
                 bounced = buffer[used : used + end - start]
                 parts.append(_Part(block, _bytes_of(bounced), bounced))
+                memory.append(parts[-1].memory)
                 used += end - start
-            else:
-                parts.append(_Part(block, straight, None))
-            memory.append(parts[-1].memory)
-            at = end
         return parts, memory
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
@@ -203,6 +208,14 @@ class StepReader:
         full = f"{self._folder}/{shard}"
         num_read: int = self._retry(
             f"reading {full}", lambda: self._destination.read_into(full, start=start, memory=memory)
+        )
+        return num_read
+
+    def read_once_into(self, shard: str, start: int, memory: Sequence[memoryview]) -> int:
+        """`read_into`, of bytes that nobody else on this host will want. DestinationError, MissingFileError."""
+        full = f"{self._folder}/{shard}"
+        num_read: int = self._retry(
+            f"reading {full}", lambda: self._destination.read_once_into(full, start=start, memory=memory)
         )
         return num_read
 
@@ -274,6 +287,18 @@ def mismatch(index: Metadata, tensors: Mapping[str, torch.Tensor]) -> str | None
         if isinstance(stored, TensorStorageMetadata) and stored.size != tensor.shape:
             return f"{name} has shape {list(stored.size)} in it and {list(tensor.shape)} in the job"
     return None
+
+
+def _rows(blocks: Sequence[int], table: BlockTable) -> Iterator[Sequence[int]]:
+    """Blocks of one box that follow on each other."""
+    begin = 0
+    while begin < len(blocks):
+        box = table.box_of(blocks[begin])
+        end, stop = begin + 1, box.first_block + box.num_blocks
+        while end < len(blocks) and blocks[end] == blocks[end - 1] + 1 < stop:
+            end += 1
+        yield blocks[begin:end]
+        begin = end
 
 
 def _bytes_of(buffer: torch.Tensor) -> memoryview:

@@ -38,7 +38,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.checkpoint.needs import Needs
 from trainer.checkpoint.ranges import Extents, Share, divided, ranges_of, union
-from trainer.checkpoint.reading import AlteredError, FolderReader, StepReader, Transfer, fill_from, mismatch
+from trainer.checkpoint.reading import AlteredError, FolderReader, Read, StepReader, Transfer, fill_from, mismatch
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 
 Retry = Callable[[str, Callable[[], Any]], Any]
@@ -310,9 +310,13 @@ class Restorer:
         """What this rank reads for the host: verified, put into the tensors if `needs` is given, kept for others."""
         in_place = self._destination.folder(step_folder(step)) is not None
         folder = None if in_place else self._fetched_folder(step)
-        for extents, keep_in in ((share.alone, None), (share.shared, folder)):
+        parts: list[tuple[Read, Extents, Path | None]] = [
+            (reader.read_once_into, share.alone, None),
+            (reader.read_into, share.shared, folder),  # the others copy it out of the page cache
+        ]
+        for read, extents, keep_in in parts:
             Transfer(
-                reader.read_into,
+                read,
                 reader.table,
                 verifies=True,
                 placements=None if needs is None else needs.placements,
