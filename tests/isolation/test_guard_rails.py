@@ -50,7 +50,6 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         "node_groups": {"train": {"instance_type": "p5.48xlarge", "max_instances": 2}},
         "login": {"instance_type": "m6i.xlarge"},
     }
-    content["tenants"]["acme"]["tracking"] = {}
     path = tmp_path_factory.mktemp("environment") / "local.yaml"
     path.write_text(yaml.safe_dump(content))
     environment = load_environment(path)

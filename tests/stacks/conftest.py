@@ -132,6 +132,42 @@ def optional(synthesize: Synthesize, optional_environment: Any) -> dict[str, Tem
     return synthesize(optional_environment)
 
 
+Railed = Callable[[dict[str, Template], Any, set[str]], int]
+
+
+@pytest.fixture(scope="session")
+def railed() -> Railed:
+    """Acme's guard-rails of those names hold, by our evaluator and ministack's; how many cases there were."""
+    from ministack.core import iam_evaluator as iam
+
+    from trainyard.isolation.account import build
+    from trainyard.isolation.evaluator import decide
+    from trainyard.isolation.rails import rail_cases
+    from trainyard.isolation.templates import Deployment
+
+    def run(made: dict[str, Template], environment: Any, rails: set[str]) -> int:
+        deployment = Deployment.of(made, environment)
+        account = build(deployment, environment)
+        cases = [case for case in rail_cases(account, "acme", "globex") if case.rail in rails]
+        for case in cases:
+            assert decide(case.request(account)).allowed is case.allowed, str(case)
+            own, limits = ([iam.parse_policy_document(item) for item in part] for part in case.policies(deployment))
+            request = iam.EvalContext(
+                principal_arn=case.role.arn,
+                principal_type="AssumedRole",
+                principal_account=environment.account,
+                action=case.action,
+                resource_arn=case.resource,
+                region=environment.region,
+                secure_transport=True,
+                service_context={key.lower(): value for key, value in case.stated.items()},
+            )
+            assert (str(iam.evaluate(request, own, limits).decision) == "Allow") is case.allowed, f"ministack: {case}"
+        return len(cases)
+
+    return run
+
+
 class Account:
     """The resources of some templates as if deployed: physical ids are logical ids with the stack's name in front."""
 

@@ -137,6 +137,12 @@ def test_isolation_holds(made: dict[str, Any], environment: EnvironmentSpec) -> 
     assert found == ((), (), (), ())
 
 
+def test_shells_and_tags_are_held_by_the_boundary_whatever_is_attached(
+    made: dict[str, Any], environment: EnvironmentSpec, railed: Any
+) -> None:
+    assert railed(made, environment, {"ShellOwnMachine", "TagOnlyNew"}) == 7
+
+
 def test_a_shell_on_anothers_cluster_is_found(made: dict[str, Any], environment: EnvironmentSpec) -> None:
     """Somebody drops the condition on the tag from the launcher, and the boundary's rule behind it."""
 

@@ -51,6 +51,12 @@ def test_isolation_holds_with_every_option_and_the_boundary_has_room(
     assert len(json.dumps(boundary, separators=(",", ":"))) < 6144 - 200, "IAM takes no more, and names may be longer"
 
 
+def test_the_boundary_admits_the_own_server_alone_whatever_is_attached(
+    optional: dict[str, Any], optional_environment: EnvironmentSpec, railed: Any
+) -> None:
+    assert railed(optional, optional_environment, {"OwnRuns"}) == 2
+
+
 def test_jobs_write_runs_and_delete_none_and_the_auditor_reads(
     optional: dict[str, Any], optional_environment: EnvironmentSpec
 ) -> None:
