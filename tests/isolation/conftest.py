@@ -21,7 +21,6 @@ CLUSTER = {
     "root_device": "/dev/xvda",
     "node_groups": {"train": {"instance_type": "p5.48xlarge", "max_instances": 2}},
     "login": {"instance_type": "m6i.xlarge"},
-    "small_files": {},
 }
 
 Templates = dict[str, dict[str, Any]]
@@ -30,12 +29,12 @@ Templates = dict[str, dict[str, Any]]
 @pytest.fixture(scope="session")
 def environment_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The local environment the other way round: acme, whose policies are the ones that are broken, has a broker, which
-    makes a role for each job. Both have a cluster with small files, and a tracking server."""
+    makes a role for each job. Both have a cluster."""
     content = yaml.safe_load(LOCAL.read_text())
     content["tenants"]["acme"]["submission"] = "broker"
     content["tenants"]["acme"]["job_isolation"] = "key"
     for tenant in content["tenants"].values():
-        tenant |= {"cluster": CLUSTER, "tracking": {}}
+        tenant["cluster"] = CLUSTER
     content["tenants"]["globex"]["submission"] = "direct"
     path = tmp_path_factory.mktemp("environment") / "local.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
