@@ -27,11 +27,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[An
 
 
 def run(
-    root: Path, job: Path, faults: Sequence[dict[str, Any]], *settings: str, num_hosts: int = 1, forked: str = ""
+    root: Path,
+    job: Path,
+    faults: Sequence[dict[str, Any]],
+    *settings: str,
+    num_hosts: int = 1,
+    forked: str = "",
+    peer_copy: bool = False,
 ) -> tuple[list[int], str, list[Path]]:
     """Exit codes of the hosts, what they said, and their trees."""
     overrides = [*SETTINGS, f"checkpoint.destination={root}/checkpoints", *settings]
-    trees = write_trees(root, job, num_hosts=num_hosts, overrides=overrides)
+    trees = write_trees(root, job, num_hosts=num_hosts, overrides=overrides, peer_copy=peer_copy)
     with entrypoints(trees, faults, forked=forked) as processes:
         ended = finish(processes, timeout_seconds=600)
     return [code for code, _ in ended], "\n".join(output for _, output in ended), trees
@@ -96,6 +102,21 @@ def test_a_rank_that_freezes_while_it_restores_costs_seconds_and_not_a_starts_ho
     assert "was killed by SIGKILL" in killed["reason"]
     assert frozen["last_step"] == 0 and "rank 1 on algo-1 hangs" in frozen["reason"]
     assert "is stopped" in frozen["reason"] and "_bring" in (tree / "output/data/stacks/rank-1.txt").read_text()
+
+
+@pytest.mark.full
+def test_two_hosts_with_checkpoints_on_their_own_and_each_others_disks_restart_from_these(
+    undisturbed: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    job, expected = undisturbed
+    faults = [{"rank": 1, "step": 8, "kind": "kill"}]
+    settings = ("checkpoint.local_directory=near", "checkpoint.asynchronous=false")  # each host's, by its own folder
+    codes, output, trees = run(tmp_path, job, faults, *settings, num_hosts=2, forked="ddp", peer_copy=True)
+    assert codes == [0, 0], output[-6000:]
+    assert bits(rows_of(trees[0] / "output/data")) == expected
+    assert re.findall(r"resumed step=(\d+) uri=(\S+)/near/", output) == [("6", str(trees[0]))], output[-6000:]
+    copies = [{path.name for path in (tree / "near").rglob("*.distcp")} for tree in trees]
+    assert copies[0] == copies[1] and len(copies[0]) >= 2, "each host has the other one's part too"
 
 
 def test_an_error_that_comes_back_at_the_same_step_ends_the_job_with_a_diagnosis(tmp_path: Path) -> None:

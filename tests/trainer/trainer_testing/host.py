@@ -20,13 +20,20 @@ from trainyard.spec.job import load_job
 CONTAINER = Path(entrypoint.__file__).resolve().parents[1]
 
 
-def write_trees(root: Path, job: Path, *, num_hosts: int, overrides: Sequence[str]) -> list[Path]:
-    """One tree a host; the job's paths are this machine's own, so it needs no channels."""
+def write_trees(
+    root: Path, job: Path, *, num_hosts: int, overrides: Sequence[str], peer_copy: bool = False
+) -> list[Path]:
+    """One tree a host; the job's paths are this machine's own, so it needs no channels.
+
+    `peer_copy`: as in the job, whose own word of it is for machines that it states.
+    """
     resolved = resolve(load_job(job, overrides))
     trees = []
     hosts = [f"algo-{number + 1}" for number in range(num_hosts)]
     per_host = resolved.world_size // num_hosts
-    resolved = resolved.model_copy(update={"num_hosts": num_hosts, "processes_per_host": per_host})
+    checkpoint = resolved.spec.checkpoint.model_copy(update={"peer_copy": peer_copy})
+    spec = resolved.spec.model_copy(update={"checkpoint": checkpoint})
+    resolved = resolved.model_copy(update={"num_hosts": num_hosts, "processes_per_host": per_host, "spec": spec})
     for host in hosts:
         tree = root / host
         (tree / "input/config").mkdir(parents=True)
