@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from launch_testing import job_content
 
-from trainyard.cli import sweeping
 from trainyard.cli.app import run
 from trainyard.errors import InputError
 from trainyard.launch import watch
@@ -24,7 +22,6 @@ from trainyard.launch.launcher import new_record, record_and_submit, with_destin
 from trainyard.launch.names import is_of_job, new_job_id
 from trainyard.launch.place import Place
 from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange
-from trainyard.launch.session import Account
 from trainyard.launch.spending import Spent
 from trainyard.operate.course import Course, curve, row_of_line, units_per_second
 from trainyard.operate.sweep import runner as runner_module
@@ -428,6 +425,24 @@ def test_whoever_goes_on_launches_no_trial_twice(begun: Any, monkeypatch: pytest
     assert len(list(machines.folder.glob("*/record.json"))) == 3
 
 
+def test_a_job_that_was_launched_is_taken_up_though_there_is_no_money_for_another(
+    begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, machines = begun(parallel=1, stop_rule="none")
+
+    def die(*_: Any) -> None:
+        raise GoneError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_adopt", die)
+        with pytest.raises(GoneError):
+            runner.run(machines.tick)
+    less = runner.store.read().model_copy(update={"max_cost_usd": 0.5})
+    found = Runner(runner.store, less, runner.search, runner.launcher, "tiny", lambda _: None).run(machines.tick)
+    assert found.lines[0].state == "Stopped" and machines.stopped == [found.lines[0].job_id], "not unseen"
+    assert [one.state for one in found.lines[1:]] == ["Waiting", "Waiting"]
+
+
 def test_a_loser_that_somebody_resumed_is_let_run(begun: Any) -> None:
     runner, machines = begun(parallel=3, stop_rule="none")
     for _ in range(2):
@@ -464,67 +479,6 @@ def test_rows_take_the_place_of_lines_and_of_steps_that_are_made_again(tmp_path:
     course._take([{"step": 3, "validation_loss": 4.0}], replace=False)
     assert curve(course.ordered(), "loss") == {1: 1.0, 2: 1.5, 3: 2.0}
     assert course.ordered()[2] == {"step": 3, "loss": 3.0, "validation_loss": 4.0}
-
-
-@pytest.fixture
-def job_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "state"))
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(job_content()), encoding="utf-8")
-    return str(path)
-
-
-def test_trials_go_to_sagemaker_as_any_job_does(
-    job_path: str,
-    environment_path: Path,
-    deployed: Account,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sweeping, "POLL_SECONDS", 0.01)
-    over = ["--over", "training.learning_rate=1e-3,2e-3", "--name", "rates"]
-    verb = ["sweep", job_path, *over, "-e", str(environment_path), "--json"]
-    assert run([*verb, "--max-cost-usd", "0.01", "--set", "training.steps=1000000"]) == 2
-    assert "2 trials are planned at" in capsys.readouterr().err
-    assert run([*verb, "--max-cost-usd", "1000"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert [one["state"] for one in document["trials"]] == ["Completed"] * 2
-    names = [one["job_id"] for one in document["trials"]]
-    jobs = deployed.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
-    assert sorted(one["TrainingJobName"] for one in jobs) == sorted(names), "the ordinary requests, once each"
-    assert run(["sweep", "--resume", "rates", "--json"]) == 0
-    assert len(deployed.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]) == 2
-    assert run(verb) == 2
-    assert "sweep rates: exists already; `trainyard sweep --resume rates` goes on" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ([], "needs JOB.yaml and --over"),
-        (["JOB"], "needs JOB.yaml and --over"),
-        (["JOB", "--over", "training.learning_rate=0,1"], "learning_rate: input should be greater than 0"),
-        (["JOB", "--over", "training.learning_rat=0.1"], "did you mean 'learning_rate'?"),
-        (["--resume", "nowhere"], "sweep nowhere: there is none"),
-        (["JOB", "--resume", "x"], "take the sweep's name alone"),
-        (
-            ["JOB", "--over", "training.learning_rate=1,2", "--max-cost-usd", "5", "--backend", "local"],
-            "knows no price",
-        ),
-        (["JOB", "--over", "training.learning_rate=log:1e-3..1e-2"], "a grid has no ranges"),
-        (
-            ["JOB", "--over", "training.seed=1,2", "--set", "training.steps=null", "--set", "training.epochs=2"],
-            "use median",
-        ),
-    ],
-)
-def test_wrong_input_is_one_line_and_launches_nothing(
-    job_path: str, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert run(["sweep", *[job_path if word == "JOB" else word for word in arguments]]) == 2
-    (said,) = [found for found in capsys.readouterr().err.splitlines() if found.startswith("trainyard: ")]
-    assert told in said
-    assert not list((tmp_path / "state").glob("jobs/*")) and not list((tmp_path / "state").glob("sweeps/*/sweep.json"))
 
 
 @pytest.mark.full
