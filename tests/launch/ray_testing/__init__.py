@@ -6,6 +6,7 @@ versions of `requirements.txt` here, into `.trainyard/ray`, an environment that 
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -25,7 +26,7 @@ REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 CHECKOUT = Path(__file__).resolve().parents[3]
 CACHE = CHECKOUT / ".trainyard" / "ray"
 INSTALL_SECONDS = 600
-START_SECONDS = 180
+START_SECONDS = 240
 
 
 class NoRay(Exception):
@@ -71,35 +72,44 @@ class RayCluster:
         self.address = f"http://127.0.0.1:{dashboard}"
         self._nodes: list[subprocess.Popen[bytes]] = []
         head = ["--head", f"--port={self._port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
-        self._start([*head, f"--temp-dir={self.folder}"])
-        self._wait_for(f"{self.address}/api/jobs/")
-        self._start([f"--address=127.0.0.1:{self._port}"])
+        try:
+            self._bring_up([*head, f"--temp-dir={self.folder}"])
+            self._bring_up([f"--address=127.0.0.1:{self._port}"])
+        except BaseException:
+            self.close()
+            raise
 
-    def _start(self, options: list[str]) -> None:
+    def _bring_up(self, options: list[str]) -> None:
+        """One node more. A busy machine may need several tries: Ray gives its own processes 30 s to start."""
+        deadline = time.monotonic() + START_SECONDS
+        before = len(self._nodes)
+        self._nodes.append(self._started(options))
+        while self._num_alive() <= before:
+            assert time.monotonic() < deadline, (self.folder / "nodes.txt").read_text()
+            if self._nodes[-1].poll() is not None:
+                self._nodes[-1] = self._started(options)
+            time.sleep(0.5)
+
+    def _started(self, options: list[str]) -> "subprocess.Popen[bytes]":
         common = ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000"]
         command = [str(self.python), "-m", "ray.scripts.scripts", "start", *common, "--disable-usage-stats", "--block"]
         with (self.folder / "nodes.txt").open("ab") as log:
-            self._nodes.append(
-                subprocess.Popen(
-                    [*command, *options],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    env=os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": ""},
-                )
+            return subprocess.Popen(
+                [*command, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": ""},
             )
 
-    def _wait_for(self, url: str) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                with urllib.request.urlopen(url, timeout=5):
-                    return
-            except OSError:
-                log = (self.folder / "nodes.txt").read_text()
-                assert self._nodes[0].poll() is None and time.monotonic() < deadline, log
-                time.sleep(0.5)
+    def _num_alive(self) -> int:
+        try:
+            with urllib.request.urlopen(f"{self.address}/api/v0/nodes", timeout=10) as answer:
+                nodes = json.load(answer)["data"]["result"]["result"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+        return sum(node["state"] == "ALIVE" for node in nodes)
 
     def close(self) -> None:
         """End our own nodes; `ray stop` would end everybody's on this machine."""
