@@ -21,7 +21,7 @@ from trainer.dry_run.trace import trace  # noqa: E402
 
 from trainyard.cli.dry_running import STATE, compared, known_configuration, planned_bytes  # noqa: E402
 from trainyard.planner import resolve  # noqa: E402
-from trainyard.spec.job import JobSpec, load_job  # noqa: E402
+from trainyard.spec.job import AdapterSpec, JobSpec, load_job  # noqa: E402
 
 PAGE = ROOT / "docs" / "planner.md"
 BEGIN, END = "<!-- agreement: written by benchmarks/planner_dry_run.py -->", "<!-- end of agreement -->"
@@ -49,6 +49,62 @@ EIGHT_LAYERS = SEVEN_BILLION | {"num_hidden_layers": 8}
 GPT2 = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 4, "n_head": 16, "n_positions": 2048, "vocab_size": 50257}
 GROUPED = SEVEN_BILLION | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
 
+MIXTRAL = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 4,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+LATENT = {
+    "num_hidden_layers": 4,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+DEEPSEEK_V2_LITE = LATENT | {
+    "model_type": "deepseek_v2",
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "q_lora_rank": None,
+    "vocab_size": 102400,
+}
+DEEPSEEK_V3 = LATENT | {
+    "model_type": "deepseek_v3",
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 1024,
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 768,
+    "vocab_size": 64000,
+}
+
 
 def few_layers(parallelism: dict[str, Any], model: dict[str, Any] = SEVEN_BILLION, **training: Any) -> JobSpec:
     """A few layers of a large model: as dear to trace as a tiny model's, and as large as the formulas are made for."""
@@ -68,6 +124,13 @@ def few_layers(parallelism: dict[str, Any], model: dict[str, Any] = SEVEN_BILLIO
         "parallelism": parallelism,
     }
     return JobSpec.model_validate(spec)
+
+
+def adapted(parallelism: dict[str, Any], kind: str, model: dict[str, Any], **training: Any) -> JobSpec:
+    """The same with adapters. A job takes them beside a source alone: here its configuration stands for one."""
+    job = few_layers(parallelism, model, **training)
+    adapter = AdapterSpec.model_validate({"kind": kind, "rank": 16, "alpha": 32, "targets": ["q_proj", "v_proj"]})
+    return job.model_copy(update={"model": job.model.model_copy(update={"adapter": adapter})})
 
 
 @dataclass(frozen=True)
@@ -106,6 +169,7 @@ def _cases() -> dict[str, Case]:
             0,
         ),
     }
+    small |= _experts()
     for name, (words, job, rank) in small.items():
         found[name] = Case(words, job, rank, is_short=True)
     jobs = {
@@ -124,6 +188,36 @@ def _cases() -> dict[str, Case]:
             job = load_job(ROOT / "jobs" / f"{name}.yaml")
             found[f"{name}:{rank}"] = Case(f"`jobs/{name}.yaml`, rank {rank}", job, rank, is_short=len(ranks) == 1)
     return found
+
+
+def _experts() -> dict[str, tuple[str, JobSpec, int]]:
+    """Copies of shards, adapters, experts, latent attention: four layers each, of which DeepSeek's first is dense."""
+    spread, both = {"data_shard": 8, "expert": 4}, {"data_shard": 4, "tensor": 2, "expert": 2}
+    selective: dict[str, Any] = {"activation_checkpointing": "selective"}
+    full: dict[str, Any] = {"activation_checkpointing": "full"}
+    copied = {"data_replicate": 2, "data_shard": 4}
+    copied_and_cut = {"data_replicate": 2, "data_shard": 2, "tensor": 2}
+    return {
+        "hsdp": ("HSDP 2 x 4", few_layers(copied), 5),
+        "hsdp-tensor": ("TP2 x HSDP 2 x 2", few_layers(copied_and_cut), 5),
+        "lora": ("FSDP8, LoRA", adapted({"data_shard": 8}, "lora", SEVEN_BILLION), 5),
+        "qlora": ("FSDP8, QLoRA", adapted({"data_shard": 8}, "qlora", SEVEN_BILLION), 5),
+        "qlora-full": ("FSDP8, QLoRA, full", adapted({"data_shard": 8}, "qlora", SEVEN_BILLION, **full), 5),
+        "qlora-mixtral": ("FSDP8, QLoRA of Mixtral", adapted({"data_shard": 8}, "qlora", MIXTRAL), 5),
+        "mixtral": ("FSDP8, Mixtral", few_layers({"data_shard": 8}, MIXTRAL), 5),
+        "mixtral-spread": ("EP4 x FSDP8, Mixtral", few_layers(spread, MIXTRAL), 5),
+        "mixtral-alone": ("EP8 x FSDP8, Mixtral", few_layers(spread | {"expert": 8}, MIXTRAL), 5),
+        "mixtral-tensor": ("TP2 x EP2 x FSDP4, Mixtral", few_layers(both, MIXTRAL), 5),
+        "mixtral-selective": ("EP4 x FSDP8, Mixtral, selective", few_layers(spread, MIXTRAL, **selective), 5),
+        "mixtral-full": ("EP4 x FSDP8, Mixtral, full", few_layers(spread, MIXTRAL, **full), 5),
+        "qwen3-moe": ("FSDP8, Qwen3-MoE", few_layers({"data_shard": 8}, QWEN3_MOE), 5),
+        "qwen3-moe-spread": ("EP8 x FSDP8, Qwen3-MoE", few_layers(spread | {"expert": 8}, QWEN3_MOE), 5),
+        "deepseek-v2": ("EP4 x FSDP8, DeepSeek-V2-Lite", few_layers(spread, DEEPSEEK_V2_LITE), 5),
+        "deepseek-v3": ("FSDP8, DeepSeek-V3's kind", few_layers({"data_shard": 8}, DEEPSEEK_V3), 5),
+        "deepseek-v3-spread": ("EP4 x FSDP8, DeepSeek-V3's kind", few_layers(spread, DEEPSEEK_V3), 5),
+        "deepseek-v3-tensor": ("TP2 x EP2 x FSDP4, DeepSeek-V3's kind", few_layers(both, DEEPSEEK_V3), 5),
+        "deepseek-v3-full": ("EP4 x FSDP8, DeepSeek-V3's kind, full", few_layers(spread, DEEPSEEK_V3, **full), 5),
+    }
 
 
 CASES = _cases()

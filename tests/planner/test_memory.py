@@ -9,10 +9,12 @@ from trainyard.errors import InputError
 from trainyard.planner import predict
 from trainyard.planner.activations import layer_activation_bytes, logits_bytes, pipeline_buffer_bytes
 from trainyard.planner.constants import MIB
+from trainyard.planner.families import shape_from_config
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import PARTS, memory, workspace_bytes
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.trainer_layers import TrainerLayers
 
 GPT = ModelShape(
     layers=12, hidden=512, ffn=2048, heads=8, kv_heads=8, head_dim=64, vocab=50304, gated_mlp=False,
@@ -244,3 +246,20 @@ def test_a_deferred_head_keeps_logits_gradients_and_a_short_last_stage_fewer_par
     even, short = (predict({**CI_ROW, "pp": 4, "last_stage_layers": layers}) for layers in (None, 1))
     layer = GPT.layer_params(moe=False) * 18 / 2**30
     assert even["model_state_gib"] - short["model_state_gib"] == pytest.approx(2 * layer, rel=1e-3)
+
+
+@pytest.mark.parametrize("row", [64, 768, 4096, 11008, 14336])
+def test_four_bit_weights_are_counted_as_the_trainer_stores_them(row: int) -> None:
+    """QLoRA's base: codes, a byte a block's scale, and eight a row, of which an eighth is a whole number of blocks."""
+    blocks = next(row // size for size in (64, 32, 16, 8, 4, 2) if row % (8 * size) == 0)
+    layers = TrainerLayers(GPT, Layout(method="qlora", library="trainyard"))
+    assert layers.four_bit_bytes(row) * row == pytest.approx(row / 2 + blocks + 8)
+
+
+def test_queries_without_a_bottleneck_are_projected_at_once() -> None:
+    """DeepSeek-V2-Lite's configuration says `q_lora_rank: null`."""
+    sizes = {"model_type": "deepseek_v2", "hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 27}
+    lite = shape_from_config(sizes | {"q_lora_rank": None})
+    assert lite.q_lora_rank == 0
+    queries, down, up, out = 2048 * 16 * (128 + 64), 2048 * (512 + 64) + 512, 512 * 16 * (128 + 128), 16 * 128 * 2048
+    assert lite.attention_params == queries + down + up + out

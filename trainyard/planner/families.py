@@ -296,9 +296,11 @@ def _deepseek(config: Config) -> ModelShape:
         moe_ffn=expert,
         shared_ffn=expert * _number(config, defaults["n_shared_experts"], "n_shared_experts"),
         dense_layers=min(_number(config, defaults["first_k_dense_replace"], "first_k_dense_replace"), sizes["layers"]),
-        q_lora_rank=_number(config, 1536, "q_lora_rank"),
+        # DeepSeek-V2-Lite says null: its queries have no bottleneck.
+        q_lora_rank=0 if config.get("q_lora_rank", 1536) is None else _number(config, 1536, "q_lora_rank"),
         kv_lora_rank=_number(config, 512, "kv_lora_rank"),
         rope_dim=_number(config, 64, "qk_rope_head_dim"),
+        wide_router=True,
     )
 
 

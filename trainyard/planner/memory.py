@@ -18,6 +18,7 @@ from trainyard.planner.activations import (
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB, MemoryConstants
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.trainer_layers import TrainerLayers
 from trainyard.planner.trainer_memory import adapter_params, worst_moment
 
 __all__ = [
@@ -296,6 +297,10 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
     blocks += shape.num_mlps * shape.mlp_params(shape.ffn) + shape.moe_layers * shape.moe_dense_params
     norms = stage.layers * (1 if shape.is_hybrid else shape.norms_per_layer) * shape.norm_params
     dense = blocks / shape.layers * stage.layers / layout.tensor + norms
+    if layout.library == "trainyard":
+        # Every tensor rank has them whole: the way down to the latents, and routers.
+        whole = shape.num_attentions * shape.latent_down_params + shape.moe_layers * shape.hidden * shape.experts
+        dense += whole / shape.layers * stage.layers * (1 - 1 / layout.tensor)
     if stage.embedding:
         dense += shape.encoder_params / layout.tensor
     if stage.head:
@@ -356,6 +361,12 @@ def _adapter_state(
     # In the training precision, with averages in it as well.
     trained = copies * layout.element_bytes
     moments = moment_bytes(layout)
+    if layout.library == "trainyard":
+        ours = TrainerLayers(shape, layout)
+        if layout.method == "qlora":
+            base = (linears * ours.weight_element + vocabulary * whole_bytes) * share
+        # FSDP cuts adapters as all else.
+        return base + 4 * adapters * share, 4 * adapters * share, moments * adapters * share
     return base + 4 * adapters * share + trained, 4 * adapters + trained, moments * (adapters + copies / 2)
 
 

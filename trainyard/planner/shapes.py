@@ -29,6 +29,8 @@ class ModelShape:
     """Width of the always-active shared expert; 0: none."""
     shared_gate: bool = False
     """The shared expert's output is scaled by a gate of `hidden` parameters."""
+    wide_router: bool = False
+    """The router reads its tokens in float32, and keeps that copy."""
     dense_layers: int = 0
     """Of a MoE model, the layers with an ordinary feed-forward block."""
     norm: Literal["rms", "layer"] = "rms"
@@ -154,6 +156,11 @@ class ModelShape:
         """All layers of the encoder."""
         block = self._plain_attention_params() + self.mlp_params(self.ffn) + 2 * self.norm_params
         return self.encoder_layers * block
+
+    @cached_property
+    def latent_down_params(self) -> int:
+        """Of one layer's latent attention, the projections to its latents and to the part that carries the position."""
+        return self.hidden * (self.q_lora_rank + self.kv_lora_rank + self.rope_dim) if self.kv_lora_rank else 0
 
     def _latent_attention_params(self) -> int:
         """DeepSeek-V2 (arXiv:2405.04434, section 2.1): latents with a norm each, keys and values of `head_dim`."""

@@ -90,6 +90,42 @@ class TrainerLayers:
         normalized = self.split_hidden * self.residual_element * (self.shape.norm == "rms")
         return normalized + self.hidden * self.element * (num_readers if self.is_autocast else 1)
 
+    def four_bit_bytes(self, row: int) -> float:
+        """Of a weight of QLoRA's base in rows of that length, as `models/quantized.py` of the trainer stores them:
+        half a byte, a byte's share of a block's scale, and of eight bytes a row."""
+        block = max(2, min(64, (row & -row) // 8))
+        return 0.5 + 1 / block + 8 / row
+
+    @cached_property
+    def weight_element(self) -> float:
+        """Bytes of a layer's weight as FSDP gathers it; half of them at rest, unless four bits stand for it."""
+        shape = self.shape
+        if self.layout.method != "qlora":
+            return float(self.element)
+        of_hidden, of_ffn = self.four_bit_bytes(shape.hidden), self.four_bit_bytes(shape.moe_ffn or shape.ffn)
+        experts = shape.moe_layers * shape.expert_params
+        blocks = shape.num_mlps * shape.mlp_params(shape.ffn) + experts
+        down = blocks / (3 if shape.gated_mlp else 2)
+        every = shape.num_attentions * shape.attention_params + blocks
+        return of_hidden + (of_ffn - of_hidden) * down / every
+
+    @property
+    def reading_bytes(self) -> float:
+        """QLoRA: while a weight is read from four bits, two values of each, in the type of the product."""
+        if self.layout.method != "qlora":
+            return 0.0
+        shape, split = self.shape, self.layout.tensor
+        widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn, shape.query_dim)
+        return 2 * self.element * shape.hidden * widest / split
+
+    @property
+    def reading_experts_bytes(self) -> float:
+        """The same of a layer's experts, which are read all at once: those in, then those out beside them."""
+        if self.layout.method != "qlora":
+            return 0.0
+        experts = self.shape.expert_params / self.layout.expert_split
+        return 4 * self.element * experts / 3
+
     @cached_property
     def attention_norm_bytes(self) -> float:
         """The norm before attention. With parallel residuals both norms read the same tensor, counted at the other."""
@@ -109,8 +145,9 @@ class TrainerLayers:
         shape, layout = self.shape, self.layout
         query, key = shape.query_dim, shape.kv_dim
         if shape.kv_lora_rank:
-            width = 4.0 * query + 2 * shape.heads * shape.rope_dim
-            width += 2 * (shape.q_lora_rank + shape.kv_lora_rank) * layout.tensor
+            # Values are a view of one product with the keys' dimensions that have no position, which stays whole.
+            width = 5.0 * query + 2.0 * shape.heads * shape.rope_dim
+            width += self._latent_norms * layout.tensor
         elif layout.context > 1:
             # Keys and values of all ranks, repeated for every query head; the output in two pieces and put together.
             width = 3.0 * query + 2.0 * query * layout.context
@@ -128,16 +165,67 @@ class TrainerLayers:
         masks = self.hidden * shape.dropout
         return self.tokens * (self.element * width + statistics + scores) / layout.tensor + masks
 
+    @property
+    def _latent_norms(self) -> float:
+        """Latents' norms, in elements of a token: inputs in float32, normalized values and outputs."""
+        latents = self.shape.q_lora_rank + self.shape.kv_lora_rank
+        return latents * (4.0 / self.element + (1.0 if self.is_frozen else 2.0))
+
     @cached_property
     def mlp_bytes(self) -> float:
         """The feed-forward block, the mean over layers; routed experts by the tokens that they get."""
         shape = self.shape
         dense = self._block_bytes(shape.ffn) * shape.num_mlps
-        routed = 0.0
-        if shape.moe_layers:
-            routed = self._block_bytes(shape.moe_ffn * shape.experts_per_token) + self._block_bytes(shape.shared_ffn)
-            routed += 2 * self.hidden * self.element * shape.experts_per_token + self.tokens * 8 * shape.experts
-        return (dense + routed * shape.moe_layers) / shape.layers + self.hidden * shape.dropout
+        routed = self.routed_bytes * shape.moe_layers if shape.moe_layers else 0.0
+        return (dense + routed) / shape.layers + self.hidden * shape.dropout
+
+    @property
+    def routed_bytes(self) -> float:
+        """One layer's router, experts and shared expert."""
+        return self.experts_bytes + self.shared_bytes + self._router_bytes
+
+    @cached_property
+    def experts_bytes(self) -> float:
+        """One layer's routed experts: their blocks, what they read, and what they give before it is weighted.
+
+        Spread over ranks, what they give is kept as it arrives and once more in the order of the tokens, of which a
+        rank of the tensor axis has all rows.
+        """
+        shape, layout = self.shape, self.layout
+        if layout.method == "qlora":
+            return 0.0  # read from four bits, and run, once more in the backward pass
+        block = self._block_bytes(shape.moe_ffn * shape.experts_per_token)
+        read = 0.0 if self.is_frozen else self.rows_bytes
+        if not self.is_spread:
+            return block + read + self.rows_bytes
+        return block + (read + self.rows_bytes) / layout.tensor + self.rows_bytes
+
+    @property
+    def shared_bytes(self) -> float:
+        """One layer's shared expert."""
+        return self._block_bytes(self.shape.shared_ffn) if self.shape.shared_ffn else 0.0
+
+    @property
+    def _router_bytes(self) -> float:
+        """Scores in float32, and a copy of what the router reads where that is in float32 too."""
+        copied = self.hidden * 4 * (self.shape.wide_router and self.element < 4)
+        return self.tokens * 4 * self.shape.experts + copied
+
+    @property
+    def is_spread(self) -> bool:
+        """Experts lie on several ranks, as units of their own for FSDP."""
+        return self.shape.moe_layers > 0 and self.layout.expert * self.layout.tensor > 1
+
+    @property
+    def rows_bytes(self) -> float:
+        """A hidden state of every token for each expert that it chose."""
+        return self.hidden * self.element * self.shape.experts_per_token
+
+    @property
+    def expert_product_bytes(self) -> float:
+        """One tensor of the routed experts' width."""
+        width = self.shape.moe_ffn * self.shape.experts_per_token
+        return self.tokens * self.element * width / self.layout.tensor
 
     @property
     def product_bytes(self) -> float:
@@ -146,11 +234,9 @@ class TrainerLayers:
 
     @cached_property
     def _width(self) -> float:
-        """Of the feed-forward block, the mean over layers."""
+        """Of the feed-forward block that is no routed expert, the mean over layers."""
         shape = self.shape
-        width = float(shape.ffn * shape.num_mlps)
-        width += (shape.moe_ffn * shape.experts_per_token + shape.shared_ffn) * shape.moe_layers
-        return width / shape.layers
+        return (shape.ffn * shape.num_mlps + shape.shared_ffn * shape.moe_layers) / shape.layers
 
     def _block_bytes(self, width: int) -> float:
         """Gated: gate, up, activated gate and product. Else what the activation function keeps, and its output."""
@@ -160,26 +246,47 @@ class TrainerLayers:
 
     @cached_property
     def whole_bytes(self) -> float:
-        """All that a layer keeps for its backward pass."""
-        norms = self.attention_norm_bytes + self.norm_input_bytes + self.mlp_norm_output_bytes
-        return norms + self.attention_bytes + self.mlp_bytes
+        """All that a layer keeps for its backward pass, the mean over layers."""
+        return self.attention_half_bytes + self.mlp_bytes
+
+    @cached_property
+    def attention_half_bytes(self) -> float:
+        """A layer but for its feed-forward block, both norms included."""
+        return self.attention_norm_bytes + self.norm_input_bytes + self.mlp_norm_output_bytes + self.attention_bytes
+
+    @property
+    def whole_routed_bytes(self) -> float:
+        """All that a layer with experts keeps."""
+        return self.attention_half_bytes + self.routed_bytes + self.hidden * self.shape.dropout
 
     @cached_property
     def kept_bytes(self) -> float:
-        """What a layer keeps until its backward pass begins, with the layout's recomputation."""
-        recompute = self.layout.recompute
-        if recompute == "none":
-            return self.whole_bytes
-        return self.input_bytes + (self._selected_bytes if recompute == "selective" else 0.0)
+        """What a layer keeps until its backward pass begins, with the layout's recomputation; the mean over layers."""
+        return self._kept(self.whole_bytes, self._width)
 
     @property
-    def _selected_bytes(self) -> float:
-        """Selective recomputation: results of products but the last, and of attention."""
-        shape = self.shape
-        qkv = 3 * shape.query_dim if shape.fused_qkv else shape.query_dim + 2 * shape.kv_dim
-        split = qkv + shape.query_dim + self._width * (2 if shape.gated_mlp else 1)
-        each = self.tokens / self.layout.tensor
-        return each * (self.element * split + 4 * shape.heads) + self.whole_hidden_bytes
+    def kept_routed_bytes(self) -> float:
+        """The same of a layer with experts."""
+        return self._kept(self.whole_routed_bytes, self.shape.shared_ffn)
+
+    def _kept(self, whole: float, width: float) -> float:
+        recompute = self.layout.recompute
+        if recompute == "none":
+            return whole
+        return self.input_bytes + (self._selected_bytes(width) if recompute == "selective" else 0.0)
+
+    def _selected_bytes(self, width: float) -> float:
+        """Selective recomputation: results of products but the last, and of attention; experts' are made again."""
+        shape, layout = self.shape, self.layout
+        if shape.kv_lora_rank:
+            qkv = 3.0 * shape.query_dim + shape.heads * shape.rope_dim
+            qkv += (shape.q_lora_rank + shape.kv_lora_rank + shape.rope_dim) * layout.tensor
+        else:
+            qkv = 3 * shape.query_dim if shape.fused_qkv else shape.query_dim + 2 * shape.kv_dim
+        split = qkv + shape.query_dim + width * (2 if shape.gated_mlp else 1)
+        each = self.tokens / layout.tensor
+        # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
+        return each * (self.element * split + 4 * shape.heads) + self.whole_hidden_bytes * (width > 0)
 
     # The ends.
 

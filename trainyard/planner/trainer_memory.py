@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from trainyard.planner.memory import Stage, StageParams
 
 
+WEIGHING = 3.0
+"""Of a hidden state of every choice of a token, while the weighted sum of its experts is differentiated in float32:
+the experts' gradient, and the product that becomes the weights'."""
+
+
 @dataclass(frozen=True)
 class Moment:
     """Bytes beside the training state."""
@@ -52,6 +57,13 @@ class _Step:
         matrices = stage.embedding + (stage.head and not is_tied)
         self._root = vocabulary * matrices + shape.learned_positions * shape.hidden * stage.embedding
         self._layer = max(params.total - self._root, 0.0) / max(stage.layers, 1)
+        self._routed_layers = round(stage.layers * shape.moe_layers / shape.layers)
+        # Of a layer with experts: they, and all the rest, which are units of their own where experts are spread.
+        self._experts = shape.expert_params / layout.expert_split if shape.moe_layers else 0.0
+        norms = shape.norms_per_layer * shape.norm_params
+        self._rest = (shape.attention_params + shape.moe_dense_params) / layout.tensor + norms
+        if shape.moe_layers:
+            self._layer = (shape.attention_params + shape.mlp_params(shape.ffn)) / layout.tensor + norms
         self._params = params.total
         self._passes = stage.layers * stage.in_flight
         self._is_sharded = layout.engine == "torch" and not self._is_replicated
@@ -66,17 +78,31 @@ class _Step:
         """All that can be the worst."""
         if self._stage.head:
             yield self._at_loss()
+        if self._layout.method != "full" and self._layout.pipeline == 1:
+            yield from self._in_forward()
         for number in sorted({0, 1, self._stage.layers - 2, self._stage.layers - 1}):
             if 0 <= number < self._stage.layers:
-                yield from self._in_layer(number)
+                # Layers without experts are a model's first.
+                if number >= self._routed_layers:
+                    yield from self._in_layer(number)
+                elif self._layers.is_spread and self._is_sharded and self._layout.pipeline == 1:
+                    yield from self._in_spread_layer(number)
+                else:
+                    yield from self._in_routed_layer(number)
         yield from self._at_end()
+
+    def _unit(self, number: int) -> float:
+        """Parameters of the layer that is `number`th from the stage's end."""
+        return self._experts + self._rest if number < self._routed_layers else self._layer
 
     def _own_gradients(self, num_layers: float) -> float:
         """This rank's part of the gradients of so many layers, where they are not there from micro-batches before."""
         layout = self._layout
         if layout.num_micro_batches > 1 or layout.pipeline > 1 or not self._is_sharded or layout.method != "full":
             return 0.0
-        return num_layers * self._layer * 4 / layout.shard_degree
+        routed = min(num_layers, self._routed_layers)
+        dense = routed * self._rest + (num_layers - routed) * self._layer
+        return 4 * (routed * self._experts / layout.expert_shard_degree + dense / layout.shard_degree)
 
     def _ends(self) -> float:
         """What a stage of a pipeline keeps of what it gives, until that micro-batch's backward pass."""
@@ -92,31 +118,137 @@ class _Step:
         """The last micro-batch in flight has just gone through the head."""
         layers = self._layers
         held = self._passes * layers.kept_bytes + self._ends() + layers.final_norm_bytes + self._made_apart()
-        return Moment(held, layers.loss_bytes, self._weights(num_layers=1) + self._received())
+        return Moment(held, layers.loss_bytes, self._weights(self._last_gathered()) + self._received())
+
+    def _in_forward(self) -> Iterator[Moment]:
+        """Of adapters, whose backward pass makes next to no gradients: a layer while the next one is gathered as well,
+        and the last one's feed-forward block, where QLoRA reads its widest weight."""
+        layers = self._layers
+        kept, count = layers.kept_bytes, self._stage.layers
+        if count > 1:
+            units = self._weights(2 * self._unit(min(1, count - 1)) + self._unit(0))
+            yield Moment((self._passes - 1) * kept, 0.0, units)
+        held = (self._passes - 1) * kept + 2 * layers.whole_hidden_bytes
+        units = self._weights(2 * self._unit(0))
+        if self._routed_layers:
+            rows = 3 * layers.rows_bytes + 3 * layers.expert_product_bytes
+            last = layers.attention_half_bytes + max(layers.reading_experts_bytes, rows)
+            yield Moment(held + last, 0.0, units)
+            return
+        last = layers.whole_bytes + layers.product_bytes + layers.reading_bytes
+        yield Moment(held + last, 0.0, units)
 
     def _in_layer(self, number: int) -> Iterator[Moment]:
         """The backward pass of the layer that is `number`th from the stage's end."""
-        layers, layout = self._layers, self._layout
-        others = (self._passes - 1 - number) * layers.kept_bytes + self._ends()
-        above = layers.split_hidden * layers.residual_element
-        if layout.tensor > 1:
-            above += layers.whole_hidden_bytes
+        layers = self._layers
+        others, above = self._others(number), self._above()
         gradients = self._own_gradients(number)
-        before = self._layer if number else 0.0
+        before = self._unit(number - 1) if number else 0.0
         mlp = self._mlp_weights()
         left = layers.whole_bytes - layers.mlp_bytes
         # The feed-forward block: its output's factors have their gradients, its first matrix has its own.
         in_block = layers.whole_bytes - layers.product_bytes + self._block_tensors() * layers.product_bytes + above
-        yield self._moment(others + in_block, self._weights_and_gradients(mlp / 3, before), mlp / 3, gradients)
+        in_block += layers.reading_bytes
+        yield self._moment(others + in_block, self._weights_and_gradients(number, mlp / 3, before), mlp / 3, gradients)
         # Both products that read a norm's output have given it a gradient.
         after_block = left + above + 2 * layers.whole_hidden_bytes
-        yield self._moment(others + after_block, self._weights_and_gradients(mlp, before), mlp, gradients)
-        # The norms.
+        yield self._moment(others + after_block, self._weights_and_gradients(number, mlp, before), mlp, gradients)
+        yield from self._in_norms(number, left, mlp)
+
+    def _others(self, number: int) -> float:
+        """What layers before the `number`th keep, and what a pipeline's rank keeps of what it gave."""
+        layers = self._layers
+        done = min(number + 1, self._routed_layers)
+        kept = self._passes * layers.kept_bytes - done * layers.kept_routed_bytes
+        kept = max(kept - (number + 1 - done) * layers.kept_bytes, 0.0) + self._ends()
+        # A layer that is computed again has its input beside the float32 copy that an RMS norm makes of it.
+        has_copy = self._shape.norm == "rms" and layers.residual_element < 4
+        return kept + layers.input_bytes * (has_copy and self._layout.recompute != "none")
+
+    def _above(self) -> float:
+        """The gradient that comes to a layer from above."""
+        layers = self._layers
+        above = layers.split_hidden * layers.residual_element
+        return above + (layers.whole_hidden_bytes if self._layout.tensor > 1 else 0.0)
+
+    def _in_routed_layer(self, number: int) -> Iterator[Moment]:
+        """The backward pass of a layer with experts that are all here, or are not gathered one layer at a time."""
+        layers = self._layers
+        others, above = self._others(number), self._above()
+        gradients = self._own_gradients(number)
+        before = self._unit(number - 1) if number else 0.0
+        whole = layers.whole_routed_bytes
+        yield self._moment(
+            others + whole + above + WEIGHING * layers.rows_bytes,
+            self._weights_and_gradients(number, 0.0, before),
+            0.0,
+            gradients,
+        )
+        # The product that read the chosen tokens has given its gradients: both are there, with what came to it.
+        left = whole - layers.experts_bytes - layers.shared_bytes
+        read = (0.0 if layers.is_frozen else layers.rows_bytes) / (self._layout.tensor if layers.is_spread else 1)
+        in_block = left + 2 * layers.expert_product_bytes + layers.rows_bytes + read + above
+        made = self._experts
+        yield self._moment(others + in_block, self._weights_and_gradients(number, made, before), made, gradients)
+        yield from self._in_norms(number, left, made)
+
+    def _in_spread_layer(self, number: int) -> Iterator[Moment]:
+        """The same where a layer's experts lie on several ranks: FSDP gathers and reduces them by themselves."""
+        layers, element = self._layers, self._layers.element
+        others, above = self._others(number), self._above()
+        shared = layers.whole_hidden_bytes if self._shape.shared_ffn else 0.0
+        gradients = self._own_gradients(number)
+        is_trained = self._layout.method == "full"
+        head = layers.head_weight * self._stage.head * is_trained
+        units = (self._root + 2 * self._rest + head) * element
+        before = self._rest * max(4, element) * (number > 0) * is_trained
+        whole = layers.whole_routed_bytes - layers.shared_bytes
+        left = whole - layers.experts_bytes
+        # Of what is not recomputed all is there when the experts are gathered for their backward pass.
+        there = whole if self._layout.recompute == "none" else left
+        gathered, weights = self._gathering(), self._experts * element
+        yield Moment(others + there + above + shared, 0.0, units + before + gathered, gradients)
+        weighing = WEIGHING * layers.rows_bytes
+        yield Moment(others + whole + above + shared + weighing, 0.0, units + before + weights, gradients)
+        rows = layers.rows_bytes / self._layout.tensor
+        in_block = left + 2 * layers.expert_product_bytes + rows * (2 if is_trained else 1) + above + shared
+        yield Moment(others + in_block, 0.0, units + before + weights * (1 + is_trained), gradients)
+        after_block = left + above + shared + layers.whole_hidden_bytes
+        yield Moment(others + after_block, 0.0, units + self._reducing(), gradients)
+        # What was sent stays until the rest of the layer is reduced.
+        sent = self._experts * max(4, element) * is_trained
+        norms = layers.split_hidden * self._norm_bytes() + above
+        after_norm = left - layers.mlp_norm_output_bytes + norms
+        yield Moment(others + after_norm, 0.0, units + sent + self._rest * element, gradients)
+
+    def _gathering(self) -> float:
+        """Bytes of spread experts while they are gathered: FSDP, which cuts each, puts them together by way of two
+        copies; where no rank has a copy of them, only in the other type, one of two weights at a time."""
+        if self._layout.expert_shard_degree > 1:
+            return 3 * self._experts * self._layers.element
+        largest = (2 if self._shape.gated_mlp else 1) / (3 if self._shape.gated_mlp else 2)
+        return (1 + largest) * self._experts * self._layers.element
+
+    def _reducing(self) -> float:
+        """Bytes of their gradients on the way to the ranks' parts; alone, a rank still copies what it would send."""
+        if self._layout.method != "full":
+            return 0.0
+        element, wide = self._layers.element, max(4, self._layers.element)
+        # FSDP reorders each of a layer's weights' gradients, and holds on to the last one, of its output, as it was.
+        last = element / (3 if self._shape.gated_mlp else 2)
+        each = element + wide + last if self._layout.expert_shard_degree > 1 else 3 * wide
+        return each * self._experts
+
+    def _in_norms(self, number: int, left: float, made: float) -> Iterator[Moment]:
+        """The backward pass of both norms, of a layer of which so much is `left`; `made` as in `_moment`."""
+        layers = self._layers
+        others, above, gradients = self._others(number), self._above(), self._own_gradients(number)
+        before = self._unit(number - 1) if number else 0.0
         norm = layers.split_hidden * self._norm_bytes() + above
         second = left - layers.mlp_norm_output_bytes + norm
-        yield self._moment(others + second, self._weights_and_gradients(mlp, before), mlp, gradients)
-        first = layers.norm_input_bytes + norm
-        yield self._moment(others + first, self._weights_and_gradients(self._layer, before), self._layer, gradients)
+        yield self._moment(others + second, self._weights_and_gradients(number, made, before), made, gradients)
+        first, unit = layers.norm_input_bytes + norm, self._unit(number)
+        yield self._moment(others + first, self._weights_and_gradients(number, unit, before), unit, gradients)
 
     def _moment(self, activations: float, buffers: float, made: float, gradients: float) -> Moment:
         """`made`: weights of which the backward pass has just made gradients; a pipeline adds them up afterwards."""
@@ -149,35 +281,43 @@ class _Step:
     def _mlp_weights(self) -> float:
         """Of a layer's parameters, those of its feed-forward block."""
         shape = self._shape
-        block = shape.mlp_params(shape.ffn) * shape.num_mlps / shape.layers / self._layout.tensor
-        return min(block, self._layer) if not shape.moe_layers else self._layer
+        dense = max(shape.num_mlps, 1) if shape.moe_layers else shape.layers
+        block = shape.mlp_params(shape.ffn) * shape.num_mlps / dense / self._layout.tensor
+        return min(block, self._layer)
 
-    def _weights(self, num_layers: int) -> float:
-        """Weights that are gathered, or cast."""
+    def _last_gathered(self) -> float:
+        """Of the layer above, what FSDP gathered it into stays until the next one is: of spread experts their own."""
+        if not self._layers.is_spread:
+            return self._unit(0)
+        return self._experts if self._layout.expert_shard_degree > 1 else 0.0
+
+    def _weights(self, gathered: float) -> float:
+        """Weights that are gathered, so many of layers, or cast."""
         layers, layout = self._layers, self._layout
         is_trained = layout.method == "full"
         if self._is_replicated:
             if not layers.is_autocast:
                 return 0.0
-            cast = self._stage.layers * self._layer + layers.head_weight * self._stage.head
+            cast = self._params - self._root + layers.head_weight * self._stage.head
             return layers.element * (cast if is_trained else self._adapters())
         if not self._is_sharded:
             return 0.0
         if layout.pipeline > 1:
             return self._params * (layers.element + (max(4, layers.element) if is_trained else 0))
         if layout.keeps_gathered:
-            return self._params * layers.element
-        return (self._root + num_layers * self._layer) * layers.element
+            return self._root * layers.element + (self._params - self._root) * layers.weight_element
+        return self._root * layers.element + gathered * layers.weight_element
 
     def _adapters(self) -> float:
         layout, shape = self._layout, self._shape
         return shape.layers * adapter_params(shape, layout)
 
-    def _weights_and_gradients(self, made: float, before: float) -> float:
+    def _weights_and_gradients(self, number: int, made: float, before: float) -> float:
         """In a backward pass: this layer and the next, the gradients that it made, those of the one `before` on their
         way, and the head's."""
         layers, layout = self._layers, self._layout
-        found = self._weights(num_layers=2)
+        below = min(number + 1, self._stage.layers - 1)
+        found = self._weights(self._unit(number) + self._unit(below))
         if layout.method != "full" or layout.pipeline > 1:
             return found
         head = layers.head_weight * self._stage.head

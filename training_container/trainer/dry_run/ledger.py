@@ -50,6 +50,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.phase = "forward"
+        self._made_as: str | None = None
         self._living: dict[int, _Allocation] = {}
         self._at_first: list[_Allocation] = []
         self._events: list[tuple[_Allocation, int, str]] = []
@@ -72,6 +73,19 @@ class Ledger:
             allocation = self._allocation_of(tensor, is_new=False)
             allocation.num_bytes = allocation.first_bytes = 0
 
+    @contextmanager
+    def making(self, category: str) -> Iterator[None]:
+        """Inside, what operations make is of that category, until something marks it as another."""
+        before, self._made_as = self._made_as, category
+        try:
+            yield
+        finally:
+            self._made_as = before
+
+    def held_as(self, category: str) -> int:
+        """Bytes of that category that are held now."""
+        return sum(each.num_bytes for each in self._living.values() if each.category == category)
+
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """What an operation returned: storages not seen before are new."""
         for tensor in tensors:
@@ -88,7 +102,7 @@ class Ledger:
         found = self._living.get(key)
         if found is not None:
             return found
-        category = "activations" if self.phase == "forward" else "temporaries"
+        category = self._made_as or ("activations" if self.phase == "forward" else "temporaries")
         made = _Allocation(storage.nbytes(), category, storage.nbytes())
         made.reference = weakref.ref(storage, lambda _: self._end(key))
         self._living[key] = made
@@ -134,11 +148,3 @@ class Ledger:
             if total > largest:
                 largest, best = total, Peak(dict(held), phase)
         return best
-
-    def most(self, category: str) -> int:
-        """The most bytes that one category ever had."""
-        held = most = sum(each.first_bytes for each in self._at_first if each.category == category)
-        for allocation, change, _ in self._events:
-            held += change if allocation.category == category else 0
-            most = max(most, held)
-        return most

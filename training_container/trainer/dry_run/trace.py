@@ -46,7 +46,7 @@ class Step:
     phase: str
     """Of that moment: forward, backward or optimizer."""
     gradients: int
-    """Bytes at their most: whatever the peak's moment, the step's end has them."""
+    """Bytes after the last backward pass: whatever the peak's moment, the update needs them."""
     messages: dict[Kind, tuple[int, int]]
     """Kind -> (messages, bytes)."""
     strategy: str
@@ -113,10 +113,11 @@ def _traced_step(job: ResolvedJob, runtime: Runtime) -> Step:
         warnings.simplefilter("ignore")
         batches = made_up(job, model.config)
         ledger.leave_out(tensors_of(batches))
-        with watch.without_questions_of_shape(), watch:
+        with watch.without_questions_of_shape(), watch.inside_of_fsdp(), watch:
             strategy.forward_backward(batches, sum(batch.num_target_tokens for batch in batches), watch.clock)
             for category in ("parameters", "gradients"):  # FSDP makes a padded shard's memory anew at its first use
                 ledger.hold(strategy.held()[category], category)
+            gradients = ledger.held_as("gradients")
             with watch.clock("optimizer"):
                 strategy.optimizer_step(job.learning_rate)
     peak = ledger.peak()
@@ -124,7 +125,7 @@ def _traced_step(job: ResolvedJob, runtime: Runtime) -> Step:
         num_micro_batches=job.gradient_accumulation_steps,
         at_peak=peak.by_category,
         phase=peak.phase,
-        gradients=ledger.most("gradients"),
+        gradients=gradients,
         messages=dict(messages.counts),
         strategy=strategy.name,
         choices=strategy.choices,

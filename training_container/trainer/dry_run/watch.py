@@ -1,12 +1,13 @@
 """The mode in which a dry step runs: every operation is seen once, its memory and its messages written down."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,6 +58,28 @@ class Watch(Answers):  # type: ignore[no-untyped-call]
 
         with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", quietly):
             yield
+
+    @contextmanager
+    def inside_of_fsdp(self) -> Iterator[None]:
+        """Inside, what FSDP makes between shards and whole weights or gradients counts as buffers. Sums that wait for
+        the step's last micro-batch, to meet their copies on other ranks (HSDP), are this rank's gradients already."""
+        with ExitStack() as stack:
+            for name in ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"):
+                run = self._as_buffers(getattr(_fsdp_param_group, name))
+                stack.enter_context(mock.patch.object(_fsdp_param_group, name, run))
+            yield
+
+    def _as_buffers(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if run.__name__ == "foreach_reduce":
+                self._ledger.mark(_tensors(args[1]), "buffers")  # whole gradients: of some FSDP sends a copy
+            with self._ledger.making("buffers"):
+                result = run(*args, **kwargs)
+            if run.__name__ == "foreach_reduce" and result[-1] is not None:
+                self._ledger.mark([result[-1]], "gradients")
+            return result
+
+        return watched
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
