@@ -15,6 +15,7 @@ from trainyard.hardware import PriceBook, gpu, instance
 from trainyard.planner import plan, predict
 from trainyard.planner.communication import Fabric, all_reduce_seconds, fabric_of, group
 from trainyard.planner.families import shape_of_known
+from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.layout import Layout
 from trainyard.planner.results import Plan
 from trainyard.planner.timing import step_time
@@ -50,16 +51,7 @@ RESNET = {
 }
 """90 epochs of ImageNet in batches of 1,024."""
 
-QWEN_2B = {
-    "model_type": "qwen2",
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
+QWEN_2B = KNOWN_CONFIGS["qwen2.5-1.5b"]
 MULTI_MODAL = {
     "name": "vlm-2b",
     "task": "vision_language",

@@ -162,6 +162,18 @@ def test_a_job_without_a_plan_shows_what_was_measured(tmp_path: Path) -> None:
     assert any("launched without a plan: task image" in note for note in found.notes)
 
 
+def test_a_plan_that_knows_no_machine_says_nothing_of_a_host(tmp_path: Path) -> None:
+    """Four GiB a process are CUDA and its libraries: of processes on this machine that is no prediction."""
+    memory = {"chosen": True, "time": None, "memory": MEMORY, "host": {"rank_gib": 4.0}}
+    record = recorded(tmp_path, {"configurations": [memory]})
+    peaks = {"observed": {"peak_bytes": {"host_peak": 2**29}}}
+    write(tmp_path, record, [row(1, 2.0, **peaks)])
+    found = compare(record, None)
+    host = by_name(found.lines)["host memory of a rank"]
+    assert (host.planned, host.measured, host.verdict) == (None, 0.5, "not planned")
+    assert any("knows no machine" in note for note in found.notes)
+
+
 def test_nothing_measured_yet_is_one_line(tmp_path: Path) -> None:
     record = recorded(tmp_path, PLAN)
     with pytest.raises(InputError, match=r"has no metrics.jsonl at .* nothing was measured") as caught:

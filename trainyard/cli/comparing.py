@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from trainyard.cli.jobs import place_and_id
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
 from trainyard.cli.output import console, print_json
 
@@ -29,12 +30,9 @@ def compare(
     Example: trainyard compare acme-stdlib-llama-20260131120000-1a2b
     """
     from trainyard.launch.compare import compare as compare_job
-    from trainyard.launch.names import job_id_of
-    from trainyard.launch.place import place_of
 
     with console(stderr=True).status("asking"):
-        job_id = job_id_of(job)
-        place = place_of(job_id, environment, tenant)
+        place, job_id = place_and_id(job, environment, tenant)
         found = compare_job(place.store.read(job_id).record, place.s3)
     if as_json:
         print_json(found.document())

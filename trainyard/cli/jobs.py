@@ -163,7 +163,7 @@ def status(
     from trainyard.operate.following import begin as begin_tracking
 
     with console(stderr=True).status("asking"):
-        place, job_id = _place(job, environment, tenant)
+        place, job_id = place_and_id(job, environment, tenant)
         current = watch.status(place.store, place.backend, job_id)
         begin_tracking(current.record, place, environment)
         reached = goodput(current.record, place.s3)
@@ -189,7 +189,7 @@ def logs(
     from trainyard.launch.backend import LogCursor
 
     with console(stderr=True).status("asking"):
-        place, job_id = _place(job, environment, tenant)
+        place, job_id = place_and_id(job, environment, tenant)
         record = place.store.read(job_id).record
     if not follow:
         _print_all_lines(place, record, LogCursor())
@@ -224,7 +224,7 @@ def stop(
     from trainyard.launch import watch
 
     with console(stderr=True).status("asking"):
-        place, job_id = _place(job, environment, tenant)
+        place, job_id = place_and_id(job, environment, tenant)
         current = watch.stop(place.store, place.backend, job_id)
     if wait:
         current = _follow(place, job_id, quiet=as_json)
@@ -259,7 +259,7 @@ def resume(
     from trainyard.operate.following import begin as begin_tracking
 
     with console(stderr=True).status("resuming") as spinner:
-        place, job_id = _place(job, environment, tenant)
+        place, job_id = place_and_id(job, environment, tenant)
         revise = reviser(overrides or [], processes, force=force)
         record = watch.resume(place.store, place.backend, job_id, revise=revise, say=teller(spinner))
         begin_tracking(record, place, environment)
@@ -331,7 +331,8 @@ def _states_now(place: "Place", records: "list[JobRecord]") -> tuple[dict[str, s
     return found, silent
 
 
-def _place(job: str, environment: str, tenant: str | None) -> "tuple[Place, str]":
+def place_and_id(job: str, environment: str, tenant: str | None) -> "tuple[Place, str]":
+    """Where a job is that somebody names by its id or its end, and its whole id."""
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
 

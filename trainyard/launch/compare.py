@@ -118,8 +118,12 @@ def _throughput(time: Mapping[str, Any], measured: float | None) -> Line:
 
 
 def _memory(chosen: Mapping[str, Any] | None, rows: list[dict[str, Any]]) -> list[Line]:
-    """The allocator's peak on a GPU (the plan's without margin and what lies outside), and a process's host memory."""
-    use, host = ((chosen or {}).get(name) or {} for name in ("memory", "host"))
+    """The allocator's peak on a GPU (the plan's without margin and what lies outside), and a process's host memory.
+
+    A plan that knows no machine says nothing of a host: its processes are counted with CUDA and its libraries.
+    """
+    use = (chosen or {}).get("memory") or {}
+    host = (chosen or {}).get("host") or {} if (chosen or {}).get("time") else {}
     parts = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
     values = [_get(use, f"{part}_gib") for part in parts]
     known = [value for value in values if value is not None]
@@ -184,7 +188,7 @@ def _notes(
     if "unplanned" in plan:
         notes.append(f"the job was launched without a plan: {plan['unplanned']}")
     elif chosen is not None and not time:
-        notes.append("the plan knows no machine: memory only, no time and no cost")
+        notes.append("the plan knows no machine, as of processes here: a GPU's memory alone, no time, host or cost")
     if record.environment is not None and time and "local" in str(record.environment):
         notes.append("environment local stands in for AWS: the plan is of GPUs, the measured steps are of this machine")
     if record.state != "Completed":
