@@ -10,6 +10,8 @@ from launch_testing import job_content
 from trainyard.cli import sweeping
 from trainyard.cli.app import run
 from trainyard.launch.session import Account
+from trainyard.operate.sweep.record import SweepRecord
+from trainyard.spec.base import parse
 
 
 @pytest.fixture
@@ -42,6 +44,16 @@ def test_trials_go_to_sagemaker_as_any_job_does(
     assert len(deployed.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]) == 2
     assert run(verb) == 2
     assert "sweep rates: exists already; `trainyard sweep --resume rates` goes on" in capsys.readouterr().err
+
+
+def test_trials_are_told_to_one_experiment(job_path: str) -> None:
+    given = {"over": ("training.seed=1,2",), "search": "grid", "num_trials": None, "seed": 0, "parallel": 1}
+    given |= {"stop_rule": "none", "metric": "loss", "environment": "test", "backend": None, "started_at": "now"}
+    record = parse(SweepRecord, given | {"name": "rates", "token": "abc123", "directory": "/"}, "sweep")
+    launcher = sweeping.VerbLauncher(record, Path(job_path))
+    assert {launcher.load(f"t-{number}", ()).tracking.experiment for number in (1, 2)} == {"trainyard/acme/rates"}
+    own = launcher.load("t-1", ("tracking.experiment=mine",))
+    assert (own.tracking.experiment, own.name) == ("mine", "t-1")
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,12 @@ class VerbLauncher:
     def load(self, name: str, overrides: Sequence[str]) -> "JobSpec":
         """See operate.sweep.runner.Launcher; an empty name leaves the job's own."""
         named = [f"name={name}"] if name else []
-        return load_for_backend(self._job_file, [*self._record.overrides, *overrides, *named], self._record.backend)
+        spec = load_for_backend(self._job_file, [*self._record.overrides, *overrides, *named], self._record.backend)
+        if spec.tracking.experiment is not None:
+            return spec
+        # Trials are there to be compared: one experiment for all of them, not one for each name.
+        experiment = f"trainyard/{spec.tenant or 'local'}/{self._record.name}"
+        return spec.model_copy(update={"tracking": spec.tracking.model_copy(update={"experiment": experiment})})
 
     def plan_usd(self, spec: "JobSpec") -> float | None:
         """See operate.sweep.runner.Launcher; asked where there is a budget to hold it against."""
