@@ -1,0 +1,46 @@
+"""When a checkout is set up anew: its stamp, without setting anything up."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SETUP = Path(__file__).resolve().parents[1] / "scripts/lib/setup.py"
+
+
+@pytest.fixture
+def setup() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("set_up", SETUP)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_another_build_of_the_same_python_sets_nothing_up_anew(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = setup.digest()
+    monkeypatch.setattr(sys, "version", f"{sys.version_info[0]}.{sys.version_info[1]}.99 (another build)")
+    assert setup.digest() == wanted
+    monkeypatch.setattr(sys, "version_info", (sys.version_info[0], sys.version_info[1] + 1, 0))
+    assert setup.digest() != wanted
+
+
+def test_a_moved_checkout_or_other_packages_do(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = setup.digest()
+    for name in setup.INPUTS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((setup.ROOT / name).read_bytes())
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    moved = setup.digest()
+    (tmp_path / "requirements-dev.txt").write_text("other==1.0\n")
+    assert len({wanted, moved, setup.digest()}) == 3
+
+
+def test_an_environment_whose_interpreter_is_gone_is_made_anew(setup: ModuleType) -> None:
+    assert setup.VENV / "bin/python" in setup.COMMANDS
