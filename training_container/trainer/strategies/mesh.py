@@ -76,7 +76,8 @@ class Mesh:
         names = ("pipeline", "data_replicate", WEIGHT_SHARD, "tensor")
         whole = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         split = (layout.data_shard, layout.context)
-        return cls(layout, whole, whole._unflatten(WEIGHT_SHARD, split, ("data_shard", "context")))
+        # By number: torch 2.11 refuses every name that there is (its check is the wrong way round).
+        return cls(layout, whole, whole._unflatten(names.index(WEIGHT_SHARD), split, ("data_shard", "context")))
 
     @property
     def place(self) -> Place:

@@ -179,6 +179,12 @@ class TimedStage(PipelineStage):
         self.grad_recv_info = _on_demand(self.grad_recv_info[0], num_microbatches)
         return result
 
+    def clear_runtime_states(self) -> None:
+        """Forgets a step's micro-batches; torch 2.11 would look for a gradient at buffers that have gone by then."""
+        received, self.args_recv_info = self.args_recv_info, {}
+        super().clear_runtime_states()
+        self.args_recv_info = received
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         """What receives a micro-batch's activations."""
         _make_room(self.args_recv_info[fwd_chunk_id])

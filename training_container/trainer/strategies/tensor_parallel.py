@@ -112,8 +112,13 @@ def _intermediate_size(config: PretrainedConfig) -> int:
 
 
 def plan_of(config: PretrainedConfig) -> dict[str, str]:
-    """Module name below the base model, with * for a layer's number -> style."""
-    return (getattr(config, "base_model_tp_plan", None) or {}) | OWN_PLANS.get(config.model_type, {})
+    """Module name below the base model, with * for a layer's number -> style.
+
+    Without the embedding's, which transformers 5.17 adds where it is tied to the head, in no other version: here the
+    head's style decides for both.
+    """
+    plan = (getattr(config, "base_model_tp_plan", None) or {}) | OWN_PLANS.get(config.model_type, {})
+    return {name: style for name, style in plan.items() if name != "embed_tokens"}
 
 
 def can_split_sequence(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> bool:
