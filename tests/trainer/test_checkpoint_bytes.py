@@ -31,7 +31,7 @@ from trainer.checkpoint.reading import StepReader
 from trainer.strategies.flat_shard import FlatShard
 from trainer_testing.pool import run_pooled
 
-from trainyard.errors import AwsRefusedError, JobFailedError
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 
 MOST = 1.1
 """Bytes read to bytes needed."""
@@ -199,14 +199,14 @@ def test_a_host_reads_what_its_ranks_need(tmp_path: Path) -> None:
 class Job:
     """A checkpointer of one rank, and what it said."""
 
-    def __init__(self, destination: str, tmp_path: Path) -> None:
+    def __init__(self, destination: str, tmp_path: Path, *, keep_last: int = 9) -> None:
         self.said: list[str] = []
         self.checkpoints = Checkpointer(
             destination,
             rank=0,
             world_size=1,
             local_dir=tmp_path / "local",
-            keep_last=9,
+            keep_last=keep_last,
             asynchronous=False,
             report=self.said.append,
             retry_delays_seconds=(),
@@ -267,12 +267,12 @@ def test_what_may_be_spoiled_is_read_once_and_straight(tmp_path: Path, monkeypat
     assert all(tensor.eq(1).all() for tensor in tensors.values())  # it has nothing of step 2 any more
     assert job.checkpoints.load(info, tensors) == {"step": 1}
     flip(shards[0], shards[0].stat().st_size // 2)
+    shutil.rmtree(shards[1].parent)
     with pytest.raises(SpoiledError):
         job.checkpoints.latest(lambda: tensors, may_spoil=True)
-    assert "none of 2" in job.said[-1] and "starting anew" in job.said[-1]
+    assert "none of 1" in job.said[-1] and "starting anew" in job.said[-1]
     # An index that is torn shows before anything is read: they are what they were.
-    for shard in shards:
-        flip(shard.with_name(".metadata"), 60)
+    flip(shards[0].with_name(".metadata"), 60)
     assert job.checkpoints.latest(lambda: tensors, may_spoil=True) is None
 
 
@@ -285,15 +285,29 @@ def test_an_index_is_not_believed_either(tmp_path: Path, name: str) -> None:
     assert f"step=2 skipped: {name} is altered" in job.said[0]
 
 
-def test_tensors_stay_as_they_were_when_nothing_is_whole(tmp_path: Path) -> None:
+def test_where_none_of_several_is_whole_nothing_is_started_anew(tmp_path: Path) -> None:
     saved(str(tmp_path), tmp_path)
     for step in (1, 2):
         shard = tmp_path / f"checkpoints/step-0000000{step}/__0_0.distcp"
         flip(shard, shard.stat().st_size // 2)
     job = Job(str(tmp_path), tmp_path)
+    with pytest.raises(InputError, match=r"all 2 that were committed at .* \(the newest of step 2\) are altered"):
+        job.load("a", "b", "c")
+    # One alone that was committed is the first interval's work: not worth a stop. One that never was is no work at all.
+    (tmp_path / "checkpoints/step-00000002/COMMITTED").unlink()
     taken, tensors = job.load("a", "b", "c")
     assert taken is None and all(tensor.eq(0).all() for tensor in tensors.values())
-    assert "none of 2" in job.said[-1]
+    assert "none of 2" in job.said[-1] and "starting anew" in job.said[-1]
+
+
+def test_the_only_one_that_a_job_keeps_is_more_than_its_first(tmp_path: Path) -> None:
+    saved(str(tmp_path), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints/step-00000001")
+    shard = tmp_path / "checkpoints/step-00000002/__0_0.distcp"
+    flip(shard, shard.stat().st_size // 2)
+    job = Job(str(tmp_path), tmp_path, keep_last=1)
+    with pytest.raises(InputError, match="all 1 that were committed"):
+        job.load("a", "b", "c")
 
 
 def test_checkpoints_without_tables_are_read_whole(tmp_path: Path) -> None:

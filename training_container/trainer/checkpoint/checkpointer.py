@@ -135,7 +135,9 @@ class Checkpointer:
             )
         self._from_tier: LocalCheckpoint | None = None
         """What latest() found there, until it is loaded."""
-        self._restorer = Restorer(self._destination, self._group, self._local_dir, self._retry, report)
+        self._restorer = Restorer(
+            self._destination, self._group, self._local_dir, self._retry, report, keep_last=keep_last
+        )
         self._staging = self._local_dir / "staging" / f"rank-{rank:05d}"
         shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed run
         self._thread: threading.Thread | None = None

@@ -123,14 +123,25 @@ class Candidate:
     manifest: Manifest | None
     problem: str | None
     """Why it can't be used; None: so far so good."""
+    was_committed: bool = True
+    """It has a marker: its save had come to its end."""
 
 
 class Restorer:
     """Finds the newest good checkpoint. All ranks call it together; the ranks of a host share the reading."""
 
     def __init__(
-        self, destination: Destination, group: Group, local_dir: Path, retry: Retry, report: Callable[[str], None]
+        self,
+        destination: Destination,
+        group: Group,
+        local_dir: Path,
+        retry: Retry,
+        report: Callable[[str], None],
+        *,
+        keep_last: int = 2,
     ) -> None:
+        """`keep_last`: how many the job keeps: 1 means that the only one there is may hold all of its work."""
+        self._num_lost_at_most = min(keep_last, 2) - 1
         self._destination = destination
         self._group = group
         self._local_dir = local_dir
@@ -149,7 +160,7 @@ class Restorer:
         are read straight into; where not one checkpoint turns out to be whole then, SpoiledError.
         One line is reported for each that is passed over. A destination that can't be reached raises, on every rank: to
         begin anew because the network was down would lose the job's work in silence. InputError when a checkpoint is
-        not of these tensors.
+        not of these tensors, and where several were committed and none is whole any more.
         """
         try:
             candidates = self._group.from_first(self._candidates)
@@ -172,10 +183,21 @@ class Restorer:
             self._discard(candidate.step)
             self._say(f"checkpoint step={candidate.step} skipped: {problem}; looking for the one before it")
         if candidates:
+            self._check_little_is_lost(candidates)
             self._say(f"checkpoint none of {len(candidates)} at {self._destination.uri} is whole: starting anew")
         if is_spoiled:
             raise SpoiledError
         return None
+
+    def _check_little_is_lost(self, candidates: list[Candidate]) -> None:
+        """InputError where more was committed than the first interval's work, and none of it can be read."""
+        committed = [candidate.step for candidate in candidates if candidate.was_committed]
+        if len(committed) > self._num_lost_at_most:
+            raise InputError(
+                f"checkpoint: all {len(committed)} that were committed at {self._destination.uri} (the newest of step"
+                f" {committed[0]}) are altered, and nothing was started anew; look with `trainyard checkpoints verify`,"
+                " bring back an earlier version of their files, or give another checkpoint.destination to start anew"
+            )
 
     def open(self, step: int | None) -> OpenStep | None:
         """That step's checkpoint, or the newest committed one; None, with a line for each passed over, without one.
@@ -211,7 +233,8 @@ class Restorer:
     def _candidate(self, step: int, names: dict[str, int]) -> Candidate:
         folder = step_folder(step)
         if f"{folder}/{COMMITTED}" not in names:
-            return Candidate(step, None, f"it has no {COMMITTED} marker (its save was interrupted)")
+            problem = f"it has no {COMMITTED} marker (its save was interrupted)"
+            return Candidate(step, None, problem, was_committed=False)
         try:
             marker, content = (self._read(f"{folder}/{name}") for name in (COMMITTED, MANIFEST))
             check_marker(marker, content)
