@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from trainer.__main__ import main
+from trainer.checkpoint.provenance import provenance
 from trainer_testing.distributed import TESTS, finish
 from trainer_testing.text_job import bits, read_until, rows_of, run_trainer, start_trainer, write_job
 
@@ -75,7 +76,8 @@ def test_torchrun_trains_and_writes_what_the_contract_says(tmp_path: Path) -> No
 def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(tmp_path: Path) -> None:
     job = write_job(tmp_path, "single", steps=5, global_batch_size=4, deterministic=True)
     path = tmp_path / "resolved.json"
-    path.write_text(resolve(load_job(job), world_size=1).model_dump_json())
+    resolved = resolve(load_job(job), world_size=1)
+    path.write_text(resolved.model_dump_json())
     command = [sys.executable, "-m", "trainer", "--resolved-job", str(path), "--output-dir", str(tmp_path / "out")]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -85,9 +87,14 @@ def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(
     rows = rows_of(tmp_path / "out")
     assert len(rows) == 5
     assert all(row["breakdown"]["communication"] == 0.0 for row in rows)
+    manifest = json.loads((tmp_path / "out" / "checkpoints" / "step-00000005" / "manifest.json").read_text())
+    assert {key: manifest["extra"][key] for key in ("job_sha256", "code_sha256")} == provenance(resolved)
+    changed = resolved.model_copy(update={"learning_rate": 2 * resolved.learning_rate})
+    path.write_text(changed.model_dump_json())
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "resumed step=5 " in again.stdout
+    assert "checkpoint step=5 was written by another version of the job (job " in again.stdout
     assert bits(rows_of(tmp_path / "out")) == bits(rows)
     assert not any(line.startswith("step=") for line in again.stdout.splitlines())
 

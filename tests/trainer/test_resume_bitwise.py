@@ -68,6 +68,7 @@ def stop_and_resume(job: Path, output_dir: Path, whole: list[dict[str, Any]]) ->
 
     output, resumed = run_trainer(2, job, output_dir)
     assert resumed_step(output) == step
+    assert "was written by" not in output, "the same job, the same code"
     assert bits(resumed) == bits(whole)
     assert not (output_dir / "resume_me").exists()
 

@@ -14,6 +14,7 @@ import torch
 
 from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval, SpoiledError
 from trainer.checkpoint.base_model import base_model_digest, check_same_base
+from trainer.checkpoint.provenance import provenance, told_difference
 from trainer.course import Course
 from trainer.data import JobData, MicroBatch
 from trainer.heartbeat import beat
@@ -145,6 +146,7 @@ class Session:
         self._saved_step = 0
         self._best: float | None = None
         self._base = base_model_digest(job)
+        self._provenance = provenance(job)
         self._attempt = self._resume()
         self._last_save_time = self._loaded_time = time.monotonic()
         self._saved_at: dict[int, float] = {}
@@ -205,6 +207,8 @@ class Session:
         self._left_out.read()
         if info is not None and self._runtime.is_first:
             say(f"resumed step={self.step} uri={info.uri}")
+            if (difference := told_difference(info.manifest.extra, self._provenance, step=self.step)) is not None:
+                say(difference)
         return int(self._runtime.sum_over_ranks(attempt)[0])
 
     def _begin_attempt(self, began: float) -> int:
@@ -237,6 +241,7 @@ class Session:
             self.anomalies.watch.load_state(extra["anomalies"])
         check_same_base(extra.get("base"), self._base, uri=info.uri, source=self._job.spec.model.source)
         self._best = extra.get("best")
+        self._validation.was_broken_off = extra.get("owes_validation", False)
         self.step = self._saved_step = info.step
         self._course.resumed(info.step, self.data.train.sequences_consumed)
         if has_same_streams(self._job.parallelism, extra):
@@ -363,6 +368,7 @@ class Session:
 
         And the more urgent of `request` and what came meanwhile: a validation takes longer than a step. One that is in
         the way of a stop is broken off; the job's last is not, since nobody would make up for it.
+        The others are made up for by who resumes.
         """
         due = self._validation.due(self.step, self.num_steps)
         if not due:
@@ -373,6 +379,15 @@ class Session:
                 self.strategy, due, self.step, lambda: not is_last and self.stop_flag.must_exit()
             )
         return row, max(request, self.stop_flag.agreed(self.step), key=urgency)
+
+    def make_up_validation(self) -> None:
+        """Does what a stop broke off after the step that was resumed: its row is then as if nothing had happened."""
+        if self._validation.was_broken_off:
+            due = self._validation.due(self.step, self.num_steps)
+            with self.clock.excluded():
+                row = self._validation.run(self.strategy, due, self.step)
+            if self._runtime.is_first:
+                self._metrics.complete(self.step, row)
 
     def record(
         self,
@@ -473,6 +488,8 @@ class Session:
             "engine": self.strategy.engine_state(),
             "anomalies": self.anomalies.watch.state(),
             "base": self._base,
+            "owes_validation": self._validation.was_broken_off,
+            **self._provenance,
             "metrics": self._measured,
             "best": self._best,
             "rng": rng_state(),  # this rank's own: the checkpoint keeps what differs between ranks

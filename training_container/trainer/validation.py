@@ -31,6 +31,8 @@ class Validation:
         own = [] if data.validation is None else [ValidationSet(None, data.validation, every_steps=None)]
         self._sets = [*own, *data.named_validation]
         self._default_every = job.spec.training.validation_every_steps
+        self.was_broken_off = False
+        """The last one was: who resumes the step makes up for it."""
 
     def due(self, step: int, num_steps: int) -> list[ValidationSet]:
         """The sets to be validated on after `step`: each at its own steps, all after the last."""
@@ -49,12 +51,14 @@ class Validation:
         `must_exit`, asked before each batch, on all ranks alike: true breaks the validation off, and the row is without
         the sets that were not done: a machine that is taken away leaves two minutes to save.
         """
+        self.was_broken_off = False
         row: dict[str, Any] = {}
         for one in sets:
             found = self._run_set(strategy, one, must_exit)
             if found is None:
+                self.was_broken_off = True
                 if self._runtime.is_first:
-                    say(f"validation step={step} broken off: told to stop; this step's stays undone")
+                    say(f"validation step={step} broken off: told to stop; who resumes begins with it")
                 break
             if self._runtime.is_first:
                 words = [f"validation step={step}", *([] if one.name is None else [f"set={one.name}"])]

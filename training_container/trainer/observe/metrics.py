@@ -90,6 +90,11 @@ class MetricsLog:
         kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
         _replace(self.path, "".join(kept))
 
+    def complete(self, step: int, validation: dict[str, Any]) -> None:
+        """Puts into a step's row what its validation says now that it was made up for."""
+        rows = [row | validation if row["step"] == step else row for row in self.rows()]
+        _replace(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
     def append(self, row: Row) -> None:
         """Writes one row through to the file."""
         with self.path.open("a", encoding="utf-8") as file:
