@@ -38,6 +38,7 @@ class SharedPlan:
         self._local_items: list[WriteItem] | None = None
         self._mine: SavePlan | None = None
         self._metadata: Metadata | None = None
+        self._num_bytes = 0
 
     def local_items(self, tensors: Tensors) -> list[WriteItem]:
         """What this rank could write."""
@@ -56,6 +57,7 @@ class SharedPlan:
             divided, self._metadata = planner.create_global_plan(plans)
             divided = FileSystemWriter("").prepare_global_plan(divided)
         self._mine = self._group.scatter(divided)
+        self._num_bytes = sum(map(_item_bytes, self._mine.items))  # asked for at each save, while training waits
         self._local_items = items
 
     @property
@@ -67,7 +69,7 @@ class SharedPlan:
     @property
     def num_bytes(self) -> int:
         """Tensor bytes that this rank writes."""
-        return sum(_item_bytes(item) for item in self.mine.items)
+        return self._num_bytes
 
     def write_index(self, folder: Path, results: list[list[WriteResult]]) -> Path:
         """Write DCP's `.metadata` over what all ranks wrote (first rank only); its path."""
