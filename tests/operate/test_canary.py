@@ -163,5 +163,5 @@ def test_real_candidates_of_this_machine(tmp_path: Path, monkeypatch: pytest.Mon
     against = ("--against", same["baseline"], "--min-speed")
     code, worse = verb("--set", "training.learning_rate=1.0e-5", *against, "0.2")
     assert code == 1 and "loss at step 60" in worse["why"] and "speed" not in worse["why"]
-    code, slower = verb("--set", "model.config.num_hidden_layers=24", *against, "0.9")
+    code, slower = verb("--set", "model.config.num_hidden_layers=24", "--set", "training.steps=15", *against, "0.9")
     assert code == 1 and "speed" in slower["why"]
