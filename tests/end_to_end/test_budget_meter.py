@@ -11,6 +11,8 @@ import pytest
 import yaml
 from deployed_site import CHECKOUT, Site
 
+from trainyard.launch import watch
+from trainyard.launch.backend import LogLine
 from trainyard.launch.place import TenantAccess, open_tenant
 from trainyard.spec.platform import load_environment
 
@@ -44,14 +46,22 @@ def long_job(folder: Path) -> str:
     return str(path)
 
 
-def wait_for(site: Site, words: str, *verb: str, job_id: str) -> None:
-    """Until a verb says so; an end of the job that isn't waited for ends the test."""
+def news(globex: TenantAccess, job_id: str) -> Iterator[tuple[watch.Status, list[LogLine]]]:
+    """What `trainyard watch` would print, until the job has ended: looked at here, for the command's own start, again
+    and again, would take the job's processor."""
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while words not in (told := site.trainyard(*verb).stdout):
-        status = json.loads(site.trainyard("status", job_id, "--json").stdout)
-        assert not status["finished"] or "finished" in words, status["failure"]
-        assert time.monotonic() < deadline, told[-2000:]
-        time.sleep(1.0)
+    for status, lines in watch.watch(globex.place.store, globex.place.backend, job_id, sleep=time.sleep):
+        yield status, lines
+        assert time.monotonic() < deadline, status.state
+
+
+def wait_for_line(globex: TenantAccess, job_id: str, words: str) -> None:
+    """An end of the job before that ends the test."""
+    for status, lines in news(globex, job_id):
+        if any(words in line.text for line in lines):
+            return
+        assert not status.finished, status.record.attempt.failure
+    raise AssertionError(f"{job_id} is not known")
 
 
 class Meter:
@@ -99,7 +109,8 @@ def test_a_spent_budget_ends_a_job_with_a_checkpoint(site: Site, tmp_path: Path)
     launched = site.trainyard("launch", long_job(tmp_path), "--force", "--json")
     assert launched.returncode == 0, launched.stderr
     job_id = json.loads(launched.stdout)["job_id"]
-    wait_for(site, "step=5 ", "logs", job_id, job_id=job_id)
+    wait_for_line(globex, job_id, "step=5 ")
+    assert "step=5 " in site.trainyard("logs", job_id).stdout
 
     meter = Meter(globex)
     first = meter.look()
@@ -113,9 +124,10 @@ def test_a_spent_budget_ends_a_job_with_a_checkpoint(site: Site, tmp_path: Path)
     assert meter.look()["used_percent"] < 100, "the budget is what it was"
     assert spent["stopped"] == [job_id] and spent["used_percent"] > 100
 
-    wait_for(site, '"finished": true', "status", job_id, "--json", job_id=job_id)
+    for _ in news(globex, job_id):
+        pass  # until it has ended
     status = json.loads(site.trainyard("status", job_id, "--json").stdout)
-    assert status["state"] == "Stopped", status["failure"]
+    assert (status["finished"], status["state"]) == (True, "Stopped"), status["failure"]
     kept = json.loads(site.trainyard("checkpoints", job_id, "--json").stdout)
     assert [item["committed"] for item in kept] == [True] and kept[0]["step"] >= 5, "it saved as it was stopped"
     told = json.loads(site.trainyard("cost", "--by", "job", "--tenant", "globex", "--json").stdout)
