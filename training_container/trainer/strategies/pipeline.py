@@ -185,6 +185,14 @@ class TimedStage(PipelineStage):
         super().clear_runtime_states()
         self.args_recv_info = received
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """What connects the ranks before the first step, in torch 2.11, which connects a rank to itself as well.
+
+        zero_bubble has neighbouring stages on one rank; gloo can't send to its own.
+        """
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.peer != dist.get_rank()]
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         """What receives a micro-batch's activations."""
         _make_room(self.args_recv_info[fwd_chunk_id])
