@@ -54,7 +54,12 @@ def test_what_runs_is_said_with_its_kernel_and_reason() -> None:
 @pytest.mark.parametrize(
     ("family", "asked", "data", "message"),
     [
-        ("Llama", "flash_attention_3", {}, r"flash_attention_3 runs on Hopper GPUs, and this machine has none; set it"),
+        (
+            "Llama",
+            "flash_attention_3",
+            {"packing": False},
+            r"flash_attention_3 runs on Hopper GPUs, and this machine has none; set it",
+        ),
         ("Llama", "varlen", {}, r"varlen can't be had: torch's kernel for it needs an NVIDIA GPU .*; set it to auto"),
         ("Llama", "varlen", {"document_masks": False}, r"varlen can't be had: no packed documents"),
         ("bloom", "auto", {}, r"data.document_masks: .* bloom is not verified for it: set .*document_masks to false"),

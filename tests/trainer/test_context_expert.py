@@ -137,7 +137,7 @@ def test_pieces_cover_the_sequence_once_and_cost_the_same() -> None:
     [
         ("Llama", {"context": 16}, r"context: 16 cuts .* 32 equal pieces, .* is 24: use 32, or another multiple"),
         ("Llama", {"context": 5}, r"context: 5 cuts .* 10 equal pieces, .* is 24: use 20, or another multiple"),
-        ("a state-space model", {"context": 2}, r"context: 2 is not verified for .*mamba"),
+        ("phi3", {"context": 2}, r"context: 2 is not verified for .*phi3"),
         ("Llama", {"data_shard": 2, "expert": 2}, r"expert: 2 needs a mixture of experts .* llama is not"),
         (
             "Mixtral",
@@ -153,7 +153,7 @@ def test_pieces_cover_the_sequence_once_and_cost_the_same() -> None:
 def test_what_cannot_be_split_is_refused_before_anything_is_read(
     family: str, parallelism: dict[str, Any], message: str
 ) -> None:
-    model = {"model_type": "falcon_mamba"} if family not in FAMILIES else FAMILIES[family] | {"num_hidden_layers": 4}
+    model = {"model_type": family} if family not in FAMILIES else FAMILIES[family] | {"num_hidden_layers": 4}
     world_size = ParallelismSpec.model_validate(parallelism).world_size
     job = tiny_job("refused", world_size, model=model, parallelism=parallelism)
     with pytest.raises(InputError, match=message):

@@ -384,7 +384,6 @@ def test_a_tokenizers_own_bos_and_eos_frame_each_document_and_nothing_is_truncat
         ('{"text": 3}\n', "jsonl", "must be a string, is int"),
         ('{"text": "half a \\ud83d"}\n', "jsonl", "bad.file:1: field 'text' is no valid Unicode"),
         ("x", "parquet", "is not a parquet file"),
-        ("x", "webdataset", "webdataset is for images"),
     ],
 )
 def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str, kind: str, message: str) -> None:

@@ -5,6 +5,7 @@ then what the test names can go, and the test with it. One is shown with the tra
 graph with tensor parallelism.
 """
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -174,3 +175,23 @@ def test_deepspeed_calls_collectives_that_torch_has_renamed() -> None:
     renamed = [str(one.message) for one in caught if issubclass(one.category, FutureWarning)]
     # Older ones of torch (2.11 is supported) don't warn yet.
     assert renamed or torch.__version__ < "2.13"
+
+
+def test_importing_torchao_tells_of_kernels_for_other_machines_and_of_its_own_calls() -> None:
+    """Met by `trainer/__init__.py`, which leaves both out of the log."""
+    done = subprocess.run([sys.executable, "-c", "import torchao.quantization"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Calling register_constant() on Enum subclasses is deprecated" in done.stderr
+    loud = "import logging; logging.basicConfig(); import torchao.quantization"
+    done = subprocess.run([sys.executable, "-c", loud], capture_output=True, text=True)
+    assert "WARNING:torchao" in done.stderr
+
+
+def test_ddp_warns_of_the_name_that_older_ones_know(mesh: DeviceMesh) -> None:
+    """Met by strategies/ddp.py, which takes the name that this torch has: with 2.11 gone, there is one."""
+    names = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    if "forward_sync_buffers" not in names:
+        pytest.skip("this torch knows the older name alone")
+    assert mesh.size() == 2
+    with pytest.warns((FutureWarning, DeprecationWarning, UserWarning), match="broadcast_buffers"):
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=False)

@@ -1,9 +1,11 @@
 """Mixtures of experts cut over a tensor axis, alone and with an expert axis or stages, equal one process."""
 
+import re
 from typing import Any
 
 import pytest
-from trainer.strategies import check_supported, expert_parallel
+from trainer.models.facts import num_experts_of
+from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
 from trainer_testing.tiny import tiny_job
@@ -11,6 +13,7 @@ from transformers import AutoConfig
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
+from trainyard.spec.support import expert_obstacle
 
 TOLERANCE = 1e-5
 SAVED_AT, LAST = 2, 4
@@ -111,5 +114,7 @@ def test_what_can_not_be_cut_is_one_line(changes: dict[str, Any], layout: dict[s
     ],
 )
 def test_a_refusal_names_the_field_that_is_set(model_type: str, degrees: dict[str, int], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        expert_parallel.check(AutoConfig.for_model(model_type), ParallelismSpec.model_validate(degrees))
+    num_experts = num_experts_of(AutoConfig.for_model(model_type))
+    refusal = expert_obstacle(model_type, num_experts, ParallelismSpec.model_validate(degrees))
+    assert refusal is not None
+    assert re.search(message, refusal)

@@ -13,12 +13,13 @@ from torch import nn
 from trainer.data.stream import SequenceTable
 from trainer.data.token_cache import TokenCache
 from trainer.losses.token_loss import IGNORED_LABEL
-from trainer.models import documents
 from trainer.models.build import build_model
 from trainer.tasks.causal_lm import CausalLM
 from trainer_testing.families import FAMILIES
 from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, TinyBatch, tiny_job
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainyard.spec.support import DOCUMENT_FAMILIES
 
 CPU = torch.device("cpu")
 DOCUMENT_LENGTHS = (5, 11, 1, 20, 3, 8)
@@ -133,7 +134,7 @@ TINY: dict[str, Any] = FAMILIES["Llama"] | {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model_type", sorted(documents.FAMILIES - {"deepseek_v2", "deepseek_v3"}))
+@pytest.mark.parametrize("model_type", sorted(DOCUMENT_FAMILIES - {"deepseek_v2", "deepseek_v3"}))
 def test_every_verified_model_type_keeps_documents_apart(model_type: str) -> None:
     """(DeepSeek, whose heads are no Llama's, is in the short test above.)"""
     config = AutoConfig.for_model(**TINY | {"model_type": model_type})

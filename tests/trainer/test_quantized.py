@@ -16,7 +16,6 @@ from trainer.models.quantized import (
     NF4,
     PARTS,
     QuantizedLinear,
-    block_size_of,
     dequantize,
     quantize,
     quantize_blocks,
@@ -28,6 +27,7 @@ from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.support import quantized_block
 
 ROWS, ROW = 96, 1024
 
@@ -54,7 +54,7 @@ def test_the_values_are_the_papers() -> None:
 def test_a_weight_takes_half_a_byte_and_little_more(weight: torch.Tensor) -> None:
     stored = sum(part.numel() * part.element_size() for part in quantize(weight))
     assert stored / weight.numel() == 0.5 + 1 / 64 + 8 / ROW
-    assert [block_size_of(row) for row in (4096, 14336, 11008, 2880, 48)] == [64, 64, 32, 8, 2]
+    assert [quantized_block(row) for row in (4096, 14336, 11008, 2880, 48)] == [64, 64, 32, 8, 2]
 
 
 def test_the_error_is_that_of_sixteen_values_alone(weight: torch.Tensor) -> None:

@@ -21,7 +21,8 @@ def job_of(model: dict[str, Any], **sections: Any) -> JobSpec:
         JobSpec,
         {
             "name": "test",
-            "model": {"config": model},
+            # As many positions as the sequence has.
+            "model": {"config": {key: value for key, value in model.items() if key != "max_position_embeddings"}},
             "data": {"train": [{"path": "x", "format": "text"}], "sequence_length": 8192, "document_masks": False},
             "training": {"steps": 10, "global_batch_size": 64, "learning_rate": 1e-3, **sections},
             "compute": {"backend": "sagemaker", "instance_type": "ml.p5.48xlarge", "instance_count": 1},

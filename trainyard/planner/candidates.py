@@ -9,24 +9,17 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from trainyard.errors import InputError
-from trainyard.planner.reading import Machines, check_shape, model_type_of
+from trainyard.planner.facts import facts_of
+from trainyard.planner.reading import Machines, check_shape
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ZeroSpec
-from trainyard.spec.support import (
-    TENSOR_FAMILIES,
-    context_obstacle,
-    deepspeed_obstacles,
-    expert_obstacle,
-    pipeline_obstacle,
-)
+from trainyard.spec.obstacles import FP8_MULTIPLE, layout_obstacles
+from trainyard.spec.support import TENSOR_FAMILIES
 
 LEAST_CONTEXT_TOKENS = 2048
 """Tokens of a sequence that a rank keeps under context parallelism: less leaves it nothing to compute."""
 
 MOST_PIPELINE = 32
-
-FP8_MULTIPLE = 16
-"""Tokens that 8-bit products come in."""
 
 
 class Rules:
@@ -36,84 +29,53 @@ class Rules:
     """
 
     def __init__(self, job: JobSpec, shape: ModelShape | None) -> None:
-        self._job, self._shape = job, shape
-        self._model_type = model_type_of(job) or ""
-        self._has_deepspeed = next(deepspeed_obstacles(job), None) is None
-        config = job.model.config or {}
-        # Some families have no key/value heads of their own, and a configuration that states them all the same.
-        self._stated_kv_heads = config.get("num_key_value_heads") or 0
-        self._balances_router = bool(config.get("output_router_logits"))
+        self._job, self._shape, self._model = job, shape, facts_of(job, shape)
         self._fields = {name: getattr(job, name) for name in JobSpec.model_fields}
 
     def accepts(self, layout: ParallelismSpec) -> bool:
         """Whether the trainer runs the layout at all, with some batch."""
-        if self._shape is None:
+        shape = self._shape
+        if shape is None:
             # Classifiers are small: no formula knows what sharding one saves.
             may_shard = self._job.task != "image_classification" or layout.data_shard == 1
             return layout.engine == "torch" and may_shard and self._is_valid(layout)
-        if layout.engine == "deepspeed":
-            return self._has_deepspeed
+        if not self.accepts_batch(
+            layout, micro_batch=FP8_MULTIPLE, num_micro_batches=layout.pipeline, recompute="none"
+        ):
+            return False
         try:
-            check_shape(layout, self._shape)
+            check_shape(layout, shape)
         except InputError:
             return False
-        return not any(self._obstacles(layout)) and self._is_valid(layout)
+        return self._is_proposed(layout, shape) and self._is_valid(layout)
 
-    def _obstacles(self, layout: ParallelismSpec) -> Iterator[bool]:
-        """For each axis that splits the model, whether the trainer can't."""
-        shape, job = self._shape, self._job
-        assert shape is not None
+    def _is_proposed(self, layout: ParallelismSpec, shape: ModelShape) -> bool:
+        """Whether it is a layout to propose: what the parity suite holds, in even parts."""
         if layout.tensor > 1:
-            yield not self._cuts_matrices(layout.tensor)
-        if layout.pipeline > 1:
-            yield self._pipeline_obstacle(layout, layout.pipeline, "none") is not None
-        if layout.context > 1:
-            length, attention = job.data.sequence_length, job.model.attention
-            obstacle = context_obstacle(self._model_type, layout.context, sequence_length=length, attention=attention)
-            yield obstacle is not None
+            # Experts are divided whole; that they could be cut too keeps the parts of odd ones out.
+            widths = (shape.moe_ffn, shape.shared_ffn)
+            if self._model.model_type not in TENSOR_FAMILIES or any(width % layout.tensor for width in widths):
+                return False
         if layout.expert > 1 or (layout.tensor > 1 and shape.experts):
-            yield not self._spreads_experts(layout)
-        if self._balances_router:
-            yield max(layout.tensor, layout.pipeline, layout.context) > 1
+            # The ranks that hold a copy of an expert split its weights further.
+            return shape.hidden % (layout.data_shard * layout.context // layout.expert) == 0
+        return True
 
     def accepts_batch(
         self, layout: ParallelismSpec, *, micro_batch: int, num_micro_batches: int, recompute: str
     ) -> bool:
         """Whether an accepted layout takes these micro-batches and this recomputation."""
-        job = self._job
         if self._shape is None:
             return recompute == "none"
-        if layout.pipeline > 1 and self._pipeline_obstacle(layout, num_micro_batches, recompute):
-            return False
-        if job.training.compile and (recompute == "selective" or (layout.tensor > 1 and recompute == "full")):
-            return False
-        tokens = micro_batch * job.data.sequence_length // layout.context
-        return job.training.precision != "fp8" or tokens % FP8_MULTIPLE == 0
-
-    def _pipeline_obstacle(self, layout: ParallelismSpec, num_micro_batches: int, recompute: str) -> str | None:
-        assert self._shape is not None
-        return pipeline_obstacle(
-            self._model_type, self._shape.layers, layout, num_micro_batches=num_micro_batches, recompute=recompute
+        found = layout_obstacles(
+            self._job,
+            layout,
+            self._model,
+            micro_batch_size=micro_batch,
+            num_micro_batches=num_micro_batches,
+            recompute=recompute,
         )
-
-    def _cuts_matrices(self, degree: int) -> bool:
-        job, shape = self._job, self._shape
-        assert shape is not None
-        adapter = job.model.adapter
-        if self._model_type not in TENSOR_FAMILIES or (adapter is not None and adapter.kind == "qlora"):
-            return False
-        if job.training.compile and shape.experts:
-            return False
-        widths = (shape.ffn, shape.moe_ffn, shape.shared_ffn, self._stated_kv_heads)
-        return all(width % degree == 0 for width in widths)
-
-    def _spreads_experts(self, layout: ParallelismSpec) -> bool:
-        assert self._shape is not None
-        if expert_obstacle(self._model_type, self._shape.experts, layout) is not None:
-            return False
-        # The ranks that hold a copy of an expert split its weights further.
-        copies = layout.data_shard * layout.context // layout.expert
-        return self._shape.hidden % copies == 0
+        return next(found, None) is None
 
     def _is_valid(self, layout: ParallelismSpec) -> bool:
         """What the job's own validators say of 8-bit products, compiled blocks, and so on."""

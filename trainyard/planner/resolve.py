@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from trainyard.errors import InputError
 from trainyard.planner.candidates import Rules
 from trainyard.planner.constants import GIB
+from trainyard.planner.facts import check_job, facts_of
 from trainyard.planner.goodput import hours_between_failures
 from trainyard.planner.layout import Recompute
 from trainyard.planner.memory import Memory, memory
 from trainyard.planner.reading import Machines, check_shape, check_world, layout_of, machines_of, shape_of
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
+from trainyard.spec.obstacles import layout_obstacles, separates_documents
 
 UNKNOWN_MACHINE_MICRO_BATCH = 8
 """Sequences at most where nothing tells what fits: enough to keep a CPU busy."""
@@ -31,23 +33,25 @@ def resolve(job: JobSpec, *, world_size: int | None = None) -> ResolvedJob:
     """The job with every `auto` decided; `world_size` overrides what the compute section says of ranks.
 
     InputError in one line: degrees that don't multiply to the ranks, a batch that doesn't divide, a degree that
-    doesn't divide the model, a machine that can't do it, or nothing that fits.
+    doesn't divide the model, a machine that can't do it, nothing that fits, or what the trainer doesn't do with it.
     """
     machines = machines_of(job, world_size)
     check_precision(job, machines)
     _check_peers(job, machines)
     shape = shape_of(job)
+    check_job(job, shape)
     if isinstance(job.parallelism, ParallelismSpec):
         parallelism = job.parallelism if job.recovery.elastic is None else spread(job.parallelism, machines.world_size)
         check_world(job, parallelism, machines, started=world_size is not None)
         check_shape(parallelism, shape)
-        _check_compiled(job, parallelism, shape)
         per_rank = sequences_per_rank(job, parallelism)
         recompute, micro_batch = _explicit_choice(job, parallelism, machines, shape, per_rank)
     else:
         parallelism, recompute, micro_batch = _automatic_choice(job, machines, shape)
         per_rank = sequences_per_rank(job, parallelism)
     check_micro_batch(job, parallelism, micro_batch, per_rank)
+    count = per_rank // micro_batch
+    _check_layout(job, parallelism, shape, recompute=recompute, size=micro_batch, count=count)
     return ResolvedJob(
         spec=job,
         parallelism=parallelism,
@@ -55,7 +59,7 @@ def resolve(job: JobSpec, *, world_size: int | None = None) -> ResolvedJob:
         processes_per_host=machines.processes_per_host,
         steps=num_steps(job),
         micro_batch_size=micro_batch,
-        gradient_accumulation_steps=per_rank // micro_batch,
+        gradient_accumulation_steps=count,
         activation_checkpointing=recompute,
         learning_rate=scaled_learning_rate(job),
         hours_between_failures=hours_between_failures(
@@ -82,13 +86,20 @@ def _check_peers(job: JobSpec, machines: Machines) -> None:
         raise InputError("checkpoint.peer_copy: needs two hosts or more, and this job has one; set it to false")
 
 
-def _check_compiled(job: JobSpec, parallelism: ParallelismSpec, shape: ModelShape | None) -> None:
-    """InputError for what the trainer would refuse to compile once machines are rented; the spec refuses the rest."""
-    if job.training.compile and parallelism.tensor > 1 and shape is not None and shape.experts:
-        raise InputError(
-            f"training.compile: is not implemented with parallelism.tensor: {parallelism.tensor} for a mixture of"
-            " experts; use data_shard, or set it to false"
-        )
+def _check_layout(
+    job: JobSpec, parallelism: ParallelismSpec, shape: ModelShape | None, *, recompute: Recompute, size: int, count: int
+) -> None:
+    """InputError for what the trainer would refuse of this layout once machines are rented."""
+    found = layout_obstacles(
+        job,
+        parallelism,
+        facts_of(job, shape),
+        micro_batch_size=size,
+        num_micro_batches=count,
+        recompute=recompute,
+    )
+    if (obstacle := next(found, None)) is not None:
+        raise InputError(obstacle)
 
 
 def num_steps(job: JobSpec) -> int | None:
@@ -171,11 +182,14 @@ def micro_batch_sizes(per_rank: int, pipeline: int, sequence_length: int) -> Ite
 def levels(job: JobSpec, parallelism: ParallelismSpec) -> tuple[Recompute, ...]:
     """The recomputation that a job allows: the stated one, or for `auto` all, least first.
 
-    Compiled blocks have no selective one, and with tensor parallelism none at all.
+    Compiled blocks have no selective one, and with tensor parallelism none at all; nor have zero_bubble's stages, which
+    compute two backward passes.
     """
     stated = job.training.activation_checkpointing
     if stated != "auto":
         return (stated,)
+    if parallelism.pipeline > 1 and parallelism.pipeline_schedule == "zero_bubble":
+        return ("none",)
     if job.training.compile:
         return ("none",) if parallelism.tensor > 1 else ("none", "full")
     return LEVELS
@@ -208,6 +222,8 @@ def micro_batch_choices(job: JobSpec, parallelism: ParallelismSpec) -> list[int]
     """The stated micro-batch if it divides, or for `auto` every candidate, largest first."""
     per_rank = sequences_per_rank(job, parallelism)
     stated = job.training.micro_batch_size
+    if stated == "auto" and job.model.attention == "flash_attention_3" and separates_documents(job):
+        return [1]  # more sequences it wouldn't keep apart
     if stated == "auto":
         return list(micro_batch_sizes(per_rank, parallelism.pipeline, job.data.sequence_length))
     return [stated] if per_rank % stated == 0 else []

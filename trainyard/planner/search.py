@@ -13,6 +13,7 @@ from trainyard.hardware import DEFAULT_REGION, Instance, PriceBook, instance, in
 from trainyard.planner.candidates import Rules, layouts, offloading_layouts, powers, split_of
 from trainyard.planner.communication import fabric_of
 from trainyard.planner.configurations import configuration, does_not_fit, fits_both, host_of, verdict_of
+from trainyard.planner.facts import check_job
 from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.memory import Memory
@@ -66,6 +67,7 @@ def search(
     """
     job = job.inelastic()  # other machines are compared by the same batch
     formulas = formulas_of(job)
+    check_job(job, formulas.shape)
     if max_nodes is not None and max_nodes < 1:
         raise InputError(f"--max-nodes {max_nodes}: must be at least 1")
     if deadline_hours is not None and not 0 < deadline_hours < math.inf:

@@ -4,9 +4,10 @@ What is verified for a model family is measured by the parity suite and printed 
 line that names the field to change; None: there is none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from trainyard.spec.job import JobSpec, ParallelismSpec
+from trainyard.spec.job import ParallelismSpec
 
 PIPELINE_FAMILIES = frozenset(
     {
@@ -33,18 +34,83 @@ A state-space or convolution layer would silently see a cut sequence, so others 
 """
 
 TENSOR_FAMILIES = PIPELINE_FAMILIES
-"""Model types whose matrices are cut in the parity suite. The trainer also takes others for which transformers has a
-plan that it can follow; what is proposed to a person is of these."""
+"""Model types whose matrices are cut in the parity suite: what is proposed to a person is of these."""
+
+OTHER_TENSOR_FAMILIES = frozenset(
+    {
+        *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "granite"),
+        *("helium", "ministral", "nemotron", "olmo", "phi", "seed_oss", "smollm3", "starcoder2"),
+    }
+)
+"""Model types whose matrices are cut by transformers' plan, each tried at two ranks alone (`test_more_families`)."""
 
 EXPERT_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"})
 """Model types with packed experts that are called as (hidden states, chosen experts, their weights); each tested."""
+
+DOCUMENT_FAMILIES = frozenset(
+    {
+        *("apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4"),
+        *("flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox"),
+        *("granite", "granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "mistral"),
+        *("mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2"),
+        *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    }
+)
+"""Model types that keep packed documents apart when position ids restart at each.
+
+transformers (5.23, masking_utils) finds documents in position ids and masks the others, in models that make their mask
+there and see other tokens in attention alone. A model that doesn't would silently read across documents (state-space,
+convolution and linear-attention layers carry text on whatever the mask says), so only those that were tried are let in:
+`tests/trainer/test_packing.py` compares each with its documents run one by one."""
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""config.layer_types that look through a mask."""
+
+ROUTER_FAMILIES = frozenset({"mixtral", "qwen3_moe"})
+"""Model types whose router logits are tested; each gives one (tokens, experts) tensor a layer."""
 
 TWO_STAGES = frozenset({"interleaved_1f1b", "zero_bubble"})
 """Pipeline schedules in which a rank has two stages."""
 
 
+QUANTIZED_BLOCK = 64
+"""Weights that share a scale, at most."""
+
+QUANTIZED_CUTS = 8
+"""Ranks, at most, that a row of 4-bit weights can always be cut for between blocks."""
+
+
+def quantized_block(row_length: int) -> int:
+    """Weights a block: 64, or the largest power of two of which an eighth of the row is a multiple; at least 2, a byte.
+
+    11008 has blocks of 32, for 43 of them in an eighth; 4096, 14336 and most others have 64.
+    """
+    return max(2, min(QUANTIZED_BLOCK, (row_length & -row_length) // QUANTIZED_CUTS))
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What rules ask of a language model. The trainer takes it from transformers' configuration, the planner from what
+    a job or a folder states of one; what isn't known makes no rule object."""
+
+    model_type: str | None = None
+    num_layers: int | None = None
+    num_experts: int = 0
+    """Routed ones a layer."""
+    hidden_size: int | None = None
+    split_sizes: Mapping[str, int] = field(default_factory=dict)
+    """The configuration's name -> size, of what tensor parallelism divides."""
+    row_widths: Mapping[str, int] = field(default_factory=dict)
+    """What goes into a row-wise matrix -> its width."""
+    layer_types: frozenset[str] = frozenset()
+    max_positions: int | None = None
+    """None where a longer sequence is no matter."""
+    balances_router: bool = False
+    """Whether the configuration asks for the router's auxiliary loss."""
+
+
 def pipeline_obstacle(
-    model_type: str, num_layers: int, layout: ParallelismSpec, *, num_micro_batches: int, recompute: str
+    model_type: str, num_layers: int | None, layout: ParallelismSpec, *, num_micro_batches: int, recompute: str
 ) -> str | None:
     """Why a model and a batch can't go through the layout's pipeline (of more than one stage)."""
     asked, schedule = f"parallelism.pipeline: {layout.pipeline}", layout.pipeline_schedule
@@ -54,7 +120,7 @@ def pipeline_obstacle(
             f" set it to 1 and use data_shard, or take one of {', '.join(sorted(PIPELINE_FAMILIES))}"
         )
     num_stages = layout.pipeline * (2 if schedule in TWO_STAGES else 1)
-    if num_layers < num_stages:
+    if num_layers is not None and num_layers < num_stages:
         return (
             f"{asked}: {schedule} makes {num_stages} stages, but the model has"
             f" {num_layers} layers; lower it, or use 1f1b, which makes one stage a rank"
@@ -122,18 +188,21 @@ def expert_obstacle(model_type: str, num_experts: int, layout: ParallelismSpec) 
     return None
 
 
-def deepspeed_obstacles(job: JobSpec) -> Iterator[str]:
-    """What of a job DeepSpeed's engine does not do; what a layout says of itself, its own section checks."""
-    training, adapter = job.training, job.model.adapter
-    if adapter is not None and adapter.kind == "qlora":
-        yield "model.adapter: qlora"
-    if training.optimizer.kind != "adamw":
-        yield f"training.optimizer.kind: {training.optimizer.kind}"
-    if training.optimizer.average_decay is not None:
-        yield "training.optimizer.average_decay"
-    if training.on_anomaly == "skip":
-        yield "training.on_anomaly: skip"
-    if training.precision in ("fp64", "fp8"):
-        yield f"training.precision: {training.precision}"
-    if training.compile:
-        yield "training.compile"
+def tensor_obstacle(model: ModelFacts, degree: int, *, is_quantized: bool) -> str | None:
+    """Why a model's matrices can't be cut over so many ranks (more than one). `is_quantized`: they have 4 bits."""
+    known = TENSOR_FAMILIES | OTHER_TENSOR_FAMILIES
+    if model.model_type is not None and model.model_type not in known:
+        return (
+            f"parallelism.tensor: {degree} is not verified for model_type {model.model_type}: set it to 1 and use"
+            f" data_shard, or use one of {', '.join(sorted(known))}"
+        )
+    for name, size in model.split_sizes.items():
+        if size % degree:
+            return f"parallelism.tensor: {degree} does not divide the model's {name} ({size}); choose a divisor of it"
+    for name, width in model.row_widths.items() if is_quantized else ():
+        if width // degree % quantized_block(width):
+            return (
+                f"parallelism.tensor: {degree} cuts the model's {name} ({width}) inside a block of"
+                f" {quantized_block(width)} 4-bit weights; choose a smaller degree, or model.adapter.kind: lora"
+            )
+    return None

@@ -18,6 +18,7 @@ from trainer_testing.families import FAMILIES, adapter
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 from trainyard.errors import InputError
+from trainyard.spec.support import OTHER_TENSOR_FAMILIES
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "support.md"
 ENGINES = {
@@ -128,13 +129,16 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
         "Each number is measured: the worst relative difference from the same job in one process, over losses,",
         f"gradient norms and the validation loss of {STEPS} optimizer steps in float32 with accumulation, clipping and",
         f"unequal sequences, of a tiny model of the family on {WORLD_SIZE} CPU ranks. At most {TOLERANCE:.0e} is",
-        "allowed. What can't be done is refused before anything is read, for the reason that the number in brackets",
-        "names.",
+        "allowed. What can't be done is refused by `plan` and `launch`, and by the trainer before anything is read,",
+        "for the reason that the number in brackets names.",
         "",
         "full: all weights, from a configuration. lora, qlora: adapters of the attention, on a base model read from",
         "files; 4-bit weights are the same numbers under every engine, so qlora is held to the same tolerance.",
         "",
         "Products of these, at up to 8 ranks and in float64, are in the table of `tests/trainer/parity`.",
+        "",
+        "`tensor` also takes, each tried at 2 ranks alone (`pytest -m full tests/trainer/test_more_families.py`) and",
+        f"none proposed by the planner: {', '.join(sorted(OTHER_TENSOR_FAMILIES))}.",
         "",
         "Written by `python -m trainer_testing.support_table` in `tests/trainer`; a test holds that the trainer",
         "refuses what the page says, no more and no less.",

@@ -89,7 +89,6 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
     vocab_is_open = spec.data.tokenizer is None and spec.model.source is None
 
     def tokens(sources: Sequence[DataSource], field: str) -> TokenCache:
-        _refuse_images(sources)
         if field == "train" and are_streamed(sources, streaming=spec.data.streaming):
             return open_streamed_tokens(
                 sources,
@@ -140,15 +139,6 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         tokenizer_digest=tokenizer.digest,
         bad_records=_told(caches),
     )
-
-
-def _refuse_images(sources: Sequence[DataSource]) -> None:
-    for source in sources:
-        if source.format == "webdataset":
-            raise InputError(
-                f"data path {source.path}: webdataset is for images; a causal_lm job reads text, jsonl, parquet or"
-                " tokens"
-            )
 
 
 def _table(cache: TokenCache, field: str, data: DataSpec) -> SequenceTable:

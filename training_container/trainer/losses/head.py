@@ -19,6 +19,7 @@ from trainer.losses import linear as linear_loss
 from trainer.models.attention import attention_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.obstacles import loss_obstacle
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,6 @@ class LossPlan:
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.reason})"
-
-
-def check(job: ResolvedJob) -> None:
-    """InputError, in one line and before anything is read, where training.loss: chunked can't be had with any model."""
-    obstacle = _layout_obstacle(job)
-    if job.spec.training.loss == "chunked" and obstacle is not None:
-        raise _cannot(obstacle)
 
 
 def _cannot(obstacle: str) -> InputError:
@@ -117,18 +111,9 @@ class ScoringHead:
             self._targets = None
 
 
-def _layout_obstacle(job: ResolvedJob) -> str | None:
-    """What of it is known without the model."""
-    if job.spec.task != "causal_lm":
-        return f"task {job.spec.task} computes its own"
-    if job.parallelism.pipeline > 1 and job.parallelism.pipeline_schedule == "zero_bubble":
-        return "zero_bubble goes through the head's gradient twice"
-    return None
-
-
 def _obstacle(model: nn.Module, job: ResolvedJob) -> str | None:
     """Why this model's loss can't be computed in its head; None when it can."""
-    obstacle = _layout_obstacle(job)
+    obstacle = loss_obstacle(job.spec, job.parallelism)
     if obstacle is not None:
         return obstacle
     head: Any = model.get_output_embeddings()  # type: ignore[operator]

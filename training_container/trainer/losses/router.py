@@ -22,41 +22,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from trainer.losses.token_loss import IGNORED_LABEL
-from trainer.models.configuration import configuration_of
-from trainyard.errors import InputError
-from trainyard.spec.job import ResolvedJob
-
-FAMILIES = frozenset({"mixtral", "qwen3_moe"})
-"""Model types whose router logits are tested here; each gives one (tokens, experts) tensor a layer."""
-
-REASONS = {
-    "tensor": "its ranks may route parts of a sequence each",
-    "pipeline": "it couples all layers, and no stage has them all",
-    "context": "it couples all tokens of a micro-batch, and no rank has them all",
-}
 
 
 def is_asked_for(config: PretrainedConfig) -> bool:
     """Whether a model of this configuration trains with it."""
     return bool(getattr(config, "output_router_logits", False))
-
-
-def check(job: ResolvedJob) -> None:
-    """InputError, in one line, where the configuration asks for it and this model or layout can't have it."""
-    config = configuration_of(job)
-    if config is None or not is_asked_for(config):
-        return
-    if config.model_type not in FAMILIES:
-        raise InputError(
-            f"model.config.output_router_logits: the router's auxiliary loss of {config.model_type} is not verified;"
-            f" set it to false, or use one of {', '.join(sorted(FAMILIES))}"
-        )
-    for degree, reason in REASONS.items():
-        if getattr(job.parallelism, degree) > 1:
-            raise InputError(
-                f"model.config.output_router_logits: the router's auxiliary loss is not computed with"
-                f" parallelism.{degree} above 1: {reason}; set it to false, or use data_shard and expert"
-            )
 
 
 def router_loss_sum(forward: nn.Module, output: Any, targets: torch.Tensor) -> torch.Tensor | None:

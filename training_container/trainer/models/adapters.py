@@ -15,10 +15,6 @@ from trainyard.errors import InputError
 from trainyard.spec.job import AdapterSpec
 
 _SHOWN_TARGETS = 12
-_MIXTURES = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"})
-"""Model types with packed experts."""
-_EXPERT_TARGETS = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""Linear layers of dense blocks and shared experts that in a mixture of experts peft takes for the experts' as well."""
 
 
 def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int, computes_in_half: bool = False) -> None:
@@ -67,11 +63,6 @@ def _check_targets(model: PreTrainedModel, adapter: AdapterSpec) -> None:
     tied_head = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
     names = {path.rpartition(".")[2] for path, module in model.named_modules() if _is_linear(module)}
     names -= {path.rpartition(".")[2] for path, module in model.named_modules() if module is tied_head}
-    if model.config.get_text_config().model_type in _MIXTURES and (found := _EXPERT_TARGETS & set(adapter.targets)):
-        raise InputError(
-            f"model.adapter.targets: {', '.join(sorted(found))}: in {model.config.model_type} these are experts too,"
-            " whose weights are packed and get no adapter in this trainer; name layers of the attention"
-        )
     missing = [target for target in adapter.targets if target not in names]
     if missing:
         shown = ", ".join(sorted(names)[:_SHOWN_TARGETS])

@@ -21,10 +21,10 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_3_available
 
-from trainer.models import documents
 from trainer.models.configuration import configuration_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.obstacles import separates_documents
 
 VARLEN = "document_varlen"
 """The name under which transformers knows attention by document offsets."""
@@ -74,12 +74,10 @@ def choose_attention(job: ResolvedJob, config: PretrainedConfig, *, device_type:
 
 
 def check(job: ResolvedJob, *, device_type: str) -> None:
-    """InputError, in one line and before anything is read, for attention or documents that can't be had."""
+    """InputError, in one line and before anything is read, for attention that can't be had here."""
     config = configuration_of(job)
     if config is None or job.spec.task != "causal_lm":
         return
-    if has_separate_documents(job):
-        documents.check(config)
     choose_attention(job, config, device_type=device_type)
 
 
@@ -87,13 +85,20 @@ def attention_of(model: PreTrainedModel, job: ResolvedJob, device: torch.device)
     """One line on what a language model that was built for this job runs."""
     config = model.config.get_text_config()
     if job.parallelism.context > 1:
-        return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context)"
+        return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context{_cost_of_mask(job)})"
     return describe_attention(choose_attention(job, config, device_type=device.type), job, config, device)
 
 
-def has_separate_documents(job: ResolvedJob) -> bool:
-    """Whether packed documents must not see each other."""
-    return job.spec.task == "causal_lm" and job.spec.data.packing and job.spec.data.document_masks
+def _cost_of_mask(job: ResolvedJob) -> str:
+    """Under context parallelism, what packed documents cost: a byte for each of own times all tokens."""
+    if not separates_documents(job.spec):
+        return ""
+    length = job.spec.data.sequence_length
+    size = length // job.parallelism.context * length / 2**30
+    return (
+        f"; packed documents take a mask of {size:.2g} GiB a sequence, which no flash kernel reads:"
+        " data.document_masks: false has none"
+    )
 
 
 def describe_attention(
@@ -117,11 +122,6 @@ def _check_flash_attention_3(job: ResolvedJob, device_type: str) -> None:
         reason = f"runs on Hopper GPUs, and this is {torch.cuda.get_device_name()}"
     elif not is_flash_attn_3_available():
         reason = "needs the package flash_attn_3, which this image does not hold"
-    elif job.spec.training.precision not in HALF_TYPES:
-        reason = f"computes in bf16 and fp16, not in {job.spec.training.precision}"
-    elif has_separate_documents(job) and job.micro_batch_size > 1:
-        # transformers 5.23 finds documents for it in micro-batches of one sequence alone (_is_packed_sequence).
-        reason = "keeps packed documents apart with training.micro_batch_size 1 alone: set that, or"
     else:
         return
     raise InputError(f"model.attention: flash_attention_3 {reason}; set it to auto")
@@ -129,7 +129,7 @@ def _check_flash_attention_3(job: ResolvedJob, device_type: str) -> None:
 
 def _varlen_obstacle(job: ResolvedJob, config: PretrainedConfig, device_type: str) -> str | None:
     """Why documents can't be kept apart by offsets here; None when they can."""
-    if not has_separate_documents(job):
+    if not separates_documents(job.spec):
         return "no packed documents have to be kept apart"
     if job.parallelism.context > 1:
         return "parallelism.context has its own"
@@ -185,11 +185,11 @@ def _supports(config: PretrainedConfig, attention: str) -> bool:
 
 def _needs_mask(job: ResolvedJob, config: PretrainedConfig) -> bool:
     window = getattr(config, "sliding_window", None)
-    return has_separate_documents(job) or (window is not None and window <= job.spec.data.sequence_length)
+    return separates_documents(job.spec) or (window is not None and window <= job.spec.data.sequence_length)
 
 
 def _mask_reason(job: ResolvedJob, config: PretrainedConfig) -> str:
-    if has_separate_documents(job):
+    if separates_documents(job.spec):
         return "a mask keeps packed documents apart"
     return "a mask cuts the window" if _needs_mask(job, config) else "causal, no mask"
 

@@ -12,15 +12,12 @@ import torch
 from torch import nn
 
 from trainer.models.build import transformer_blocks
-from trainer.models.configuration import configuration_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.obstacles import FP8_MULTIPLE
 
 EMULATE = False
 """For tests: the same roundings by products in float32, on any device, and much slower than bf16."""
-
-MULTIPLE = 16
-"""What the sizes of an 8-bit product have to be multiples of: rows, columns and tokens."""
 
 CAPABILITY = (8, 9)
 """The first GPUs with 8-bit units: Ada; then Hopper."""
@@ -32,27 +29,10 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 def check(job: ResolvedJob, *, device_type: str) -> None:
     """InputError, in one line and before anything is read, where a job asks for fp8 that can't be had here.
 
-    What no machine could do (an adapter, DeepSpeed, cut matrices) is refused where the job is read: `JobSpec`.
+    What no machine could do (an adapter, DeepSpeed, odd sizes) is refused before: `JobSpec`, `spec.obstacles`.
     """
     if job.spec.training.precision != "fp8":
         return
-    num_tokens = job.micro_batch_size * job.spec.data.sequence_length // job.parallelism.context
-    if num_tokens % MULTIPLE:
-        raise InputError(
-            f"training.precision: fp8 multiplies multiples of {MULTIPLE} tokens, and a rank's part of a micro-batch is"
-            f" {num_tokens}; change data.sequence_length or training.micro_batch_size, or use bf16"
-        )
-    config = configuration_of(job)
-    hidden_size = getattr(config, "hidden_size", MULTIPLE)
-    if hidden_size % MULTIPLE:
-        raise InputError(
-            f"training.precision: fp8 multiplies matrices of multiples of {MULTIPLE}, and the model's hidden_size is"
-            f" {hidden_size}; use bf16"
-        )
-    if config is not None and config.model_type == "gpt2":
-        raise InputError(
-            "training.precision: fp8 has no layers to convert in gpt2, whose matrices are Conv1D; use bf16"
-        )
     reason = None if EMULATE else _machine_obstacle(device_type)
     reason = reason or _package_obstacle()
     if reason is not None:
@@ -113,8 +93,8 @@ def _obstacle(name: str, layer: Any) -> str | None:
         return "they choose experts"
     if "experts" in path:
         return "their number of tokens differs from step to step"
-    if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
-        return f"their sizes are no multiples of {MULTIPLE}"
+    if layer.in_features % FP8_MULTIPLE or layer.out_features % FP8_MULTIPLE:
+        return f"their sizes are no multiples of {FP8_MULTIPLE}"
     return None
 
 

@@ -1,6 +1,6 @@
 """4-bit storage of frozen weights for QLoRA (Dettmers et al. 2023, arXiv:2305.14314), in plain torch.
 
-A weight is cut into blocks of 64 along its rows (fewer in odd rows, see `block_size_of`). A block keeps its largest
+A weight is cut into blocks of 64 along its rows (fewer in odd rows, see `quantized_block`). A block keeps its largest
 absolute value, and of each weight the nearest of 16 values, NF4: quantiles of a normal distribution scaled to [-1, 1].
 The blocks' largest values are stored in 8 bits themselves (double quantization), as steps between the smallest and the
 largest of their row. That is 0.5 + 1/64 + 8/row bytes a weight: 0.518 for rows of 4096.
@@ -24,6 +24,7 @@ from trainer.models.deferred_weights import WeightSource, source_of
 from trainer.models.sharded_source import Index
 from trainer.optimizers.build import local_tensor
 from trainyard.errors import InputError
+from trainyard.spec.support import quantized_block
 
 NF4 = (
     -1.0,
@@ -45,22 +46,8 @@ NF4 = (
 )
 """The paper's appendix E, and bitsandbytes' table."""
 
-BLOCK_SIZE = 64
-"""Weights that share a scale, in rows long enough."""
-
-MOST_CUTS = 8
-"""Ranks that a row can be cut over, between blocks."""
-
 _CHUNK_ELEMENTS = 1 << 24
 """Weights quantized at once: the float32 copies of a whole embedding-sized matrix would not fit beside it."""
-
-
-def block_size_of(row_length: int) -> int:
-    """64, or the largest power of two of which an eighth of the row is a multiple; at least 2, a byte.
-
-    11008 has blocks of 32, for 43 of them in an eighth; 4096, 14336 and most others have 64.
-    """
-    return max(2, min(BLOCK_SIZE, (row_length & -row_length) // MOST_CUTS))
 
 
 @torch.no_grad()
@@ -77,7 +64,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def _quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    blocks = rows.reshape(rows.size(0), -1, block_size_of(rows.size(1)))
+    blocks = rows.reshape(rows.size(0), -1, quantized_block(rows.size(1)))
     largest = blocks.abs().amax(dim=2)
     low, high = largest.amin(dim=1, keepdim=True), largest.amax(dim=1, keepdim=True)
     step = (high - low) / 255
@@ -115,7 +102,7 @@ def _empty_parts(shape: torch.Size) -> list[nn.Parameter]:
         raise InputError(
             f"model.adapter: qlora stores two weights to a byte, and a layer's rows have {row} of them; use kind: lora"
         )
-    stored = [(row // 2, torch.uint8), (row // block_size_of(row), torch.uint8), (2, torch.int32)]
+    stored = [(row // 2, torch.uint8), (row // quantized_block(row), torch.uint8), (2, torch.int32)]
     return [
         nn.Parameter(torch.empty((*leading, size), dtype=dtype, device="meta"), requires_grad=False)
         for size, dtype in stored

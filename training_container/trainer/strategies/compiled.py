@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from trainer.models.build import transformer_blocks
-from trainer.models.configuration import configuration_of
-from trainer.strategies.expert_parallel import num_experts_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 
@@ -24,39 +22,9 @@ BACKEND = "inductor"
 
 
 def check(job: ResolvedJob, *, device_type: str) -> None:
-    """InputError, in one line, for what is not proved to be the same compiled, or can't be compiled here.
-
-    What the job alone tells, JobSpec has refused, and its planner chooses nothing of this where a job says `auto`.
-    """
-    spec = job.spec
-    if not spec.training.compile:
-        return
-    if job.activation_checkpointing == "selective":
-        raise InputError(
-            "training.compile: can't be had with training.activation_checkpointing: selective, which chooses among"
-            " operations that a compiled block no longer has; use full or none"
-        )
-    if (obstacle := _layout_obstacle(job)) is not None:
-        raise InputError(f"training.compile: {obstacle}")
-    _check_compiler(device_type)
-
-
-def _layout_obstacle(job: ResolvedJob) -> str | None:
-    """What of the job's parallelism a compiled block doesn't survive; None: nothing."""
-    layout = job.parallelism
-    if layout.tensor > 1 and job.activation_checkpointing == "full":
-        # torch 2.13 saves the mesh among the tensors of a recomputed graph, and stops.
-        return (
-            f"is not implemented with parallelism.tensor: {layout.tensor} and training.activation_checkpointing: full"
-            " together; set activation_checkpointing to none, tensor to 1, or compile to false"
-        )
-    config = configuration_of(job)
-    if layout.tensor > 1 and config is not None and num_experts_of(config):
-        return (
-            f"is not implemented with parallelism.tensor: {layout.tensor} for a mixture of experts, whose"
-            " tokens travel in numbers that differ from step to step; use data_shard, or set it to false"
-        )
-    return None
+    """InputError, in one line, where blocks can't be compiled here; what no machine could do was refused before."""
+    if job.spec.training.compile:
+        _check_compiler(device_type)
 
 
 def compile_blocks(model: nn.Module, job: ResolvedJob) -> None:

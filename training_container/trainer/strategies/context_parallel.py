@@ -14,14 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.strategies.base import Batch
-from trainyard.errors import InputError
-from trainyard.spec.job import ResolvedJob
-from trainyard.spec.support import context_obstacle
 
 OTHER_ATTENTION = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models ask for more than a mask, a scale and dropout; none of CONTEXT_FAMILIES does."""
@@ -53,18 +50,6 @@ def shard_batch(batch: Batch, axis: DeviceMesh) -> SequenceShard:
         labels=layout.own_part(targets, dim=1),
         position_ids=layout.own_part(positions, dim=1),
     )
-
-
-def check(config: PretrainedConfig, job: ResolvedJob) -> None:
-    """InputError, in one line, unless the job's sequences, in a model of this configuration, can be cut as it asks."""
-    obstacle = context_obstacle(
-        config.model_type,
-        job.parallelism.context,
-        sequence_length=job.spec.data.sequence_length,
-        attention=job.spec.model.attention,
-    )
-    if obstacle is not None:
-        raise InputError(obstacle)
 
 
 def apply(model: PreTrainedModel, axis: DeviceMesh) -> None:

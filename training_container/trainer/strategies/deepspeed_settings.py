@@ -1,9 +1,8 @@
-"""What DeepSpeed is told: trainyard's fields in its own words, and the rest of its JSON, checked before it is used.
+"""What DeepSpeed is told: trainyard's fields in its own words, and the rest of its JSON, its values checked first.
 
 Imports DeepSpeed, which takes seconds, only where a job has something that needs it to be checked.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,142 +22,18 @@ MAX_LIVE_ELEMENTS = 1_000_000_000
 MAX_OWNERS = 8
 """Ranks to which one bucket of gradients is reduced by a message each; beyond, latency eats what the bytes save."""
 
-_STATED = {
-    "train_batch_size": "training.global_batch_size",
-    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
-    "gradient_accumulation_steps": "training.global_batch_size and training.micro_batch_size",
-    "gradient_clipping": "training.gradient_clip",
-    "optimizer": "training.optimizer",
-    "scheduler": "training.schedule",
-    "fp16": "training.precision",
-    "bf16": "training.precision",
-    "amp": "training.precision",
-    "torch_autocast": "training.precision",
-    "data_types": "training.precision",
-    "communication_data_type": "training.precision",
-    "activation_checkpointing": "training.activation_checkpointing",
-    "compile": "training.compile",
-    "checkpoint": "checkpoint",
-    "zero_force_ds_cpu_optimizer": "parallelism.offload",
-}
-_STATED_ZERO = {
-    "stage": "parallelism.zero_stage",
-    "reduce_bucket_size": "parallelism.zero.reduce_bucket_elements",
-    "allgather_bucket_size": "parallelism.zero.allgather_bucket_elements",
-    "overlap_comm": "parallelism.zero.overlap",
-    "stage3_prefetch_bucket_size": "parallelism.zero.prefetch_elements",
-    "prefetch_bucket_size": "parallelism.zero.prefetch_elements",
-    "stage3_param_persistence_threshold": "parallelism.zero.persistence_threshold_elements",
-    "param_persistence_threshold": "parallelism.zero.persistence_threshold_elements",
-    "stage3_max_live_parameters": "parallelism.zero.max_live_elements",
-    "max_live_parameters": "parallelism.zero.max_live_elements",
-    "cpu_offload": "parallelism.offload",
-    "cpu_offload_param": "parallelism.zero.offload_parameters",
-    "offload_optimizer.device": "parallelism.offload",
-    "offload_optimizer.nvme_path": "parallelism.zero.nvme_path",
-    "offload_param.device": "parallelism.zero.offload_parameters",
-    "offload_param.nvme_path": "parallelism.zero.nvme_path",
-}
-"""DeepSpeed's key -> the field of the job that states it."""
-
-PASSED = frozenset(
-    {
-        "zero_optimization",
-        "aio",
-        "comms_logger",
-        "flops_profiler",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "steps_per_print",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-    }
-)
-"""Sections and switches of DeepSpeed's that change no number of the training."""
-
-PASSED_ZERO = frozenset(
-    {
-        "contiguous_gradients",
-        "reduce_scatter",
-        "allgather_partitions",
-        "use_multi_rank_bucket_allreduce",
-        "sub_group_size",
-        "stage3_max_reuse_distance",
-        "max_reuse_distance",
-        "stage3_module_granularity_threshold",
-        "module_granularity_threshold",
-        "stage3_use_all_reduce_for_fetch_params",
-        "use_all_reduce_for_fetch_params",
-        "stage3_allgather_sequential",
-        "allgather_sequential",
-        "model_persistence_threshold",
-        "stage3_model_persistence_threshold",
-        "ignore_unused_parameters",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
-        "offload_optimizer",
-        "offload_param",
-    }
-)
-"""Of zero_optimization. The others quantize, or lay memory out otherwise than checkpoints know it."""
-
-_PASSED_OFFLOAD = {
-    "offload_optimizer": {"pin_memory", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"},
-    "offload_param": {"pin_memory", "buffer_count", "buffer_size", "max_in_cpu"},
-}
-
-_KINDS: dict[str, tuple[tuple[type, ...], float]] = {
-    "true or false": ((bool,), 0),
-    "a whole number of at least 1": ((int,), 1),
-    "a whole number of at least 0": ((int,), 0),
-    "a whole number, or -1 for all": ((int,), -1),
-    "a number of at least 0": ((int, float), 0),
-    "a file's name, or null": ((str, type(None)), 0),
-}
-"""What a refusal calls it -> its types and its least value."""
-
-_UNMODELLED: dict[str, dict[str, str]] = {
-    "flops_profiler": {
-        "enabled": "true or false",
-        "recompute_fwd_factor": "a number of at least 0",
-        "profile_step": "a whole number of at least 1",
-        "module_depth": "a whole number, or -1 for all",
-        "top_modules": "a whole number of at least 1",
-        "detailed": "true or false",
-        "output_file": "a file's name, or null",
-    },
-    "aio": {
-        "block_size": "a whole number of at least 1",
-        "queue_depth": "a whole number of at least 1",
-        "intra_op_parallelism": "a whole number of at least 1",
-        "single_submit": "true or false",
-        "overlap_events": "true or false",
-        "use_gds": "true or false",
-    },
-}
-"""Sections that DeepSpeed has no models of: their keys, and what `_KINDS` calls their values."""
-
 
 def check(job: ResolvedJob, *, device_type: str) -> None:
-    """InputError, in one line, for what DeepSpeed would refuse later, or not notice."""
+    """InputError, in one line, for what DeepSpeed would refuse later, or not notice, on this machine.
+
+    What no machine could do is refused where the job is read: `trainyard.spec.obstacles`.
+    """
     layout = job.parallelism
     if layout.deepspeed:
-        _check_passed(layout)
+        _check_values(layout.deepspeed)
     if "nvme" in (layout.offload, layout.zero.offload_parameters):
         nvme_offload.check()
-    precision = job.spec.training.precision
-    if precision == "fp64":
-        raise InputError(
-            "training.precision: fp64 is not what DeepSpeed computes in, its optimizer states are float32;"
-            " use engine: torch, or fp32"
-        )
-    if precision == "fp16" and layout.zero_stage == 0:
-        raise InputError(
-            "training.precision: fp16 with zero_stage 0 is not implemented; use engine: torch, or zero_stage 1"
-        )
-    if precision == "fp16" and device_type == "cpu":
+    if job.spec.training.precision == "fp16" and device_type == "cpu":
         raise InputError("training.precision: DeepSpeed has no fp16 on this CPU; use fp32 or bf16, or engine: torch")
 
 
@@ -274,46 +149,8 @@ def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _check_passed(layout: ParallelismSpec) -> None:
-    where = "parallelism.deepspeed"
-    given = layout.deepspeed
-    _refuse_stated(where, given, _STATED)
-    if unknown := sorted(set(given) - PASSED):
-        raise InputError(
-            f"{where}.{unknown[0]}: is not passed to DeepSpeed (nothing of this name, or it changes what is trained);"
-            f" what is: {', '.join(sorted(PASSED))}"
-        )
-    zero = given.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise InputError(f"{where}.zero_optimization: must be a section, is {zero!r}")
-    where = f"{where}.zero_optimization"
-    for section in _PASSED_OFFLOAD:
-        if not isinstance(zero.get(section, {}), dict):
-            raise InputError(f"{where}.{section}: must be a section, is {zero[section]!r}")
-    flat = zero | {
-        f"{section}.{key}": value for section in _PASSED_OFFLOAD for key, value in zero.get(section, {}).items()
-    }
-    _refuse_stated(where, flat, _STATED_ZERO)
-    allowed = PASSED_ZERO | {f"{section}.{key}" for section, keys in _PASSED_OFFLOAD.items() for key in keys}
-    if unknown := sorted(set(flat) - allowed):
-        raise InputError(
-            f"{where}.{unknown[0]}: DeepSpeed has nothing of this name, or it changes what is trained or how memory is"
-            f" laid out, which is not implemented; allowed: {', '.join(sorted(allowed))}"
-        )
-    for section, device in (("offload_optimizer", layout.offload), ("offload_param", layout.zero.offload_parameters)):
-        if section in zero and device == "none":
-            raise InputError(f"{where}.{section}: nothing is offloaded; set {_STATED_ZERO[section + '.device']}")
-    _check_values(given)
-
-
-def _refuse_stated(where: str, given: dict[str, Any], stated: dict[str, str]) -> None:
-    for key in given:
-        if key in stated:
-            raise InputError(f"{where}.{key}: trainyard states this itself; set {stated[key]} instead")
-
-
 def _check_values(given: dict[str, Any]) -> None:
-    """By DeepSpeed's own models."""
+    """By DeepSpeed's own models; keys, and sections that it has no models of, were checked where the job was read."""
     load_deepspeed()
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
@@ -327,31 +164,11 @@ def _check_values(given: dict[str, Any]) -> None:
         "csv_monitor": CSVConfig,
     }
     for section, value in given.items():
-        where = f"parallelism.deepspeed.{section}"
-        if section in _UNMODELLED:
-            _check_unmodelled(where, value, _UNMODELLED[section])
-        elif section in models:
+        if section in models:
             try:
                 models[section](**value)
             except (ValidationError, TypeError) as error:
-                raise InputError(f"{where}: {_first_line(error)}") from None
-        elif section == "steps_per_print":
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{where}: must be a number of steps, is {value!r}")
-        elif not isinstance(value, bool):
-            raise InputError(f"{where}: must be true or false, is {value!r}")
-
-
-def _check_unmodelled(where: str, value: Any, kinds: dict[str, str]) -> None:
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: must be a section, is {value!r}")
-    if wrong := sorted(set(value) - set(kinds), key=str):
-        raise InputError(f"{where}: {wrong[0]} is nothing that it has; it has {', '.join(sorted(kinds))}")
-    for key, given in value.items():
-        types, least = _KINDS[kinds[key]]
-        is_number = isinstance(given, int | float) and not isinstance(given, bool)
-        if type(given) not in types or (is_number and not (given >= least and math.isfinite(given))):
-            raise InputError(f"{where}.{key}: must be {kinds[key]}, is {given!r}")
+                raise InputError(f"parallelism.deepspeed.{section}: {_first_line(error)}") from None
 
 
 def _first_line(error: ValidationError | TypeError) -> str:

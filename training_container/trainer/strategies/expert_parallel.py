@@ -24,11 +24,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
-from trainyard.spec.support import expert_obstacle
 
 EXPERT_DIM = 0
 """The dimension of an expert weight that the expert and tensor axes split."""
@@ -49,19 +48,6 @@ def build_mesh(layout: ParallelismSpec, device_type: str) -> DeviceMesh:
         (layout.pipeline, layout.data_replicate, num_copies, layout.expert, layout.tensor),
         mesh_dim_names=("pipeline", "data_replicate", "expert_shard", "expert", "tensor"),
     )
-
-
-def check(config: PretrainedConfig, layout: ParallelismSpec) -> None:
-    """InputError, in one line, unless a model of this configuration can have its experts spread as `layout` asks."""
-    obstacle = expert_obstacle(config.model_type, num_experts_of(config), layout)
-    if obstacle is not None:
-        raise InputError(obstacle)
-
-
-def num_experts_of(config: PretrainedConfig) -> int:
-    """Routed experts a layer; 0 for a model without."""
-    names = ("num_local_experts", "n_routed_experts", "num_experts")
-    return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
 
 
 def apply(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[nn.Module]:

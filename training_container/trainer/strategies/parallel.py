@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trainer.models.build import transformer_blocks
-from trainer.models.configuration import configuration_of
+from trainer.models.facts import num_experts_of
 from trainer.optimizers.build import local_tensor
 from trainer.runtime import Runtime
-from trainer.strategies import context_parallel, expert_parallel, pipeline, tensor_parallel
+from trainer.strategies import context_parallel, expert_parallel, tensor_parallel
 from trainer.strategies.base import Batch, Clock
 from trainer.strategies.fsdp import fill_shards, precision_policy, reshard, shard_weights, synchronization
 from trainer.strategies.mesh import Mesh, data_parallel_rank
@@ -74,7 +74,7 @@ class ProductStrategy(TorchStrategy):
 
     def _spread_experts(self, model: PreTrainedModel) -> None:
         layout = self._job.parallelism
-        if layout.expert > 1 or (layout.tensor > 1 and expert_parallel.num_experts_of(model.config.get_text_config())):
+        if layout.expert > 1 or (layout.tensor > 1 and num_experts_of(model.config.get_text_config())):
             experts = expert_parallel.build_mesh(layout, self._device.type)
             expert_parallel.apply(model, experts, precision_policy(self._job.spec.training.precision))
 
@@ -140,22 +140,6 @@ class ProductStrategy(TorchStrategy):
         for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
             num_shards *= 1 if placement.is_replicate() else size
         return layout.world_size // layout.pipeline // num_shards
-
-
-def check_product(job: ResolvedJob) -> None:
-    """InputError, in one line, for a product that this model or trainer can't do."""
-    layout = job.parallelism
-    config = configuration_of(job)
-    if config is None:
-        return  # what is wrong with it is said where the model is built
-    if layout.tensor > 1:
-        tensor_parallel.check(config, job)
-    if layout.pipeline > 1:
-        pipeline.check(config, job)
-    if layout.context > 1:
-        context_parallel.check(config, job)
-    if layout.expert > 1 or (layout.tensor > 1 and expert_parallel.num_experts_of(config)):
-        expert_parallel.check(config, layout)
 
 
 def name_of(layout: ParallelismSpec) -> str:

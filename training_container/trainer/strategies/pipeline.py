@@ -21,13 +21,12 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import _PipelineSchedule
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainer.losses.head import ScoringHead
 from trainer.strategies.base import Clock
-from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
-from trainyard.spec.support import TWO_STAGES, pipeline_obstacle
+from trainyard.spec.support import TWO_STAGES
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -35,19 +34,6 @@ SCHEDULES: dict[str, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleZBVZeroBubble,
 }
-
-
-def check(config: PretrainedConfig, job: ResolvedJob) -> None:
-    """InputError, in one line, unless the job's model and batch can go through its pipeline."""
-    obstacle = pipeline_obstacle(
-        config.model_type,
-        config.num_hidden_layers,
-        job.parallelism,
-        num_micro_batches=job.gradient_accumulation_steps,
-        recompute=job.activation_checkpointing,
-    )
-    if obstacle is not None:
-        raise InputError(obstacle)
 
 
 def stages_of_rank(schedule: str, place: int, num_ranks: int) -> list[int]:

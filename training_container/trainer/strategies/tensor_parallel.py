@@ -28,11 +28,10 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.models.quantized import QuantizedLinear, block_size_of
+from trainer.models.quantized import QuantizedLinear
 from trainer.optimizers.build import local_tensor
 from trainer.strategies import expert_parallel
 from trainyard.errors import InputError
-from trainyard.spec.job import ResolvedJob
 from trainyard.spec.support import EXPERT_FAMILIES
 
 COLUMN, ROW, FUSED, EXPERTS = "colwise", "rowwise", "fused_qkv", "moe_tp_experts"
@@ -61,9 +60,12 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 """By model type, what is missing in transformers' plan: V3's leaves its attention whole, GPT-2 has none."""
 
 
-def check(config: PretrainedConfig, job: ResolvedJob) -> None:
-    """InputError, in one line, unless the job's model, of this configuration, can be split as it asks."""
-    degree, plan = job.parallelism.tensor, plan_of(config)
+def check(config: PretrainedConfig, degree: int) -> None:
+    """InputError, in one line, unless this transformers' plan for the job's model is one that can be carried out.
+
+    Which families and sizes can be split, `trainyard.spec.support` says; a plan may differ between versions.
+    """
+    plan = plan_of(config)
     if not plan:
         raise InputError(
             f"parallelism.tensor: {degree}: transformers has no tensor-parallel plan for {config.model_type};"
@@ -77,38 +79,6 @@ def check(config: PretrainedConfig, job: ResolvedJob) -> None:
             f"parallelism.tensor: {degree}: the plan of {config.model_type} has parts that this trainer does not split"
             f" ({', '.join(unknown)}); set it to 1 and use data_shard, pipeline or expert"
         )
-    sizes = {"num_attention_heads": None, "num_key_value_heads": "num_attention_heads", "intermediate_size": None}
-    if any("shared_experts" in name for name in plan):
-        sizes["moe_intermediate_size"] = None
-    for field, fallback in sizes.items():
-        size = getattr(config, field, None) or getattr(config, fallback or field, None)
-        if size is not None and size % degree:
-            raise InputError(
-                f"parallelism.tensor: {degree} does not divide the model's {field} ({size}); choose a divisor of it"
-            )
-    if job.spec.model.adapter is not None and job.spec.model.adapter.kind == "qlora":
-        _check_blocks(config, degree)
-
-
-def _check_blocks(config: PretrainedConfig, degree: int) -> None:
-    """What goes into a row-wise matrix is cut where a block of 4-bit weights ends."""
-    head_size = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
-    head_size = head_size or config.hidden_size // config.num_attention_heads
-    widths = {"heads": config.num_attention_heads * head_size, "intermediate_size": _intermediate_size(config)}
-    if getattr(config, "n_shared_experts", None):
-        widths["shared experts"] = config.moe_intermediate_size * config.n_shared_experts
-    for name, width in widths.items():
-        if width is not None and width // degree % block_size_of(width):
-            raise InputError(
-                f"parallelism.tensor: {degree} cuts the model's {name} ({width}) inside a block of"
-                f" {block_size_of(width)} 4-bit weights; choose a smaller degree, or model.adapter.kind: lora"
-            )
-
-
-def _intermediate_size(config: PretrainedConfig) -> int:
-    """GPT-2 calls it n_inner, and means four times its hidden size where that is null."""
-    stated = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
-    return int(stated or 4 * config.hidden_size)
 
 
 def plan_of(config: PretrainedConfig) -> dict[str, str]:

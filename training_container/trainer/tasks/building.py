@@ -149,16 +149,6 @@ def image_data(
     )
 
 
-def check_layout(job: ResolvedJob) -> None:
-    """InputError for the ways to split a model that are made for language models alone."""
-    for degree in ("tensor", "pipeline", "context", "expert"):
-        if getattr(job.parallelism, degree) > 1:
-            raise InputError(
-                f"parallelism.{degree}: {getattr(job.parallelism, degree)} splits language models alone; task"
-                f" {job.spec.task} trains with data_replicate, data_shard, or engine: deepspeed with a zero_stage"
-            )
-
-
 def one_line(error: BaseException) -> str:
     """An error's text, for the end of a one-line message."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -15,7 +15,7 @@ from trainer.data import IGNORED_LABEL, JobData, part_cache
 from trainer.data.bad_records import BadRecordError
 from trainer.tasks.base import Task
 from trainer.tasks.batch_norm import replace_batch_norms
-from trainer.tasks.building import check_layout, config_of, finished, image_data, outlined
+from trainer.tasks.building import config_of, finished, image_data, outlined
 from trainer.tasks.images import ImageTransform, Pixels, Preprocessing
 from trainer.tasks.samples import SampleTable, image_of
 from trainyard.errors import InputError
@@ -119,20 +119,7 @@ class ImageClassification(Task):
 
     def check(self, job: ResolvedJob) -> None:
         """See Task."""
-        check_layout(job)
         spec, images = job.spec, job.spec.images or ImageSpec()
-        if spec.model.adapter is not None:
-            raise InputError("model.adapter: task image_classification trains whole models; leave the adapter out")
-        if spec.training.optimizer.kind not in ("adamw", "sgd"):
-            raise InputError(
-                f"training.optimizer.kind: {spec.training.optimizer.kind} is not verified on convolutions; task"
-                " image_classification takes sgd or adamw"
-            )
-        if job.activation_checkpointing != "none":
-            raise InputError(
-                f"training.activation_checkpointing: {job.activation_checkpointing}: task image_classification keeps"
-                " its activations (a second pass would count a batch twice in running averages); set none"
-            )
         model_type = _config(job).model_type
         if model_type not in _WITH_BATCH_NORM:
             return

@@ -27,7 +27,7 @@ from trainer.losses.token_loss import next_token_loss_sum
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES
 from trainer.tasks.base import Task
-from trainer.tasks.building import check_layout, config_of, finished, image_data, outlined
+from trainer.tasks.building import config_of, finished, image_data, outlined
 from trainer.tasks.images import ImageTransform, Pixels, Preprocessing
 from trainer.tasks.samples import SampleTable, image_of
 from trainyard.errors import InputError
@@ -237,22 +237,6 @@ class VisionLanguage(Task):
 
     def check(self, job: ResolvedJob) -> None:
         """See Task."""
-        check_layout(job)
-        spec = job.spec
-        if spec.data.packing:
-            raise InputError("data.packing: task vision_language pads, one sample a sequence; set packing: false")
-        if spec.training.optimizer.kind != "adamw":
-            raise InputError(
-                f"training.optimizer.kind: {spec.training.optimizer.kind} is not verified on vision towers; task"
-                " vision_language takes adamw"
-            )
-        if spec.model.adapter is not None and spec.model.adapter.kind != "lora":
-            raise InputError("model.adapter: task vision_language takes lora; other kinds are not verified with it")
-        if job.activation_checkpointing != "none":
-            raise InputError(
-                f"training.activation_checkpointing: {job.activation_checkpointing} is not verified for task"
-                " vision_language; set none"
-            )
         _check_config(_config(job), job)
 
     def build_data(

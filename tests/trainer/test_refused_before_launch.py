@@ -1,0 +1,246 @@
+"""What the trainer doesn't do, `resolve` refuses before machines are rented, in the words that the trainer has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer.strategies import check_supported
+from trainer.tasks import task_of
+from trainer_testing.families import FAMILIES
+from trainer_testing.tiny import tiny_job
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from trainyard import planner
+from trainyard.errors import InputError
+from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
+from trainyard.spec.model_types import CAUSAL_LM_TYPES, LINEAR_LAYERS
+from trainyard.spec.obstacles import MEASURES
+
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024, "max_position_embeddings": 8192},
+}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+GPT2 = {"model_type": "gpt2", "n_embd": 512, "n_layer": 6, "n_head": 8, "vocab_size": 1024}
+LORA = {"kind": "lora"}
+QLORA = {"kind": "qlora"}
+FSDP = {"data_shard": 8}
+ZERO = {"engine": "deepspeed", "data_replicate": 8, "zero_stage": 2}
+ZERO_BUBBLE = {"pipeline": 2, "pipeline_schedule": "zero_bubble", "data_shard": 4}
+IMAGES = {"train": [{"path": "x", "format": "webdataset"}], "packing": False}
+
+
+def job_of(
+    config: dict[str, Any], layout: dict[str, Any], source: str | None = None, **sections: Any
+) -> dict[str, Any]:
+    """A job on one host of eight GPUs; `source`: stands for a folder with a configuration."""
+    data: Any = {"train": [{"path": "tenant://x", "format": "tokens"}], "sequence_length": 4096, "packing": True}
+    training: Any = {"steps": 10, "global_batch_size": 64, "learning_rate": 1e-4, "micro_batch_size": 1}
+    job = {
+        "name": "test",
+        "tenant": "acme",
+        "data": data | sections.pop("data", {}),
+        "training": training | sections.pop("training", {}),
+        "model": ({"config": config} if source is None else {"source": source}) | sections.pop("model", {}),
+        "parallelism": layout,
+        "compute": {"backend": "sagemaker", "instance_type": "ml.p5.48xlarge", "instance_count": 1},
+    }
+    return job | sections
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "a pipeline of gemma2": (job_of(LLAMA | {"model_type": "gemma2"}, {"pipeline": 2, "data_shard": 4}), "gemma2"),
+    "phi3's sequences": (job_of(LLAMA | {"model_type": "phi3"}, {"context": 2, "data_shard": 4}), "context: 2"),
+    "phi3's matrices": (job_of(LLAMA | {"model_type": "phi3"}, {"tensor": 2, "data_shard": 4}), "tensor: 2"),
+    "zero_bubble recomputed": (
+        job_of(LLAMA, ZERO_BUBBLE, training={"activation_checkpointing": "full"}),
+        "zero_bubble computes two",
+    ),
+    "zero_bubble with experts": (job_of(MIXTRAL, ZERO_BUBBLE | {"expert": 2}), "zero_bubble takes weight gradients"),
+    "too few layers": (
+        job_of(LLAMA, {"pipeline": 4, "pipeline_schedule": "interleaved_1f1b", "data_shard": 2}),
+        "makes 8 stages, but the model has 6 layers",
+    ),
+    "context, eager": (job_of(LLAMA, {"context": 8}, model={"attention": "eager"}), "model.attention: eager"),
+    "context, odd": (job_of(LLAMA, {"context": 8}, data={"sequence_length": 4090}), "use 4080"),
+    "deepspeed, muon": (job_of(LLAMA, ZERO, training={"optimizer": {"kind": "muon"}}), "optimizer.kind: muon"),
+    "deepspeed, sgd": (job_of(LLAMA, ZERO, training={"optimizer": {"kind": "sgd"}}), "optimizer.kind: sgd"),
+    "deepspeed, average": (job_of(LLAMA, ZERO, training={"optimizer": {"average_decay": 0.9}}), "average_decay"),
+    "deepspeed, skip": (job_of(LLAMA, ZERO, training={"on_anomaly": "skip"}), "on_anomaly: skip"),
+    "deepspeed, fp64": (job_of(LLAMA, ZERO, training={"precision": "fp64"}), "fp64"),
+    "deepspeed, fp16": (job_of(LLAMA, ZERO | {"zero_stage": 0}, training={"precision": "fp16"}), "zero_stage 0"),
+    "deepspeed, qlora": (job_of(LLAMA, ZERO, source="config", model={"adapter": QLORA}), "qlora"),
+    "deepspeed, key": (job_of(LLAMA, ZERO | {"deepspeed": {"sparse_attention": {}}}), "is not passed to DeepSpeed"),
+    "deepspeed, stated": (
+        job_of(LLAMA, ZERO | {"deepspeed": {"zero_optimization": {"stage": 3}}}),
+        "set parallelism.zero_stage instead",
+    ),
+    "deepspeed, not offloaded": (
+        job_of(LLAMA, ZERO | {"deepspeed": {"zero_optimization": {"offload_param": {"pin_memory": True}}}}),
+        "nothing is offloaded",
+    ),
+    "deepspeed, value": (job_of(LLAMA, ZERO | {"deepspeed": {"dump_state": "yes"}}), "must be true or false"),
+    "deepspeed, aio": (job_of(LLAMA, ZERO | {"deepspeed": {"aio": {"block_size": 0}}}), "at least 1, is 0"),
+    "varlen, fp32": (
+        job_of(LLAMA, FSDP, model={"attention": "varlen"}, training={"precision": "fp32"}),
+        "bf16 and fp16, not in fp32",
+    ),
+    "varlen, no documents": (
+        job_of(LLAMA, FSDP, model={"attention": "varlen"}, data={"document_masks": False}),
+        "no packed documents",
+    ),
+    "flash_attention_3, two sequences": (
+        job_of(LLAMA, FSDP, model={"attention": "flash_attention_3"}, training={"micro_batch_size": 2}),
+        "micro_batch_size 1 alone",
+    ),
+    "fp8, gpt2": (job_of(GPT2, FSDP, training={"precision": "fp8"}), "Conv1D"),
+    "fp8, tokens": (job_of(LLAMA, FSDP, training={"precision": "fp8"}, data={"sequence_length": 4090}), "is 4090"),
+    "adamw_8bit, fp64": (
+        job_of(LLAMA, FSDP, training={"precision": "fp64", "optimizer": {"kind": "adamw_8bit"}}),
+        "adamw_8bit",
+    ),
+    "best of what isn't measured": (
+        job_of(
+            *(LLAMA, FSDP),
+            checkpoint={"keep_best": {"metric": "validation_top1_accuracy"}},
+            data={"validation": [{"path": "tenant://y", "format": "tokens"}]},
+        ),
+        "is not measured by this task",
+    ),
+    "loss of zero_bubble": (job_of(LLAMA, ZERO_BUBBLE, training={"loss": "chunked"}), "loss: chunked"),
+    "router's loss, cut": (
+        job_of(MIXTRAL | {"output_router_logits": True}, {"tensor": 2, "data_shard": 4}),
+        "parallelism.tensor above 1",
+    ),
+    "router's loss, family": (
+        job_of(LLAMA | {"output_router_logits": True}, FSDP),
+        "auxiliary loss of llama is not verified",
+    ),
+    "experts, compiled": (job_of(MIXTRAL, {"tensor": 2, "data_shard": 4}, training={"compile": True}), "of experts"),
+    "mamba, packed": (job_of({"model_type": "mamba"}, FSDP), "document_masks"),
+    "unknown type": (job_of(LLAMA | {"model_type": "llamma"}, FSDP), "did you mean llama?"),
+    "too long": (job_of(LLAMA | {"max_position_embeddings": 2048}, FSDP), "has 2048 positions"),
+    "images for language": (job_of(LLAMA, FSDP, data=IMAGES), "webdataset is for images"),
+    "no template": (
+        job_of(LLAMA, FSDP, data={"train": [{"path": "x", "format": "jsonl", "messages_field": "m"}]}),
+        "messages_field: needs a chat template",
+    ),
+    "lora of nothing": (
+        job_of(LLAMA, FSDP, source="config", model={"adapter": LORA | {"targets": ["nothing"]}}),
+        "no linear layer",
+    ),
+    "lora of experts": (
+        job_of(MIXTRAL, FSDP, source="config", model={"adapter": LORA | {"targets": ["up_proj"]}}),
+        "these are experts too",
+    ),
+    "lora of the head, in a pipeline": (
+        job_of(
+            *(LLAMA, {"pipeline": 2, "data_shard": 4}),
+            source="config",
+            model={"adapter": LORA | {"targets": ["lm_head"]}},
+        ),
+        "first pipeline stages",
+    ),
+    "images, tensor": (
+        job_of({"model_type": "vit"}, {"tensor": 8}, task="image_classification", data=IMAGES),
+        "splits language models alone",
+    ),
+    "images, muon": (
+        job_of(
+            *({"model_type": "resnet"}, {"data_replicate": 8}),
+            task="image_classification",
+            data=IMAGES,
+            training={"optimizer": {"kind": "muon"}},
+        ),
+        "not verified on convolutions",
+    ),
+    "images, lora": (
+        job_of(LLAMA, FSDP, source="config", task="image_classification", data=IMAGES, model={"adapter": LORA}),
+        "leave the adapter out",
+    ),
+    "images, recomputed": (
+        job_of(
+            *({"model_type": "resnet"}, {"data_replicate": 8}),
+            task="image_classification",
+            data=IMAGES,
+            training={"activation_checkpointing": "full"},
+        ),
+        "keeps its activations",
+    ),
+    "images and text, packed": (
+        job_of(LLAMA, FSDP, source="config", task="vision_language", data=IMAGES | {"packing": True}),
+        "set packing: false",
+    ),
+}
+
+
+def resolved(job: JobSpec) -> ResolvedJob:
+    """What a planner that refuses nothing would give the trainer."""
+    layout = job.parallelism
+    assert isinstance(layout, ParallelismSpec)
+    assert isinstance(job.training.micro_batch_size, int)
+    stated = job.training.activation_checkpointing
+    return ResolvedJob(
+        spec=job,
+        parallelism=layout,
+        num_hosts=1,
+        processes_per_host=layout.world_size,
+        steps=10,
+        micro_batch_size=job.training.micro_batch_size,
+        gradient_accumulation_steps=job.global_batch_size // layout.data_parallel_size // job.training.micro_batch_size,
+        activation_checkpointing="none" if stated == "auto" else stated,
+        learning_rate=1e-4,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_launch_is_refused_in_the_trainers_words(case: str, tmp_path: Path) -> None:
+    written, words = CASES[case]
+    if "source" in written["model"]:
+        config = LLAMA if "experts" not in case else MIXTRAL
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        written = written | {"model": written["model"] | {"source": str(tmp_path)}}
+    job = parse(JobSpec, written, "job")
+    with pytest.raises(InputError) as at_launch:
+        planner.resolve(job)
+    assert words in str(at_launch.value)
+    with pytest.raises(InputError) as at_start:
+        check_supported(resolved(job), device_type="cuda")
+    if case != "mamba, packed":  # of which transformers knows the layers, and a configuration doesn't state them
+        assert str(at_start.value) == str(at_launch.value)
+
+
+def test_what_goes_together_is_launched() -> None:
+    for layout in ({"pipeline": 2, "data_shard": 4}, {"context": 2, "data_shard": 4}, {"tensor": 2, "data_shard": 4}):
+        planner.resolve(parse(JobSpec, job_of(LLAMA, layout), "job"))
+    planner.resolve(parse(JobSpec, job_of(LLAMA, ZERO | {"deepspeed": {"aio": {"block_size": 4096}}}), "job"))
+
+
+def test_zero_bubble_recomputes_nothing_unless_it_is_told_to() -> None:
+    job = job_of(LLAMA | {"num_hidden_layers": 200, "hidden_size": 8192, "intermediate_size": 65536}, ZERO_BUBBLE)
+    assert planner.resolve(parse(JobSpec, job, "job")).activation_checkpointing == "none"
+
+
+def test_types_and_layers_are_those_of_transformers() -> None:
+    here = {config.model_type for config in AutoModelForCausalLM._model_mapping}
+    assert here <= CAUSAL_LM_TYPES, "a type that transformers has would be refused"
+    for settings in FAMILIES.values():
+        model_type = str(settings["model_type"])
+        stated = dict(settings)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(stated.pop("model_type"), **stated))
+        modules = model.named_modules()
+        linear = {name.rpartition(".")[2] for name, module in modules if isinstance(module, torch.nn.Linear | Conv1D)}
+        assert linear <= LINEAR_LAYERS[model_type], "an adapter of a layer that the model has would be refused"
+
+
+def test_validations_measure_what_may_be_kept_as_best() -> None:
+    for name, measures in MEASURES.items():
+        job = tiny_job("single", 1)
+        task = task_of(job.model_copy(update={"spec": job.spec.model_copy(update={"task": name})}))
+        own = ("loss", *(["perplexity"] if task.unit == "tokens" else []), *task.measures)
+        assert measures == own

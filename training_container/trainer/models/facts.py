@@ -1,0 +1,69 @@
+"""What the rules of `trainyard.spec.obstacles` ask of a model, from transformers' configuration of it."""
+
+from transformers import PretrainedConfig
+
+from trainer.models.configuration import configuration_of
+from trainyard.spec.job import ResolvedJob
+from trainyard.spec.support import ModelFacts
+
+
+def facts_of(job: ResolvedJob) -> ModelFacts:
+    """The job's language model; nothing is known of one whose configuration is no good, which is said where it is
+    built."""
+    stated = job.spec.model.config
+    config = configuration_of(job) if job.spec.task == "causal_lm" else None
+    if config is None:
+        return ModelFacts()
+    # A new model gets as many positions as its sequences have, unless the job says how many.
+    is_open = stated is not None and "max_position_embeddings" not in stated
+    return ModelFacts(
+        model_type=config.model_type,
+        num_layers=getattr(config, "num_hidden_layers", None),
+        num_experts=num_experts_of(config),
+        hidden_size=getattr(config, "hidden_size", None),
+        split_sizes=_split_sizes(config),
+        row_widths=_row_widths(config),
+        layer_types=frozenset(getattr(config, "layer_types", None) or ()),
+        max_positions=None if is_open else getattr(config, "max_position_embeddings", None),
+        balances_router=bool(getattr(config, "output_router_logits", False)),
+    )
+
+
+def num_experts_of(config: PretrainedConfig) -> int:
+    """Routed experts a layer; 0 for a model without."""
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+
+
+def _split_sizes(config: PretrainedConfig) -> dict[str, int]:
+    """What tensor parallelism divides; experts go to ranks whole, but for those that all tokens share."""
+    heads = getattr(config, "num_attention_heads", None)
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "moe_intermediate_size": _shared_width(config) and getattr(config, "moe_intermediate_size", None),
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _row_widths(config: PretrainedConfig) -> dict[str, int]:
+    """What goes into row-wise matrices, which are cut where a block of 4-bit weights ends."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return {}
+    head_size = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
+    head_size = head_size or config.hidden_size // heads
+    # GPT-2 calls it n_inner, and means four times its hidden size where that is null.
+    feed_forward = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    widths = {
+        "heads": heads * head_size,
+        "intermediate_size": feed_forward or 4 * config.hidden_size,
+        "shared experts": _shared_width(config),
+    }
+    return {name: int(width) for name, width in widths.items() if width}
+
+
+def _shared_width(config: PretrainedConfig) -> int:
+    shared = getattr(config, "n_shared_experts", None)
+    return shared * config.moe_intermediate_size if shared else 0

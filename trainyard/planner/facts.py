@@ -1,0 +1,76 @@
+"""What the rules of `trainyard.spec.obstacles` ask of a model, from what a job or the folder of its model states."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainyard.errors import InputError
+from trainyard.planner.families import config_from_source
+from trainyard.planner.shapes import ModelShape
+from trainyard.spec.job import JobSpec
+from trainyard.spec.obstacles import job_obstacles
+from trainyard.spec.support import ModelFacts
+
+
+def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
+    """The job's language model, as far as it is known here; `shape`: its sizes, where the formulas know them."""
+    config = _text_config(job) if job.task == "causal_lm" else {}
+    model_type, positions = config.get("model_type"), config.get("max_position_embeddings")
+    facts = ModelFacts(
+        model_type=None if model_type is None else str(model_type),
+        num_layers=_whole(config.get("num_hidden_layers", config.get("n_layer"))),
+        layer_types=frozenset(map(str, config.get("layer_types") or ())),
+        max_positions=_whole(positions),
+        balances_router=bool(config.get("output_router_logits", False)),
+    )
+    return facts if shape is None else _with_sizes(facts, config, shape)
+
+
+def check_job(job: JobSpec, shape: ModelShape | None) -> None:
+    """InputError, in one line, for what the trainer would refuse of the job under every layout."""
+    if (obstacle := next(job_obstacles(job, facts_of(job, shape)), None)) is not None:
+        raise InputError(obstacle)
+
+
+def _with_sizes(facts: ModelFacts, config: Mapping[str, Any], shape: ModelShape) -> ModelFacts:
+    # Some families have no key/value heads of their own, and a configuration that states them all the same.
+    stated = _whole(config.get("num_key_value_heads"))
+    split = {
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": stated or shape.kv_heads,
+        "intermediate_size": shape.ffn,
+        "moe_intermediate_size": shape.moe_ffn if shape.shared_ffn else 0,
+    }
+    rows = {
+        "heads": shape.heads * (_whole(config.get("v_head_dim")) or shape.head_dim),
+        "intermediate_size": shape.ffn,
+        "shared experts": shape.shared_ffn,
+    }
+    return ModelFacts(
+        model_type=facts.model_type,
+        num_layers=shape.layers,
+        num_experts=shape.experts,
+        hidden_size=shape.hidden,
+        split_sizes={name: size for name, size in split.items() if size},
+        row_widths={name: width for name, width in rows.items() if width},
+        layer_types=facts.layer_types,
+        max_positions=facts.max_positions,
+        balances_router=facts.balances_router,
+    )
+
+
+def _text_config(job: JobSpec) -> Mapping[str, Any]:
+    """The configuration, of a model with other parts that of its language model; empty where nothing tells."""
+    stated: Mapping[str, Any] | None = job.model.config
+    if stated is None:
+        assert job.model.source is not None
+        try:
+            stated = config_from_source(job.model.source)
+        except InputError:
+            return {}
+    text = stated.get("text_config")
+    return text if isinstance(text, dict) else stated
+
+
+def _whole(value: object) -> int | None:
+    """A size, where it is one: others are refused by who reads all of them."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
