@@ -180,6 +180,13 @@ def test_what_the_job_asks_for_rules_layouts_out(job: MakeJob, sections: dict[st
     assert [item for item in others if item.engine == "deepspeed"]
 
 
+def test_four_bit_weights_may_be_cut_over_ranks(job: MakeJob) -> None:
+    spec = job(model={"source": "llama-3.1-8b", "adapter": {"kind": "qlora"}})
+    shape = required_shape(spec)
+    found = layouts(spec, machines_of(spec), shape, Rules(spec, shape))
+    assert [item for item in found if item.tensor > 1]
+
+
 def test_run_it_says_what_runs_as_chosen(job: MakeJob) -> None:
     found = found_for(job(training={"steps": 1000}), deadline_hours=24)
     chosen = chosen_of(found)

@@ -32,7 +32,8 @@ CPU = torch.device("cpu")
 def job_with(
     family: str = "Llama", *, asked: str = "auto", data: dict[str, Any] | None = None, **job: Any
 ) -> ResolvedJob:
-    made = tiny_job("single", 1, model=FAMILIES.get(family, FAMILIES["Llama"] | {"model_type": family}), **job)
+    world_size = job.get("parallelism", {}).get("context", 1)
+    made = tiny_job("single", world_size, model=FAMILIES.get(family, FAMILIES["Llama"] | {"model_type": family}), **job)
     model = made.spec.model.model_copy(update={"attention": asked})
     spec = made.spec.model_copy(update={"model": model, "data": made.spec.data.model_copy(update=data or {})})
     return made.model_copy(update={"spec": spec})
@@ -49,6 +50,15 @@ def test_what_runs_is_said_with_its_kernel_and_reason() -> None:
     assert said(job_with("Mistral", data=apart)) == "sdpa, flash kernel (a mask cuts the window)"
     assert said(job_with(asked="eager")) == "eager (model.attention asks for it)"
     assert said(job_with("gemma2")) == "eager (gemma2 has no other in transformers)"
+
+
+def test_what_packed_documents_cost_with_cut_sequences_is_said() -> None:
+    model = build_model(job_with(), vocab_size=VOCAB_SIZE)
+    job = job_with(parallelism={"context": 2}, data={"sequence_length": 131072})
+    told = attention_of(model, job, CPU)
+    assert "of 2 ranks (parallelism.context; packed documents take a mask of 8 GiB a sequence" in told
+    apart = job_with(parallelism={"context": 2}, data={"document_masks": False})
+    assert attention_of(model, apart, CPU) == "sdpa over keys and values of 2 ranks (parallelism.context)"
 
 
 @pytest.mark.parametrize(
