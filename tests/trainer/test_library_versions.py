@@ -2,9 +2,9 @@
 
 Verified with torch 2.11.0 and transformers 5.17.0 (which takes huggingface-hub below 2) together in front of the pinned
 ones on PYTHONPATH: Qwen3 with a tied head and Mixtral under DDP, FSDP2, ZeRO-1 and 3, tensor, pipeline, context and
-expert, and Llama under each schedule, at two ranks against one process, four steps, within 1e-7; and with transformers 5.17.0 alone
-tests/trainer/test_communication_volume.py and the GPU benchmark's --tiny. What stood in the way were parts that differ
-between versions of transformers, which this holds out, and three places that say so where they are met
+expert, and Llama under each schedule, at two ranks against one process, four steps, within 1e-7; and with transformers
+5.17.0 alone tests/trainer/test_communication_volume.py and the GPU benchmark's --tiny. What stood in the way were parts
+that differ between versions of transformers, which this holds out, and three places that say so where they are met
 (`strategies/mesh.py`, `pipeline.py`, `tensor_parallel.py`).
 """
 
