@@ -24,8 +24,9 @@ from trainer import kubernetes as entry
 
 from trainyard.errors import InputError
 from trainyard.launch import kubernetes, watch
-from trainyard.launch.backend import LogCursor, Observation
+from trainyard.launch.backend import AwayError, LogCursor, Observation, say_nothing
 from trainyard.launch.kubernetes import launch_on_kubernetes_here, launch_on_tenants_kubernetes, tenant_places
+from trainyard.launch.kubectl import Kubectl
 from trainyard.launch.kubernetes_backend import STOP_MARK, KubernetesBackend
 from trainyard.launch.kubernetes_manifest import FINAL_EXIT_CODES, GRACE_SECONDS, manifests, object_name
 from trainyard.launch.launcher import new_record, with_destination
@@ -193,10 +194,36 @@ def test_a_submission_is_one_apply_in_the_jobs_own_place(submitted: Submitted, k
 def test_the_next_attempt_takes_the_place_of_the_last(submitted: Submitted, kubectl: FakeKubectl) -> None:
     backend, record, _ = submitted
     backend.submit(record.with_next_attempt(), lambda _: None)
-    delete, apply = kubectl.calls[-2:]
+    delete, _, apply = kubectl.calls[-3:]
     assert "delete" in delete and f"--selector=trainyard/job={JOB_ID},trainyard/attempt!=2" in delete
-    assert "--wait=false" not in delete, "an attempt that still saves would meet the next one"
+    assert "--wait=false" in delete, "a call ends before a pod has saved; how long is asked below"
     assert "apply" in apply and kubectl.applied[2]["metadata"]["name"].endswith("-r2")
+
+
+def test_an_attempt_that_still_saves_does_not_meet_the_next_one(contract: TenantContract, kubectl: FakeKubectl) -> None:
+    record, slept = record_of(pod_job()), []
+    train_job = manifests(record, tenant_places(contract)(record))[2]
+    saves = pod(train_job, 0, running=running())
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            saves["status"]["phase"] = "Succeeded"
+            kubectl.has(saves)
+
+    backend = KubernetesBackend(Kubectl(), tenant_places(contract), sleep=sleep)
+    kubectl.has(saves)
+    said: list[str] = []
+    backend.submit(record.with_next_attempt(), said.append)
+    verbs = [next(verb for verb in ("delete", "get", "apply") if verb in call) for call in kubectl.calls]
+    assert verbs == ["delete", "get", "get", "get", "apply"] and len(slept) == 2
+    assert said[-1] == f"the last attempt still saves: pod {saves['metadata']['name']}"
+    saves["status"]["phase"] = "Running"
+    kubectl.has(saves)
+    slept += [0.0] * 10
+    with pytest.raises(InputError, match=r"an attempt before still has pod \S+, after 190 s"):
+        backend.submit(record.with_next_attempt(), say_nothing)
+    assert "apply" not in kubectl.calls[-1]
 
 
 def observed(
@@ -329,6 +356,62 @@ def test_logs_come_once_in_time_order_from_every_pod(submitted: Submitted, kubec
     kubectl.answers("logs", first, out="2026-01-31T12:05:03.2Z step=2\n2026-01-31T12:05:03.7Z step=3\n")
     assert [line.text for line in backend.read_logs(record, cursor)] == ["step=3"]
     assert any("--since-time=2026-01-31T12:05:03.2Z" in call for call in kubectl.calls)
+
+
+def test_any_bytes_may_be_in_a_log(submitted: Submitted, kubectl: FakeKubectl) -> None:
+    backend, record, (_, _, train_job) = submitted
+    kubectl.has(one := pod(train_job, 0, running=running()))
+    name = one["metadata"]["name"]
+    bar = "2026-01-31T12:05:01.2Z  1%|\r 50%|\x0c \x85 \u2028 \udcff 100%\nunable to go on\n"
+    kubectl.answers("logs", name, out=f"{bar}2026-01-31T13:05:01.25+01:00 step=1\n2026-01-31T12:05:01.3Z \n")
+    cursor = LogCursor()
+    lines = backend.read_logs(record, cursor)
+    assert [line.text for line in lines] == [
+        " 1%|\r 50%|\x0c \x85 \u2028 \ufffd 100%",
+        "unable to go on",
+        "step=1",
+        "",
+    ]
+    assert [line.at_ms % 10000 for line in lines] == [1200, 1200, 1250, 1300]
+    assert backend.read_logs(record, cursor) == []
+
+
+def test_a_log_that_the_machine_lacks_is_said_once(submitted: Submitted, kubectl: FakeKubectl) -> None:
+    backend, record, (_, _, train_job) = submitted
+    kubectl.has(one := pod(train_job, 0, running=running()))
+    kubectl.answers("logs", one["metadata"]["name"], out="unable to retrieve container logs for containerd://ab")
+    cursor = LogCursor()
+    (line,) = backend.read_logs(record, cursor)
+    assert line.text == "unable to retrieve container logs for containerd://ab"
+    assert backend.read_logs(record, cursor) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        'Error from server (NotFound): pods "x" not found\n',
+        'Error from server (BadRequest): container "node" in pod "x" is waiting to start: ContainerCreating\n',
+    ],
+)
+def test_a_pod_that_went_before_its_log_was_read_has_none(
+    words: str, submitted: Submitted, kubectl: FakeKubectl
+) -> None:
+    backend, record, (_, _, train_job) = submitted
+    kubectl.has(*(pods := [pod(train_job, index, running=running()) for index in (0, 1)]))
+    kubectl.answers("logs", pods[0]["metadata"]["name"], err=words, code=1)
+    kubectl.answers("logs", pods[1]["metadata"]["name"], out="2026-01-31T12:05:02Z step=1\n")
+    assert [line.text for line in backend.read_logs(record, LogCursor())] == ["step=1"]
+    kubectl.answers("get", err="Unable to connect to the server: net/http: TLS handshake timeout\n", code=1)
+    with pytest.raises(AwayError, match="does not answer"):
+        backend.read_logs(record, LogCursor())
+
+
+def test_a_job_at_its_deadline_has_not_ended_while_its_pods_save(submitted: Submitted, kubectl: FakeKubectl) -> None:
+    backend, record, (config_map, _, train_job) = submitted
+    train_job["status"] = {"conditions": [condition("Failed", "DeadlineExceeded", "jobset failed")]}
+    pods = [pod(train_job, 0, running=running()), pod(train_job, 1, terminated=terminated(75))]
+    seen = observed(backend, record, kubectl, config_map, train_job, *pods)
+    assert (seen.state, seen.finished) == ("Stopping", False) and "its time limit came" in seen.note
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """Status, stop, resume and following, on a backend that plays a script."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
 
 from trainyard.errors import InputError
 from trainyard.launch import watch
-from trainyard.launch.backend import LogCursor, LogLine, Observation, Say, say_nothing
+from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say, say_nothing
 from trainyard.launch.launcher import new_record
 from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange, StoredRecord
 from trainyard.spec.job import JobSpec, ResolvedJob
@@ -119,6 +119,31 @@ def test_following_ends_with_the_job_and_shows_its_last_lines(store: FolderRecor
     assert states == ["Starting", "Training", "Completed"]
     assert texts == ["line 0", "line 1", "line 2", "the end"]
     assert len(slept) == 2 and max(slept) <= 2.0, "nobody looks at a still screen for more than 2 s"
+
+
+class AwayBackend(ScriptedBackend):
+    """Does not answer the looks whose numbers (from 0) are given."""
+
+    def __init__(self, away: Collection[int], *script: Observation | None) -> None:
+        super().__init__(*script)
+        self.away, self.looks = away, 0
+
+    def observe(self, record: JobRecord) -> Observation | None:
+        self.looks += 1
+        if self.looks - 1 in self.away:
+            raise AwayError("does not answer")
+        return super().observe(record)
+
+
+def test_who_does_not_answer_for_a_while_is_asked_again(store: FolderRecordStore) -> None:
+    seen = watch.watch(store, AwayBackend({1, 2}, TRAINING, COMPLETED), JOB_ID, sleep=lambda _: None)
+    assert [status.state for status, _ in seen] == ["Training", "Completed"]
+    with pytest.raises(AwayError):
+        next(watch.watch(store, AwayBackend({0}, TRAINING), JOB_ID, sleep=lambda _: None))
+    gone = AwayBackend(range(1, 99), TRAINING)
+    with pytest.raises(AwayError):
+        list(watch.watch(store, gone, JOB_ID, sleep=lambda _: None))
+    assert gone.looks == watch.MOST_AWAY_LOOKS + 2
 
 
 def test_resume_is_a_new_attempt_of_the_same_record(store: FolderRecordStore) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from trainyard.errors import InputError
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
 
 Say = Callable[[str], None]
@@ -12,6 +13,10 @@ Say = Callable[[str], None]
 
 def say_nothing(_: str) -> None:
     """For callers that print nothing."""
+
+
+class AwayError(InputError):
+    """Nothing answers where the job runs: the address is wrong, or it is away for a while and the job goes on."""
 
 
 @dataclass(frozen=True)

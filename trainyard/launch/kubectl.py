@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainyard.errors import InputError
+from trainyard.launch.backend import AwayError
 
 CALL_SECONDS = 60.0
 """For one call; a server that takes longer is away, as kubectl's own --request-timeout says before."""
+
+_AWAY = ("was refused", "Unable to connect", "timed out", "no such host", "TLS handshake timeout", "ServiceUnavailable")
+"""In kubectl's words where no server answers."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,10 @@ class Where:
 
     def __str__(self) -> str:
         return f"namespace {self.namespace} of {self.context or 'the current context'}"
+
+
+class NotThereError(InputError):
+    """What the verb was to read is gone, or is not there yet."""
 
 
 class Cluster(Protocol):
@@ -45,7 +53,8 @@ class Kubectl:
         listed = {"apiVersion": "v1", "kind": "List", "items": list(manifest)}
         done = _run(command, json.dumps(listed) if manifest else None)
         if done.returncode:
-            raise InputError(f"kubectl {arguments[0]}: {_refusal(done.stderr or done.stdout, where)}")
+            words = done.stderr or done.stdout
+            raise _kind(words)(f"kubectl {arguments[0]}: {_refusal(words, where)}")
         return done.stdout
 
     def current_context(self) -> str:
@@ -73,11 +82,24 @@ def _run(command: Sequence[str], text: str | None) -> subprocess.CompletedProces
             "(https://kubernetes.io/docs/tasks/tools), then `aws eks update-kubeconfig --name CLUSTER`"
         )
     try:
-        return subprocess.run(
-            ["kubectl", *command], input=text, capture_output=True, text=True, timeout=CALL_SECONDS, check=False
+        # Bytes: a pod's log may hold any, and as text a progress bar's \r would be a line's end.
+        done = subprocess.run(
+            ["kubectl", *command],
+            input=text.encode() if text is not None else None,
+            capture_output=True,
+            timeout=CALL_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise InputError(f"kubectl gave no answer within {CALL_SECONDS:.0f} s; does `kubectl get ns` answer?") from None
+        raise AwayError(f"kubectl gave no answer within {CALL_SECONDS:.0f} s; does `kubectl get ns` answer?") from None
+    out, err = (each.decode("utf-8", "replace") for each in (done.stdout, done.stderr))
+    return subprocess.CompletedProcess(done.args, done.returncode, out, err)
+
+
+def _kind(words: str) -> type[InputError]:
+    if "(NotFound)" in words or "is waiting to start" in words:
+        return NotThereError
+    return AwayError if any(one in words for one in _AWAY) else InputError
 
 
 def _refusal(words: str, where: Where) -> str:
@@ -93,7 +115,7 @@ def _refusal(words: str, where: Where) -> str:
             f"{where}: has no Kubeflow Trainer (or one older than 2.3): helm install kubeflow-trainer "
             "oci://ghcr.io/kubeflow/charts/kubeflow-trainer --namespace kubeflow-system --create-namespace"
         )
-    if "was refused" in line or "Unable to connect" in line or "timed out" in line or "no such host" in line:
+    if any(one in line for one in _AWAY):
         return f"{where}: does not answer: {line}"
     return f"{where}: {line}"
 

@@ -5,6 +5,8 @@ deletes the TrainJob, which tells the pods; the ConfigMap stays and says that it
 with the next one's submission.
 """
 
+import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,8 +14,9 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
-from trainyard.launch.kubectl import Cluster, Where, found
+from trainyard.launch.kubectl import Cluster, NotThereError, Where, found
 from trainyard.launch.kubernetes_manifest import (
+    GRACE_SECONDS,
     LABEL,
     NODE,
     RESUME_EXIT_CODE,
@@ -27,7 +30,13 @@ KINDS = "configmaps,trainjobs.trainer.kubeflow.org,jobsets.jobset.x-k8s.io,pods"
 STOP_MARK = f"{LABEL}/stop-requested"
 _BROKEN_WAITS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError"}
 """Reasons of a container that waits, with which it will wait for ever."""
+_LATER_SECONDS = 60
+"""A pod may take so much longer to go than it is given to save."""
+_POLL_SECONDS = 5
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
+"""A time as a log's line begins with it: RFC 3339, to the nanosecond, in the machine's own time zone."""
 
+_WRITING_KINDS = {"TrainJob", "JobSet", "Pod"}
 PlaceOf = Callable[[JobRecord], KubernetesPlace]
 
 
@@ -35,13 +44,18 @@ class KubernetesBackend:
     """Jobs of one person's clusters, each in the context and namespace that its record names."""
 
     def __init__(
-        self, cluster: Cluster, place_of: PlaceOf, refusals: Callable[[JobRecord], Sequence[str]] = lambda _: ()
+        self,
+        cluster: Cluster,
+        place_of: PlaceOf,
+        refusals: Callable[[JobRecord], Sequence[str]] = lambda _: (),
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`place_of`: where a record's job goes; InputError where nothing takes it any longer. `refusals`: why its
         owner may not start it, beyond what the cluster says."""
         self._cluster = cluster
         self._place_of = place_of
         self._refusals = refusals
+        self._sleep = sleep
 
     def check(self, record: JobRecord) -> None:
         """InputError where the newest attempt is over its owner's limits (and was not forced), or where the cluster
@@ -61,10 +75,28 @@ class KubernetesBackend:
         say(f"submitting {object_name(record)} to {where}")
         if record.attempt.number > 1:
             older = f"{LABEL}/job={record.job_id},{LABEL}/attempt!={record.attempt.number}"
-            # Waits until they are gone: two attempts would write to one place.
             kinds = "trainjobs.trainer.kubeflow.org,trainingruntimes.trainer.kubeflow.org,configmaps"
-            self._cluster.call(where, "delete", kinds, f"--selector={older}", "--cascade=foreground")
+            self._cluster.call(where, "delete", kinds, f"--selector={older}", "--cascade=foreground", "--wait=false")
+            self._wait_for_the_end(where, older, str(record.attempt.number), say)
         self._cluster.call(where, "apply", "--filename=-", manifest=manifests(record, place))
+
+    def _wait_for_the_end(self, where: Where, selector: str, attempt: str, say: Say) -> None:
+        """Until nothing of earlier attempts is left that writes: two would write to one place. Pods are asked about
+        themselves, as those of a job that was at its deadline outlive their TrainJob's children while they save."""
+        left: list[str] = []
+        for _ in range((GRACE_SECONDS + _LATER_SECONDS) // _POLL_SECONDS + 1):
+            kinds = "trainjobs.trainer.kubeflow.org,jobsets.jobset.x-k8s.io,pods"
+            objects = found(self._cluster.call(where, "get", kinds, f"--selector={selector}", "--output=json"))
+            left = [_called(one) for one in objects if _may_write(one, attempt)]
+            if not left:
+                return
+            say(f"the last attempt still saves: {', '.join(left[:3])}")
+            self._sleep(_POLL_SECONDS)
+        raise InputError(
+            f"{where}: an attempt before still has {', '.join(left)}, after {GRACE_SECONDS + _LATER_SECONDS} s; "
+            "on a machine that is lost a pod stays until its node is deleted. Once it can't write any longer: kubectl "
+            "delete pod NAME --force --grace-period=0, then resume again"
+        )
 
     def observe(self, record: JobRecord) -> Observation | None:
         """The newest attempt by its objects; None where the cluster has none of them."""
@@ -114,11 +146,22 @@ class KubernetesBackend:
         name = str(pod["metadata"]["name"])
         last = cursor.positions.get(name, "")
         since = [f"--since-time={last}"] if last else []  # to the second: what is known is left out below
-        text = self._cluster.call(where, "logs", name, f"--container={NODE}", "--timestamps", *since)
+        try:
+            text = self._cluster.call(where, "logs", name, f"--container={NODE}", "--timestamps", *since)
+        except NotThereError:
+            return []  # the pod went since it was listed, or its next container is not there yet
         lines = []
-        for line in text.splitlines():
-            at, _, words = line.partition(" ")
-            if at > last:
+        at = last or _started(pod)
+        # Only at the ends that the server writes: a progress bar's \r and a form feed are within a line.
+        for line in text.removesuffix("\n").split("\n"):
+            stamp, _, words = line.partition(" ")
+            if _STAMP.fullmatch(stamp):
+                at = stamp
+            elif line and at:  # the machine's own word about the log, or the rest of a line
+                words = line
+            else:
+                continue
+            if not last or _nanoseconds(at) > _nanoseconds(last):
                 cursor.positions[name] = at
                 lines.append(LogLine(f"node-{_index(pod)}", words, _milliseconds(at)))
         return lines
@@ -192,20 +235,26 @@ class Look:
         if done := conditions.get("Complete"):
             return "Completed", "", "", done["lastTransitionTime"]
         if failed := conditions.get("Failed"):
-            return (*self._failed(failed), failed["lastTransitionTime"])
+            state, note, failure = self._failed(failed)
+            return state, note, failure, failed["lastTransitionTime"] if state != "Stopping" else ""
         if "Suspended" in conditions:
             return "Queued", _queued_words(self.train_job), "", ""
         return (*self._on_the_way(), "")
 
+    @property
+    def _is_running(self) -> bool:
+        return any(_container(pod).get("state", {}).get("running") for pod in self.pods)
+
     def _deleted(self) -> tuple[str, str, str, str]:
         marks = (self.config_map or {}).get("metadata", {}).get("annotations", {})
-        if any(_container(pod).get("state", {}).get("running") for pod in self.pods) or self.train_job is not None:
+        if self._is_running or self.train_job is not None:
             return "Stopping", "", "", ""
         return "Stopped", "" if STOP_MARK in marks else "somebody else deleted its TrainJob", "", ""
 
     def _failed(self, condition: dict[str, Any]) -> tuple[str, str, str]:
         if condition.get("reason") == "DeadlineExceeded":
-            return "Stopped", "its time limit came; told to save (compute.max_hours)", ""
+            note = "its time limit came; told to save (compute.max_hours)"
+            return "Stopping" if self._is_running else "Stopped", note, ""
         ended = [one for pod in self.pods if (one := _container(pod).get("state", {}).get("terminated"))]
         # The first to end is the cause; the others were told.
         ended.sort(key=lambda one: (one["exitCode"] in (0, RESUME_EXIT_CODE), one.get("finishedAt", "")))
@@ -268,7 +317,24 @@ def _iso(at: str) -> str:
 
 
 def _milliseconds(at: str) -> int:
-    """Since the epoch; Kubernetes' logs have nanoseconds, which datetime does not read."""
-    whole, point, rest = at.partition(".")
-    fraction = rest.rstrip("Z")[:6] if point else ""
-    return round(datetime.fromisoformat(f"{whole}.{fraction}+00:00" if fraction else at).timestamp() * 1000)
+    """Since the epoch."""
+    return _nanoseconds(at) // 1_000_000
+
+
+def _nanoseconds(at: str) -> int:
+    """Since the epoch; datetime reads no nanoseconds, and as text 03.2Z comes after 03.25Z."""
+    stamp = _STAMP.fullmatch(at)
+    assert stamp is not None, at
+    whole, fraction, zone = stamp.groups()
+    return round(datetime.fromisoformat(whole + zone).timestamp()) * 10**9 + int((fraction or "0")[:9].ljust(9, "0"))
+
+
+def _called(item: dict[str, Any]) -> str:
+    return f"{item['kind'].lower()} {item['metadata']['name']}"
+
+
+def _may_write(item: dict[str, Any], attempt: str) -> bool:
+    """Whether it is of another attempt, and is, or makes, a pod that has not ended."""
+    if item["metadata"].get("labels", {}).get(f"{LABEL}/attempt") == attempt or item["kind"] not in _WRITING_KINDS:
+        return False
+    return item["kind"] != "Pod" or item.get("status", {}).get("phase") not in ("Succeeded", "Failed")

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 from trainyard.errors import InputError
 from trainyard.functions import job_resumer
-from trainyard.launch.backend import Backend, LogCursor, LogLine, Observation, Say, say_nothing
+from trainyard.launch.backend import AwayError, Backend, LogCursor, LogLine, Observation, Say, say_nothing
 from trainyard.launch.launcher import submit_attempt
 from trainyard.launch.record import CREATED, JobRecord, RecordConflictError, RecordStore, update
 
 POLL_SECONDS = 1.0
 """Between two looks at a job: DescribeTrainingJob allows far more, and nobody stares at a still screen."""
+MOST_AWAY_LOOKS = 30
+"""So many looks in a row may find nobody that answers; each has waited for an answer itself."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,28 @@ def _refreshed(store: RecordStore, record: JobRecord, observation: Observation) 
 def watch(
     store: RecordStore, backend: Backend, job_id: str, *, sleep: Callable[[float], None]
 ) -> Iterator[tuple[Status, list[LogLine]]]:
-    """The job's state and its new log lines, again and again, until it has ended and its logs are read."""
+    """The job's state and its new log lines, again and again, until it has ended and its logs are read.
+
+    AwayError where nothing answers the first look, or MOST_AWAY_LOOKS later ones: the job goes on without being seen.
+    """
     cursor = LogCursor()
-    attempt = 0
+    attempt, away = 0, MOST_AWAY_LOOKS
     while True:
-        current = status(store, backend, job_id)
-        if current.record.attempt.number != attempt:
-            attempt, cursor = current.record.attempt.number, LogCursor()
-        # Asked before the logs are read: lines written before the end are then always seen.
-        finished = current.finished or current.observation is None
-        yield current, backend.read_logs(current.record, cursor)
+        try:
+            current = status(store, backend, job_id)
+            if current.record.attempt.number != attempt:
+                attempt, cursor = current.record.attempt.number, LogCursor()
+            # Asked before the logs are read: lines written before the end are then always seen.
+            finished = current.finished or current.observation is None
+            lines = backend.read_logs(current.record, cursor)
+        except AwayError:
+            away += 1
+            if away > MOST_AWAY_LOOKS:
+                raise
+            sleep(POLL_SECONDS)
+            continue
+        away = 0
+        yield current, lines
         if cursor.more:
             continue
         if finished:

@@ -29,7 +29,7 @@ with (folder / "calls.jsonl").open("a") as calls:
 for line in (folder / "answers.jsonl").read_text().splitlines()[::-1]:
     answer = json.loads(line)
     if all(word in arguments for word in answer["words"]):
-        sys.stdout.write(answer["out"])
+        sys.stdout.buffer.write(answer["out"].encode("utf-8", "surrogateescape"))
         sys.stderr.write(answer["err"])
         sys.exit(answer["code"])
 sys.exit("no answer to " + " ".join(arguments))
