@@ -1,10 +1,13 @@
 """A candidate against its baseline: judged by the figures, by real jobs of this machine, and never kept if worse."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,13 @@ from trainyard.cli.app import run
 from trainyard.errors import InputError
 from trainyard.operate import canary
 from trainyard.operate.canary import Limits, Ran, Release, Verdict, judge, tried
+from trainyard.spec.base import parse
+from trainyard.spec.job import ComputeSpec, JobSpec
 
+HERE = [
+    *("--set", "compute.instance_type=null", "--set", "compute.spot=false", "--set", "compute.instance_count=1"),
+    *("--set", "compute.max_wait_hours=null"),
+]
 GOOD = Ran("old", "Completed", "", rows_of(40))
 
 
@@ -67,19 +76,79 @@ def test_what_differs_between_the_two_is_told() -> None:
     assert told == ("training.learning_rate: 0.001 -> 0.5", f"image: {old.image} -> r@sha256:2")
 
 
+def test_a_candidate_that_ran_another_image_is_not_as_good() -> None:
+    """Else an image that never ran would be kept for every tenant."""
+    record = record_of()
+    digest = (record.image or "").partition("@")[2]
+    ran = Ran("new", "Completed", "", rows_of(40), record)
+    assert digest and judge(ran, GOOD, Limits(), digest).failed == ()
+    for other in (replace(ran, record=None), replace(ran, record=record.model_copy(update={"image": None}))):
+        assert [check.name for check in judge(other, GOOD, Limits(), digest).failed] == ["image"]
+    assert [check.name for check in judge(ran, GOOD, Limits(), "sha256:other").failed] == ["image"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "told"),
+    [
+        ({"backend": "local"}, "run in no image"),
+        ({"backend": "slurm", "slurm": {"container_image": "/images/x.sqsh"}}, "compute.slurm.container_image"),
+        ({"backend": "kubernetes", "kubernetes": {"image": "r/x@sha256:" + "0" * 64}}, "compute.kubernetes.image"),
+    ],
+)
+def test_an_image_is_not_tried_by_jobs_that_run_another(compute: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        canary.check_runs_released(SimpleNamespace(compute=parse(ComputeSpec, compute, "job")))  # type: ignore[arg-type]
+    canary.check_runs_released(parse(JobSpec, job_content(), "job"))
+
+
+@dataclass
+class Parameter:
+    """What new jobs run."""
+
+    now: str = "old"
+    seen: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+    def make(self, digest: str) -> None:
+        self.now = digest
+        self.seen.append(digest)
+
+    @property
+    def release(self) -> Release:
+        return Release(lambda: self.now, self.make, lambda _: None, self.said.append)
+
+
 def test_the_old_image_comes_back_whatever_came_in_between() -> None:
-    released: list[str] = []
-    release = Release("old", released.append)
-    assert tried(release, "new", lambda: verdict_of(rows_of(40))).failed == () and released == ["new"]
-    for ending in (InputError, KeyboardInterrupt):
-        released.clear()
+    parameter = Parameter()
+    verdict = tried(parameter.release, "old", "new", lambda: verdict_of(rows_of(40)))
+    assert verdict.failed == () and verdict.image_now == "new" and parameter.seen == ["new"]
 
-        def end(kind: type[BaseException] = ending) -> Verdict:
-            raise kind
+    def end(kind: type[BaseException] | signal.Signals) -> Verdict:
+        if isinstance(kind, signal.Signals):
+            signal.raise_signal(kind)
+            pytest.fail("it went on")
+        raise kind
 
-        with pytest.raises(ending):
-            tried(release, "new", end)
-        assert released == ["new", "old"]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    for ending in (InputError, KeyboardInterrupt, signal.SIGTERM, signal.SIGHUP):
+        parameter = Parameter()
+        with pytest.raises(KeyboardInterrupt if isinstance(ending, signal.Signals) else ending):
+            tried(parameter.release, "old", "new", lambda kind=ending: end(kind))  # type: ignore[misc]
+        assert parameter.seen == ["new", "old"]
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+
+
+def test_what_somebody_else_released_meanwhile_stays() -> None:
+    parameter = Parameter()
+
+    def worse() -> Verdict:
+        parameter.now = "hotfix"
+        return verdict_of(rows_of(40, seconds=2.0))
+
+    verdict = tried(parameter.release, "old", "new", worse)
+    assert (
+        verdict.failed and verdict.image_now == parameter.now == "hotfix" and "hotfix was released" in parameter.said[0]
+    )
 
 
 @pytest.fixture
@@ -97,6 +166,9 @@ def job_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["--set", "training.learning_rat=1"], "did you mean 'learning_rate'?"),
         (["--image", "sha256:12", "--backend", "local"], "run in no image"),
         (["--set", "training.seed=1", "--gate", "loss<=1"], "--gate: is for --promote"),
+        (["--set", "training.seed=1", "--promote"], "--promote: needs --gate"),
+        (["--set", "training.seed=1", "--promote", "--gate", "loss!1"], "'loss!1': is no condition"),
+        (["--image", "sha256:12", "--set", "compute.backend=local", *HERE], "run in no image"),
         (["--set", "training.seed=1", "--against", "Not_A_Job"], "must look like"),
     ],
 )
@@ -117,7 +189,13 @@ def test_the_verb_tells_all_checks_keeps_them_and_promotes_only_what_is_as_good(
     job_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promoted: list[str] = []
-    monkeypatch.setattr("trainyard.cli.exporting.promote", lambda job, **_: promoted.append(job))
+
+    def promote(job: str, *, gate: list[str], as_json: bool, **_: Any) -> None:
+        assert gate == ["loss<=9"] and as_json
+        promoted.append(job)
+        print(json.dumps({"model_package": "arn"}))
+
+    monkeypatch.setattr("trainyard.cli.exporting.promote", promote)
     seconds = {"baseline": 1.0, "candidate": 1.5}
 
     def run_job(_: Path, options: Sequence[str], folder: Path, name: str, *__: Any) -> Ran:
@@ -125,7 +203,8 @@ def test_the_verb_tells_all_checks_keeps_them_and_promotes_only_what_is_as_good(
         return Ran(f"{name}-1", "Completed", "", rows_of(40, seconds=seconds[name]))
 
     monkeypatch.setattr(canary, "run_job", run_job)
-    verb = ["canary", job_path, "--set", "training.seed=2", "--promote", "--evidence", str(tmp_path / "seen"), "--json"]
+    verb = ["canary", job_path, "--set", "training.seed=2", "--promote", "--gate", "loss<=9"]
+    verb += ["--evidence", str(tmp_path / "seen"), "--json"]
     assert run(verb) == 1
     printed = capsys.readouterr()
     document = json.loads(printed.out)
@@ -134,7 +213,9 @@ def test_the_verb_tells_all_checks_keeps_them_and_promotes_only_what_is_as_good(
         *("before.json", "verdict.json", "baseline-metrics.jsonl", "candidate-metrics.jsonl")
     }
     seconds["candidate"] = 1.0
+    capsys.readouterr()
     assert run(verb) == 0 and promoted == ["candidate-1"]
+    assert json.loads(capsys.readouterr().out)["promoted"] == {"model_package": "arn"}, "one document"
 
 
 @pytest.mark.full

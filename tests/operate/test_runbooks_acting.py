@@ -10,10 +10,13 @@ import botocore.client
 import botocore.loaders
 import botocore.session
 import pytest
-from launch_testing import JOB_ID
+import yaml
+from launch_testing import JOB_ID, job_content
 from runbook_testing import record_of, rows_of
 
 from trainyard.errors import AwsRefusedError, JobFailedError
+from trainyard.launch import watch
+from trainyard.launch.backend import Observation
 from trainyard.launch.backends import ByRecord
 from trainyard.launch.local_backend import LocalBackend
 from trainyard.launch.place import Place
@@ -323,7 +326,7 @@ def test_a_bucket_that_is_open_or_keeps_no_versions_fails_the_audit(
 
 
 def test_a_worse_image_is_rolled_back_whatever_the_reason(
-    tenant: TenantContract, run: Any, deployed: Account, monkeypatch: pytest.MonkeyPatch
+    tenant: TenantContract, run: Any, deployed: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ecr, ssm = deployed.client("ecr"), deployed.client("ssm")
     ecr.create_repository(repositoryName="trainyard")
@@ -353,10 +356,13 @@ def test_a_worse_image_is_rolled_back_whatever_the_reason(
             raise KeyboardInterrupt
         rows = rows_of(40, seconds=1.3 if ending == "slower" else 1.0, loss=2.2 if ending == "worse" else 2.0)
         state = "Failed" if ending == "failed" else "Completed"
-        return canaries.Ran("new", state, "rank 0 failed" if ending == "failed" else "", rows)
+        record = record_of().model_copy(update={"image": used})
+        return canaries.Ran("new", state, "rank 0 failed" if ending == "failed" else "", rows, record)
 
     monkeypatch.setattr(canaries, "run_job", run_job)
-    arguments = ("upgrade_image", "--digest", digests[1], "--canary", "jobs/tiny.yaml", "--yes")
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(job_content()), encoding="utf-8")
+    arguments = ("upgrade_image", "--digest", digests[1], "--canary", str(job), "--yes")
     for ending in ("worse", "slower", "failed", "unlaunched", "interrupted", "kept"):
         if ending == "interrupted":
             with pytest.raises(KeyboardInterrupt):
@@ -406,6 +412,16 @@ def test_a_bad_node_of_a_running_job_is_left_by_stop_and_resume(
     assert (code, commands) == (1, []) and words_of(document) == [f"trainyard resume {JOB_ID}"]
     run("bad_node", JOB_ID, "--log", str(log), "--yes")
     assert commands == [["resume", JOB_ID]]
+    for state, verbs in {
+        "Failed": ["resume"],
+        "Downloading": ["stop", "resume"],
+        "Training": ["stop", "resume"],
+    }.items():
+        commands.clear()
+        current = watch.Status(record, Observation(state))
+        monkeypatch.setattr(watch, "status", lambda *_, current=current: current)
+        run("bad_node", JOB_ID, "--log", str(log), "--yes")
+        assert [words[0] for words in commands] == verbs, state
     commands.clear()
     log.write_text("all is well\n")
     assert run("bad_node", JOB_ID, "--log", str(log), "--yes")[0] == 0 and commands == []

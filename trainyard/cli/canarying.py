@@ -1,11 +1,14 @@
 """`canary`: a short job with another image, model or setting against the old one's figures; kept, or rolled back."""
 
+import contextlib
+import io
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainyard.cli.jobs import BackendOption, ProcessesOption
+from trainyard.cli.jobs import BackendOption, ProcessesOption, load_for_backend
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobFile, JsonOption, SetOption, TenantOption
 from trainyard.cli.output import console, print_json
 from trainyard.errors import InputError, JobFailedError
@@ -66,13 +69,12 @@ def canary(
     from trainyard.launch.names import job_id_of
     from trainyard.operate.canary import Canary, Limits
     from trainyard.operate.runbooks.framework import evidence_folder
-    from trainyard.spec.job import load_job
 
     if image is None and not overrides:
         raise InputError("canary: nothing is to be tried; give --image sha256:... or --set SECTION.KEY=VALUE")
-    if gate and not promote:
-        raise InputError("--gate: is for --promote; give that too, or leave it out")
-    load_job(job, overrides or [])  # what is wrong in it is said before anything is released or launched
+    # What is wrong is said before anything is released or launched.
+    spec = load_for_backend(job, overrides or [], backend)
+    _check_promotion(promote, gate or [], spec.compute.backend)
     given = {"loss_tolerance": loss_tolerance, "least_speed": min_speed}
     trial = Canary(
         job=job,
@@ -88,20 +90,56 @@ def canary(
     )
     out = console(stderr=True)
     verdict = trial.make(lambda words: out.print(words, markup=False))
-    if as_json:
-        print_json(verdict.document() | {"evidence": str(trial.folder)})
-    else:
+    if not as_json:
         console().print(_table(verdict))
         print(f"evidence: {trial.folder}")
+    document = verdict.document() | {"evidence": str(trial.folder)}
+    try:
+        if promote and not verdict.failed:
+            document |= _promoted(verdict.candidate, gate, environment, tenant, as_json=as_json)
+    finally:
+        if as_json:
+            print_json(document)  # one of both; of the canary alone where its model was refused
     if verdict.failed:
-        back = "; the image in use before is released again" if image is not None else ""
-        raise JobFailedError(f"the candidate is worse: {verdict.why}{back}")
-    if promote:
-        from trainyard.cli.exporting import promote as promote_model
-
-        promote_model(verdict.candidate, gate=gate, environment=environment, tenant=tenant, as_json=as_json)
-    elif not as_json:
+        now = f"; new jobs run {verdict.image_now}" if image is not None else ""
+        raise JobFailedError(f"the candidate is worse: {verdict.why}{now}")
+    if not as_json and not promote:
         _say_what_next(verdict, image)
+
+
+def _check_promotion(promote: bool, gates: list[str], backend: str) -> None:
+    """InputError for what `promote` would refuse when both jobs are paid."""
+    from trainyard.launch.local_backend import check_trainer
+    from trainyard.launch.registry import parse_gate
+
+    if gates and not promote:
+        raise InputError("--gate: is for --promote; give that too, or leave it out")
+    if not promote:
+        return
+    if not gates:
+        raise InputError("--promote: needs --gate, what the model must reach, e.g. --gate 'validation_loss<=2.5'")
+    for text in gates:
+        parse_gate(text)
+    if backend == "local":
+        raise InputError(
+            "--promote: jobs of this machine have no registry; leave it out, `trainyard export` writes one"
+        )
+    check_trainer()
+
+
+def _promoted(
+    job_id: str, gate: list[str] | None, environment: str, tenant: str | None, *, as_json: bool
+) -> dict[str, Any]:
+    """Export and register the model; with `as_json` what `promote --json` says, else it is printed."""
+    from trainyard.cli.exporting import promote as promote_model
+
+    if not as_json:
+        promote_model(job_id, gate=gate, environment=environment, tenant=tenant)
+        return {}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        promote_model(job_id, gate=gate, environment=environment, tenant=tenant, as_json=True)
+    return {"promoted": json.loads(said.getvalue() or "null")}
 
 
 def _say_what_next(verdict: "Verdict", image: str | None) -> None:

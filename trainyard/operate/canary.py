@@ -6,11 +6,15 @@ takes released images alone; whatever then keeps it from being found as good bri
 
 import json
 import math
+import re
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +29,14 @@ from trainyard.operate.image import publish
 from trainyard.operate.runbooks.figures import diverged
 from trainyard.operate.runbooks.framework import keep, trainyard_command
 from trainyard.operate.tracking import params_of
+from trainyard.spec.job import JobSpec, load_job
 from trainyard.spec.platform import EnvironmentSpec, load_environment
 
 POINTS = 4
 """Places of the losses' course that are compared, evenly spaced: a quarter, a half, three quarters, the end."""
 NOT_A_SETTING = ("name", "checkpoint.destination")
 """What differs between any two jobs."""
+LOCAL = "--image: jobs of this machine run in no image; try it on another compute.backend"
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class Verdict:
     baseline: str = ""
     differs_in: tuple[str, ...] = ()
     """Settings in which the two jobs differ, with both values."""
+    image_now: str = ""
+    """Digest that new jobs run after this; empty where no image was tried."""
 
     @property
     def failed(self) -> tuple[Check, ...]:
@@ -103,10 +111,14 @@ class Ran:
     record: JobRecord | None = None
 
 
-def judge(candidate: Ran, baseline: Ran, limits: Limits) -> Verdict:
-    """Completed, no new anomaly, losses and speed within the limits. Pure."""
+def judge(candidate: Ran, baseline: Ran, limits: Limits, digest: str | None = None) -> Verdict:
+    """Completed, no new anomaly, losses and speed within the limits, and by the image of `digest` where one is tried.
+    Pure."""
     end = candidate.state if not candidate.failure else f"{candidate.state}: {candidate.failure}"
     checks = [Check("end", end, baseline.state, "Completed", candidate.state == "Completed")]
+    if digest is not None:
+        ran, before = (_digest(one.record) for one in (candidate, baseline))
+        checks.append(Check("image", ran or "none", before or "none", digest, ran == digest))
     broken, before = diverged(candidate.rows), diverged(baseline.rows)
     checks.append(Check("divergence", broken or "none", before or "none", "none", not broken))
     now, old = (sum("anomaly" in row for row in ran.rows) for ran in (candidate, baseline))
@@ -146,6 +158,11 @@ def _speed(candidate: Sequence[Row], baseline: Sequence[Row], limits: Limits) ->
     limit = f"at least {limits.least_speed:.0%} of it"
     is_good = now is not None and old is not None and now >= limits.least_speed * old
     return Check("speed", _told(now), _told(old), limit, is_good)
+
+
+def _digest(record: JobRecord | None) -> str:
+    """Of the image that a job ran; empty where it ran in none, or in one that is not named by its digest."""
+    return "" if record is None else (record.image or "").partition("@")[2]
 
 
 def _told(speed: float | None) -> str:
@@ -202,19 +219,29 @@ class Canary:
 
         InputError or AwsRefusedError where nothing could be tried; what was released by then is taken back.
         """
-        if self.image is not None and self.backend == "local":
-            raise InputError("--image: jobs of this machine run in no image; leave --backend local out")
-        release = None if self.image is None else Release.of(load_environment(environment_file(self.environment)), say)
+        release = None if self.image is None else self._release(self.image, say)
         baseline = self._baseline()
         keep(self.folder, "baseline-metrics.jsonl", dumped(baseline.rows))
-        keep(self.folder, "before.json", {"digest": release.old if release else None, "baseline": baseline.job_id})
-        if release is None:
+        # Read now: the baseline may have taken hours, in which others release images.
+        old = release.current() if release else None
+        keep(self.folder, "before.json", {"digest": old, "baseline": baseline.job_id})
+        if release is None or old is None:
             verdict = self._candidate(baseline)
         else:
             assert self.image is not None
-            verdict = tried(release, self.image, lambda: self._candidate(baseline))
+            verdict = tried(release, old, self.image, lambda: self._candidate(baseline))
         keep(self.folder, "verdict.json", verdict.document())
         return verdict
+
+    def _release(self, digest: str, say: Say) -> "Release":
+        """InputError or AwsRefusedError where that image can't be released, or where the job would not run it."""
+        if self.backend == "local":
+            raise InputError(LOCAL)
+        moved = [] if self.backend is None else [f"compute.backend={self.backend}"]
+        check_runs_released(load_job(self.job, [*self.overrides, *moved]))
+        release = Release.of(load_environment(environment_file(self.environment)), say)
+        release.check(digest)
+        return release
 
     def _baseline(self) -> Ran:
         if self.against is None:
@@ -231,7 +258,7 @@ class Canary:
         options = self._launch_options(self.overrides)
         ran = run_job(self.job, options, self.folder, "candidate", self.environment, self.tenant)
         keep(self.folder, "candidate-metrics.jsonl", dumped(ran.rows))
-        return judge(ran, baseline, self.limits)
+        return judge(ran, baseline, self.limits, self.image)
 
     def _launch_options(self, overrides: Sequence[str]) -> tuple[str, ...]:
         options = [word for one in overrides for word in ("--set", one)]
@@ -240,39 +267,95 @@ class Canary:
         return (*options, *self._where)
 
 
+def check_runs_released(spec: JobSpec) -> None:
+    """InputError for a job that runs another image than the released one, or none: nothing would be tried."""
+    compute = spec.compute
+    if compute.backend == "local":
+        raise InputError(LOCAL)
+    own = {"slurm": "compute.slurm.container_image", "kubernetes": "compute.kubernetes.image"}.get(compute.backend)
+    if compute.backend == "slurm" or (compute.backend == "kubernetes" and compute.kubernetes.image is not None):
+        raise InputError(
+            f"--image: this job runs what {own} says, not the released image; give --set {own}=... instead"
+        )
+
+
 @dataclass(frozen=True)
 class Release:
     """The image that new jobs of an environment run."""
 
-    old: str
-    """Digest in use when this was opened."""
+    current: Callable[[], str]
+    """Digest in use now."""
     make: Callable[[str], object]
     """Releases a digest."""
+    check: Callable[[str], object]
+    """InputError or AwsRefusedError for a digest that can't be released."""
+    say: Say
 
     @classmethod
     def of(cls, environment: EnvironmentSpec, say: Say, account: Account | None = None) -> "Release":
         """Of a deployed environment, by the caller's own credentials; AwsRefusedError where it isn't deployed."""
         account = account or open_account(environment)
         repository = publish.find_repository(account, environment)
-        with aws_errors("reading", f"SSM parameter {environment.image_parameter}"):
-            answer = account.client("ssm").get_parameter(Name=environment.image_parameter)
-        old = str(answer["Parameter"]["Value"]).partition("@")[2]
-        return cls(old, lambda digest: publish.release(account, environment, repository, digest, say))
+
+        def current() -> str:
+            with aws_errors("reading", f"SSM parameter {environment.image_parameter}"):
+                answer = account.client("ssm").get_parameter(Name=environment.image_parameter)
+            return str(answer["Parameter"]["Value"]).partition("@")[2]
+
+        def check(digest: str) -> None:
+            if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+                raise InputError(f"--image {digest}: must be sha256:<64 hex digits>")
+            if not publish.is_there(account, repository, digest):
+                raise AwsRefusedError(f"--image {digest}: {repository.name} has none; publish it first")
+
+        return cls(current, lambda digest: publish.release(account, environment, repository, digest, say), check, say)
 
 
-def tried(release: Release, digest: str, try_it: Callable[[], Verdict]) -> Verdict:
+def tried(release: Release, old: str, digest: str, try_it: Callable[[], Verdict]) -> Verdict:
     """Release an image, try it, and take it back where it is not as good or anything came in between."""
-    release.make(digest)
+    with _ended_by_signals():
+        try:
+            release.make(digest)
+            try:
+                verdict = try_it()
+            except (JobFailedError, AwsRefusedError) as error:
+                verdict = Verdict((Check("end", str(error), "-", "Completed", False),))
+        except BaseException:
+            _take_back(release, old, digest)  # nobody is left to decide: the old one stays in use
+            raise
+        if verdict.failed:
+            _take_back(release, old, digest)
+    return replace(verdict, image_now=release.current())
+
+
+def _take_back(release: Release, old: str, digest: str) -> None:
+    """The old image again, unless somebody has released another one since."""
+    now = release.current()
+    if now == digest:
+        release.make(old)
+    elif now != old:
+        release.say(f"{now} was released meanwhile, by somebody else: it stays, and {old} is not brought back")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a terminal that goes away take the same way out as Ctrl-C; a second signal does not cut it short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets nobody else hear signals
+        return
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+
+    def end(*_: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
-        verdict = try_it()
-    except (JobFailedError, AwsRefusedError) as error:
-        verdict = Verdict((Check("end", str(error), "-", "Completed", False),))
-    except BaseException:
-        release.make(release.old)  # nobody is left to decide: the old one stays in use
-        raise
-    if verdict.failed:
-        release.make(release.old)
-    return verdict
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_job(job: Path, options: Sequence[str], folder: Path, name: str, environment: str, tenant: str | None) -> Ran:

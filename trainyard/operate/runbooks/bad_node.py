@@ -5,7 +5,7 @@ import argparse
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.cluster_shell import ClusterShell, HereShell, has_slurm_here, shell_of
 from trainyard.launch.queue_backend import QUEUED
-from trainyard.launch.record import JobRecord
+from trainyard.launch.record import CREATED, SUBMITTED, TERMINAL_STATES, JobRecord
 from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding, Step, command
@@ -94,7 +94,9 @@ def run(context: Context) -> None:
         drained = []
     # A drained machine's jobs run on: it takes no new ones. This one leaves it with a checkpoint.
     where = context.where(context.place(record.job_id))
-    stopped = [command("stop", record.job_id, "--wait", *where)] if evidence.is_running else []
+    # One that starts, downloads or was interrupted has no rank that makes steps, and may not be resumed either.
+    goes_on = evidence.state not in (*TERMINAL_STATES, CREATED, SUBMITTED, QUEUED)
+    stopped = [command("stop", record.job_id, "--wait", *where)] if goes_on else []
     # What waits in a queue starts on another machine by itself.
     resumed = [] if evidence.state == QUEUED else [command("resume", record.job_id, *where)]
     context.perform([*drained, *stopped, *resumed])

@@ -32,7 +32,7 @@ def run(context: Context) -> None:
         tenant=given.tenant,
         limits=Limits(),
     )
-    old = Release.of(context.environment, context.say).old
+    old = Release.of(context.environment, context.say).current()
     back = f"scripts/publish_image {context.environment_path} --digest {old}"
     if context.dry_run:
         context.perform([Step(canary.words, lambda: "")])
@@ -48,7 +48,7 @@ def run(context: Context) -> None:
     context.perform([Step(canary.words, make)])
     verdict = verdicts[0]
     if verdict.failed:
-        words = f"{given.digest} is not kept: {verdict.why}; rolled back"
+        words = f"{given.digest} is not kept: {verdict.why}; new jobs run {verdict.image_now}"
         context.report.findings.append(Finding("fault", words, verdict.lines()))
     else:
         context.report.findings.append(Finding("clear", f"{given.digest} is kept", verdict.lines(), (back,)))
