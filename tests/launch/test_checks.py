@@ -92,30 +92,40 @@ def test_a_host_that_is_too_small_has_advice_of_its_own_and_what_is_assumed_warn
     large = with_host(offloaded_gib=100.0, available_gib=90.0)
     (refusal,) = refused_by_plan(large)
     assert "checkpoint.asynchronous: false" in refusal and "recompute" not in refusal
-    assert warned_by_plan(large) == []
+    assert warned_by_plan(large, job) == []
     tight = with_host(available_gib=45.0)
     assert refused_by_plan(tight) == [], "40 of the 50 are assumed"
-    (warning,) = warned_by_plan(tight)
+    (warning,) = warned_by_plan(tight, job)
     assert "which is assumed" in warning and "\n" not in warning
-    assert warned_by_plan(plan) == []
+    assert warned_by_plan(plan, job) == []
 
 
 def test_a_stop_that_leaves_no_time_for_a_step_and_its_save_is_said(job: JobSpec) -> None:
     plan = planner.plan(job)
-    assert warned_by_plan(plan) == [] and plan.chosen.time is not None and plan.checkpoint is not None
+    assert warned_by_plan(plan, job) == [] and plan.chosen.time is not None and plan.checkpoint is not None
     slow = plan.chosen.model_copy(update={"time": plan.chosen.time.model_copy(update={"step_seconds_high": 100.0})})
     s3 = next(tier for tier in plan.checkpoint.tiers if tier.name == "s3").model_copy(update={"save_seconds": 40.0})
     checkpoint = plan.checkpoint.model_copy(update={"tiers": (s3,)})
     late = plan.model_copy(update={"configurations": (slow,), "checkpoint": checkpoint})
-    (warning,) = warned_by_plan(late)
+    (warning,) = warned_by_plan(late, job)
     assert "leaves 110 s; a step (up to 100 s) and its save to s3 (40 s) take 140 s" in warning
+    assert warned_by_plan(late, job, is_on_this_machine=True) == []
+    # The hosts' own disks go with the machines: what counts is where the job's checkpoints stay.
+    fsx = s3.model_copy(update={"name": "fsx", "save_seconds": 5.0})
+    tiered = late.model_copy(update={"checkpoint": checkpoint.model_copy(update={"tier": "nvme", "tiers": (s3, fsx)})})
+    there = {"local_directory": "/opt/ml/near", "destination": "/fsx/checkpoints"}
+    on_fsx = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update=there)})
+    assert warned_by_plan(tiered, on_fsx) == [] and warned_by_plan(tiered, job) == [warning]
 
 
-def test_who_has_a_person_start_it_again_is_told(job: JobSpec) -> None:
-    (warning,) = warned_by_recovery(job)
-    assert "trainyard resume" in warning
+def test_who_has_a_person_start_it_again_is_told(job: JobSpec, contract: TenantContract) -> None:
+    brokered = contract.model_copy(update={"broker": "acme-broker"})
+    (warning,) = warned_by_recovery(job, brokered)
+    assert "trainyard resume" in warning and "with 3" in warning
+    (alone,) = warned_by_recovery(job, contract.model_copy(update={"broker": ""}))
+    assert "trainyard resume" in alone and "by itself" not in alone, "it has no resumer"
     resumed = job.model_copy(update={"recovery": job.recovery.model_copy(update={"max_resumes": 1})})
-    assert warned_by_recovery(resumed) == []
+    assert warned_by_recovery(resumed, brokered) == []
 
 
 def test_a_tenants_checkpoints_lie_in_its_bucket(job: JobSpec, contract: TenantContract) -> None:

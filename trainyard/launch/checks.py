@@ -11,6 +11,7 @@ from trainyard.functions import broker_rules
 from trainyard.hardware import PriceBook
 from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.session import price_file
+from trainyard.planner.money import destination_tier
 from trainyard.planner.plan import Plan
 from trainyard.planner.results import Configuration
 from trainyard.spec.job import STOP_SECONDS, JobSpec
@@ -151,22 +152,25 @@ def refused_by_plan(plan: Plan) -> list[str]:
     return refusals
 
 
-def warned_by_plan(plan: Plan) -> list[str]:
-    """What may not work, by a part of the plan that is assumed or only now and then: no reason to refuse."""
-    chosen, warnings = plan.chosen, _warned_of_stops(plan)
+def warned_by_plan(plan: Plan, job: JobSpec, *, is_on_this_machine: bool = False) -> list[str]:
+    """What may not work, by a part of the plan that is assumed or only now and then: no reason to refuse.
+
+    `is_on_this_machine`: nobody takes it away, and where the job saves is a folder of its own.
+    """
+    chosen, warnings = plan.chosen, [] if is_on_this_machine else _warned_of_stops(plan, job)
     if plan.fits is not False or not _is_of_the_host(chosen) or not _is_assumed(chosen):
         return warnings
     assumed = f"{chosen.layout}: {chosen.verdict}, which is assumed; where the host runs out of memory: {_HOST_MEND}"
     return [assumed, *warnings]
 
 
-def _warned_of_stops(plan: Plan) -> list[str]:
+def _warned_of_stops(plan: Plan, job: JobSpec) -> list[str]:
     """Where a step and the save after it are longer than machines that are taken away leave time for."""
     time, saves = plan.chosen.time, plan.checkpoint
     if time is None or saves is None:
         return []
     # The hosts' own disks go with the machines: what counts is the way to the destination.
-    tier = next(one for one in saves.tiers if one.name == ("fsx" if saves.tier == "fsx" else "s3"))
+    tier = next(one for one in saves.tiers if one.name == destination_tier(job))
     needed = time.step_seconds_high + tier.save_seconds
     if needed <= STOP_SECONDS:
         return []
@@ -177,13 +181,15 @@ def _warned_of_stops(plan: Plan) -> list[str]:
     ]
 
 
-def warned_by_recovery(job: JobSpec) -> list[str]:
+def warned_by_recovery(job: JobSpec, contract: TenantContract) -> list[str]:
     """What only a person would start again."""
     if job.recovery.max_resumes:
         return []
+    # Who submits directly has neither a resumer nor a training queue: there the setting would change nothing.
+    mend = "; with 3, say, it is started again by itself" if contract.broker or contract.shares else ""
     return [
         "recovery.max_resumes is 0: a lost host, an error of SageMaker's or a lack of capacity ends the job until"
-        " somebody runs `trainyard resume`; with 3, say, it is started again by itself"
+        f" somebody runs `trainyard resume`{mend}"
     ]
 
 
@@ -225,7 +231,8 @@ def refused_by_month(job: JobSpec, contract: TenantContract, say: Say = say_noth
         month = f"the {contract.monthly_usd:,.0f} USD that tenant {contract.tenant} has a month"
         say(f"warning: not checked against {month}: {error}")
         return []
-    starts = 1 + job.recovery.max_resumes
+    # A cluster's deadline there is of the whole attempt; elsewhere each start has max_hours of its own.
+    starts = 1 if compute.backend in ("kubernetes", "ray") else 1 + job.recovery.max_resumes
     most = compute.max_hours * starts * compute.instance_count * rate
     if most <= contract.monthly_usd:
         return []

@@ -56,7 +56,7 @@ def launch(
     if contract.shares:
         checks.check_share(job, contract)
     checks.check_queue(job, contract, backend.running())
-    for warning in checks.warned_by_recovery(job):
+    for warning in checks.warned_by_recovery(job, contract):
         say(f"warning: {warning}")
     say("planning")
     plan, refusals = planned(job, region=contract.region, say=say)
@@ -138,7 +138,7 @@ def launch_from_here(
     go into a folder of that one (default: `folder`), unless the job says where.
     """
     say("planning")
-    plan, refusals = planned(job, world_size=num_processes, say=say)
+    plan, refusals = planned(job, world_size=num_processes, is_on_this_machine=name == "local", say=say)
     forced = refuse_or_force(refusals, force)
     job_id = names.new_job_id(job.tenant or "local", job.name)
     destination = job.checkpoint.destination or str((root or folder.resolve()) / job_id)
@@ -159,7 +159,12 @@ def launch_from_here(
 
 
 def planned(
-    job: JobSpec, *, region: str = DEFAULT_REGION, world_size: int | None = None, say: Say = say_nothing
+    job: JobSpec,
+    *,
+    region: str = DEFAULT_REGION,
+    world_size: int | None = None,
+    is_on_this_machine: bool = False,
+    say: Say = say_nothing,
 ) -> tuple[dict[str, Any], list[str]]:
     """The plan as JSON, and what it refuses; what it is only unsure of is said. A model that can't be planned can be
     launched with a stated layout."""
@@ -170,7 +175,7 @@ def planned(
         plan = planner.plan(job, region=region, book=book)
     except InputError as error:
         return {"job": job.name, "unplanned": str(error)}, []
-    for warning in checks.warned_by_plan(plan):
+    for warning in checks.warned_by_plan(plan, job, is_on_this_machine=is_on_this_machine):
         say(f"warning: {warning}")
     return plan.model_dump(mode="json"), checks.refused_by_plan(plan)
 

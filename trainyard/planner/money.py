@@ -4,6 +4,7 @@ import datetime
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trainyard.errors import InputError
 from trainyard.hardware import GIB, Price, PriceBook
@@ -97,10 +98,12 @@ def saved_params(job: JobSpec, shape: ModelShape) -> float:
 
 def first_tier(job: JobSpec) -> TierName:
     """Where a save is whole first."""
-    spec = job.checkpoint
-    if spec.local_directory is not None:
-        return "nvme"
-    return "fsx" if Path(spec.destination or "").is_relative_to("/fsx") else "s3"
+    return "nvme" if job.checkpoint.local_directory is not None else destination_tier(job)
+
+
+def destination_tier(job: JobSpec) -> Literal["fsx", "s3"]:
+    """Where a save stays when the machines are gone."""
+    return "fsx" if Path(job.checkpoint.destination or "").is_relative_to("/fsx") else "s3"
 
 
 def interval_seconds(job: JobSpec, step_seconds: float, best_seconds: float) -> float | None:
