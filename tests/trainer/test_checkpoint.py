@@ -17,7 +17,7 @@ import boto3
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
-from trainer.checkpoint import Checkpointer, checkpointer
+from trainer.checkpoint import Checkpointer, checkpointer, delivery
 from trainer.checkpoint.destination import (
     DestinationError,
     LocalDestination,
@@ -28,6 +28,7 @@ from trainer.checkpoint.destination import (
 from trainer_testing.distributed import free_port
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+from trainyard.launch.checkpoints import list_checkpoints
 from trainyard.spec.retention import BestSpec
 
 BUCKET = "acme-checkpoints"
@@ -398,6 +399,65 @@ def test_one_alone_is_read_back_before_the_one_before_it_goes(
     job.save(2)
     assert job.checkpointer.last_error == "rank 0: __0_0.distcp is not what was sent (its SHA-256 differs)"
     assert Job(destination, tmp_path).newest() == 1
+
+
+def test_one_alone_in_a_folder_is_read_back_from_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, keep_last=1)
+    job.save(1)
+    original, forgotten = delivery._forget, []
+
+    def turned(path: Path) -> None:
+        original(path)
+        forgotten.append(path.name)
+        if path.name == "__0_0.distcp":
+            path.write_bytes(_flip(path.read_bytes()))
+
+    monkeypatch.setattr(delivery, "_forget", turned)
+    job.save(2)
+    assert job.checkpointer.last_error == "rank 0: __0_0.distcp is not what was sent (its SHA-256 differs)"
+    assert forgotten == ["__0_0.distcp"] and Job(destination, tmp_path).newest() == 1
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_its_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, int]] = []
+    original = os.fsync
+
+    def fsync(file: int) -> None:
+        original(file)
+        synced.append((Path(f"/proc/self/fd/{file}").readlink().name, os.fstat(file).st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Job(str(tmp_path / "destination"), tmp_path).save(1)
+    folder = tmp_path / "destination/checkpoints/step-00000001"
+    for name in ("__0_0.distcp", "__0_0.distcp.blocks"):
+        assert (name, (folder / name).stat().st_size) in synced, synced
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_what_is_known_of_a_checkpoint_later_counts_and_never_endangers_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_short: bool
+) -> None:
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path, keep_last=1, keep_best=BestSpec(metric="validation_loss"))
+    job.save(1)
+    if cut_short:
+        original = LocalDestination.put_bytes
+
+        def put_bytes(self: LocalDestination, name: str, content: bytes) -> None:
+            if name.endswith("manifest.json"):
+                raise DestinationError("gone", permanent=True)
+            original(self, name, content)
+
+        monkeypatch.setattr(LocalDestination, "put_bytes", put_bytes)
+    job.checkpointer.complete(1, {"metrics": {"validation_loss": 0.5}})
+    monkeypatch.undo()
+    assert job.said[-1:] == (["checkpoint step=1 not completed with metrics: gone"] if cut_short else job.said[-1:])
+    assert Job(destination, tmp_path).newest() == 1
+    (seen,) = list_checkpoints(destination, None)
+    assert seen.is_good and seen.extra.get("metrics") == (None if cut_short else {"validation_loss": 0.5})
+    job.save(2, 3)
+    assert step_names(destination) == {"step-00000003"} | (set() if cut_short else {"step-00000001"})
 
 
 def test_damaged_and_interrupted_ones_do_not_count_and_go(tmp_path: Path) -> None:

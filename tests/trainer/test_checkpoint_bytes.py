@@ -265,7 +265,7 @@ def test_what_may_be_spoiled_is_read_once_and_straight(tmp_path: Path, monkeypat
     info = job.checkpoints.latest(lambda: tensors, may_spoil=True)
     assert info is not None and info.step == 1 and "step=2 skipped: __0_0.distcp is altered" in job.said[0]
     assert all(tensor.eq(1).all() for tensor in tensors.values())  # it has nothing of step 2 any more
-    assert job.checkpoints.load(info, tensors) == {"step": 1}
+    assert job.checkpoints.load(info, tensors) == {"step": 1, "previous_step": None}
     flip(shards[0], shards[0].stat().st_size // 2)
     shutil.rmtree(shards[1].parent)
     with pytest.raises(SpoiledError):
@@ -291,23 +291,35 @@ def test_where_none_of_several_is_whole_nothing_is_started_anew(tmp_path: Path) 
         shard = tmp_path / f"checkpoints/step-0000000{step}/__0_0.distcp"
         flip(shard, shard.stat().st_size // 2)
     job = Job(str(tmp_path), tmp_path)
-    with pytest.raises(InputError, match=r"all 2 that were committed at .* \(the newest of step 2\) are altered"):
+    with pytest.raises(
+        InputError, match=r"none of what was committed at .* \(the newest: step 2\) is whole, and nothing was"
+    ):
         job.load("a", "b", "c")
-    # One alone that was committed is the first interval's work: not worth a stop. One that never was is no work at all.
+    # A job's first is one interval's work: not worth a stop. One that was never committed is no work at all.
     (tmp_path / "checkpoints/step-00000002/COMMITTED").unlink()
     taken, tensors = job.load("a", "b", "c")
     assert taken is None and all(tensor.eq(0).all() for tensor in tensors.values())
     assert "none of 2" in job.said[-1] and "starting anew" in job.said[-1]
 
 
-def test_the_only_one_that_a_job_keeps_is_more_than_its_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("altered", ["__0_0.distcp", "manifest.json"])
+def test_the_only_one_that_is_left_is_no_jobs_first(tmp_path: Path, altered: str) -> None:
+    """Whatever removed the others: keep_last: 1, a full disk, a hand."""
     saved(str(tmp_path), tmp_path)
     shutil.rmtree(tmp_path / "checkpoints/step-00000001")
-    shard = tmp_path / "checkpoints/step-00000002/__0_0.distcp"
-    flip(shard, shard.stat().st_size // 2)
-    job = Job(str(tmp_path), tmp_path, keep_last=1)
-    with pytest.raises(InputError, match="all 1 that were committed"):
-        job.load("a", "b", "c")
+    file = tmp_path / "checkpoints/step-00000002" / altered
+    flip(file, file.stat().st_size // 2)
+    with pytest.raises(InputError, match=r"the newest: step 2.* a copy of its files; .* launch it as a new job"):
+        Job(str(tmp_path), tmp_path).load("a", "b", "c")
+
+
+def test_a_step_that_was_loaded_is_the_one_before_the_next(tmp_path: Path) -> None:
+    saved(str(tmp_path), tmp_path)
+    job = Job(str(tmp_path), tmp_path)
+    job.load("a")
+    job.checkpoints.save(3, {"a": torch.ones(10)}, {})
+    extras = [json.loads(path.read_bytes())["extra"] for path in sorted(tmp_path.rglob("manifest.json"))]
+    assert [extra["previous_step"] for extra in extras] == [None, 1, 2]
 
 
 def test_checkpoints_without_tables_are_read_whole(tmp_path: Path) -> None:

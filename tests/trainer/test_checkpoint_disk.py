@@ -145,3 +145,10 @@ def test_a_cold_checkpoint_is_verified_past_the_cache_too(tmp_path: Path, asked:
         assert torch.equal(tensors["half"], tensors["a"][:7].bfloat16().float())
         assert sum(asked) > 10_000_000
     assert "step=2 skipped: __0_0.distcp is altered" in said[-1]
+
+
+def test_a_file_that_is_cut_before_the_look_at_its_pages_is_read_plainly(tmp_path: Path) -> None:
+    path = tmp_path / "cut"
+    path.write_bytes(bytes(100))
+    with path.open("rb", buffering=0) as file:
+        assert disk._is_cached(file.fileno(), 0, 2 << 20), "a mapping of more than there is is refused"

@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 from trainer.checkpoint import provenance
 from trainer.checkpoint.provenance import told_difference
+from trainer_testing.text_job import write_job
+
+from trainyard.planner.resolve import resolve
+from trainyard.spec.job import load_job
 
 OWN = {"job_sha256": "a" * 64, "code_sha256": "b" * 64}
 
@@ -35,3 +39,12 @@ def test_what_differs_is_told() -> None:
     assert told.startswith("checkpoint step=3 was written by other code (code cccccccccccc then, bbbbbbbbbbbb now)")
     both = told_difference({"job_sha256": "d" * 64, "code_sha256": "c" * 64}, OWN, step=3)
     assert both is not None and "another version of the job and other code (job dddddddddddd then" in both
+
+
+def test_how_a_job_is_run_makes_no_other_version_of_it(tmp_path: Path) -> None:
+    def digest(*settings: str) -> str:
+        return provenance.provenance(resolve(load_job(write_job(tmp_path, "single", steps=4), settings)))["job_sha256"]
+
+    own = digest()
+    assert digest("compute.max_hours=7", "recovery.max_resumes=3", "meters.cloudwatch=true") == own
+    assert digest("training.seed=1234") != own

@@ -147,13 +147,20 @@ def test_another_number_of_ranks_goes_on_with_the_same_batch(tmp_path: Path) -> 
 
 
 def test_a_stop_is_saved_before_a_validation_is_done(tmp_path: Path) -> None:
-    job = write_job(tmp_path, "single", steps=STEPS, validation_every_steps=1)
+    job = write_job(tmp_path, "single", steps=STEPS, validation_every_steps=5)
     faults = [{"rank": 0, "step": 5, "kind": "terminate"}]
-    ((code, output),) = finish(start_faulty_trainer(1, job, tmp_path / "out", faults), timeout_seconds=600)
+    settings = ["checkpoint.every_steps=100", "checkpoint.keep_last=1"]
+    settings.append("checkpoint.keep_best={metric: validation_loss, mode: max}")  # the first: losses fall
+    more = [word for setting in settings for word in ("--set", setting)]
+    ((code, output),) = finish(start_faulty_trainer(1, job, tmp_path / "out", faults, *more), timeout_seconds=600)
     assert code == 75 and "validation step=5 broken off: told to stop" in output, output[-6000:]
     assert "checkpoint step=5 committed" in output
-    _, rows = run_trainer(1, job, tmp_path / "out")
-    assert len(rows) == STEPS and all("validation_loss" in row for row in rows), "the resume began with it"
+    _, rows = run_trainer(1, job, tmp_path / "out", *more)
+    validated = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    assert len(rows) == STEPS and sorted(validated) == [5, 10, STEPS], "the resume began with it"
+    assert validated[5] > validated[10] > validated[STEPS]
+    kept = {path.name for path in (tmp_path / "out/checkpoints").iterdir()}
+    assert kept == {"step-00000005", f"step-{STEPS:08d}"}, "the best one is what it was measured to be later"
 
 
 def test_sigusr1_to_one_rank_saves_that_step_and_training_goes_on(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ class Outcome(Enum):
 def train(session: Session) -> Outcome:
     """Optimizer steps from where the session stands to the job's last, or to the step at which it is asked to stop."""
     strategy, clock = session.strategy, session.clock
-    session.make_up_validation()
+    if not session.make_up_validation():
+        return Outcome.INTERRUPTED  # the step is saved already
     while session.step < session.num_steps:
         step = session.step + 1
         with clock("data"):

@@ -16,7 +16,7 @@ from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval, SpoiledEr
 from trainer.checkpoint.base_model import base_model_digest, check_same_base
 from trainer.checkpoint.provenance import provenance, told_difference
 from trainer.course import Course
-from trainer.data import JobData, MicroBatch
+from trainer.data import JobData, MicroBatch, ValidationSet
 from trainer.heartbeat import beat
 from trainer.models.described import describe_model
 from trainer.observe import profiling
@@ -145,6 +145,8 @@ class Session:
         self.step = 0
         self._saved_step = 0
         self._best: float | None = None
+        self._measured: dict[str, float] = {}
+        self._is_best = False
         self._base = base_model_digest(job)
         self._provenance = provenance(job)
         self._attempt = self._resume()
@@ -155,8 +157,6 @@ class Session:
         self._upcoming: GlobalBatch | None = None
         self._told: _Told | None = None
         self._checkpoint_is_late = False
-        self._measured: dict[str, float] = {}
-        self._is_best = False
         self._patience = Patience(job.spec.recovery)
         self._profiling = profiling.Profiling(runtime, output_dir)
         self._profile_votes: Sequence[float] = ()
@@ -240,7 +240,7 @@ class Session:
         if "anomalies" in extra:  # not in checkpoints of the first trainers
             self.anomalies.watch.load_state(extra["anomalies"])
         check_same_base(extra.get("base"), self._base, uri=info.uri, source=self._job.spec.model.source)
-        self._best = extra.get("best")
+        self._best, self._measured = extra.get("best"), extra.get("metrics") or {}
         self._validation.was_broken_off = extra.get("owes_validation", False)
         self.step = self._saved_step = info.step
         self._course.resumed(info.step, self.data.train.sequences_consumed)
@@ -373,21 +373,29 @@ class Session:
         due = self._validation.due(self.step, self.num_steps)
         if not due:
             return {}, request
-        is_last = self.step == self.num_steps
-        with self.clock.excluded():
-            row = self._validation.run(
-                self.strategy, due, self.step, lambda: not is_last and self.stop_flag.must_exit()
-            )
+        row = self._validated(due)
         return row, max(request, self.stop_flag.agreed(self.step), key=urgency)
 
-    def make_up_validation(self) -> None:
-        """Does what a stop broke off after the step that was resumed: its row is then as if nothing had happened."""
+    def make_up_validation(self) -> bool:
+        """Does what a stop broke off after the step that was resumed: its row is then as if nothing had happened, and
+        so is its checkpoint, which keep_best goes by. False where it was broken off again: the debt stays."""
         if self._validation.was_broken_off:
-            due = self._validation.due(self.step, self.num_steps)
-            with self.clock.excluded():
-                row = self._validation.run(self.strategy, due, self.step)
+            row = self._validated(self._validation.due(self.step, self.num_steps))
+            if self._validation.was_broken_off:
+                return False
             if self._runtime.is_first:
                 self._metrics.complete(self.step, row)
+            self._measure({**self._measured, **row})
+            # The debt stays in it: until the next save the row is on this machine alone.
+            self._checkpointer.complete(self.step, {"metrics": self._measured, "best": self._best})
+        return True
+
+    def _validated(self, due: Sequence[ValidationSet]) -> dict[str, Any]:
+        is_last = self.step == self.num_steps
+        with self.clock.excluded():
+            return self._validation.run(
+                self.strategy, due, self.step, lambda: not is_last and self.stop_flag.must_exit()
+            )
 
     def record(
         self,

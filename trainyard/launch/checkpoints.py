@@ -133,15 +133,18 @@ def _manifest(files: Files, folder: str) -> tuple[dict[str, Any], str]:
     if content is None:
         raise _ManifestError(f"{_MANIFEST} is missing")
     try:
-        promised = json.loads(marker or b"")["manifest_sha256"]
-    except (ValueError, KeyError, TypeError):
+        said = json.loads(marker or b"")
+        # While a resume completes a manifest, the one before it is as good.
+        promised = (said["manifest_sha256"], said.get("replaced_sha256"))
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise _ManifestError(f"{_MARKER} is torn") from None
-    if promised != hashlib.sha256(content).hexdigest():
+    digest = hashlib.sha256(content).hexdigest()
+    if digest not in promised:
         raise _ManifestError(f"{_MANIFEST} is not the one that was committed (SHA-256 differs)")
     manifest: dict[str, Any] = json.loads(content)
     if int(manifest["version"]) > _MANIFEST_VERSION:
         raise _ManifestError(f"{_MANIFEST} has version {manifest['version']}, this trainyard reads {_MANIFEST_VERSION}")
-    return manifest, promised
+    return manifest, digest
 
 
 def chosen(destination: str, s3: Any, step: int | None) -> Checkpoint:

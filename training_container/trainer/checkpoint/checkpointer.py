@@ -25,6 +25,7 @@ from trainer.checkpoint.destination import (
     DestinationError,
     MissingFileError,
     open_destination,
+    sync,
     with_retries,
 )
 from trainer.checkpoint.group import Group, Value
@@ -33,6 +34,7 @@ from trainer.checkpoint.local_tier import LocalCheckpoint, LocalTier
 from trainer.checkpoint.manifest import (
     COMMITTED,
     FOLDER,
+    PREVIOUS_STEP,
     Manifest,
     ShardFile,
     combine_extra,
@@ -53,6 +55,8 @@ _LONGEST_UPLOAD = timedelta(hours=2)
 """How long ranks wait behind for the slowest one's upload."""
 
 _BEAT_SECONDS = 1.0
+_PATIENT_SAVES = 3
+"""A save may take as many times as long as the last one, before who waits for it no longer says that it lives."""
 
 _SPACE_MARGIN_BYTES = 16 << 20
 _SPACE_FACTOR = 1.05
@@ -107,7 +111,8 @@ class Checkpointer:
 
         `local_tier`: a folder on this host's own disk, where a save is committed before it goes to the destination;
         `peer_copy`: the next host's disk gets a copy of this one's part.
-        `patience_seconds`: who waits longer than this for a save no longer says that it lives; None: always.
+        `patience_seconds`: who waits longer than this for a save, and much longer than the last one took, no longer
+        says that it lives; None: always.
         `process_group`: a CPU (gloo) group of all ranks for what the caller's own thread says. The thread behind has a
         group of its own, made here: collectives of two threads on one group would mix.
         """
@@ -135,9 +140,7 @@ class Checkpointer:
             )
         self._from_tier: LocalCheckpoint | None = None
         """What latest() found there, until it is loaded."""
-        self._restorer = Restorer(
-            self._destination, self._group, self._local_dir, self._retry, report, keep_last=keep_last
-        )
+        self._restorer = Restorer(self._destination, self._group, self._local_dir, self._retry, report)
         self._staging = self._local_dir / "staging" / f"rank-{rank:05d}"
         shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed run
         self._thread: threading.Thread | None = None
@@ -203,6 +206,17 @@ class Checkpointer:
         self.blocked_seconds = time.perf_counter() - started
         waits = {"blocked_seconds": self.blocked_seconds, "backpressure_seconds": self.backpressure_seconds}
         self._figures |= {"step": step, **waits}
+
+    def complete(self, step: int, more: Mapping[str, Any]) -> None:
+        """Put `more`, JSON values, into the committed checkpoint of `step`: what was known of it only later.
+
+        All ranks call it. Waits for a save on its way. A failure, or a step that isn't committed, is a line on stdout.
+        """
+        self.wait()
+        if self._group.rank == 0:
+            error = attempted(lambda: self._delivery.complete(step, json.loads(json.dumps(dict(more)))))
+            if error is not None:
+                self._report(f"checkpoint step={step} not completed with {', '.join(more)}: {error}")
 
     def is_anywhere(self, flag: bool) -> bool:
         """Whether any rank says so; all ask at the same time."""
@@ -384,6 +398,7 @@ class Checkpointer:
         index = self._plan.write_index(self._written_folder(save.step), [part.results for part in parts])
         files = [file for part in parts for file in part.files] + [shard_file(index)]
         extra, extra_by_rank = combine_extra([part.extra for part in parts])
+        extra[PREVIOUS_STEP] = self.last_committed_step
         manifest = Manifest(save.step, len(parts), tuple(files), extra, extra_by_rank)
         return Promise(manifest, manifest.to_bytes(), index.read_bytes())
 
@@ -407,9 +422,9 @@ class Checkpointer:
         sent: str | None = None
         if written_to != self._destination.folder(step_folder(save.step)):
             sent = attempted(lambda: self._delivery.upload_files(save.step, save.files, written_to))
-            if sent is None and self._retention.keep_last == 1:
-                # The one before goes as soon as this one is committed: it must be good, not only there.
-                sent = attempted(lambda: self._delivery.read_back(save.step, save.files))
+        if sent is None and self._retention.keep_last == 1:
+            # The one before goes as soon as this one is committed: it must be good, not only there.
+            sent = attempted(lambda: self._delivery.read_back(save.step, save.files))
         errors = self._behind.gather(sent)
 
         def commit() -> None:
@@ -426,9 +441,12 @@ class Checkpointer:
 
     def _write_own_part(self, save: _Save) -> None:
         folder = self._written_folder(save.step)
-        save.results, written = self._host_copy.write(save.plan, folder, durable=folder != self._staging)
+        is_durable = folder != self._staging
+        save.results, written = self._host_copy.write(save.plan, folder, durable=is_durable)
         shards = _archives_by_file(save.results)
         tables = [write_blocks(folder / name, archives, written[name].values) for name, archives in shards.items()]
+        for table in tables if is_durable else ():
+            sync(table)
         save.files = [*(written[name].shard_file(name) for name in shards), *map(shard_file, tables)]
 
     def _failed(self, step: int, error: str) -> None:
@@ -444,13 +462,15 @@ class Checkpointer:
         """Wait until no save is on its way; False if one still is after `timeout_seconds` (on this rank)."""
         thread = self._thread
         if thread is not None:
-            began = time.monotonic()
+            began, patience = time.monotonic(), self._patience_seconds
+            if patience is not None:
+                patience = max(patience, _PATIENT_SAVES * (self.last_save_seconds or 0.0))
             deadline = None if timeout_seconds is None else began + timeout_seconds
             while thread.is_alive() and (deadline is None or time.monotonic() < deadline):
                 # A long upload is no hang: who waits for it lives, and says so. One without an end (a disk, a file
                 # system that no longer answers) is one, and the host's to end: nothing here can.
                 thread.join(_BEAT_SECONDS if deadline is None else min(_BEAT_SECONDS, deadline - time.monotonic()))
-                if self._patience_seconds is None or time.monotonic() < began + self._patience_seconds:
+                if patience is None or time.monotonic() < began + patience:
                     beat()
             if thread.is_alive():
                 return False

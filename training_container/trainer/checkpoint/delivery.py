@@ -1,7 +1,9 @@
 """What ranks wrote, brought to the destination and committed there, and what retention no longer keeps removed."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from trainer.checkpoint.manifest import (
     Manifest,
     ManifestError,
     ShardFile,
+    check_marker,
     commit_marker,
     parse_manifest,
     step_folder,
@@ -70,9 +73,11 @@ class Delivery:
             self.upload(f"{step_folder(step)}/{file.name}", folder / file.name)
 
     def read_back(self, step: int, files: Sequence[ShardFile]) -> None:
-        """DestinationError unless each file is there as it was sent."""
+        """DestinationError unless each file is there as it was sent, or written in place."""
         for file in files:
             name = f"{step_folder(step)}/{file.name}"
+            if (path := self._destination.folder(name)) is not None:
+                _forget(path)
             digest = hashlib.sha256()
             for start in range(0, file.num_bytes, _READ_BACK_BYTES):
                 block = self._retry("reading back", partial(self._read_range, name, start))
@@ -99,6 +104,23 @@ class Delivery:
         self._check_presence(folder, promise.manifest.files)
         marker = commit_marker(step, promise.content)
         self._retry("commit", lambda: self._destination.put_bytes(f"{folder}/{COMMITTED}", marker))
+
+    def complete(self, step: int, more: Mapping[str, Any]) -> None:
+        """Put `more` into the `extra` of a committed step's manifest (first rank). ManifestError if it is not whole.
+
+        The marker first, which allows both manifests: whenever this is cut short, the checkpoint is committed.
+        """
+        folder = step_folder(step)
+        marker, content = (
+            self._retry("reading", partial(self._destination.get_bytes, f"{folder}/{name}"))
+            for name in (COMMITTED, MANIFEST)
+        )
+        check_marker(marker, content)
+        completed = parse_manifest(content).completed(more).to_bytes()
+        marker = commit_marker(step, completed, replaced=content)
+        self._retry("commit", lambda: self._destination.put_bytes(f"{folder}/{COMMITTED}", marker))
+        self._retry("manifest", lambda: self._destination.put_bytes(f"{folder}/{MANIFEST}", completed))
+        self._values.pop(step, None)
 
     def _attach(self, attachments: Sequence[Attachment]) -> None:
         for name, path, size in attachments:
@@ -180,6 +202,12 @@ def attempted(action: Callable[[], Any]) -> str | None:
     except Exception as error:  # torch's writer wraps what went wrong in kinds of its own
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None
+
+
+def _forget(path: Path) -> None:
+    """Have the page cache give up a file that is on the disk: who reads it then reads what the disk has."""
+    with suppress(OSError), path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _copy_beginning(source: Path, target: Path, num_bytes: int) -> None:

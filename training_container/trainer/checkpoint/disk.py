@@ -83,6 +83,13 @@ def _is_cached(descriptor: int, start: int, num_bytes: int) -> bool:
     """Whether the page cache seems to have these bytes; asking reads none (preadv2's RWF_NOWAIT begins to)."""
     first = start - start % mmap.PAGESIZE
     length = start + num_bytes - first
+    try:
+        return _are_pages_there(descriptor, first, length)
+    except (OSError, ValueError):  # it was cut meanwhile, or its file system maps none: a plain read tells
+        return True
+
+
+def _are_pages_there(descriptor: int, first: int, length: int) -> bool:
     state = ctypes.c_ubyte()
     with mmap.mmap(descriptor, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=first) as mapped:
         seen = np.frombuffer(mapped, dtype=np.uint8)

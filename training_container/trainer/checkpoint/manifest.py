@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ FORMAT_VERSION = 1
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
+PREVIOUS_STEP = "previous_step"
+"""Key of `extra`: the step of the checkpoint that was committed or loaded before this one; null: it is the job's first.
+What the first trainers wrote hasn't it."""
 
 
 class ManifestError(Exception):
@@ -64,6 +67,15 @@ class Manifest:
         own = self.extra_by_rank.get(str(rank), {}) if world_size == self.world_size else {}
         return self.extra | own
 
+    def completed(self, more: Mapping[str, Any]) -> "Manifest":
+        """With `more` in every rank's `extra`."""
+        by_rank = {
+            rank: kept
+            for rank, values in self.extra_by_rank.items()
+            if (kept := {key: value for key, value in values.items() if key not in more})
+        }
+        return replace(self, extra=self.extra | dict(more), extra_by_rank=by_rank)
+
 
 def combine_extra(by_rank: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Rank 0's values, and per rank only those that differ."""
@@ -94,18 +106,25 @@ def parse_manifest(content: bytes) -> Manifest:
         raise ManifestError(f"{MANIFEST} can't be read ({type(error).__name__}: {error})") from None
 
 
-def commit_marker(step: int, manifest: bytes) -> bytes:
-    """Content of COMMITTED: it binds the marker to one manifest, so that a torn or swapped one shows."""
-    return (json.dumps({"step": step, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}) + "\n").encode()
+def commit_marker(step: int, manifest: bytes, *, replaced: bytes | None = None) -> bytes:
+    """Content of COMMITTED: it binds the marker to one manifest, so that a torn or swapped one shows.
+
+    `replaced`: the manifest that is there until the new one is written; either is good meanwhile.
+    """
+    content = {"step": step, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
+    if replaced is not None:
+        content["replaced_sha256"] = hashlib.sha256(replaced).hexdigest()
+    return (json.dumps(content) + "\n").encode()
 
 
 def check_marker(marker: bytes, manifest: bytes) -> None:
     """ManifestError unless `marker` belongs to `manifest`."""
     try:
-        promised = json.loads(marker)["manifest_sha256"]
-    except (ValueError, KeyError, TypeError):
+        content = json.loads(marker)
+        promised = (content["manifest_sha256"], content.get("replaced_sha256"))
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ManifestError(f"{COMMITTED} is torn") from None
-    if promised != hashlib.sha256(manifest).hexdigest():
+    if hashlib.sha256(manifest).hexdigest() not in promised:
         raise ManifestError(f"{MANIFEST} is not the one that was committed (SHA-256 differs)")
 
 

@@ -12,11 +12,14 @@ import trainyard
 from trainyard.spec.job import ResolvedJob
 
 _KEYS = ("job_sha256", "code_sha256")
+_OF_THE_RUN = {"compute", "recovery", "meters", "tracking", "budget"}
+"""Sections that say where and how a job is run and watched: no loss depends on them."""
 
 
 def provenance(job: ResolvedJob) -> dict[str, str]:
-    """`job_sha256` of the resolved job, `code_sha256` of the trainer that runs; hex."""
-    content = json.dumps(job.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    """`job_sha256` of the resolved job but for how it is run, `code_sha256` of the trainer that runs; hex."""
+    told = job.model_dump(mode="json", exclude={"spec": _OF_THE_RUN, "hours_between_failures": True})
+    content = json.dumps(told, sort_keys=True, separators=(",", ":"))
     return dict(zip(_KEYS, (hashlib.sha256(content.encode()).hexdigest(), code_digest()), strict=True))
 
 

@@ -27,6 +27,7 @@ from trainer.checkpoint.manifest import (
     COMMITTED,
     FOLDER,
     MANIFEST,
+    PREVIOUS_STEP,
     Manifest,
     ManifestError,
     ShardFile,
@@ -137,11 +138,7 @@ class Restorer:
         local_dir: Path,
         retry: Retry,
         report: Callable[[str], None],
-        *,
-        keep_last: int = 2,
     ) -> None:
-        """`keep_last`: how many the job keeps: 1 means that the only one there is may hold all of its work."""
-        self._num_lost_at_most = min(keep_last, 2) - 1
         self._destination = destination
         self._group = group
         self._local_dir = local_dir
@@ -190,14 +187,20 @@ class Restorer:
         return None
 
     def _check_little_is_lost(self, candidates: list[Candidate]) -> None:
-        """InputError where more was committed than the first interval's work, and none of it can be read."""
-        committed = [candidate.step for candidate in candidates if candidate.was_committed]
-        if len(committed) > self._num_lost_at_most:
-            raise InputError(
-                f"checkpoint: all {len(committed)} that were committed at {self._destination.uri} (the newest of step"
-                f" {committed[0]}) are altered, and nothing was started anew; look with `trainyard checkpoints verify`,"
-                " bring back an earlier version of their files, or give another checkpoint.destination to start anew"
-            )
+        """InputError where more was committed than the first interval's work, and none of it can be read.
+
+        How many are left tells nothing: retention and a full disk leave one of a long job, too.
+        """
+        committed = [candidate for candidate in candidates if candidate.was_committed]
+        if not committed or (len(committed) == 1 and _is_the_jobs_first(committed[0])):
+            return
+        # A folder has no versions: there it is a backup, if anything.
+        versions = "an earlier version of" if self._destination.folder("") is None else "a copy of"
+        raise InputError(
+            f"checkpoint: none of what was committed at {self._destination.uri} (the newest: step"
+            f" {committed[0].step}) is whole, and nothing was started anew; look with `trainyard checkpoints verify`"
+            f" and bring back {versions} its files; to start anew, launch it as a new job"
+        )
 
     def open(self, step: int | None) -> OpenStep | None:
         """That step's checkpoint, or the newest committed one; None, with a line for each passed over, without one.
@@ -426,6 +429,11 @@ class Restorer:
         if self._destination.folder("") is None:
             return AwsRefusedError(f"{error}; {advice}")
         return JobFailedError(f"{error}; {advice}")
+
+
+def _is_the_jobs_first(candidate: Candidate) -> bool:
+    """Whether its manifest says so; one that can't be read, or is of a trainer that didn't note it, doesn't."""
+    return candidate.manifest is not None and candidate.manifest.extra.get(PREVIOUS_STEP, -1) is None
 
 
 def _outcome(folder: Path, operation: Callable[[], None]) -> tuple[str | None, DestinationError | None]:
