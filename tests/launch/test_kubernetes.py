@@ -25,8 +25,8 @@ from trainer import kubernetes as entry
 from trainyard.errors import InputError
 from trainyard.launch import kubernetes, watch
 from trainyard.launch.backend import AwayError, LogCursor, Observation, say_nothing
-from trainyard.launch.kubernetes import launch_on_kubernetes_here, launch_on_tenants_kubernetes, tenant_places
 from trainyard.launch.kubectl import Kubectl
+from trainyard.launch.kubernetes import launch_on_kubernetes_here, launch_on_tenants_kubernetes, tenant_places
 from trainyard.launch.kubernetes_backend import STOP_MARK, KubernetesBackend
 from trainyard.launch.kubernetes_manifest import FINAL_EXIT_CODES, GRACE_SECONDS, manifests, object_name
 from trainyard.launch.launcher import new_record, with_destination
@@ -34,7 +34,7 @@ from trainyard.launch.local_supervisor import RESUME_EXIT_CODE
 from trainyard.launch.record import FolderRecordStore, JobRecord, RecordedChannel, S3RecordStore
 from trainyard.launch.session import Account
 from trainyard.spec.base import parse
-from trainyard.spec.job import JobSpec
+from trainyard.spec.job import ImageSpec, JobSpec
 from trainyard.spec.platform import TenantContract
 
 GOLDEN = Path(__file__).parent / "golden" / "trainjob.json"
@@ -323,7 +323,7 @@ def test_a_stop_tells_the_pods_and_is_remembered(submitted: Submitted, kubectl: 
     seen = observed(backend, record, kubectl, config_map)
     assert (seen.state, seen.note) == ("Stopped", "")
     del config_map["metadata"]["annotations"]
-    assert observed(backend, record, kubectl, config_map).note == "somebody else deleted its TrainJob"
+    assert observed(backend, record, kubectl, config_map).note == "its TrainJob was deleted, or never applied"
     kubectl.has()
     assert backend.observe(record) is None
 
@@ -575,6 +575,8 @@ def test_a_pod_of_something_else_says_so(name: str, value: str, words: str, tmp_
     [
         (1, "host b is gone: its entrypoint was killed, or the network parted", 69),
         (1, "the first host (a) is gone: its entrypoint was killed, or the network parted", 69),
+        (1, "host b-node-0-0.b has no address after 600 s: [Errno -2] Name or service not known", 69),
+        (1, "the first host (10.0.0.1 port 29401) does not answer after 600 s: timed out; does the security", 69),
         (1, "rank 1 on b: ValueError: host b is gone", 1),
         (2, "PET_NNODES: is not set", 2),
         (75, "", 75),
@@ -586,3 +588,9 @@ def test_a_lost_host_has_an_exit_code_of_its_own(code: int, reason: str, expecte
     (tmp_path / "output/failure").write_text(f"{reason}\nmore\n")
     assert entry.tell_ending(code, tmp_path, tmp_path / "message") == expected
     assert (tmp_path / "message").exists() == (code in (1, 2))
+
+
+def test_the_names_of_classes_are_brought_too() -> None:
+    job = pod_job().model_copy(update={"images": ImageSpec.model_construct(class_names="fsx://sets/names.txt")})
+    with pytest.raises(InputError, match=r"fsx://sets/names.txt: is on a file system that the pods don't have"):
+        kubernetes._check_shared(job)

@@ -6,6 +6,8 @@ The server here answers in the form of Ray 2.60's; the real one, with the traine
 import base64
 import gzip
 import json
+import signal
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,11 +17,12 @@ from typing import Any
 import pytest
 from launch_testing import JOB_ID, job_content
 from trainer import ray as driver
+from trainer import ray_host
 
 from trainyard.errors import InputError
 from trainyard.launch import ray, watch
-from trainyard.launch.backend import LogCursor, Observation
-from trainyard.launch.launcher import new_record, with_destination
+from trainyard.launch.backend import LogCursor, Observation, say_nothing
+from trainyard.launch.launcher import new_record, submit_attempt, with_destination
 from trainyard.launch.ray_backend import EVENT, GPUS_VARIABLE, JOB_VARIABLE, Look, RayBackend, read_events, submission
 from trainyard.launch.ray_jobs import HttpJobServer
 from trainyard.launch.record import FolderRecordStore, JobRecord, RecordedChannel
@@ -179,6 +182,8 @@ def test_a_job_is_followed_from_its_submission_to_its_end(contract: TenantContra
     assert [change.state for change in found.transitions] == ["Training", "Interrupted", "Training"]
     assert (found.state, found.reclaims) == ("Training", 1)
     assert backend.states([record]) == {JOB_ID: "Training"}
+    seen("FAILED", start, event("Stopped", note="its time limit came; saved"), end_time=1)
+    assert backend.states([record]) == {JOB_ID: "Stopped"}, "as status has it"
     found = seen("SUCCEEDED", start, lost, again, event("Completed", "2026-01-31T13:05:00+00:00"), end_time=1)
     assert (found.state, found.running_seconds, found.finished) == ("Completed", 3600, True)
 
@@ -252,6 +257,107 @@ def test_a_job_without_a_tenant_is_launched_stopped_and_resumed(
     assert watch.status(store, backend, record.job_id).state == "Stopped"
     watch.resume(store, backend, record.job_id)
     assert server.submitted()["submission_id"] == f"{record.job_id}-r2"
+
+
+def test_a_tunnel_to_another_cluster_starts_no_second_attempt(
+    server: Server, contract: TenantContract, tmp_path: Path
+) -> None:
+    store, backend = FolderRecordStore(tmp_path), backend_of(contract)
+    store.create(record_of(ray_job(server.address)))
+    submit_attempt(store, backend, JOB_ID, say_nothing)
+    server.jobs.clear()
+    with pytest.raises(
+        InputError, match=r"does not know its attempt 1, which had not ended; is that tunnel to another"
+    ):
+        watch.resume(store, backend, JOB_ID)
+    assert server.jobs == {}
+    watch.resume(store, backend, JOB_ID, force=True)
+    assert list(server.jobs) == [f"{JOB_ID}-r2"]
+
+
+@pytest.mark.parametrize("headers", ["Bearer s3cret", "[]", '{"a": 1}'])
+def test_headers_that_are_none_are_named(headers: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_HEADERS", headers)
+    with pytest.raises(InputError, match=r"^RAY_JOB_HEADERS: is no JSON object") as error:
+        HttpJobServer().jobs(server.address)
+    assert "s3cret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\n<html><body>Sign in", "is no Ray job server .it says '<html><body>Sign in'"),
+        (b"HTTP/1.0 200 OK\r\n\r\n{}", "is no Ray job server"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "no Ray job server answers .BadStatusLine"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n[", "no Ray job server answers .IncompleteRead"),
+    ],
+)
+def test_what_is_no_job_server_is_said_in_a_line(answer: bytes, words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(InputError, match=words) as error:
+            HttpJobServer().jobs(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_host_that_is_told_before_it_listens_has_saved_nothing_and_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = ray_host.Host(str(tmp_path), 0)
+
+    class Killed:
+        """A process that SIGTERM ends while Python itself begins."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            """Nothing is started."""
+
+        def terminate(self) -> None:
+            """It is told."""
+
+        def wait(self) -> int:
+            host.stop()
+            return -signal.SIGTERM
+
+    monkeypatch.setattr(ray_host.subprocess, "Popen", Killed)
+    content = {"resolved_job.json": json.dumps({"spec": {"compute": {"instance_type": None}}})}
+    code, reason = host.run({**content, "inputs.json": "[]"}, ray_host.Hosts(["node-0"], ["127.0.0.1"], 12000))
+    assert (code, reason) == (75, "stopped before the ranks started; resume me")
+
+
+def test_a_host_listens_before_the_entrypoint_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray_host.sys, "platform", "other")  # this process is not to die with its parent
+    monkeypatch.setattr(ray_host.entrypoint, "main", lambda: signal.raise_signal(signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit) as error:
+            ray_host.main(1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert error.value.code == 75
+
+
+class RayTaskError(Exception):
+    """As Ray names what an actor's own code raised."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "is_lost"),
+    [
+        (OSError("The actor is dead"), "host node-3 is gone: Ray: The actor is dead", True),
+        (RayTaskError("ray::Host.run()\n File x\nKeyError: 'y'"), "node-3 on Ray: KeyError: 'y'", False),
+        (OSError("an error raised in its creation task\nImportError: z"), "node-3 on Ray: ImportError: z", False),
+    ],
+)
+def test_whose_fault_an_actors_silence_is(error: Exception, words: str, is_lost: bool) -> None:
+    assert driver._why_not(3, error) == words
+    assert bool(driver._why_again([(1, words)])) == is_lost
 
 
 @pytest.mark.parametrize(

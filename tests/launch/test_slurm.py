@@ -145,6 +145,11 @@ def test_a_job_that_could_cost_more_than_a_month_is_refused(monkeypatch: pytest.
     # Four starts: three requeues may follow the first.
     assert "2 x p5.48xlarge for 4 x 100 hours could cost" in words and "5,000 USD a month" in words
     assert refused_by_month(cluster_job(max_hours=1), contract_with()) == []
+    job = cluster_job(max_hours=100)
+    for backend in ("kubernetes", "ray"):  # their deadline is of all starts together
+        elsewhere = job.model_copy(update={"compute": job.compute.model_copy(update={"backend": backend})})
+        (words,) = refused_by_month(elsewhere, contract_with())
+        assert "2 x p5.48xlarge for 1 x 100 hours could cost" in words
 
 
 def test_a_job_without_a_price_is_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -146,6 +146,16 @@ def test_who_does_not_answer_for_a_while_is_asked_again(store: FolderRecordStore
     assert gone.looks == watch.MOST_AWAY_LOOKS + 2
 
 
+def test_a_place_that_is_gone_is_left_by_force_only(store: FolderRecordStore) -> None:
+    backend = AwayBackend({0, 1, 2}, TRAINING)
+    with pytest.raises(AwayError, match=r"^does not answer$"):
+        watch.resume(store, backend, JOB_ID)
+    with pytest.raises(AwayError, match=r"whether it still runs can't be asked: does not answer.*--force"):
+        watch.resume(store, backend, JOB_ID, revise=lambda record: record)
+    assert watch.resume(store, backend, JOB_ID, revise=lambda record: record, force=True).attempt.number == 2
+    assert backend.submitted == [f"{JOB_ID}-r2"]
+
+
 def test_resume_is_a_new_attempt_of_the_same_record(store: FolderRecordStore) -> None:
     backend = ScriptedBackend(FAILED)
     before = store.read(JOB_ID).record

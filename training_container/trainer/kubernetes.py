@@ -8,8 +8,8 @@ made from; a ConfigMap, in TRAINYARD_JOB_FOLDER (/etc/trainyard/job), is the cha
 its signals, flags and exit codes are these. The reason of a failure also goes to the termination message
 (TRAINYARD_TERMINATION_LOG, /dev/termination-log).
 
-One exit code more: 69, another host is gone. The program is sound, and all hosts are to be started again, where 1 and 2
-are final (`trainyard.launch.kubernetes_manifest` tells the controller so). Imports no torch.
+One exit code more: 69, another host is gone, or has not come. The program is sound, and all hosts are to be started
+again, where 1 and 2 are final (`trainyard.launch.kubernetes_manifest` tells the controller so). Imports no torch.
 """
 
 import contextlib
@@ -36,6 +36,8 @@ LOST_EXIT_CODE = 69
 """EX_UNAVAILABLE of sysexits.h."""
 _MOST_MESSAGE_BYTES = 4096
 """Kubernetes keeps no more of a termination message."""
+_NEVER_MET = re.compile(r"^(host \S+ has no address|the first host \(.+\) does not answer) after ")
+"""How `trainer.entrypoint`'s reason begins where the others' pods had no machine yet, while it waited."""
 _FIRST = re.compile(r"^(?P<name>.+-)0(?P<domain>(\..+)?)$")
 
 
@@ -109,7 +111,7 @@ def tell_ending(code: int, opt_ml: Path, message: Path) -> int:
         return code
     with contextlib.suppress(OSError):  # a pod without such a file: the log has it too
         message.write_bytes(reason.encode()[:_MOST_MESSAGE_BYTES])
-    return LOST_EXIT_CODE if LOST_HOST.match(reason) else code
+    return LOST_EXIT_CODE if LOST_HOST.match(reason) or _NEVER_MET.match(reason) else code
 
 
 def _nothing_to_save(_: int, __: FrameType | None) -> NoReturn:

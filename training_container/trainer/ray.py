@@ -95,13 +95,16 @@ class Start:
             where = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
             options = {"num_cpus": 1, "num_gpus": self._gpus, "max_concurrency": 2, "scheduling_strategy": where}
             self._actors.append(actor.options(**options).remote(self._directory, index))
-        try:
-            found = self._ray.get([one.address.remote() for one in self._actors])
-        except self._ray.exceptions.RayError as error:
-            return [(1, f"host node-0 is gone: {_words(error)}")]
+        asked = [(one.address.remote(), one.pid.remote()) for one in self._actors]
+        found, pids = [], []
+        for index, (address, pid) in enumerate(asked):
+            try:
+                found.append(self._ray.get(address))
+                pids.append(self._ray.get(pid))
+            except self._ray.exceptions.RayError as error:
+                return [(1, _why_not(index, error))]
         names = [f"node-{index}" for index in range(self._job.num_hosts)]
         hosts = Hosts(names, [address for address, _ in found], found[0][1])
-        pids = self._ray.get([one.pid.remote() for one in self._actors])
         logs = {name: actor_log(one) for name, one in zip(names, self._actors, strict=True)}
         event("Training", f"{', '.join(hosts.addresses)}, start {number}", logs=logs, pids=pids)
         return self._ended([one.run.remote(dict(files), hosts) for one in self._actors], told)
@@ -120,7 +123,7 @@ class Start:
             try:
                 code, reason = self._ray.get(run)
             except self._ray.exceptions.RayError as error:
-                code, reason = 1, f"host node-{index} is gone: {_words(error)}"
+                code, reason = 1, _why_not(index, error)
             endings.append((code, reason))
         return endings
 
@@ -142,8 +145,12 @@ def main(arguments: Sequence[str]) -> int:
     except TrainyardError as error:
         event("Failed", failure=str(error))
         return error.exit_code
-    # Hosts' words stay in their own logs: here they would be many, and thinned out.
-    ray.init(log_to_driver=False)
+    try:
+        # Hosts' words stay in their own logs: here they would be many, and thinned out.
+        ray.init(log_to_driver=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        event("Failed", failure=f"the driver can't join its cluster: {_words(error)}")
+        return 1
     told = Told(job.spec.compute.max_hours)
     signal.signal(signal.SIGTERM, told.on_signal)  # after ray's own
     return _run(ray, job, files, told, arguments[0])
@@ -229,6 +236,15 @@ def _ray() -> Any:
             f"{sys.executable}: has no ray ({error}); install the cluster's own version there, or set "
             "compute.ray.python"
         ) from None
+
+
+def _why_not(index: int, error: BaseException) -> str:
+    """Why an actor gave no answer: its machine or process is gone, or (no start mends that) its own code raised."""
+    own = type(error).__name__ == "RuntimeEnvSetupError" or "creation task" in str(error)
+    if own or any(kind.__name__ == "RayTaskError" for kind in type(error).__mro__):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"node-{index} on Ray: {lines[-1] if lines else type(error).__name__}"
+    return f"host node-{index} is gone: {_words(error)}"
 
 
 def _words(error: BaseException) -> str:

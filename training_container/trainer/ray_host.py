@@ -17,15 +17,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from trainer import entrypoint
+from trainer.host.rank import RESUME_EXIT_CODE
 from trainer.inputs import bring_inputs
 from trainyard.errors import TrainyardError
 
 _FOREIGN = ("RAY_", "OMP_NUM_THREADS")
 """Ray's own variables, and the number of threads that it sets by an actor's CPUs, over the job's."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_NOTHING_TO_SAVE = "stopped before the ranks started; resume me"
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Host:
         except TrainyardError as error:
             return error.exit_code, str(error)
         if self._is_told:
-            return 75, "stopped before the ranks started; resume me"
+            return RESUME_EXIT_CODE, _NOTHING_TO_SAVE
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "trainer.ray_host", str(os.getpid())],
             env=self._environment(hosts),
@@ -70,7 +73,10 @@ class Host:
         )
         if self._is_told:
             self.stop()
-        return self._process.wait(), self._reason()
+        code = self._process.wait()
+        if self._is_told and code == -signal.SIGTERM:  # before it could listen
+            return RESUME_EXIT_CODE, _NOTHING_TO_SAVE
+        return code, self._reason()
 
     def stop(self) -> None:
         """Tell the ranks to save and end."""
@@ -130,11 +136,17 @@ def actor_log(actor: Any) -> str:
 
 def main(actor_pid: int) -> int:
     """The entrypoint, which ends with the actor (Linux only): Ray kills that one without asking."""
+    signal.signal(signal.SIGTERM, _on_early_stop)  # the entrypoint's own comes with its ranks
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != actor_pid:  # it died before we asked
             return 1
     return entrypoint.main()
+
+
+def _on_early_stop(_: int, __: FrameType | None) -> NoReturn:
+    print(f"ray: {_NOTHING_TO_SAVE}", flush=True)
+    raise SystemExit(RESUME_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -261,7 +261,7 @@ def resume(
     with console(stderr=True).status("resuming") as spinner:
         place, job_id = place_and_id(job, environment, tenant)
         revise = reviser(overrides or [], processes, force=force)
-        record = watch.resume(place.store, place.backend, job_id, revise=revise, say=teller(spinner))
+        record = watch.resume(place.store, place.backend, job_id, revise=revise, force=force, say=teller(spinner))
         begin_tracking(record, place, environment)
     if wait:
         record = _follow(place, job_id, quiet=as_json).record

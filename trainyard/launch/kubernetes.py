@@ -103,6 +103,7 @@ def _check_shared(job: JobSpec) -> None:
         return
     paths = [source.path for source in (*job.data.train, *job.data.validation)]
     named = [*paths, job.data.tokenizer, job.data.chat_template, job.model.source, job.checkpoint.destination]
+    named += [job.images.class_names] if job.images is not None else []
     for path in named:
         if path and path.startswith(("fsx://", f"{SHARED_ROOT}/")):
             raise InputError(

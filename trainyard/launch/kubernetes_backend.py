@@ -249,7 +249,7 @@ class Look:
         marks = (self.config_map or {}).get("metadata", {}).get("annotations", {})
         if self._is_running or self.train_job is not None:
             return "Stopping", "", "", ""
-        return "Stopped", "" if STOP_MARK in marks else "somebody else deleted its TrainJob", "", ""
+        return "Stopped", "" if STOP_MARK in marks else "its TrainJob was deleted, or never applied", "", ""
 
     def _failed(self, condition: dict[str, Any]) -> tuple[str, str, str]:
         if condition.get("reason") == "DeadlineExceeded":

@@ -87,7 +87,8 @@ class RayBackend:
         return Look(job, read_events(self._server.driver_log(address, name))).observation(record.attempt.number)
 
     def states(self, records: Sequence[JobRecord]) -> dict[str, str]:
-        """One call for each cluster, without the driver's events: a job that runs may still wait for its machines."""
+        """One call for each cluster, and the driver's events of jobs that have ended: Ray's word is Failed for one that
+        saved at its time limit. One that runs may still wait for its machines."""
         by_address: dict[str, list[JobRecord]] = {}
         for record in records:
             if not record.finished:
@@ -97,7 +98,10 @@ class RayBackend:
             jobs = {job.get("submission_id"): job for job in self._server.jobs(address)}
             for record in ours:
                 if (job := jobs.get(record.attempt.training_job_name)) is not None:
-                    found[record.job_id] = Look(job, None).observation(record.attempt.number).state
+                    events = None
+                    if job["status"] in ("FAILED", "STOPPED"):
+                        events = read_events(self._server.driver_log(address, record.attempt.training_job_name))
+                    found[record.job_id] = Look(job, events).observation(record.attempt.number).state
         return found
 
     def stop(self, record: JobRecord) -> None:

@@ -1,19 +1,24 @@
 """Ray's job server over HTTP, one call at a time: what Ray's own client asks, without a ray of its version here."""
 
+import http.client
 import json
 import os
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from trainyard.errors import InputError
+from trainyard.launch.backend import AwayError
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 """Ray's own."""
+HEADERS_VARIABLE = "RAY_JOB_HEADERS"
+"""Ray's own."""
 CALL_SECONDS = 30.0
 _MOST_WORDS = 300
+_Kind = TypeVar("_Kind", dict[str, Any], list[dict[str, Any]])
 
 
 class JobServer(Protocol):
@@ -49,11 +54,11 @@ class HttpJobServer:
     def job(self, address: str, submission_id: str) -> dict[str, Any] | None:
         """See JobServer."""
         answer = self._call(address, f"/api/jobs/{submission_id}", missing_is_none=True)
-        return None if answer is None else dict(json.loads(answer))
+        return None if answer is None else _json(address, answer, dict)
 
     def jobs(self, address: str) -> list[dict[str, Any]]:
         """See JobServer."""
-        return list(json.loads(self._call(address, "/api/jobs/") or b"[]"))
+        return _json(address, self._call(address, "/api/jobs/") or b"[]", list)
 
     def stop(self, address: str, submission_id: str) -> None:
         """See JobServer."""
@@ -62,7 +67,7 @@ class HttpJobServer:
     def driver_log(self, address: str, submission_id: str) -> str:
         """See JobServer."""
         answer = self._call(address, f"/api/jobs/{submission_id}/logs", missing_is_none=True)
-        return "" if answer is None else str(json.loads(answer).get("logs") or "")
+        return "" if answer is None else str(_json(address, answer, dict).get("logs") or "")
 
     def actor_log(self, address: str, actor_id: str) -> bytes:
         """See JobServer."""
@@ -75,7 +80,7 @@ class HttpJobServer:
     def _call(
         self, address: str, path: str, body: bytes | None = None, *, missing_is_none: bool = False
     ) -> bytes | None:
-        headers = {"Content-Type": "application/json", **json.loads(os.environ.get("RAY_JOB_HEADERS") or "{}")}
+        headers = {"Content-Type": "application/json", **_headers()}
         request = urllib.request.Request(f"{address.rstrip('/')}{path}", body, headers)
         try:
             with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
@@ -84,13 +89,42 @@ class HttpJobServer:
             if error.code == 404 and missing_is_none:
                 return None
             raise _Refused(f"compute.ray.address {address}: {_words(error)}") from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise InputError(
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or f"{type(error).__name__}: {str(error).strip()}"
+            raise AwayError(
                 f"compute.ray.address {address}: no Ray job server answers ({reason}); is the cluster up, its "
                 "dashboard (ray[default]) on and its port 8265 reachable? kubectl port-forward, or an SSH tunnel, "
                 "brings it here"
             ) from None
+
+
+def _headers() -> dict[str, str]:
+    given = os.environ.get(HEADERS_VARIABLE) or "{}"
+    try:
+        headers = json.loads(given)
+    except ValueError:
+        headers = None
+    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
+        # Not what it holds: that may be a token.
+        raise InputError(
+            f'{HEADERS_VARIABLE}: is no JSON object of names and texts, as {{"Authorization": "Bearer X"}}'
+        )
+    return headers
+
+
+def _json(address: str, answer: bytes, kind: type[_Kind]) -> _Kind:
+    """What the server says; InputError where it is no job server that answers, but a proxy's page, say."""
+    try:
+        content = json.loads(answer)
+    except ValueError:
+        content = None
+    if not isinstance(content, kind):
+        begins = answer[:40].decode("utf-8", "replace").strip().partition("\n")[0]
+        raise InputError(
+            f"compute.ray.address {address}: what answers is no Ray job server (it says {begins!r}); is a proxy before "
+            f"it that asks who you are? {HEADERS_VARIABLE} goes along"
+        )
+    return content
 
 
 class _Refused(InputError):

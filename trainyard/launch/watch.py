@@ -1,5 +1,6 @@
 """Looking after a job that was launched: refresh, wait, stop, resume; all on the record and its backend."""
 
+import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -143,6 +144,7 @@ def resume(
     job_id: str,
     *,
     revise: Callable[[JobRecord], JobRecord] | None = None,
+    force: bool = False,
     say: Say = say_nothing,
 ) -> JobRecord:
     """Start a stopped, failed or never-submitted job again: same record, same inputs, newest checkpoint.
@@ -150,9 +152,19 @@ def resume(
     `revise`: the record with which it goes on (`launch.elastic`), for other machines or another layout. An attempt that
     was written and never submitted (a broker's rule refused it, say) is submitted, changed so, and gets no successor.
     The checkpoint destination is the record's, so the trainer finds its newest valid checkpoint there by itself.
-    InputError where the job runs or has completed.
+    InputError where the job runs or has completed, or (unless `force`) where nobody can say that it does not.
     """
-    current = status(store, backend, job_id)
+    try:
+        current = status(store, backend, job_id)
+    except AwayError as error:
+        if revise is None:
+            raise
+        if not force:
+            raise AwayError(
+                f"job {job_id}: whether it still runs can't be asked: {error}. Once that place is gone for good: "
+                "--force"
+            ) from None
+        current = Status(store.read(job_id).record, None)
     if current.observation is None and current.record.attempt.submitted_at is None:
         if revise is not None:
             _revise_unsubmitted(store, backend, current.record, revise)
@@ -161,6 +173,8 @@ def resume(
         raise InputError(f"job {job_id}: has completed; there is nothing to resume (launch it again for a new run)")
     if not current.finished and current.observation is not None:
         raise InputError(f"job {job_id}: is still going ({current.state}); stop it first: trainyard stop {job_id}")
+    if current.observation is None and not current.finished and not force:
+        _refuse_behind_a_tunnel(current.record)
     number = current.record.attempt.number
     # Before anything is written: a resume that can't be had leaves the record as it was.
     backend.check((revise(current.record) if revise else current.record).with_next_attempt())
@@ -174,6 +188,17 @@ def resume(
     assert record.state == CREATED
     say(f"attempt {record.attempt.number} of {job_id}")
     return submit_attempt(store, backend, job_id, say)
+
+
+def _refuse_behind_a_tunnel(record: JobRecord) -> None:
+    """InputError where what does not know a running job's attempt may be another cluster than the one that has it."""
+    address = record.resolved.spec.compute.ray.address or ""
+    if record.backend == "ray" and urllib.parse.urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1"):
+        raise InputError(
+            f"job {record.job_id}: {address} does not know its attempt {record.attempt.number}, which had not ended; "
+            "is that tunnel to another cluster now? Two attempts would write to one place. Once its own cluster is "
+            "gone, or was started anew: --force"
+        )
 
 
 def _revise_unsubmitted(
