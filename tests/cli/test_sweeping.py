@@ -10,7 +10,7 @@ from launch_testing import job_content
 from trainyard.cli import sweeping
 from trainyard.cli.app import run
 from trainyard.launch.session import Account
-from trainyard.operate.sweep.record import SweepRecord
+from trainyard.operate.sweep.record import SweepRecord, SweepStore
 from trainyard.spec.base import parse
 
 
@@ -42,6 +42,17 @@ def test_trials_go_to_sagemaker_as_any_job_does(
     assert sorted(one["TrainingJobName"] for one in jobs) == sorted(names), "the ordinary requests, once each"
     assert run(["sweep", "--resume", "rates", "--json"]) == 0
     assert len(deployed.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]) == 2
+    store = SweepStore("rates")
+    with store.held():
+        capsys.readouterr()
+        assert run(["sweep", "--show", "rates", "--json"]) == 0, "while another process runs it"
+        assert len(json.loads(capsys.readouterr().out)["trials"]) == 2
+    for ignored in (["--stop-losers", "none"], ["--trials", "3"], ["--set", "training.seed=1"], ["-e", "test"]):
+        assert run(["sweep", "--resume", "rates", *ignored]) == 2
+        assert "is not for --resume" in capsys.readouterr().err
+    assert run(["sweep", "--show", "rates", "--parallel", "3"]) == 2
+    store.write(store.read().model_copy(update={"directory": job_path + ".gone"}))
+    assert run(["sweep", "--resume", "rates"]) == 2 and "which is gone" in capsys.readouterr().err
     assert run(verb) == 2
     assert "sweep rates: exists already; `trainyard sweep --resume rates` goes on" in capsys.readouterr().err
 

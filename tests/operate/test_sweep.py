@@ -5,7 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 from launch_testing import job_content
 
 from trainyard.cli.app import run
-from trainyard.errors import InputError
+from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
 from trainyard.launch.launcher import new_record, record_and_submit, with_destination
@@ -112,6 +112,8 @@ def test_halving_keeps_the_best_third_of_those_that_have_come_to_a_rung() -> Non
     assert halving([1, 2], {1: line(5, 0, 9), 2: line(6, 0, 9)}, 90) == {}, "nobody has come to a rung"
     late = {1: line(5, 0, 12), 2: line(6, 0, 31)}
     assert halving([1, 2], late, 90) == {}, "each is judged at the highest rung that it has reached"
+    begins_late = {1: line(5, 0, 12), 2: line(4, 0, 12), 3: {11: 9.0, 12: 9.0}}
+    assert list(halving([1, 2, 3], begins_late, 90)) == [1], "who has nothing at the rung is not judged, and none fails"
 
 
 def test_the_median_rule_stops_what_is_worse_than_the_others_were() -> None:
@@ -207,6 +209,8 @@ class Machines:
     ended: dict[str, str] = field(default_factory=dict)
     launched: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
+    fail_at: dict[str, int] = field(default_factory=dict)
+    """Name -> step at which that job fails, once."""
 
     def check(self, record: JobRecord) -> None:
         """Takes all."""
@@ -223,7 +227,9 @@ class Machines:
         if record.job_id not in self.running:
             return None
         state = self.ended.get(record.job_id, "Training")
-        return Observation(state, transitions=(StateChange(state="Training", at=NOON.isoformat()),))
+        failure = "InternalServerError: a machine was lost" if state == "Failed" else ""
+        transitions = (StateChange(state="Training", at=NOON.isoformat(), attempt=record.attempt.number),)
+        return Observation(state, transitions=transitions, failure=failure)
 
     def spent(self, record: JobRecord) -> Spent:
         """As if the whole job took two machines of 6 dollars an hour."""
@@ -250,6 +256,8 @@ class Machines:
         for job_id in self.running:
             if job_id not in self.ended:
                 self.running[job_id] += 10
+                if self.running[job_id] == self.fail_at.get(job_id):
+                    self.ended[job_id] = "Failed"
                 if self.running[job_id] >= 90:
                     self.ended[job_id] = "Completed"
 
@@ -460,6 +468,153 @@ def test_a_loser_that_somebody_resumed_is_let_run(begun: Any) -> None:
         machines.tick
     )
     assert [one.state for one in found.lines] == ["Completed"] * 3 and found.lines[0].why == ""
+
+
+def go_on(runner: Runner, **changes: Any) -> Runner:
+    """Another process, which goes on with the sweep or only looks."""
+    read_only = changes.pop("read_only", False)
+    kept = runner.store.read().model_copy(update=changes)
+    return Runner(runner.store, kept, runner.search, runner.launcher, "tiny", lambda _: None, read_only)
+
+
+def resumed(runner: Runner, machines: Machines, job_id: str) -> None:
+    """As `trainyard resume` and a tenant's resumer do it."""
+    store = runner.launcher.place_of_all.store  # type: ignore[attr-defined]
+    del machines.ended[job_id]
+    stored = store.read(job_id)
+    store.replace(stored, stored.record.with_next_attempt().with_attempt(submitted_at="now").with_state("Training"))
+
+
+def begin_and_fail(runner: Runner, machines: Machines) -> str:
+    """The first trial fails after ten steps."""
+    runner._start()
+    job_id = runner.record.trials[0].job_id
+    assert job_id is not None
+    machines.fail_at[job_id] = 10
+    machines.tick()
+    runner.look()
+    assert runner.record.trials[0].state == "Failed" and "a machine was lost" in runner.record.trials[0].why
+    return job_id
+
+
+def test_a_failed_trial_that_somebody_resumed_is_let_run(begun: Any) -> None:
+    runner, machines = begun(parallel=3, stop_rule="none")
+    resumed(runner, machines, begin_and_fail(runner, machines))
+    found = go_on(runner).run(machines.tick)
+    assert machines.stopped == [] and [one.state for one in found.lines] == ["Completed"] * 3
+    assert found.lines[0].why == ""
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_what_the_resumer_starts_again_is_seen_and_counted(begun: Any, comes_back: bool) -> None:
+    runner, machines = begun(parallel=1, stop_rule="none", max_cost_usd=37.0, num_trials=1)
+    place = runner.launcher.place_of_all
+    runner.launcher.place_of_all = replace(place, has_resumer=True)
+    load = runner.launcher.load
+    runner.launcher.load = lambda name, overrides: load(name, [*overrides, "recovery.max_resumes=2"])
+    job_id = begin_and_fail(runner, machines)
+    record = place.store.read(job_id)
+    assert watch.may_be_resumed(record.record), "a job that the resumer takes"
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 2 and comes_back:
+            resumed(runner, machines, job_id)
+        machines.tick()
+
+    found = runner.run(tick)
+    assert found.lines[0].state == ("Completed" if comes_back else "Failed")
+    assert found.usd == pytest.approx(12.0 if comes_back else 12 * 10 / 90)
+    assert ticks < 2 * runner_module.LATE_LOOKS, "one that does not come back is not waited for for ever"
+
+
+def test_who_only_looks_stops_and_writes_nothing(begun: Any) -> None:
+    runner, machines = begun(parallel=3, stop_rule="none")
+    runner._start()
+    first = runner.record.trials[0]
+    runner._keep(first.model_copy(update={"why": "loser: x", "stopped_attempt": 1}))
+    machines.tick()
+    before = (runner.store.folder / "sweep.json").read_bytes()
+    looking = go_on(runner, read_only=True)
+    looking.look(everything=True)
+    assert looking.standings().lines[0].step == 10 and machines.stopped == []
+    assert (runner.store.folder / "sweep.json").read_bytes() == before
+    go_on(runner).look(everything=True)
+    assert machines.stopped == [first.job_id]
+
+
+def test_a_budget_that_comes_with_resume_is_planned_and_held(begun: Any) -> None:
+    runner, machines = begun(parallel=1, stop_rule="none")
+    runner._keep(runner.record.trials[0])
+    unplanned = tuple(one.model_copy(update={"planned_usd": None}) for one in runner.record.trials)
+    runner.store.write(runner.record.model_copy(update={"trials": unplanned}))
+    runner.launcher.planned_usd = None
+    with pytest.raises(InputError, match="knows no price"):
+        go_on(runner, max_cost_usd=25.0).run(machines.tick)
+    runner.launcher.planned_usd = 12.0
+    found = go_on(runner, max_cost_usd=25.0).run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed", "Completed", "Waiting"], found
+
+
+class Learning:
+    """A search that proposes by what it was told, here a rate for each trial that did not fail."""
+
+    is_fixed = False
+
+    def __init__(self, *rates: str) -> None:
+        self._rates, self.num_trials = rates, len(rates)
+        self.told: list[list[float | None]] = []
+
+    def propose(self, number: int, told: Sequence[Told]) -> tuple[str, ...]:
+        self.told.append([one.value for one in told])
+        return (f"training.learning_rate={self._rates[number]}",)
+
+
+def learning(runner: Runner, *rates: str) -> Learning:
+    search = Learning(*rates)
+    runner.search = search
+    runner.record = runner.record.model_copy(update={"trials": runner.record.trials[:1]})
+    runner.store.write(runner.record)
+    return search
+
+
+def test_a_proposal_that_is_no_job_is_refused_and_told_and_the_search_goes_on(begun: Any) -> None:
+    runner, machines = begun(parallel=1, stop_rule="none")
+    search = learning(runner, "1e-3", "-1", "2e-3")
+    found = runner.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed", "Refused", "Completed"]
+    assert "learning_rate" in found.lines[1].why and search.told[-1][1] == math.inf
+    assert [one.state for one in go_on(runner).run(machines.tick).lines] == ["Completed", "Refused", "Completed"]
+
+
+def test_more_money_lets_a_search_that_learns_go_on(begun: Any) -> None:
+    runner, machines = begun(parallel=1, stop_rule="none", max_cost_usd=6.0, planned_usd=1.0)
+    learning(runner, "1e-3", "2e-3", "3e-3")
+    assert [one.state for one in runner.run(machines.tick).lines] == ["Stopped"]
+    found = go_on(runner, max_cost_usd=100.0).run(machines.tick)
+    assert [one.state for one in found.lines] == ["Stopped", "Completed", "Completed"]
+
+
+def test_what_aws_refuses_for_a_while_ends_no_sweep(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, machines = begun(parallel=3)
+    launch, stop, away = runner.launcher.launch, watch.stop, {"launch": 3, "stop": 2}
+
+    def first(name: str, then: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if away[name]:
+                away[name] -= 1
+                raise AwsRefusedError(f"{name}: AWS could not be reached")
+            return then(*arguments)
+
+        return call
+
+    monkeypatch.setattr(runner.launcher, "launch", first("launch", launch))
+    monkeypatch.setattr(watch, "stop", first("stop", stop))
+    found = runner.run(machines.tick)
+    assert [one.state for one in found.lines] == ["Completed", "Stopped", "Stopped"] and not any(away.values())
+    assert len(machines.launched) == 3
 
 
 def test_one_process_runs_a_sweep(tmp_path: Path) -> None:

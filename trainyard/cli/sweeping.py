@@ -60,6 +60,7 @@ def register(app: typer.Typer) -> None:
 
 
 def sweep(
+    context: typer.Context,
     job: JobArgument = None,
     over: OverOption = None,
     search: SearchOption = "grid",
@@ -91,8 +92,13 @@ def sweep(
     if given is not None:
         if job is not None or over or (resume and show):
             raise InputError("--resume, --show: take the sweep's name alone; its record has the job and settings")
+        _check_alone(context, "--resume" if resume else "--show")
         store = SweepStore(given)
         known = store.read()
+        if not Path(known.directory).is_dir():
+            raise InputError(
+                f"sweep {given}: was begun in {known.directory}, which is gone; its job's paths begin there"
+            )
         changed = {"parallel": parallel, "max_cost_usd": max_cost_usd}
         record = known.model_copy(update={name: value for name, value in changed.items() if value is not None})
         job_file = store.job_file
@@ -102,8 +108,10 @@ def sweep(
         options = _Options(search, trials, seed, parallel or DEFAULT_PARALLEL, stop_losers, metric, max_cost_usd)
         record = _new_record(job, over, name, options, environment, backend, overrides or [], processes, force)
         store, job_file = SweepStore(record.name), job
-    with contextlib.chdir(record.directory) if given else contextlib.nullcontext(), store.held():
-        runner = _runner(store, record, job_file)
+    begun_in = contextlib.chdir(record.directory) if given else contextlib.nullcontext()
+    # Who only looks writes nothing, and may look while another process runs the sweep.
+    with begun_in, contextlib.nullcontext() if show else store.held():
+        runner = _runner(store, record, job_file, read_only=show is not None)
         if given is None:
             _begin(runner, job_file)
         if show is None:
@@ -117,6 +125,20 @@ def sweep(
         console().print(_table(found))
     if show is None and not any(line.state == "Completed" for line in found.lines):
         raise JobFailedError(f"sweep {found.name}: no trial completed; `trainyard sweep --show {found.name}` says why")
+
+
+ALONE = {"--resume": {"resume", "parallel", "max_cost_usd", "as_json"}, "--show": {"show", "as_json"}}
+"""What may be given with them; all else is the record's."""
+
+
+def _check_alone(context: typer.Context, verb: str) -> None:
+    """InputError for an option that would be ignored."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and parameter.name not in ALONE[verb]:
+            more = "--parallel, --max-cost-usd and --json" if verb == "--resume" else "--json"
+            raise InputError(f"{parameter.opts[0]}: is not for {verb}, which takes the record's; allowed is {more}")
 
 
 @dataclass(frozen=True)
@@ -163,7 +185,7 @@ def _new_record(
     )
 
 
-def _runner(store: "SweepStore", record: "SweepRecord", job_file: Path) -> "Runner":
+def _runner(store: "SweepStore", record: "SweepRecord", job_file: Path, *, read_only: bool = False) -> "Runner":
     from trainyard.operate.sweep.runner import Runner
     from trainyard.operate.sweep.search import search_of
     from trainyard.operate.sweep.space import parse_axes
@@ -172,7 +194,7 @@ def _runner(store: "SweepStore", record: "SweepRecord", job_file: Path) -> "Runn
     search = search_of(record.search, parse_axes(record.over), num_trials=record.num_trials, seed=record.seed)
     launcher = VerbLauncher(record, job_file)
     job_name = launcher.load("", ()).name
-    return Runner(store, record, search, launcher, job_name, lambda words: out.print(words, markup=False))
+    return Runner(store, record, search, launcher, job_name, lambda words: out.print(words, markup=False), read_only)
 
 
 def _begin(runner: "Runner", job_file: Path) -> None:

@@ -20,6 +20,11 @@ from trainyard.spec.job import JobSpec
 
 MOST_FAILED_LOOKS = 10
 """In a row at one job that end the sweep's process (and no job): a network that is away for a minute does not."""
+MOST_FAILED_LAUNCHES = 10
+"""Of one trial in a row, where AWS or the network says no and not trainyard itself, until it is refused."""
+LATE_LOOKS = 30
+"""At a failed trial that the tenant's resumer may start again, five minutes on AWS, before the sweep counts it as over:
+the resumer acts within one, or not at all."""
 BUDGET = "budget: "
 """A reason's beginning where it was money."""
 
@@ -43,13 +48,21 @@ class Launcher(Protocol):
         """Where a job lives."""
 
 
-def propose(search: Search, launcher: Launcher, token: str, job_name: str, before: Sequence[Trial]) -> Trial:
-    """The trial after those, with its plan; InputError where its settings are no job's."""
-    told = [Told(one.overrides, math.inf if one.diverged else one.value) for one in before]
+def propose(
+    search: Search, launcher: Launcher, token: str, job_name: str, before: Sequence[Trial], *, strict: bool = True
+) -> Trial:
+    """The trial after those, with its plan. Where its settings are no job's: InputError, or if not `strict` a refused
+    trial, which a search that learns is told of as one that failed: else it would propose the same for ever."""
+    told = [Told(one.overrides, math.inf if one.diverged or one.state == REFUSED else one.value) for one in before]
     number = len(before) + 1
     overrides = search.propose(number - 1, told)
     name = trial_name(job_name, token, number)
-    planned = launcher.plan_usd(launcher.load(name, overrides))
+    try:
+        planned = launcher.plan_usd(launcher.load(name, overrides))
+    except InputError as error:
+        if strict:
+            raise
+        return Trial(number=number, name=name, overrides=overrides, state=REFUSED, why=str(error))
     return Trial(number=number, name=name, overrides=overrides, planned_usd=planned)
 
 
@@ -92,10 +105,15 @@ class Runner:
     launcher: Launcher
     job_name: str
     say: Say
+    read_only: bool = False
+    """Only look: nothing is written to the sweep's record, and no job is asked to stop."""
     _places: dict[str, Place] = field(default_factory=dict)
     _courses: dict[int, Course] = field(default_factory=dict)
     _num_steps: dict[int, int] = field(default_factory=dict)
     _failed_looks: dict[int, int] = field(default_factory=dict)
+    _failed_launches: dict[int, int] = field(default_factory=dict)
+    _late_looks: dict[int, int] = field(default_factory=dict)
+    """At failed trials that may be started again by the tenant's resumer."""
     _held_back: str = ""
 
     def run(self, sleep: Callable[[], None]) -> Standings:
@@ -118,20 +136,51 @@ class Runner:
     def look(self, *, everything: bool = False) -> None:
         """Bring states, figures and money up to date; `everything`: also of jobs that had ended."""
         for trial in self.record.trials:
-            if trial.job_id is not None and (everything or not trial.is_over):
+            if trial.job_id is not None and (everything or not trial.is_over or trial.number in self._late_looks):
                 self._look_at(trial, trial.job_id)
 
     def _take_up_again(self) -> None:
         """Find what a process before this one began: jobs that nobody knows the end of, or that somebody resumed; what
-        was refused, or too dear, is tried anew."""
+        was refused, or too dear, is tried anew. InputError where a budget was given that can't be held."""
+        self._plan()
         for trial in self.record.trials:
             if trial.job_id is None and (trial.why or trial.state == REFUSED):
                 state = WAITING if trial.state == WAITING else LAUNCHING
                 self._keep(trial.model_copy(update={"state": state, "why": ""}))
         for trial in self.record.trials:
-            if trial.state == LAUNCHING and (found := self.launcher.find(self._spec(trial))) is not None:
-                self._adopt(trial, *found)
+            if trial.state == LAUNCHING and trial.job_id is None:
+                self._find(trial)
         self.look(everything=True)
+
+    def _plan(self) -> None:
+        """Plan what was proposed without a budget, where there is one now."""
+        most = self.record.max_cost_usd
+        if most is None:
+            return
+        trials = [trial for trial in self.record.trials if not trial.is_over or trial.job_id is None]
+        trials = [trial for trial in trials if trial.state != REFUSED]
+        planned = [
+            trial.model_copy(update={"planned_usd": self.launcher.plan_usd(self._spec(trial))})
+            if trial.planned_usd is None
+            else trial
+            for trial in trials
+        ]
+        if planned:
+            # Some may run already: too small a budget stops them, where a refusal would let them run on.
+            check_budget(planned, len(planned), most, force=True)
+        for trial in planned:
+            self._keep(trial)
+
+    def _find(self, trial: Trial) -> None:
+        """Take up the job whose launch was begun, where there is one; what can't be asked now, the launch asks."""
+        try:
+            found = self.launcher.find(self._spec(trial))
+            if found is not None:
+                self._adopt(trial, *found)
+        except InputError as error:
+            self._keep(trial.model_copy(update={"state": REFUSED, "why": str(error)}))
+        except TrainyardError as error:
+            self.say(f"trial {trial.number}: {error}")
 
     def _look_at(self, trial: Trial, job_id: str) -> None:
         try:
@@ -149,7 +198,12 @@ class Runner:
         self._num_steps[trial.number] = current.record.resolved.steps or 0
         seen = self._with_figures(trial, current.record, current.state)
         self._keep(seen)
-        if seen.why and not current.finished and current.state != "Stopping":
+        if current.state == "Failed" and place.has_resumer and watch.may_be_resumed(current.record):
+            self._late_looks[trial.number] = self._late_looks.get(trial.number, 0) + 1
+        else:
+            self._late_looks.pop(trial.number, None)
+        is_asked = seen.stopped_attempt == current.record.attempt.number
+        if is_asked and not current.finished and current.state != "Stopping":
             self._ask_to_stop(job_id)  # whoever wrote down that it stops was gone before it was asked to
 
     def _with_figures(self, trial: Trial, record: JobRecord, state: str) -> Trial:
@@ -157,17 +211,17 @@ class Runner:
         known = curve(self._courses[trial.number].ordered(), self.record.metric)
         last = max(known, default=0)
         value, money = known.get(last), spent(record)
-        # A job that was stopped here, and that somebody resumed, runs because somebody wants it to.
-        was_resumed = trial.stopped_attempt is not None and record.attempt.number > trial.stopped_attempt
-        why = "" if was_resumed else trial.why
+        # A job that was stopped here or failed, and that somebody resumed, runs because somebody wants it to.
+        is_stopped = trial.stopped_attempt is not None and record.attempt.number <= trial.stopped_attempt
+        failure = record.attempt.failure if state == "Failed" else ""
         changes = {
             "state": state,
             "step": last,
             "value": value if value is not None and math.isfinite(value) else None,
             "diverged": value is not None and not math.isfinite(value),
             "usd": None if money is None else float(money.usd),
-            "why": record.attempt.failure if state == "Failed" and not why else why,
-            "stopped_attempt": None if was_resumed else trial.stopped_attempt,
+            "why": trial.why if is_stopped else failure,
+            "stopped_attempt": trial.stopped_attempt if is_stopped else None,
         }
         return trial.model_copy(update=changes)
 
@@ -200,18 +254,26 @@ class Runner:
     def _stop(self, trial: Trial, why: str) -> None:
         assert trial.job_id is not None
         place = self._places[trial.job_id]
-        attempt = place.store.read(trial.job_id).record.attempt.number
+        try:
+            attempt = place.store.read(trial.job_id).record.attempt.number
+        except TrainyardError as error:
+            self.say(f"trial {trial.number} is to stop ({why}), and can't be asked now: {error}")
+            return  # the next look finds the same reason
         # Written down first: whoever goes on with the sweep stops it then.
         self._keep(trial.model_copy(update={"why": why, "stopped_attempt": attempt}))
         self.say(f"trial {trial.number} stops: {why}")
         self._ask_to_stop(trial.job_id)
 
     def _ask_to_stop(self, job_id: str) -> None:
+        if self.read_only:
+            return
         place = self._places[job_id]
         try:
             watch.stop(place.store, place.backend, job_id)
         except InputError:
             return  # it ended meanwhile, which the next look tells
+        except TrainyardError as error:
+            self.say(f"{job_id} is asked to stop again at the next look: {error}")
 
     def _start(self) -> None:
         """Start trials as long as there are places and money."""
@@ -231,13 +293,21 @@ class Runner:
         waiting = next((one for one in self.record.trials if one.is_waiting), None)
         if waiting is not None or self._all_proposed():
             return waiting
-        trial = propose(self.search, self.launcher, self.record.token, self.job_name, self.record.trials)
-        self._keep(trial)
-        return trial
+        while not self._all_proposed():
+            before = self.record.trials
+            trial = propose(self.search, self.launcher, self.record.token, self.job_name, before, strict=False)
+            self._keep(trial)
+            if trial.state != REFUSED:
+                return trial
+            self.say(f"trial {trial.number} is refused: {trial.why}")
+        return None
 
     def _all_proposed(self) -> bool:
-        is_spent = any(trial.why.startswith(BUDGET) for trial in self.record.trials)
-        return len(self.record.trials) >= self.search.num_trials or is_spent
+        # As the money is now, which may be more than when trials were stopped for it.
+        most = self.record.max_cost_usd
+        is_spent = most is not None and self._spent_usd() >= most
+        is_held = any(trial.job_id is None and trial.why.startswith(BUDGET) for trial in self.record.trials)
+        return len(self.record.trials) >= self.search.num_trials or is_spent or is_held
 
     def _too_dear(self, trial: Trial) -> str:
         """Why this trial's plan does not fit beside what is spent and what those that run may still spend."""
@@ -255,11 +325,11 @@ class Runner:
 
     def _launch(self, trial: Trial) -> bool:
         """Launch one; whether another may be tried at once. A refusal while others run is tried again later: mostly it
-        is they that hold the quota."""
+        is they that hold the quota. So is one by AWS or the network."""
         begun = trial.state == LAUNCHING
         self._keep(trial.model_copy(update={"state": LAUNCHING}))
-        spec = self._spec(trial)
         try:
+            spec = self._spec(trial)
             # What was begun before may have left a job that waits to be submitted.
             found = self.launcher.find(spec) if begun else None
             if found is None:
@@ -267,7 +337,13 @@ class Runner:
             else:
                 self._adopt(trial, *found)
         except TrainyardError as error:
+            if not isinstance(error, InputError):
+                failures = self._failed_launches[trial.number] = self._failed_launches.get(trial.number, 0) + 1
+                if failures < MOST_FAILED_LAUNCHES:
+                    self.say(f"trial {trial.number} is tried again: {error}")
+                    return False
             return self._refused(trial, error)
+        self._failed_launches.pop(trial.number, None)
         return True
 
     def _adopt(self, trial: Trial, place: Place, record: JobRecord) -> None:
@@ -295,7 +371,9 @@ class Runner:
         changed = self.record.with_trial(trial)
         if changed != self.record:
             self.record = changed
-            self.store.write(changed)
+            if not self.read_only:
+                self.store.write(changed)
 
     def _is_over(self) -> bool:
-        return self._all_proposed() and all(trial.is_over for trial in self.record.trials)
+        is_awaited = any(looks <= LATE_LOOKS for looks in self._late_looks.values())
+        return self._all_proposed() and all(trial.is_over for trial in self.record.trials) and not is_awaited

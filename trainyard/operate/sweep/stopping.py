@@ -41,9 +41,11 @@ def halving(running: Sequence[int], curves: Curves, num_steps: int) -> dict[int,
         if rung is None:
             continue
         values = _values_at(curves, rung)
+        if trial not in values:
+            continue  # its curve begins after the rung: it resumed, or its first lines were lost
         kept = -(-len(values) // REDUCTION)
         rank = sum(value < values[trial] for value in values.values())
-        if trial in values and len(values) > 1 and rank >= kept:
+        if len(values) > 1 and rank >= kept:
             found[trial] = f"{values[trial]:.4g} at step {rung}: {_place(rank)} of {len(values)}, the best {kept} go on"
     return found
 
