@@ -2,7 +2,7 @@
 
 from aws_cdk import aws_iam as iam
 
-from stacks.naming import TAG_NODE, TAG_TENANT, TenantScope
+from stacks.naming import PARTITION, TAG_NODE, TAG_TENANT, TenantScope
 
 TAG_INTERFACE = "ec2:CreateTags"
 LEAVE_INTERFACE = "ec2:DetachNetworkInterface"
@@ -36,6 +36,7 @@ MACHINE_WILDCARDS = {
     "OpenMachineShell": "SageMaker makes up the cluster's id; the condition on its tag holds it to the tenant's own.",
     "TagInterfaces": "An interface's id is made with it; only one that is being made is tagged.",
     "LeaveInterfaces": "An interface's id is made with it; the condition holds it to the tenant's VPC.",
+    "LeaveMachines": "The machine beside the interface, which SageMaker makes up; the interface is the tenant's.",
     "MachineLogs": "HyperPod's log group of the tenant's cluster: the id behind its name is made with it.",
     "MachineMetrics": "PutMetricData has no resource; the condition holds it to HyperPod's namespace.",
     "FindLoginNode": "DescribeInstances has no resource: it shows that machines exist, and opens none.",
@@ -103,6 +104,9 @@ def be_hyperpod(tenant: TenantScope, *, vpc_id: str, scripts: str) -> list[iam.P
     return [
         allow("TagInterfaces", [TAG_INTERFACE], interfaces, made),
         allow("LeaveInterfaces", [LEAVE_INTERFACE], interfaces, {"ArnEquals": {"ec2:Vpc": vpc}}),
+        # EC2 judges the machine that loses it too, which has no VPC to ask for and may be of an account of SageMaker's.
+        # Alone this detaches nothing; an interface has a VPC, so that the pattern can't be read as one's.
+        allow("LeaveMachines", [LEAVE_INTERFACE], _any_machine(tenant), {"Null": {"ec2:Vpc": "true"}}),
         iam.PolicyStatement(sid="MachineLogs", actions=WRITE_MACHINE_LOGS, resources=machine_logs(tenant)),
         allow("MachineMetrics", ["cloudwatch:PutMetricData"], "*", space),
         iam.PolicyStatement(sid="FetchScript", actions=["s3:GetObject"], resources=[scripts]),
@@ -204,6 +208,10 @@ def _shell_document(tenant: TenantScope) -> str:
 
 def _machines(tenant: TenantScope) -> str:
     return tenant.arn("ec2", "instance/*")
+
+
+def _any_machine(tenant: TenantScope) -> str:
+    return f"arn:{PARTITION}:ec2:{tenant.environment.region}:*:instance/*"
 
 
 def _login_node(tenant: TenantScope) -> dict[str, str]:

@@ -24,7 +24,7 @@ from stacks.constructs.machine_permissions import (
 from stacks.constructs.network import TenantNetwork
 from stacks.constructs.small_files import TenantSmallFiles, use_files
 from stacks.constructs.storage import TenantBuckets, TenantFileSystem
-from stacks.constructs.tracking import log_runs, see_runs, track_jobs
+from stacks.constructs.tracking import TRACKING_WILDCARDS, log_runs, see_runs, track_jobs
 from stacks.naming import TAG_TENANT, TenantScope
 from trainyard.spec.platform import TRACKING_FOLDER, TRAINING_LOG_GROUP
 
@@ -41,6 +41,7 @@ SHARED_GROUP = "SageMaker's one log group for all jobs of the account; streams a
 
 WILDCARDS = {
     **MACHINE_WILDCARDS,
+    **TRACKING_WILDCARDS,
     "CountViolations": "PutMetricData has no resource; the condition holds it to the tenant's namespace.",
     "CreateTrainingLogGroup": SHARED_GROUP,
     "FindJobRoles": "ListRoles has no resource: it shows that roles exist; the function looks at those of its path.",

@@ -25,8 +25,8 @@ OWNER = "1000"
 
 BACKUPS = {
     "NIST.800.53.R5-EFSInBackupPlan": (
-        "Its own backup policy is on where the environment retains data, which puts it into AWS Backup's daily plan of "
-        "the account; elsewhere nothing is worth keeping."
+        "AWS Backup's recovery points are under its vault's key, which a tenant's removal doesn't destroy: what was "
+        "shredded could be read there. What must have versions belongs in the tenant's buckets."
     )
 }
 
@@ -61,7 +61,7 @@ class TenantSmallFiles(Construct):
             performance_mode="generalPurpose",
             throughput_mode="elastic",
             lifecycle_policies=moves if spec.archive_after_days else None,
-            backup_policy=system.BackupPolicyProperty(status="ENABLED" if retain else "DISABLED"),
+            backup_policy=system.BackupPolicyProperty(status="DISABLED"),
             file_system_policy=_policy(tenant),
         )
         self.resource.apply_removal_policy(RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY)

@@ -27,11 +27,22 @@ SEE_RUNS = _mlflow(
 )
 LOG_RUNS = _mlflow("CreateExperiment CreateRun LogBatch LogInputs LogMetric LogParam SetExperimentTag SetTag UpdateRun")
 OPEN_PAGE = [
-    "sagemaker-mlflow:AccessUI",
     "sagemaker:CreatePresignedMlflowTrackingServerUrl",
     "sagemaker:DescribeMlflowTrackingServer",
 ]
 """MLflow's own page, by a link that is good for minutes."""
+
+SEE_PAGE = "sagemaker-mlflow:AccessUI"
+"""The only action of `sagemaker-mlflow` without a resource (service authorization reference): on an ARN it lets nobody
+in. Whose page it is, is the link's to say."""
+
+RUN_ACTIONS = ["sagemaker-mlflow:*l*", "sagemaker-mlflow:*r*", "sagemaker-mlflow:*t*"]
+"""Every action of `sagemaker-mlflow` but that one: each has one of these letters, it has none. IAM takes no exception
+beside a pattern."""
+
+TRACKING_WILDCARDS = {
+    "SeePage": "AccessUI has no resource; the page opens by a link, which is made for the own server alone.",
+}
 
 
 class TenantTracking(Construct):
@@ -73,12 +84,16 @@ def log_runs(tenant: TenantScope) -> list[iam.PolicyStatement]:
 
 def track_jobs(tenant: TenantScope) -> list[iam.PolicyStatement]:
     """For people: `trainyard track`, and MLflow's page."""
-    return [] if tenant.spec.tracking is None else [_on_server(tenant, "TrackJobs", [*SEE_RUNS, *LOG_RUNS, *OPEN_PAGE])]
+    if tenant.spec.tracking is None:
+        return []
+    return [_on_server(tenant, "TrackJobs", [*SEE_RUNS, *LOG_RUNS, *OPEN_PAGE]), _see_page()]
 
 
 def see_runs(tenant: TenantScope) -> list[iam.PolicyStatement]:
     """For the auditor."""
-    return [] if tenant.spec.tracking is None else [_on_server(tenant, "SeeRuns", [*SEE_RUNS, *OPEN_PAGE])]
+    if tenant.spec.tracking is None:
+        return []
+    return [_on_server(tenant, "SeeRuns", [*SEE_RUNS, *OPEN_PAGE]), _see_page()]
 
 
 def only_own_server(tenant: TenantScope) -> list[iam.PolicyStatement]:
@@ -89,10 +104,14 @@ def only_own_server(tenant: TenantScope) -> list[iam.PolicyStatement]:
         iam.PolicyStatement(
             sid="OwnRuns",
             effect=iam.Effect.DENY,
-            actions=["sagemaker-mlflow:*"],
+            actions=RUN_ACTIONS,
             not_resources=[tenant.tracking_server],
         )
     ]
+
+
+def _see_page() -> iam.PolicyStatement:
+    return iam.PolicyStatement(sid="SeePage", actions=[SEE_PAGE], resources=["*"])
 
 
 def _on_server(tenant: TenantScope, sid: str, actions: list[str]) -> iam.PolicyStatement:

@@ -168,6 +168,32 @@ def railed() -> Railed:
     return run
 
 
+Survivors = Callable[[dict[str, Template], Any, set[str]], dict[tuple[str, str], str]]
+
+
+@pytest.fixture(scope="session")
+def survivors() -> Survivors:
+    """Of acme's statements of those names, each broken in turn: the breaks the proof doesn't see, (Sid, break), and
+    what still refuses, by document. Every Sid must be there."""
+    from trainyard.isolation.mutants import Trial, mutants
+    from trainyard.isolation.proof import resolve_templates
+
+    def run(made: dict[str, Template], environment: Any, sids: set[str]) -> dict[tuple[str, str], str]:
+        account = resolve_templates(made, environment).account
+        broken = [item for item in mutants(account, "acme", "globex") if item.origin.sid in sids]
+        assert {item.origin.sid for item in broken} == sids
+        trial = Trial(account, "acme")
+        verdicts = [trial.judge(item) for item in broken]
+        found: dict[tuple[str, str], set[str]] = {}
+        for item in verdicts:
+            if not item.caught:
+                name = (item.mutant.origin.sid, item.mutant.what.partition(" = ")[0])
+                found.setdefault(name, set()).add(item.reason)
+        return {name: "; ".join(sorted(reasons)) for name, reasons in found.items()}
+
+    return run
+
+
 class Account:
     """The resources of some templates as if deployed: physical ids are logical ids with the stack's name in front."""
 

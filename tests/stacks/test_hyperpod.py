@@ -10,6 +10,7 @@ from trainyard.errors import InputError
 from trainyard.hardware.base_prices import base_cost
 from trainyard.isolation.crossings import Crossings, Scope
 from trainyard.isolation.evaluator import decide
+from trainyard.isolation.mutants import OWN_ONLY, REFUSES_MORE
 from trainyard.isolation.proof import prove, resolve_templates
 from trainyard.isolation.templates import Deployment
 from trainyard.operate.stateful import losses
@@ -141,6 +142,47 @@ def test_shells_and_tags_are_held_by_the_boundary_whatever_is_attached(
     made: dict[str, Any], environment: EnvironmentSpec, railed: Any
 ) -> None:
     assert railed(made, environment, {"ShellOwnMachine", "TagOnlyNew"}) == 7
+
+
+BOUNDARY, WIDENED = "still refused by the permissions boundary", "action widened to *"
+CONDITION, ANY = "still refused by a condition of the Allow", "resource widened to *"
+SURVIVORS = {
+    **{(sid, WIDENED): BOUNDARY for sid in ("FindScript", "FetchScript", "LeaveInterfaces", "LeaveMachines")},
+    ("ShellOwnMachine", "removed"): CONDITION,
+    ("ShellOwnMachine", ANY): REFUSES_MORE,
+    ("TagOnlyNew", "removed"): CONDITION,
+    # The tenant's own data bucket: more of its listing, never an object.
+    ("FindScript", "condition dropped: StringLike s3:prefix"): OWN_ONLY,
+    ("TagInterfaces", "condition dropped: StringEquals ec2:CreateAction"): BOUNDARY,
+    # Held by its condition on the VPC, as LeaveNetwork is.
+    ("LeaveInterfaces", ANY): OWN_ONLY,
+    # Held by its condition: whatever has a VPC isn't meant.
+    ("LeaveMachines", ANY): OWN_ONLY,
+    # Held by the condition on the cluster's tag.
+    ("FindMachines", ANY): OWN_ONLY,
+    ("FindMachines", WIDENED): CONDITION,
+    ("OpenMachineShell", ANY): f"{CONDITION} and another explicit Deny",
+    ("OpenMachineShell", WIDENED): CONDITION,
+    ("OpenMachineShell", "condition dropped: StringEquals aws:ResourceTag/trainyard:tenant"): BOUNDARY,
+    # Other documents than the shell's are closed by name, in the boundary and by the launcher's own policy.
+    ("OpenMachineShell", "condition dropped: BoolIfExists ssm:SessionDocumentAccessCheck"): OWN_ONLY,
+    ("OpenMachineShell", "all conditions dropped"): BOUNDARY,
+    ("ShellDocument", ANY): BOUNDARY,
+    ("ShellDocument", WIDENED): BOUNDARY,
+    # An endpoint allows nothing that the caller's policies don't.
+    ("TakeSessions", WIDENED): OWN_ONLY,
+    ("MachineLogs", WIDENED): f"{OWN_ONLY}; {BOUNDARY}",
+}
+"""What a break of a statement for HyperPod doesn't open, and the guard that still refuses."""
+
+
+def test_a_broken_statement_is_seen_or_explained(
+    made: dict[str, Any], environment: EnvironmentSpec, survivors: Any
+) -> None:
+    machines = {"FindScript", "FetchScript", "DecryptScript", "TagInterfaces", "LeaveInterfaces", "LeaveMachines"}
+    machines |= {"MachineLogs", "MachineMetrics", "TakeSessions", "TagOnlyNew"}
+    people = {"FindMachines", "OpenMachineShell", "ShellDocument", "UseOwnSessions", "ShellOwnMachine"}
+    assert survivors(made, environment, machines | people) == SURVIVORS
 
 
 def test_a_shell_on_anothers_cluster_is_found(made: dict[str, Any], environment: EnvironmentSpec) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from trainyard.errors import InputError
 from trainyard.hardware.base_prices import base_cost
-from trainyard.isolation.crossings import Crossings, Scope
+from trainyard.isolation.crossings import GUARD_RAIL, Crossings, Scope
 from trainyard.isolation.evaluator import decide
+from trainyard.isolation.mutants import OWN_ONLY, REFUSES_MORE
 from trainyard.isolation.needs import Needs
 from trainyard.isolation.proof import resolve_templates
 from trainyard.isolation.templates import Deployment
@@ -54,6 +55,18 @@ def test_it_is_encrypted_reached_by_the_machines_alone_and_its_name_is_pinned(op
     assert rule["SourceSecurityGroupId"] == deployment.physical_id(FOUNDATION, clients)
 
 
+def test_no_copy_of_it_is_made_under_another_key_where_data_is_retained_too(
+    synthesize: Any, optional_environment: EnvironmentSpec
+) -> None:
+    """AWS Backup's are under its vault's key, which stays when the tenant's keys are shredded."""
+    content = optional_environment.model_dump(mode="json") | {"retain_data": True}
+    kept = synthesize(EnvironmentSpec.model_validate(content))
+    (files,) = (item for item in kept[FOUNDATION]["Resources"].values() if item["Type"] == "AWS::EFS::FileSystem")
+    assert files["DeletionPolicy"] == "Retain"
+    assert files["Properties"]["BackupPolicy"] == {"Status": "DISABLED"}
+    assert "AWS::Backup" not in str(kept[FOUNDATION])
+
+
 def test_machines_mount_it_over_tls_with_their_role(optional: dict[str, Any], unmounted: dict[str, Any]) -> None:
     for made, mounted in ((optional, True), (unmounted, False)):
         templates = of(made, "EC2::LaunchTemplate", STACK).values()
@@ -68,7 +81,7 @@ def test_machines_mount_it_over_tls_with_their_role(optional: dict[str, Any], un
 def entered(made: dict[str, Any], environment: EnvironmentSpec) -> set[tuple[str, str]]:
     """(who, whose) of every way onto EFS that crosses a tenant's border."""
     asked = Crossings(resolve_templates(made, environment).account, Scope(actions=frozenset({"elasticfilesystem:*"})))
-    questions = list(asked.all())
+    questions = [item for item in asked.all() if item.target != GUARD_RAIL]
     assert len(questions) > 500
     return {(item.principal, item.target) for item in questions if decide(item.request).allowed}
 
@@ -106,6 +119,36 @@ def test_without_tls_as_root_or_past_the_folder_nobody_gets_in(
             changed = type(said)({**said.stated, key: value}, absent=said.absent)
             assert not decide(replace(request, context=changed)).allowed, key
         assert not decide(replace(request, action="elasticfilesystem:ClientRootAccess")).allowed
+
+
+BOUNDARY, WIDENED = "still refused by the permissions boundary", "action widened to *"
+OTHERS = "still refused by what the roles' own policies allow"
+ROOT = f"{BOUNDARY} and what the roles' own policies allow"
+SURVIVORS = {
+    # globex's roles name no EFS, and their boundary none of acme's keys in use.
+    ("NobodyElse", "removed"): OTHERS,
+    ("NobodyElse", "principal swapped for globex's roles"): OTHERS,
+    ("NobodyElse", WIDENED): REFUSES_MORE,
+    ("OverTls", WIDENED): REFUSES_MORE,
+    ("InsideTheNetwork", WIDENED): REFUSES_MORE,
+    # Nobody's policy and no boundary holds ClientRootAccess.
+    ("NobodyIsRoot", "removed"): "still refused by the resources' own policies",
+    ("NobodyIsRoot", "principal swapped for globex's roles"): ROOT,
+    # The folder, which its condition names, is of one file system.
+    ("UseSmallFiles", "resource widened to *"): OWN_ONLY,
+    ("UseSmallFiles", WIDENED): BOUNDARY,
+    # Who uses the key through EFS is the account's root principal: of this account anyway.
+    ("SmallFilesService", "condition dropped: StringEquals kms:CallerAccount"): OWN_ONLY,
+    ("SmallFilesService", WIDENED): OTHERS,
+}
+"""What a break of a statement for small files doesn't open, and the guard that still refuses."""
+
+
+def test_a_broken_statement_is_seen_or_explained(
+    optional: dict[str, Any], optional_environment: EnvironmentSpec, survivors: Any
+) -> None:
+    sids = {"NobodyElse", "OverTls", "InsideTheNetwork", "NobodyIsRoot", "UseSmallFiles", "SmallFilesService"}
+    assert survivors(optional, optional_environment, sids) == SURVIVORS
 
 
 def imports(value: Any) -> set[str]:

@@ -1,6 +1,7 @@
 """A tenant's MLflow server: none unless asked for, one each, nobody's but the tenant's, told to its jobs."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ import pytest
 from trainyard.errors import InputError
 from trainyard.functions.training_request import training_job_request
 from trainyard.hardware.base_prices import base_cost
+from trainyard.isolation.catalogue import ACTIONS
 from trainyard.isolation.evaluator import decide
+from trainyard.isolation.mutants import OWN_ONLY
 from trainyard.isolation.needs import Needs
+from trainyard.isolation.policy import action_matches
 from trainyard.isolation.proof import prove, resolve_templates
 from trainyard.isolation.templates import Deployment
 from trainyard.operate.stateful import losses
@@ -54,14 +58,38 @@ def test_isolation_holds_with_every_option_and_the_boundary_has_room(
 def test_the_boundary_admits_the_own_server_alone_whatever_is_attached(
     optional: dict[str, Any], optional_environment: EnvironmentSpec, railed: Any
 ) -> None:
-    assert railed(optional, optional_environment, {"OwnRuns"}) == 2
+    assert railed(optional, optional_environment, {"OwnRuns"}) == 3
+
+
+def test_its_page_opens_on_no_resource_and_its_link_for_the_own_server_alone(
+    optional: dict[str, Any], optional_environment: EnvironmentSpec
+) -> None:
+    """AccessUI has no resource: IAM asks with *, and a policy on the server's ARN would let nobody in."""
+    account = resolve_templates(optional, optional_environment).account
+    page, link = "sagemaker-mlflow:AccessUI", "sagemaker:CreatePresignedMlflowTrackingServerUrl"
+    asked = {(need.principal, need.request.action): need.request for need in Needs(account, "acme").all()}
+    for who in ("launcher", "auditor"):
+        assert asked[who, page].resource == "*" and decide(asked[who, page]).allowed
+        assert asked[who, link].resource == SERVER and decide(asked[who, link]).allowed
+        for other in ("*", SERVER.replace("acme", "globex")):
+            assert not decide(replace(asked[who, link], resource=other)).allowed
+    assert not decide(replace(asked["job", "sagemaker-mlflow:LogBatch"], action=page, resource="*")).allowed
+
+
+def test_the_boundarys_rule_on_runs_misses_no_action_but_the_pages() -> None:
+    from stacks.constructs.tracking import RUN_ACTIONS, SEE_PAGE
+
+    def denied(action: str) -> bool:
+        return any(action_matches(pattern, action) for pattern in RUN_ACTIONS)
+
+    runs = [action for action in ACTIONS["tracking server"] if action.startswith("sagemaker-mlflow:")]
+    assert len(runs) == 60 and [action for action in runs if not denied(action)] == []
+    assert not denied(SEE_PAGE)
 
 
 def test_jobs_write_runs_and_delete_none_and_the_auditor_reads(
     optional: dict[str, Any], optional_environment: EnvironmentSpec
 ) -> None:
-    from dataclasses import replace
-
     account = resolve_templates(optional, optional_environment).account
     needs = {(need.principal, need.request.action): need.request for need in Needs(account, "acme").all()}
     log = needs["job", "sagemaker-mlflow:LogBatch"]
@@ -75,6 +103,29 @@ def test_jobs_write_runs_and_delete_none_and_the_auditor_reads(
     ):
         assert decide(request).allowed
         assert not decide(replace(request, action=action)).allowed, action
+
+
+BOUNDARY, WIDENED = "still refused by the permissions boundary", "action widened to *"
+SURVIVORS = {
+    ("OwnRuns", "removed"): "still refused by what the roles' own policies allow",
+    ("LogRuns", "resource widened to *"): BOUNDARY,
+    ("FindFiles", WIDENED): BOUNDARY,
+    ("KeepFiles", WIDENED): BOUNDARY,
+    ("EncryptFiles", WIDENED): BOUNDARY,
+    # Of the tenant's own buckets the server may list one, and in it what is its own.
+    ("FindFiles", "condition dropped: StringLike s3:prefix"): OWN_ONLY,
+    # An endpoint allows nothing that the caller's policies don't.
+    ("OwnServer", WIDENED): OWN_ONLY,
+}
+"""What a break of a statement for tracking doesn't open, and the guard that still refuses."""
+
+
+def test_a_broken_statement_is_seen_or_explained(
+    optional: dict[str, Any], optional_environment: EnvironmentSpec, survivors: Any
+) -> None:
+    people = {"TrackJobs", "SeeRuns", "SeePage", "OwnRuns", "OwnServer"}
+    sids = people | {"LogRuns", "FindFiles", "KeepFiles", "EncryptFiles"}
+    assert survivors(optional, optional_environment, sids) == SURVIVORS
 
 
 def test_the_contract_tells_jobs_where_and_others_contracts_are_as_before(

@@ -172,7 +172,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     ),
     "tracking server": _actions(
         "sagemaker-mlflow",
-        "AccessUI CreateExperiment CreateModelVersion CreateRegisteredModel CreateRun DeleteExperiment "
+        "CreateExperiment CreateModelVersion CreateRegisteredModel CreateRun DeleteExperiment "
         "DeleteLoggedModel DeleteLoggedModelTag DeleteModelVersion DeleteModelVersionTag "
         "DeleteRegisteredModel DeleteRegisteredModelAlias DeleteRegisteredModelTag DeleteRun DeleteTag "
         "DeleteTraceTag DeleteTraces EndTrace FinalizeLoggedModel GetDownloadURIForModelVersionArtifacts "
@@ -361,9 +361,16 @@ LISTINGS: tuple[str, ...] = (
 no policy can hide one tenant's names there from another."""
 
 
-WITHOUT_RESOURCE = frozenset({"sts:getcalleridentity", "cloudwatch:putmetricdata", "ssm:updateinstanceinformation"})
-"""Neither on a thing nor a listing: who am I, metrics, which the proof asks about by their namespace, and a machine's
-own sign of life."""
+WITHOUT_RESOURCE = frozenset(
+    {
+        "sts:getcalleridentity",
+        "cloudwatch:putmetricdata",
+        "ssm:updateinstanceinformation",
+        "sagemaker-mlflow:accessui",
+    }
+)
+"""Neither on a thing nor a listing: who am I, metrics, which the proof asks about by their namespace, a machine's own
+sign of life, and MLflow's page, whose the link says that opens it."""
 
 
 @lru_cache(maxsize=1_000)

@@ -433,6 +433,7 @@ class Crossings:
                     request = Request(caller, action, thing.examples[0], context, policy)
                     text = ", ".join(f"{name} = {_said(value)}" for name, value in said.items())
                     yield Question(tenant, GUARD_RAIL, role.label, thing.name, request, text)
+        yield from self._small_files_rules(role, tenant)
         # Grants outlive the session that makes them: only for volumes, only by the services that attach those.
         for thing in account.things_of(tenant, "key"):
             if self._scope.role(role) or self._scope.thing(thing):
@@ -442,6 +443,27 @@ class Crossings:
                     (self._context(role, {}, absent=frozenset({"kms:viaservice"})), "not through a service"),
                 ):
                     request = Request(caller, "kms:CreateGrant", thing.pattern, context, account.policy_of(thing))
+                    yield Question(tenant, GUARD_RAIL, role.label, thing.name, request, text)
+
+    def _small_files_rules(self, role: Role, tenant: str) -> Iterator[Question]:
+        """The own small files without TLS, past the mount target in the tenant's network, past the one folder, as
+        root."""
+        account, caller, said = self._account, self._account.caller(role), "elasticfilesystem:accesspointarn"
+        elsewhere = f"arn:aws:elasticfilesystem:{self._place}:access-point/fsap-elsewhere"
+        ways: tuple[dict[str, Value], ...] = (
+            {"aws:securetransport": "false"},
+            {"elasticfilesystem:accessedviamounttarget": "false"},
+            {said: elsewhere},
+        )
+        stated = [(f"elasticfilesystem:{verb}", broken) for verb in ("ClientMount", "ClientWrite") for broken in ways]
+        stated += [("elasticfilesystem:ClientRootAccess", {})]
+        for thing in account.things_of(tenant, "small files"):
+            if self._scope.role(role) or self._scope.thing(thing):
+                for action, broken in stated:
+                    request = Request(
+                        caller, action, thing.pattern, self._context(role, broken), account.policy_of(thing)
+                    )
+                    text = ", ".join(f"{name} = {_said(value)}" for name, value in broken.items())
                     yield Question(tenant, GUARD_RAIL, role.label, thing.name, request, text)
 
     def _outside(self, tenant: str) -> Iterator[Question]:

@@ -491,12 +491,13 @@ class Needs:
         contract, see = self._contract, "sagemaker-mlflow:SearchRuns sagemaker-mlflow:GetRun"
         write = f"{see} sagemaker-mlflow:CreateExperiment sagemaker-mlflow:CreateRun sagemaker-mlflow:LogBatch"
         write += " sagemaker-mlflow:GetExperimentByName sagemaker-mlflow:UpdateRun"
-        page = "sagemaker:CreatePresignedMlflowTrackingServerUrl sagemaker-mlflow:AccessUI"
+        page = "sagemaker:CreatePresignedMlflowTrackingServerUrl"
         server, inside = tracking.server, "experiments"
         yield from self._may("launcher", "track a job", write, server)
         yield from self._may("launcher", "track a job from its network", write, server, endpoint=inside)
         for label in ("launcher", "auditor"):
             yield from self._may(label, "open MLflow's page", f"{see} {page}", server)
+            yield from self._may(label, "open MLflow's page", "sagemaker-mlflow:AccessUI", "*")
         if not contract.job_boundary:
             labels = ("job", *(["RolesNodes"] if contract.cluster is not None else []))
             for label in labels:
@@ -586,6 +587,10 @@ class Needs:
             )
             leave = "ec2:DetachNetworkInterface"
             yield from self._may(label, "leave the network", leave, f"{ec2}:network-interface/eni-0", stated=vpc)
+            # EC2 asks for the machine as well, which knows no VPC and may be one of SageMaker's own account.
+            for owner in (self._id, OUTSIDER):
+                machine = f"arn:aws:ec2:{self._account.environment.region}:{owner}:instance/i-0"
+                yield from self._may(label, "leave the network", leave, machine, absent=frozenset({"ec2:vpc"}))
             write = "logs:CreateLogStream logs:PutLogEvents"
             yield from self._may(label, "write the machine's log", write, logs, endpoint="logs")
             yield from self._may(label, "fetch the script", "s3:GetObject", script, endpoint="s3")

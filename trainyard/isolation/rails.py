@@ -433,6 +433,9 @@ class _Cases:
                 yield self._case(
                     rail, f"{what} of the {whose} server", action=action, resource=server, stated=said, allowed=allowed
                 )
+        # It has no resource: whose page it is, is asked of the link.
+        see = "sagemaker-mlflow:AccessUI"
+        yield self._case("OwnRuns", "the page that a link opens", action=see, resource="*", stated={}, allowed=True)
 
     def _hyperpod(self) -> Iterator[RailCase]:
         """A shell on machines of the own cluster alone, and a tag on nothing that is there already."""
