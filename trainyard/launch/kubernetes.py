@@ -13,7 +13,7 @@ from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.channels import inputs_as_written
 from trainyard.launch.contract import read_image
 from trainyard.launch.kubectl import Cluster, Kubectl
-from trainyard.launch.kubernetes_backend import KubernetesBackend
+from trainyard.launch.kubernetes_backend import KubernetesBackend, namespace_of
 from trainyard.launch.kubernetes_manifest import KubernetesPlace
 from trainyard.launch.launcher import launch_from_here, launch_on_machines
 from trainyard.launch.record import JobRecord
@@ -149,7 +149,7 @@ def tenant_places(contract: TenantContract) -> Callable[[JobRecord], KubernetesP
 def _here_place(record: JobRecord) -> KubernetesPlace:
     kubernetes = record.resolved.spec.compute.kubernetes
     return KubernetesPlace(
-        namespace=kubernetes.namespace or record.tenant or "default",
+        namespace=namespace_of(record),
         image=_image(record),
         service_account=kubernetes.service_account,
     )

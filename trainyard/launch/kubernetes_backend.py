@@ -110,7 +110,7 @@ class KubernetesBackend:
     def _looked(self, records: Iterable[JobRecord], selector: str) -> dict[str, Observation]:
         by_place: dict[Where, list[JobRecord]] = {}
         for record in records:
-            by_place.setdefault(_where(record, _namespace(record)), []).append(record)
+            by_place.setdefault(_where(record, namespace_of(record)), []).append(record)
         seen = {}
         for where, ours in by_place.items():
             objects = found(self._cluster.call(where, "get", KINDS, f"--selector={selector}", "--output=json"))
@@ -122,7 +122,7 @@ class KubernetesBackend:
 
     def stop(self, record: JobRecord) -> None:
         """Mark the attempt, and delete its TrainJob: its pods are told, save, and end within their grace period."""
-        where, name = _where(record, _namespace(record)), object_name(record)
+        where, name = _where(record, namespace_of(record)), object_name(record)
         self._cluster.call(where, "annotate", "configmap", name, f"{STOP_MARK}={utc_now()}", "--overwrite")
         self._cluster.call(
             where,
@@ -132,7 +132,7 @@ class KubernetesBackend:
 
     def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
         """New lines of every pod of the newest attempt that has begun; a start's logs go with its pods."""
-        where = _where(record, _namespace(record))
+        where = _where(record, namespace_of(record))
         selector = f"{LABEL}/job={record.job_id},{LABEL}/attempt={record.attempt.number}"
         pods = found(self._cluster.call(where, "get", "pods", f"--selector={selector}", "--output=json"))
         lines: list[LogLine] = []
@@ -167,7 +167,8 @@ class KubernetesBackend:
         return lines
 
 
-def _namespace(record: JobRecord) -> str:
+def namespace_of(record: JobRecord) -> str:
+    """The job's own, else its tenant's (a tenant's is named after it)."""
     return record.resolved.spec.compute.kubernetes.namespace or record.tenant or "default"
 
 

@@ -45,7 +45,7 @@ class JobServer(Protocol):
 
 class HttpJobServer:
     """See JobServer; `RAY_JOB_HEADERS` (JSON) goes with each call, as with Ray's own client: for a proxy that asks who
-    one is. The server itself does not."""
+    one is, and for the token of a cluster that has one (RAY_AUTH_MODE)."""
 
     def submit(self, address: str, request: dict[str, Any]) -> None:
         """See JobServer."""

@@ -100,7 +100,7 @@ class RayCluster:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": ""},
+                env=os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": "", "RAY_AUTH_MODE": "disabled"},
             )
 
     def _num_alive(self) -> int:
