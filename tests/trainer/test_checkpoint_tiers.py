@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from test_checkpoint_ranks import is_same, laid_out, whole
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint import Checkpointer, local_tier, restore
 from trainer.checkpoint.destination import DestinationError, LocalDestination
 from trainer_testing.pool import run_pooled
 
@@ -291,3 +291,32 @@ def test_wrong_tiers_are_refused(settings: dict[str, Any], told: str) -> None:
 
 if __name__ == "__main__":
     rank_main(*sys.argv[1:])
+
+
+def test_a_start_beats_while_it_hashes_what_its_host_has_and_a_save_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats: list[None] = []
+    for module in (local_tier, restore):
+        monkeypatch.setattr(module, "beat", lambda: beats.append(None))
+
+    def checkpoints(near: Path | None) -> Checkpointer:
+        return Checkpointer(
+            str(tmp_path / "far"),
+            rank=0,
+            world_size=1,
+            local_dir=tmp_path / "local",
+            keep_last=1,
+            asynchronous=False,
+            local_tier=near,
+            report=lambda line: None,
+        )
+
+    saving = checkpoints(tmp_path / "near")
+    saving.save(1, {"a": torch.zeros(3 << 20)}, {})
+    assert saving.last_error is None and beats == []
+    info = checkpoints(tmp_path / "near").latest()
+    assert info is not None and "near" in str(info.folder) and len(beats) >= 12, "one a MiB"
+    beats.clear()
+    info = checkpoints(None).latest()
+    assert info is not None and "far" in str(info.folder) and len(beats) >= 12

@@ -1,11 +1,14 @@
 """Ranks that die, raise or freeze: found, stopped, started again from the last checkpoint, and never a wrong loss."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
+from trainer.loop import Outcome, train
+from trainer.session import Session
 from trainer_testing.distributed import finish
 from trainer_testing.host import entrypoints, recoveries, write_trees
 from trainer_testing.text_job import bits, rows_of, run_trainer, start_faulty_trainer, write_job
@@ -172,3 +175,19 @@ def test_sigusr1_to_one_rank_saves_that_step_and_training_goes_on(tmp_path: Path
     # The step in which it is heard, or the next, where the message of that step was on its way.
     committed = [int(step) for step in re.findall(r"checkpoint step=(\d+) committed", ended[0][1])]
     assert committed in ([5, STEPS], [6, STEPS]) and len(rows_of(tmp_path / "out")) == STEPS
+
+
+def test_a_validation_that_is_made_up_for_is_broken_off_by_a_stop_too() -> None:
+    session = Session.__new__(Session)
+    stops: list[Callable[[], bool]] = []
+
+    def run(strategy: Any, sets: Any, step: int, must_exit: Callable[[], bool]) -> dict[str, Any]:
+        stops.append(must_exit)
+        return {}  # and the debt stays
+
+    session._validation = Mock(was_broken_off=True, run=run)
+    session.clock, session.strategy, session.stop_flag = MagicMock(), Mock(), Mock(must_exit=lambda: True)
+    session._course, session.step, session._checkpointer = Mock(num_steps=12), 5, Mock()
+    assert train(session) is Outcome.INTERRUPTED and stops[0]()
+    session._checkpointer.complete.assert_not_called()
+    assert session.step == 5, "what is saved already"

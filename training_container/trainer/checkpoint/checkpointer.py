@@ -561,7 +561,8 @@ class Checkpointer:
             self.last_committed_step = info.step
         else:
             self._send_later(local, attachments or {})
-        return info.manifest.extra_of(self._group.rank, self._group.world_size)
+        extra = info.manifest.extra_of(self._group.rank, self._group.world_size)
+        return {key: value for key, value in extra.items() if key != PREVIOUS_STEP}
 
     def _together(self, info: CheckpointInfo, read: Callable[[], Value]) -> Value:
         """What `read` gives on this rank; JobFailedError or AwsRefusedError on all of them where one can't read."""

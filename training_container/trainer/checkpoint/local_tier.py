@@ -33,6 +33,7 @@ from trainer.checkpoint.manifest import (
     step_folder,
     step_of,
 )
+from trainer.heartbeat import beat
 from trainyard.errors import JobFailedError
 
 _BLOCK_BYTES = 8 << 20
@@ -172,7 +173,7 @@ class LocalTier:
         held, problem = set(), None
         there = [file for file in manifest.files if (self.folder(step) / file.name).exists()]
         for file in there[self._local_rank :: self._local_world_size]:
-            wrong = difference(file, self.folder(step) / file.name)
+            wrong = difference(file, self.folder(step) / file.name, beat)
             if wrong is None:
                 held.add(file.name)
             problem = problem or wrong
@@ -215,9 +216,9 @@ class LocalTier:
                 sender = holders[receiver % len(holders)]
                 path = checkpoint.folder / file.name
                 if rank == sender:
-                    _send(self._group, path, file.num_bytes, receiver)
+                    _send(self._group, path, file.num_bytes, receiver, beat)
                 elif rank == receiver:
-                    problem = _received(self._group, path, file, sender) or problem
+                    problem = _received(self._group, path, file, sender, beat) or problem
         problems = self._group.gather_everywhere(problem)
         return next((found for found in problems if found is not None), None)
 
@@ -235,10 +236,15 @@ class LocalTier:
             self._report(line)
 
 
-def _received(group: Group, path: Path, file: ShardFile, source: int) -> str | None:
-    """Take a file from another host: what is wrong with it, or None. Whatever is, all of it is taken off the wire."""
+def _received(
+    group: Group, path: Path, file: ShardFile, source: int, beat: Callable[[], None] | None = None
+) -> str | None:
+    """Take a file from another host: what is wrong with it, or None. Whatever is, all of it is taken off the wire.
+
+    `beat`: called after each block, by a start; the thread behind must not say that the rank lives.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    blocks, problem = _blocks(file.num_bytes), None
+    blocks, problem = _blocks(file.num_bytes, beat), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as writer:
@@ -251,12 +257,12 @@ def _received(group: Group, path: Path, file: ShardFile, source: int) -> str | N
         partial.unlink(missing_ok=True)
     for block in blocks:
         group.receive(block, source)
-    return problem or difference(file, path)
+    return problem or difference(file, path, beat)
 
 
-def _send(group: Group, path: Path, num_bytes: int, to: int) -> None:
+def _send(group: Group, path: Path, num_bytes: int, to: int, beat: Callable[[], None] | None = None) -> None:
     """Give a file to another host, whatever can be read of it: its hash tells the other side."""
-    blocks = _blocks(num_bytes)
+    blocks = _blocks(num_bytes, beat)
     with suppress(OSError), path.open("rb", buffering=0) as reader:
         for block in blocks:
             _fill(reader, block)
@@ -274,8 +280,10 @@ def _fill(reader: FileIO, block: torch.Tensor) -> None:
         block.zero_()  # the block must still be sent
 
 
-def _blocks(num_bytes: int) -> Iterator[torch.Tensor]:
+def _blocks(num_bytes: int, beat: Callable[[], None] | None) -> Iterator[torch.Tensor]:
     """One buffer, as long each time as the file's next block."""
     buffer = torch.zeros(min(_BLOCK_BYTES, num_bytes), dtype=torch.uint8)
     for start in range(0, num_bytes, _BLOCK_BYTES):
         yield buffer[: min(_BLOCK_BYTES, num_bytes - start)]
+        if beat is not None:
+            beat()

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ COMMITTED = "COMMITTED"
 PREVIOUS_STEP = "previous_step"
 """Key of `extra`: the step of the checkpoint that was committed or loaded before this one; null: it is the job's first.
 What the first trainers wrote hasn't it."""
+_HASHED_AT_ONCE_BYTES = 1 << 20
 
 
 class ManifestError(Exception):
@@ -142,20 +143,25 @@ def step_of(name: str) -> int | None:
     return int(digits) if digits.isdecimal() else None
 
 
-def shard_file(path: Path) -> ShardFile:
-    """Size and hash of a file on disk."""
-    with path.open("rb") as handle:
-        digest = hashlib.file_digest(handle, "sha256").hexdigest()
-        return ShardFile(path.name, handle.seek(0, 2), digest)
+def shard_file(path: Path, beat: Callable[[], None] | None = None) -> ShardFile:
+    """Size and hash of a file on disk. `beat`: called after each block, by a rank that the others wait for."""
+    digest, num_bytes, buffer = hashlib.sha256(), 0, memoryview(bytearray(_HASHED_AT_ONCE_BYTES))
+    with path.open("rb", buffering=0) as handle:
+        while count := handle.readinto(buffer):
+            digest.update(buffer[:count])
+            num_bytes += count
+            if beat is not None:
+                beat()
+    return ShardFile(path.name, num_bytes, digest.hexdigest())
 
 
-def difference(promised: ShardFile, path: Path) -> str | None:
-    """What is wrong with the file at `path`: one phrase, or None."""
+def difference(promised: ShardFile, path: Path, beat: Callable[[], None] | None = None) -> str | None:
+    """What is wrong with the file at `path`: one phrase, or None. `beat`: as for `shard_file`."""
     if not path.is_file():
         return f"{promised.name} is missing"
     size = path.stat().st_size
     if size != promised.num_bytes:
         return f"{promised.name} has {size} bytes, the manifest says {promised.num_bytes}"
-    if shard_file(path).sha256 != promised.sha256:
+    if shard_file(path, beat).sha256 != promised.sha256:
         return f"{promised.name} is altered (its SHA-256 is not the manifest's)"
     return None

@@ -40,6 +40,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.needs import Needs
 from trainer.checkpoint.ranges import Extents, Share, divided, ranges_of, union
 from trainer.checkpoint.reading import AlteredError, FolderReader, Read, StepReader, Transfer, fill_from, mismatch
+from trainer.heartbeat import beat
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 
 Retry = Callable[[str, Callable[[], Any]], Any]
@@ -372,9 +373,9 @@ class Restorer:
     def _problem_with_file(self, step: int, file: ShardFile) -> str | None:
         in_place = self._destination.folder(step_folder(step))
         if in_place is not None:
-            return difference(file, in_place / file.name)
+            return difference(file, in_place / file.name, beat)
         path = self._fetched_folder(step) / file.name
-        if path.exists() and difference(file, path) is None:
+        if path.exists() and difference(file, path, beat) is None:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free
@@ -393,7 +394,8 @@ class Restorer:
             return f"{file.name} is missing"
         finally:
             partial.unlink(missing_ok=True)
-        return difference(file, path)
+        beat()
+        return difference(file, path, beat)
 
     def _uri(self, step: int) -> str:
         return f"{self._destination.uri}/{step_folder(step)}"
