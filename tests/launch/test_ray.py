@@ -332,7 +332,7 @@ def test_a_host_that_is_told_before_it_listens_has_saved_nothing_and_not_failed(
 
 
 def test_a_host_listens_before_the_entrypoint_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
     monkeypatch.setattr(ray_host.sys, "platform", "other")  # this process is not to die with its parent
     monkeypatch.setattr(ray_host.entrypoint, "main", lambda: signal.raise_signal(signal.SIGTERM))
     try:
