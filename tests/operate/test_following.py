@@ -119,19 +119,57 @@ class Played:
 def test_it_goes_on_to_the_end_though_a_tracker_is_away_for_a_while(
     kept: Callable[..., JobRecord], place: Place, monkeypatch: pytest.MonkeyPatch, failures: int, is_told: bool
 ) -> None:
-    kept("Training")
-    tracker, states = Played(failures), iter(["Training"] * 5)
-    monkeypatch.setattr(following, "trackers_of", lambda *_: [tracker])
-
-    def status(store: FolderRecordStore, backend: Any, job_id: str) -> watch.Status:
-        record = store.read(job_id).record
-        return watch.Status(record.with_state(next(states, "Completed")), None)
-
-    monkeypatch.setattr(following.watch, "status", status)
+    made = kept("Training")
+    tracker, other = Played(failures), Played()
+    monkeypatch.setattr(following, "trackers_of", lambda *_: [tracker, other])
+    play(monkeypatch, made, [("Training", True)] * 5 + [("Completed", False)])
     said: list[str] = []
     assert follow(place, JOB_ID, said.append, lambda _: None) is is_told
     assert tracker.told == ["Training"] * max(0, 5 - failures) + ["Completed"] * is_told
+    assert other.told == ["Training"] * 5 + ["Completed"], "who is there is told, whoever is away"
     assert len(tracker.closed) == 1 and len([line for line in said if line.startswith("not told")]) == failures
+
+
+def play(monkeypatch: pytest.MonkeyPatch, record: JobRecord, looks: list[tuple[str, bool]]) -> None:
+    """What each look finds: the job's state, and whether a step was made since; the last one again and again."""
+    course = iter(looks)
+    metrics = Path(record.checkpoint_destination) / "metrics.jsonl"
+    metrics.parent.mkdir()
+
+    def status(store: FolderRecordStore, backend: Any, job_id: str) -> watch.Status:
+        state, has_step = next(course, (looks[-1][0], False))
+        with metrics.open("a") as file:
+            file.write('{"step": 1}\n' * has_step)
+        return watch.Status(store.read(job_id).record.with_state(state, at="2026-01-01T00:00:00+00:00"), None)
+
+    monkeypatch.setattr(watch, "status", status)
+
+
+def test_who_knows_all_is_asked_nothing(
+    kept: Callable[..., JobRecord], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, tracker = kept("Training"), Played()
+    monkeypatch.setattr(following, "trackers_of", lambda *_: [tracker])
+    play(
+        monkeypatch,
+        made,
+        [("Training", False)] * 9 + [("Training", True)] + [("Training", False)] * 9 + [("Stopped", False)],
+    )
+    assert follow(place, JOB_ID, lambda _: None, lambda _: None)
+    assert tracker.told == ["Training", "Training", "Stopped"]
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_job_that_the_resumer_starts_again_is_followed_on(
+    kept: Callable[..., JobRecord], place: Place, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    made, tracker = kept("Training"), Played()
+    monkeypatch.setattr(following, "trackers_of", lambda *_: [tracker])
+    monkeypatch.setattr(watch, "may_be_resumed", lambda record: record.state == "Failed")
+    again = [("Training", True), ("Completed", False)] if comes_back else []
+    play(monkeypatch, made, [("Training", True), *[("Failed", False)] * 3, *again])
+    assert follow(replace(place, has_resumer=True), JOB_ID, lambda _: None, lambda _: None)
+    assert tracker.told == ["Training", "Failed", *(state for state, _ in again)]
 
 
 def test_one_process_follows_a_job(kept: Callable[..., JobRecord], monkeypatch: pytest.MonkeyPatch) -> None:

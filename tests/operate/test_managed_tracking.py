@@ -114,6 +114,8 @@ def test_a_job_is_told_by_signed_requests_and_its_files_go_to_the_bucket(
     assert {"experiments/get-by-name", "runs/create", "runs/log-batch", "runs/update"} <= set(asked)
     assert "s3://files/tracking/7/r1/artifacts/job.yaml" in account.files
     assert account.files["s3://files/tracking/7/r1/artifacts/metrics.jsonl"]
+    quiet = track(server, kept, None, experiment=EXPERIMENT, with_page=False)
+    assert quiet.url == f"{address}, run r1", "a login is for a person, not for a log"
 
 
 def test_an_unsigned_request_is_refused_by_the_same_server(kept: JobRecord, managed: tuple[str, list[str]]) -> None:

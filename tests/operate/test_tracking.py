@@ -7,16 +7,18 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from launch_testing import JOB_ID
 from operate_mlflow import NoMlflowError, python, server
 
 from trainyard.cli.app import run
-from trainyard.errors import InputError, JobFailedError
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch.record import FolderRecordStore, JobRecord
-from trainyard.operate.tracking import Server, metrics_of, params_of, tags_of, track
+from trainyard.operate.tracking import Server, metrics_of, metrics_version, params_of, tags_of, track
 from trainyard.spec.job import load_job
 
 ROWS = [
@@ -78,6 +80,70 @@ def test_new_steps_have_the_times_that_they_would_have_had_with_all(
         (2, 1_009_000),
         (3, 2_007_000),
     ]
+
+
+class Head:
+    """S3 as far as a file's version is asked."""
+
+    exceptions = SimpleNamespace(ClientError=ClientError)
+
+    def __init__(self, code: str = "") -> None:
+        self._code = code
+
+    def head_object(self, *, Bucket: str, Key: str) -> dict[str, str]:
+        assert (Bucket, Key) == ("acme-checkpoints", "job/metrics.jsonl")
+        if self._code:
+            raise ClientError({"Error": {"Code": self._code}}, "HeadObject")
+        return {"ETag": "e1"}
+
+
+def test_whether_there_are_new_figures_is_known_without_reading_them(kept: JobRecord) -> None:
+    on_s3 = kept.model_copy(update={"checkpoint_destination": "s3://acme-checkpoints/job/"})
+    assert metrics_version(on_s3, Head()) == "e1" and metrics_version(on_s3, Head("404")) == ""
+    with pytest.raises(AwsRefusedError):
+        metrics_version(on_s3, Head("AccessDenied"))
+    assert metrics_version(kept, None) == ""
+    seen = set()
+    for num in (1, 2, 3):
+        write_rows(kept, num)
+        seen.add(metrics_version(kept, None))
+    assert len(seen) == 3
+
+
+def test_files_are_put_again_only_where_something_is_new(kept: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    tags: dict[str, str] = {}
+    put: list[str] = []
+    is_away = True
+
+    def ask(_: Server, path: str, content: dict[str, Any] | None = None, **__: str) -> dict[str, Any]:
+        """A server that keeps tags."""
+        tags.update({item["key"]: item["value"] for item in (content or {}).get("tags", [])})
+        run = {"info": {"run_id": "r", "experiment_id": "0", "artifact_uri": "mlflow-artifacts:/0/r"}}
+        kept_tags = [{"key": key, "value": value} for key, value in tags.items()]
+        return {"experiment": {"experiment_id": "0"}, "runs": [{**run, "data": {"tags": kept_tags}}]}
+
+    def put_one(_: Server, __: str, name: str, ___: bytes) -> None:
+        if is_away and name == "plan.json":
+            raise JobFailedError("no place for artifacts")
+        put.append(name)
+
+    monkeypatch.setattr(Server, "ask", ask)
+    monkeypatch.setattr(Server, "put", put_one)
+    write_rows(kept, 2)
+
+    def told(record: JobRecord = kept) -> int:
+        put.clear()
+        track(Server("http://localhost:5000"), record, None, experiment="x")
+        return len(put)
+
+    with pytest.raises(JobFailedError):
+        told()
+    is_away = False
+    assert told() == 6, "what was refused is put the next time"
+    assert told() == 0
+    write_rows(kept, 3)
+    assert told() == 6 and told() == 0
+    assert told(kept.with_state("Failed")) == 6
 
 
 @pytest.mark.parametrize(

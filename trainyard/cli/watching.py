@@ -119,9 +119,10 @@ def track(
             current = watching.status(place.store, place.backend, job_id)
             record = current.record
             name = experiment or asked.experiment or experiment_of(record)
-            told = tell(server, record, place.s3, experiment=name)
+            is_last = current.finished or not follow
+            told = tell(server, record, place.s3, experiment=name, with_page=is_last)
             spinner.update(f"{job_id}: {current.state}, {told.num_steps} new steps")
-            if current.finished or not follow:
+            if is_last:
                 break
             time.sleep(TRACK_SECONDS)
     if as_json:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from trainyard.launch.local_backend import trainer_environment
 from trainyard.launch.place import Place, place_of
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import state_root
-from trainyard.operate.tracking import Server, Tracked, server_at, track
+from trainyard.operate.tracking import Server, Tracked, metrics_version, server_at, track
 from trainyard.operate.wandb_tracking import WandbTracker, check_wandb
 from trainyard.spec.job import JobSpec
 
@@ -30,6 +31,8 @@ FOLLOW_SECONDS = 15.0
 """Between two tellings: the metrics of a job on AWS come with its checkpoints, minutes apart."""
 MOST_FAILURES = 240
 """In a row, an hour of them, until it gives up: a server that is away for a restart is waited for."""
+LATE_LOOKS = 20
+"""At a failed job that the tenant's resumer may start again, five minutes: it acts within one, or not at all."""
 
 
 class Tracker(Protocol):
@@ -50,7 +53,8 @@ class MlflowTracker:
 
     def tell(self, record: JobRecord, s3: Any) -> Tracked:
         """See Tracker."""
-        return track(self._server, record, s3, experiment=self._experiment or experiment_of(record))
+        experiment = self._experiment or experiment_of(record)
+        return track(self._server, record, s3, experiment=experiment, with_page=False)
 
     def close(self, record: JobRecord) -> None:
         """See Tracker: a run there is no longer open than its state says."""
@@ -112,32 +116,67 @@ def begin(record: JobRecord, place: Place, environment: str) -> bool:
     return True
 
 
+@dataclass
+class _Told:
+    """One tracker, and how far it is."""
+
+    tracker: Tracker
+    known: tuple[str, JobRecord] | None = None
+    """metrics.jsonl and record as it has them."""
+    failures: int = 0
+    """In a row."""
+
+    def tell(self, version: tuple[str, JobRecord], s3: Any, say: Callable[[str], None]) -> None:
+        """What is new, where something is; what goes wrong is this one's alone."""
+        if self.known == version or self.is_given_up:
+            return
+        record = version[1]
+        try:
+            told = self.tracker.tell(record, s3)
+        except TrainyardError as error:
+            self.failures += 1
+            say(f"not told, {self.failures} of {MOST_FAILURES}: {error}")
+            return
+        self.known, self.failures = version, 0
+        if told.num_steps or record.finished:
+            say(f"{record.state}: {told.num_steps} new steps told to {told.url}")
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.failures >= MOST_FAILURES
+
+
 def follow(place: Place, job_id: str, say: Callable[[str], None], sleep: Callable[[float], None]) -> bool:
-    """Tell all trackers until the job has ended and they know it; False where one could not be told for too long."""
-    trackers = trackers_of(place.store.read(job_id).record, place)
-    failures = 0
+    """Tell all trackers until the job has ended and they know it; False where one could not be told for too long. A
+    failed job that the tenant's resumer may start again has ended when it has not for LATE_LOOKS."""
+    all_told = [_Told(tracker) for tracker in trackers_of(place.store.read(job_id).record, place)]
     record: JobRecord | None = None
+    unseen = late = 0
     try:
         while True:
             try:
                 record = watch.status(place.store, place.backend, job_id).record
-                for tracker in trackers:
-                    told = tracker.tell(record, place.s3)
-                    if told.num_steps or record.finished:
-                        say(f"{record.state}: {told.num_steps} new steps told to {told.url}")
-                failures = 0
-                if record.finished:
-                    return True
+                version = (metrics_version(record, place.s3), record)
+                unseen = 0
             except TrainyardError as error:
-                failures += 1
-                say(f"not told, {failures} of {MOST_FAILURES}: {error}")
-                if failures >= MOST_FAILURES:
+                unseen += 1
+                say(f"not told, {unseen} of {MOST_FAILURES}: {error}")
+                if unseen >= MOST_FAILURES:
                     return False
+            else:
+                for one in all_told:
+                    one.tell(version, place.s3, say)
+                late = late + 1 if place.has_resumer and watch.may_be_resumed(record) else 0
+                going = [one for one in all_told if not one.is_given_up]
+                has_ended = record.finished and not 0 < late <= LATE_LOOKS
+                is_over = has_ended and all(one.known == version for one in going)
+                if is_over or (all_told and not going):
+                    return len(going) == len(all_told)
             sleep(FOLLOW_SECONDS)
     finally:
         if record is not None:
-            for tracker in trackers:
-                tracker.close(record)
+            for one in all_told:
+                one.tracker.close(record)
 
 
 @contextmanager

@@ -15,12 +15,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainyard.errors import InputError, JobFailedError
-from trainyard.launch.aws import aws_errors
+from trainyard.launch.aws import aws_errors, is_missing
 from trainyard.launch.checkpoint_files import open_files
 from trainyard.launch.compare import METRICS_FILE, metrics_rows
 from trainyard.launch.goodput import GOODPUT_FILE, jsonl_rows
@@ -38,7 +39,7 @@ MOST_PARAMS = 100
 MOST_CHARACTERS = 500
 """Of a parameter's value: what every MLflow since 1.28 takes."""
 SECONDS = 60.0
-JOB_TAG, STEP_TAG = "trainyard.job_id", "trainyard.last_step"
+JOB_TAG, STEP_TAG, FILES_TAG = "trainyard.job_id", "trainyard.last_step", "trainyard.files"
 STATUSES = {"Completed": "FINISHED", "Failed": "FAILED", "Stopped": "KILLED"}
 
 
@@ -195,8 +196,10 @@ class Tracked:
     """New ones."""
 
 
-def track(server: Server, record: JobRecord, s3: Any, *, experiment: str) -> Tracked:
-    """Bring the job's run up to date: made where there is none, its status, new steps, settings, and files anew."""
+def track(server: Server, record: JobRecord, s3: Any, *, experiment: str, with_page: bool = True) -> Tracked:
+    """Bring the job's run up to date: made where there is none, its status, new steps, settings; files where one of
+    these is new. `with_page`: ask for its page's address, which on a managed server is a login, and no matter for logs.
+    """
     rows = metrics_rows(record, s3)
     run = _run_of(server, record, experiment)
     info, data = run["info"], run.get("data") or {}
@@ -212,14 +215,21 @@ def track(server: Server, record: JobRecord, s3: Any, *, experiment: str) -> Tra
         server.ask("runs/log-batch", {"run_id": info["run_id"], "metrics": metrics[start : start + MOST_METRICS]})
     told = {**tags_of(record), STEP_TAG: str(fresh[-1]["step"] if fresh else last)}
     changed = [{"key": key, "value": value} for key, value in told.items() if tags.get(key) != value]
-    server.ask("runs/log-batch", {"run_id": info["run_id"], "tags": changed})
-    for name, content in files_of(record, s3).items():
-        server.put(info["artifact_uri"], name, content)
+    if changed:
+        server.ask("runs/log-batch", {"run_id": info["run_id"], "tags": changed})
+    of_files = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    if tags.get(FILES_TAG) != of_files:
+        for name, content in files_of(record, s3).items():
+            server.put(info["artifact_uri"], name, content)
+        # Said when all are there: where one was refused, the next time puts them again.
+        done = [{"key": FILES_TAG, "value": of_files}]
+        server.ask("runs/log-batch", {"run_id": info["run_id"], "tags": done})
     status: dict[str, Any] = {"run_id": info["run_id"], "status": STATUSES.get(record.state, "RUNNING")}
     if record.finished:
         status["end_time"] = _milliseconds(record.states[-1].at)
     server.ask("runs/update", status)
-    return Tracked(info["run_id"], server.page(info["experiment_id"], info["run_id"]), len(fresh))
+    page = server.page(info["experiment_id"], info["run_id"]) if with_page else f"{server.uri}, run {info['run_id']}"
+    return Tracked(info["run_id"], page, len(fresh))
 
 
 def _run_of(server: Server, record: JobRecord, experiment: str) -> dict[str, Any]:
@@ -276,6 +286,25 @@ def tags_of(record: JobRecord) -> dict[str, str]:
         "trainyard.checkpoints": record.checkpoint_destination,
     }
     return {key: value for key, value in told.items() if value}
+
+
+def metrics_version(record: JobRecord, s3: Any) -> str:
+    """What changes when metrics.jsonl does, without reading it; empty where there is none."""
+    root = record.checkpoint_destination.rstrip("/")
+    if not root.startswith("s3://"):
+        try:
+            found = (Path(root) / METRICS_FILE).stat()
+        except OSError:
+            return ""
+        return f"{found.st_size} {found.st_mtime_ns}"
+    bucket, _, prefix = root.removeprefix("s3://").partition("/")
+    with aws_errors("looking at", f"{root}/{METRICS_FILE}"):
+        try:
+            return str(s3.head_object(Bucket=bucket, Key=f"{prefix}/{METRICS_FILE}".lstrip("/"))["ETag"])
+        except s3.exceptions.ClientError as error:
+            if is_missing(error):
+                return ""
+            raise
 
 
 def start_times(record: JobRecord, s3: Any) -> dict[int, float]:
