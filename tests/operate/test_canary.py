@@ -16,7 +16,7 @@ from launch_testing import job_content
 from runbook_testing import record_of, rows_of
 
 from trainyard.cli.app import run
-from trainyard.errors import InputError
+from trainyard.errors import AwsRefusedError, InputError
 from trainyard.operate import canary
 from trainyard.operate.canary import Limits, Ran, Release, Verdict, judge, tried
 from trainyard.spec.base import parse
@@ -216,6 +216,23 @@ def test_the_verb_tells_all_checks_keeps_them_and_promotes_only_what_is_as_good(
     capsys.readouterr()
     assert run(verb) == 0 and promoted == ["candidate-1"]
     assert json.loads(capsys.readouterr().out)["promoted"] == {"model_package": "arn"}, "one document"
+
+
+def test_the_real_promote_takes_what_the_canary_gives_it(
+    job_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as AWS, which refuses here: the verdict is told all the same."""
+    asked: list[tuple[Any, ...]] = []
+
+    def refuse(*arguments: Any, **_: Any) -> None:
+        asked.append(arguments)
+        raise AwsRefusedError("opening acme: AWS refused")
+
+    monkeypatch.setattr("trainyard.cli.exporting._promotion", refuse)
+    monkeypatch.setattr(canary, "run_job", lambda *given: Ran(f"{given[3]}-1", "Completed", "", rows_of(40)))
+    verb = ["canary", job_path, "--set", "training.seed=2", "--promote", "--gate", "validation_loss<=2.5", "-e", "test"]
+    assert run([*verb, "--json"]) == 3
+    assert asked == [("candidate-1", "test", None)] and json.loads(capsys.readouterr().out)["is_good"]
 
 
 @pytest.mark.full
