@@ -3,13 +3,22 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trainyard.errors import InputError
 from trainyard.launch.session import Account, checkout_root
-from trainyard.operate.stateful import REPLACED_BY, deployed_templates, losses, refuse_losses
+from trainyard.operate import deploy as deployment
+from trainyard.operate.stateful import (
+    REPLACED_BY,
+    deployed_first,
+    deployed_templates,
+    losses,
+    refuse_dropped_exports,
+    refuse_losses,
+)
 
 STACK = "trainyard-test-acme-foundation"
 LUSTRE = {"DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 250}
@@ -130,6 +139,65 @@ def test_what_changes_in_place_or_holds_nothing_passes() -> None:
     ):
         assert losses({STACK: SAMPLE}, {STACK: changed(logical_id, **properties)}) == []
     assert losses({}, {STACK: SAMPLE}) == losses({STACK: SAMPLE}, {}) == []
+
+
+TRAINING = "trainyard-test-acme-training"
+
+
+def pair(*exports: str, uses: tuple[str, ...] = (), **resources: str) -> dict[str, Any]:
+    """A foundation that exports, and a training stack that imports some of it and holds resources of a type each."""
+    outputs = {f"Out{index}": {"Export": {"Name": f"{STACK}:{name}"}} for index, name in enumerate(exports)}
+    held: dict[str, Any] = {name: {"Type": kind} for name, kind in resources.items()}
+    for name in uses:
+        held[f"Uses{name}"] = {"Type": "AWS::SNS::Topic", "Properties": {"X": [{"Fn::ImportValue": f"{STACK}:{name}"}]}}
+    return {STACK: {"Resources": {}, "Outputs": outputs}, TRAINING: {"Resources": held}}
+
+
+def test_an_export_that_a_deployed_stack_still_imports_is_kept_until_it_does_not() -> None:
+    mounted = pair("Files", "SmallFilesRef", uses=("Files", "SmallFilesRef"))
+    unmounted, without = pair("Files", "SmallFilesRef", uses=("Files",)), pair("Files", uses=("Files",))
+    with pytest.raises(InputError) as refused:
+        refuse_dropped_exports(mounted, without)
+    told = str(refused.value)
+    assert "\n" not in told and "mounted: false" in told and f"{TRAINING} as deployed still imports" in told
+    assert "no longer export SmallFilesRef," in told
+    with pytest.raises(InputError, match="in two deployments"):
+        refuse_dropped_exports(mounted, pair("SmallFilesRef"))
+    for old, new in ((mounted, unmounted), (unmounted, without), (without, mounted), ({}, without)):
+        refuse_dropped_exports(old, new)
+    refuse_dropped_exports(mounted, without, first=[TRAINING])
+
+
+def test_a_hyperpod_cluster_goes_before_the_roles_that_its_machines_act_as(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CloudFormation deploys the foundation first, and would take the roles from under machines that run."""
+    old, new = pair("Role", Cluster="AWS::SageMaker::Cluster"), pair("Role")
+    assert deployed_first(old, new) == [TRAINING]
+    assert deployed_first(new, old) == deployed_first(old, old) == []
+    asked: list[list[str]] = []
+    monkeypatch.setattr(deployment, "cdk", lambda _, arguments, *rest: asked.append(arguments[:4]))
+    monkeypatch.setattr(deployment, "prepare", lambda *_: new)
+    monkeypatch.setattr(deployment, "open_account", lambda _: None)
+    monkeypatch.setattr(deployment, "deployed_templates", lambda *_: old)
+    spec: Any = SimpleNamespace(emulated=False)
+
+    def deploy() -> None:
+        accepted = [loss.name for loss in losses(old, new)]
+        deployment.deploy(
+            tmp_path, tmp_path, spec, {}, work=tmp_path, progress=lambda _: None, accepted_losses=accepted
+        )
+
+    deploy()
+    assert asked == [
+        ["deploy", TRAINING, "--exclusively", "--app"],
+        ["deploy", "--all", "--app", str(tmp_path / "cdk.out")],
+    ]
+    asked.clear()
+    monkeypatch.setattr(deployment, "deployed_templates", lambda *_: new)
+    old = new
+    deploy()
+    assert [arguments[1] for arguments in asked] == ["--all"]
 
 
 def test_accepting_a_loss_that_is_none_is_refused() -> None:

@@ -231,6 +231,34 @@ def test_a_link_goes_before_its_file_system() -> None:
     assert set(leftovers._DELETE) == survey.HELD_TYPES
 
 
+def test_the_log_groups_that_hyperpod_made_go_with_their_tenant_and_no_others() -> None:
+    """By the name that the policies let the machines write to."""
+    import boto3
+    from botocore.stub import Stubber
+
+    from stacks.naming import TenantScope
+    from trainyard.operate.tenants.removal import Report, _account_for
+
+    environment = load_environment(checkout_root() / "environments" / "local.yaml")
+    own = f"/aws/sagemaker/Clusters/{TenantScope(environment, 'acme').cluster_name}/"
+    logs = boto3.client("logs", region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+    account: Any = types.SimpleNamespace(client=lambda _: logs)
+    asked, there = {"logGroupNamePrefix": own}, {"logGroups": [{"logGroupName": f"{own}a1b2"}]}
+    planned: Any = types.SimpleNamespace(environment=environment, tenant="acme", held=())
+    report = Report("local", "acme", "123456789012", "us-east-1", "shred", "")
+    with Stubber(logs) as stub:
+        stub.add_response("describe_log_groups", there, asked)
+        found = leftovers.machine_log_groups(account, environment.name, "acme")
+        assert found == [f"{own}a1b2"]
+        stub.add_response("delete_log_group", {}, {"logGroupName": f"{own}a1b2"})
+        leftovers.delete_log_groups(account, found)
+        for _ in ("of jobs", "of jobs that Batch named"):
+            stub.add_response("describe_log_streams", {"logStreams": []})
+        stub.add_response("describe_log_groups", there, asked)
+        assert [item.identifier for item in _account_for(account, planned, report, {})] == found
+        stub.assert_no_pending_responses()
+
+
 def test_an_export_that_arrives_short_is_told_in_a_line() -> None:
     """An object that was overwritten since it was listed is measured by what was read."""
     stored = {"ContentLength": 5}

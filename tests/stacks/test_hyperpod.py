@@ -13,7 +13,7 @@ from trainyard.isolation.evaluator import decide
 from trainyard.isolation.mutants import OWN_ONLY, REFUSES_MORE
 from trainyard.isolation.proof import prove, resolve_templates
 from trainyard.isolation.templates import Deployment
-from trainyard.operate.stateful import losses
+from trainyard.operate.stateful import deployed_first, losses, refuse_dropped_exports
 from trainyard.spec.base import parse
 from trainyard.spec.platform import EnvironmentSpec, parse_contract
 
@@ -213,6 +213,9 @@ def test_it_comes_and_goes_in_place_and_its_loss_is_asked_about(
 ) -> None:
     assert losses(templates["local"], made) == []
     assert "AWS::SageMaker::Cluster" in {loss.kind for loss in losses(made, templates["local"])}
+    first = deployed_first(made, templates["local"])
+    assert STACK in first
+    refuse_dropped_exports(made, templates["local"], first)
     text = json.dumps(made[STACK])
     for name in ("RolesNodes", "RolesLogin"):
         assert f"ExportsOutputFnGetAtt{name}" not in text, "an import that would keep it from being taken away"

@@ -15,7 +15,7 @@ from trainyard.isolation.mutants import OWN_ONLY, REFUSES_MORE
 from trainyard.isolation.needs import Needs
 from trainyard.isolation.proof import resolve_templates
 from trainyard.isolation.templates import Deployment
-from trainyard.operate.stateful import losses
+from trainyard.operate.stateful import losses, refuse_dropped_exports
 from trainyard.spec.base import parse
 from trainyard.spec.platform import EnvironmentSpec
 
@@ -169,6 +169,11 @@ def test_it_comes_and_goes_in_place_in_two_steps_and_its_loss_is_asked_about(
     assert {name for name in optional if optional[name] != unmounted[name]} == {STACK}, (
         "nor does another tenant's change"
     )
+    acme = {name: unmounted[name] for name in (FOUNDATION, STACK)}  # as if it alone were deployed
+    with pytest.raises(InputError, match="mounted: false"):
+        refuse_dropped_exports(optional, without)
+    refuse_dropped_exports(optional, unmounted)
+    refuse_dropped_exports(acme, without)
     assert losses(without, optional) == losses(optional, unmounted) == []
     assert "AWS::EFS::FileSystem" in {loss.kind for loss in losses(unmounted, without)}
 

@@ -12,7 +12,13 @@ from trainyard.children import end_group, start
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.isolation.templates import synthesize_into
 from trainyard.launch.session import Account, open_account
-from trainyard.operate.stateful import Template, deployed_templates, refuse_losses
+from trainyard.operate.stateful import (
+    Template,
+    deployed_first,
+    deployed_templates,
+    refuse_dropped_exports,
+    refuse_losses,
+)
 from trainyard.spec.platform import EnvironmentSpec
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -103,7 +109,7 @@ def deploy(
     progress("synthesizing")
     wanted = prepare(checkout, environment_file, assembly)
     progress("comparing with what is deployed")
-    check_losses(open_account(environment), wanted, stacks, accepted_losses)
+    first = check_losses(open_account(environment), wanted, stacks, accepted_losses)
     if environment.emulated:
         progress("bootstrapping")
         account = f"aws://{environment.account}/{environment.region}"
@@ -111,6 +117,8 @@ def deploy(
     progress("deploying")
     chosen = list(stacks) or ["--all"]
     options = ["--require-approval", "never", "--concurrency", "4", "--progress", "events"]
+    if first:
+        cdk(checkout, ["deploy", *first, "--exclusively", "--app", str(assembly), *options], aws, log, progress)
     cdk(checkout, ["deploy", *chosen, "--app", str(assembly), *options], aws, log, progress)
 
 
@@ -123,8 +131,13 @@ def prepare(checkout: Path, environment_file: Path, assembly: Path) -> dict[str,
 
 def check_losses(
     account: Account, wanted: Mapping[str, Template], stacks: Sequence[str], accepted: Collection[str]
-) -> None:
-    """InputError where deploying `stacks` of `wanted` would replace or drop something stateful."""
+) -> list[str]:
+    """Stacks that must be deployed alone first. InputError where deploying `stacks` of `wanted` would replace or drop
+    something stateful, or what another stack still imports."""
     # A tenant's stacks bring the platform's along: the CLI deploys what they depend on first.
     chosen = set(wanted) if not stacks else {*stacks, *(name for name in wanted if name.endswith("-platform"))}
-    refuse_losses(deployed_templates(account, sorted(chosen)), wanted, accepted)
+    deployed = deployed_templates(account, sorted(chosen))
+    refuse_losses(deployed, wanted, accepted)
+    first = deployed_first(deployed, wanted)
+    refuse_dropped_exports(deployed, wanted, first)
+    return first

@@ -72,6 +72,9 @@ that AWS refuses to change. A cluster counts for its accounting; a group or subn
 file system that stands in it."""
 
 
+HYPERPOD = "AWS::SageMaker::Cluster"
+
+
 @dataclass(frozen=True)
 class Loss:
     """One stateful resource that the deployment would replace or drop."""
@@ -119,6 +122,55 @@ def refuse_losses(
             f"refused: this deployment would lose {'; '.join(map(str, refused))}; undo the change in the environment "
             f"file, or save what it holds and repeat with {' '.join(f'--accept-loss {loss.name}' for loss in refused)}"
         )
+
+
+def deployed_first(deployed: Mapping[str, Template], wanted: Mapping[str, Template]) -> list[str]:
+    """Stacks that must be deployed before those that they depend on: their HyperPod cluster goes, whose machines act as
+    roles of the foundation and need them until they are gone."""
+    return [
+        name
+        for name in sorted(set(deployed) & set(wanted))
+        if _of_type(deployed[name], HYPERPOD) - _of_type(wanted[name], HYPERPOD)
+    ]
+
+
+def refuse_dropped_exports(
+    deployed: Mapping[str, Template], wanted: Mapping[str, Template], first: Collection[str] = ()
+) -> None:
+    """InputError, in one line, where a stack would export no longer what a deployed one still imports: CloudFormation
+    refuses it half-way. The stacks in `first` are as wanted by then."""
+    for name in sorted(set(deployed) & set(wanted)):
+        dropped = _exports(deployed[name]) - _exports(wanted[name])
+        for other, template in sorted({**deployed, **{item: wanted[item] for item in first}}.items()):
+            if other == name or not (used := sorted(dropped & _imports(template))):
+                continue
+            files = any("SmallFiles" in item for item in used)
+            way = (
+                "deploy `small_files: {mounted: false}` in the cluster first, then take it away"
+                if files
+                else "undo the change in the environment file, and make it in two deployments: first what uses this"
+            )
+            raise InputError(
+                f"refused: stack {name} would no longer export {used[0].partition(':')[2] or used[0]}"
+                f"{f' (and {len(used) - 1} more)' if used[1:] else ''}, which stack {other} as deployed still imports; "
+                f"{way}"
+            )
+
+
+def _of_type(template: Template, kind: str) -> set[str]:
+    return {name for name, item in template.get("Resources", {}).items() if item["Type"] == kind}
+
+
+def _exports(template: Template) -> set[str]:
+    outputs = template.get("Outputs", {}).values()
+    return {str(item["Export"]["Name"]) for item in outputs if "Export" in item}
+
+
+def _imports(value: Any) -> set[str]:
+    if isinstance(value, Mapping):
+        here = {str(value["Fn::ImportValue"])} if "Fn::ImportValue" in value else set()
+        return here.union(*map(_imports, value.values()))
+    return set().union(*map(_imports, value)) if isinstance(value, list) else set()
 
 
 def deployed_templates(account: Account, names: Sequence[str]) -> dict[str, Template]:

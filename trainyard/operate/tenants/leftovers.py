@@ -165,6 +165,23 @@ def delete_job_streams(account: Account, streams: list[str]) -> None:
             logs.delete_log_stream(logGroupName=TRAINING_LOG_GROUP, logStreamName=stream)
 
 
+def machine_log_groups(account: Account, environment: str, tenant: str) -> list[str]:
+    """Log groups of the machines of the tenant's HyperPod clusters, earlier ones too: HyperPod makes them, and no stack
+    owns them."""
+    prefix = f"/aws/sagemaker/Clusters/trainyard-{environment}-{tenant}/"
+    with aws_errors("listing", f"log groups {prefix}*"):
+        pages = account.client("logs").get_paginator("describe_log_groups").paginate(logGroupNamePrefix=prefix)
+        return [group["logGroupName"] for page in pages for group in page["logGroups"]]
+
+
+def delete_log_groups(account: Account, names: list[str]) -> None:
+    """Delete log groups with all that is in them."""
+    logs = account.client("logs")
+    for name in names:
+        with aws_errors("deleting", f"log group {name}"):
+            logs.delete_log_group(logGroupName=name)
+
+
 def delete_job_roles(account: Account, environment: str, tenant: str) -> list[str]:
     """Delete the roles of single jobs that the tenant's broker made and hasn't removed yet; their names. They hold the
     tenant's boundary: its stack can't go before them."""

@@ -280,6 +280,9 @@ def _delete_retained(account: Account, planned: Plan, report: Report, say: Say) 
     if streams:
         leftovers.delete_job_streams(account, streams)
         report.deleted.append(f"{len(streams)} log streams of its jobs in {TRAINING_LOG_GROUP}")
+    groups = leftovers.machine_log_groups(account, planned.environment.name, planned.tenant)
+    leftovers.delete_log_groups(account, groups)
+    report.deleted += [f"Logs::LogGroup {name}" for name in groups]
     return refusals
 
 
@@ -301,6 +304,11 @@ def _account_for(account: Account, planned: Plan, report: Report, why: Mapping[s
     if streams:
         why_streams = f"{len(streams)}; this account's administrators can read them until they are deleted"
         report.left.append(Left("log streams", f"{TRAINING_LOG_GROUP} {jobs}", why_streams))
+    for name in leftovers.machine_log_groups(account, planned.environment.name, planned.tenant):
+        report.left.append(
+            Left("AWS::Logs::LogGroup", name, "HyperPod made it, under AWS's own key; " + leftovers.EXISTS)
+        )
+        there += [report.left[-1]]
     report.left.append(Left("training jobs", jobs, "SageMaker keeps their descriptions; it can delete none"))
     return there
 
