@@ -106,6 +106,14 @@ def test_it_stands_in_the_tenants_network_with_controller_login_node_and_partiti
     assert groups["h100"]["NetworkInterface"] == {"InterfaceType": "efa"}
 
 
+def test_its_name_is_stated_for_its_logs_and_its_logical_id_pinned(
+    made: dict[str, Any], cluster: dict[str, Any]
+) -> None:
+    assert cluster["ClusterName"] == "trainyard-local-acme", "policies name its log groups by it"
+    (name,) = (name for name, item in made[STACK]["Resources"].items() if item["Type"] == "AWS::SageMaker::Cluster")
+    assert name == "Cluster3DA9CCBA", "a new logical id is a new cluster"
+
+
 def test_disks_are_under_the_tenants_key_and_lustre_is_mounted(made: dict[str, Any], cluster: dict[str, Any]) -> None:
     contract = parse_contract(only(made, "SSM::Parameter")["Value"], "contract")
     base = "arn:aws:iam::123456789012:role/trainyard/local/acme/trainyard-local-acme-"

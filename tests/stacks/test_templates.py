@@ -51,6 +51,7 @@ NAME_PROPERTIES = {
     "AWS::PCS::ComputeNodeGroup": "Name",
     "AWS::PCS::Queue": "Name",
     "AWS::S3::Bucket": "BucketName",
+    "AWS::SageMaker::Cluster": "ClusterName",
     "AWS::SageMaker::MlflowTrackingServer": "TrackingServerName",
     "AWS::SNS::Topic": "TopicName",
     "AWS::SSM::Parameter": "Name",

@@ -34,6 +34,10 @@ def test_the_server_keeps_its_files_in_the_tenants_bucket_as_a_role_under_the_bo
     optional: dict[str, Any],
 ) -> None:
     server = only(optional, "SageMaker::MlflowTrackingServer")
+    of_type = (
+        name for name, item in optional[FOUNDATION]["Resources"].items() if item["Type"].endswith("TrackingServer")
+    )
+    assert list(of_type) == ["TrackingServerFA53660A"], "a new logical id is a new, empty server"
     deployment = Deployment(optional, "123456789012", "us-east-1")
     resources = optional[FOUNDATION]["Resources"]
     bucket = deployment.physical_id(FOUNDATION, next(name for name in resources if name.startswith("BucketsArtifacts")))

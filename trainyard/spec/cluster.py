@@ -28,7 +28,8 @@ class NodeGroupSpec(SpecModel):
     instance_type: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", json_schema_extra=on_change("update"))
     """EC2's name, without `ml.`. Every network card of it is wired for EFA."""
     min_instances: int = Field(default=0, ge=0, json_schema_extra=on_change("update"))
-    """Machines that run, and are paid for, whether a job needs them or not."""
+    """Machines that run, and are paid for, whether a job needs them or not. Engine hyperpod runs max_instances always:
+    there it is how many must have come up for the group to count as made."""
     max_instances: int = Field(ge=1, json_schema_extra=on_change("update"))
     purchase: Literal["on_demand", "spot", "capacity_block"] = Field(
         default="on_demand", json_schema_extra=on_change("update")
@@ -44,7 +45,8 @@ class NodeGroupSpec(SpecModel):
     placement_group: bool | None = Field(default=None, json_schema_extra=on_change("update"))
     """Machines side by side. Default: yes, but not in a capacity block, which AWS places by itself."""
     root_gib: int = Field(default=200, ge=50, le=16384, json_schema_extra=on_change("update"))
-    """GiB of each machine's root volume, which goes with the machine."""
+    """GiB of each machine's root volume, which goes with the machine. Engine hyperpod: of the volume beside its root
+    (/opt/sagemaker)."""
 
     @property
     def grouped(self) -> bool:
@@ -139,7 +141,7 @@ class ClusterSpec(SpecModel):
         default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$", json_schema_extra=on_change("update")
     )
     """Engine hyperpod: file in `cluster/` of the tenant's data bucket, which each machine runs as root once Slurm is
-    set up on it. It must be there before the cluster is deployed."""
+    set up on it. It must be there before the cluster is deployed; a change reaches new node groups only."""
     size: Literal["small", "medium", "large"] = Field(default="small", json_schema_extra=on_change("replace"))
     """Of the controller, paid by the hour: up to 32, 512 or 2,048 machines, the login node among them."""
     ami: str | None = Field(default=None, pattern=AMI_PATTERN, json_schema_extra=on_change("update"))

@@ -67,7 +67,9 @@ def _next(evidence: Evidence) -> tuple[str, ...]:
     if evidence.record is not None and evidence.record.backend == "slurm":
         return (
             f"scripts/runbooks/bad_node {job} --node NODE --yes   # drains it; the job saves, and goes on elsewhere",
-            "aws ec2 terminate-instances --instance-ids ID   # the platform's engineers: PCS starts another",
+            "# then the platform's engineers, by cluster.engine of the environment file: another machine",
+            "aws ec2 terminate-instances --instance-ids ID   # pcs",
+            "aws sagemaker batch-replace-cluster-nodes --cluster-name CLUSTER --node-ids ID   # hyperpod",
         )
     return (f"scripts/runbooks/bad_node {job} --yes   # stops it with a checkpoint, and starts it on other machines",)
 
