@@ -56,8 +56,6 @@ def launch(
     if contract.shares:
         checks.check_share(job, contract)
     checks.check_queue(job, contract, backend.running())
-    for warning in checks.warned_by_recovery(job, contract):
-        say(f"warning: {warning}")
     say("planning")
     plan, refusals = planned(job, region=contract.region, say=say)
     hours = checks.refused_hours(job, contract)
@@ -70,6 +68,8 @@ def launch(
     record = tenants_record(
         job, contract, account=account, s3=s3, backend="sagemaker", plan=plan, image=image, forced=forced
     )
+    for warning in checks.warned_by_recovery(job, contract):  # not before what refuses it: that is one line
+        say(f"warning: {warning}")
     store = S3RecordStore(s3, contract.buckets.data)
     return record_and_submit(record, store, backend, say)
 
