@@ -15,6 +15,8 @@ from trainyard.launch.checks import (
     warned_by_plan,
     warned_by_recovery,
 )
+from trainyard.launch.kubernetes import launch_on_tenants_kubernetes
+from trainyard.launch.ray import launch_on_tenants_ray
 from trainyard.planner.results import HostMemoryPlan
 from trainyard.spec.job import CheckpointSpec, JobSpec
 from trainyard.spec.platform import TenantContract
@@ -44,6 +46,13 @@ def test_the_queue_that_offers_the_type_takes_the_job(job: JobSpec, contract: Te
 def test_what_no_queue_takes(job: JobSpec, contract: TenantContract, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_queue(with_compute(job, **changes), contract)
+
+
+@pytest.mark.parametrize("launch", [launch_on_tenants_kubernetes, launch_on_tenants_ray])
+def test_a_cluster_that_knows_no_types_is_told_one(job: JobSpec, contract: TenantContract, launch: Any) -> None:
+    unnamed = with_compute(job, instance_type=None).model_copy(update={"tenant": contract.tenant})
+    with pytest.raises(InputError, match=r"compute\.instance_type: is missing; name the cluster's machines"):
+        launch(unnamed, contract, account=None, launcher=None)
 
 
 def test_running_jobs_count_against_their_queue(job: JobSpec, contract: TenantContract) -> None:

@@ -27,6 +27,12 @@ class RunningJob:
     instance_count: int
 
 
+def check_machines_are_named(job: JobSpec) -> None:
+    """InputError where a cluster that knows no instance types is to run a job that names none."""
+    if job.compute.instance_type is None:
+        raise InputError("compute.instance_type: is missing; name the cluster's machines, p5.48xlarge say")
+
+
 def check_queue(job: JobSpec, contract: TenantContract, running: Sequence[RunningJob] = ()) -> str:
     """The name of the tenant's queue that takes the job; InputError where none does (no --force overrides a quota).
 

@@ -39,8 +39,7 @@ def launch_on_tenants_kubernetes(
     InputError where the plan, the hours or the budget refuse it (which yield to `force`), or the cluster does.
     """
     assert job.tenant == contract.tenant
-    if job.compute.instance_type is None:
-        raise InputError("compute.instance_type: is missing; name the cluster's machines, p5.48xlarge say")
+    checks.check_machines_are_named(job)
     _check_shared(job)
     image = job.compute.kubernetes.image or read_image(account, contract.image_parameter, emulated=contract.emulated)
     cluster = Kubectl()

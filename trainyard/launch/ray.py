@@ -39,8 +39,7 @@ def launch_on_tenants_ray(
     InputError where the plan, the hours or the budget refuse it (which yield to `force`), or no server answers.
     """
     assert job.tenant == contract.tenant
-    if job.compute.instance_type is None:
-        raise InputError("compute.instance_type: is missing; name the cluster's machines, p5.48xlarge say")
+    checks.check_machines_are_named(job)
     return launch_on_machines(
         pinned(job),
         contract,
