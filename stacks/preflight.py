@@ -27,6 +27,8 @@ def check_environment(environment: EnvironmentSpec) -> None:
             _check_types(f"tenants.{tenant_name}.queues.{queue_name}", queue)
         if tenant.cluster is not None:
             _check_cluster(f"tenants.{tenant_name}.cluster", tenant.cluster, environment)
+        if tenant.file_system.efa:
+            _check_efa_clients(f"tenants.{tenant_name}.file_system.efa", tenant.cluster)
 
 
 def _check_region(environment: EnvironmentSpec) -> None:
@@ -71,6 +73,16 @@ def _check_types(where: str, queue: QueueSpec) -> None:
                 f"{where}: {instance_type} has no EFA, so jobs over several hosts would run over plain TCP; choose a "
                 "type with EFA, or set multi_node: false for this queue"
             )
+
+
+def _check_efa_clients(where: str, cluster: ClusterSpec | None) -> None:
+    """A file system with EFA costs its large size: refused where nobody would reach it so."""
+    groups = cluster.node_groups.values() if cluster else ()
+    if not any(instance(group.instance_type).efa_interfaces for group in groups):
+        raise InputError(
+            f"{where}: no machine of the tenant would use it, as SageMaker's training jobs mount Lustre over TCP; give "
+            "the tenant a cluster with a type that has EFA, or leave it out"
+        )
 
 
 def _check_cluster(where: str, cluster: ClusterSpec, environment: EnvironmentSpec) -> None:

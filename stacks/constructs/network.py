@@ -97,7 +97,7 @@ class TenantNetwork(Construct):
             for number, (zone, block) in enumerate(zip(zones, endpoint_blocks, strict=True), start=1)
         ]
         self._make_training_group()
-        self._make_file_system_group()
+        self._make_file_system_group(efa=tenant.spec.file_system.efa)
         self._make_gateway_endpoints(tenant, [self.training_subnet, *endpoint_subnets])
         services = INTERFACE_ENDPOINTS | (CLUSTER_ENDPOINTS if tenant.spec.cluster is not None else {})
         if tenant.hyperpod:
@@ -125,9 +125,13 @@ class TenantNetwork(Construct):
         group.add_egress_rule(ec2.Peer.any_ipv4(), ec2.Port.tcp(443), "AWS services through the VPC endpoints")
         self.training_security_group = group
 
-    def _make_file_system_group(self) -> None:
+    def _make_file_system_group(self, *, efa: bool) -> None:
+        """`efa`: FSx refuses to make a file system with EFA unless everything passes between its servers, and between
+        them and the clients' group (FSx for Lustre user guide, "EFA-enabled security groups")."""
         clients, servers = self.training_security_group, self._group("FileSystemGroup", "FSx for Lustre file servers")
-        for port in LUSTRE_PORTS:
+        if efa:
+            acknowledge(servers, EFA_RULES)
+        for port in (ec2.Port.all_traffic(),) if efa else LUSTRE_PORTS:
             # Servers call clients back (lock recalls): both directions on both sides. Servers also talk to each other.
             servers.add_ingress_rule(clients, port, "Lustre clients")
             servers.add_egress_rule(clients, port, "Lustre clients")

@@ -176,6 +176,7 @@ class TenantFileSystem(Construct):
                 deployment_type="PERSISTENT_2",
                 per_unit_storage_throughput=spec.throughput_mb_per_s_per_tib,
                 metadata_configuration=fsx.CfnFileSystem.MetadataConfigurationProperty(mode="AUTOMATIC"),
+                efa_enabled=spec.efa or None,
                 data_compression_type="LZ4",
                 automatic_backup_retention_days=7 if backups else 0,
                 copy_tags_to_backups=True if backups else None,

@@ -173,8 +173,14 @@ def test_roles_of_single_jobs_go_before_the_boundary_that_they_hold(
         own = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": f"arn:aws:s3:::{tenant}/*"}
         policy = json.dumps({"Version": "2012-10-17", "Statement": [own]})
         iam.put_role_policy(RoleName=f"{tenant}-{name}", PolicyName="own", PolicyDocument=policy)
-    report = remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
-    assert "1 roles of its jobs" in report.deleted
+    group = f"/aws/sagemaker/Clusters/trainyard-{name}-acme/a1b2"
+    for owned in (group, group.replace("-acme/", "-acme-labs/")):
+        site("logs").create_log_group(logGroupName=owned)
+    planned = plan(account, spec, "acme", tmp_path)
+    assert planned.job_roles == (f"acme-{name}",) and planned.machine_logs == (group,)
+    report = remove(account, planned, tmp_path, silent)
+    assert "1 roles of its jobs" in report.deleted and f"Logs::LogGroup {group}" in report.deleted
+    site("logs").delete_log_group(logGroupName=group.replace("-acme/", "-acme-labs/"))
     assert gone(lambda: iam.get_role(RoleName=f"acme-{name}"))
     assert iam.get_role(RoleName=f"globex-{name}")["Role"]["RoleName"] == f"globex-{name}"
 

@@ -259,6 +259,19 @@ def test_the_log_groups_that_hyperpod_made_go_with_their_tenant_and_no_others() 
         stub.assert_no_pending_responses()
 
 
+@pytest.mark.parametrize(("policy", "fate"), [("shred", "deleted"), ("retain", "stays")])
+def test_the_plan_tells_what_no_stack_owns(policy: Any, fate: str) -> None:
+    """A plan that lists less than the removal deletes would be agreed to for the wrong reason."""
+    environment = load_environment(checkout_root() / "environments" / "local.yaml")
+    group = "/aws/sagemaker/Clusters/trainyard-local-acme/a1b2"
+    planned = removal.Plan(environment, "acme", policy, None, {}, (), {}, (), 3, ("acme-job",), (group,))
+    assert planned.lines()[1:] == [
+        f"  3 log streams of its jobs in /aws/sagemaker/TrainingJobs: {fate}",
+        f"  Logs::LogGroup {group}: {fate}",
+        "  1 roles of its jobs: deleted",
+    ]
+
+
 def test_an_export_that_arrives_short_is_told_in_a_line() -> None:
     """An object that was overwritten since it was listed is measured by what was read."""
     stored = {"ContentLength": 5}

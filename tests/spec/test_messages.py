@@ -96,12 +96,29 @@ def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> 
         ("tenants.acme.queues.train.max_instances", 9, ["tenants.acme.queues.train", "9", "4 ml.p5.4xlarge"]),
         ("tenants.acme.queues.train.instance_types", ["ml.p6.large"], ["ml.p6.large", "max_instances"]),
         ("tenants.acme.bugdet", {}, ["tenants.acme.bugdet", "did you mean 'budget'?"]),
-        ("account", 111122223333, ["account", "string"]),
-        ("region", "mars", ["region", "'mars'"]),
+        ("account", 111122223333, ["account", "string", "write it in quotes"]),
+        ("account", "1111-2222-3333", ["account", "twelve digits"]),
+        ("region", "mars", ["region", "'mars'", "e.g. us-east-1"]),
         ("name", "a-b", ["name", "no dash", "environment a with tenant b-c", "take ab"]),
         ("availability_zones", ["eu-west-1a"], ["eu-west-1a", "us-east-1"]),
+        ("availability_zones", ["us-east-1"], ["us-east-1 are not in region us-east-1", "us-east-1a"]),
+        ("availability_zones", "us-east-1a", ["availability_zones", "a list, e.g. [us-east-1a]"]),
         ("network", {"cidr": "8.8.0.0/10"}, ["cidr"]),
+        ("network", {"cidr": "127.0.0.0/8"}, ["cidr 127.0.0.0/8", "10/8"]),
+        ("network", {"cidr": "169.254.0.0/16"}, ["cidr 169.254.0.0/16", "10/8"]),
+        ("max_instances", {"ml.p5.4xlarge": 0}, ["max_instances.ml.p5.4xlarge", "greater than 0"]),
+        (
+            "tenants.Vision",
+            ENVIRONMENT["tenants"]["acme"],
+            ["tenants: the name must be 2 to 20 small letters", "'Vision'"],
+        ),
+        ("tenants.globex", None, ["tenants.globex", "a mapping of settings"]),
+        ("tenants", {}, ["tenants: mapping should have at least 1 item, has none"]),
+        ("tenants.acme.queues.train.instance_types", ["p5.4xlarge"], ["did you mean ml.p5.4xlarge?"]),
+        ("tenants.acme.queues.train.instance_types", ["ml.p5.4xlarge"] * 2, ["ml.p5.4xlarge: stands twice"]),
+        ("tenants.acme.cost_center", "<4711>", ["cost_center: must be what a tag's value can hold", "'<4711>'"]),
         ("tenants.acme.file_system", {"storage_gib": 3000}, ["storage_gib", "multiple of 2400", "3000"]),
+        ("tenants.acme.file_system", {"efa": True}, ["efa: storage_gib is then a multiple of 19,200 at 250", "not 1,200"]),
         ("tenants.acme.file_system", {"links": {"data": "x"}}, ["'data' is no folder of the file system", "/datasets"]),
         ("tenants.acme.file_system", {"links": {"/a/../b": "x"}}, ["'/a/../b' is no folder"]),
         ("tenants.acme.file_system", {"links": {"/a": "/x"}}, ["links./a: '/x' is no folder of the data bucket"]),
@@ -115,7 +132,7 @@ def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> 
             {"archive_checkpoints_after_days": 30, "delete_checkpoints_after_days": 60},
             ["delete_checkpoints_after_days 60", "120 or later"],
         ),
-        ("tenants.acme.removal", {"export_to": "bucket/x"}, ["removal.export_to", "bucket/x"]),
+        ("tenants.acme.removal", {"export_to": "bucket/x"}, ["removal.export_to: must be s3://bucket", "bucket/x"]),
     ],
 )
 def test_wrong_environment(field: str, value: Any, words: list[str], tmp_path: Path) -> None:
@@ -148,6 +165,17 @@ def test_broken_yaml_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: a\ndata: [1, 2\n")
     with pytest.raises(InputError, match=r"job\.yaml: line \d+ is not valid YAML"):
         load_job(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("", "is empty"), ("- a", "holds a list"), ("\0", "is not valid YAML: unacceptable character")],
+)
+def test_a_file_that_is_no_mapping_is_one_line(content: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "env.yaml").write_text(content)
+    with pytest.raises(InputError, match=words) as caught:
+        load_environment(tmp_path / "env.yaml")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", "training.steps=[1"])

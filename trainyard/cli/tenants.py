@@ -264,6 +264,7 @@ def _print_plan(planned: Any, as_json: bool) -> None:
                 "running_jobs": list(planned.running),
                 "held": [{**item.__dict__, "fate": planned.fate(item)} for item in planned.held],
                 "contents": {bucket: inside.__dict__ for bucket, inside in planned.contents.items()},
+                "unowned": planned.unowned(),
             }
         )
         return

@@ -20,7 +20,19 @@ class SpecModel(BaseModel):
     )
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,18}[a-z0-9]$")]
+_IN_WORDS: dict[str, str] = {}
+
+
+def worded(pattern: str, words: str) -> str:
+    """`pattern`, which messages then give in words: few people read a regular expression."""
+    _IN_WORDS[pattern] = words
+    return pattern
+
+
+_NAME = worded(
+    r"^[a-z][a-z0-9-]{0,18}[a-z0-9]$", "2 to 20 small letters, digits and dashes, a letter first and no dash last"
+)
+Name = Annotated[str, Field(pattern=_NAME)]
 """Lower-case letters, digits and dashes, 2 to 20: it goes into ARNs, bucket prefixes and tags."""
 
 Spec = TypeVar("Spec", bound=SpecModel)
@@ -48,6 +60,9 @@ def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode)
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
 
 
+_YAML_KINDS: dict[type, str] = {list: "a list", str: "a text", int: "a number", float: "a number"}
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; InputError names the file, and the line where the YAML is broken."""
     try:
@@ -63,9 +78,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise InputError(f"{path}:{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise InputError(f"{path}:{where} is not valid YAML: {problem}") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path}: must hold a mapping of settings, holds {type(content).__name__}")
+        holds = "is empty" if content is None else f"holds {_YAML_KINDS.get(type(content), type(content).__name__)}"
+        raise InputError(f"{path}: must hold a mapping of settings (name: value), {holds}")
     return content
 
 
@@ -121,9 +138,11 @@ def _field(problem: Any) -> str:
 
 
 def _describe(model: type[BaseModel], problem: Any) -> str:
-    location = [part for part in problem["loc"] if not (isinstance(part, str) and _is_union_branch(part))]
-    field = ".".join(str(part) for part in location) or "(whole file)"
-    given = problem.get("input")
+    given, raw = problem.get("input"), problem["loc"]
+    if raw[-1:] == ("[key]",):  # pydantic's way to say that the name is meant, not what stands under it
+        raw = (*raw[:-2], "[key]")
+    location = [part for part in raw if not (isinstance(part, str) and _is_union_branch(part))]
+    field = ".".join(map(str, location)).replace(".[key]", ": the name") or "(whole file)"
     if problem["type"] == "extra_forbidden":
         allowed = _fields_at(model, location[:-1])
         close = difflib.get_close_matches(str(location[-1]), allowed, n=1)
@@ -137,10 +156,31 @@ def _describe(model: type[BaseModel], problem: Any) -> str:
         return f"{field}: is missing and has no default"
     message = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message[:1].lower() + message[1:] if message[:1].isupper() and not message[1:2].isupper() else message
-    message = re.sub(r"a valid dictionary or instance of \w+", "a mapping of settings", message)
+    message = _in_words(problem, message)
     if not location:
         return message
-    return f"{field}: {message}" + (f" (given: {given!r})" if isinstance(given, str | int | float | bool) else "")
+    between = " " if location[-1] == "[key]" and message.startswith("must ") else ": "
+    return f"{field}{between}{message}" + (
+        f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
+    )
+
+
+def _in_words(problem: Any, message: str) -> str:
+    """pydantic's message in the words of YAML, and what to do where people often write the same wrong thing."""
+    given, kind = problem.get("input"), problem["type"]
+    pattern = str(problem.get("ctx", {}).get("pattern", ""))
+    if kind == "string_pattern_mismatch" and pattern in _IN_WORDS:
+        return f"must be {_IN_WORDS[pattern]}"
+    message = re.sub(r"a valid dictionary(?: or instance of \w+)?", "a mapping of settings (name: value)", message)
+    message = re.sub(r"^dictionary should", "mapping should", message)
+    message = re.sub(r"^(?:tuple|frozenset|set) should", "list should", message)
+    message = message.replace(" after validation, not 0", ", has none").replace(" after validation", "")
+    if kind in {"tuple_type", "list_type"}:
+        return "input should be a list" + (f", e.g. [{given}]" if isinstance(given, str) else "")
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if number and (kind == "string_type" or (kind == "literal_error" and f"'{given}'" in message)):
+        message += "; write it in quotes"
+    return message
 
 
 def _is_union_branch(part: str) -> bool:

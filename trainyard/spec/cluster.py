@@ -3,11 +3,12 @@
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from trainyard.spec.base import SpecModel, on_change
+from trainyard.spec.base import SpecModel, on_change, worded
 
-ClusterName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{2,24}$")]
+_CLUSTER_NAME = worded(r"^[a-z][a-z0-9-]{2,24}$", "3 to 25 small letters, digits and dashes, a letter first")
+ClusterName = Annotated[str, Field(pattern=_CLUSTER_NAME)]
 """Of a node group or queue: PCS takes 3 to 25 letters, digits and dashes; people type it after `sbatch -p`."""
 
 MAX_NODES = {"small": 32, "medium": 512, "large": 2048}
@@ -19,13 +20,31 @@ LOGIN_GROUP = "login"
 CONTROLLER_GROUP = "controller"
 """Name of the group of HyperPod's controller, which no group of the environment file may have."""
 
-AMI_PATTERN = r"^(ami-[0-9a-f]{8,17}|ssm:/[A-Za-z0-9_./-]+)$"
+AMI_PATTERN = worded(
+    r"^(ami-[0-9a-f]{8,17}|ssm:/[A-Za-z0-9_./-]+)$",
+    "an image's id, ami-0123456789abcdef0, or ssm:/NAME, a parameter that holds one",
+)
+
+
+def _named_by_ec2(value: object) -> object:
+    """Before the pattern, which would only say that SageMaker's name has a dot too many."""
+    if isinstance(value, str) and value.startswith("ml."):
+        raise ValueError(f"{value} is SageMaker's name; a cluster's machines are EC2's: {value.removeprefix('ml.')}")
+    return value
+
+
+InstanceType = Annotated[
+    str,
+    BeforeValidator(_named_by_ec2),
+    Field(pattern=worded(r"^[a-z0-9-]+\.[a-z0-9-]+$", "a type's name as EC2 has it, e.g. p5.48xlarge")),
+]
+"""EC2's name, without `ml.`."""
 
 
 class NodeGroupSpec(SpecModel):
     """Machines of one type, which Slurm starts and stops between a floor and a ceiling."""
 
-    instance_type: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", json_schema_extra=on_change("update"))
+    instance_type: InstanceType = Field(json_schema_extra=on_change("update"))
     """EC2's name, without `ml.`. Every network card of it is wired for EFA."""
     min_instances: int = Field(default=0, ge=0, json_schema_extra=on_change("update"))
     """Machines that run, and are paid for, whether a job needs them or not. Engine hyperpod runs max_instances always:
@@ -35,7 +54,11 @@ class NodeGroupSpec(SpecModel):
         default="on_demand", json_schema_extra=on_change("update")
     )
     """`capacity_block`: machines that were bought for a time beforehand; needs `reservation`."""
-    reservation: str | None = Field(default=None, pattern=r"^cr-[0-9a-f]{8,17}$", json_schema_extra=on_change("update"))
+    reservation: str | None = Field(
+        default=None,
+        pattern=worded(r"^cr-[0-9a-f]{8,17}$", "a capacity reservation's id, cr-0123456789abcdef0"),
+        json_schema_extra=on_change("update"),
+    )
     """Id of the capacity block, or of an on-demand capacity reservation that these machines then run in and nowhere
     else."""
     training_plan: str | None = Field(
@@ -73,43 +96,24 @@ class NodeGroupSpec(SpecModel):
             )
         return self
 
-    @field_validator("instance_type")
-    @classmethod
-    def _is_ec2s(cls, value: str) -> str:
-        if value.startswith("ml."):
-            raise ValueError(
-                f"{value} is SageMaker's name; a cluster's machines are EC2's: {value.removeprefix('ml.')}"
-            )
-        return value
-
 
 class LoginSpec(SpecModel):
     """The one machine that people get a shell on, by Session Manager: no key pair, no open port."""
 
-    instance_type: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", json_schema_extra=on_change("update"))
+    instance_type: InstanceType = Field(json_schema_extra=on_change("update"))
     """EC2's name. It needs no GPU, and the processor's kind that the AMI is for."""
     ami: str | None = Field(default=None, pattern=AMI_PATTERN, json_schema_extra=on_change("update"))
     """Default: the cluster's."""
     root_gib: int = Field(default=100, ge=50, le=16384, json_schema_extra=on_change("update"))
 
-    @field_validator("instance_type")
-    @classmethod
-    def _is_ec2s(cls, value: str) -> str:
-        return NodeGroupSpec._is_ec2s(value)
-
 
 class ControllerSpec(SpecModel):
     """Engine hyperpod: the machine that Slurm's controller runs on. It needs no GPU."""
 
-    instance_type: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$", json_schema_extra=on_change("update"))
+    instance_type: InstanceType = Field(json_schema_extra=on_change("update"))
     """EC2's name."""
     root_gib: int = Field(default=100, ge=50, le=16384, json_schema_extra=on_change("update"))
     """GiB of the volume beside its root."""
-
-    @field_validator("instance_type")
-    @classmethod
-    def _is_ec2s(cls, value: str) -> str:
-        return NodeGroupSpec._is_ec2s(value)
 
 
 class SmallFilesSpec(SpecModel):

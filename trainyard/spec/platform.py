@@ -4,16 +4,17 @@ Every field says what changing it does to a deployed tenant: `update` (in place)
 resource, so `trainyard deploy` refuses it), `none` (nothing is deployed from it).
 """
 
+import difflib
 import ipaddress
 import itertools
 import re
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from trainyard.spec import shares
-from trainyard.spec.base import Name, SpecModel, on_change, parse, read_yaml
+from trainyard.spec.base import Name, SpecModel, on_change, parse, read_yaml, worded
 from trainyard.spec.cluster import ClusterSpec
 from trainyard.spec.shares import ShareContract, ShareSpec
 
@@ -35,6 +36,11 @@ ARCHIVE_MIN_DAYS = 90
 """S3: the shortest time that an object in Glacier Instant Retrieval is billed for."""
 
 
+EFA_STEP_GIB = {125: 38_400, 250: 19_200, 500: 9_600, 1000: 9_600}
+"""FSx for Lustre with EFA: MB/s per TiB to the GiB that its storage must be a multiple of. The least that every source
+that we have agrees on: for 1000 one has 4,800, another 9,600, which is right by both."""
+
+
 class FileSystemSpec(SpecModel):
     """The tenant's FSx for Lustre file system (PERSISTENT_2, SSD)."""
 
@@ -47,11 +53,20 @@ class FileSystemSpec(SpecModel):
     """Folder of the file system to folder of the tenant's data bucket (`/datasets: datasets`): objects appear as files
     and are fetched at their first read, and files written there are exported. At most eight, none inside another. A
     file system with links has no backups: what is outside of them is kept by nothing else."""
+    efa: bool = Field(default=False, json_schema_extra=on_change("replace"))
+    """Reached over EFA by the machines of the tenant's cluster that have it, and by all others, SageMaker's training
+    jobs among them, over TCP as before. Only at its creation, and only in large sizes (EFA_STEP_GIB)."""
 
     @model_validator(mode="after")
     def _size_allowed(self) -> Self:
         if self.storage_gib != 1200 and self.storage_gib % 2400:
             raise ValueError(f"storage_gib is 1200 or a multiple of 2400, not {self.storage_gib}")
+        if self.efa and self.storage_gib % (step := EFA_STEP_GIB[self.throughput_mb_per_s_per_tib]):
+            rate = self.throughput_mb_per_s_per_tib
+            raise ValueError(
+                f"efa: storage_gib is then a multiple of {step:,} at {rate} MB/s per TiB, not {self.storage_gib:,}: "
+                "FSx makes no other; take so much (a higher throughput_mb_per_s_per_tib needs less), or leave efa out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -132,6 +147,13 @@ class QueueSpec(SpecModel):
     queue` it waits instead, and this counts for each type alone: up to so many are the tenant's or borrowed."""
     multi_node: bool = Field(default=True, json_schema_extra=on_change("update"))
     """Jobs over several hosts: every type must then have EFA."""
+
+    @field_validator("instance_types")
+    @classmethod
+    def _named_once(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise ValueError(f"{', '.join(twice)}: stands twice; keep one")
+        return kinds
 
 
 class BudgetLimits(SpecModel):
@@ -220,7 +242,9 @@ class RemovalSpec(SpecModel):
     all versions, the file system is deleted, and the keys are scheduled for deletion, without which no copy anywhere
     can be read. Default: retain where the environment has retain_data, shred where it hasn't."""
     export_to: str | None = Field(
-        default=None, pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\s]*)?$", json_schema_extra=on_change("none")
+        default=None,
+        pattern=worded(r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\s]*)?$", "s3://bucket or s3://bucket/prefix"),
+        json_schema_extra=on_change("none"),
     )
     """`s3://bucket/prefix` that gets a copy of every current object of the tenant's buckets first."""
 
@@ -239,7 +263,14 @@ class TenantSpec(SpecModel):
 
     network_index: int = Field(ge=0, json_schema_extra=on_change("replace"))
     """Which block of the environment's address range the VPC takes: stated, so that it never moves."""
-    cost_center: str = Field(default="unassigned", json_schema_extra=on_change("update"))
+    cost_center: str = Field(
+        default="unassigned",
+        pattern=worded(
+            r"^[A-Za-z0-9 _.:/=+@-]{1,256}$",
+            "what a tag's value can hold: 1 to 256 letters, digits, spaces and _.:/=+@-",
+        ),
+        json_schema_extra=on_change("update"),
+    )
     network: TenantNetworkSpec = TenantNetworkSpec()
     file_system: FileSystemSpec = FileSystemSpec()
     storage: StorageSpec = StorageSpec()
@@ -270,6 +301,10 @@ class TenantSpec(SpecModel):
     removal: RemovalSpec = RemovalSpec()
 
 
+PRIVATE_RANGES = tuple(map(ipaddress.IPv4Network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")))
+"""RFC 1918."""
+
+
 class NetworkSpec(SpecModel):
     """The address range from which tenants' VPCs are cut."""
 
@@ -282,8 +317,9 @@ class NetworkSpec(SpecModel):
             network = ipaddress.ip_network(self.cidr)
         except ValueError as error:
             raise ValueError(f"cidr {self.cidr!r} is not a network in CIDR notation: {error}") from None
-        if not network.is_private or network.version != 4:
-            raise ValueError(f"cidr {self.cidr} must be a private IPv4 range (10/8, 172.16/12 or 192.168/16)")
+        # By these alone: Python also calls loopback, link-local and documentation ranges private.
+        if network.version != 4 or not any(network.subnet_of(item) for item in PRIVATE_RANGES):
+            raise ValueError(f"cidr {self.cidr} must lie in a private IPv4 range (10/8, 172.16/12 or 192.168/16)")
         if network.prefixlen >= self.vpc_prefix_length:
             raise ValueError(f"cidr {self.cidr} holds no /{self.vpc_prefix_length} block; give a larger range")
         return self
@@ -320,16 +356,22 @@ class EnvironmentSpec(SpecModel):
     name: Name
     """No dash, unlike a tenant's: stacks are `trainyard-<environment>-<tenant>-<part>`, and where the name of the
     environment ends must be beyond doubt."""
-    account: str = Field(pattern=r"^\d{12}$", json_schema_extra=on_change("replace"))
+    account: str = Field(
+        pattern=worded(r"^\d{12}$", "the account's twelve digits, without dashes"),
+        json_schema_extra=on_change("replace"),
+    )
     """The AWS account, as a quoted string: leading zeros count."""
-    region: str = Field(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$", json_schema_extra=on_change("replace"))
+    region: str = Field(
+        pattern=worded(r"^[a-z]{2}(-[a-z]+)+-\d$", "a region's code, e.g. us-east-1"),
+        json_schema_extra=on_change("replace"),
+    )
     availability_zones: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("replace"))
     """The first one is where EFA, FSx and training run; endpoints use all. Synthesis looks nothing up."""
     emulated: bool = False
     """AWS on this machine (trainyard.emulator) stands in for the account."""
     retain_data: bool = Field(default=True, json_schema_extra=on_change("update"))
     """Keys, buckets and file systems outlive the stack; stacks are protected from deletion."""
-    max_instances: dict[str, int] = Field(min_length=1, json_schema_extra=on_change("update"))
+    max_instances: dict[str, PositiveInt] = Field(min_length=1, json_schema_extra=on_change("update"))
     """The account's quota, instances by SageMaker type; the tenants' queues may not exceed it one by one."""
     submission: Literal["broker", "direct", "queue"] = Field(default="broker", json_schema_extra=on_change("update"))
     """Who hands the tenants' jobs to SageMaker. `broker`: a function of the platform, one for each tenant, that makes
@@ -352,9 +394,14 @@ class EnvironmentSpec(SpecModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        outside = [zone for zone in self.availability_zones if not zone.startswith(self.region)]
+        # A zone's letter, or a Local Zone's name: us-east-1a, us-east-1-dfw-2a.
+        zone = re.compile(re.escape(self.region) + r"(-[a-z]{3}-\d)?[a-z]")
+        outside = [name for name in self.availability_zones if not zone.fullmatch(name)]
         if outside:
-            raise ValueError(f"availability_zones {', '.join(outside)} are not in region {self.region}")
+            raise ValueError(
+                f"availability_zones {', '.join(outside)} are not in region {self.region}; name zones as "
+                f"{self.region}a (names differ by account, ids such as use1-az1 are not taken)"
+            )
         self._check_names()
         owner: dict[int, str] = {}
         num_blocks = self.network.num_blocks
@@ -433,7 +480,9 @@ class EnvironmentSpec(SpecModel):
                 where = f"tenants.{name}.queues.{queue_name}"
                 if limit is None:
                     allowed = ", ".join(sorted(self.max_instances))
-                    raise ValueError(f"{where}: {instance_type} is not in the environment's max_instances ({allowed})")
+                    close = difflib.get_close_matches(instance_type, self.max_instances, n=1)
+                    hint = f"did you mean {close[0]}? (there are: {allowed})" if close else f"there are: {allowed}"
+                    raise ValueError(f"{where}: {instance_type} is not in the environment's max_instances; {hint}")
                 if queue.max_instances > limit:
                     raise ValueError(
                         f"{where}.max_instances {queue.max_instances} exceeds the environment's {limit} {instance_type}"

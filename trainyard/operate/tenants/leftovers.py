@@ -182,13 +182,19 @@ def delete_log_groups(account: Account, names: list[str]) -> None:
             logs.delete_log_group(logGroupName=name)
 
 
+def job_roles(account: Account, environment: str, tenant: str) -> list[str]:
+    """Names of the roles of single jobs that the tenant's broker made and hasn't removed yet."""
+    path = job_role_path({"environment": environment, "tenant": tenant})
+    with aws_errors("listing", f"roles of {tenant}'s jobs in {path}"):
+        pages = account.client("iam").get_paginator("list_roles").paginate(PathPrefix=path)
+        return [role["RoleName"] for page in pages for role in page["Roles"]]
+
+
 def delete_job_roles(account: Account, environment: str, tenant: str) -> list[str]:
-    """Delete the roles of single jobs that the tenant's broker made and hasn't removed yet; their names. They hold the
-    tenant's boundary: its stack can't go before them."""
-    iam, path = account.client("iam"), job_role_path({"environment": environment, "tenant": tenant})
-    with aws_errors("deleting", f"roles of {tenant}'s jobs in {path}"):
-        pages = iam.get_paginator("list_roles").paginate(PathPrefix=path)
-        names = [role["RoleName"] for page in pages for role in page["Roles"]]
+    """Delete the roles of single jobs that are left; their names. They hold the tenant's boundary: its stack can't go
+    before them."""
+    iam, names = account.client("iam"), job_roles(account, environment, tenant)
+    with aws_errors("deleting", f"roles of {tenant}'s jobs"):
         for name in names:
             for policy in iam.list_role_policies(RoleName=name)["PolicyNames"]:
                 iam.delete_role_policy(RoleName=name, PolicyName=policy)

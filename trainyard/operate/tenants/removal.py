@@ -44,6 +44,19 @@ class Plan:
     """By bucket."""
     running: tuple[str, ...]
     """Jobs that have not ended: while there are any, the tenant stays."""
+    job_streams: int = 0
+    """Log streams of its jobs in the group that SageMaker shares among all."""
+    job_roles: tuple[str, ...] = ()
+    """Roles of single jobs that its broker made and hasn't removed yet."""
+    machine_logs: tuple[str, ...] = ()
+    """Log groups that HyperPod made for its machines."""
+
+    def unowned(self) -> list[str]:
+        """What no stack owns, and what becomes of it, for a person."""
+        fate = "deleted" if self.policy == "shred" else "stays"
+        streams = [f"{self.job_streams} log streams of its jobs in {TRAINING_LOG_GROUP}"] if self.job_streams else []
+        lines = [f"{what}: {fate}" for what in (*streams, *(f"Logs::LogGroup {name}" for name in self.machine_logs))]
+        return lines + ([f"{len(self.job_roles)} roles of its jobs: deleted"] if self.job_roles else [])
 
     def fate(self, thing: Held) -> str:
         """What becomes of one thing."""
@@ -64,7 +77,7 @@ class Plan:
         for thing in self.held:
             inside = self.contents.get(thing.physical_id)
             lines.append(f"  {thing}{f', {inside}' if inside else ''}: {self.fate(thing)}")
-        return lines
+        return lines + [f"  {line}" for line in self.unowned()]
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,9 @@ def plan(account: Account, environment: EnvironmentSpec, tenant: str, state_dir:
         held=tuple(leftovers.in_deletion_order(there)),
         contents={bucket: storage.contents(account, bucket) for bucket in buckets},
         running=tuple(leftovers.running_jobs(account, tenant)),
+        job_streams=len(leftovers.job_streams(account, tenant)),
+        job_roles=tuple(leftovers.job_roles(account, environment.name, tenant)),
+        machine_logs=tuple(leftovers.machine_log_groups(account, environment.name, tenant)),
     )
 
 
