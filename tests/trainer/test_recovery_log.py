@@ -75,6 +75,7 @@ def test_steps_that_are_made_again_are_lost_and_saves_are_no_steps(tmp_path: Pat
     written = [json.loads(line) for line in account.path.read_text().splitlines() if line]
     assert [next(iter(row)) for row in written] == ["start", "first_step", "totals", "lost", "totals"]
     assert (written[0]["start"]["lost_steps"], written[0]["start"]["lost_seconds"]) == (2, 2.0)
+    assert all(row["totals"].pop("at") <= time.time() for row in written if "totals" in row)
     assert written[2]["totals"] == {"steps": 4, "useful_seconds": 3.0, "save_seconds": 1.0}
     assert written[3]["lost"] == {"attempt": 2, "steps": 1, "seconds": 1.0}
     assert written[4]["totals"] == {"steps": 3, "useful_seconds": 2.25, "save_seconds": 0.75}

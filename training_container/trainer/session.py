@@ -21,6 +21,7 @@ from trainer.heartbeat import beat
 from trainer.models.described import describe_model
 from trainer.observe import profiling
 from trainer.observe.anomalies import AnomalyGuard
+from trainer.observe.away import launch_of
 from trainer.observe.exposition import Exposition
 from trainer.observe.goodput import GOODPUT_FILE, GoodputLog, process_seconds
 from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
@@ -141,7 +142,9 @@ class Session:
         self._metrics = MetricsLog(output_dir)
         self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
         self._left_out = LeftOutBatches(output_dir, runtime)
-        self._goodput = GoodputLog(output_dir)
+        self._goodput = GoodputLog(
+            output_dir, launch=launch_of(os.environ), is_resumed_by_itself=job.spec.recovery.max_resumes > 0
+        )
         self.step = 0
         self._saved_step = 0
         self._best: float | None = None
@@ -216,6 +219,7 @@ class Session:
 
         `began`: when the search for a checkpoint did (perf_counter).
         """
+        written_at = self._metrics.written_at()
         for path in (self._metrics.path, self._metrics.attempts_path, self._left_out.path, self._goodput.path):
             if not path.exists():
                 self._checkpointer.fetch_file(path.name, path)
@@ -227,7 +231,7 @@ class Session:
             "build": began - self._started,
             "load": time.perf_counter() - began,
         }
-        self._goodput.begin(rows, attempt=attempt, resumed_step=self.step, seconds=seconds)
+        self._goodput.begin(rows, attempt=attempt, resumed_step=self.step, seconds=seconds, written_at=written_at)
         self._checkpointer.publish_file(ATTEMPTS_FILE, self._metrics.attempts_path)
         return attempt
 
@@ -448,7 +452,7 @@ class Session:
             "tokens_per_second": tokens_per_second,
             "checkpoint_age_seconds": time.monotonic() - saved_at,
             "goodput": self._goodput.share(),
-            "start_seconds": self._goodput.start_seconds,
+            **self._goodput.told_once,
         }
 
     def _measure(self, row: dict[str, Any]) -> None:
@@ -535,7 +539,7 @@ class Session:
         if self._runtime.is_first:
             path = self._output_dir / RESULT_FILE
             path.write_text(json.dumps(self._result(status), indent=1) + "\n", encoding="utf-8")
-            self._goodput.total()
+            self._goodput.end(status)
             self._checkpointer.publish_file(METRICS_FILE, self._metrics.path)
             self._checkpointer.publish_file(GOODPUT_FILE, self._goodput.path)
             self._checkpointer.publish_file(RESULT_FILE, path)

@@ -112,7 +112,7 @@ def labels_of(record: JobRecord, place: KubernetesPlace) -> dict[str, str]:
 def variables(record: JobRecord, place: KubernetesPlace) -> dict[str, str]:
     """What the ranks find in their environment, beside what the controller sets."""
     job = record.resolved
-    found = {"TRAINYARD_JOB_ID": record.job_id}
+    found = {"TRAINYARD_JOB_ID": record.job_id, "TRAINYARD_ATTEMPT": str(record.attempt.number)}
     if job.spec.compute.instance_type:
         found["TRAINYARD_INSTANCE_TYPE"] = job.spec.compute.instance_type.removeprefix("ml.")
     if not efa_interfaces(job):

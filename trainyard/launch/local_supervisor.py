@@ -71,8 +71,13 @@ def _run(directory: Path, attempt: int) -> int:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=_die_with_parent,  # noqa: PLW1509  # this process has one thread
-            # The time to save is this process's to give.
-            env=os.environ | {"TRAINYARD_STOP_GRACE_SECONDS": str(2 * GRACE_SECONDS)},
+            env=os.environ
+            | {
+                "TRAINYARD_JOB_ID": directory.name,
+                "TRAINYARD_ATTEMPT": str(attempt),
+                # The time to save is this process's to give.
+                "TRAINYARD_STOP_GRACE_SECONDS": str(2 * GRACE_SECONDS),
+            },
         )
         stop = _Stop(process)
         signal.signal(signal.SIGTERM, stop)

@@ -135,6 +135,7 @@ def submission(record: JobRecord, place: RayPlace) -> dict[str, Any]:
     variables = {
         JOB_VARIABLE: packed,
         "TRAINYARD_JOB_ID": record.job_id,
+        "TRAINYARD_ATTEMPT": str(record.attempt.number),
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
     }
     kind = job.spec.compute.instance_type

@@ -163,7 +163,7 @@ def variables(record: JobRecord, place: ClusterPlace) -> dict[str, str]:
     EFA: libfabric's provider is stated, or NCCL takes TCP in silence; of machines without EFA none is asked for. No
     other NCCL or libfabric variable: current ones choose better than what guides of older versions say.
     """
-    found = {"TRAINYARD_JOB_ID": record.job_id}
+    found = {"TRAINYARD_JOB_ID": record.job_id, "TRAINYARD_ATTEMPT": str(record.attempt.number)}
     if efa_interfaces(record.resolved) and record.resolved.num_hosts > 1:
         found["FI_PROVIDER"] = "efa"
     else:

@@ -144,6 +144,30 @@ METERS = (
         per_tenant=True,
         is_event=True,
     ),
+    Meter(
+        "queue_seconds",
+        "From the launch to the start of the job's processes: quota, machines, image, inputs",
+        "Seconds",
+        (LIVE, "queue_seconds"),
+        per_tenant=True,
+        is_event=True,
+    ),
+    Meter(
+        "launch_seconds",
+        "From the launch to the end of the job's first step",
+        "Seconds",
+        (LIVE, "launch_seconds"),
+        per_tenant=True,
+        is_event=True,
+    ),
+    Meter(
+        "recovery_seconds",
+        "From the last step known before a failure or a reclaim to the end of the first step after it",
+        "Seconds",
+        (LIVE, "recovery_seconds"),
+        per_tenant=True,
+        is_event=True,
+    ),
 )
 """Everything that is emitted. Hardware counters of GPUs and cards come from the hosts' own exporters."""
 
@@ -151,7 +175,8 @@ BY_NAME = {meter.name: meter for meter in METERS}
 
 
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Is it on its way?", ("step", "steps_planned", "attempt", "goodput", "start_seconds", "throughput_of_plan")),
+    ("Is it on its way?", ("step", "steps_planned", "attempt", "goodput", "throughput_of_plan")),
+    ("Was it waited for?", ("queue_seconds", "launch_seconds", "start_seconds", "recovery_seconds")),
     ("Does it learn?", ("loss", "validation_loss", "validation_perplexity", "grad_norm", "learning_rate")),
     ("Is it fast?", ("tokens_per_second", "mfu", "step_seconds", "stragglers")),
     (
@@ -251,6 +276,32 @@ OBJECTIVES = (
         advice="a start took over 5 minutes to its first step: trainyard status JOB says where the time went",
     ),
     Objective(
+        "queue",
+        BY_NAME["queue_seconds"],
+        3600.0,
+        is_upper=True,
+        target=0.99,
+        advice="a job waited over an hour for its machines: scripts/runbooks/capacity_or_quota_short JOB,"
+        " docs/runbooks/capacity_or_quota_short.md",
+    ),
+    Objective(
+        "launch",
+        BY_NAME["launch_seconds"],
+        4200.0,
+        is_upper=True,
+        target=0.99,
+        advice="a job made its first step over 70 minutes after its launch: trainyard status JOB says what it waited"
+        " for",
+    ),
+    Objective(
+        "recovery",
+        BY_NAME["recovery_seconds"],
+        300.0,
+        is_upper=True,
+        target=0.99,
+        advice="a job was away for over 5 minutes after a failure or a reclaim: trainyard status JOB, docs/recovery.md",
+    ),
+    Objective(
         "goodput",
         BY_NAME["goodput"],
         0.8,
@@ -259,5 +310,5 @@ OBJECTIVES = (
         advice="under 80 % of a job's time makes steps that it keeps: trainyard status JOB says where the rest goes",
     ),
 )
-"""What a tenant is promised, and alarmed about. Time in the queue, and what passed between a failure and the start of
-new processes, are not known to a job: `trainyard status` has them, of its record."""
+"""What a tenant is promised, and alarmed about. A job tells of a wait once it is over: one that still waits is in
+`trainyard jobs`; one that failed for good rings by SageMaker's own event (stacks/constructs/alarms.py)."""

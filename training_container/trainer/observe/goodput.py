@@ -6,9 +6,11 @@ lost; those of a machine that took its metrics along are in nobody's account, an
 
 Rows, each with one key, only ever appended (a save takes the file along while training goes on):
 - `start`: attempt, at (epoch), resumed_step, lost_steps, lost_seconds, {process,rendezvous,build,load}_seconds;
+  submission and gone_since (epoch), both of `trainer.observe.away`, null where they aren't known;
 - `first_step`: attempt, seconds from the end of the load;
 - `lost`: attempt, steps, seconds: undone by a roll back;
-- `totals`: steps, useful_seconds, save_seconds of the steps that were kept; the last row counts.
+- `totals`: steps, useful_seconds, save_seconds of the steps that were kept, at (epoch); the last row counts;
+- `ended`: attempt, status: of a start that was not killed.
 """
 
 import json
@@ -18,34 +20,56 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.observe.away import UNKNOWN, Launch, gone_since
+
 GOODPUT_FILE = "goodput.jsonl"
 
 
 class GoodputLog:
     """The first rank's account."""
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, *, launch: Launch = UNKNOWN, is_resumed_by_itself: bool = False) -> None:
+        """`launch`: of what submission this start is; `is_resumed_by_itself`: see `trainer.observe.away`."""
         self.path = output_dir / GOODPUT_FILE
+        self._launch, self._is_resumed_by_itself = launch, is_resumed_by_itself
         self._attempt = 0
         self._loaded_at: float | None = None
         self._totals = {"steps": 0, "useful_seconds": 0.0, "save_seconds": 0.0}
         self._first_start = time.time()
         self._before_load_seconds = 0.0
-        self.start_seconds: float | None = None
-        """From the start of this attempt's processes to the end of its first step; None but after that very step."""
+        self._began_at = self._first_start
+        self._gone_since: float | None = None
+        self.told_once: dict[str, float] = {}
+        """What a start has taken, by its meters' names; empty but after its very first step."""
 
     def begin(
-        self, rows: Sequence[dict[str, Any]], *, attempt: int, resumed_step: int, seconds: dict[str, float]
+        self,
+        rows: Sequence[dict[str, Any]],
+        *,
+        attempt: int,
+        resumed_step: int,
+        seconds: dict[str, float],
+        written_at: float | None = None,
     ) -> None:
         """A start goes on from `resumed_step`; `rows`: metrics.jsonl as the start before left it.
 
-        `seconds`: process, rendezvous, build and load, each from its own beginning to its end.
+        `seconds`: process, rendezvous, build and load, each from its own beginning to its end. `written_at`: when that
+        file was last written here (epoch), None where it wasn't here.
         """
         self._attempt, self._loaded_at = attempt, time.monotonic()
+        self._began_at = time.time() - sum(seconds.values())
+        self._gone_since = gone_since(
+            _rows_of(self.path),
+            attempt=self._launch.attempt,
+            written_at=written_at,
+            is_resumed_by_itself=self._is_resumed_by_itself,
+        )
         num_steps, lost_seconds = self._keep(rows, resumed_step)
         start = {
             "attempt": attempt,
-            "at": time.time() - sum(seconds.values()),
+            "at": self._began_at,
+            "submission": self._launch.attempt,
+            "gone_since": self._gone_since,
             "resumed_step": resumed_step,
             "lost_steps": num_steps,
             "lost_seconds": lost_seconds,
@@ -71,12 +95,24 @@ class GoodputLog:
     def step(self, row: dict[str, Any]) -> None:
         """A step was finished and written down."""
         self._add(row)
-        self.start_seconds = None
+        self.told_once = {}
         if self._loaded_at is not None:
             seconds = time.monotonic() - self._loaded_at
             self._append("first_step", {"attempt": self._attempt, "seconds": seconds})
-            self.start_seconds = self._before_load_seconds + seconds
+            self.told_once = self._waited_for(self._before_load_seconds + seconds)
             self._loaded_at = None
+
+    def _waited_for(self, start_seconds: float) -> dict[str, float]:
+        """How long the start has taken, and for how long the job was waited for; clocks of two machines may differ by
+        seconds, and nothing took less than no time."""
+        found = {"start_seconds": start_seconds}
+        ended_at = self._began_at + start_seconds
+        if self._attempt == 1 and self._launch.at is not None:
+            found["queue_seconds"] = max(0.0, self._began_at - self._launch.at)
+            found["launch_seconds"] = max(start_seconds, ended_at - self._launch.at)
+        if self._gone_since is not None:
+            found["recovery_seconds"] = max(start_seconds, ended_at - self._gone_since)
+        return found
 
     def _add(self, row: dict[str, Any]) -> None:
         saving = float(row.get("breakdown", {}).get("checkpoint", 0.0))
@@ -91,7 +127,12 @@ class GoodputLog:
 
     def total(self) -> None:
         """Writes down how far it has come."""
-        self._append("totals", self._totals)
+        self._append("totals", {**self._totals, "at": time.time()})
+
+    def end(self, status: str) -> None:
+        """Writes down how far it has come, and that it ended by itself."""
+        self.total()
+        self._append("ended", {"attempt": self._attempt, "status": status})
 
     def _append(self, kind: str, values: dict[str, Any]) -> None:
         # Half a row of a process that was killed stays a row of its own, which readers pass over.
@@ -100,11 +141,24 @@ class GoodputLog:
             file.write(f"{start}{json.dumps({kind: values})}\n")
 
 
+def _rows_of(path: Path) -> list[dict[str, Any]]:
+    """Whole rows, each a key and what it has; none where there is no file."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and all(isinstance(value, dict) for value in row.values()):
+            rows.append(row)
+    return rows
+
+
 def _first_start_of(path: Path) -> float | None:
     """When the job's first start began (epoch); None where the file doesn't say."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for row in _rows_of(path):
         try:
-            return float(json.loads(line)["start"]["at"])
+            return float(row["start"]["at"])
         except (ValueError, KeyError, TypeError):
             continue
     return None

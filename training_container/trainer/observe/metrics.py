@@ -70,6 +70,13 @@ class MetricsLog:
                 continue
         return rows
 
+    def written_at(self) -> float | None:
+        """When the file was last written on this machine (epoch); None where it isn't here."""
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return None
+
     def recent(self, num_rows: int = 20) -> list[dict[str, Any]]:
         """The last whole rows."""
         return self.rows()[-num_rows:]
