@@ -240,35 +240,76 @@ def vtrain_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
         yield Score(name, index, row["source"], row["reported_metric"], float(row["value"]), predicted)
 
 
-VOCABULARIES = {"BertWordPieceCase": 29184, "bert": 29056, "GPTSentencePieceTokenizer": 256000}
-"""Rows of the vocabulary by tokenizer or family, padded as Megatron pads."""
+VOCABULARIES = {"BertWordPieceCase": 29096, "bert": 28996, "GPTSentencePieceTokenizer": 256000}
+"""Words of the vocabulary by tokenizer or family; otherwise GPT-2's."""
+
+
+def _padded_vocabulary(row: Row) -> int:
+    """Megatron pads to a multiple of 128 for each tensor rank."""
+    words = whole(row["vocab"]) or VOCABULARIES.get(row["tokenizer"] or row["family"], 50257)
+    multiple = 128 * (whole(row["tp"]) or 1)
+    return -(-words // multiple) * multiple
+
+
+def _feed_forward(row: Row) -> int:
+    """Megatron's width where none is stated: 4 x hidden, and gated two thirds of it in multiples of 64."""
+    hidden = whole(row["hidden"]) or 0
+    usual = 8 * hidden // 3 // 64 * 64 if row["swiglu"] == "True" else 4 * hidden
+    return whole(row["ffn_hidden"]) or usual
 
 
 GROUPED_CASES = ("groupedGEMM", "gpt3_moe_", "zp_z3", "in_collective", "ep4_etp1", "deepseek")
 """Cases with --moe-grouped-gemm among their arguments."""
 
 
+ROTATED = ("rope", "release", "grpo", "hybrid", "deepseek", "etp1", "cudagraph", "mimo")
+"""Cases with rotary positions, or with none."""
+
+
 def _deterministic(row: Row) -> bool:
-    """Most CI cases run deterministic (cuBLAS workspaces of 32 MiB); context parallelism and fused losses can't."""
+    """Most CI cases run deterministic; context parallelism and fused losses can't."""
     can_not = ("nondeterministic", "cross_entropy_loss_fusion", "reshard", "memory_speed", "release", "grpo", "fp8")
     return row["cp"] in ("", "1") and not any(word in row["case"] for word in can_not)
+
+
+def _large_workspace(row: Row) -> bool:
+    """cuBLAS has the workspaces of 32 MiB that determinism needs, also in cases that then are not deterministic."""
+    if row["family"] == "gpt" and row["cp"] not in ("", "1"):
+        return False
+    return not any(word in row["case"] for word in ("cross_entropy_loss_fusion", "reshard", "etp1", "release"))
+
+
+def _megatron_recompute(row: Row) -> str:
+    """Selective recomputation spares the attention matrix only where its modules (default: it alone) name it."""
+    modules = row["recompute_modules"]
+    kept = modules and "core_attn" not in modules and "offloading" not in row["case"]
+    return "none" if kept else row["recompute"] or "none"
 
 
 def _unfused(row: Row) -> bool:
     """Attention with its matrix: BERT and T5 always, the others where they had to be deterministic before kernels were.
 
-    Values of the cases that don't resume, and of one cluster's files, are from before.
+    Values of the cases that don't resume, of one cluster's files, and the long-term image's of before late 2025 are
+    from before.
     """
     if row["family"] in ("bert", "t5", "hybrid") or row["mla"] or not _transformer_engine(row):
         return True
-    older = "resume" not in row["case"] or "dracooci" in row["suffix"]
+    if "cross_entropy_loss_fusion" in row["case"]:
+        return _early(row)
+    old_image = _early(row) and "lts" in (row["env"], row["platform"])
+    older = "resume" not in row["case"] or "dracooci" in row["suffix"] or old_image
     return _deterministic(row) and older
 
 
+def _early(row: Row) -> bool:
+    """Files of before late 2025 keep every fifth step of 50 or 100, or are one cluster's."""
+    return row["n_iter_points"] in ("11", "21") or "dracooci" in row["suffix"]
+
+
 def _transformer_engine(row: Row) -> bool:
-    """Layers of Transformer Engine: the early cases of the other kind have names of their own."""
-    case = row["case"].replace("uninstall_te", "")
-    return not (case.startswith(("gpt3_mcore_tp", "t5_mcore_tp")) and "te_" not in case)
+    """Layers of Transformer Engine: cases of Megatron's own layers have other names; context parallelism needs it."""
+    own = row["case"].startswith(("gpt3_mcore_tp", "t5_mcore_tp"))
+    return not own or row["cp"] not in ("", "1")
 
 
 def _family_fields(row: Row) -> dict[str, Any]:
@@ -303,10 +344,12 @@ def _argument_fields(row: Row) -> dict[str, Any]:
         chunks = None if "offloading" in row["case"] else 4
         return {"mla": True, "shared_ffn": 1024, "dense_layers": 1, "mtp_layers": 1, "vocab": 51200, "vp": chunks}
     if "account_for_embedding_loss" in row["case"]:
-        # Embedding and loss count as a layer each when the layers are spread.
+        # Embedding and loss count as a layer each when the layers are spread; vp2: two virtual stages a rank.
         layers, pipeline = whole(row["layers"]) or 0, whole(row["pp"]) or 1
-        a_rank = (layers + 2) // pipeline
-        return {"last_stage_layers": a_rank - 1, "vp": a_rank // (whole(row["vpp_layers"]) or a_rank)}
+        return {"last_stage_layers": (layers + 2) // pipeline - 1, "vp": 2}
+    if "uneven_pipeline" in row["case"]:
+        # Its file: two layers at either end, the others in the middle.
+        return {"last_stage_layers": 2}
     return {}
 
 
@@ -322,10 +365,9 @@ def megatron_fields(row: Row) -> dict[str, Any]:
     # A test has one node where nothing is said, a release run eight.
     usual = 64 if "release" in case else 8
     return fields | {
-        "ffn": whole(row["ffn_hidden"]) or 4 * (whole(row["hidden"]) or 0),
+        "ffn": _feed_forward(row),
         "head_dim": whole(row["kv_channels"]),
-        # Test data's tokenizers, padded as Megatron pads: GPT-2's, and BERT's word pieces.
-        "vocab": whole(row["vocab"]) or VOCABULARIES.get(row["tokenizer"] or row["family"], 50304),
+        "vocab": _padded_vocabulary(row),
         "gated_mlp": row["swiglu"] == "True",
         "tied_embeddings": row["untied"] != "True",
         "vp": layers // pipeline // chunk if layers and chunk else None,
@@ -339,14 +381,18 @@ def megatron_fields(row: Row) -> dict[str, Any]:
         "sharding": "zero3" if row["fsdp"] == "True" else "zero1" if row["dist_opt"] == "True" else "none",
         "data_replicate": 2 if "multi_dist_optimizer_instances" in case else None,
         "precision": "fp8" if row["fp8"] else "bf16" if row["bf16"] == "True" else "fp16",
-        "recompute": row["recompute"] or "none",
+        "recompute": _megatron_recompute(row),
         "dropout": not row["dropout"].startswith("0.0"),
-        "deterministic": _deterministic(row),
-        "attention": "unfused" if _unfused(row) else "flash",
+        "deterministic": _large_workspace(row),
+        "attention": "eager" if "uninstall_te" in case else "unfused" if _unfused(row) else "flash",
         "loss_fusion": "loss_fusion" in case or "memory_speed" in case,
         "transformer_engine": _transformer_engine(row),
         "deferred_head": "defer_embedding_wgrad" in case,
         "grouped_experts": any(word in case for word in GROUPED_CASES),
+        # Cases that state the experts' tensor parallelism exchange tokens all-to-all; gathering is Megatron's default.
+        "gathers_tokens": not row["etp"],
+        # Models without rotation learn a position for each token of their sequence.
+        "learned_positions": None if any(word in case for word in ROTATED) else whole(row["seq"]),
         "rank": "last",
         **_family_fields(row),
         "framework": "Megatron-Core",

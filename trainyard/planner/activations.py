@@ -5,6 +5,7 @@ state-space layers, frozen weights, and kernels that keep no attention matrix. "
 """
 
 import dataclasses
+import math
 
 from trainyard.planner.constants import DEFAULT_MEMORY, MemoryConstants
 from trainyard.planner.layout import Layout
@@ -26,7 +27,7 @@ def layer_activation_bytes(
         return _frozen_bytes(shape, layout, constants)
     attention = _attention_bytes(shape, layout, recompute) * shape.num_attentions
     block = _mlp_bytes(shape, layout, shape.ffn) * shape.num_mlps
-    routed = _moe_bytes(shape, layout) * shape.moe_layers if shape.moe_layers else 0.0
+    routed = _moe_bytes(shape, layout, constants.load_spread) * shape.moe_layers if shape.moe_layers else 0.0
     mixer = _mamba_bytes(shape, layout) * shape.mamba_layers
     halves = 1 if shape.is_hybrid else 2
     # Residual dropout keeps a mask of a byte an element.
@@ -54,6 +55,9 @@ def _attention_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float
     matrix = 0.0
     if not layout.flash_attention and recompute == "none":
         kept = 2 * element + 1 if layout.dropout else element
+        if layout.fp32_softmax:
+            # Its result is kept as it is, beside the narrow copy that values are multiplied with.
+            kept += 4 - element if layout.dropout else 4
         seen = layout.sequence_length + (shape.encoder_tokens if shape.cross_attention else 0)
         matrix = kept * shape.heads * seen / layout.tensor
     if shape.cross_attention:
@@ -72,18 +76,20 @@ def _mlp_bytes(shape: ModelShape, layout: Layout, width: float, split: float | N
     return layout.tokens_per_micro_batch * layout.element_bytes * width * tensors / (split or layout.tensor)
 
 
-def _moe_bytes(shape: ModelShape, layout: Layout) -> float:
+def _moe_bytes(shape: ModelShape, layout: Layout, load_spread: float) -> float:
     """Each token's copies to its experts, their blocks, the shared expert, and the router's fp32 scores.
 
-    A balanced router is assumed: expert parallelism moves tokens, it doesn't change how many a rank holds. With
-    unsplit experts (expert tensor parallelism of 1) a rank holds a share of the tokens, whole in width.
+    Tensor ranks that share an expert all hold its tokens, whole in width; where fewer share it (expert tensor
+    parallelism of 1: none), a rank holds fewer of them. Routers don't spread tokens evenly: where each expert's load
+    has a standard deviation of `load_spread` about the mean, that of a rank with experts / expert-parallel of them is
+    load_spread x sqrt((expert-parallel - 1) / experts), as all loads together are fixed.
     """
-    copies = shape.experts_per_token
+    copies = shape.experts_per_token * (1 + load_spread * math.sqrt((layout.expert - 1) / shape.experts))
     routed = _mlp_bytes(shape, layout, shape.moe_ffn * copies)
     shared = _mlp_bytes(shape, layout, shape.shared_ffn)
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
-    split = layout.tensor if layout.expert_tensor == 1 else 1
-    dispatched = 2 * tokens * element * copies * shape.hidden / max(split, layout.norm_split)
+    split = layout.tensor / (layout.expert_tensor or layout.tensor)
+    dispatched = 2 * tokens * element * copies * shape.hidden / split
     return routed + shared + dispatched + tokens * 2 * 4 * shape.experts / layout.norm_split
 
 
@@ -183,6 +189,13 @@ def mtp_bytes(shape: ModelShape, layout: Layout, kept: float, head: bool) -> flo
     """Layers that predict further tokens: their activations, and logits in fp32 kept beside the first."""
     logits = layout.tokens_per_micro_batch * shape.vocab * 4 / layout.tensor
     return shape.mtp_layers * (kept + logits) * head
+
+
+def gathered_tokens_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Megatron's all-gather dispatcher: every rank's tokens, in a buffer that stays (`expert_gather`)."""
+    if not layout.gathers_tokens or not shape.moe_layers or layout.expert * layout.tensor == 1:
+        return 0.0
+    return layout.tokens_per_micro_batch * layout.expert * shape.hidden * layout.element_bytes
 
 
 def pipeline_buffer_bytes(shape: ModelShape, layout: Layout) -> float:

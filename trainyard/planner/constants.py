@@ -23,6 +23,9 @@ class MemoryConstants:
     """Bytes a logit beyond the logits themselves, where the loss is torch's own in fp32."""
     quantized_inputs: float = 1.0
     """Of the inputs of four-bit products, what is kept for the backward pass."""
+    load_spread: float = 0.5
+    """Standard deviation of an expert's share of the tokens, of the mean share, at a run's worst moment: of Megatron's
+    functional tests with 2 and 8 expert-parallel ranks (routers in their first hundred steps)."""
     fragmentation: float = 0.03
     """Share by which the allocator's reserved memory exceeds what is allocated at the peak."""
     state_error: float = 0.03

@@ -59,6 +59,8 @@ class Layout:
     offloads_parameters: bool = False
     """ZeRO-3: a rank's part of the weights lives in the host's memory or on its disk between uses."""
     flash_attention: bool = True
+    fp32_softmax: bool = False
+    """Attention is written out (eager), and keeps the fp32 result of its softmax too."""
     keeps_gathered: bool = False
     """FSDP's weights, gathered for the forward pass, stay for the backward one."""
     optimizer: Optimizer = "adamw"
@@ -84,6 +86,8 @@ class Layout:
     """Megatron computes the head's weight gradient after the pipeline has drained, and keeps the logits' gradients."""
     grouped_experts: bool = True
     """Megatron's experts run as one grouped product over four streams, each with a workspace."""
+    gathers_tokens: bool = False
+    """Megatron's all-gather dispatcher: every rank of an expert group has all its tokens in a buffer that stays."""
     last_stage_layers: int | None = None
     """Layers of the last pipeline rank where the split is uneven; None: as many as the others."""
     transformer_engine: bool = True

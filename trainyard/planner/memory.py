@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from trainyard.planner.activations import (
     encoder_bytes,
+    gathered_tokens_bytes,
     layer_activation_bytes,
     logits_bytes,
     mtp_bytes,
@@ -80,6 +81,8 @@ class Memory:
     """Gathered parameters, reduction buckets, cast copies."""
     workspace: float
     """Kernels' scratch and what pipelines have received: it stays between steps."""
+    main_gradients: float = 0.0
+    """fp32 copies of gradients that the optimizer's step makes, and that are let go when the next step begins."""
     moving_error: float = DEFAULT_MEMORY.moving_error
     """Relative standard error of what comes and goes within a step; no bytes."""
 
@@ -91,12 +94,12 @@ class Memory:
     @property
     def allocated(self) -> float:
         """The allocator's peak (torch.cuda.max_memory_allocated)."""
-        return float(sum(getattr(self, name) for name in PARTS))
+        return max(float(sum(getattr(self, name) for name in PARTS)), self.resting)
 
     @property
     def resting(self) -> float:
         """What is allocated between steps (Megatron's mem-allocated-bytes)."""
-        return self.state + self.workspace
+        return self.state + self.workspace + self.main_gradients
 
     @property
     def reserved(self) -> float:
@@ -256,7 +259,10 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
         activations=_stage_activations(shape, layout, stage, logits, constants),
         logits=logits,
         buffers=_buffers(shape, layout, stage, params, logits),
-        workspace=workspace_bytes(layout, experts=shape.moe_layers > 0) + pipeline_buffer_bytes(shape, layout),
+        workspace=workspace_bytes(layout, experts=shape.moe_layers > 0)
+        + pipeline_buffer_bytes(shape, layout)
+        + gathered_tokens_bytes(shape, layout),
+        main_gradients=_main_gradient_bytes(layout) * _held(params, layout, 1),
         moving_error=constants.plain_moving_error if layout.engine == "plain" else constants.moving_error,
     )
 
@@ -305,8 +311,14 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
         dense += shape.encoder_params / layout.tensor
     if stage.head:
         dense += shape.mtp_layers * (2 * shape.hidden**2 + blocks / shape.layers) / layout.tensor
+    if stage.head and shape.mtp_layers and not stage.embedding and not shape.tied_embeddings:
+        # Layers that predict further tokens look the last ones up, in a copy of the embedding.
+        dense += shape.vocab * shape.hidden / layout.tensor
     if stage.embedding:
         dense += shape.embedding_params / layout.tensor
+        if layout.library != "trainyard":
+            # Only words are split over tensor ranks.
+            dense += shape.learned_positions * shape.hidden * (1 - 1 / layout.tensor)
     # A tied head on the last of several stages is a second copy of the embedding.
     if stage.head and not (shape.tied_embeddings and stage.embedding):
         dense += shape.vocab * shape.hidden / layout.tensor
@@ -325,23 +337,29 @@ def lora_params(shape: ModelShape, layout: Layout, stage: Stage) -> float:
 
 def _state(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> tuple[float, float, float]:
     """(parameters, gradients, optimizer) in bytes."""
-    share = [1.0, 1.0, 1.0]
-    expert_share = [1.0, 1.0, 1.0]
-    for index, needed_stage in enumerate((3, 2, 1)):
-        if layout.zero_stage >= needed_stage:
-            share[index] = 1 / layout.shard_degree
-            # Expert parallelism takes its ranks out of the data-parallel ones.
-            expert_share[index] = 1 / layout.expert_shard_degree
     if layout.method != "full":
-        return _adapter_state(shape, layout, stage, params, share[0])
+        return _adapter_state(shape, layout, stage, params, 1 / layout.shard_degree if layout.zero_stage >= 3 else 1.0)
     each = state_bytes(layout)
     weights = 0.0 if layout.offloads_parameters else each.parameter
-    per_param = (weights, each.gradient, each.optimizer if layout.offload == "none" else 0.0)
-    sizes = [
-        bytes_ * (params.dense * dense + params.expert * expert)
-        for bytes_, dense, expert in zip(per_param, share, expert_share, strict=True)
-    ]
+    gradient = each.gradient - _main_gradient_bytes(layout) / 2
+    optimizer = each.optimizer if layout.offload == "none" else 0.0
+    parts = ((weights, 3), (gradient, 2), (optimizer, 1))
+    sizes = [bytes_ * _held(params, layout, needed_stage) for bytes_, needed_stage in parts]
     return sizes[0], sizes[1], sizes[2]
+
+
+def _held(params: StageParams, layout: Layout, needed_stage: int) -> float:
+    """Of a stage's parameters, those whose state a rank holds, if it is cut from that ZeRO stage on."""
+    if layout.zero_stage < needed_stage:
+        return params.total
+    # Expert parallelism takes its ranks out of the data-parallel ones.
+    return params.dense / layout.shard_degree + params.expert / layout.expert_shard_degree
+
+
+def _main_gradient_bytes(layout: Layout) -> float:
+    """Bytes a parameter of Megatron's fp32 copies of fp16 gradients; those of bf16 are fp32 all along."""
+    fp16 = layout.engine == "megatron" and layout.precision == "fp16" and layout.library != "nanotron"
+    return 4.0 if fp16 and layout.method == "full" else 0.0
 
 
 def _adapter_state(

@@ -31,7 +31,7 @@ KNOWN_FIELDS = frozenset(
         *("framework", "framework_version"),
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
         *("dense_layers", "lora_targets", "trains_vocabulary", "quantization"),
-        *("deferred_head", "grouped_experts", "last_stage_layers"),
+        *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
         *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
 )
@@ -309,6 +309,8 @@ def _shape(fields: _Fields) -> ModelShape:
     )
     sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated_mlp", "tied_embeddings")
     shape = dataclasses.replace(base, **{name: getattr(stated, name) for name in sizes}) if base else stated
+    if fields.given("learned_positions"):
+        shape = dataclasses.replace(shape, learned_positions=fields.whole("learned_positions", 0, least=0))
     if base is not None and base.is_hybrid and not fields.given("hybrid_pattern"):
         # A cut or longer one keeps the mixture of its layers.
         share = shape.layers / base.layers
@@ -458,7 +460,7 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
     text = f"{fields.text('framework')} {fields.text('framework_version')}".lower()
     year = re.search(r"\b20(\d\d)\b", text)
     deterministic = fields.flag("deterministic", False)
-    attention = fields.choice("attention", "flash" if _flash(fields) else "unfused", ("flash", "unfused"))
+    attention = fields.choice("attention", "flash" if _flash(fields) else "unfused", ("flash", "unfused", "eager"))
     library = next((name for name in ("litgpt", "transformers", "nanotron") if name in text), "")
     if engine == "plain" and not library and any(word in text for word in ("peft", "unsloth", "hugging")):
         library = "transformers"
@@ -476,8 +478,10 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "library": cast(Library, library),
         "deferred_head": fields.flag("deferred_head", False),
         "grouped_experts": fields.flag("grouped_experts", True),
+        "gathers_tokens": fields.flag("gathers_tokens", False),
         "last_stage_layers": fields.whole("last_stage_layers", 1) if fields.given("last_stage_layers") else None,
         "flash_attention": attention == "flash",
+        "fp32_softmax": attention == "eager",
     }
 
 
