@@ -14,10 +14,12 @@ from trainyard.operate import deploy as deployment
 from trainyard.operate.stateful import (
     REPLACED_BY,
     deployed_first,
+    deployed_stacks,
     deployed_templates,
     losses,
     refuse_dropped_exports,
     refuse_losses,
+    refuse_namesakes,
 )
 
 STACK = "trainyard-test-acme-foundation"
@@ -179,6 +181,7 @@ def test_a_hyperpod_cluster_goes_before_the_roles_that_its_machines_act_as(
     monkeypatch.setattr(deployment, "cdk", lambda _, arguments, *rest: asked.append(arguments[:4]))
     monkeypatch.setattr(deployment, "prepare", lambda *_: new)
     monkeypatch.setattr(deployment, "open_account", lambda _: None)
+    monkeypatch.setattr(deployment, "deployed_stacks", lambda _: [])
     monkeypatch.setattr(deployment, "deployed_templates", lambda *_: old)
     spec: Any = SimpleNamespace(emulated=False)
 
@@ -200,6 +203,30 @@ def test_a_hyperpod_cluster_goes_before_the_roles_that_its_machines_act_as(
     assert [arguments[1] for arguments in asked] == ["--all"]
 
 
+@pytest.mark.parametrize(
+    ("deployed", "meet"),
+    [
+        ("trainyard-dev-acme-foundation", True),  # another environment's tenant of the same name
+        ("trainyard-dev-acme-labs-foundation", True),  # acme's policies (acme-*) match its jobs
+        ("trainyard-test-acme-labs-foundation", True),  # taken out of this environment's file by hand
+        ("trainyard-dev-acmelabs-foundation", False),
+        ("trainyard-dev-acme-training", False),
+        ("trainyard-dev-platform", False),
+        ("trainyard-test-acme-foundation", False),  # itself
+    ],
+)
+def test_tenants_that_would_take_each_others_jobs_for_their_own_are_not_deployed_side_by_side(
+    deployed: str, meet: bool
+) -> None:
+    wanted = ["trainyard-test-platform", "trainyard-test-acme-foundation", "trainyard-test-acme-training"]
+    if not meet:
+        refuse_namesakes([deployed], wanted)
+        return
+    with pytest.raises(InputError, match=rf"refused: .*{deployed}.*\(acme-\*\)") as refused:
+        refuse_namesakes([deployed], wanted)
+    assert "\n" not in str(refused.value)
+
+
 def test_accepting_a_loss_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match=r"--accept-loss x/Y: .* no such resource"):
         refuse_losses({STACK: SAMPLE}, {STACK: SAMPLE}, ["x/Y"])
@@ -210,3 +237,5 @@ def test_the_deployed_templates_are_read_and_a_stack_that_is_missing_is_none(aws
     aws.client("cloudformation").create_stack(StackName=STACK, TemplateBody=json.dumps(template))
     found = deployed_templates(aws, [STACK, "trainyard-test-gone-foundation"])
     assert found == {STACK: template}
+    aws.client("cloudformation").create_stack(StackName="somebody-elses", TemplateBody=json.dumps(template))
+    assert deployed_stacks(aws) == [STACK]

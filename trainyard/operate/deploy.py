@@ -15,9 +15,11 @@ from trainyard.launch.session import Account, open_account
 from trainyard.operate.stateful import (
     Template,
     deployed_first,
+    deployed_stacks,
     deployed_templates,
     refuse_dropped_exports,
     refuse_losses,
+    refuse_namesakes,
 )
 from trainyard.spec.platform import EnvironmentSpec
 
@@ -133,7 +135,8 @@ def check_losses(
     account: Account, wanted: Mapping[str, Template], stacks: Sequence[str], accepted: Collection[str]
 ) -> list[str]:
     """Stacks that must be deployed alone first. InputError where deploying `stacks` of `wanted` would replace or drop
-    something stateful, or what another stack still imports."""
+    something stateful, or what another stack still imports, or let two tenants of one name meet."""
+    refuse_namesakes(deployed_stacks(account), wanted)
     # A tenant's stacks bring the platform's along: the CLI deploys what they depend on first.
     chosen = set(wanted) if not stacks else {*stacks, *(name for name in wanted if name.endswith("-platform"))}
     deployed = deployed_templates(account, sorted(chosen))

@@ -4,6 +4,7 @@ CloudFormation replaces a resource in silence when a property of the wrong kind 
 the old one deleted, or left to nobody. So the synthesized templates are compared with the deployed ones first.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,6 +156,41 @@ def refuse_dropped_exports(
                 f"{f' (and {len(used) - 1} more)' if used[1:] else ''}, which stack {other} as deployed still imports; "
                 f"{way}"
             )
+
+
+def deployed_stacks(account: Account) -> list[str]:
+    """Names of all of this project's stacks that exist in the account and region, of whatever environment."""
+    with aws_errors("listing", "the account's stacks"):
+        pages = account.client("cloudformation").get_paginator("list_stacks").paginate()
+        found = [item for page in pages for item in page["StackSummaries"]]
+    return [
+        item["StackName"]
+        for item in found
+        if item["StackName"].startswith("trainyard-") and item["StackStatus"] != "DELETE_COMPLETE"
+    ]
+
+
+def refuse_namesakes(deployed: Collection[str], wanted: Collection[str]) -> None:
+    """InputError, in one line, where a tenant that is to be deployed and one that is deployed in the same account and
+    region, in another environment or out of this one's file, would take each other's jobs for their own: SageMaker
+    knows a job by its name, and policies a tenant's jobs by `<tenant>-*`."""
+    own = {found["tenant"]: found for name in wanted if (found := _OF_TENANT.fullmatch(name))}
+    for name in sorted(set(deployed) - set(wanted)):
+        if not (there := _OF_TENANT.fullmatch(name)):
+            continue
+        other = there["tenant"]
+        for tenant, here in own.items():
+            if other == tenant or other.startswith(f"{tenant}-") or tenant.startswith(f"{other}-"):
+                raise InputError(
+                    f"refused: tenant {other} of environment {there['environment']} is deployed in this account and "
+                    f"region too ({name}), and policies of {tenant} of {here['environment']} and of it would take each "
+                    f"other's jobs for their own ({min(tenant, other, key=len)}-*); rename one, remove the other "
+                    "(trainyard tenant remove), or give each environment an account of its own"
+                )
+
+
+_OF_TENANT = re.compile(r"trainyard-(?P<environment>[a-z0-9]+)-(?P<tenant>[a-z0-9-]+)-foundation")
+"""An environment's name has no dash, so that no stack's name can be read in two ways."""
 
 
 def _of_type(template: Template, kind: str) -> set[str]:
