@@ -1,6 +1,8 @@
-"""A real MLflow tracking server on this machine: 850 MB of packages in an environment of their own, made once."""
+"""A real MLflow tracking server on this machine: the checkout's own, which its locks bring; where they don't, 850 MB of
+packages in an environment of their own, made once."""
 
 import fcntl
+import importlib.metadata
 import os
 import socket
 import subprocess
@@ -24,6 +26,11 @@ class NoMlflowError(Exception):
 
 def python() -> Path:
     """The interpreter that has MLflow; NoMlflowError where it can't be installed."""
+    try:
+        if importlib.metadata.version("mlflow") == VERSION:
+            return Path(sys.executable)
+    except importlib.metadata.PackageNotFoundError:
+        pass
     found = FOLDER / "bin" / "python"
     with FOLDER.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,6 +1,7 @@
 """A job in MLflow: what is told of it, what not twice, and from a real server enough to run it again."""
 
 import http.server
+import io
 import json
 import socket
 import threading
@@ -144,6 +145,28 @@ def test_files_are_put_again_only_where_something_is_new(kept: JobRecord, monkey
     write_rows(kept, 3)
     assert told() == 6 and told() == 0
     assert told(kept.with_state("Failed")) == 6
+
+
+def test_one_telling_reads_each_file_of_a_bucket_once(kept: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(kept, 2)
+    folder = Path(kept.checkpoint_destination)
+    got: list[str] = []
+
+    class Bucket:
+        def get_object(self, *, Bucket: str, Key: str) -> dict[str, Any]:
+            got.append(Key.removeprefix("job/"))
+            return {"Body": io.BytesIO((folder / got[-1]).read_bytes())}
+
+    put: dict[str, bytes] = {}
+    run = {"info": {"run_id": "r", "experiment_id": "0", "artifact_uri": "mlflow-artifacts:/0/r"}}
+    monkeypatch.setattr(Server, "ask", lambda *_, **__: {"experiment": {"experiment_id": "0"}, "runs": [run]})
+    monkeypatch.setattr(Server, "put", lambda _, __, name, content: put.update({name: content}))
+    on_s3 = kept.model_copy(update={"checkpoint_destination": "s3://acme-checkpoints/job/"})
+    for _ in range(2):
+        got.clear()
+        track(Server("http://localhost:5000"), on_s3, Bucket(), experiment="x")
+        assert sorted(got) == ["goodput.jsonl", "metrics.jsonl"], "and again the next time"
+    assert put["metrics.jsonl"] == (folder / "metrics.jsonl").read_bytes() and b"<svg" in put["report.html"]
 
 
 @pytest.mark.parametrize(

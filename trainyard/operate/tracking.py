@@ -7,6 +7,7 @@ speak the same API, to requests that are signed.
 
 import hashlib
 import http.client
+import io
 import json
 import re
 import urllib.error
@@ -200,6 +201,7 @@ def track(server: Server, record: JobRecord, s3: Any, *, experiment: str, with_p
     """Bring the job's run up to date: made where there is none, its status, new steps, settings; files where one of
     these is new. `with_page`: ask for its page's address, which on a managed server is a login, and no matter for logs.
     """
+    s3 = None if s3 is None else ReadOnce(s3)
     rows = metrics_rows(record, s3)
     run = _run_of(server, record, experiment)
     info, data = run["info"], run.get("data") or {}
@@ -230,6 +232,23 @@ def track(server: Server, record: JobRecord, s3: Any, *, experiment: str, with_p
     server.ask("runs/update", status)
     page = server.page(info["experiment_id"], info["run_id"]) if with_page else f"{server.uri}, run {info['run_id']}"
     return Tracked(info["run_id"], page, len(fresh))
+
+
+class ReadOnce:
+    """A client for S3 that gets each object once: metrics, report and files of one telling need the same two."""
+
+    def __init__(self, s3: Any) -> None:
+        self._s3 = s3
+        self._bodies: dict[tuple[str, str], bytes] = {}
+
+    def get_object(self, *, Bucket: str, Key: str) -> dict[str, Any]:
+        """As boto3's, of what was got first."""
+        if (Bucket, Key) not in self._bodies:
+            self._bodies[Bucket, Key] = self._s3.get_object(Bucket=Bucket, Key=Key)["Body"].read()
+        return {"Body": io.BytesIO(self._bodies[Bucket, Key])}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._s3, name)
 
 
 def _run_of(server: Server, record: JobRecord, experiment: str) -> dict[str, Any]:
