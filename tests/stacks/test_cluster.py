@@ -31,7 +31,6 @@ GROUPS: dict[str, dict[str, Any]] = {
     },
     "spare": {"instance_type": "g6e.12xlarge", "max_instances": 2, "purchase": "spot", "placement_group": False},
 }
-EFA_FILES: dict[str, Any] = {"storage_gib": 9600, "throughput_mb_per_s_per_tib": 1000, "efa": True}
 CLUSTER: dict[str, Any] = {
     "slurm_version": "25.05",
     "ami": "ami-0123456789abcdef0",
@@ -50,9 +49,7 @@ def with_cluster(environment: Any, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def made(synthesize: Any, environments: dict[str, Any]) -> dict[str, Any]:
-    content = with_cluster(environments["local"])
-    content["tenants"]["acme"]["file_system"] = EFA_FILES
-    return dict(synthesize(EnvironmentSpec.model_validate(content)))
+    return dict(synthesize(EnvironmentSpec.model_validate(with_cluster(environments["local"]))))
 
 
 @pytest.fixture(scope="module")
@@ -116,36 +113,10 @@ def test_every_network_card_is_wired_in_the_tenants_group(
     assert not any("AssociatePublicIpAddress" in item for item in interfaces)
 
 
-def test_a_file_system_with_efa_lets_everything_pass_between_its_servers_and_the_clients(
-    made: dict[str, Any], templates: dict[str, Any]
-) -> None:
-    """FSx refuses it otherwise; and its rules must be there first. Another tenant's have Lustre's ports alone."""
-    own, kinds = made[FOUNDATION]["Resources"], ("AWS::EC2::SecurityGroupIngress", "AWS::EC2::SecurityGroupEgress")
-    files = next(item for item in own.values() if item["Type"] == "AWS::FSx::FileSystem")
-    lustre = files["Properties"]["LustreConfiguration"]
-    assert lustre["EfaEnabled"] is True and lustre["MetadataConfiguration"] == {"Mode": "AUTOMATIC"}
-
-    def passed(resources: dict[str, Any]) -> set[tuple[str, str, str, str]]:
-        found = set()
-        for name, item in resources.items():
-            if item["Type"] in kinds and "FileSystemGroup" in json.dumps(item["Properties"]):
-                rule = item["Properties"]
-                other = rule.get("SourceSecurityGroupId") or rule["DestinationSecurityGroupId"]
-                here, there = (
-                    "Files" if "FileSystem" in json.dumps(end) else "Jobs" for end in (rule["GroupId"], other)
-                )
-                found.add((item["Type"][30:], here, there, rule["IpProtocol"]))
-                assert name in files["DependsOn"] or resources is not own
-        return found
-
-    ends = [("Files", "Files"), ("Files", "Jobs"), ("Jobs", "Files")]
-    assert passed(own) == {(way, *pair, "-1") for way in ("Ingress", "Egress") for pair in ends}
-    assert {rule[-1] for rule in passed(templates["local"][FOUNDATION]["Resources"])} == {"tcp"}
-
-
 def test_a_file_system_with_efa_that_nobody_would_use_is_refused(environments: dict[str, Any]) -> None:
     content = environments["local"].model_dump(mode="json")
-    content["tenants"]["acme"]["file_system"] = EFA_FILES
+    files = {"storage_gib": 9600, "throughput_mb_per_s_per_tib": 1000, "efa": True}
+    content["tenants"]["acme"]["file_system"] = files
     with pytest.raises(InputError, match=r"tenants\.acme\.file_system\.efa: no machine of the tenant would use it"):
         check_environment(EnvironmentSpec.model_validate(content))
 
