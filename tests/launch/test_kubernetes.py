@@ -22,6 +22,7 @@ from kubernetes_testing import (
 from launch_testing import IMAGE, JOB_ID, job_content
 from trainer import kubernetes as entry
 
+from trainyard import hardware
 from trainyard.errors import InputError
 from trainyard.launch import kubernetes, watch
 from trainyard.launch.backend import AwayError, LogCursor, Observation, say_nothing
@@ -135,12 +136,44 @@ def test_each_way_to_end_has_its_consequence(contract: TenantContract) -> None:
 
 def test_gpus_and_efa_are_the_machines_own(contract: TenantContract) -> None:
     _, runtime, train_job = objects_of(pod_job(), contract)
-    limits = {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
-    assert train_job["spec"]["trainer"]["resourcesPerNode"] == {"limits": limits, "requests": limits}
+    limits = {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32", "memory": "1677721Mi"}
+    requests = {"cpu": "153600m", **limits}  # of 192
+    assert train_job["spec"]["trainer"]["resourcesPerNode"] == {"limits": limits, "requests": requests}
     assert pod_spec(runtime)["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
     _, runtime, alone = objects_of(pod_job(instance_count=1), contract)
-    assert alone["spec"]["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert alone["spec"]["trainer"]["resourcesPerNode"]["limits"] == {
+        "nvidia.com/gpu": "8",
+        "memory": "1677721Mi",
+    }
     assert "affinity" not in pod_spec(runtime)
+
+
+@pytest.mark.parametrize("kind", ["g5.xlarge", "p4d.24xlarge", "p5.48xlarge"])
+def test_a_pod_leaves_no_room_for_another_and_some_for_the_kubelet(kind: str, contract: TenantContract) -> None:
+    machine = hardware.instance(kind)
+    content = pod_job(instance_type=kind, instance_count=1).model_dump(mode="json")
+    job = parse(JobSpec, content | {"parallelism": {"data_shard": machine.num_gpus}}, "job")
+    _, runtime, train_job = objects_of(job, contract)
+    asked = train_job["spec"]["trainer"]["resourcesPerNode"]["requests"]
+    memory, cpu = float(asked["memory"].removesuffix("Mi")), float(asked["cpu"].removesuffix("m"))
+    # EKS keeps 255 MiB and 11 for each of at most 737 pods; a machine has a few percent less than its type says.
+    most = min(737, 15 * machine.vcpus)
+    assert machine.memory_gib * 512 < memory < 0.95 * machine.memory_gib * 1024 - 255 - 11 * most
+    assert 500 * machine.vcpus < cpu < 950 * machine.vcpus
+    (shm,) = (one for one in pod_spec(runtime)["volumes"] if one["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": f"{int(memory) // 2}Mi"}
+
+
+def test_memory_and_disk_are_the_jobs_where_it_says_them(contract: TenantContract) -> None:
+    _, runtime, train_job = objects_of(pod_job(kubernetes={"memory_gib": 1.5, "disk_gib": 200}), contract)
+    for one in train_job["spec"]["trainer"]["resourcesPerNode"].values():
+        assert (one["memory"], one["ephemeral-storage"]) == ("1536Mi", "200Gi")
+    volumes = {one["name"]: one.get("emptyDir") for one in pod_spec(runtime)["volumes"]}
+    assert volumes["opt-ml"] == {"sizeLimit": "200Gi"} and volumes["shm"]["sizeLimit"] == "768Mi"
+    assert schema_errors(runtime) == [] and schema_errors(train_job) == []
+    for wrong in ({"memory_gib": 0}, {"disk_gib": -1}, {"disk_gib": 1.5}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            pod_job(kubernetes=wrong)
 
 
 def test_a_claim_is_mounted_where_the_data_says(contract: TenantContract) -> None:

@@ -21,7 +21,7 @@ from trainer import ray_host
 
 from trainyard.errors import InputError
 from trainyard.launch import ray, watch
-from trainyard.launch.backend import LogCursor, Observation, say_nothing
+from trainyard.launch.backend import AwayError, LogCursor, Observation, say_nothing
 from trainyard.launch.launcher import new_record, submit_attempt, with_destination
 from trainyard.launch.ray_backend import EVENT, GPUS_VARIABLE, JOB_VARIABLE, Look, RayBackend, read_events, submission
 from trainyard.launch.ray_jobs import HttpJobServer
@@ -70,6 +70,7 @@ class Server(ThreadingHTTPServer):
         self.jobs: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
         self.stopped: list[str] = []
+        self.session: str | None = "session_2026-01-31_12-00-00_000000_1"
         self.address = f"http://127.0.0.1:{self.server_port}"
 
     def submitted(self) -> dict[str, Any]:
@@ -86,6 +87,10 @@ class _Handler(BaseHTTPRequestHandler):
         if parts[:3] == ["api", "v0", "logs"]:
             actor = query.split("actor_id=")[1].split("&")[0]
             self._answer(200 if actor in self.server.logs else 500, self.server.logs.get(actor, "Node is gone"))
+        elif path == "/api/version" and self.server.session is not None:
+            self._answer(200, json.dumps({"version": "4", "session_name": self.server.session}))
+        elif path == "/api/version":
+            self._answer(200, json.dumps({"version": "3"}))
         elif path == "/api/jobs/":
             self._answer(200, json.dumps(list(self.server.jobs.values())))
         elif parts[2] not in self.server.jobs:
@@ -262,6 +267,32 @@ def test_a_job_without_a_tenant_is_launched_stopped_and_resumed(
 def test_a_tunnel_to_another_cluster_starts_no_second_attempt(
     server: Server, contract: TenantContract, tmp_path: Path
 ) -> None:
+    store, backend = FolderRecordStore(tmp_path), backend_of(contract)
+    store.create(record_of(ray_job(server.address)))
+    own = str(server.session)
+    assert submit_attempt(store, backend, JOB_ID, say_nothing).attempt.cluster == own
+    known, server.jobs, server.session = server.jobs, {}, "session_of_another"
+    told = rf"the Ray cluster of {own} has it, and session_of_another answers at {server.address}"
+    for look in (watch.status, watch.resume, watch.stop):
+        with pytest.raises(AwayError, match=told):
+            look(store, backend, JOB_ID)
+    assert server.jobs == {} and server.stopped == []
+    server.jobs, server.session = known, own
+    assert watch.status(store, backend, JOB_ID).state == "Queued", "its own again"
+    server.jobs, server.session = {}, "session_of_another"
+    watch.resume(store, backend, JOB_ID, force=True)
+    assert list(server.jobs) == [f"{JOB_ID}-r2"]
+    assert store.read(JOB_ID).record.attempt.cluster == "session_of_another"
+    # Its own cluster has forgotten it: nobody else can have it.
+    server.jobs.clear()
+    watch.resume(store, backend, JOB_ID)
+    assert list(server.jobs) == [f"{JOB_ID}-r3"]
+
+
+def test_a_cluster_that_tells_no_session_is_known_by_its_address_alone(
+    server: Server, contract: TenantContract, tmp_path: Path
+) -> None:
+    server.session = None  # Ray's protocol before version 4
     store, backend = FolderRecordStore(tmp_path), backend_of(contract)
     store.create(record_of(ray_job(server.address)))
     submit_attempt(store, backend, JOB_ID, say_nothing)

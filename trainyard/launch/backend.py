@@ -67,8 +67,9 @@ class Backend(Protocol):
     def check(self, record: JobRecord) -> None:
         """InputError where the newest attempt would not be taken now; starts nothing."""
 
-    def submit(self, record: JobRecord, say: Say) -> None:
-        """Start the newest attempt; doing it twice for one attempt is no error and starts nothing twice."""
+    def submit(self, record: JobRecord, say: Say) -> str | None:
+        """Start the newest attempt; doing it twice for one attempt is no error and starts nothing twice. Answers what
+        the record is to keep as the cluster that took it, where its address alone can't tell."""
 
     def observe(self, record: JobRecord) -> Observation | None:
         """The newest attempt as it is now; None where the backend has never heard of it."""

@@ -26,9 +26,9 @@ class ByRecord:
         """See Backend."""
         self._of(record).check(record)
 
-    def submit(self, record: JobRecord, say: Say) -> None:
+    def submit(self, record: JobRecord, say: Say) -> str | None:
         """See Backend."""
-        self._of(record).submit(record, say)
+        return self._of(record).submit(record, say)
 
     def observe(self, record: JobRecord) -> Observation | None:
         """See Backend."""

@@ -15,10 +15,11 @@ from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.cluster_shell import HereShell, has_slurm_here, shell_of
 from trainyard.launch.launcher import launch_from_here, launch_on_machines, local_job
 from trainyard.launch.local_backend import trainer_environment
+from trainyard.launch.machines import IMAGE_PYTHON
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
 from trainyard.launch.slurm_backend import SlurmBackend
-from trainyard.launch.slurm_script import IMAGE_PYTHON, ClusterPlace
+from trainyard.launch.slurm_script import ClusterPlace
 from trainyard.spec.job import JobSpec
 from trainyard.spec.platform import TenantContract
 

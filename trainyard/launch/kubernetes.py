@@ -16,9 +16,9 @@ from trainyard.launch.kubectl import Cluster, Kubectl
 from trainyard.launch.kubernetes_backend import KubernetesBackend, namespace_of
 from trainyard.launch.kubernetes_manifest import KubernetesPlace
 from trainyard.launch.launcher import launch_from_here, launch_on_machines
+from trainyard.launch.machines import SHARED_ROOT
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
-from trainyard.launch.slurm_script import SHARED_ROOT
 from trainyard.spec.job import JobSpec
 from trainyard.spec.platform import TenantContract
 

@@ -12,8 +12,8 @@ from typing import Any
 from trainyard import hardware
 from trainyard.errors import InputError
 from trainyard.launch.channels import job_files
+from trainyard.launch.machines import IMAGE_PYTHON, SHARED_ROOT, common_variables, efa_interfaces
 from trainyard.launch.record import JobRecord
-from trainyard.launch.slurm_script import IMAGE_PYTHON, SHARED_ROOT, efa_interfaces
 from trainyard.spec.job import ResolvedJob
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
@@ -32,6 +32,9 @@ JOB_FOLDER = "/etc/trainyard/job"
 _MOST_NAME = 63
 _POD_SUFFIX = "-node-0-9999-abcde"
 """What JobSet and Job add to a TrainJob's name for a pod's; the whole is a name in DNS."""
+_SHARE_OF_MACHINE = 0.8
+"""Of a machine's CPUs and memory a pod asks for so much: no second one fits beside it, and the kubelet's own reserve
+(EKS: 255 MiB + 11 MiB for each pod that a machine may have) and the daemons of a cluster find room on all types."""
 _TRAINER_USER = 1001
 """User and group `trainer` of the training image (training_container/Dockerfile)."""
 
@@ -112,13 +115,11 @@ def labels_of(record: JobRecord, place: KubernetesPlace) -> dict[str, str]:
 def variables(record: JobRecord, place: KubernetesPlace) -> dict[str, str]:
     """What the ranks find in their environment, beside what the controller sets."""
     job = record.resolved
-    found = {"TRAINYARD_JOB_ID": record.job_id, "TRAINYARD_ATTEMPT": str(record.attempt.number)}
+    found = common_variables(record, place.region)
     if job.spec.compute.instance_type:
         found["TRAINYARD_INSTANCE_TYPE"] = job.spec.compute.instance_type.removeprefix("ml.")
     if not efa_interfaces(job):
         found["TRAINYARD_SKIP_EFA_CHECK"] = "1"
-    if place.region:
-        found |= {"AWS_REGION": place.region, "AWS_DEFAULT_REGION": place.region}
     return found
 
 
@@ -131,16 +132,38 @@ def _queue(job: ResolvedJob) -> dict[str, str]:
     return {"kueue.x-k8s.io/queue-name": queue} if queue else {}
 
 
-def _resources(job: ResolvedJob) -> dict[str, dict[str, str]]:
-    """GPUs and EFA interfaces of a whole machine: no second pod finds room beside this one."""
+def _machine(job: ResolvedJob) -> hardware.Instance | None:
     kind = job.spec.compute.instance_type
-    machine = hardware.instance(kind) if kind else None
-    limits = {}
+    return hardware.instance(kind) if kind else None
+
+
+def _resources(job: ResolvedJob) -> dict[str, dict[str, str]]:
+    """A whole machine: its GPUs and EFA interfaces, and of its CPUs, memory and disk what pods may have.
+
+    Memory and disk are limits too: a pod that takes more is ended for that, which is counted as a failure; the kubelet
+    of a machine that ran short would evict it as it does for a drain, which is not. CPUs are not: to be throttled helps
+    nobody.
+    """
+    machine, limits, cpus = _machine(job), {}, {}
     if machine is not None and machine.gpu is not None:
         limits["nvidia.com/gpu"] = str(machine.num_gpus)
     if job.num_hosts > 1 and efa_interfaces(job):
         limits["vpc.amazonaws.com/efa"] = str(efa_interfaces(job))
-    return {"limits": limits, "requests": limits} if limits else {}
+    if memory := memory_mib(job):
+        limits["memory"] = f"{memory}Mi"
+    if disk := job.spec.compute.kubernetes.disk_gib:
+        limits["ephemeral-storage"] = f"{disk}Gi"
+    if machine is not None:
+        cpus["cpu"] = f"{int(1000 * _SHARE_OF_MACHINE * machine.vcpus)}m"
+    return {key: value for key, value in (("limits", limits), ("requests", {**cpus, **limits})) if value}
+
+
+def memory_mib(job: ResolvedJob) -> int | None:
+    """MiB that a pod may have: what the job says, else the machine's share; None where neither is known."""
+    if given := job.spec.compute.kubernetes.memory_gib:
+        return round(1024 * given)
+    machine = _machine(job)
+    return None if machine is None else int(1024 * _SHARE_OF_MACHINE * machine.memory_gib)
 
 
 def _job_set(record: JobRecord, place: KubernetesPlace) -> dict[str, Any]:
@@ -222,10 +245,12 @@ def _pod(record: JobRecord, place: KubernetesPlace) -> dict[str, Any]:
 
 def _volumes(record: JobRecord) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The container's /opt/ml on the machine's disk, the channel `job`, shared memory for NCCL, the shared claim."""
-    claim = record.resolved.spec.compute.kubernetes.volume_claim
+    kubernetes, memory = record.resolved.spec.compute.kubernetes, memory_mib(record.resolved)
+    claim = kubernetes.volume_claim
     volumes: list[dict[str, Any]] = [
-        {"name": "opt-ml", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "opt-ml", "emptyDir": {"sizeLimit": f"{kubernetes.disk_gib}Gi"} if kubernetes.disk_gib else {}},
+        # As Linux has it for a tmpfs: half of the memory, of which what lies there is a part.
+        {"name": "shm", "emptyDir": {"medium": "Memory", **({"sizeLimit": f"{memory // 2}Mi"} if memory else {})}},
         {"name": "job", "configMap": {"name": object_name(record)}},
     ]
     mounts: list[dict[str, Any]] = [

@@ -287,13 +287,13 @@ def new_record(
 def submit_attempt(store: RecordStore, backend: Backend, job_id: str, say: Say) -> JobRecord:
     """Submit the newest attempt of a written record, and write down that the backend took it."""
     record = store.read(job_id).record
-    backend.submit(record, say)
+    cluster = backend.submit(record, say) or ""
     number = record.attempt.number
 
     def confirmed(current: JobRecord) -> JobRecord:
         if current.attempt.number != number or current.attempt.submitted_at is not None:
             return current
-        return current.with_attempt(submitted_at=utc_now()).with_state(SUBMITTED)
+        return current.with_attempt(submitted_at=utc_now(), cluster=cluster).with_state(SUBMITTED)
 
     return update(store, job_id, confirmed).record
 

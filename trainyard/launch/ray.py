@@ -13,11 +13,11 @@ from trainyard.launch import checks
 from trainyard.launch.backend import Say, say_nothing
 from trainyard.launch.launcher import launch_from_here, launch_on_machines, local_job
 from trainyard.launch.local_backend import trainer_environment
+from trainyard.launch.machines import IMAGE_PYTHON
 from trainyard.launch.ray_backend import RayBackend, RayPlace
 from trainyard.launch.ray_jobs import HttpJobServer, address_of
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
-from trainyard.launch.slurm_script import IMAGE_PYTHON
 from trainyard.spec.job import JobSpec
 from trainyard.spec.platform import TenantContract
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from trainyard import hardware
 from trainyard.errors import InputError
-from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say
 from trainyard.launch.channels import job_files
-from trainyard.launch.ray_jobs import JobServer, address_of
+from trainyard.launch.machines import common_variables, efa_interfaces
+from trainyard.launch.ray_jobs import JobServer, address_of, is_tunnel
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
-from trainyard.launch.slurm_script import efa_interfaces
 
 EVENT = "trainyard event "
 """How a line of the driver's begins that tells what happened (trainer.ray)."""
@@ -71,18 +71,33 @@ class RayBackend:
             raise InputError(f"job {record.job_id}: {'; '.join(refused)}")
         self._server.jobs(_address(record))
 
-    def submit(self, record: JobRecord, say: Say) -> None:
-        """Hand the newest attempt to the job server; one that it has already is left alone."""
+    def submit(self, record: JobRecord, say: Say) -> str:
+        """Hand the newest attempt to the job server; one that it has already is left alone. The cluster's session."""
         address, name = _address(record), record.attempt.training_job_name
-        say(f"submitting {name} to Ray at {address}")
+        session = self._server.session(address)
+        say(f"submitting {name} to Ray at {address}{f', {session}' if session else ''}")
         if self._server.job(address, name) is None:
             self._server.submit(address, submission(record, self._place_of(record)))
+        return session
+
+    def _check_its_cluster(self, record: JobRecord) -> None:
+        """AwayError where what does not know the attempt is another cluster than the one that took it. At an address
+        that is no tunnel's it is the same one, started anew: the job went with it."""
+        address, known = _address(record), record.attempt.cluster
+        if not known or not is_tunnel(address) or (found := self._server.session(address)) == known:
+            return
+        raise AwayError(
+            f"job {record.job_id}: the Ray cluster of {known} has it, and {found or 'another one'} answers at "
+            f"{address}: bring that one's port here, unless it is gone or was started anew"
+        )
 
     def observe(self, record: JobRecord) -> Observation | None:
-        """The newest attempt by the job server and by its driver's own events; None where the server has none."""
+        """The newest attempt by the job server and by its driver's own events; None where the server has none.
+        AwayError where behind a tunnel another cluster answers than the one that took it."""
         address, name = _address(record), record.attempt.training_job_name
         job = self._server.job(address, name)
         if job is None:
+            self._check_its_cluster(record)
             return None
         return Look(job, read_events(self._server.driver_log(address, name))).observation(record.attempt.number)
 
@@ -134,8 +149,7 @@ def submission(record: JobRecord, place: RayPlace) -> dict[str, Any]:
         )
     variables = {
         JOB_VARIABLE: packed,
-        "TRAINYARD_JOB_ID": record.job_id,
-        "TRAINYARD_ATTEMPT": str(record.attempt.number),
+        **common_variables(record, place.region),
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
     }
     kind = job.spec.compute.instance_type
@@ -143,8 +157,6 @@ def submission(record: JobRecord, place: RayPlace) -> dict[str, Any]:
         variables[GPUS_VARIABLE] = str(machine.num_gpus)
     if not efa_interfaces(job):
         variables["TRAINYARD_SKIP_EFA_CHECK"] = "1"
-    if place.region:
-        variables |= {"AWS_REGION": place.region, "AWS_DEFAULT_REGION": place.region}
     return {
         "submission_id": record.attempt.training_job_name,
         "entrypoint": f"{shlex.quote(place.python)} -u -m trainer.ray {shlex.quote(place.directory)}",

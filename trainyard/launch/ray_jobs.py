@@ -24,6 +24,9 @@ _Kind = TypeVar("_Kind", dict[str, Any], list[dict[str, Any]])
 class JobServer(Protocol):
     """A Ray cluster's job server; InputError says in one line what it refuses, or that it does not answer."""
 
+    def session(self, address: str) -> str:
+        """Name of the cluster's session, another one whenever a cluster is started; empty where it doesn't say."""
+
     def submit(self, address: str, request: dict[str, Any]) -> None:
         """Start a job; the request as Ray's REST API has it."""
 
@@ -46,6 +49,11 @@ class JobServer(Protocol):
 class HttpJobServer:
     """See JobServer; `RAY_JOB_HEADERS` (JSON) goes with each call, as with Ray's own client: for a proxy that asks who
     one is, and for the token of a cluster that has one (RAY_AUTH_MODE)."""
+
+    def session(self, address: str) -> str:
+        """See JobServer."""
+        answer = self._call(address, "/api/version", missing_is_none=True)
+        return "" if answer is None else str(_json(address, answer, dict).get("session_name") or "")
 
     def submit(self, address: str, request: dict[str, Any]) -> None:
         """See JobServer."""
@@ -135,6 +143,11 @@ def _words(error: urllib.error.HTTPError) -> str:
     """The last line of what the server says: of a traceback, its error."""
     lines = [line.strip() for line in error.read().decode("utf-8", "replace").splitlines() if line.strip()]
     return f"{lines[-1][:_MOST_WORDS] if lines else error.reason} (HTTP {error.code})"
+
+
+def is_tunnel(address: str) -> bool:
+    """Whether it is this machine's own, behind which (a tunnel, a port-forward) another cluster may answer tomorrow."""
+    return urllib.parse.urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def address_of(given: str | None) -> str:

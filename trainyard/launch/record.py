@@ -66,6 +66,8 @@ class Attempt(SpecModel):
     created_at: str
     submitted_at: str | None = None
     """None: written down but never confirmed by the backend."""
+    cluster: str = ""
+    """Which one took it, where its address alone can't tell: the session of a Ray cluster, new whenever that starts."""
     reclaims: int = 0
     failure: str = ""
 

@@ -9,8 +9,8 @@ import shlex
 from dataclasses import dataclass
 from string import Template
 
-from trainyard import hardware
 from trainyard.errors import InputError
+from trainyard.launch.machines import SHARED_ROOT, common_variables, efa_interfaces
 from trainyard.launch.record import JobRecord
 from trainyard.spec.job import ResolvedJob
 
@@ -18,10 +18,6 @@ KILL_SECONDS = 130
 """After a signal the hosts give their ranks 110 s to save (trainer.host.run); a host that is stuck is killed then."""
 SAVE_SECONDS = 180
 """Between the signal and the time limit."""
-SHARED_ROOT = "/fsx"
-"""Where the machines of a tenant's cluster mount its file system (stacks/constructs/cluster.py)."""
-IMAGE_PYTHON = "/opt/trainyard/bin/python"
-"""The training image's interpreter (training_container/Dockerfile)."""
 
 _SCRIPT = Template(
     r"""#!/bin/bash
@@ -163,20 +159,12 @@ def variables(record: JobRecord, place: ClusterPlace) -> dict[str, str]:
     EFA: libfabric's provider is stated, or NCCL takes TCP in silence; of machines without EFA none is asked for. No
     other NCCL or libfabric variable: current ones choose better than what guides of older versions say.
     """
-    found = {"TRAINYARD_JOB_ID": record.job_id, "TRAINYARD_ATTEMPT": str(record.attempt.number)}
+    found = common_variables(record, place.region)
     if efa_interfaces(record.resolved) and record.resolved.num_hosts > 1:
         found["FI_PROVIDER"] = "efa"
     else:
         found["TRAINYARD_SKIP_EFA_CHECK"] = "1"
-    if place.region:
-        found |= {"AWS_REGION": place.region, "AWS_DEFAULT_REGION": place.region}
     return found | dict(place.variables)
-
-
-def efa_interfaces(job: ResolvedJob) -> int:
-    """EFA interfaces of each machine; 0 where the job names no type."""
-    kind = job.spec.compute.instance_type
-    return hardware.instance(kind).efa_interfaces if kind else 0
 
 
 def limit_minutes(max_hours: float) -> int:

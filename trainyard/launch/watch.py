@@ -1,6 +1,5 @@
 """Looking after a job that was launched: refresh, wait, stop, resume; all on the record and its backend."""
 
-import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ from trainyard.errors import InputError
 from trainyard.functions import job_resumer
 from trainyard.launch.backend import AwayError, Backend, LogCursor, LogLine, Observation, Say, say_nothing
 from trainyard.launch.launcher import submit_attempt
+from trainyard.launch.ray_jobs import is_tunnel
 from trainyard.launch.record import CREATED, JobRecord, RecordConflictError, RecordStore, update
 
 POLL_SECONDS = 1.0
@@ -157,9 +157,9 @@ def resume(
     try:
         current = status(store, backend, job_id)
     except AwayError as error:
-        if revise is None:
-            raise
         if not force:
+            if revise is None:
+                raise
             raise AwayError(
                 f"job {job_id}: whether it still runs can't be asked: {error}. Once that place is gone for good: "
                 "--force"
@@ -193,7 +193,8 @@ def resume(
 def _refuse_behind_a_tunnel(record: JobRecord) -> None:
     """InputError where what does not know a running job's attempt may be another cluster than the one that has it."""
     address = record.resolved.spec.compute.ray.address or ""
-    if record.backend == "ray" and urllib.parse.urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1"):
+    # Where the record knows its cluster, that one was asked (trainyard.launch.ray_backend).
+    if record.backend == "ray" and is_tunnel(address) and not record.attempt.cluster:
         raise InputError(
             f"job {record.job_id}: {address} does not know its attempt {record.attempt.number}, which had not ended; "
             "is that tunnel to another cluster now? Two attempts would write to one place. Once its own cluster is "

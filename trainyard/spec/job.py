@@ -607,6 +607,12 @@ class KubernetesSpec(SpecModel):
     none."""
     volume_claim: str | None = Field(default=None, pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
     """A persistent volume claim (ReadWriteMany, FSx for Lustre say) that every pod sees at /fsx. Default: none."""
+    memory_gib: float | None = Field(default=None, gt=0, le=32768, allow_inf_nan=False)
+    """GiB of a machine's memory that its pod asks for and may have, /dev/shm among it. Default: 80 % of the instance
+    type's; without a type none is asked for."""
+    disk_gib: int | None = Field(default=None, ge=1, le=1_048_576)
+    """GiB of a machine's disk that its pod asks for and may fill: copied inputs, checkpoints on their way, logs.
+    Default: none is asked for, and a full disk takes the pod as a drain does."""
     node_selector: dict[str, Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")]] = (
         Field(default_factory=dict)
     )
