@@ -4,6 +4,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from runbook_testing.lines import FAULTS, GOOD_EFA, PARTIAL_EFA, QUOTA, SAVE_FAI
 from trainyard.launch.checkpoints import Checkpoint
 from trainyard.launch.elastic import reviser
 from trainyard.launch.record import JobRecord
+from trainyard.operate.runbooks import __main__ as command
+from trainyard.operate.runbooks.__main__ import parser_of
 from trainyard.operate.runbooks.catalog import BY_NAME, RUNBOOKS
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.figures import diverged, speed
 from trainyard.operate.runbooks.framework import Finding
 from trainyard.operate.runbooks.log_lines import XIDS, classify, decisive, transport, xids
+from trainyard.operate.runbooks.runbook import Runbook
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +253,35 @@ def test_every_command_that_a_finding_names_is_one_that_exists(record: JobRecord
                     reviser(settings, None)
             if words[0].startswith("scripts/"):
                 assert (root / words[0]).is_file(), line
+
+
+def test_commands_lead_to_where_the_job_is(record: JobRecord) -> None:
+    """At night they are pasted: without its environment a job is looked for on this machine."""
+    where = ("--environment", "environments/our own.yaml", "--tenant", "acme")
+    cases = [replace(evidence_of(record, lines), where=where) for lines, _ in FAULTS.values()]
+    cases += [
+        replace(evidence_of(record, (), rows, state="Training", planned=PLAN), where=where) for rows in SLOW.values()
+    ]
+    lines = {line for one in cases for name in DIAGNOSING for told in found(name, one) for line in told.then}
+    lines = {line.partition("   #")[0] for line in lines}
+    assert sum(record.job_id in line for line in lines) > 10
+    for line in lines:
+        for part in re.split(r" && |; ", line):
+            assert record.job_id not in part or shlex.join((record.job_id, *where)) in part, line
+
+
+@pytest.mark.parametrize("runbook", RUNBOOKS, ids=lambda one: one.name)
+def test_the_example_of_its_help_is_one_that_it_takes(runbook: Runbook, capsys: pytest.CaptureFixture[str]) -> None:
+    script, *arguments = shlex.split(runbook.example_words)
+    assert script == f"scripts/runbooks/{runbook.name}"
+    assert parser_of(runbook).parse_args(arguments).environment in ("production", "local")
+    with pytest.raises(SystemExit) as ended:
+        parser_of(runbook).parse_args(["--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and f"example: {runbook.example_words}" in told and "3 AWS refused" in told
+    assert command.main([runbook.name, "--no-such-option", "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trainyard: ") and line.endswith(f"(see scripts/runbooks/{runbook.name} --help)")
 
 
 def test_pages_and_scripts_are_there_for_every_runbook() -> None:

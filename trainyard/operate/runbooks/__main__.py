@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from trainyard.errors import InputError, TrainyardError
 from trainyard.operate.runbooks.catalog import BY_NAME, RUNBOOKS
@@ -14,18 +15,34 @@ from trainyard.operate.runbooks.runbook import Context, Runbook
 DEFAULT_ENVIRONMENT = "local"
 
 
+EXIT_CODES = """exit codes: 0 nothing is wrong, or done (or only printed); 1 the fault is there, or a step failed; 2 the
+input was wrong; 3 AWS refused"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other command does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
 def parser_of(runbook: Runbook) -> argparse.ArgumentParser:
     """Its command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"scripts/runbooks/{runbook.name}",
-        description=f"{runbook.summary}: docs/runbooks/{runbook.name}.md.",
+        description=f"{runbook.summary[:1].upper()}{runbook.summary[1:]}\nWhen, and what it looks at:"
+        f" docs/runbooks/{runbook.name}.md",
+        epilog=f"example: {runbook.example_words}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     if runbook.subject == "job":
         parser.add_argument("job", nargs="?", metavar="JOB", help="the job's id, as `trainyard launch` printed it")
         parser.add_argument("--log", type=Path, action="append", metavar="FILE", help="more lines: a machine's dmesg")
         parser.add_argument("--tenant", "-t", help="the tenant, where the job's name doesn't tell")
-    parser.add_argument("--environment", "-e", default=DEFAULT_ENVIRONMENT, metavar="NAME|PATH", help="%(default)s")
+    parser.add_argument(
+        "--environment", "-e", default=DEFAULT_ENVIRONMENT, metavar="NAME|PATH", help="where; default: %(default)s"
+    )
     parser.add_argument("--evidence", type=Path, metavar="FOLDER", help="keep what was seen there")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     if runbook.changes:

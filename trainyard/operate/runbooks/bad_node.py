@@ -127,4 +127,11 @@ def _drain(context: Context, record: JobRecord, node: str, reason: str) -> Step:
     return Step(f"scontrol update NodeName={node} State=DRAIN Reason='{reason}'", make)
 
 
-RUNBOOK = Runbook("bad_node", SUMMARY, run, options, diagnose)
+RUNBOOK = Runbook(
+    "bad_node",
+    SUMMARY,
+    run,
+    options,
+    diagnose,
+    example="acme-llama-20260131120000-1a2b --log dmesg.txt --environment production",
+)

@@ -118,4 +118,11 @@ def _use(event: dict[str, Any]) -> str:
     return f"{event.get('eventTime', '?')} {who}: {why}{refused}"
 
 
-RUNBOOK = Runbook("break_glass", SUMMARY, run, options, subject="tenant")
+RUNBOOK = Runbook(
+    "break_glass",
+    SUMMARY,
+    run,
+    options,
+    subject="tenant",
+    example='open --tenant acme --environment production --reason "INC-1234: a shard by hand"',
+)

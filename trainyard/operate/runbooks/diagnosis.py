@@ -1,5 +1,6 @@
 """What diagnosing runbooks share: how a line that decides becomes a finding, and what is somebody else's."""
 
+import shlex
 from collections.abc import Callable, Sequence
 
 from trainyard.operate.runbooks.evidence import Evidence
@@ -39,7 +40,7 @@ def others(evidence: Evidence, *own: Fault) -> list[Finding]:
     if decided is None or decided.fault in own or evidence.state == "Completed":
         return []
     runbook = RUNBOOKS[decided.fault]
-    subject = evidence.record.job_id if evidence.record else "--log FILE"
+    subject = job_words(evidence) if evidence.record else "--log FILE"
     then = f"{runbook} {subject}" if runbook.startswith("scripts/") else runbook
     return [Finding("neighbour", decided.meaning, shown([decided]), (then,))]
 
@@ -54,5 +55,5 @@ def clear_or_unknown(evidence: Evidence, words: str, *needs: str) -> Finding:
 
 
 def job_words(evidence: Evidence) -> str:
-    """The job's id as commands need it."""
-    return evidence.record.job_id if evidence.record else "JOB"
+    """The job's id as commands need it, with where it is: so that they can be pasted."""
+    return shlex.join((evidence.record.job_id, *evidence.where)) if evidence.record else "JOB"

@@ -58,6 +58,8 @@ class Evidence:
     num_hosts: int = 1
     missing: Mapping[str, str] = field(default_factory=dict)
     """What could not be had -> why."""
+    where: tuple[str, ...] = ()
+    """Options that lead another command to the same job; none on this machine."""
 
     @property
     def is_running(self) -> bool:
@@ -89,9 +91,11 @@ class Evidence:
         return max(stated or usual, 10 * statistics.median(steps) if steps else 0.0)
 
 
-def gather(place: Place | None, job_id: str, log_files: Sequence[Path], folder: Path) -> Evidence:
+def gather(
+    place: Place | None, job_id: str, log_files: Sequence[Path], folder: Path, *, where: Sequence[str] = ()
+) -> Evidence:
     """Everything that can be had of a job, and of files of lines; copies go to `folder`. `place`: None where there is
-    no job, and the files are all."""
+    no job, and the files are all. `where`: see Evidence."""
     extra = tuple(line for path in log_files for line in _file_lines(path))
     if place is None:
         keep(folder, "lines.txt", "\n".join(extra) + "\n")
@@ -117,6 +121,7 @@ def gather(place: Place | None, job_id: str, log_files: Sequence[Path], folder: 
         instance_type=record.resolved.spec.compute.instance_type or "",
         num_hosts=record.resolved.num_hosts,
         missing=missing,
+        where=tuple(where),
     )
     _keep(evidence, place, folder)
     return evidence

@@ -191,4 +191,4 @@ def run(context: Context) -> None:
         raise InputError("JOB: missing; give a job's id, --tenant NAME, --log FILE, or --warm-up FOLDER")
 
 
-RUNBOOK = Runbook("fsx_full_or_slow", SUMMARY, run, options, diagnose)
+RUNBOOK = Runbook("fsx_full_or_slow", SUMMARY, run, options, diagnose, example="--warm-up /fsx/acme/data")

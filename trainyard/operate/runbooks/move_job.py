@@ -53,4 +53,6 @@ def run(context: Context) -> None:
     context.perform(moved)
 
 
-RUNBOOK = Runbook("move_job", SUMMARY, run, options)
+RUNBOOK = Runbook(
+    "move_job", SUMMARY, run, options, example="acme-llama-20260131120000-1a2b --zero-stage 3 --environment production"
+)

@@ -42,4 +42,11 @@ def run(context: Context) -> None:
     )
 
 
-RUNBOOK = Runbook("onboard", SUMMARY, run, options, subject="tenant")
+RUNBOOK = Runbook(
+    "onboard",
+    SUMMARY,
+    run,
+    options,
+    subject="tenant",
+    example="--tenant initech --like acme --environment production --yes",
+)

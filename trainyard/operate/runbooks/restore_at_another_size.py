@@ -64,4 +64,10 @@ def run(context: Context) -> None:
     context.perform(steps)
 
 
-RUNBOOK = Runbook("restore_at_another_size", SUMMARY, run, options)
+RUNBOOK = Runbook(
+    "restore_at_another_size",
+    SUMMARY,
+    run,
+    options,
+    example="acme-llama-20260131120000-1a2b --instances 2 --environment production",
+)

@@ -14,6 +14,8 @@ from trainyard.operate.runbooks.evidence import Evidence, gather
 from trainyard.operate.runbooks.framework import Report, Say, Step, perform
 from trainyard.spec.platform import EnvironmentSpec, load_environment
 
+EXAMPLE_JOB = "acme-llama-20260131120000-1a2b"
+
 
 @dataclass
 class Context:
@@ -69,7 +71,8 @@ class Context:
         job_id = None if self.options.job is None else job_id_of(self.options.job)
         place = None if job_id is None else self.place(job_id)
         self.say("gathering")
-        return gather(place, job_id or "", given, self.report.folder)
+        where = () if place is None else self.where(place)
+        return gather(place, job_id or "", given, self.report.folder, where=where)
 
 
 def _no_more(_: argparse.ArgumentParser) -> None:
@@ -91,6 +94,14 @@ class Runbook:
     """Whether it has steps that change something, and so `--yes`."""
     subject: str = "job"
     """Its argument: job, tenant, or environment."""
+    example: str = ""
+    """What follows its name in an example; empty: the subject alone."""
+
+    @property
+    def example_words(self) -> str:
+        """What somebody would type."""
+        alone = {"job": f"{EXAMPLE_JOB} --environment production", "tenant": "--tenant acme --environment production"}
+        return f"scripts/runbooks/{self.name} {self.example or alone[self.subject]}"
 
 
 def diagnosing(name: str, summary: str, diagnose: Diagnose) -> Runbook:

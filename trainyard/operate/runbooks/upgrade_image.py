@@ -54,4 +54,5 @@ def run(context: Context) -> None:
         context.report.findings.append(Finding("clear", f"{given.digest} is kept", verdict.lines(), (back,)))
 
 
-RUNBOOK = Runbook("upgrade_image", SUMMARY, run, options, subject="environment")
+EXAMPLE = "--digest sha256:DIGEST --canary jobs/quickstart.yaml --environment production"
+RUNBOOK = Runbook("upgrade_image", SUMMARY, run, options, subject="environment", example=EXAMPLE)
