@@ -446,6 +446,7 @@ def finetune_fields(row: Row) -> dict[str, Any]:
         "precision": precision_of(row["precision"]),
         "method": kind,
         "quantization": "gptq" if "gptq" in row["quant"].lower() else None,
+        "adapter": "scale" if "adapter v2" in method else "prefix" if "adapter" in method else None,
         **_finetune_library(row),
     }
 
@@ -459,6 +460,9 @@ def finetune_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
             unit = GIB if row["mem_unit"] == "GiB" else 1e9
             copies = (whole(row["gpus"]) or 1) if "sum over" in row["mem_unit"] else 1
             kind = "reserved_memory_gib" if "reserved" in row["note"] or copies > 1 else "peak_memory_gib"
+            if "Qwen README" in row["source"]:
+                # Of whole devices: sums over them, and 1.5 GB more than any tensor takes even where nothing else is.
+                kind = "device_memory_gib"
             predicted = result[kind] * GIB / unit * copies if result else None
             yield Score(name, index, row["source"], "peak_memory", measured, predicted)
         if row["outcome"] in ("ok", "OOM"):
@@ -540,15 +544,18 @@ MEMORY_GRIDS = {
 """The memory formulas' fitted constants. Those of Megatron are derived, none is fitted."""
 
 
-def _memory_case(group: str, fields: dict[str, Any], measured: float, *, unit: float) -> Case[MemoryConstants] | None:
-    """A peak in bytes / `unit`; None where the planner refuses."""
+def _memory_case(
+    group: str, fields: dict[str, Any], measured: float, *, unit: float, whole_device: bool = False
+) -> Case[MemoryConstants] | None:
+    """A peak in bytes / `unit`, of the allocator or the whole device; None where the planner refuses."""
     try:
         question = understand(fields)
     except InputError:
         return None
 
     def predicted(constants: MemoryConstants) -> float:
-        return memory(question.shape, question.layout, constants).allocated / unit
+        use = memory(question.shape, question.layout, constants)
+        return (use.device if whole_device else use.allocated) / unit
 
     return Case(group, measured, predicted)
 
@@ -560,7 +567,8 @@ def memory_cases(folder: Path) -> list[Case[MemoryConstants]]:
         measured, gpus = number(row["peak_memory"]), whole(row["gpus"]) or 1
         if measured is not None and "reserved" not in row["note"]:
             unit = (GIB if row["mem_unit"] == "GiB" else 1e9) / (gpus if "sum over" in row["mem_unit"] else 1)
-            cases.append(_memory_case(row["source"], finetune_fields(row), measured, unit=unit))
+            device = "Qwen README" in row["source"]
+            cases.append(_memory_case(row["source"], finetune_fields(row), measured, unit=unit, whole_device=device))
     for row in _rows(folder, "train_rows"):
         measured = number(row["value"])
         if row["reported_metric"].startswith("peak_memory") and measured is not None:

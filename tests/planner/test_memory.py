@@ -326,3 +326,39 @@ def test_queries_without_a_bottleneck_are_projected_at_once() -> None:
     assert lite.q_lora_rank == 0
     queries, down, up, out = 2048 * 16 * (128 + 64), 2048 * (512 + 64) + 512, 512 * 16 * (128 + 128), 16 * 128 * 2048
     assert lite.attention_params == queries + down + up + out
+
+
+LLAMA_2: dict[str, Any] = {
+    "model": "Llama 2", "params_b": 7, "gpu": "A100", "gpu_mem_gb": 40, "gpus": 1, "seq": 1304, "micro_batch": 1,
+    "precision": "bf16", "method": "lora", "framework": "litgpt",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("adapter", "quantized", "gb"), [("prefix", False, 19.98), ("scale", False, 25.51), ("scale", True, 18.3)]
+)
+def test_adapters_keep_what_their_gradients_need(adapter: str, quantized: bool, gb: float) -> None:
+    # litgpt, tutorials/resource-tables.md: LLaMA-Adapter of both versions, Llama 2 7B.
+    answer = predict(LLAMA_2 | {"adapter": adapter, "method": "qlora" if quantized else "lora"})
+    assert answer["peak_memory_gib"] * 1.073741824 == pytest.approx(gb, rel=0.03)
+    with pytest.raises(InputError, match="adapter: must be one of lora, prefix, scale"):
+        predict(LLAMA_2 | {"adapter": "prompt"})
+
+
+def test_a_plain_loops_optimizer_step_can_be_the_peak() -> None:
+    tiny = LLAMA_2 | {"model": "tiny-llama", "params_b": None, "method": "full", "seq": 128, "gpu_mem_gb": None}
+    question = understand(tiny)
+    assert question.layout.optimizer == "adamw", "who has the room doesn't page"
+    use = memory(question.shape, question.layout)
+    # Weights, gradients, both moments and the roots of one, of 2 bytes each.
+    assert use.allocated - use.workspace == pytest.approx(5 * 2 * question.shape.params, rel=1e-4)
+    assert use.allocated > sum(getattr(use, part) for part in PARTS)
+    assert understand(LLAMA_2 | {"method": "full"}).layout.optimizer == "adamw_paged", "13.5 GB x 5 of 40"
+
+
+def test_a_loss_that_stays_in_fp16() -> None:
+    four_bit = {"model": "Qwen-7B", "params_b": None, "method": "qlora", "framework": "transformers", "seq": 4096}
+    gptq, nf4 = (understand(LLAMA_2 | four_bit | {"quantization": kind}) for kind in ("gptq", "nf4"))
+    elements = 4096 * gptq.shape.vocab
+    assert logits_bytes(gptq.shape, gptq.layout) == 8 * elements
+    assert logits_bytes(nf4.shape, nf4.layout) == 16 * elements

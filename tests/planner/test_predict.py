@@ -14,6 +14,7 @@ OUTPUTS = {
     "model_state_gib",
     "activation_gib",
     "resting_memory_gib",
+    "device_memory_gib",
     "reserved_memory_gib",
     "needed_memory_gib",
     "step_seconds",

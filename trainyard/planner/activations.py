@@ -127,6 +127,12 @@ def _frozen_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants)
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
     qkv = shape.query_dim + 2 * shape.kv_dim
     width = 2.0 * qkv + shape.query_dim + shape.kv_dim + shape.query_dim + shape.hidden
+    if layout.adapter == "prefix":
+        # No product has an adapter: neither its input is kept nor a sum with its output made.
+        width -= qkv + shape.hidden
+    elif layout.adapter == "scale":
+        # A scale's gradient needs what it scales: the output of every product.
+        width += qkv + 2 * shape.hidden + shape.ffn * (2 if shape.gated_mlp else 1)
     width += shape.ffn * (3 if shape.gated_mlp else 1)
     width += shape.hidden * (4 if shape.norm == "rms" else 2)
     if layout.method == "qlora":
@@ -167,9 +173,10 @@ def _loss_element_bytes(layout: Layout, constants: MemoryConstants) -> float:
         return element + 4
     if layout.library == "litgpt":
         return 3 * element
-    if layout.keeps_rest_in_fp32:
-        return 4 + constants.plain_loss_bytes
-    return element + constants.plain_loss_bytes
+    if layout.method == "qlora" and layout.quantization == "gptq":
+        # Its kernels want fp16 throughout: no autocast widens the logits, their copy, log-softmax and gradient.
+        return 4 * element
+    return (4 if layout.keeps_rest_in_fp32 else element) + constants.plain_loss_bytes
 
 
 def encoder_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAULT_MEMORY) -> float:

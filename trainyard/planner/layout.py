@@ -12,6 +12,9 @@ Optimizer = Literal["adamw", "adamw_8bit", "adamw_paged", "adafactor", "muon", "
 Library = Literal["", "litgpt", "transformers", "nanotron", "trainyard"]
 """Whose loop, where its kernels differ from those of its engine; empty: of which nothing more is known.
 trainyard is our own trainer, whose memory has formulas of its own (`trainer_memory`)."""
+Adapter = Literal["lora", "prefix", "scale"]
+"""What is trained beside frozen weights: LoRA; LLaMA-Adapter's prefixes to attention (arXiv:2303.16199); its second
+version's scale and bias of each product (arXiv:2304.15010)."""
 Rank = Literal["worst", "first", "last"]
 Engine = Literal["torch", "deepspeed", "megatron", "plain"]
 """Whose training state and kernels: FSDP2/DDP with fp32 weights; DeepSpeed; Megatron-Core; a plain loop whose
@@ -52,6 +55,7 @@ class Layout:
     """Their names, where they are known: then their own sizes count."""
     quantization: Literal["nf4", "gptq"] = "nf4"
     """Of QLoRA's base: bitsandbytes' (transformers then keeps embeddings, norms and head in fp32), or GPTQ."""
+    adapter: Adapter = "lora"
     trains_vocabulary: bool = False
     """Beside adapters, copies of the embedding and the head are trained whole."""
     offload: Literal["none", "cpu", "nvme"] = "none"

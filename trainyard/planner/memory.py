@@ -83,6 +83,8 @@ class Memory:
     """Kernels' scratch and what pipelines have received: it stays between steps."""
     main_gradients: float = 0.0
     """fp32 copies of gradients that the optimizer's step makes, and that are let go when the next step begins."""
+    step_temporary: float = 0.0
+    """What the optimizer's step makes and lets go, while no activation is there."""
     moving_error: float = DEFAULT_MEMORY.moving_error
     """Relative standard error of what comes and goes within a step; no bytes."""
 
@@ -94,7 +96,7 @@ class Memory:
     @property
     def allocated(self) -> float:
         """The allocator's peak (torch.cuda.max_memory_allocated)."""
-        return max(float(sum(getattr(self, name) for name in PARTS)), self.resting)
+        return max(float(sum(getattr(self, name) for name in PARTS)), self.resting + self.step_temporary)
 
     @property
     def resting(self) -> float:
@@ -107,6 +109,11 @@ class Memory:
         return self.allocated * (1 + DEFAULT_MEMORY.fragmentation)
 
     @property
+    def device(self) -> float:
+        """What the device shows as taken (nvidia-smi): the allocator's, the CUDA context and NCCL."""
+        return self.reserved + DEFAULT_MEMORY.context_gib * GIB
+
+    @property
     def margin(self) -> float:
         """What the prediction may be short of, at most once in ten: its parts' own errors, as if independent."""
         moving = (self.activations, self.logits, self.buffers)
@@ -117,7 +124,7 @@ class Memory:
     @property
     def needed(self) -> float:
         """What the device must have: the peak and its margin, fragmentation, and what lies outside the allocator."""
-        return self.reserved + self.margin + DEFAULT_MEMORY.context_gib * GIB
+        return self.device + self.margin
 
 
 @dataclass(frozen=True)
@@ -263,6 +270,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
         + pipeline_buffer_bytes(shape, layout)
         + gathered_tokens_bytes(shape, layout),
         main_gradients=_main_gradient_bytes(layout) * _held(params, layout, 1),
+        step_temporary=_step_temporary(layout, optimizer),
         moving_error=constants.plain_moving_error if layout.engine == "plain" else constants.moving_error,
     )
 
@@ -354,6 +362,11 @@ def _held(params: StageParams, layout: Layout, needed_stage: int) -> float:
         return params.total
     # Expert parallelism takes its ranks out of the data-parallel ones.
     return params.dense / layout.shard_degree + params.expert / layout.expert_shard_degree
+
+
+def _step_temporary(layout: Layout, optimizer: float) -> float:
+    """torch's AdamW over all tensors at once (foreach, a plain loop's) makes the roots of the second moments."""
+    return optimizer / 2 if layout.engine == "plain" and layout.optimizer == "adamw" else 0.0
 
 
 def _main_gradient_bytes(layout: Layout) -> float:

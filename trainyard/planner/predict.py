@@ -16,7 +16,7 @@ from trainyard.hardware import Gpu, gpu, instance, instance_types
 from trainyard.planner.communication import Fabric, fabric, fabric_of
 from trainyard.planner.constants import GIB, has_hopper_workspaces
 from trainyard.planner.families import checked, has_size, known_name, says_experts, shape_of_known
-from trainyard.planner.layout import Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
+from trainyard.planner.layout import Adapter, Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.timing import DEFAULT_CONSTANTS, Constants, step_time, time_spread
@@ -30,7 +30,7 @@ KNOWN_FIELDS = frozenset(
         *("micro_batch", "global_batch", "precision", "recompute", "optimizer", "method", "lora_rank"),
         *("framework", "framework_version"),
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
-        *("dense_layers", "lora_targets", "trains_vocabulary", "quantization"),
+        *("dense_layers", "lora_targets", "trains_vocabulary", "quantization", "adapter"),
         *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
         *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
@@ -161,6 +161,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         "model_state_gib": use.state / GIB,
         "resting_memory_gib": use.resting / GIB,
         "reserved_memory_gib": use.reserved / GIB,
+        "device_memory_gib": use.device / GIB,
         "needed_memory_gib": use.needed / GIB,
         "activation_gib": use.activations / GIB,
         "step_seconds": time.total,
@@ -230,6 +231,10 @@ def understand(content: Mapping[str, Any]) -> Question:
     engine = _engine(fields, shape, gpus, split)
     layout = _layout(fields, shape, degrees, data_parallel, engine, device)
     links = _links(fields, device, gpus)
+    if not fields.given("optimizer") and layout.optimizer == "adamw_paged":
+        plain = dataclasses.replace(layout, optimizer="adamw")
+        # Who has the room doesn't page.
+        layout = plain if memory(shape, plain).needed <= device.memory_gib * GIB else layout
     if not fields.given("micro_batch"):
         layout = _usual_micro_batch(shape, layout, device, links, batch_known=fields.given("global_batch"))
     return Question(shape, layout, device, links, _counts_causal(fields))
@@ -556,6 +561,7 @@ def _layout(
         num_lora_targets=fields.whole("lora_targets", 2),
         quantization=cast(Any, fields.choice("quantization", "nf4", ("nf4", "gptq"))),
         trains_vocabulary=fields.flag("trains_vocabulary", False),
+        adapter=cast(Adapter, fields.choice("adapter", "lora", get_args(Adapter))),
         offload=cast(Any, fields.choice("offload", "none", ("none", "cpu", "nvme"))),
         optimizer=cast(
             Optimizer, fields.choice("optimizer", _usual_optimizer(kernels, ranks, method), get_args(Optimizer))
