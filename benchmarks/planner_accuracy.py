@@ -153,8 +153,16 @@ def train_fields(row: Row) -> dict[str, Any]:
         "framework": _framework(row),
         "framework_version": _version(row),
         "method": "lora" if row["task"] == "lora" else None,
+        "expert_exchange": "deepep" if "DeepEP" in row["note"] else None,
+        "expert_overlap": _expert_overlap(row["note"]),
     }
     return fields
+
+
+def _expert_overlap(note: str) -> bool | None:
+    """Whether the experts' exchange was overlapped, where the note says so."""
+    said = re.search(r"a2a overlap (on|off)", note)
+    return said.group(1) == "on" if said else None
 
 
 def _hardware_share(row: Row) -> float:

@@ -92,6 +92,10 @@ class Layout:
     """Megatron's experts run as one grouped product over four streams, each with a workspace."""
     gathers_tokens: bool = False
     """Megatron's all-gather dispatcher: every rank of an expert group has all its tokens in a buffer that stays."""
+    expert_overlap: bool | None = None
+    """Whether the experts' exchange runs behind another micro-batch's computing; None: nobody says."""
+    host_exchange: bool = False
+    """Tokens go to experts by DeepEP over EFA: without GPU-initiated RDMA, threads of the host drive the network."""
     last_stage_layers: int | None = None
     """Layers of the last pipeline rank where the split is uneven; None: as many as the others."""
     transformer_engine: bool = True

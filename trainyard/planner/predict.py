@@ -32,6 +32,7 @@ KNOWN_FIELDS = frozenset(
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
         *("dense_layers", "lora_targets", "trains_vocabulary", "quantization", "adapter"),
         *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
+        *("expert_overlap", "expert_exchange"),
         *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
 )
@@ -484,10 +485,19 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "deferred_head": fields.flag("deferred_head", False),
         "grouped_experts": fields.flag("grouped_experts", True),
         "gathers_tokens": fields.flag("gathers_tokens", False),
+        "expert_overlap": fields.flag("expert_overlap", False) if fields.given("expert_overlap") else None,
+        "host_exchange": _host_exchange(fields),
         "last_stage_layers": fields.whole("last_stage_layers", 1) if fields.given("last_stage_layers") else None,
         "flash_attention": attention == "flash",
         "fp32_softmax": attention == "eager",
     }
+
+
+def _host_exchange(fields: _Fields) -> bool:
+    """DeepEP on AWS's network, EFA, which its kernels can't drive from the GPU."""
+    place = fields.text("interconnect").lower()
+    on_aws = "efa" in place or any(name in place for name in instance_types())
+    return fields.choice("expert_exchange", "nccl", ("nccl", "deepep")) == "deepep" and on_aws
 
 
 def _usual_recompute(fields: _Fields, kernels: Mapping[str, Any], gpus: int, method: Method) -> str:

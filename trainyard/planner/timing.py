@@ -322,7 +322,7 @@ class _Rank:
             backward=backward,
             recompute=again,
             tensor=_tensor_seconds(shape, layout, stage, self.links) * exposed,
-            expert=_expert_seconds(shape, layout, stage, self.links) * constants.expert_exposed * constants.imbalance,
+            expert=self._expert_exposed(stage),
             context=self._context_seconds(stage),
             sharding=_sharding_seconds(shape, layout, stage, self.links),
         )
@@ -339,6 +339,17 @@ class _Rank:
             block = self._routed() if shape.moe_layers else self._mlp(shape.ffn)
             joined = _Work(self.product(self.tokens, shape.hidden, 2 * shape.hidden / layout.tensor), 0.0, 0.0)
             yield from [_sum(joined, _sum(self._attention(), block))] * shape.mtp_layers
+
+    def _expert_exposed(self, stage: Stage) -> float:
+        """Of the experts' exchange, what stands alone.
+
+        A share of it where nobody says whether computing hides it, or it does; all of it where it doesn't, or where
+        the host drives DeepEP's network half.
+        """
+        layout, constants = self.layout, self.constants
+        alone = layout.host_exchange or layout.expert_overlap is False
+        share = max(constants.expert_exposed, 1.0) if alone else constants.expert_exposed
+        return _expert_seconds(self.shape, layout, stage, self.links) * constants.imbalance * share
 
     def _context_seconds(self, stage: Stage) -> float:
         """Context parallelism: every rank's keys and values, and back their gradients, beyond the attention's time.
