@@ -7,14 +7,15 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
+from trainer.checkpoint import Checkpointer
 from trainer.leaving import leave
 from trainer.models.build import outline_model
 from trainer.optimizers.schedule import learning_rate_at
@@ -81,9 +82,7 @@ def train(request: RunRequest, job: ResolvedJob, strategy: Strategy, runtime: Ru
     """Losses, gradient norms and the validation loss at the end, as every rank sees them."""
     assert job.steps is not None
     if request.load:
-        tensors = strategy.state_tensors()
-        dcp.load(tensors, checkpoint_id=request.load)
-        strategy.after_load(tensors)
+        load(request.load, strategy, runtime)
     losses, grad_norms, applied = [], [], []
     for step in range(request.first_step, request.last_step + 1):
         batches = rank_batches(job, step, strategy.data_parallel_rank, is_packed=request.is_packed)
@@ -95,7 +94,7 @@ def train(request: RunRequest, job: ResolvedJob, strategy: Strategy, runtime: Ru
         grad_norms.append(update.grad_norm)
         applied.append(update.was_applied)
         if request.save and step == request.save_after_step:
-            dcp.save(strategy.state_tensors(), checkpoint_id=request.save)
+            save(request.save, step, strategy, runtime)
     batches = rank_batches(job, VALIDATION_STEP, strategy.data_parallel_rank, is_packed=request.is_packed)
     targets = global_targets(VALIDATION_STEP, job.spec.training.global_batch_size)
     total = runtime.sum_over_ranks(strategy.evaluate(batches).item())[0] / targets
@@ -106,6 +105,38 @@ def train(request: RunRequest, job: ResolvedJob, strategy: Strategy, runtime: Ru
         reference = torch.load(request.weights, mmap=True)
         seen["weights_error"] = weights_error(weights_of(strategy), reference, runtime)
     return seen
+
+
+def checkpoints_at(folder: str, runtime: Runtime) -> Checkpointer:
+    """The trainer's own, for one save or load."""
+    return Checkpointer(
+        folder,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        local_dir=Path(f"{folder}-scratch"),
+        keep_last=1,
+        asynchronous=False,
+        process_group=runtime.control_group,
+        report=lambda _: None,
+    )
+
+
+def save(folder: str, step: int, strategy: Strategy, runtime: Runtime) -> None:
+    """As a session does; returns when it is committed."""
+    with closing(checkpoints_at(folder, runtime)) as checkpoints:
+        checkpoints.save(step, strategy.state_tensors(), {"engine": strategy.engine_state()})
+        assert checkpoints.last_committed_step == step, checkpoints.last_error
+
+
+def load(folder: str, strategy: Strategy, runtime: Runtime) -> None:
+    """As a session does, straight into the engine's tensors."""
+    with closing(checkpoints_at(folder, runtime)) as checkpoints:
+        tensors = strategy.state_tensors()
+        info = checkpoints.latest(lambda: tensors, may_spoil=True)
+        assert info is not None, f"{folder} has no checkpoint"
+        extra = checkpoints.load(info, tensors)
+        strategy.after_load(tensors)
+        strategy.load_engine_state(extra["engine"])
 
 
 def weights_of(strategy: Strategy) -> dict[str, torch.Tensor]:
