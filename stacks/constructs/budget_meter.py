@@ -19,6 +19,7 @@ from stacks.constructs.broker import gpus_of, prices_of
 from stacks.constructs.functions import function_code, ring, tenant_function
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
+from trainyard.spec.meters import OBJECTIVES
 
 EVERY = Duration.minutes(5)
 TIME_LIMIT = Duration.minutes(4)
@@ -101,11 +102,23 @@ class BudgetMeter(Construct):
             ("Unpriced", self._metric("UnpricedJobs", "Maximum"), 1, unpriced),
         ):
             tell(construct_id, metric=metric, description=said(text), threshold=threshold, no_figure=missing.IGNORE)
+        self._alarm_of_waits(topic)
         errors, text = self.function.metric_errors(period=EVERY), "the meter fails; its log says why"
         tell("Blind", metric=errors, description=said(text), periods=3)
         text = "the meter hasn't looked for a quarter of an hour (or never yet); its function's metrics say why"
         looks = self._metric("BudgetUsedPercent", "SampleCount")
         tell("Silent", metric=looks, description=said(text), periods=3, is_below=True, no_figure=missing.BREACHING)
+
+    def _alarm_of_waits(self, topic: sns.ITopic) -> None:
+        """A job tells of its wait once that is over; this rings while it lasts."""
+        (queue,) = (one for one in OBJECTIVES if one.name == "queue")
+        text = (
+            f"Tenant {self._tenant.name}: a job has waited over {queue.limit / 60:g} minutes for machines, and still"
+            " waits. trainyard jobs lists it; scripts/runbooks/capacity_or_quota_short JOB,"
+            " docs/runbooks/capacity_or_quota_short.md"
+        )
+        metric = self._metric("LongestWaitSeconds", "Maximum")
+        ring(self, "Waiting", metric=metric, topic=topic, description=text, threshold=queue.limit)
 
 
 def meter_settings(tenant: TenantScope) -> dict[str, object]:

@@ -248,6 +248,31 @@ def test_an_ended_job_is_asked_for_again_as_long_as_its_warm_pool_waits(
         assert ("acme-ended" in clients.described) is is_asked
 
 
+def test_who_waits_longest_is_published_while_it_waits(monkeypatch: pytest.MonkeyPatch, clients: Clients) -> None:
+    now = datetime.now(UTC)
+    assert looked(monkeypatch, clients)["longest_wait_seconds"] == 0, "all of them have had machines"
+    created = {"TrainingStartTime": None, "CreationTime": now - timedelta(hours=2)}
+    for name, state in (("acme-waits", "InProgress"), ("acme-gave-up", "Failed"), ("globex-waits", "InProgress")):
+        clients.jobs[name] = job(name, TrainingJobStatus=state) | created
+    clients.jobs["acme-gave-up"] |= {"CreationTime": now - timedelta(hours=9)}
+    clients.jobs["globex-waits"] |= {"CreationTime": now - timedelta(hours=9)}
+    assert looked(monkeypatch, clients)["longest_wait_seconds"] == pytest.approx(7200, abs=60)
+    assert clients.metrics["LongestWaitSeconds-test"] == pytest.approx(7200, abs=60)
+    # In a training queue SageMaker has none of it yet; another tenant's share is not this one's.
+    long_ago = 1000 * (now - timedelta(hours=3)).timestamp()
+    clients.queued = [
+        {"jobId": "1", "jobName": "acme-b", "share": "acme", "status": "RUNNABLE", "createdAt": long_ago},
+        {"jobId": "2", "jobName": "acme-c", "share": "acme", "status": "RUNNING", "createdAt": 0},
+        {"jobId": "3", "jobName": "globex-b", "share": "globex", "status": "RUNNABLE", "createdAt": 0},
+    ]
+    assert looked(monkeypatch, clients, queues=("arn:q",))["longest_wait_seconds"] == pytest.approx(10800, abs=60)
+    monkeypatch.setattr(clients, "_list_service_jobs", lambda **_: clients._check("no-queue"))
+    clients.unstoppable = {"no-queue"}
+    answer = looked(monkeypatch, clients, queues=("arn:q",))
+    assert answer["unasked"] == ["arn:q: OSError: no route to no-queue"] and answer["usd"] != "0"
+    assert answer["longest_wait_seconds"] == pytest.approx(7200, abs=60), "what is known is told"
+
+
 def test_jobs_whose_price_nobody_knows_are_counted_and_published(
     monkeypatch: pytest.MonkeyPatch, clients: Clients
 ) -> None:

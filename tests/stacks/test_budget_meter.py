@@ -57,6 +57,7 @@ def test_no_figure_is_no_all_clear(account: Any) -> None:
     assert found == {
         ("BudgetUsedPercent-local", "Maximum"): ("ignore", reached),
         ("UnpricedJobs-local", "Maximum"): ("ignore", reached),
+        ("LongestWaitSeconds-local", "Maximum"): ("notBreaching", reached),
         ("Errors", "Sum"): ("notBreaching", reached),
         ("BudgetUsedPercent-local", "SampleCount"): ("breaching", "LessThanThreshold"),
     }
@@ -73,7 +74,7 @@ def test_the_tenants_topic_hears_of_the_warning_and_of_the_end(account: Any) -> 
     alarms = account.resources(TRAINING, "AWS::CloudWatch::Alarm")
     found = {name: item for name, item in alarms.items() if name.startswith("BudgetMeter")}
     thresholds = {item["Threshold"] for item in found.values() if item.get("Statistic") == "Maximum"}
-    assert thresholds == {80, 100, 1}
+    assert thresholds == {80, 100, 1, 3600}
     assert all(item["AlarmActions"] for item in found.values())
 
 

@@ -102,7 +102,7 @@ def test_budget_counts_the_tenants_tag_and_warns_before_and_at_the_limit(account
 def test_every_alarm_reaches_the_people_of_the_environment_file(account: Any) -> None:
     topic = account.arn(STACK, account.only(STACK, "AWS::SNS::Topic"))
     alarms = account.resources(STACK, "AWS::CloudWatch::Alarm")
-    assert len(alarms) == 9 + len(OBJECTIVES) * len(BURNS)
+    assert len(alarms) == 10 + len(OBJECTIVES) * len(BURNS)
     assert all(alarm["AlarmActions"] == [topic] for alarm in alarms.values())
     (subscription,) = account.resources(STACK, "AWS::SNS::Subscription").values()
     assert (subscription["TopicArn"], subscription["Endpoint"]) == (topic, "acme-leads@example.com")

@@ -13,9 +13,11 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
-from trainyard.functions.job_meter import LONGEST_DAYS, Rates, Use, is_settled, month_of, uses_of
+from trainyard.functions.job_meter import LONGEST_DAYS, Rates, Use, is_settled, month_of, uses_of, waiting_seconds
 
-QUEUE_STATES = ("SUBMITTED", "PENDING", "RUNNABLE", "SCHEDULED", "STARTING", "RUNNING")
+WAITING_STATES = ("SUBMITTED", "PENDING", "RUNNABLE")
+"""Of a job in a training queue that SageMaker doesn't have yet."""
+QUEUE_STATES = (*WAITING_STATES, "SCHEDULED", "STARTING", "RUNNING")
 REASON = "the month's budget is spent"
 
 _ended: dict[str, list[Use]] = {}
@@ -55,9 +57,10 @@ def survey(
     since: datetime.datetime,
     now: datetime.datetime,
     ended: dict[str, list[Use]],
-) -> tuple[list[Use], list[str]]:
+) -> tuple[list[Use], list[str], float]:
     """(use of the jobs whose names begin so and that may hold machines after `since`, names of those that run and
-    aren't being stopped). `ended`: what is known of ended ones already, and gets to be."""
+    aren't being stopped, seconds that the one waits that waits longest). `ended`: what is known of ended ones already,
+    and gets to be."""
     states: dict[str, str] = {}
     created = since - datetime.timedelta(days=LONGEST_DAYS)
     for prefix in prefixes:
@@ -66,15 +69,31 @@ def survey(
         states |= {job["TrainingJobName"]: job["TrainingJobStatus"] for job in listed}
     states = {name: state for name, state in states.items() if name.startswith(tuple(prefixes))}
     uses = []
+    longest_wait = 0.0
     for name in sorted(states):
         found = ended.get(name)
         if found is None:
             job = sagemaker.describe_training_job(TrainingJobName=name)
             found = uses_of(job, now)
+            longest_wait = max(longest_wait, waiting_seconds(job, now))
             if is_settled(job):
                 ended[name] = found
         uses += found
-    return uses, sorted(name for name, state in states.items() if state == "InProgress")
+    return uses, sorted(name for name, state in states.items() if state == "InProgress"), longest_wait
+
+
+def longest_wait_in_queues(settings: Mapping[str, Any], batch: Any, now: datetime.datetime) -> tuple[float, list[str]]:
+    """(seconds that the one waits longest of the tenant's jobs that wait in its training queues, a line for each queue
+    that couldn't be asked). Batch counts milliseconds since the epoch."""
+    longest, failed = 0.0, []
+    for queue in settings["queues"]:
+        try:
+            waiting = [job for state in WAITING_STATES for job in _queued(batch, queue, settings["tenant"], state)]
+        except Exception as error:  # the money is looked at all the same
+            failed.append(f"{queue}: {type(error).__name__}: {' '.join(str(error).split())}")
+            continue
+        longest = max([longest, *(now.timestamp() - job["createdAt"] / 1000 for job in waiting if "createdAt" in job)])
+    return longest, failed
 
 
 def stop_all(
@@ -127,14 +146,17 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     settings, now = json.loads(os.environ["METER"]), datetime.datetime.now(datetime.UTC)
     sagemaker, budget = boto3.client("sagemaker"), settings["budget"]
     rates = {kind: {way: Decimal(usd) for way, usd in known.items()} for kind, known in settings["rates"].items()}
-    uses, running = survey(sagemaker, settings["prefixes"], since=month_of(now)[0], now=now, ended=_ended)
+    batch = boto3.client("batch") if settings["queues"] else None
+    uses, running, waited = survey(sagemaker, settings["prefixes"], since=month_of(now)[0], now=now, ended=_ended)
     found = taken(uses, rates, settings["gpus"], now)
     percent = used_percent(found, budget)
+    queued, unasked = longest_wait_in_queues(settings, batch, now)
     figures = {
         "BudgetUsedPercent": percent,
         "SpentUsd": found["usd"],
         "GpuHours": found["gpu_hours"],
         "UnpricedJobs": found["unpriced_jobs"],
+        "LongestWaitSeconds": max(waited, queued),
     }
     boto3.client("cloudwatch").put_metric_data(
         Namespace=settings["namespace"],
@@ -146,7 +168,6 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     stopped: list[str] = []
     failed: list[str] = []
     if percent >= 100 and budget["when_spent"] == "stop":
-        batch = boto3.client("batch") if settings["queues"] else None
         stopped, failed = stop_all(settings, running, sagemaker, batch)
     answer = {
         "meter": f"{now:%Y-%m}",
@@ -154,6 +175,8 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
         "usd": str(found["usd"]),
         "gpu_hours": str(found["gpu_hours"].quantize(Decimal("0.0001"))),
         "unpriced": found["unpriced"],
+        "longest_wait_seconds": round(max(waited, queued)),
+        "unasked": unasked,
         "stopped": stopped,
         "failed": failed,
     }

@@ -107,6 +107,14 @@ def uses_of(job: Mapping[str, Any], now: datetime.datetime) -> list[Use]:
     ]
 
 
+def waiting_seconds(job: Mapping[str, Any], now: datetime.datetime) -> float:
+    """For how long a job has waited that has had no machine yet; 0 for one that has, or has ended without."""
+    if job["TrainingJobStatus"] in ENDED or job.get("TrainingStartTime") is not None:
+        return 0.0
+    created = job.get("CreationTime")
+    return 0.0 if created is None else max(0.0, (now - created).total_seconds())
+
+
 def is_settled(job: Mapping[str, Any]) -> bool:
     """Whether a job's description won't change: it has ended, and no warm pool of it waits."""
     pool = job.get("WarmPoolStatus")

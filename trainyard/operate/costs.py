@@ -136,7 +136,7 @@ class Meter:
         sagemaker = access.launcher.client("sagemaker")
         prefixes = [f"{tenant}-", f"{BATCH}{tenant}-"]
         with aws_errors("listing", f"training jobs of tenant {tenant}"):
-            uses, _ = survey(sagemaker, prefixes, since=self._since, now=self._now, ended={})
+            uses, *_ = survey(sagemaker, prefixes, since=self._since, now=self._now, ended={})
         held = [use for use in uses if use.until > self._since and use.began < self._until]
         owner = _job_ids(held, tenant, access.place.store, self.unread)
         return [charge for use in held for charge in self._days(use, owner(use.name), access)]

@@ -310,5 +310,5 @@ OBJECTIVES = (
         advice="under 80 % of a job's time makes steps that it keeps: trainyard status JOB says where the rest goes",
     ),
 )
-"""What a tenant is promised, and alarmed about. A job tells of a wait once it is over: one that still waits is in
-`trainyard jobs`; one that failed for good rings by SageMaker's own event (stacks/constructs/alarms.py)."""
+"""What a tenant is promised, and alarmed about. A job tells of a wait once it is over: of one that still waits the
+budget meter tells; one that failed for good rings by SageMaker's own event (stacks/constructs/alarms.py)."""
