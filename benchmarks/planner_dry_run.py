@@ -192,7 +192,8 @@ def _cases() -> dict[str, Case]:
 
 def _experts() -> dict[str, tuple[str, JobSpec, int]]:
     """Copies of shards, adapters, experts, latent attention: four layers each, of which DeepSeek's first is dense."""
-    spread, both = {"data_shard": 8, "expert": 4}, {"data_shard": 4, "tensor": 2, "expert": 2}
+    spread, narrow = {"data_shard": 8, "expert": 4}, {"data_shard": 4, "tensor": 2}
+    both = narrow | {"expert": 2}
     selective: dict[str, Any] = {"activation_checkpointing": "selective"}
     full: dict[str, Any] = {"activation_checkpointing": "full"}
     copied = {"data_replicate": 2, "data_shard": 4}
@@ -204,6 +205,8 @@ def _experts() -> dict[str, tuple[str, JobSpec, int]]:
         "qlora": ("FSDP8, QLoRA", adapted({"data_shard": 8}, "qlora", SEVEN_BILLION), 5),
         "qlora-full": ("FSDP8, QLoRA, full", adapted({"data_shard": 8}, "qlora", SEVEN_BILLION, **full), 5),
         "qlora-mixtral": ("FSDP8, QLoRA of Mixtral", adapted({"data_shard": 8}, "qlora", MIXTRAL), 5),
+        "lora-tensor": ("TP2 x FSDP4, LoRA", adapted(narrow, "lora", SEVEN_BILLION), 5),
+        "qlora-tensor": ("TP2 x FSDP4, QLoRA", adapted(narrow, "qlora", SEVEN_BILLION), 5),
         "mixtral": ("FSDP8, Mixtral", few_layers({"data_shard": 8}, MIXTRAL), 5),
         "mixtral-spread": ("EP4 x FSDP8, Mixtral", few_layers(spread, MIXTRAL), 5),
         "mixtral-alone": ("EP8 x FSDP8, Mixtral", few_layers(spread | {"expert": 8}, MIXTRAL), 5),
