@@ -15,7 +15,7 @@ from typing import Any
 import boto3
 from botocore.config import Config
 from s3_proxy import CLIENT_SECONDS, S3Proxy
-from sites import LEFTOVERS, MEETING_SECONDS, environment_of
+from sites import MEETING_SECONDS, environment_of, left_behind
 from trainer_testing.faulty_entrypoint import S3_SECONDS_VARIABLE
 
 from trainyard import emulator
@@ -188,7 +188,7 @@ class CloudSite:
         problems = [f"left running: {pid}" for pid in sorted(left)]
         # The disks of machines that were lost are gone with them; those of the last ones are not.
         last = jobs / self._job_name / f"attempt-{len(job_attempts(self._cloud.info, self._job_name))}"
-        problems += [f"left behind: {path}" for pattern in LEFTOVERS for path in last.rglob(pattern)]
+        problems += left_behind(last)
         answer = self.s3.list_multipart_uploads(Bucket=_BUCKET, Prefix=f"{self._name}/")
         problems += [f"multipart upload left: {upload['Key']}" for upload in answer.get("Uploads", [])]
         return problems

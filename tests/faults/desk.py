@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sites import LEFTOVERS, environment_of
+from sites import environment_of, left_behind
 from trainer_testing.faulty_entrypoint import MODULE
 
 from trainyard.emulator.processes import kill_all
@@ -117,9 +117,7 @@ class DeskSite:
         while is_running(directory) and time.monotonic() < until:
             time.sleep(0.1)
         problems = ["its supervisor still runs"] if is_running(directory) else []
-        for pattern in LEFTOVERS:
-            problems += [f"left behind: {path}" for path in directory.rglob(pattern)]
-        return problems + self.reasons
+        return problems + left_behind(directory) + self.reasons
 
     def goodput(self) -> dict[str, Any] | None:
         found = goodput(self._store.read(self._job_id).record, None)

@@ -64,6 +64,12 @@ class Site(Protocol):
         """End all."""
 
 
+def left_behind(folder: Path) -> list[str]:
+    """What no ended job may leave in `folder`. What goes while this looks is not left: machines' disks go with them."""
+    found = [Path(at, name) for at, folders, files in os.walk(folder) for name in (*folders, *files)]
+    return [f"left behind: {path}" for path in found if any(path.match(pattern) for pattern in LEFTOVERS)]
+
+
 def environment_of(folder: Path, variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """What every process of a campaign's job gets, `variables` beside it."""
     return {
@@ -271,10 +277,7 @@ class HostsSite:
         while (left := processes_in(self.root)) and time.monotonic() < until:
             time.sleep(0.1)
         problems = [f"left running: {pid}" for pid in sorted(left)]
-        problems += [f"left behind: {path}" for path in self._disk.rglob("*partial*")]
-        for pattern in LEFTOVERS:
-            problems += [f"left behind: {path}" for path in (self.root / "hosts").rglob(pattern)]
-        return problems + self.reasons
+        return problems + left_behind(self._disk) + left_behind(self.root / "hosts") + self.reasons
 
     def goodput(self) -> None:
         return None
