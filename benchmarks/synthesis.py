@@ -1,6 +1,9 @@
 """How long an environment of many tenants takes to synthesize, and how large its largest stack is.
 
 .venv/bin/python benchmarks/synthesis.py --tenants 100
+
+A process for each core makes a part of the tenants (stacks/parts.py); `--processes 1` has one make all. On a busy
+machine the CPU seconds divided by the processes say what the wall clock can't.
 """
 
 import argparse
@@ -37,6 +40,7 @@ def main() -> int:
     """Synthesizes once as `trainyard deploy` does, with every check, and prints what it took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tenants", type=int, default=100)
+    parser.add_argument("--processes", type=int, help="default: one for each core")
     parser.add_argument("--without-checks", action="store_true", help="as the proof of isolation synthesizes")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,8 +48,10 @@ def main() -> int:
         path.write_text(environment(arguments.tenants))
         assembly = Path(folder) / "cdk.out"
         assembly.mkdir()
+        context = {"checks": "off"} if arguments.without_checks else {}
+        context |= {"processes": str(arguments.processes)} if arguments.processes else {}
         start = time.perf_counter()
-        templates = synthesize_into(assembly, path, ROOT, {"checks": "off"} if arguments.without_checks else None)
+        templates = synthesize_into(assembly, path, ROOT, context)
         seconds = time.perf_counter() - start
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     sizes = Counter({name: len(template["Resources"]) for name, template in templates.items()})

@@ -1,5 +1,7 @@
 """One environment file -> stacks."""
 
+from collections.abc import Iterable
+
 from constructs import Construct
 
 from stacks.foundation import FoundationStack
@@ -11,12 +13,13 @@ from stacks.training import TrainingStack
 from trainyard.spec.platform import EnvironmentSpec
 
 
-def deploy_environment(scope: Construct, environment: EnvironmentSpec) -> None:
-    """The platform stack, and a foundation and a training stack per tenant. InputError before the first of them."""
+def deploy_environment(scope: Construct, environment: EnvironmentSpec, tenants: Iterable[str] | None = None) -> None:
+    """The platform stack, and a foundation and a training stack for each of `tenants` (default: all). InputError before
+    the first of them."""
     check_environment(environment)
     platform = PlatformStack(scope, environment=environment)
     tag_environment(platform, environment)
-    for name in environment.tenants:
+    for name in environment.tenants if tenants is None else tenants:
         tenant = TenantScope(environment, name)
         foundation = FoundationStack(scope, tenant=tenant, images=platform.images)
         training = TrainingStack(scope, tenant=tenant, foundation=foundation, budget_actor=platform.budget_actor)

@@ -1,6 +1,9 @@
 """What the environment file alone can't be checked for: its values against each other and against the machines."""
 
+import difflib
 import re
+
+from aws_cdk.region_info import RegionInfo
 
 from trainyard.errors import InputError
 from trainyard.hardware import instance, network_interfaces
@@ -36,6 +39,13 @@ def _check_region(environment: EnvironmentSpec) -> None:
         raise InputError(
             f"environment {environment.name}: region {environment.region} is in a partition of its own, with other "
             "ARNs and without AWS Budgets; choose a commercial region"
+        )
+    known = [region.name for region in RegionInfo.regions]
+    if environment.region not in known:
+        close = ", ".join(difflib.get_close_matches(environment.region, known, n=3)) or "none"
+        raise InputError(
+            f"environment {environment.name}: region {environment.region} is none that the CDK knows; "
+            f"close to it: {close}"
         )
 
 

@@ -44,16 +44,26 @@ def _run_app(context: dict[str, str], tmp_path: Path) -> subprocess.CompletedPro
     )
 
 
-def test_the_same_templates_from_any_place_without_credentials_home_or_node(
-    tmp_path: Path, templates: dict[str, Any]
+def test_the_same_templates_from_any_place_without_credentials_home_or_node_by_one_process_or_two(
+    tmp_path: Path, templates: dict[str, Any], assemblies: Path
 ) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_bytes((ROOT / "environments" / "dev.yaml").read_bytes())
+    path.write_bytes((ROOT / "environments" / "local.yaml").read_bytes())
     # The checks have passed where `templates` were made, and the next test but one has them as here.
-    done = _run_app({"environment": str(path), "checks": "off"}, tmp_path)
+    done = _run_app({"environment": str(path), "checks": "off", "processes": "2"}, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     made = {item.name.removesuffix(SUFFIX): json.loads(item.read_text()) for item in _made(tmp_path)}
-    assert made == templates["dev"]
+    assert made == templates["local"]
+    # What the CDK's command goes by: every stack with its dependencies, and every asset that is to be uploaded.
+    whole, joined = assemblies / "local", tmp_path / "out"
+    artifacts = [json.loads((folder / "manifest.json").read_text())["artifacts"] for folder in (whole, joined)]
+    kept = [{name: item.get("dependencies") for name, item in each.items()} for each in artifacts]
+    assert kept[0] == kept[1]
+    assert {item.name for item in whole.iterdir()} - {"validation-report.json"} == {
+        item.name for item in joined.iterdir()
+    }
+    trees = [json.loads((folder / "tree.json").read_text())["tree"]["children"] for folder in (whole, joined)]
+    assert set(trees[0]) == set(trees[1])
 
 
 @pytest.mark.parametrize(
@@ -141,6 +151,11 @@ def test_small_and_large_networks_synthesize(
 def test_regions_of_other_partitions_are_refused(environments: dict[str, Any], region: str) -> None:
     with pytest.raises(InputError, match=f"region {region} is in a partition of its own"):
         check_environment(_changed(environments, {"region": region, "availability_zones": [f"{region}a"]}))
+
+
+def test_a_region_that_is_none_is_refused(environments: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="region us-wset-2 is none that the CDK knows; close to it: us-west-2"):
+        check_environment(_changed(environments, {"region": "us-wset-2", "availability_zones": ["us-wset-2a"]}))
 
 
 def test_a_zone_named_twice_is_refused(environments: dict[str, Any]) -> None:
