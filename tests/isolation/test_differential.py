@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from ministack.core import iam_evaluator as other
@@ -35,9 +36,18 @@ def _written(statement: Statement) -> dict[str, Any]:
     return {"Effect": "Allow" if statement.allows else "Deny", "Condition": conditions, **written}
 
 
+@lru_cache(maxsize=10_000)
+def read(policy: Policy) -> tuple[dict[str, Any], Any]:
+    """The document, and as the other evaluator reads it; None instead where that depends on the request."""
+    content = document(policy)
+    return content, None if "${" in str(content) else other.parse_policy_document(content)
+
+
 def _without_variables(content: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
     """Policy variables in resources (`${aws:userid}`) written out, as this evaluator knows none; one that has no value
     stays, and matches nothing."""
+    # A copy of what changes: the content is kept for the next request.
+    content = {**content, "Statement": [dict(statement) for statement in content["Statement"]]}
     for statement in content["Statement"]:
         for part in {"Resource", "NotResource"} & statement.keys():
             for key, value in stated.items():
@@ -63,15 +73,17 @@ def second_opinion(request: Request) -> str:
     )
 
     def parsed(policy: Policy) -> Any:
-        return other.parse_policy_document(_without_variables(document(policy), stated))
+        content, whole = read(policy)
+        return whole or other.parse_policy_document(_without_variables(content, stated))
 
     limits = [[parsed(caller.boundary)]] if caller.boundary else []
     own = other.evaluate(context, [parsed(caller.policy)], *limits)
     required = needs_resource_policy(request.action, request.resource)
     if request.resource_policy is None and not required:
         return str(own.decision)
+    resource_policy = read(request.resource_policy)[0] if request.resource_policy else document(None)
     decision = other.combine_resource_policy(
-        own, context, document(request.resource_policy), ACCOUNT, required=required, limits=tuple(limits)
+        own, context, resource_policy, ACCOUNT, required=required, limits=tuple(limits)
     )
     return str(decision.decision)
 

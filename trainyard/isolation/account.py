@@ -114,6 +114,8 @@ class Account:
     """Roles whose boundary is lifted."""
     _policies: dict[tuple[DocumentKey, ...], Policy] = field(default_factory=dict, compare=False)
     _callers: dict[str, Caller] = field(default_factory=dict, compare=False)
+    _things: dict[str | None, list[Thing]] = field(default_factory=dict, compare=False)
+    _at: dict[str, Thing | None] = field(default_factory=dict, compare=False)
 
     def policy(self, *keys: DocumentKey) -> Policy:
         """Documents judged as one policy."""
@@ -151,7 +153,18 @@ class Account:
 
     def things_of(self, tenant: str | None, *kinds: str) -> list[Thing]:
         """What the tenant, or the platform, owns; of some kinds only where given."""
-        return [thing for thing in self.things if thing.tenant == tenant and (not kinds or thing.kind in kinds)]
+        if tenant not in self._things:
+            self._things[tenant] = [thing for thing in self.things if thing.tenant == tenant]
+        return [thing for thing in self._things[tenant] if not kinds or thing.kind in kinds]
+
+    def thing_at(self, arn: str) -> Thing | None:
+        """The thing with a policy that this ARN is, or is in."""
+        if arn not in self._at:
+            bucket = arn.partition("/")[0] if arn.startswith("arn:aws:s3:") else arn
+            found = next((item for item in self.things if item.pattern in {arn, bucket}), None)
+            role = (item for item in self.things if item.kind == "role" and arn in item.examples)
+            self._at[arn] = found or next(role, None)
+        return self._at[arn]
 
     def changed(
         self, documents: Mapping[DocumentKey, tuple[Statement, ...]], unbounded: frozenset[str] = frozenset()

@@ -45,11 +45,16 @@ class Context:
     def is_open(self, key: str) -> bool:
         """Whether the caller chooses the key; notes the key as unknown where nobody has said."""
         lower = key.lower()
-        if lower in self.absent or any(item.endswith("*") and lower.startswith(item[:-1]) for item in self.absent):
+        if _is_absent(lower, self.absent):
             return False
         if not self.free:
             self.unknown.add(lower)
         return self.free
+
+
+@lru_cache(maxsize=10_000)
+def _is_absent(key: str, absent: frozenset[str]) -> bool:
+    return key in absent or any(item.endswith("*") and key.startswith(item[:-1]) for item in absent)
 
 
 @lru_cache(maxsize=200_000)
@@ -165,15 +170,10 @@ class Condition:
         return Truth.YES if self._decide(given, context) else Truth.NO
 
     def _decide(self, given: Value | None, context: Context) -> bool:
-        name = self.operator.lower()
-        if name == "null":
+        read = _read_operator(self.operator)
+        if read is None:
             return (given is None) == (self.values[0].lower() == "true")
-        quantifier, _, name = name.rpartition(":")
-        optional, name = name.endswith("ifexists"), name.removesuffix("ifexists")
-        negated = name in _NEGATED
-        compare = _POSITIVE.get(_NEGATED.get(name, name))
-        if compare is None or quantifier not in {"", "forallvalues", "foranyvalue"}:
-            raise UnknownOperatorError(f"{self.operator} is not a condition operator")
+        quantifier, compare, negated, optional = read
         if given is None:
             # Absent: ForAllValues is true of no values, ForAnyValue false; a single-valued negation is true.
             return optional or quantifier == "forallvalues" or (negated and not quantifier)
@@ -185,6 +185,20 @@ class Condition:
         values = (given,) if isinstance(given, str) else given
         every = quantifier == "forallvalues" or (negated and not quantifier)
         return all(map(one, values)) if every else any(map(one, values))
+
+
+@lru_cache(maxsize=1_000)
+def _read_operator(operator: str) -> tuple[str, Callable[[str, str], bool], bool, bool] | None:
+    """Quantifier, comparison, whether its answer is turned round, whether an absent key will do; None: it is Null."""
+    name = operator.lower()
+    if name == "null":
+        return None
+    quantifier, _, name = name.rpartition(":")
+    optional, name = name.endswith("ifexists"), name.removesuffix("ifexists")
+    compare = _POSITIVE.get(_NEGATED.get(name, name))
+    if compare is None or quantifier not in {"", "forallvalues", "foranyvalue"}:
+        raise UnknownOperatorError(f"{operator} is not a condition operator")
+    return quantifier, compare, name in _NEGATED, optional
 
 
 def all_hold(conditions: Sequence[Condition], context: Context) -> Truth:

@@ -148,7 +148,15 @@ class Crossings:
 
     def all(self) -> Iterator[Question]:
         """Every question in scope."""
-        return (question for question in self._asked() if self._scope.action(question.request.action))
+        if self._scope.actions is None:
+            return self._asked()
+        known: dict[str, bool] = {}
+        return (question for question in self._asked() if self._is_asked(question.request.action, known))
+
+    def _is_asked(self, action: str, known: dict[str, bool]) -> bool:
+        if action not in known:
+            known[action] = self._scope.action(action)
+        return known[action]
 
     def _asked(self) -> Iterator[Question]:
         tenants = list(self._account.environment.tenants)

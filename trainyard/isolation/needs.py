@@ -17,7 +17,6 @@ from trainyard.isolation.account import (
     TENANT_TAG,
     Account,
     Role,
-    Thing,
     example_job,
 )
 from trainyard.isolation.conditions import Context, Value
@@ -89,13 +88,6 @@ class Needs:
     def _group(self, name: str) -> str:
         return f"arn:aws:logs:{self._place}:log-group:{name}"
 
-    def _of(self, arn: str) -> Thing | None:
-        """The thing with a policy that this ARN is, or is in."""
-        bucket = arn.partition("/")[0] if arn.startswith("arn:aws:s3:") else arn
-        things = self._account.things
-        found = next((item for item in things if item.pattern in {arn, bucket}), None)
-        return found or next((item for item in things if item.kind == "role" and arn in item.examples), None)
-
     def _may(
         self,
         label: str,
@@ -110,7 +102,7 @@ class Needs:
         role = self._account.role(self._tenant, label)
         for action in actions.split():
             for resource in resources:
-                thing = self._of(resource)
+                thing = self._account.thing_at(resource)
                 context = self._context(role, {**(thing.context if thing else {}), **(stated or {})}, absent)
                 policy = self._account.policy_of(thing) if thing else None
                 passage = self._account.endpoint_policy(self._endpoints[endpoint]) if endpoint else None
@@ -642,7 +634,7 @@ class Needs:
         return self._somebody(Caller(name, self._id, service=True), what, action, resource, stated)
 
     def _somebody(self, caller: Caller, what: str, action: str, resource: str, stated: Mapping[str, Value]) -> Need:
-        thing = self._of(resource)
+        thing = self._account.thing_at(resource)
         assert thing is not None, f"{resource} is nothing of the account"
         context = Context(stated, absent=_ABSENT | {"kms:viaservice"})
         return Need(

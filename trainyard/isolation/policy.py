@@ -74,14 +74,11 @@ class Statement:
 
     def covers_resource(self, resource: str, context: Context) -> bool:
         """By Resource or NotResource. A trust policy has neither: it is about its role."""
-        if self.not_resources:
-            covered = any(
-                _resource_matches(pattern, resource, context, not self.allows) for pattern in self.not_resources
-            )
-            return not covered
-        if not self.resources:
-            return True
-        return any(_resource_matches(pattern, resource, context, self.allows) for pattern in self.resources)
+        # A loop and no any(): this is asked millions of times a survey, and a generator costs as much as its answer.
+        for pattern in self.not_resources or self.resources:
+            if _resource_matches(pattern, resource, context, self.allows != bool(self.not_resources)):
+                return not self.not_resources
+        return bool(self.not_resources) or not self.resources
 
     def holds(self, context: Context) -> Truth:
         """Whether the conditions hold."""
@@ -96,6 +93,8 @@ def action_matches(pattern: str, action: str) -> bool:
 
 def _resource_matches(pattern: str, resource: str, context: Context, generous: bool) -> bool:
     """`generous`: what to answer where the caller chooses a variable of the pattern."""
+    if "${" not in pattern:
+        return matches(pattern, resource)
     if has_open_variable(pattern, context):
         return generous
     text = substitute(pattern, context)
