@@ -1,13 +1,19 @@
 """What is drawn and alarmed: made from the list of meters, and current in dashboards/."""
 
+import contextlib
 import json
 import re
 import shutil
+import socket
 import subprocess
+import time
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from trainer.observe.exposition import Exposition
 
 from trainyard.operate.dashboards import FILES
 from trainyard.spec.meters import BURNS, BY_NAME, METERS, OBJECTIVES, PANELS
@@ -82,10 +88,68 @@ tests:
 """
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def debians(program: str) -> str:
+    found = shutil.which(program)
+    assert found, f"{program} is missing: apt-get install prometheus (or deselect this test by its name)"
+    return found
+
+
+@pytest.mark.full
+def test_a_real_prometheus_scrapes_a_job_and_reads_the_rules(tmp_path: Path) -> None:
+    """The job's port as a scrape target: every meter arrives under its name, with whose it is."""
+    server, job_port, port = debians("prometheus"), free_port(), free_port()
+    exposition = Exposition(tmp_path, tenant="acme", job="tiny", port=job_port)
+    row: dict[str, Any] = {}
+    for meter in METERS:
+        place = row
+        for key in meter.path[:-1]:
+            place = place.setdefault(key, {})
+        place[meter.path[-1]] = 7.5
+    exposition.publish(row)
+    rules = ROOT / "dashboards/prometheus-rules.yaml"
+    targets = [{"job_name": "trainyard", "static_configs": [{"targets": [f"127.0.0.1:{job_port}"]}]}]
+    config = {"global": {"scrape_interval": "1s"}, "rule_files": [str(rules)], "scrape_configs": targets}
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    options = [f"--web.listen-address=127.0.0.1:{port}", f"--storage.tsdb.path={tmp_path / 'tsdb'}"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [server, f"--config.file={tmp_path / 'prometheus.yml'}", *options], stdout=log, stderr=log
+        )
+
+    def asked(path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=10) as answer:
+            return json.load(answer)["data"]
+
+    try:
+        samples: dict[str, Any] = {}
+        deadline = time.monotonic() + 60
+        while len(samples) < len(METERS):
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.2)
+            with contextlib.suppress(OSError):
+                found = asked("query?query=%7Btenant%3D%22acme%22%7D")["result"]
+                samples = {one["metric"]["__name__"]: one for one in found}
+        assert samples.keys() == {meter.prometheus_name for meter in METERS}
+        assert {one["value"][1] for one in samples.values()} == {"7.5"}
+        assert {one["metric"]["training_job"] for one in samples.values()} == {"tiny"}
+        (group,) = asked("rules")["groups"]
+        assert len(group["rules"]) == len(OBJECTIVES) * len(BURNS)
+        assert all(rule["health"] in ("ok", "unknown") for rule in group["rules"])
+    finally:
+        process.terminate()
+        process.wait(30)
+        exposition.close()
+
+
 @pytest.mark.full
 def test_prometheus_own_tool_accepts_and_tries_the_rules(tmp_path: Path) -> None:
-    promtool = shutil.which("promtool")
-    assert promtool, "promtool is missing: apt-get install prometheus (or deselect this test by its name)"
+    promtool = debians("promtool")
     (tmp_path / "rules.yaml").write_text(FILES["prometheus-rules.yaml"]())
     advice = next(objective.advice for objective in OBJECTIVES if objective.name == "checkpoint-age")
     (tmp_path / "test.yaml").write_text(RULE_TEST.replace("ADVICE", advice))
