@@ -250,6 +250,7 @@ def test_an_ended_job_is_asked_for_again_as_long_as_its_warm_pool_waits(
 
 def test_who_waits_longest_is_published_while_it_waits(monkeypatch: pytest.MonkeyPatch, clients: Clients) -> None:
     now = datetime.now(UTC)
+    clients.jobs["acme-runs"] |= {"CreationTime": now - timedelta(hours=99)}
     assert looked(monkeypatch, clients)["longest_wait_seconds"] == 0, "all of them have had machines"
     created = {"TrainingStartTime": None, "CreationTime": now - timedelta(hours=2)}
     for name, state in (("acme-waits", "InProgress"), ("acme-gave-up", "Failed"), ("globex-waits", "InProgress")):
