@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from trainyard import emulator
+from trainyard.operate.quickstart.training import JOBS_FILE
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # an installed package is called `tests` already
 
@@ -18,16 +20,16 @@ from deployed_site import Site, processes_of, start_quickstart  # after the path
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The platform after a quickstart that was killed in mid-training and simply started again."""
+    """The platform after a quickstart that was killed while its job ran, and simply started again."""
     state_dir = tmp_path_factory.mktemp("state")
     killed = start_quickstart(state_dir)
-    assert killed.stdout is not None
+    launched = state_dir / "quickstart" / JOBS_FILE
     try:
-        for line in killed.stdout:
-            if "processes starting" in line or ", loss " in line:
-                break
-        else:
-            pytest.fail("the first quickstart ended before it trained")
+        # As soon as there is a job: on a fast machine, or with the second one late, it would be done before.
+        while not launched.exists():
+            if killed.poll() is not None:
+                pytest.fail(f"the first quickstart ended before it trained:\n{killed.communicate()[0]}")
+            time.sleep(0.2)
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
         again = start_quickstart(state_dir)
