@@ -1,14 +1,20 @@
-"""What is hashed while it is written has the hashes of the file that is there, and nothing is read back for them."""
+"""What a save plans once and what it hashes while it writes: the same as planned anew, and as read back."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from trainer.checkpoint import blocks
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trainer.checkpoint import blocks, host_copy
 from trainer.checkpoint.blocks import write_blocks
 from trainer.checkpoint.group import Group
 from trainer.checkpoint.host_copy import HostCopy, SharedPlan
 from trainer.checkpoint.manifest import shard_file
+from trainer.strategies.flat_shard import FlatShard
 
 TENSORS = {
     "scalar": torch.tensor(2.5),
@@ -38,3 +44,58 @@ def test_hashes_are_those_of_the_file_that_is_there(tmp_path: Path, monkeypatch:
             table = write_blocks(path, archives, written[name].values).read_bytes()
         assert table == write_blocks(path, archives).read_bytes()
     assert read_back == [0, 0], "only what has no values isn't known when it is written"
+
+
+@pytest.fixture
+def first_of_two() -> Iterator[None]:
+    """This process is rank 0 of two, the other of which is only imagined."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("first_of_two")
+def test_only_what_lies_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {
+        "whole": torch.zeros(4, 6),
+        "rows": DTensor.from_local(torch.zeros(3, 5), mesh, [Shard(0)]),
+        "flat": FlatShard(torch.zeros(7), (5, 4), 3),
+    }
+    plan, planned = SharedPlan(Group(None, 0, 1)), list[list[str]]()
+    original = host_copy._planner
+
+    def counted(asked: host_copy.Tensors, is_first: bool) -> object:
+        planned.append(list(asked))
+        return original(asked, is_first)
+
+    monkeypatch.setattr(host_copy, "_planner", counted)
+
+    def check(name: str, changed: torch.Tensor) -> None:
+        tensors[name] = changed
+        items = plan.local_items(tensors)
+        assert planned.pop() == [name] and not planned and not plan.holds(items)
+        assert items == SharedPlan(Group(None, 0, 1)).local_items(tensors)
+        planned.clear()
+        plan.make(tensors, items)
+        planned.clear()
+
+    plan.make(tensors, plan.local_items(tensors))
+    planned.clear()
+    same: dict[str, Callable[[], torch.Tensor]] = {
+        "whole": lambda: torch.ones(4, 6),
+        "rows": lambda: DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0)]),
+        "flat": lambda: FlatShard(torch.ones(7), (5, 4), 3),
+    }
+    assert plan.holds(plan.local_items({name: make() for name, make in same.items()})) and not planned
+    check("whole", torch.zeros(6, 4))
+    check("whole", torch.zeros(6, 4, dtype=torch.float64))
+    check("rows", DTensor.from_local(torch.zeros(6, 5), mesh, [Replicate()]))
+    check("rows", DTensor.from_local(torch.zeros(4, 5), mesh, [Shard(0)]))
+    check("flat", FlatShard(torch.zeros(7), (5, 4), 4))
+    check("flat", FlatShard(torch.zeros(8), (5, 4), 4))
+    check("flat", FlatShard(torch.zeros(8), (4, 5), 4))
+    check("new", torch.zeros(2))
+    del tensors["whole"]
+    assert not plan.holds(plan.local_items(tensors)) and not planned
+    assert not plan.holds(plan.local_items(dict(reversed(tensors.items())))) and not planned

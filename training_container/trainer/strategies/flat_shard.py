@@ -6,7 +6,7 @@ With that, a ZeRO checkpoint has the same format as an FSDP or single-process on
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,11 @@ class FlatShard(torch.Tensor):
             shard.local.copy_(args[1].local)
             return shard
         raise NotImplementedError(f"FlatShard only travels to and from checkpoints: {func} is not for it")
+
+    @property
+    def shard_layout(self) -> Hashable:
+        """Equal where the write items below are (trainer.checkpoint plans a shard anew when it isn't)."""
+        return self.dtype, tuple(self.shape), self.start, self.local.numel()
 
     # torch.distributed.checkpoint calls the next three by these names.
 
