@@ -134,6 +134,11 @@ class TenantScope:
         return [f"{queue}/quota-share/{self.name}" for queue in self.training_queues.values()]
 
     @property
+    def share_pattern(self) -> str:
+        """The tenant's shares in all of the environment's queues, for a policy that has no room for each."""
+        return self.arn("batch", f"job-queue/trainyard-{self.environment.name}-*/quota-share/{self.name}")
+
+    @property
     def service_jobs(self) -> str:
         """Jobs in Batch's queues, whoever's: Batch makes up their ids, so that only their tags tell them apart."""
         return self.arn("batch", "service-job/*")

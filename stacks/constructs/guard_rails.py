@@ -10,14 +10,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from aws_cdk import Stack
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from stacks.constructs.acknowledged import acknowledge_wildcards
 from stacks.constructs.machine_permissions import machine_actions, only_login_nodes
 from stacks.constructs.network import TenantNetwork
-from stacks.constructs.tracking import BOUNDED_ACTIONS, only_own_server
+from stacks.constructs.tracking import BOUNDED_ACTIONS, RUN_ACTIONS
 from stacks.naming import TAG_TENANT, TenantScope
 from trainyard.errors import InputError
 from trainyard.hardware import instance
@@ -27,7 +26,15 @@ Conditions = Mapping[str, Mapping[str, object]]
 MAX_POLICY_CHARACTERS = 6144
 """IAM: of a managed policy, white space not counted."""
 
+MAX_INLINE_CHARACTERS = 10_240
+"""IAM: of all inline policies of a role together, counted in the same way."""
+
+BUCKET_ARN_CHARACTERS = 76
+"""At most; a key's has 75. Roles' ARNs stand in no policy by reference but one."""
+
 CREATE_JOB = "sagemaker:CreateTrainingJob"
+_CREATE_JOBS = "sagemaker:CreateTrain*"
+"""The same and what may be called alike, in few characters: denied where a condition isn't met."""
 INVOKE = "lambda:InvokeFunction"
 SUBMIT_JOB = "batch:SubmitServiceJob"
 TAG_JOB = "batch:TagResource"
@@ -67,9 +74,7 @@ ALLOWED_ACTIONS = [
     "logs:CreateLogGroup",
     "logs:CreateLogStream",
     "logs:Describe*",
-    "logs:FilterLogEvents",
-    "logs:GetLogEvents",
-    "logs:PutLogEvents",
+    "logs:*LogEvents",
     "s3:AbortMultipartUpload",
     "s3:DeleteObject",
     "s3:Get*",
@@ -95,7 +100,8 @@ payload; only a broker of a tenant that queues has it, see `_queue`), sts:Assume
 sagemaker:UpdateTrainingJob, and every other kind of job."""
 
 
-OTHER_COMPUTE = [
+NEVER = [
+    "batch:DescribeServiceJob",
     "batch:RegisterJobDefinition",
     "batch:SubmitJob",
     "ec2:CreateFleet",
@@ -108,8 +114,10 @@ OTHER_COMPUTE = [
     "sagemaker:Update*",
 ]
 """A training job's relatives: machines, functions, notebooks and pipelines started; and Batch's unchecked queue. None
-is in the list above, so none is allowed; denied by name too, so that no later wildcard there lets one in. Of SageMaker,
-`OwnJobs` denies to create anything but the own jobs and models: AWS adds a kind of job a year."""
+of these is in the list above, so none is allowed; denied by name too, so that no later wildcard there lets one in.
+`OwnThings` denies to create anything of SageMaker but the own jobs and models: AWS adds a kind of job a year. The first
+of these is within that list's `Describe*`: it shows a queued job's whole request, and IAM can't scope it; listings show
+names and states."""
 
 
 class TenantBoundary(Construct):
@@ -133,32 +141,11 @@ class TenantBoundary(Construct):
             statements=[
                 iam.PolicyStatement(sid="Services", actions=[*allowed, *machine_actions(tenant)], resources=["*"]),
                 *(_queue(tenant) if tenant.queued else [*_unstated(tenant), *_outside(tenant, network)]),
-                deny("NoOtherCompute", [*OTHER_COMPUTE, CREATE_JOB if tenant.queued else SUBMIT_JOB], {}),
-                # Tuning, processing, clusters, endpoints and what comes yet: all have ARNs of their own kinds.
-                iam.PolicyStatement(
-                    sid="OwnJobs",
-                    effect=iam.Effect.DENY,
-                    actions=["sagemaker:Create*", "sagemaker:StopTrainingJob"],
-                    not_resources=[
-                        *tenant.training_jobs,
-                        *tenant.training_plans.values(),
-                        tenant.model_packages,
-                        tenant.model_package_groups,
-                        *([tenant.tracking_server] if tracks else []),  # a link to its page is made too
-                    ],
-                ),
-                *only_own_server(tenant),
-                # It shows a queued job's whole request, and IAM can't scope it; listings show names and states.
-                deny("NoForeignRequests", ["batch:DescribeServiceJob"], {}),
+                deny("Never", [*NEVER, CREATE_JOB if tenant.queued else SUBMIT_JOB], {}),
+                _own_things(tenant),
                 *_broker(tenant),
                 *only_login_nodes(tenant),
                 deny("OwnAccount", ["s3:*"], {"StringNotEqualsIfExists": {"aws:ResourceAccount": _account(tenant)}}),
-                iam.PolicyStatement(
-                    sid="PassJobRoles",
-                    effect=iam.Effect.DENY,
-                    actions=["iam:PassRole"],
-                    not_resources=[tenant.job_role_pattern],
-                ),
                 # A negated operator also matches an absent key: a role is passed to SageMaker or to nobody.
                 deny(
                     "PassToSageMaker",
@@ -167,44 +154,61 @@ class TenantBoundary(Construct):
                 ),
             ],
         )
-        _check_size(self.policy, tenant)
         grants_nothing = (
             "A boundary grants nothing: it is the most that the roles' own policies, exact to the resource,"
         )
-        acknowledge_wildcards(self.policy, tenant, {"Services": f"{grants_nothing} can make use of."})
+        reasons = {"Services": f"{grants_nothing} can make use of."}
+        _check_size(acknowledge_wildcards(self.policy, tenant, reasons), tenant)
+
+
+def _own_things(tenant: TenantScope) -> iam.PolicyStatement:
+    """What may be made, stopped, called, passed and written to is the tenant's own, each by its ARN.
+
+    One statement for all, because a boundary holds 6,144 characters: an ARN of one kind is none of another, so each
+    action is held to its own kind as if it stood alone. SageMaker's other jobs (tuning, processing, clusters, endpoints
+    and what comes yet) have ARNs of kinds that aren't here.
+    """
+    tracks = tenant.spec.tracking is not None
+    roles = tenant.each_job_role_pattern if tenant.isolates_jobs else tenant.job_role_pattern
+    return iam.PolicyStatement(
+        sid="OwnThings",
+        effect=iam.Effect.DENY,
+        actions=[
+            "sagemaker:Create*",
+            "sagemaker:StopTrainingJob",
+            "iam:PassRole",
+            *(_ON_ROLES if tenant.isolates_jobs else []),
+            *([INVOKE] if tenant.brokered else []),
+            *(RUN_ACTIONS if tracks else []),
+        ],
+        not_resources=[
+            *tenant.training_jobs,
+            *tenant.training_plans.values(),
+            tenant.model_packages,
+            tenant.model_package_groups,
+            roles,
+            *([tenant.broker_arn] if tenant.brokered else []),
+            *([tenant.tracking_server] if tracks else []),  # runs on it, and a link to its page
+        ],
+    )
 
 
 def _broker(tenant: TenantScope) -> list[iam.PolicyStatement]:
-    """No function is called but the own broker, and no job started but by it: whatever a person is allowed besides."""
+    """No job is started but by the broker, whatever a person is allowed besides. Where jobs have roles of their own, it
+    makes those under this boundary: by a pattern, as a policy can't name itself. What else that fits grants nothing."""
     if not tenant.brokered:
         return []
-    submit = [SUBMIT_JOB, TAG_JOB] if tenant.queued else [CREATE_JOB]
+    submit = [SUBMIT_JOB, TAG_JOB] if tenant.queued else [_CREATE_JOBS]
     submit += _ON_ROLES if tenant.isolates_jobs else []
+    # A negated operator also matches an absent key: a role without a boundary is neither made nor given rights.
+    bounded = deny(
+        "JobRolesBounded",
+        ["iam:CreateRole", "iam:PutRolePolicy"],
+        {"StringNotLike": {"iam:PermissionsBoundary": tenant.policy_pattern}},
+    )
     return [
-        iam.PolicyStatement(
-            sid="OwnBroker", effect=iam.Effect.DENY, actions=[INVOKE], not_resources=[tenant.broker_arn]
-        ),
         deny("BrokerSubmits", submit, {"ArnNotLike": {"aws:PrincipalArn": tenant.broker_role_pattern}}),
-        *(_job_roles(tenant) if tenant.isolates_jobs else []),
-    ]
-
-
-def _job_roles(tenant: TenantScope) -> list[iam.PolicyStatement]:
-    """The broker makes, changes and removes the roles of single jobs and no others, and under this boundary: by a
-    pattern, as a policy can't name itself. What else the pattern fits grants nothing."""
-    return [
-        iam.PolicyStatement(
-            sid="JobRolesOnly",
-            effect=iam.Effect.DENY,
-            actions=_ON_ROLES,
-            not_resources=[tenant.each_job_role_pattern],
-        ),
-        # A negated operator also matches an absent key: a role without a boundary is neither made nor given rights.
-        deny(
-            "JobRolesBounded",
-            ["iam:CreateRole", "iam:PutRolePolicy"],
-            {"StringNotLike": {"iam:PermissionsBoundary": tenant.policy_pattern}},
-        ),
+        *([bounded] if tenant.isolates_jobs else []),
     ]
 
 
@@ -217,7 +221,7 @@ def _queue(tenant: TenantScope) -> list[iam.PolicyStatement]:
             sid="OwnShare",
             effect=iam.Effect.DENY,
             actions=[SUBMIT_JOB],
-            not_resources=[*tenant.training_queues.values(), *tenant.shares, tenant.service_jobs],
+            not_resources=[*tenant.training_queues.values(), tenant.share_pattern, tenant.service_jobs],
         ),
         deny("QueuedOwnTag", [SUBMIT_JOB], {"StringNotEquals": {tag: tenant.name}}),
         # A negated operator also matches an absent key: a job that nobody has tagged is not ended either.
@@ -232,25 +236,37 @@ def deny(sid: str, actions: list[str], conditions: Conditions) -> iam.PolicyStat
     )
 
 
-def _check_size(policy: iam.ManagedPolicy, tenant: TenantScope) -> None:
+def _check_size(document: Mapping[str, Any], tenant: TenantScope) -> None:
     """InputError for a boundary that IAM wouldn't take half-way through a deployment."""
-    document = _as_deployed(Stack.of(policy).resolve(policy.document))
-    length = len(json.dumps(document, separators=(",", ":")))
+    length = policy_characters(document)
     if length > MAX_POLICY_CHARACTERS:
         raise InputError(
             f"tenants.{tenant.name}.queues: with {len(tenant.instance_types)} instance types the tenant's permissions "
-            f"boundary would have {length:,} characters, and IAM takes {MAX_POLICY_CHARACTERS:,}: name fewer types, "
-            "split the tenant, or leave out its cluster, tracking or job_isolation"
+            f"boundary would have {length:,} characters, and IAM takes {MAX_POLICY_CHARACTERS:,}: name fewer types or "
+            "training plans, split the tenant, or leave out its cluster, tracking or job_isolation"
         )
 
 
+def policy_characters(document: Mapping[str, Any]) -> int:
+    """How long a resolved policy will be as IAM counts: without white space, references as long as what they are."""
+    return len(json.dumps(_as_deployed(document), separators=(",", ":")))
+
+
 def _as_deployed(value: Any) -> Any:
-    """A document with ids as long as EC2's in the place of references."""
-    if isinstance(value, dict):
-        if len(value) == 1 and next(iter(value)) in ("Ref", "Fn::GetAtt"):
+    """A document with ARNs and ids as long as AWS's in the place of references."""
+    if isinstance(value, list):
+        return [_as_deployed(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((function, argument),) = value.items()
+        if function == "Fn::Join":
+            return str(argument[0]).join(map(str, _as_deployed(argument[1])))
+        if function == "Fn::GetAtt" and argument[1] == "Arn":
+            return "a" * BUCKET_ARN_CHARACTERS
+        if function in ("Ref", "Fn::GetAtt", "Fn::ImportValue"):
             return "subnet-0123456789abcdef0"
-        return {key: _as_deployed(item) for key, item in value.items()}
-    return [_as_deployed(item) for item in value] if isinstance(value, list) else value
+    return {key: _as_deployed(item) for key, item in value.items()}
 
 
 def _account(tenant: TenantScope) -> str:
@@ -264,9 +280,8 @@ def _unstated(tenant: TenantScope) -> list[iam.PolicyStatement]:
         "JobsSayGroups": "sagemaker:VpcSecurityGroupIds",
         "JobsSayTypes": "sagemaker:InstanceTypes",
         "JobsSayOutputKey": "sagemaker:OutputKmsKeyArn",
-        "JobsSayTime": "sagemaker:MaxRuntimeInSeconds",
     }
-    denials = [deny(sid, [CREATE_JOB], {"Null": {key: "true"}}) for sid, key in required.items()]
+    denials = [deny(sid, [_CREATE_JOBS], {"Null": {key: "true"}}) for sid, key in required.items()]
     without_nvme = [kind for kind in tenant.instance_types if not instance(kind).local_nvme_gib]
     if without_nvme:
         # Types with local NVMe refuse a volume key (hardware encrypts those disks): demanding it of every type would
@@ -275,7 +290,7 @@ def _unstated(tenant: TenantScope) -> list[iam.PolicyStatement]:
             "Null": {"sagemaker:VolumeKmsKeyArn": "true"},
             "ForAnyValue:StringEquals": {"sagemaker:InstanceTypes": without_nvme},
         }
-        denials.append(deny("JobsSayVolumeKey", [CREATE_JOB], volume))
+        denials.append(deny("JobsSayVolumeKey", [_CREATE_JOBS], volume))
     return denials
 
 
@@ -291,7 +306,10 @@ def _outside(tenant: TenantScope, network: TenantNetwork) -> list[iam.PolicyStat
             }
         },
         "JobsQueueTypes": {"ForAnyValue:StringNotEquals": {"sagemaker:InstanceTypes": tenant.instance_types}},
-        "JobsMaxTime": {"NumericGreaterThan": {"sagemaker:MaxRuntimeInSeconds": str(tenant.max_runtime_seconds)}},
+        # IfExists: true of an absent key too. A job that states no time is denied, as it would run for SageMaker's day.
+        "JobsMaxTime": {
+            "NumericGreaterThanIfExists": {"sagemaker:MaxRuntimeInSeconds": str(tenant.max_runtime_seconds)}
+        },
         # A negated operator also matches an absent key: an untagged job is denied too.
         "JobsOwnTag": {"StringNotEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}},
         # Machines that stay after their job are billed as if it ran. Who states no time keeps none.
@@ -299,4 +317,4 @@ def _outside(tenant: TenantScope, network: TenantNetwork) -> list[iam.PolicyStat
         # Remote debug opens a shell with the job's role.
         "JobsNoShell": {"Bool": {"sagemaker:EnableRemoteDebug": "true"}},
     }
-    return [deny(sid, [CREATE_JOB], conditions) for sid, conditions in values.items()]
+    return [deny(sid, [_CREATE_JOBS], conditions) for sid, conditions in values.items()]

@@ -9,7 +9,15 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from stacks.constructs.acknowledged import acknowledge_wildcards
-from stacks.constructs.guard_rails import CREATE_JOB, INVOKE, SUBMIT_JOB, TAG_JOB, deny
+from stacks.constructs.guard_rails import (
+    CREATE_JOB,
+    INVOKE,
+    MAX_INLINE_CHARACTERS,
+    SUBMIT_JOB,
+    TAG_JOB,
+    deny,
+    policy_characters,
+)
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.keys import READ, READ_WRITE, TenantKeys
 from stacks.constructs.logs import TenantLogs
@@ -26,6 +34,7 @@ from stacks.constructs.small_files import TenantSmallFiles, use_files
 from stacks.constructs.storage import TenantBuckets, TenantFileSystem
 from stacks.constructs.tracking import TRACKING_WILDCARDS, log_runs, see_runs, track_jobs
 from stacks.naming import TAG_TENANT, TenantScope
+from trainyard.errors import InputError
 from trainyard.spec.platform import TRACKING_FOLDER, TRAINING_LOG_GROUP
 
 LIST_BUCKET = ["s3:GetBucketLocation", "s3:ListBucket", "s3:ListBucketMultipartUploads"]
@@ -90,9 +99,14 @@ class TenantPermissions(Construct):
     ) -> None:
         super().__init__(scope, construct_id)
 
+        characters: dict[str, int] = {}
+
         def attach(name: str, role: iam.Role, statements: list[iam.PolicyStatement]) -> None:
             policy = iam.Policy(self, name, roles=[role], statements=statements)
-            acknowledge_wildcards(policy, tenant, WILDCARDS)
+            document = acknowledge_wildcards(policy, tenant, WILDCARDS)
+            holder = role.node.id
+            characters[holder] = characters.get(holder, 0) + policy_characters(document)
+            _check_size(holder, characters[holder], tenant)
 
         attach("Job", roles.job, _job(tenant, resources))
         if roles.nodes is not None and roles.login is not None:
@@ -121,6 +135,16 @@ class TenantPermissions(Construct):
         # Nothing of a tenant that queues says CreateTrainingJob: its boundary refuses that altogether.
         if not tenant.queued:
             attach("GuardRails", roles.submitter, _own_keys_and_files(resources))
+
+
+def _check_size(role: str, characters: int, tenant: TenantScope) -> None:
+    """InputError for policies that IAM wouldn't take half-way through a deployment."""
+    if characters > MAX_INLINE_CHARACTERS:
+        raise InputError(
+            f"tenants.{tenant.name}.queues: with {len(tenant.instance_types)} instance types the policies of the "
+            f"tenant's {role.lower()} role would have {characters:,} characters, and IAM takes "
+            f"{MAX_INLINE_CHARACTERS:,} of a role: name fewer types or training plans, or split the tenant"
+        )
 
 
 def _allow(

@@ -96,20 +96,6 @@ def see_runs(tenant: TenantScope) -> list[iam.PolicyStatement]:
     return [_on_server(tenant, "SeeRuns", [*SEE_RUNS, *OPEN_PAGE]), _see_page()]
 
 
-def only_own_server(tenant: TenantScope) -> list[iam.PolicyStatement]:
-    """For the boundary: no other tenant's runs, whatever else a role is allowed."""
-    if tenant.spec.tracking is None:
-        return []
-    return [
-        iam.PolicyStatement(
-            sid="OwnRuns",
-            effect=iam.Effect.DENY,
-            actions=RUN_ACTIONS,
-            not_resources=[tenant.tracking_server],
-        )
-    ]
-
-
 def _see_page() -> iam.PolicyStatement:
     return iam.PolicyStatement(sid="SeePage", actions=[SEE_PAGE], resources=["*"])
 

@@ -52,8 +52,9 @@ def test_no_wildcard_on_what_is_anothers_survives(surveyed: Survey) -> None:
         and verdict.mutant.origin.resource.startswith("Permissions")
     }
     # The platform has one repository; LeaveNetwork is held by its condition on the VPC; the boundary lets own job roles
-    # be made, and jobs and models of the own name be made, and no others. JoinCluster is held by the cluster's tag.
-    held = {"LeaveNetwork", "MakeJobRoles", "CreateJobs", "AskBroker", "RegisterModels", "JoinCluster"}
+    # be made and passed, and jobs and models of the own name be made, and no others. JoinCluster is held by the
+    # cluster's tag.
+    held = {"LeaveNetwork", "MakeJobRoles", "PassJobRole", "CreateJobs", "AskBroker", "RegisterModels", "JoinCluster"}
     assert kept == {"PullImage", "SeeImage", *held}
 
 

@@ -107,7 +107,8 @@ def any_broker(templates: Any) -> None:
     """The launcher may call every function, and nothing in the boundary is in the way."""
     statement(templates, "AWS::IAM::Policy", "PermissionsLauncher", "AskBroker")["Resource"] = "*"
     found = resource(templates, "AWS::IAM::ManagedPolicy", "BoundaryPolicy")["PolicyDocument"]["Statement"]
-    found[:] = [item for item in found if item["Sid"] != "OwnBroker"]
+    own = next(item for item in found if item["Sid"] == "OwnThings")["NotResource"]
+    own[:] = [arn if ":function:" not in str(arn) else "arn:aws:lambda:*:*:function:*" for arn in own]
 
 
 def unlisted_action(templates: Any) -> None:

@@ -54,7 +54,7 @@ def test_every_rail_of_a_queue_lets_through_and_alone_refuses(queued: Site) -> N
     """The other two evaluators are asked by `test_guard_rails`, in full."""
     cases = list(rail_cases(queued.account, "acme", "globex"))
     rails = {case.rail for case in cases}
-    assert {"OwnShare", "QueuedOwnTag", "OwnQueuedJobs", "NoForeignRequests", "BrokerSubmits"} <= rails
+    assert {"OwnShare", "QueuedOwnTag", "OwnQueuedJobs", "Never", "BrokerSubmits"} <= rails
     for rail in rails:
         assert {case.allowed for case in cases if case.rail == rail} == {True, False}, rail
     for case in cases:
@@ -92,7 +92,7 @@ def test_a_jobs_role_opens_no_other_jobs_objects_even_where_s3_would_give_them(q
 
 QUEUE_SIDS = {
     *("SubmitJobs", "TagJobs", "StopQueuedJobs"),
-    *("OwnShare", "QueuedOwnTag", "OwnQueuedJobs", "NoForeignRequests", "BrokerSubmits"),
+    *("OwnShare", "QueuedOwnTag", "OwnQueuedJobs", "Never", "BrokerSubmits"),
 }
 
 BOUNDARY = "still refused by the permissions boundary"
@@ -101,7 +101,7 @@ SURVIVORS = {
     ("OwnShare", "removed"): "still refused by what the roles' own policies allow",
     ("QueuedOwnTag", "removed"): "still refused by a condition of the Allow",
     ("OwnQueuedJobs", "removed"): "still refused by a condition of the Allow",
-    ("NoForeignRequests", "removed"): "still refused by what the roles' own policies allow",
+    ("Never", "removed"): "still refused by what the roles' own policies allow",
     ("BrokerSubmits", "removed"): "still refused by what the roles' own policies allow",
     ("StopQueuedJobs", "condition dropped"): BOUNDARY,
     ("StopQueuedJobs", "resource widened to *"): BOTH,

@@ -160,7 +160,7 @@ def railed() -> Railed:
                 resource_arn=case.resource,
                 region=environment.region,
                 secure_transport=True,
-                service_context={key.lower(): value for key, value in case.stated.items()},
+                service_context={k.lower(): list(v) if isinstance(v, tuple) else v for k, v in case.stated.items()},
             )
             assert (str(iam.evaluate(request, own, limits).decision) == "Allow") is case.allowed, f"ministack: {case}"
         return len(cases)

@@ -250,13 +250,64 @@ def test_a_training_plan_is_one_tenants_and_its_jobs_may_run_on_it(
     content["tenants"]["acme"]["training_plans"] = plan
     template = synthesize(type(environments["local"]).model_validate(content))[STACK]
     arn = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/spring"
-    assert arn in next(s for s in _boundary(template) if s["Sid"] == "OwnJobs")["NotResource"]
+    assert arn in next(s for s in _boundary(template) if s["Sid"] == "OwnThings")["NotResource"]
     launcher = next(item for name, item in template["Resources"].items() if name.startswith("PermissionsLauncher"))
     create = next(s for s in launcher["Properties"]["PolicyDocument"]["Statement"] if s["Sid"] == "CreateJobs")
     assert arn in create["Resource"]
     content["tenants"]["globex"]["training_plans"] = plan
     with pytest.raises(InputError, match="acme and globex's; a plan is one tenant's"):
         parse(type(environments["local"]), content, "environment.yaml")
+
+
+@pytest.mark.parametrize("engine", ["pcs", "hyperpod"])
+def test_a_tenant_that_asks_for_everything_has_a_boundary_that_iam_takes(
+    engine: str, environments: dict[str, Any]
+) -> None:
+    """With a name as long as can be, five types, three plans, tracking, a cluster and roles of single jobs."""
+    from aws_cdk import App, Stack
+
+    from stacks.constructs.guard_rails import TenantBoundary
+    from stacks.constructs.network import TenantNetwork
+    from stacks.naming import TenantScope
+
+    kinds = ["ml.p5.48xlarge", "ml.p5en.48xlarge", "ml.p4d.24xlarge", "ml.g6e.12xlarge", "ml.inf2.24xlarge"]
+    machine, login = {"instance_type": "p5.48xlarge", "max_instances": 2}, {"instance_type": "m6i.xlarge"}
+    cluster: dict[str, Any] = {"engine": engine, "node_groups": {"train": machine}, "login": login}
+    cluster |= (
+        {"slurm_version": "25.05", "ami": "ami-0123456789abcdef0", "root_device": "/dev/xvda", "small_files": {}}
+        if engine == "pcs"
+        else {"controller": login}
+    )
+    content = environments["production"].model_dump(mode="json")
+    tenant = {
+        **content["tenants"]["adapters"],
+        "submission": "broker",
+        "job_isolation": "key",
+        "share": {},
+        "tracking": {},
+        "cluster": cluster,
+        "queues": {"all": {"instance_types": kinds, "max_instances": 1, "multi_node": False}},
+        "training_plans": {f"spring-{n}": {"instance_type": kinds[0], "max_instances": 1} for n in range(3)},
+    }
+    content |= {"tenants": {"a" * 20: tenant}, "max_instances": dict.fromkeys(kinds, 1)}
+    scope = TenantScope(type(environments["local"]).model_validate(content), "a" * 20)
+    context = {"@aws-cdk/aws-iam:minimizePolicies": True}
+    stack = Stack(App(analytics_reporting=False, context=context), "Stack")
+    TenantBoundary(stack, "Boundary", tenant=scope, network=TenantNetwork(stack, "Network", tenant=scope))
+
+
+def test_policies_that_iam_would_not_take_together_are_refused_before_deployment(
+    environments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one role all together: acme's launcher has its own and the rails, of which neither alone is too long here."""
+    from aws_cdk import App
+
+    from stacks import deploy_environment
+    from stacks.constructs import permissions
+
+    monkeypatch.setattr(permissions, "MAX_INLINE_CHARACTERS", 6_400)
+    with pytest.raises(InputError, match=r"tenants\.acme\.queues: .* launcher role would have 6,\d{3} characters"):
+        deploy_environment(App(analytics_reporting=False), environments["local"], ["acme"])
 
 
 def test_rails_and_requests_round_a_time_alike(environments: dict[str, Any]) -> None:

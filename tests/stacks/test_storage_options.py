@@ -1,5 +1,6 @@
 """What a tenant may ask of its storage, on the template: ages, locks, links, and what a kept file system stands on."""
 
+import json
 from typing import Any
 
 import pytest
@@ -21,7 +22,14 @@ def resources(synthesize: Any, environments: dict[str, Any]) -> dict[str, dict[s
         "lock_data_days": 7,
         "lock_artifacts_days": 30,
     }
+    tenant["file_system"] = {"storage_gib": 9600, "throughput_mb_per_s_per_tib": 1000, "efa": True}
     tenant["file_system"]["links"] = {"/a-b": "text/a", "/a/b": "text/b"}
+    tenant["cluster"] = {
+        "engine": "hyperpod",
+        "controller": {"instance_type": "m5.xlarge"},
+        "login": {"instance_type": "m5.xlarge"},
+        "node_groups": {"train": {"instance_type": "p5.48xlarge", "max_instances": 2}},
+    }
     content["tenants"] = {"adapters": tenant}
     template = synthesize(type(environments["production"]).model_validate(content))[STACK]
     found: dict[str, dict[str, Any]] = template["Resources"]
@@ -99,3 +107,30 @@ def test_a_file_system_that_is_kept_keeps_the_ground_it_stands_on(
     assert {resources[name].get("DeletionPolicy") for name in ground} == {"Retain"}
     local = templates["local"]["trainyard-local-acme-foundation"]["Resources"]
     assert {item.get("DeletionPolicy", "Delete") for item in of_type(local, "EC2::VPC")} == {"Delete"}
+
+
+def test_a_file_system_with_efa_lets_everything_pass_between_its_servers_and_the_clients(
+    resources: dict[str, dict[str, Any]], templates: dict[str, Any]
+) -> None:
+    """FSx refuses it otherwise; and its rules must be there first. Another one has Lustre's ports alone."""
+    own, other = resources, templates["local"]["trainyard-local-acme-foundation"]["Resources"]
+    (files,) = of_type(own, "FSx::FileSystem")
+    lustre = files["Properties"]["LustreConfiguration"]
+    assert lustre["EfaEnabled"] is True and lustre["MetadataConfiguration"] == {"Mode": "AUTOMATIC"}
+    assert "EfaEnabled" not in of_type(other, "FSx::FileSystem")[0]["Properties"]["LustreConfiguration"]
+
+    def passed(resources: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str, str, str]]:
+        found = {}
+        for name, item in resources.items():
+            rule, way = item.get("Properties", {}), item["Type"].removeprefix("AWS::EC2::SecurityGroup")
+            if way in ("Ingress", "Egress") and "FileSystemGroup" in json.dumps(rule):
+                peer = rule.get("SourceSecurityGroupId") or rule["DestinationSecurityGroupId"]
+                ends = ["files" if "FileSystem" in json.dumps(end) else "jobs" for end in (rule["GroupId"], peer)]
+                found[name] = (way, *ends, rule["IpProtocol"])
+        return found
+
+    rules = passed(own)
+    ends = [("files", "files"), ("files", "jobs"), ("jobs", "files")]
+    assert sorted(rules.values()) == sorted((way, *pair, "-1") for way in ("Ingress", "Egress") for pair in ends)
+    assert set(rules) <= set(files["DependsOn"])
+    assert {rule[-1] for rule in passed(other).values()} == {"tcp"}

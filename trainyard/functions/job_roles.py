@@ -1,9 +1,10 @@
 """The rights of one job's own role: what the tenant's job role may do, narrowed to that job's prefixes and streams.
 
-SageMaker takes a job's role without session tags, so one role for all jobs can't tell them apart: a role for each job
-can. The broker makes it (`broker_roles`) in a path of its own below the tenant's `jobs/`, where the boundary lets roles
-be passed from, under the tenant's boundary. Pure functions of the contract and the record, in plain dictionaries:
-Lambda code that imports nothing from other rooms.
+SageMaker takes a job's role with no session tags but those of whoever creates the job (`SessionChainingConfig`), and a
+function's session has none, so one role for all jobs can't tell them apart: a role for each can. The broker makes it
+(`broker_roles`) in a path of its own below the tenant's `jobs/`, where the boundary lets roles be passed from, under
+the tenant's boundary. Pure functions of the contract and the record, in plain dictionaries: Lambda code that imports
+nothing from other rooms.
 
 Not narrowed: the keys, where a tenant has bucket keys (a request then says the bucket, not the object; objects are held
 by the S3 statements); and because nothing in AWS can, the metric namespace and the listing of unfinished uploads, which

@@ -24,6 +24,11 @@ ADMINISTRATOR = {"Statement": [{"Sid": "Administrator", "Effect": "Allow", "Acti
 """What somebody has attached to the role."""
 
 INVOKE = "lambda:InvokeFunction"
+NEVER = "Never"
+"""The rail against other compute, and against reading what jobs in the shared queues ask for."""
+
+OWN_THINGS = "OwnThings"
+"""The rail that holds what is made, stopped, called, passed and logged to to the tenant's own, kind by kind."""
 _FOREIGN_POLICY = f"arn:aws:iam::{OUTSIDER}:policy/Anything"
 
 SIBLINGS = {
@@ -216,10 +221,12 @@ class _Cases:
                     "an own type and another": {"sagemaker:InstanceTypes": (kind, FOREIGN_TYPE)},
                 },
             ),
-            "JobsSayTime": (proper, {"no running time": {"sagemaker:MaxRuntimeInSeconds": None}}),
             "JobsMaxTime": (
                 proper,
-                {"a second too long": {"sagemaker:MaxRuntimeInSeconds": str(round(own.max_job_hours * 3600) + 1)}},
+                {
+                    "no running time": {"sagemaker:MaxRuntimeInSeconds": None},
+                    "a second too long": {"sagemaker:MaxRuntimeInSeconds": str(round(own.max_job_hours * 3600) + 1)},
+                },
             ),
             "JobsKeepWarm": (
                 self._job_case("", "machines kept as long as allowed", {warm: str(round(own.warm_pool_minutes * 60))}),
@@ -242,9 +249,9 @@ class _Cases:
             for what, changes in broken.items():
                 base = {"sagemaker:FileSystemId": own.file_system.id} if passing is files else {}
                 yield self._job_case(rail, what, {**base, **changes})
-        yield replace(proper, rail="OwnJobs", allowed=True)
+        yield replace(proper, rail=OWN_THINGS, allowed=True)
         foreign = self._job.replace(f"/{self._tenant}-", f"/{self._foreign_tag}-")
-        yield replace(proper, rail="OwnJobs", what="another tenant's job name", resource=foreign)
+        yield replace(proper, rail=OWN_THINGS, what="another tenant's job name", resource=foreign)
 
     def _proper_case(self, rail: str) -> RailCase:
         """A job that follows every rule, as the tenant's jobs are submitted; refused until it is said to be allowed."""
@@ -272,7 +279,7 @@ class _Cases:
         yield self._case(rail, "an own job", action=end, resource=job, stated=own, allowed=True)
         yield self._case(rail, "another tenant's job", action=end, resource=job, stated={mine: self._foreign_tag})
         yield self._case(rail, "a job that nobody tagged", action=end, resource=job, stated={})
-        stop, rail = "sagemaker:StopTrainingJob", "OwnJobs"
+        stop, rail = "sagemaker:StopTrainingJob", OWN_THINGS
         for owner, whose in ((self._tenant, "the own"), (self._foreign_tag, "another tenant's")):
             started = f"arn:aws:sagemaker:{self._place}:training-job/{BATCH_PREFIX}{owner}-0a1b"
             yield self._case(
@@ -281,7 +288,7 @@ class _Cases:
 
     def requests(self) -> Iterator[RailCase]:
         """What jobs in the shared queues ask for is nobody's to read, of a tenant that doesn't queue either."""
-        rail = "NoForeignRequests"
+        rail = NEVER
         queues, request = "batch:DescribeJobQueues", "batch:DescribeServiceJob"
         yield self._case(rail, "that queues exist", action=queues, resource="*", stated={}, allowed=True)
         yield self._case(rail, "a job's request", action=request, resource="*", stated={})
@@ -300,7 +307,7 @@ class _Cases:
 
     def siblings(self) -> Iterator[RailCase]:
         """Everything else that computes; a proper training job is what the same statement lets through."""
-        yield replace(self._proper_case("NoOtherCompute"), allowed=True)
+        yield replace(self._proper_case(NEVER), allowed=True)
         siblings = dict(SIBLINGS)
         if self._own.shares:  # whose queue it is then, and who may use it, is asked in `queue`
             del siblings["Batch's unchecked queue"]
@@ -308,7 +315,7 @@ class _Cases:
         for what, (action, resource) in siblings.items():
             arn = f"arn:aws:{action.partition(':')[0]}:{self._place}:{resource}"
             by_name = not action.startswith("sagemaker:Create") or action == CREATE_JOB
-            rail = "NoOtherCompute" if by_name else "OwnJobs"
+            rail = NEVER if by_name else OWN_THINGS
             yield self._case(rail, what, action=action, resource=arn, stated={})
 
     def roles(self) -> Iterator[RailCase]:
@@ -320,10 +327,12 @@ class _Cases:
             return self._submit(rail, what, action="iam:PassRole", resource=resource, stated=stated, allowed=allowed)
 
         own = self._own.roles
-        yield case("PassJobRoles", "the own job role", self._job_role, sagemaker, True)
-        yield case("PassJobRoles", "another tenant's job role", self._other.roles.job, sagemaker)
-        yield case("PassJobRoles", "the own launcher", own.launcher, sagemaker)
-        yield case("PassJobRoles", "an administrator's role", f"arn:aws:iam::{self._own.account}:role/Admin", sagemaker)
+        yield case(OWN_THINGS, "the own job role", self._job_role, sagemaker, True)
+        yield case(OWN_THINGS, "another tenant's job role", self._other.roles.job, sagemaker)
+        yield case(OWN_THINGS, "the own launcher", own.launcher, sagemaker)
+        if self._own.job_boundary:  # each job runs as a role of its own then
+            yield case(OWN_THINGS, "the job role that all share", own.job, sagemaker)
+        yield case(OWN_THINGS, "an administrator's role", f"arn:aws:iam::{self._own.account}:role/Admin", sagemaker)
         yield case("PassToSageMaker", "to SageMaker", self._job_role, sagemaker, True)
         yield case("PassToSageMaker", "to Lambda", self._job_role, {key: "lambda.amazonaws.com"})
 
@@ -340,7 +349,7 @@ class _Cases:
         """Registering a model under the own name, and under another's."""
         base = f"arn:aws:sagemaker:{self._place}:model-package"
         for owner, whose in ((self._tenant, "the own"), (self._foreign_tag, "another tenant's")):
-            allowed, rail = owner == self._tenant, "OwnJobs"
+            allowed, rail = owner == self._tenant, OWN_THINGS
             tag: dict[str, Value] = {f"aws:RequestTag/{TENANT_TAG}": self._tenant}
             group, create = f"{base}-group/{owner}-llama", "sagemaker:CreateModelPackageGroup"
             yield self._case(rail, f"{whose} group", action=create, resource=group, stated=tag, allowed=allowed)
@@ -348,7 +357,7 @@ class _Cases:
             yield self._case(rail, f"a version of {whose}", action=create, resource=package, stated={}, allowed=allowed)
         # Its ValidationSpecification would run a batch transform job, on machines that no rail sees.
         loose = f"{base}/{self._tenant}-llama"
-        yield self._case("OwnJobs", "a package of no group", action=create, resource=loose, stated={})
+        yield self._case(OWN_THINGS, "a package of no group", action=create, resource=loose, stated={})
 
     def broker(self) -> Iterator[RailCase]:
         """Where there is a broker: only it submits jobs, and of all functions only the own broker is called."""
@@ -357,8 +366,8 @@ class _Cases:
         base, environment = f"arn:aws:lambda:{self._place}:function:", self._account.environment
         for owner, whose in ((self._tenant, "the own"), (self._foreign_tag, "another tenant's")):
             arn, allowed = base + environment.broker_name(owner), owner == self._tenant
-            yield self._case("OwnBroker", f"{whose} broker", action=INVOKE, resource=arn, stated={}, allowed=allowed)
-        yield self._case("OwnBroker", "another function", action=INVOKE, resource=f"{base}x", stated={})
+            yield self._case(OWN_THINGS, f"{whose} broker", action=INVOKE, resource=arn, stated={}, allowed=allowed)
+        yield self._case(OWN_THINGS, "another function", action=INVOKE, resource=f"{base}x", stated={})
         proper = self._proper_case("BrokerSubmits")
         yield replace(proper, allowed=True)
         stated = {**proper.stated, "aws:PrincipalArn": self._launcher.arn}
@@ -376,7 +385,7 @@ class _Cases:
 
         for action in MANAGE_JOB_ROLES:
             said = bounded if action in ("iam:CreateRole", "iam:PutRolePolicy") else {}
-            made = case("JobRolesOnly", f"{action} of a job's role", action, role, said)
+            made = case(OWN_THINGS, f"{action} of a job's role", action, role, said)
             yield replace(made, allowed=True)
             for what, other in (("the shared job role", self._own.roles.job), ("the launcher", self._launcher.arn)):
                 yield replace(made, what=f"{action} of {what}", resource=other)
@@ -426,7 +435,8 @@ class _Cases:
             return
         foreign = tracking.server.replace(f"-{self._tenant}", f"-{self._foreign_tag}")
         log, page = "sagemaker-mlflow:LogBatch", "sagemaker:CreatePresignedMlflowTrackingServerUrl"
-        for rail, what, action in (("OwnRuns", "a run", log), ("OwnJobs", "a link to the page", page)):
+        rail = OWN_THINGS
+        for what, action in (("a run", log), ("a link to the page", page)):
             for whose, server in (("own", tracking.server), ("another tenant's", foreign)):
                 said: dict[str, Value] = {}
                 allowed = server == tracking.server
@@ -435,7 +445,7 @@ class _Cases:
                 )
         # It has no resource: whose page it is, is asked of the link.
         see = "sagemaker-mlflow:AccessUI"
-        yield self._case("OwnRuns", "the page that a link opens", action=see, resource="*", stated={}, allowed=True)
+        yield self._case(rail, "the page that a link opens", action=see, resource="*", stated={}, allowed=True)
 
     def _hyperpod(self) -> Iterator[RailCase]:
         """A shell on machines of the own cluster alone, and a tag on nothing that is there already."""
