@@ -42,6 +42,12 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--deadline-hours", "4"], "--deadline-hours: belongs to --search"),
         (["--search", "--instances", "p9.48xlarge"], "unknown instance type 'p9.48xlarge'"),
         (["--search", "--region", "ap-south-1"], "no price is known in ap-south-1"),
+        (["--region", "moon"], "--region moon: is no AWS region"),
+        (["--search", "--instances", " , "], "--instances ' , ': names no type"),
+        (
+            ["--html", "/no/such/folder/plan.html"],
+            "--html /no/such/folder/plan.html: can't be written",
+        ),
         (["--search", "--deadline-hours", "0"], "--deadline-hours 0: must be above 0"),
         (["--search", "--max-nodes", "0"], "--max-nodes"),
     ],

@@ -238,6 +238,8 @@ def test_show_and_refresh_as_a_person_runs_them(
     [
         (["show", "--region", "moon"], "--region moon: is no AWS region"),
         (["show", "--instances", "p5.47xlarge"], "unknown instance type 'p5.47xlarge'"),
+        (["show", "--instances", ","], "--instances ',': names no type"),
+        (["refresh", "--instances", ""], "--instances '': names no type"),
         (["show", "--region", "eu-west-9", "--instances", "p4d.24xlarge"], "is known in eu-west-9"),
     ],
 )

@@ -93,6 +93,13 @@ def plan(
             raise InputError(f"{'--search' if search else '--html'}: not with --dry-run, which traces the job as it is")
         plan_and_trace(load_job(job, overrides or []), rank or 0, as_json=as_json)
         return
+    from trainyard.operate.prices import check_region
+
+    check_region(region)
+    if instances is not None and not instances.replace(",", "").strip():
+        raise InputError(f"--instances {instances!r}: names no type; e.g. p5.48xlarge,p4d.24xlarge")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise InputError(f"--html {html}: can't be written (there is no folder {html.parent})")
     asked = {"--instances": instances, "--max-nodes": max_nodes, "--deadline-hours": deadline_hours}
     given = [name for name, value in asked.items() if value is not None]
     if given and not search:

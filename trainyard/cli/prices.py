@@ -16,7 +16,7 @@ app = typer.Typer(help="The prices that plans are costed by: show, refresh.", no
 
 RegionOption = Annotated[str, typer.Option("--region", help="The region whose prices are meant.")]
 InstancesOption = Annotated[
-    str, typer.Option("--instances", metavar="TYPE,TYPE", help="Instance types; default: all with GPUs.")
+    str | None, typer.Option("--instances", metavar="TYPE,TYPE", help="Instance types; default: all with GPUs.")
 ]
 
 
@@ -28,7 +28,7 @@ def _no_verb(context: typer.Context) -> None:
 
 
 @app.command()
-def refresh(region: RegionOption = "us-east-1", instances: InstancesOption = "", as_json: JsonOption = False) -> None:
+def refresh(region: RegionOption = "us-east-1", instances: InstancesOption = None, as_json: JsonOption = False) -> None:
     """Read today's prices from AWS: on demand (EC2's and SageMaker's own), spot, capacity blocks, training plans.
 
     Needs credentials of any account with pricing:GetProducts, ec2:DescribeSpotPriceHistory,
@@ -40,7 +40,7 @@ def refresh(region: RegionOption = "us-east-1", instances: InstancesOption = "",
     from trainyard.operate import prices
 
     prices.check_region(region)
-    types = prices.gpu_types(instances.split(","))
+    types = prices.gpu_types(_named(instances))
     with console(stderr=True).status("asking AWS"):
         found = prices.refresh(_client(), region, types, today=datetime.date.today())
         total = prices.keep(price_file(), found)
@@ -53,7 +53,7 @@ def refresh(region: RegionOption = "us-east-1", instances: InstancesOption = "",
 
 
 @app.command()
-def show(region: RegionOption = "us-east-1", instances: InstancesOption = "", as_json: JsonOption = False) -> None:
+def show(region: RegionOption = "us-east-1", instances: InstancesOption = None, as_json: JsonOption = False) -> None:
     """Show what an instance-hour costs by the way it is bought, of which day, and what is too old to be quoted.
 
     Example: trainyard prices show --region us-east-1 --instances p5.48xlarge
@@ -65,7 +65,7 @@ def show(region: RegionOption = "us-east-1", instances: InstancesOption = "", as
     from trainyard.operate import prices
 
     prices.check_region(region)
-    types = prices.gpu_types(instances.split(","))
+    types = prices.gpu_types(_named(instances))
     today = datetime.date.today()
     book, any_age = (PriceBook.opened(price_file(), today=day) for day in (today, None))
     rows: list[dict[str, Any]] = []
@@ -87,6 +87,14 @@ def show(region: RegionOption = "us-east-1", instances: InstancesOption = "", as
     if not rows:
         raise InputError(f"no price of {', '.join(types[:5])} is known in {region}; trainyard prices refresh")
     console().print(_table(rows))
+
+
+def _named(instances: str | None) -> list[str]:
+    from trainyard.errors import InputError
+
+    if instances is not None and not instances.replace(",", "").strip():
+        raise InputError(f"--instances {instances!r}: names no type; leave it out for all with GPUs")
+    return (instances or "").split(",")
 
 
 def _table(rows: list[dict[str, Any]]) -> "Table":
