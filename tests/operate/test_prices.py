@@ -2,8 +2,12 @@
 
 import datetime
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import boto3
 import pytest
@@ -262,3 +266,91 @@ def test_a_broken_file_is_refused_by_a_launch_and_mended_by_a_refresh(
     found = prices.Refreshed(({**row, "price": "55.04", "source": "x", "as_of": "2026-11-22"},), ())
     assert prices.keep(price_file(), found) == 1
     assert "unplanned" not in planned(job)[0]
+
+
+EC2 = '<{0}Response xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"><requestId>r</requestId>{1}</{0}Response>'
+SPOT = (
+    "<item><instanceType>p5.48xlarge</instanceType><productDescription>Linux/UNIX</productDescription>"
+    "<spotPrice>{usd}</spotPrice><timestamp>2026-11-22T0{hour}:00:00.000Z</timestamp>"
+    "<availabilityZone>us-east-1{zone}</availabilityZone></item>"
+)
+BLOCK = (
+    "<item><capacityBlockOfferingId>cbr-{fee}</capacityBlockOfferingId><instanceType>p5.48xlarge</instanceType>"
+    "<availabilityZone>us-east-1a</availabilityZone><instanceCount>1</instanceCount>"
+    "<startDate>2026-11-23T11:30:00.000Z</startDate><endDate>2026-11-24T11:30:00.000Z</endDate>"
+    "<capacityBlockDurationHours>24</capacityBlockDurationHours><upfrontFee>{fee}</upfrontFee>"
+    "<currencyCode>USD</currencyCode><tenancy>default</tenancy></item>"
+)
+
+
+class Wire(BaseHTTPRequestHandler):
+    """The services' answers as they come over the wire: EC2's XML in pages, the others' JSON 1.1."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        target = self.headers.get("X-Amz-Target", "")
+        answer = self._json(target, json.loads(body)) if target else self._xml(parse_qs(body))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer.encode())
+
+    def _json(self, target: str, asked: dict[str, Any]) -> str:
+        if target == "AWSPriceListService.GetProducts":
+            filters = {item["Field"]: item["Value"] for item in asked["Filters"]}
+            if asked["ServiceCode"] == "AmazonEC2":
+                assert filters["instanceType"] == "p5.48xlarge" and filters["operatingSystem"] == "Linux"
+                return json.dumps({"FormatVersion": "aws_v1", "PriceList": [product("55.0400000000", {})]})
+            assert filters == {"regionCode": REGION, "component": "Training"}
+            return json.dumps({"FormatVersion": "aws_v1", "PriceList": [training("ml.p5.48xlarge", "63.2960")]})
+        assert target == "SageMaker.SearchTrainingPlanOfferings" and asked["InstanceType"] == "ml.p5.48xlarge"
+        offer = {"TrainingPlanOfferingId": "tpo-1", "TargetResources": ["training-job"], "DurationHours": 24}
+        return json.dumps({"TrainingPlanOfferings": [{**offer, "UpfrontFee": "1032.0", "CurrencyCode": "USD"}]})
+
+    def _xml(self, asked: dict[str, list[str]]) -> str:
+        (action,) = asked["Action"]
+        if action == "DescribeCapacityBlockOfferings":
+            items = "".join(BLOCK.format(fee=fee) for fee in ("955.2", "960.0", "1000.8"))
+            return EC2.format(action, f"<capacityBlockOfferingSet>{items}</capacityBlockOfferingSet>")
+        assert action == "DescribeSpotPriceHistory" and asked["InstanceType.1"] == ["p5.48xlarge"]
+        first = SPOT.format(usd="19.2500", hour=9, zone="a") + SPOT.format(usd="99.0000", hour=1, zone="a")
+        items, more = (SPOT.format(usd="25.7500", hour=8, zone="b"), "") if "NextToken" in asked else (first, "2")
+        return EC2.format(action, f"<spotPriceHistorySet>{items}</spotPriceHistorySet><nextToken>{more}</nextToken>")
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def wire() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Wire)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_verb_reads_every_service_over_the_wire(
+    wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {
+        "TRAINYARD_STATE_DIR": str(tmp_path),
+        "AWS_ENDPOINT_URL": wire,
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert run(["prices", "refresh", "--instances", "p5.48xlarge", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["read"] == told["kept"] == 6 and told["problems"] == []
+    rows = [(row["purchase"], float(row["price"])) for row in json.loads(price_file().read_text())["prices"]]
+    assert rows == [
+        ("on-demand", 55.04),
+        ("sagemaker on-demand", 63.296),
+        ("spot", 19.25),
+        ("spot", 25.75),
+        ("capacity block", 40.0),
+        ("training plan", 43.0),
+    ]
