@@ -91,6 +91,8 @@ def _joined(app: App, helpers: Sequence["subprocess.Popen[str]"], outputs: Seque
     found = False
     for helper, output in zip(helpers, outputs, strict=True):
         _, said = helper.communicate()
+        if helper.returncode == 2 and not (output / "manifest.json").exists():
+            raise InputError(said.strip().splitlines()[-1])  # as it says here of its own tenants
         if helper.returncode not in (0, 2) or not (output / "manifest.json").exists():
             raise RuntimeError(f"a part of the synthesis failed: {said.strip() or helper.returncode}")
         join(Path(app.outdir), output)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from stacks.preflight import check_environment
 from trainyard.errors import InputError
@@ -82,6 +83,18 @@ def test_a_wrong_environment_is_one_line_and_exit_code_2(
     assert done.stderr.count("\n") == 1
     assert all(fragment in done.stderr for fragment in fragments)
     assert _made(tmp_path) == []
+
+
+def test_what_is_wrong_in_another_processs_part_is_one_line_too(tmp_path: Path) -> None:
+    """A boundary that IAM would not take shows only where the tenant is made: here in the second of two processes."""
+    content = yaml.safe_load((ROOT / "environments" / "local.yaml").read_text())
+    plan = {"instance_type": "ml.p5.4xlarge", "max_instances": 1}
+    content["tenants"]["globex"]["training_plans"] = {f"plan-{number}": plan for number in range(40)}
+    path = tmp_path / "long.yaml"
+    path.write_text(yaml.safe_dump(content))
+    done = _run_app({"environment": str(path), "checks": "off", "processes": "2"}, tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "tenants.globex.queues: with 1 instance types the tenant's permissions boundary would have" in done.stderr
 
 
 def test_a_region_without_a_resource_type_is_refused_at_synthesis(tmp_path: Path) -> None:
