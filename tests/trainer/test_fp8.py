@@ -34,7 +34,8 @@ def run(world_size: int, requests: list[RunRequest]) -> list[Result]:
 
 
 def request(strategy: str, precision: str = "fp8", *, steps: int = 4, **more: Any) -> RunRequest:
-    job = {"precision": precision, **more.pop("job", {})}
+    # Scales are a micro-batch's, so that all take the same.
+    job = {"precision": precision, "micro_batch_size": 2, **more.pop("job", {})}
     return RunRequest(strategy, **{"last_step": steps, **more}, job=job)
 
 
@@ -110,7 +111,7 @@ def test_what_routes_and_what_is_routed_keeps_its_precision(name: str) -> None:
         ),
         ({"model": FAMILIES["GPT-2"]}, {}, "no layers to convert in gpt2"),
         ({"micro_batch_size": 1}, {}, "multiples of 16 tokens, and a rank's part of a micro-batch is 24"),
-        ({}, {"context": 2}, "multiples of 16 tokens, and a rank's part of a micro-batch is 24"),
+        ({"micro_batch_size": 2}, {"context": 2}, "multiples of 16 tokens, and a rank's part of a micro-batch is 24"),
     ],
 )
 @pytest.mark.usefixtures("emulated")

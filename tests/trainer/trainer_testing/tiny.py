@@ -47,16 +47,21 @@ def tiny_job(
     adapter: dict[str, Any] | None = None,
     parallelism: dict[str, Any] | None = None,
     activation_checkpointing: str = "none",
-    micro_batch_size: int = 2,
+    micro_batch_size: int | None = None,
     steps: int = 20,
     **training: Any,
 ) -> ResolvedJob:
-    """The job under one layout: global batch 16, so at least two micro-batches accumulate on every rank, unless
-    `training` sets a smaller one.
+    """The job under one layout: global batch 16, of which two micro-batches accumulate on every rank, or two for each
+    pipeline stage; with a stated `micro_batch_size`, as many as that makes.
 
+    On a CPU the number of micro-batches is nearly all of a tiny step's time, and two show what eight do.
     `parallelism` adds to what LAYOUTS has under the strategy's name; a product has nothing there.
     """
     layout = LAYOUTS.get(strategy, {}).get(world_size, {}) | (parallelism or {})
+    if micro_batch_size is None:
+        degrees = ParallelismSpec.model_validate(layout)
+        whole = training.get("global_batch_size", GLOBAL_BATCH) // degrees.data_parallel_size
+        micro_batch_size = max(1, whole // (2 * degrees.pipeline))
     settings: dict[str, Any] = {
         "steps": steps,
         "global_batch_size": GLOBAL_BATCH,
