@@ -544,6 +544,30 @@ def fits_line(title: str, scores: list[Score]) -> str:
     )
 
 
+SAME_JOB = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "global_batch")
+"""Columns of vtrain_*.csv that say which job a row's layout is of."""
+
+
+def picking(scores: Iterable[Score], rows: list[Row], name: str) -> str:
+    """What it costs to run the layout that is predicted fastest, among the measured ones of the same job."""
+    jobs: dict[tuple[str, ...], list[Score]] = {}
+    for score in scores:
+        if score.file == name and score.predicted is not None:
+            jobs.setdefault(tuple(rows[score.row][field] for field in SAME_JOB), []).append(score)
+    lost = []
+    for members in jobs.values():
+        picked = min(members, key=lambda score: score.predicted or math.inf)
+        if len(members) > 1:
+            lost.append(picked.measured / min(score.measured for score in members) - 1)
+    if not lost:
+        return f"{name}: no job with more than one layout"
+    return (
+        f"{name}: picking the layout that is predicted fastest, {len(lost)} jobs: "
+        f"{statistics.median(lost):.1%} slower than the best measured one (median), "
+        f"{statistics.fmean(lost):.1%} (mean), {max(lost):.1%} (worst); at most 3% slower in {sum(one <= 0.03 for one in lost) / len(lost):.0%}"
+    )
+
+
 MEMORY_GRIDS = {
     "selective_share": (0.3, 0.5, 0.7, 0.85, 1.0),
     "plain_loss_bytes": (6.0, 8.0, 10.0, 12.0, 14.0, 16.0),
@@ -723,6 +747,9 @@ def main() -> int:
             predicted = "" if score.predicted is None else score.predicted
             writer.writerow([score.file, score.row, score.metric, score.measured, predicted])
     print("\n".join([*report(scores), *unscored(_rows(arguments.rows, "train_rows"))]))
+    for name in ("vtrain_single", "vtrain_multi"):
+        if rows := _rows(arguments.rows, name):
+            print(picking(scores, rows, name))
     if arguments.cross_validate:
         for part in PARTS:
             print("\n" + "\n".join(part(arguments.rows)))

@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
-from planner_accuracy import TRAIN_FIELDS, train_scores, unscored  # noqa: E402
+from planner_accuracy import SAME_JOB, TRAIN_FIELDS, Score, picking, train_scores, unscored  # noqa: E402
 from planner_cross_validation import Case, held_out, loss, refit  # noqa: E402
 
 
@@ -50,6 +50,20 @@ def test_a_metric_that_nobody_knows_is_counted_not_fatal() -> None:
     row = dict.fromkeys((*TRAIN_FIELDS, "source"), "") | {"reported_metric": "furlongs_per_s", "value": "3"}
     assert list(train_scores([row], "train_rows")) == []
     assert list(unscored([row, row])) == ["not scored: 2 rows of furlongs_per_s (a metric unknown here)"]
+
+
+def test_a_plan_that_is_picked_is_held_against_the_best_measured_one() -> None:
+    rows = [dict.fromkeys(SAME_JOB, job) for job in ("one", "one", "two", "two", "alone")]
+    values = [(100.0, 90.0), (110.0, 80.0), (50.0, 40.0), (60.0, 70.0), (1.0, 9.0)]
+    scores = [
+        Score("vtrain_single", index, "", "iteration_time_ms", measured, predicted)
+        for index, (measured, predicted) in enumerate(values)
+    ]
+    told = picking(scores, rows, "vtrain_single")
+    # Of the first job the slower one is picked (10% lost), of the second the faster one; the last has no choice.
+    assert "2 jobs: 5.0% slower than the best measured one (median), 5.0% (mean), 10.0% (worst)" in told
+    assert "at most 3% slower in 50%" in told
+    assert picking(scores[4:], rows, "vtrain_single") == "vtrain_single: no job with more than one layout"
 
 
 FINETUNE = (
