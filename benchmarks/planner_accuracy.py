@@ -561,10 +561,10 @@ def picking(scores: Iterable[Score], rows: list[Row], name: str) -> str:
             lost.append(picked.measured / min(score.measured for score in members) - 1)
     if not lost:
         return f"{name}: no job with more than one layout"
+    middle, mean, good = statistics.median(lost), statistics.fmean(lost), sum(one <= 0.03 for one in lost) / len(lost)
     return (
-        f"{name}: picking the layout that is predicted fastest, {len(lost)} jobs: "
-        f"{statistics.median(lost):.1%} slower than the best measured one (median), "
-        f"{statistics.fmean(lost):.1%} (mean), {max(lost):.1%} (worst); at most 3% slower in {sum(one <= 0.03 for one in lost) / len(lost):.0%}"
+        f"{name}: picking the layout that is predicted fastest, {len(lost)} jobs: {middle:.1%} slower than the best "
+        f"measured one (median), {mean:.1%} (mean), {max(lost):.1%} (worst); at most 3% slower in {good:.0%}"
     )
 
 
