@@ -482,6 +482,26 @@ def test_what_the_cluster_refuses_is_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_memory_that_a_pod_cannot_have_is_refused_before_it_is_killed_for_it(
+    contract: TenantContract, kubectl: FakeKubectl
+) -> None:
+    def plan(checkpoint: float, offloaded: float = 0.0, hosts: int = 2) -> dict[str, Any]:
+        host = {"checkpoint_gib": checkpoint, "offloaded_gib": offloaded}
+        return {"instance_count": hosts, "configurations": [{"chosen": False}, {"chosen": True, "host": host}]}
+
+    backend = backend_of(contract)
+    planned = record_of(pod_job())
+    for good in ({}, plan(1638.0), plan(1500.0, 100.0), plan(9999.0, hosts=4)):
+        backend.check(planned.model_copy(update={"plan": good}))
+    for bad in (plan(1639.0), plan(1500.0, 200.0)):
+        with pytest.raises(InputError, match=r"take 1\d+ GiB of a host's memory, and its pod may have 1638: raise"):
+            backend.check(planned.model_copy(update={"plan": bad}))
+    roomy = record_of(pod_job(kubernetes={"memory_gib": 1900}))
+    backend.check(roomy.model_copy(update={"plan": plan(1800.0)}))
+    with pytest.raises(InputError, match=r"memory_gib 2048: p5\.48xlarge has 2048 GiB, .* leave it out for 80%"):
+        backend.check(record_of(pod_job(kubernetes={"memory_gib": 2048})))
+
+
 def test_no_kubectl_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, contract: TenantContract) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="there is no `kubectl` on the PATH here; install it"):

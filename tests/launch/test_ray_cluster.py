@@ -104,6 +104,9 @@ def test_a_killed_worker_costs_no_step_and_the_losses_are_this_machines(desk: Ra
 
     record = launch_on_ray_here(desk.spec("recovery.max_resumes=1"), desk.folder)
     desk.until(record, lambda _: desk.rows(record, LIVE) > 25, "step 25")
+    # Saves are made beside training: on a busy machine none may be whole by then, and the job would begin anew.
+    saved = Path(record.checkpoint_destination, "checkpoints")
+    desk.until(record, lambda _: any(saved.glob("*/COMMITTED")), "a checkpoint")
     assert desk.backend.states([record]) == {record.job_id: "Training"}
     log = HttpJobServer().driver_log(desk.cluster.address, record.job_id)
     started = [json.loads(line.removeprefix(EVENT)) for line in log.splitlines() if '"Training"' in line]
@@ -118,6 +121,8 @@ def test_a_killed_worker_costs_no_step_and_the_losses_are_this_machines(desk: Ra
     assert desk.trajectory(record) == expected
     lines = desk.lines(record)
     assert sum(line.startswith("node-0 resumed step=") for line in lines) == 1, lines
+    session = status.record.attempt.cluster
+    assert session.startswith("session_") and (desk.cluster.folder / session).is_dir(), "Ray's own name of it"
     reached = goodput(status.record, None)
     assert reached is not None and reached.num_starts == 2 and 0 < reached.share < 1
 

@@ -21,6 +21,7 @@ from trainyard.launch.kubernetes_manifest import (
     NODE,
     RESUME_EXIT_CODE,
     KubernetesPlace,
+    check_memory,
     manifests,
     object_name,
 )
@@ -62,6 +63,7 @@ class KubernetesBackend:
         would not take its objects. The TrainJob itself is not asked about: its check looks for its runtime."""
         place = self._place_of(record)
         objects = manifests(record, place)
+        check_memory(record)
         if refused := [reason for reason in self._refusals(record) if reason not in record.forced]:
             raise InputError(f"job {record.job_id}: {'; '.join(refused)}")
         where = _where(record, place.namespace)

@@ -166,6 +166,29 @@ def memory_mib(job: ResolvedJob) -> int | None:
     return None if machine is None else int(1024 * _SHARE_OF_MACHINE * machine.memory_gib)
 
 
+def check_memory(record: JobRecord) -> None:
+    """InputError where no machine has the memory that the pod asks for, or the plan's copies of a save and what it
+    offloads alone are more than the pod may have: the cluster would wait for ever, or kill it at its first save."""
+    job, given = record.resolved, record.resolved.spec.compute.kubernetes.memory_gib
+    machine, limit = _machine(job), memory_mib(job)
+    if given and machine is not None and given >= machine.memory_gib:
+        raise InputError(
+            f"compute.kubernetes.memory_gib {given:g}: {machine.type} has {machine.memory_gib:g} GiB, of which the"
+            f" kubelet and the system keep some; leave it out for {_SHARE_OF_MACHINE:.0%} of that"
+        )
+    chosen = next((one for one in record.plan.get("configurations", []) if one.get("chosen")), None)
+    if chosen is None or limit is None or record.plan.get("instance_count") != job.num_hosts:
+        return  # nothing planned, or for other machines than these
+    host = chosen["host"]
+    counted = host["checkpoint_gib"] + (0.0 if job.parallelism.offload == "nvme" else host["offloaded_gib"])
+    if counted > limit / 1024:
+        raise InputError(
+            f"job {record.job_id}: a save's copies and what is offloaded take {counted:.0f} GiB of a host's memory, and"
+            f" its pod may have {limit / 1024:.0f}: raise compute.kubernetes.memory_gib, save synchronously"
+            " (checkpoint.asynchronous: false), offload less, or use more machines"
+        )
+
+
 def _job_set(record: JobRecord, place: KubernetesPlace) -> dict[str, Any]:
     """One Job of as many pods as hosts. All of them start again together, or none: a rank that is alone can do nothing.
 
