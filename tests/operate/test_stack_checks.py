@@ -13,7 +13,15 @@ from trainyard.isolation import templates
 from trainyard.isolation.templates import synthesize
 from trainyard.operate import stack_checks
 from trainyard.operate.deploy import prepare
-from trainyard.operate.stack_checks import ACCEPTED, NotRunError, checkov, install_checkov, lint, sort_out
+from trainyard.operate.stack_checks import (
+    ACCEPTED,
+    ACCEPTED_AT,
+    NotRunError,
+    checkov,
+    install_checkov,
+    lint,
+    sort_out,
+)
 
 BROKEN = {
     "Resources": {
@@ -59,14 +67,17 @@ def test_what_is_accepted_is_accepted_by_name_and_policies_only_of_boundaries() 
             failed("CKV_AWS_108", "AWS::IAM::ManagedPolicy.BoundaryPolicy1"),
             failed("CKV_AWS_108", "AWS::IAM::ManagedPolicy.Another"),
             failed("CKV_AWS_20", "AWS::S3::Bucket.Data"),
+            failed("CKV_AWS_33", "AWS::KMS::Key.KeysCheckpoints1"),
+            failed("CKV_AWS_33", "AWS::KMS::Key.KeysData1"),
         ]
     )
     assert [str(item) for item in found] == [
         "CKV_AWS_108 at trainyard-x-y/Another (words)",
         "CKV_AWS_20 at trainyard-x-y/Data (words)",
+        "CKV_AWS_33 at trainyard-x-y/KeysData1 (words)",
     ]
-    assert accepted == {"CKV_AWS_18": 1, "CKV_AWS_108": 1}
-    assert all(len(reason) > 30 for reason in ACCEPTED.values())
+    assert accepted == {"CKV_AWS_18": 1, "CKV_AWS_33": 1, "CKV_AWS_108": 1}
+    assert all(len(reason) > 30 for reason in [*ACCEPTED.values(), *ACCEPTED_AT.values()])
 
 
 def test_a_tool_that_is_not_there_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
