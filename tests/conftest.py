@@ -1,6 +1,8 @@
 """Which tests may run side by side, and in which order."""
 
+import gc
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """In the order in which they are found: the rooms that take longest come early."""
     config.option.loadscopereorder = False
     return RoomScheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What a worker imports to find its tests, torch and moto among it, stays: it is never looked through for garbage.
+
+    As a rank does it (`trainer.importing`): the collector would go through a million objects again and again.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @cache
