@@ -118,7 +118,7 @@ def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> 
         ("tenants.acme.queues.train.instance_types", ["ml.p5.4xlarge"] * 2, ["ml.p5.4xlarge: stands twice"]),
         ("tenants.acme.cost_center", "<4711>", ["cost_center: must be what a tag's value can hold", "'<4711>'"]),
         ("tenants.acme.file_system", {"storage_gib": 3000}, ["storage_gib", "multiple of 2400", "3000"]),
-        ("tenants.acme.file_system", {"efa": True}, ["efa: storage_gib is then a multiple of 19,200 at 250", "not 1,200"]),
+        ("tenants.acme.file_system", {"efa": True}, ["efa: storage_gib is then a multiple of 19,200", "not 1,200"]),
         ("tenants.acme.file_system", {"links": {"data": "x"}}, ["'data' is no folder of the file system", "/datasets"]),
         ("tenants.acme.file_system", {"links": {"/a/../b": "x"}}, ["'/a/../b' is no folder"]),
         ("tenants.acme.file_system", {"links": {"/a": "/x"}}, ["links./a: '/x' is no folder of the data bucket"]),
