@@ -289,6 +289,24 @@ def test_a_tunnel_to_another_cluster_starts_no_second_attempt(
     assert list(server.jobs) == [f"{JOB_ID}-r3"]
 
 
+def test_a_job_that_has_ended_needs_no_cluster_that_knows_it(
+    server: Server, contract: TenantContract, tmp_path: Path
+) -> None:
+    """Its cluster may have been started anew, or the tunnel lead elsewhere: the record has how it ended."""
+    store, backend = FolderRecordStore(tmp_path), backend_of(contract)
+    store.create(record_of(ray_job(server.address)))
+    submit_attempt(store, backend, JOB_ID, say_nothing)
+    server.jobs[JOB_ID] |= {"status": "STOPPED", "end_time": 1769864700000}
+    assert watch.status(store, backend, JOB_ID).finished
+    server.jobs, server.session = {}, "session_of_another"
+    assert watch.status(store, backend, JOB_ID).state == "Stopped"
+    with pytest.raises(InputError, match="there is nothing to stop"):
+        watch.stop(store, backend, JOB_ID)
+    watch.resume(store, backend, JOB_ID)
+    assert list(server.jobs) == [f"{JOB_ID}-r2"]
+    assert store.read(JOB_ID).record.attempt.cluster == "session_of_another"
+
+
 def test_a_cluster_that_tells_no_session_is_known_by_its_address_alone(
     server: Server, contract: TenantContract, tmp_path: Path
 ) -> None:

@@ -93,11 +93,13 @@ class RayBackend:
 
     def observe(self, record: JobRecord) -> Observation | None:
         """The newest attempt by the job server and by its driver's own events; None where the server has none.
-        AwayError where behind a tunnel another cluster answers than the one that took it."""
+        AwayError where behind a tunnel another cluster answers than the one that took it; of an attempt that has ended
+        by its record no cluster need know any longer."""
         address, name = _address(record), record.attempt.training_job_name
         job = self._server.job(address, name)
         if job is None:
-            self._check_its_cluster(record)
+            if not record.finished:
+                self._check_its_cluster(record)
             return None
         return Look(job, read_events(self._server.driver_log(address, name))).observation(record.attempt.number)
 
