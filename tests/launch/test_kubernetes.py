@@ -22,7 +22,7 @@ from kubernetes_testing import (
 from launch_testing import IMAGE, JOB_ID, job_content
 from trainer import kubernetes as entry
 
-from trainyard import hardware
+from trainyard import hardware, planner
 from trainyard.errors import InputError
 from trainyard.launch import kubernetes, watch
 from trainyard.launch.backend import AwayError, LogCursor, Observation, say_nothing
@@ -30,7 +30,7 @@ from trainyard.launch.kubectl import Kubectl
 from trainyard.launch.kubernetes import launch_on_kubernetes_here, launch_on_tenants_kubernetes, tenant_places
 from trainyard.launch.kubernetes_backend import STOP_MARK, KubernetesBackend
 from trainyard.launch.kubernetes_manifest import FINAL_EXIT_CODES, GRACE_SECONDS, manifests, object_name
-from trainyard.launch.launcher import new_record, with_destination
+from trainyard.launch.launcher import new_record, planned, with_destination
 from trainyard.launch.local_supervisor import RESUME_EXIT_CODE
 from trainyard.launch.record import FolderRecordStore, JobRecord, RecordedChannel, S3RecordStore
 from trainyard.launch.session import Account
@@ -482,24 +482,10 @@ def test_what_the_cluster_refuses_is_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_memory_that_a_pod_cannot_have_is_refused_before_it_is_killed_for_it(
-    contract: TenantContract, kubectl: FakeKubectl
-) -> None:
-    def plan(checkpoint: float, offloaded: float = 0.0, hosts: int = 2) -> dict[str, Any]:
-        host = {"checkpoint_gib": checkpoint, "offloaded_gib": offloaded}
-        return {"instance_count": hosts, "configurations": [{"chosen": False}, {"chosen": True, "host": host}]}
-
-    backend = backend_of(contract)
-    planned = record_of(pod_job())
-    for good in ({}, plan(1638.0), plan(1500.0, 100.0), plan(9999.0, hosts=4)):
-        backend.check(planned.model_copy(update={"plan": good}))
-    for bad in (plan(1639.0), plan(1500.0, 200.0)):
-        with pytest.raises(InputError, match=r"take 1\d+ GiB of a host's memory, and its pod may have 1638: raise"):
-            backend.check(planned.model_copy(update={"plan": bad}))
-    roomy = record_of(pod_job(kubernetes={"memory_gib": 1900}))
-    backend.check(roomy.model_copy(update={"plan": plan(1800.0)}))
+def test_memory_that_no_machine_has_is_refused(contract: TenantContract, kubectl: FakeKubectl) -> None:
+    backend_of(contract).check(record_of(pod_job(kubernetes={"memory_gib": 1900})))
     with pytest.raises(InputError, match=r"memory_gib 2048: p5\.48xlarge has 2048 GiB, .* leave it out for 80%"):
-        backend.check(record_of(pod_job(kubernetes={"memory_gib": 2048})))
+        backend_of(contract).check(record_of(pod_job(kubernetes={"memory_gib": 2048})))
 
 
 def test_no_kubectl_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, contract: TenantContract) -> None:
@@ -537,6 +523,46 @@ def here_job(**changes: Any) -> JobSpec:
     content["data"]["tokenizer"] = "s3://sets/tokenizer.json"
     content["checkpoint"]["destination"] = "s3://results/tiny"
     return parse(JobSpec, content | changes, "job")
+
+
+def memory_job(**kubernetes: Any) -> JobSpec:
+    """Of 7 B parameters on one host of eight GPUs: some 80 GiB of copies for a save, 40 more for the processes."""
+    model: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
+    model |= {"num_key_value_heads": 32, "model_type": "llama", "vocab_size": 32000}
+    compute = pod_job(instance_count=1, kubernetes={"image": IMAGE, **kubernetes}).compute.model_dump(mode="json")
+    return here_job(model={"config": model}, compute=compute)
+
+
+def test_memory_that_a_pod_cannot_have_is_refused_unless_forced_and_what_is_assumed_is_said(
+    kubectl: FakeKubectl, tmp_path: Path
+) -> None:
+    """The plan is the planner's own."""
+    said: list[str] = []
+    _, refusals = planned(memory_job(), say=said.append)
+    host = planner.plan(memory_job()).chosen.host
+    assert refusals == [] and not any("its pod may have" in line for line in said)
+    assert 60 < host.checkpoint_gib < 100 < host.total_gib
+    tight = memory_job(memory_gib=(host.checkpoint_gib + host.total_gib) / 2)
+    assert planned(tight, say=said.append)[1] == []
+    (warning,) = [line for line in said if "its pod may have" in line]
+    assert warning.startswith(f"warning: the plan has {host.total_gib:.0f} GiB in a host's memory")
+    small = memory_job(memory_gib=30)
+    told = f"offloaded take {host.checkpoint_gib:.0f} GiB of a host's memory, and its pod may have 30: raise"
+    with pytest.raises(InputError, match=told) as refused:
+        launch_on_kubernetes_here(small, tmp_path)
+    assert "\n" not in str(refused.value) and not any("apply" in call for call in kubectl.calls)
+    record = launch_on_kubernetes_here(small, tmp_path, force=True)
+    assert any("its pod may have 30" in reason for reason in record.forced)
+    # And it is resumed without a word, as is one from before there was such a limit.
+    for one in (record, record.model_copy(update={"forced": ()})):
+        kubernetes.here_backend(tmp_path).check(one.with_next_attempt())
+    elsewhere = small.model_copy(update={"compute": small.compute.model_copy(update={"backend": "slurm"})})
+    assert planned(elsewhere)[1] == [], "no pod, no limit"
 
 
 def test_a_job_without_a_tenant_is_launched_stopped_and_resumed(kubectl: FakeKubectl, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from trainyard.errors import InputError
 from trainyard.functions import broker_rules
 from trainyard.hardware import PriceBook
 from trainyard.launch.backend import Say, say_nothing
+from trainyard.launch.kubernetes_manifest import memory_mib
 from trainyard.launch.session import price_file
+from trainyard.planner.host_memory import counted_gib
 from trainyard.planner.money import destination_tier
 from trainyard.planner.plan import Plan
 from trainyard.planner.results import Configuration
@@ -199,6 +201,35 @@ def warned_by_recovery(job: JobSpec, contract: TenantContract) -> list[str]:
     ]
 
 
+def refused_by_pod(plan: Plan, job: JobSpec) -> list[str]:
+    """On Kubernetes: why the pod would be killed for its memory, where a save's copies and what is offloaded alone are
+    more than it may have. Elsewhere a process may have all of its machine."""
+    limit = _pods_gib(job)
+    if limit is None or (counted := _counted_gib(plan.chosen)) <= limit:
+        return []
+    return [
+        f"a save's copies and what is offloaded take {counted:.0f} GiB of a host's memory, and its pod may have"
+        f" {limit:.0f}: raise compute.kubernetes.memory_gib, {_HOST_MEND}"
+    ]
+
+
+def warned_by_pod(plan: Plan, job: JobSpec) -> list[str]:
+    """On Kubernetes: that the pod may be killed for its memory, by all that the plan has in a host's, some of which is
+    assumed; what is refused anyway is not said again."""
+    limit, total = _pods_gib(job), plan.chosen.host.total_gib
+    if limit is None or total <= limit or refused_by_pod(plan, job):
+        return []
+    return [
+        f"the plan has {total:.0f} GiB in a host's memory, some of it assumed, and its pod may have {limit:.0f}: where"
+        f" it is killed for that, raise compute.kubernetes.memory_gib, {_HOST_MEND}"
+    ]
+
+
+def _pods_gib(job: JobSpec) -> float | None:
+    limit = memory_mib(job) if job.compute.backend == "kubernetes" else None
+    return None if limit is None else limit / 1024
+
+
 _HOST_MEND = (
     "save synchronously (checkpoint.asynchronous: false), offload less (parallelism), or use more machines, or ones "
     "with more memory"
@@ -215,9 +246,11 @@ def _is_of_the_host(item: Configuration) -> bool:
 def _is_assumed(item: Configuration) -> bool:
     """Whether the host would hold what is counted: a save's copies and what is offloaded to its memory. What processes,
     the system and buffers before a disk take is assumed (planner.host_memory)."""
-    host = item.host
-    counted = host.checkpoint_gib + (0.0 if item.parallelism.offload == "nvme" else host.offloaded_gib)
-    return counted <= (host.available_gib or 0.0)
+    return _counted_gib(item) <= (item.host.available_gib or 0.0)
+
+
+def _counted_gib(item: Configuration) -> float:
+    return counted_gib(item.host.checkpoint_gib, item.host.offloaded_gib, item.parallelism.offload)
 
 
 def refused_by_tenant(job: JobSpec, contract: TenantContract, say: Say = say_nothing) -> list[str]:

@@ -63,7 +63,7 @@ class KubernetesBackend:
         would not take its objects. The TrainJob itself is not asked about: its check looks for its runtime."""
         place = self._place_of(record)
         objects = manifests(record, place)
-        check_memory(record)
+        check_memory(record.resolved.spec)
         if refused := [reason for reason in self._refusals(record) if reason not in record.forced]:
             raise InputError(f"job {record.job_id}: {'; '.join(refused)}")
         where = _where(record, place.namespace)

@@ -14,7 +14,7 @@ from trainyard.errors import InputError
 from trainyard.launch.channels import job_files
 from trainyard.launch.machines import IMAGE_PYTHON, SHARED_ROOT, common_variables, efa_interfaces
 from trainyard.launch.record import JobRecord
-from trainyard.spec.job import ResolvedJob
+from trainyard.spec.job import JobSpec, ResolvedJob
 
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
 LABEL = "trainyard"
@@ -132,8 +132,8 @@ def _queue(job: ResolvedJob) -> dict[str, str]:
     return {"kueue.x-k8s.io/queue-name": queue} if queue else {}
 
 
-def _machine(job: ResolvedJob) -> hardware.Instance | None:
-    kind = job.spec.compute.instance_type
+def _machine(job: JobSpec) -> hardware.Instance | None:
+    kind = job.compute.instance_type
     return hardware.instance(kind) if kind else None
 
 
@@ -144,12 +144,12 @@ def _resources(job: ResolvedJob) -> dict[str, dict[str, str]]:
     of a machine that ran short would evict it as it does for a drain, which is not. CPUs are not: to be throttled helps
     nobody.
     """
-    machine, limits, cpus = _machine(job), {}, {}
+    machine, limits, cpus = _machine(job.spec), {}, {}
     if machine is not None and machine.gpu is not None:
         limits["nvidia.com/gpu"] = str(machine.num_gpus)
     if job.num_hosts > 1 and efa_interfaces(job):
         limits["vpc.amazonaws.com/efa"] = str(efa_interfaces(job))
-    if memory := memory_mib(job):
+    if memory := memory_mib(job.spec):
         limits["memory"] = f"{memory}Mi"
     if disk := job.spec.compute.kubernetes.disk_gib:
         limits["ephemeral-storage"] = f"{disk}Gi"
@@ -158,34 +158,21 @@ def _resources(job: ResolvedJob) -> dict[str, dict[str, str]]:
     return {key: value for key, value in (("limits", limits), ("requests", {**cpus, **limits})) if value}
 
 
-def memory_mib(job: ResolvedJob) -> int | None:
+def memory_mib(job: JobSpec) -> int | None:
     """MiB that a pod may have: what the job says, else the machine's share; None where neither is known."""
-    if given := job.spec.compute.kubernetes.memory_gib:
+    if given := job.compute.kubernetes.memory_gib:
         return round(1024 * given)
     machine = _machine(job)
     return None if machine is None else int(1024 * _SHARE_OF_MACHINE * machine.memory_gib)
 
 
-def check_memory(record: JobRecord) -> None:
-    """InputError where no machine has the memory that the pod asks for, or the plan's copies of a save and what it
-    offloads alone are more than the pod may have: the cluster would wait for ever, or kill it at its first save."""
-    job, given = record.resolved, record.resolved.spec.compute.kubernetes.memory_gib
-    machine, limit = _machine(job), memory_mib(job)
+def check_memory(job: JobSpec) -> None:
+    """InputError where no machine has the memory that the pod asks for: the cluster would wait for ever."""
+    given, machine = job.compute.kubernetes.memory_gib, _machine(job)
     if given and machine is not None and given >= machine.memory_gib:
         raise InputError(
             f"compute.kubernetes.memory_gib {given:g}: {machine.type} has {machine.memory_gib:g} GiB, of which the"
             f" kubelet and the system keep some; leave it out for {_SHARE_OF_MACHINE:.0%} of that"
-        )
-    chosen = next((one for one in record.plan.get("configurations", []) if one.get("chosen")), None)
-    if chosen is None or limit is None or record.plan.get("instance_count") != job.num_hosts:
-        return  # nothing planned, or for other machines than these
-    host = chosen["host"]
-    counted = host["checkpoint_gib"] + (0.0 if job.parallelism.offload == "nvme" else host["offloaded_gib"])
-    if counted > limit / 1024:
-        raise InputError(
-            f"job {record.job_id}: a save's copies and what is offloaded take {counted:.0f} GiB of a host's memory, and"
-            f" its pod may have {limit / 1024:.0f}: raise compute.kubernetes.memory_gib, save synchronously"
-            " (checkpoint.asynchronous: false), offload less, or use more machines"
         )
 
 
@@ -268,7 +255,7 @@ def _pod(record: JobRecord, place: KubernetesPlace) -> dict[str, Any]:
 
 def _volumes(record: JobRecord) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The container's /opt/ml on the machine's disk, the channel `job`, shared memory for NCCL, the shared claim."""
-    kubernetes, memory = record.resolved.spec.compute.kubernetes, memory_mib(record.resolved)
+    kubernetes, memory = record.resolved.spec.compute.kubernetes, memory_mib(record.resolved.spec)
     claim = kubernetes.volume_claim
     volumes: list[dict[str, Any]] = [
         {"name": "opt-ml", "emptyDir": {"sizeLimit": f"{kubernetes.disk_gib}Gi"} if kubernetes.disk_gib else {}},

@@ -175,9 +175,10 @@ def planned(
         plan = planner.plan(job, region=region, book=book)
     except InputError as error:
         return {"job": job.name, "unplanned": str(error)}, []
-    for warning in checks.warned_by_plan(plan, job, is_on_this_machine=is_on_this_machine):
+    warnings = checks.warned_by_plan(plan, job, is_on_this_machine=is_on_this_machine)
+    for warning in [*warnings, *checks.warned_by_pod(plan, job)]:
         say(f"warning: {warning}")
-    return plan.model_dump(mode="json"), checks.refused_by_plan(plan)
+    return plan.model_dump(mode="json"), [*checks.refused_by_plan(plan), *checks.refused_by_pod(plan, job)]
 
 
 def local_job(job: JobSpec) -> JobSpec:

@@ -57,6 +57,12 @@ def host_memory(
     )
 
 
+def counted_gib(checkpoint_gib: float, offloaded_gib: float, offload: str) -> float:
+    """The part of a host's memory that is counted and not assumed, GiB: a save's copies, and what is offloaded to it.
+    `offload`: the layout's; to `nvme` only buffers before a disk are left, whose size is assumed."""
+    return checkpoint_gib + (0.0 if offload == "nvme" else offloaded_gib)
+
+
 def _offloaded_bytes(params: float, layout: Layout) -> float:
     """Of one rank: DeepSpeed splits evenly what it offloads."""
     if layout.offload == "none":
