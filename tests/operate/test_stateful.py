@@ -227,6 +227,20 @@ def test_tenants_that_would_take_each_others_jobs_for_their_own_are_not_deployed
     assert "\n" not in str(refused.value)
 
 
+def test_tenants_that_have_met_already_can_still_be_deployed() -> None:
+    """What is mended in either of them must get through; they are told of it each time."""
+    wanted = [f"trainyard-test-{name}" for name in ("platform", "acme-foundation", "acme-training", "beta-foundation")]
+    both = ["trainyard-test-acme-foundation", "trainyard-dev-acme-foundation"]
+    (warning,) = refuse_namesakes(both, wanted)
+    assert "trainyard-dev-acme-foundation" in warning and "do take each other's jobs" in warning
+    assert "\n" not in warning
+    for chosen in (["trainyard-test-platform"], ["trainyard-test-beta-foundation"]):
+        assert refuse_namesakes(both[1:], wanted, chosen) == [], "acme is not deployed with these"
+    for chosen in (["trainyard-test-acme-foundation"], ["trainyard-test-acme-training"]):
+        with pytest.raises(InputError, match="would take each other's jobs"):
+            refuse_namesakes(both[1:], wanted, chosen)
+
+
 def test_accepting_a_loss_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match=r"--accept-loss x/Y: .* no such resource"):
         refuse_losses({STACK: SAMPLE}, {STACK: SAMPLE}, ["x/Y"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.options import DEFAULT_ENVIRONMENT
-from trainyard.cli.output import console
+from trainyard.cli.output import console, teller
 
 if TYPE_CHECKING:
     from trainyard.spec.platform import EnvironmentSpec
@@ -56,7 +56,7 @@ def deploy(
         if check:
             account = open_account(spec)
             wanted = deployment.prepare(checkout_root(), file, work / "cdk.out")
-            deployment.check_losses(account, wanted, stacks, accept_loss or ())
+            deployment.check_losses(account, wanted, stacks, accept_loss or (), teller(spinner))
         else:
             deployment.deploy(
                 checkout_root(),
@@ -67,6 +67,7 @@ def deploy(
                 progress=spinner.update if sys.stderr.isatty() else lambda _: None,
                 stacks=stacks,
                 accepted_losses=accept_loss or (),
+                say=teller(spinner),
             )
     chosen = stacks or deployment.stack_names(spec)
     print(f"{len(chosen)} stacks: nothing stateful would be lost" if check else f"{len(chosen)} stacks deployed")

@@ -100,10 +100,12 @@ def deploy(
     progress: Progress,
     stacks: Sequence[str] = (),
     accepted_losses: Collection[str] = (),
+    say: Progress = lambda _: None,
 ) -> None:
     """Synthesize, refuse what would replace or drop something stateful, and deploy; unchanged stacks are left alone.
 
     `work` gets the assembly (`cdk.out`), which is what was checked and what is deployed, and the log (`cdk.log`).
+    `say` gets warnings, lines that stay.
     `stacks` names the ones to deploy (and, with them, those that they depend on); all of the environment's by default.
     The emulator's account is bootstrapped; a real one is, once, by whoever may make its deployment roles.
     """
@@ -111,7 +113,7 @@ def deploy(
     progress("synthesizing")
     wanted = prepare(checkout, environment_file, assembly)
     progress("comparing with what is deployed")
-    first = check_losses(open_account(environment), wanted, stacks, accepted_losses)
+    first = check_losses(open_account(environment), wanted, stacks, accepted_losses, say)
     if environment.emulated:
         progress("bootstrapping")
         account = f"aws://{environment.account}/{environment.region}"
@@ -132,11 +134,17 @@ def prepare(checkout: Path, environment_file: Path, assembly: Path) -> dict[str,
 
 
 def check_losses(
-    account: Account, wanted: Mapping[str, Template], stacks: Sequence[str], accepted: Collection[str]
+    account: Account,
+    wanted: Mapping[str, Template],
+    stacks: Sequence[str],
+    accepted: Collection[str],
+    say: Progress = lambda _: None,
 ) -> list[str]:
     """Stacks that must be deployed alone first. InputError where deploying `stacks` of `wanted` would replace or drop
-    something stateful, or what another stack still imports, or let two tenants of one name meet."""
-    refuse_namesakes(deployed_stacks(account), wanted)
+    something stateful, or what another stack still imports, or let two tenants of one name meet for the first time
+    (where they have met already `say` gets a warning)."""
+    for warning in refuse_namesakes(deployed_stacks(account), wanted, stacks):
+        say(f"warning: {warning}")
     # A tenant's stacks bring the platform's along: the CLI deploys what they depend on first.
     chosen = set(wanted) if not stacks else {*stacks, *(name for name in wanted if name.endswith("-platform"))}
     deployed = deployed_templates(account, sorted(chosen))

@@ -170,23 +170,33 @@ def deployed_stacks(account: Account) -> list[str]:
     ]
 
 
-def refuse_namesakes(deployed: Collection[str], wanted: Collection[str]) -> None:
-    """InputError, in one line, where a tenant that is to be deployed and one that is deployed in the same account and
-    region, in another environment or out of this one's file, would take each other's jobs for their own: SageMaker
-    knows a job by its name, and policies a tenant's jobs by `<tenant>-*`."""
-    own = {found["tenant"]: found for name in wanted if (found := _OF_TENANT.fullmatch(name))}
-    for name in sorted(set(deployed) - set(wanted)):
-        if not (there := _OF_TENANT.fullmatch(name)):
+def refuse_namesakes(deployed: Collection[str], wanted: Collection[str], stacks: Collection[str] = ()) -> list[str]:
+    """InputError, in one line, where a tenant that is to be deployed for the first time and one that is deployed in the
+    same account and region, in another environment or out of this one's file, would take each other's jobs for their
+    own: SageMaker knows a job by its name, and policies a tenant's jobs by `<tenant>-*`.
+
+    `deployed`: the account's stacks; `wanted`: the environment's; `stacks`: those of them to deploy, all by default.
+    Where both tenants are there already a line of warning each instead: what mends either of them must get through.
+    """
+    warnings = []
+    for own in filter(None, map(_OF_TENANT.fullmatch, sorted(wanted))):
+        if stacks and not {own[0], own[0].removesuffix("foundation") + "training"} & set(stacks):
             continue
-        other = there["tenant"]
-        for tenant, here in own.items():
-            if other == tenant or other.startswith(f"{tenant}-") or tenant.startswith(f"{other}-"):
-                raise InputError(
-                    f"refused: tenant {other} of environment {there['environment']} is deployed in this account and "
-                    f"region too ({name}), and policies of {tenant} of {here['environment']} and of it would take each "
-                    f"other's jobs for their own ({min(tenant, other, key=len)}-*); rename one, remove the other "
-                    "(trainyard tenant remove), or give each environment an account of its own"
-                )
+        tenant = own["tenant"]
+        for there in filter(None, map(_OF_TENANT.fullmatch, sorted(set(deployed) - set(wanted)))):
+            other = there["tenant"]
+            if not (other == tenant or other.startswith(f"{tenant}-") or tenant.startswith(f"{other}-")):
+                continue
+            told = (
+                f"tenant {other} of environment {there['environment']} is deployed in this account and region too "
+                f"({there[0]}), and policies of {tenant} of {own['environment']} and of it {{}} take each other's jobs "
+                f"for their own ({min(tenant, other, key=len)}-*); rename one, remove the other (trainyard tenant "
+                "remove), or give each environment an account of its own"
+            )
+            if own[0] not in deployed:
+                raise InputError(f"refused: {told.format('would')}")
+            warnings.append(told.format("do"))
+    return warnings
 
 
 _OF_TENANT = re.compile(r"trainyard-(?P<environment>[a-z0-9]+)-(?P<tenant>[a-z0-9-]+)-foundation")
