@@ -129,7 +129,7 @@ class Clients:
 
     def __init__(self, jobs: list[dict[str, Any]]) -> None:
         self.jobs = {item["TrainingJobName"]: item for item in jobs}
-        self.queued = [{"jobId": "1", "jobName": "acme-b", "share": "acme", "status": "RUNNABLE"}]
+        self.queued: list[dict[str, Any]] = [{"jobId": "1", "jobName": "acme-b", "share": "acme", "status": "RUNNABLE"}]
         self.described: list[str] = []
         self.stopped: list[str] = []
         self.unstoppable: set[str] = set()
@@ -265,6 +265,9 @@ def test_who_waits_longest_is_published_while_it_waits(monkeypatch: pytest.Monke
         {"jobId": "1", "jobName": "acme-b", "share": "acme", "status": "RUNNABLE", "createdAt": long_ago},
         {"jobId": "2", "jobName": "acme-c", "share": "acme", "status": "RUNNING", "createdAt": 0},
         {"jobId": "3", "jobName": "globex-b", "share": "globex", "status": "RUNNABLE", "createdAt": 0},
+        # It ran on borrowed machines, and waits again since it was preempted.
+        {"jobId": "4", "jobName": "acme-d", "share": "acme", "status": "RUNNABLE", "createdAt": 0}
+        | {"latestAttempt": {"serviceResourceId": {"name": "TrainingJobArn", "value": "arn"}}},
     ]
     assert looked(monkeypatch, clients, queues=("arn:q",))["longest_wait_seconds"] == pytest.approx(10800, abs=60)
     monkeypatch.setattr(clients, "_list_service_jobs", lambda **_: clients._check("no-queue"))

@@ -84,7 +84,8 @@ def survey(
 
 def longest_wait_in_queues(settings: Mapping[str, Any], batch: Any, now: datetime.datetime) -> tuple[float, list[str]]:
     """(seconds that the one waits longest of the tenant's jobs that wait in its training queues, a line for each queue
-    that couldn't be asked). Batch counts milliseconds since the epoch."""
+    that couldn't be asked). Batch counts milliseconds since the epoch. One that has had machines, and gave them back to
+    those whose turn it was, waits since it did, of which Batch's list says nothing: it isn't counted."""
     longest, failed = 0.0, []
     for queue in settings["queues"]:
         try:
@@ -92,7 +93,8 @@ def longest_wait_in_queues(settings: Mapping[str, Any], batch: Any, now: datetim
         except Exception as error:  # the money is looked at all the same
             failed.append(f"{queue}: {type(error).__name__}: {' '.join(str(error).split())}")
             continue
-        longest = max([longest, *(now.timestamp() - job["createdAt"] / 1000 for job in waiting if "createdAt" in job)])
+        created = [job["createdAt"] for job in waiting if "createdAt" in job and not job.get("latestAttempt")]
+        longest = max([longest, *(now.timestamp() - milliseconds / 1000 for milliseconds in created)])
     return longest, failed
 
 
@@ -136,6 +138,14 @@ def _queued(batch: Any, queue: str, tenant: str, state: str) -> list[dict[str, A
     return [job for page in pages for job in page["jobSummaryList"]]
 
 
+def _publish(cloudwatch: Any, settings: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+    """The figures as the tenant's metrics of this environment."""
+    named = [
+        {"MetricName": f"{name}-{settings['environment']}", "Value": float(value)} for name, value in figures.items()
+    ]
+    cloudwatch.put_metric_data(Namespace=settings["namespace"], MetricData=named)
+
+
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     """`event`: nothing of it is read. Answers, and logs as one line of JSON, what was found and what was stopped.
 
@@ -158,13 +168,7 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
         "UnpricedJobs": found["unpriced_jobs"],
         "LongestWaitSeconds": max(waited, queued),
     }
-    boto3.client("cloudwatch").put_metric_data(
-        Namespace=settings["namespace"],
-        MetricData=[
-            {"MetricName": f"{name}-{settings['environment']}", "Value": float(value)}
-            for name, value in figures.items()
-        ],
-    )
+    _publish(boto3.client("cloudwatch"), settings, figures)
     stopped: list[str] = []
     failed: list[str] = []
     if percent >= 100 and budget["when_spent"] == "stop":
