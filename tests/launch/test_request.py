@@ -16,6 +16,7 @@ from trainyard.functions import broker_rules
 from trainyard.functions.broker_ledger import Ledger
 from trainyard.launch.channels import Channel
 from trainyard.launch.checks import check_queue
+from trainyard.launch.names import attempt_name
 from trainyard.launch.request import training_job_request
 from trainyard.launch.sagemaker_backend import model_trainer
 from trainyard.launch.session import Account
@@ -44,6 +45,21 @@ def test_request_is_the_golden_one(
     resolved: ResolvedJob, contract: TenantContract, channels: tuple[Channel, ...]
 ) -> None:
     assert request_of(resolved, contract, channels) == json.loads(GOLDEN.read_text(encoding="utf-8"))
+
+
+def test_a_request_says_which_attempt_it_is_and_who_asked_for_it(
+    resolved: ResolvedJob, contract: TenantContract, channels: tuple[Channel, ...]
+) -> None:
+    """A training queue renames its training jobs: their own name tells nothing."""
+
+    def said(number: int, asked: int | None) -> tuple[str, str]:
+        name = attempt_name(JOB_ID, number)
+        request = training_job_request(
+            resolved, contract, job_id=JOB_ID, training_job_name=name, image=IMAGE, channels=channels, asked=asked
+        )
+        return request["Environment"]["TRAINYARD_ATTEMPT"], request["Environment"]["TRAINYARD_ASKED_ATTEMPT"]
+
+    assert (said(1, None), said(12, None), said(3, 2)) == (("1", "1"), ("12", "12"), ("3", "2"))
 
 
 def test_request_satisfies_the_service_model(

@@ -131,6 +131,25 @@ def test_without_capacity_an_elastic_job_goes_on_with_fewer_instances_as_the_lau
     assert job_resumer.on_fewer_instances(json.loads(fewer.model_dump_json())) == json.loads(fewer.model_dump_json())
 
 
+def test_which_attempt_a_person_asked_for_goes_with_the_job(aws: Account, store: S3RecordStore) -> None:
+    cloud = Aws(aws.client("s3"), LOST)
+
+    def asked() -> int:
+        return int(check_record(json.loads(read(store).model_dump_json()), JOB_ID, contract_content())["asked"])
+
+    assert asked() == 1
+    cloud.commit(5)
+    assert cloud.resume(1) == {"submitted": "yes"}
+    assert asked() == 1, "the second is the resumer's"
+    stored = store.read(JOB_ID)
+    store.replace(stored, stored.record.with_next_attempt())
+    assert asked() == 3
+    cloud.commit(10)
+    assert cloud.resume(3) == {"submitted": "yes"}
+    assert asked() == 3
+    assert job_resumer.asked_attempt(4, "forged") == job_resumer.asked_attempt(4, [7, {"note": [], "attempt": {}}]) == 4
+
+
 def test_a_crash_loop_is_left_to_a_person_and_progress_is_none(aws: Account, store: S3RecordStore) -> None:
     cloud = Aws(aws.client("s3"), LOST)
     cloud.commit(5)

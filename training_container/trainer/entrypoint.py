@@ -13,9 +13,9 @@ reason of a failure is in `output/failure`: one line, then the end of what the f
 
 Imports no torch, so that it can tell of a broken one.
 
-In the environment: TRAINYARD_JOB_ID, the job's id, which ends with the time of its launch, and beside SageMaker (where
-TRAINING_JOB_NAME tells it) TRAINYARD_ATTEMPT, which submission of it this is; for the meters of how long it was waited
-for (trainer.observe.away).
+In the environment: TRAINYARD_JOB_ID, the job's id, which ends with the time of its launch, TRAINYARD_ATTEMPT, which
+submission of it this is, and TRAINYARD_ASKED_ATTEMPT, the newest one that a person asked for (absent: this one); for
+the meters of how long it was waited for (trainer.observe.away).
 
 Flags in the environment, for tests and the emulator, absent on SageMaker:
 - TRAINYARD_OPT_ML: the tree's root instead of /opt/ml.

@@ -142,9 +142,7 @@ class Session:
         self._metrics = MetricsLog(output_dir)
         self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
         self._left_out = LeftOutBatches(output_dir, runtime)
-        self._goodput = GoodputLog(
-            output_dir, launch=launch_of(os.environ), is_resumed_by_itself=job.spec.recovery.max_resumes > 0
-        )
+        self._goodput = GoodputLog(output_dir, launch=launch_of(os.environ))
         self.step = 0
         self._saved_step = 0
         self._best: float | None = None

@@ -76,6 +76,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
         channels=job["channels"],
         num_hosts=job["num_hosts"],
         volume_key=compute["instance_type"] in settings["volume_keys"],
+        asked=job["asked"],
     )
     longest = stopping_condition(compute)["MaxRuntimeInSeconds"] + keep_alive_seconds(compute)
     kept: dict[str, Any] = {

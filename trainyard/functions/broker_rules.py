@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trainyard.functions.job_resumer import asked_attempt
+
 MAX_NAME = 63
 """SageMaker: characters of a training job's name."""
 MAX_ATTEMPTS = 99
@@ -40,7 +42,8 @@ def check_job_id(job_id: Any, contract: Mapping[str, Any]) -> str:
 
 
 def check_record(record: Any, job_id: str, contract: Mapping[str, Any]) -> dict[str, Any]:
-    """What the request is made of, each part checked: `spec`, `name` of the attempt, `num_hosts`, `channels`, image."""
+    """What the request is made of, each part checked: `spec`, `name` of the attempt, `num_hosts`, `channels`, image,
+    `asked`: the newest attempt that a person asked for (by the record: only meters go by it)."""
     try:
         spec, attempt = record["resolved"]["spec"], record["attempts"][-1]
         number, num_hosts, compute = attempt["number"], record["resolved"]["num_hosts"], spec["compute"]
@@ -66,7 +69,15 @@ def check_record(record: Any, job_id: str, contract: Mapping[str, Any]) -> dict[
     if len(set(names)) < len(names) or len(names) > MAX_CHANNELS or "job" in names:
         raise Refused(f"job {job_id}: input channels {', '.join(names)}: up to {MAX_CHANNELS}, each once, none `job`")
     _check_sources(spec.get("data"), job_id)
-    return {"spec": spec, "name": name, "num_hosts": num_hosts, "channels": checked, "image": str(image)}
+    asked = asked_attempt(number, record.get("states"))
+    return {
+        "spec": spec,
+        "name": name,
+        "asked": asked,
+        "num_hosts": num_hosts,
+        "channels": checked,
+        "image": str(image),
+    }
 
 
 def _check_sources(data: Any, job_id: str) -> None:

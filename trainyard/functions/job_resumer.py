@@ -95,6 +95,16 @@ def is_ours(record: dict[str, Any], name: str) -> bool:
     return follows and bool(notes) and notes[0].startswith(NOTE)
 
 
+def asked_attempt(number: int, states: Any) -> int:
+    """The newest attempt, of the first `number` ones, that a person asked for: those after it are this function's.
+
+    `states`: a record's, which nobody need have checked.
+    """
+    told = [state for state in states if isinstance(state, dict)] if isinstance(states, list) else []
+    mine = [state.get("attempt") for state in told if str(state.get("note")).startswith(NOTE)]
+    return next((one for one in range(number, 1, -1) if one not in mine), 1)
+
+
 class Records:
     """The tenant's job records."""
 

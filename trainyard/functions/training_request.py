@@ -3,6 +3,7 @@
 It takes plain JSON (a resolved job's spec, a tenant's contract), because the broker's runtime has no pydantic.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,12 +41,13 @@ def training_job_request(
     channels: Iterable[Mapping[str, str]],
     num_hosts: int,
     volume_key: bool,
+    asked: int | None = None,
 ) -> dict[str, Any]:
     """CreateTrainingJob's arguments for one attempt; nothing is read and no clock is asked.
 
     `spec`: the resolved JobSpec as JSON; `contract`: the TenantContract as JSON; `channels`: `name`, `kind` (s3 or fsx)
     and `location` of each. `volume_key`: whether the type keeps data on EBS, whose volume takes a key (types with local
-    NVMe refuse one).
+    NVMe refuse one). `asked`: the newest attempt that a person asked for; None: this one.
 
     EnableInterContainerTrafficEncryption is off on purpose: it tunnels collectives through IPsec, its effect on
     EFA is undocumented, and the traffic never leaves the tenant's private subnets and its self-only security
@@ -79,10 +81,20 @@ def training_job_request(
         "EnableNetworkIsolation": False,
         "EnableInterContainerTrafficEncryption": False,
         "EnableManagedSpotTraining": compute["spot"],
-        # TRAINING_JOB_NAME changes with each attempt, the job id doesn't.
-        "Environment": {"TRAINYARD_JOB_ID": job_id, **_tracking(contract)},
+        "Environment": _environment(contract, job_id=job_id, training_job_name=training_job_name, asked=asked),
         "RetryStrategy": {"MaximumRetryAttempts": MAX_RETRIES},
     }
+
+
+def _environment(
+    contract: Mapping[str, Any], *, job_id: str, training_job_name: str, asked: int | None
+) -> dict[str, str]:
+    """Of which submission of which job a process is (trainer.observe.away). TRAINING_JOB_NAME doesn't tell it: a
+    training queue gives its training jobs names of its own."""
+    resumed = re.fullmatch(r"-r(\d+)", training_job_name.removeprefix(job_id))
+    attempt = resumed[1] if resumed else "1"
+    said = {"TRAINYARD_JOB_ID": job_id, "TRAINYARD_ATTEMPT": attempt, "TRAINYARD_ASKED_ATTEMPT": str(asked or attempt)}
+    return {**said, **_tracking(contract)}
 
 
 def _tracking(contract: Mapping[str, Any]) -> dict[str, str]:

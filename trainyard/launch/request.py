@@ -18,8 +18,12 @@ def training_job_request(
     training_job_name: str,
     image: str,
     channels: Sequence[Channel],
+    asked: int | None = None,
 ) -> dict[str, Any]:
-    """CreateTrainingJob's arguments for one attempt of `job`; nothing is read and no clock is asked."""
+    """CreateTrainingJob's arguments for one attempt of `job`; nothing is read and no clock is asked.
+
+    `asked`: the newest attempt that a person asked for; None: this one.
+    """
     spec = job.spec
     assert spec.compute.instance_type is not None
     return training_request.training_job_request(
@@ -31,5 +35,6 @@ def training_job_request(
         channels=[{"name": item.name, "kind": item.kind, "location": item.location} for item in channels],
         num_hosts=job.num_hosts,
         # VolumeKmsKeyId may not be set on types with local NVMe (hardware-encrypted): CreateTrainingJob refuses it.
+        asked=asked,
         volume_key=not hardware.instance(spec.compute.instance_type).local_nvme_gib,
     )

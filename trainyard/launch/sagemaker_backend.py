@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainyard.errors import AwsRefusedError, InputError
+from trainyard.functions.job_resumer import asked_attempt
 from trainyard.launch import names
 from trainyard.launch.aws import aws_errors, error_code
 from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
@@ -44,6 +45,7 @@ class SageMakerBackend:
             training_job_name=record.attempt.training_job_name,
             image=record.image,
             channels=channels,
+            asked=asked_attempt(record.attempt.number, [state.model_dump() for state in record.states]),
         )
 
     def check(self, record: JobRecord) -> None:

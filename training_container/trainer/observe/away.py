@@ -22,6 +22,13 @@ class Launch:
     attempt: int | None = None
     """Which submission of it this is: 1 for the launch, one more for each resume; None where nobody says. Restarts in
     place, reclaims and requeues belong to the same one."""
+    asked: int | None = None
+    """The newest submission, up to this one, that a person asked for; those after it the tenant's resumer made."""
+
+    @property
+    def is_asked_once(self) -> bool:
+        """Whether nobody asked for anything but the launch: all that was waited for since is a wait for the launch."""
+        return self.asked == 1
 
 
 UNKNOWN = Launch()
@@ -29,7 +36,8 @@ UNKNOWN = Launch()
 
 
 def launch_of(environment: Mapping[str, str]) -> Launch:
-    """As TRAINYARD_JOB_ID and TRAINYARD_ATTEMPT say it, or SageMaker's TRAINING_JOB_NAME in place of the latter."""
+    """As TRAINYARD_JOB_ID and TRAINYARD_ATTEMPT say it, or SageMaker's TRAINING_JOB_NAME in place of the latter; and
+    TRAINYARD_ASKED_ATTEMPT, without which a person is taken to have asked for this submission."""
     job_id = environment.get("TRAINYARD_JOB_ID", "")
     at = None
     if stamp := _STAMP.search(job_id):
@@ -37,35 +45,39 @@ def launch_of(environment: Mapping[str, str]) -> Launch:
             at = datetime.strptime(stamp[1], "%Y%m%d%H%M%S").replace(tzinfo=UTC).timestamp()
         except ValueError:
             at = None  # fourteen digits that are no date
+    attempt = _attempt_of(environment, job_id)
+    asked = environment.get("TRAINYARD_ASKED_ATTEMPT", "")
+    return Launch(at, attempt, int(asked) if asked.isdigit() and attempt is not None else attempt)
+
+
+def _attempt_of(environment: Mapping[str, str], job_id: str) -> int | None:
     number = environment.get("TRAINYARD_ATTEMPT", "")
     if number.isdigit():
-        return Launch(at, int(number))
+        return int(number)
     name = environment.get("TRAINING_JOB_NAME", "")
-    if job_id and name.startswith(job_id):
-        resumed = _RESUMED.fullmatch(name.removeprefix(job_id))
-        return Launch(at, int(resumed[1]) if resumed else 1)
-    return Launch(at)
+    if not job_id or not name.startswith(job_id):
+        return None
+    resumed = _RESUMED.fullmatch(name.removeprefix(job_id))
+    return int(resumed[1]) if resumed else 1
 
 
-def gone_since(
-    rows: Sequence[Mapping[str, Any]], *, attempt: int | None, written_at: float | None, is_resumed_by_itself: bool
-) -> float | None:
-    """When the job made the last step that anybody knows of (epoch); None for a first start, and for one that a person
-    asked for, whose absence is no recovery.
+def gone_since(rows: Sequence[Mapping[str, Any]], *, launch: Launch, written_at: float | None) -> float | None:
+    """When the job made the last step that anybody knows of (epoch); None for a first start, and for one before which a
+    person was waited for, whose absence is no recovery.
 
-    `rows`: goodput.jsonl as the starts before left it. `attempt`: this start's submission. `written_at`: when a step
-    was last written down on this machine; without one the newest checkpoint's time counts, and with it the work that
-    was lost. `is_resumed_by_itself`: whether a failed submission is followed by another without anybody's asking.
+    `rows`: goodput.jsonl as the starts before left it. `launch`: of this start. `written_at`: when a step was last
+    written down on this machine; without one the newest checkpoint's time counts, and with it the work that was lost.
     """
     starts = [index for index, row in enumerate(rows) if "start" in row]
     if not starts:
         return None
     before, since = rows[starts[-1]]["start"], rows[starts[-1] + 1 :]
-    is_same = before.get("submission") == attempt
-    was_told_to_end = any("ended" in row for row in since)
-    if not is_same and (was_told_to_end or not is_resumed_by_itself):
-        return None
-    if is_same and attempt is None and was_told_to_end:
+    submission = before.get("submission")
+    if submission != launch.attempt:
+        # The limits of restarts that a job states hold within a submission: only who made this one knows who asked.
+        if launch.asked is None or not isinstance(submission, int) or launch.asked > submission:
+            return None
+    elif launch.attempt is None and any("ended" in row for row in since):
         return None  # nobody says which submission either was: it may have been started anew by hand
     if not any("first_step" in row for row in since):
         return _number(before.get("gone_since"))  # it made no step: the job is away since the start before it

@@ -28,10 +28,10 @@ GOODPUT_FILE = "goodput.jsonl"
 class GoodputLog:
     """The first rank's account."""
 
-    def __init__(self, output_dir: Path, *, launch: Launch = UNKNOWN, is_resumed_by_itself: bool = False) -> None:
-        """`launch`: of what submission this start is; `is_resumed_by_itself`: see `trainer.observe.away`."""
+    def __init__(self, output_dir: Path, *, launch: Launch = UNKNOWN) -> None:
+        """`launch`: of what submission this start is."""
         self.path = output_dir / GOODPUT_FILE
-        self._launch, self._is_resumed_by_itself = launch, is_resumed_by_itself
+        self._launch = launch
         self._attempt = 0
         self._loaded_at: float | None = None
         self._totals = {"steps": 0, "useful_seconds": 0.0, "save_seconds": 0.0}
@@ -39,6 +39,7 @@ class GoodputLog:
         self._before_load_seconds = 0.0
         self._began_at = self._first_start
         self._gone_since: float | None = None
+        self._is_launch = False
         self.told_once: dict[str, float] = {}
         """What a start has taken, by its meters' names; empty but after its very first step."""
 
@@ -58,12 +59,11 @@ class GoodputLog:
         """
         self._attempt, self._loaded_at = attempt, time.monotonic()
         self._began_at = time.time() - sum(seconds.values())
-        self._gone_since = gone_since(
-            _rows_of(self.path),
-            attempt=self._launch.attempt,
-            written_at=written_at,
-            is_resumed_by_itself=self._is_resumed_by_itself,
-        )
+        before = _rows_of(self.path)
+        self._gone_since = gone_since(before, launch=self._launch, written_at=written_at)
+        # Without an account of the starts before nobody knows whether one of them made a step.
+        is_known = attempt == 1 or any("start" in row for row in before)
+        self._is_launch = is_known and not any("first_step" in row for row in before)
         num_steps, lost_seconds = self._keep(rows, resumed_step)
         start = {
             "attempt": attempt,
@@ -76,7 +76,7 @@ class GoodputLog:
             **{f"{name}_seconds": value for name, value in seconds.items()},
         }
         self._append("start", start)
-        self._first_start = _first_start_of(self.path) or self._first_start
+        self._first_start = _first_start_of(self.path) or self._began_at
         self._before_load_seconds = sum(seconds.values())
 
     def share(self) -> float:
@@ -107,8 +107,9 @@ class GoodputLog:
         seconds, and nothing took less than no time."""
         found = {"start_seconds": start_seconds}
         ended_at = self._began_at + start_seconds
-        if self._attempt == 1 and self._launch.at is not None:
-            found["queue_seconds"] = max(0.0, self._began_at - self._launch.at)
+        # Told at the first step, however many starts it took: the launches whose first start fails are the bad ones.
+        if self._is_launch and self._launch.is_asked_once and self._launch.at is not None:
+            found["queue_seconds"] = max(0.0, self._first_start - self._launch.at)
             found["launch_seconds"] = max(start_seconds, ended_at - self._launch.at)
         if self._gone_since is not None:
             found["recovery_seconds"] = max(start_seconds, ended_at - self._gone_since)
