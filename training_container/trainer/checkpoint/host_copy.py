@@ -45,19 +45,20 @@ class SharedPlan:
 
     def local_items(self, tensors: Tensors) -> list[WriteItem]:
         """What this rank could write. Training waits, so what lies as it did at the last call is not planned anew."""
-        before, self._planned = self._planned, {}
+        planned: dict[str, tuple[Hashable, list[WriteItem]]] = {}
         changed: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             layout = _layout_of(tensor)
-            if layout is None or name not in before or before[name][0] != layout:
+            if layout is None or name not in self._planned or self._planned[name][0] != layout:
                 changed[name] = tensor
-                self._planned[name] = layout, []
+                planned[name] = layout, []
             else:
-                self._planned[name] = before[name]
+                planned[name] = self._planned[name]
         if changed:
             for item in _planner(changed, self._group.rank == 0).create_local_plan().items:
-                self._planned[item.index.fqn][1].append(item)
-        return [item for _, items in self._planned.values() for item in items]
+                planned[item.index.fqn][1].append(item)
+        self._planned = planned
+        return [item for _, items in planned.values() for item in items]
 
     def holds(self, items: list[WriteItem]) -> bool:
         """Whether the kept plan was made for these items (on this rank)."""
