@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from trainer.checkpoint.manifest import step_folder
 from trainer.export import Export, export
 from trainer.models.adapters import add_adapter
 from trainer.models.build import build_model
@@ -50,7 +51,7 @@ def test_an_adapter_checkpoint_of_one_engine_goes_on_under_another(base: Path, t
     saved = run(2, [RunRequest(name, 1, STEPS, save=str(tmp_path / name), save_after_step=HALF, job=job)
                     for name, _ in PAIRS])  # fmt: skip
     for name, _ in PAIRS:
-        names = FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata
+        names = FileSystemReader(tmp_path / name / step_folder(HALF)).read_metadata().state_dict_metadata
         assert {key.split(".")[-1] for key in names} >= {"exp_avg", "exp_avg_sq", "weight", "step"}
         assert all(".lora_A." in key or ".lora_B." in key for key in names if key != "optim.step"), name
     resumed = run(2, [RunRequest(target, HALF + 1, STEPS, load=str(tmp_path / name), job=job)

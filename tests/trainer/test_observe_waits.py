@@ -34,9 +34,9 @@ def test_waiting_for_a_slow_rank_is_communication_under_every_engine(layouts: li
                 assert abs(sum(row.values()) - total) < 1e-6, name
                 assert min(row.values()) >= 0.0, (name, row)
         (_, waited), (_, slept) = ranks
-        # Rank 1 sleeps in at least four forward passes (8 sequences, 2 at a time); rank 0 waits for most of that time,
+        # Rank 1 sleeps in at least two forward passes (of as many micro-batches); rank 0 waits for most of that time,
         # if it is not itself as much slower at computing.
-        assert slept["forward"] > 3 * SLOW_SECONDS, (name, ranks)
+        assert slept["forward"] > 1.5 * SLOW_SECONDS, (name, ranks)
         assert waited["communication"] > SLOW_SECONDS, (name, ranks)
         assert slept["communication"] < waited["communication"], (name, ranks)
         assert waited["forward"] < slept["forward"], (name, ranks)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from trainer.checkpoint.manifest import step_folder
 from trainer.models.build import build_model
 from trainer.optimizers.build import build_optimizer, describe, moments_of
 from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, orthogonalized
@@ -127,7 +128,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_the_other_layout(
 
 
 def test_the_average_is_saved_under_the_weights_names(folder: Path, two_ranks: dict[tuple[str, str], Result]) -> None:
-    saved = FileSystemReader(folder / "average-fsdp").read_metadata().state_dict_metadata
+    saved = FileSystemReader(folder / "average-fsdp" / step_folder(HALF)).read_metadata().state_dict_metadata
     weights = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     assert {f"optim.{name}.average" for name in weights} <= set(saved)
 
