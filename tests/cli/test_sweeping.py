@@ -22,6 +22,7 @@ def job_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_trials_go_to_sagemaker_as_any_job_does(
     job_path: str,
     environment_path: Path,

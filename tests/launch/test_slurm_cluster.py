@@ -109,6 +109,7 @@ def test_a_task_that_no_signal_reaches_finds_the_stop_in_the_jobs_folder(desk: D
     assert desk.ended(record).state == "Stopped"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_requeued_after_its_stop_does_not_train_on(desk: Desk) -> None:
     """As when a machine is lost, or an urgent job comes, before a stopped job has saved."""
     record = desk.launch("requeued", "trap '' TERM; until [ -e over ]; do sleep 0.1; done; exit 1", max_resumes=3)

@@ -228,7 +228,11 @@ def test_stateful_stacks_are_protected_where_data_is_kept(assemblies: Path, temp
         assert {key.rpartition("-")[2] for key in found} == protected
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "environment",
+    # Production's templates have all that the others' have.
+    [pytest.param(name, marks=() if name == "production" else pytest.mark.slow) for name in ENVIRONMENTS],
+)
 def test_cfn_lint_finds_no_error(environment: str, templates: dict[str, Any], tmp_path: Path) -> None:
     from cfnlint.api import lint
     from cfnlint.config import ManualArgs

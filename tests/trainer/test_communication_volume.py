@@ -15,6 +15,8 @@ from trainer_testing.families import FAMILIES
 from trainer_testing.text_job import write_job
 from trainer_testing.tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, VOCAB_SIZE, tiny_job
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INNER, LAYERS = 64, 128, 2
 BYTES = 4
 NORM = BYTES * HIDDEN

@@ -37,6 +37,7 @@ def request(strategy: str, layout: dict[str, Any], **more: Any) -> RunRequest:
     return RunRequest(strategy, **{"last_step": STEPS, **more}, job={"model": FAMILIES["Llama"], "parallelism": layout})
 
 
+@pytest.mark.slow
 def test_sizes_and_offload_change_no_loss(tmp_path: Path) -> None:
     one = run(1, [RunRequest("single", last_step=2 * STEPS, job={"model": FAMILIES["Llama"]})])[0]
     saved = [

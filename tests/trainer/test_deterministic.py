@@ -33,6 +33,7 @@ def test_an_operation_without_a_deterministic_kernel_raises(monkeypatch: pytest.
         torch.backends.cudnn.benchmark = had_benchmark
 
 
+@pytest.mark.slow
 def test_the_cost_is_measured_in_turns(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "deterministic_cost.py"), "--rounds", "1", "--steps", "1"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "training_container")])

@@ -179,6 +179,7 @@ def test_only_weights_are_read_and_an_altered_one_is_not_written(
         export(Export(str(tmp_path / "job"), tmp_path / "other"))
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
     config = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
     job = tiny_job("single", 1, model={"model_type": "llama", **config})

@@ -33,6 +33,7 @@ def each_family_somewhere() -> list[Case]:
     return found
 
 
+@pytest.mark.slow
 def test_every_family_at_two_ranks_equals_one_process() -> None:
     chosen = each_family_somewhere()
     assert {case.engine for case in chosen} == set(ENGINES)

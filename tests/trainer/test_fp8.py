@@ -45,6 +45,7 @@ def assert_near(result: Result, reference: Result, *, share: float = 1.0) -> Non
         assert result[name] == pytest.approx(expected, rel=share * tolerance, abs=0), name
 
 
+@pytest.mark.slow
 def test_it_learns_as_bf16_does_on_every_layout(tmp_path: Path) -> None:
     recomputed = request("single", job={"activation_checkpointing": "selective"})
     wide, one, same = run(1, [request("single", "bf16", steps=10), request("single", steps=10), recomputed])

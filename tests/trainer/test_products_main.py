@@ -19,6 +19,7 @@ def close(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
                 assert row[number] == pytest.approx(wanted[number], rel=1e-5), (row["step"], number)
 
 
+@pytest.mark.slow
 def test_a_product_is_set_on_the_command_line_and_resumes_under_another(tmp_path: Path) -> None:
     job = write_job(tmp_path / "data", "single")
     _, expected = run_trainer(1, job, tmp_path / "single", *NO_DROPOUT)

@@ -152,6 +152,7 @@ def least_share(strategy: str, layout: dict[str, Any] | None, changes: dict[str,
     return share
 
 
+@pytest.mark.slow
 def test_one_of_four_ranks_never_holds_the_whole_model(tmp_path: Path) -> None:
     origins = origins_of(tmp_path)
     for strategy, layout in LAYOUTS:
@@ -163,6 +164,7 @@ def test_one_of_four_ranks_never_holds_the_whole_model(tmp_path: Path) -> None:
             assert 0.5 < share < MOST, (strategy, origin, share)
 
 
+@pytest.mark.slow
 def test_one_of_four_ranks_reads_its_part_of_packed_experts(tmp_path: Path) -> None:
     small = save(tmp_path / "small", "Mixtral", **SMALL)
     large = save(tmp_path / "large", "Mixtral", **LARGE_MIXTURE)

@@ -73,6 +73,7 @@ def test_cpu_goals_that_are_met_are_not_missed() -> None:
     assert trainer_cpu.summary("1 x ddp", 1, [repeat], block=2)["missed_goals"] == []
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_goes_its_whole_way_on_a_cpu(tmp_path: Path) -> None:
     """Weights written and read, ours and Trainer trained and measured, fp8 refused where there is none, result kept."""
     output = tmp_path / "result.json"

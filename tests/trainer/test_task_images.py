@@ -104,6 +104,7 @@ def compare(world_size: int, layouts: tuple[str, ...], shards: Path, cache: Path
         assert result["layout"] == request.layout
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process_with_twice_the_micro_batch(shards: Path, tmp_path: Path) -> None:
     compare(2, ("ddp", "fsdp", "zero1", "zero3"), shards, tmp_path, every_other=True)
 

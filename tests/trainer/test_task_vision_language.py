@@ -148,6 +148,7 @@ def resolved(job: dict[str, Any], world_size: int) -> ResolvedJob:
     return resolve(parse(JobSpec, job, "job"), world_size=world_size)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process(shards: Path, tmp_path: Path) -> None:
     compare(2, ("ddp", "fsdp", "zero2", "zero3"), shards, tmp_path, every_other=True)
 
