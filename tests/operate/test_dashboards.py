@@ -39,6 +39,16 @@ def test_queries_name_meters_alone() -> None:
     assert {name for text in panels + rules for name in re.findall(r"trainyard_\w+", text)} <= known
 
 
+def test_what_a_job_tells_once_is_counted_over_all_jobs_of_a_tenant() -> None:
+    """As CloudWatch's alarms do: of one job it could never happen twice in a window."""
+    events = {objective.name for objective in OBJECTIVES if objective.meter.is_event}
+    assert events == {"start", "queue", "launch", "recovery"}
+    for rule in yaml.safe_load(FILES["prometheus-rules.yaml"]())["groups"][0]["rules"]:
+        is_event = rule["labels"]["objective"] in events
+        assert ("max by (tenant) (trainyard_" in rule["expr"]) is is_event
+        assert ("training_job" in rule["annotations"]["summary"]) is not is_event
+
+
 def test_panels_lie_beside_each_other() -> None:
     taken = set()
     for panel in json.loads(FILES["grafana.json"]())["panels"]:
@@ -71,7 +81,24 @@ tests:
         values: '60x5 1300 60x10'
       - series: 'trainyard_goodput{tenant="acme", training_job="late"}'
         values: '0.9x20'
+      # Two jobs of a tenant, each with one slow launch: told once, for a period; a third one's is another tenant's.
+      - series: 'trainyard_launch_seconds{tenant="acme", training_job="one", instance="a"}'
+        values: '_x3 9000 stale'
+      - series: 'trainyard_launch_seconds{tenant="acme", training_job="two", instance="b"}'
+        values: '_x6 9000 stale'
+      - series: 'trainyard_launch_seconds{tenant="globex", training_job="one", instance="c"}'
+        values: '_x3 9000 stale'
     alert_rule_test:
+      - eval_time: 20m
+        alertname: TrainyardLaunchFastBurn
+        exp_alerts: []
+      - eval_time: 40m
+        alertname: TrainyardLaunchFastBurn
+        exp_alerts:
+          - exp_labels: {severity: page, objective: launch, tenant: acme}
+            exp_annotations:
+              summary: "launch of acme: bad in 2 of 12 periods of 5 minutes"
+              description: "LAUNCHES"
       - eval_time: 25m
         alertname: TrainyardCheckpointAgeFastBurn
         exp_alerts: []
@@ -151,8 +178,9 @@ def test_a_real_prometheus_scrapes_a_job_and_reads_the_rules(tmp_path: Path) -> 
 def test_prometheus_own_tool_accepts_and_tries_the_rules(tmp_path: Path) -> None:
     promtool = debians("promtool")
     (tmp_path / "rules.yaml").write_text(FILES["prometheus-rules.yaml"]())
-    advice = next(objective.advice for objective in OBJECTIVES if objective.name == "checkpoint-age")
-    (tmp_path / "test.yaml").write_text(RULE_TEST.replace("ADVICE", advice))
+    advice = {objective.name: objective.advice for objective in OBJECTIVES}
+    asked = RULE_TEST.replace("ADVICE", advice["checkpoint-age"]).replace("LAUNCHES", advice["launch"])
+    (tmp_path / "test.yaml").write_text(asked)
     for command in (["check", "rules", "rules.yaml"], ["test", "rules", "test.yaml"]):
         found = subprocess.run([promtool, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stdout + found.stderr

@@ -1,17 +1,19 @@
 """A job's meters, as Prometheus and CloudWatch read them."""
 
 import json
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer.observe import exposition as exposition_module
 from trainer.observe.exposition import PROMETHEUS_FILE, Exposition, prometheus_text
 from trainer.observe.network_use import NetworkUse
 from trainer_testing.distributed import free_port
 
-from trainyard.spec.meters import BY_NAME, LIVE, NAMESPACE
+from trainyard.spec.meters import BY_NAME, LIVE, NAMESPACE, PERIOD_MINUTES
 
 ROW: dict[str, Any] = {
     "step": 50,
@@ -48,25 +50,40 @@ def test_the_file_has_the_newest_value_of_each_meter(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_start_is_told_once_and_goes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_is_told_once_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One slow start must not make every later period a bad one."""
-    clock = [1000.0]
-    monkeypatch.setattr("trainer.observe.exposition.time.monotonic", lambda: clock[0])
     exposition = Exposition(tmp_path, tenant="acme", job="tiny", embeds_metrics=True, every_steps=10)
-    seen = []
-    for step, seconds in ((1, 900.0), (2, None), (10, None), (20, None)):
+
+    def seen(step: int, seconds: float | None) -> bool:
         exposition.publish({"step": step, LIVE: {"start_seconds": seconds}})
-        seen.append("trainyard_start_seconds" in (tmp_path / PROMETHEUS_FILE).read_text())
-        clock[0] += 100.0
-    assert seen == [True, True, True, False], "four minutes: less than the period of the alarms"
+        exposition.write()
+        return "trainyard_start_seconds" in (tmp_path / PROMETHEUS_FILE).read_text()
+
+    assert (seen(1, 900.0), seen(2, None), seen(10, None)) == (True, True, True)
+    exposition.end_events()
+    assert not seen(20, None)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line.get("StartSeconds") for line in lines] == [900.0, None, None], "at once, whatever step it is"
     exposition.publish({"step": 21, LIVE: {"start_seconds": 400.0}})
-    assert "trainyard_start_seconds" in read((tmp_path / PROMETHEUS_FILE).read_text())
+    found = read((tmp_path / PROMETHEUS_FILE).read_text())
+    assert found["trainyard_start_seconds"] == 400.0, "at once, however lately the file was written"
     exposition.close()
     assert "trainyard_start_seconds" not in read((tmp_path / PROMETHEUS_FILE).read_text())
+
+
+def test_an_event_is_seen_for_a_period_however_long_the_next_step_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert exposition_module.EVENT_SECONDS == 60 * PERIOD_MINUTES
+    monkeypatch.setattr(exposition_module, "EVENT_SECONDS", 0.05)
+    exposition = Exposition(tmp_path, tenant="acme", job="tiny")
+    exposition.publish({"step": 1, LIVE: {"start_seconds": 900.0}})
+    deadline = time.monotonic() + 60
+    while "trainyard_start_seconds" in (tmp_path / PROMETHEUS_FILE).read_text():
+        assert time.monotonic() < deadline, "it waits for a step that may never come"
+        time.sleep(0.01)
+    assert "trainyard_step" in (tmp_path / PROMETHEUS_FILE).read_text()
+    exposition.close()
 
 
 def test_labels_are_escaped() -> None:

@@ -26,16 +26,19 @@ def prometheus_rules() -> str:
 def _rule(objective: Objective, burn: Burn) -> dict[str, Any]:
     bad, num_periods = burn.bad_periods(objective)
     sign = ">" if objective.is_upper else "<"
-    condition = f"{objective.meter.prometheus_name} {sign} bool {objective.limit:g}"
+    worst = "max" if objective.is_upper else "min"
+    name, whose = objective.meter.prometheus_name, "{{ $labels.tenant }}/{{ $labels.training_job }}"
+    if objective.meter.is_event:  # a job tells it once: what repeats does so among the tenant's jobs
+        name, whose = f"{worst} by (tenant) ({name})", "{{ $labels.tenant }}"
     window = f"[{burn.window_minutes}m:{PERIOD_MINUTES}m]"
     return {
         "alert": f"Trainyard{_camel(objective.name)}{burn.name.capitalize()}Burn",
-        "expr": f"sum_over_time(({condition}){window}) >= {bad}",
+        "expr": f"sum_over_time(({name} {sign} bool {objective.limit:g}){window}) >= {bad}",
         "labels": {"severity": "page" if burn.name == "fast" else "ticket", "objective": objective.name},
         "annotations": {
             "summary": (
-                f"{objective.name} of {{{{ $labels.tenant }}}}/{{{{ $labels.training_job }}}}: bad in {{{{ $value }}}}"
-                f" of {num_periods} periods of {PERIOD_MINUTES} minutes"
+                f"{objective.name} of {whose}: bad in {{{{ $value }}}} of {num_periods} periods of {PERIOD_MINUTES} "
+                "minutes"
             ),
             "description": objective.advice,
         },

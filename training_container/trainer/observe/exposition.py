@@ -42,9 +42,10 @@ class Exposition:
         self._path = output_dir / PROMETHEUS_FILE
         self._labels = {"tenant": tenant, "training_job": job}
         self._values: dict[Meter, float] = {}
-        self._happened: dict[Meter, float] = {}
         self._embeds_metrics, self._every_steps = embeds_metrics, every_steps
         self._written_at = float("-inf")
+        self._lock = threading.Lock()
+        self._end: threading.Timer | None = None
         self._has_complained = False
         self._text = ""
         self._server = None if port is None else _serve(port, lambda: self._text)
@@ -52,20 +53,39 @@ class Exposition:
     def publish(self, row: Mapping[str, Any]) -> None:
         """Takes a step's row over, with `live` beside its own keys."""
         found = {meter: value for meter in METERS if (value := meter.read(row)) is not None}
-        now = time.monotonic()
-        events = {meter: now for meter in found if meter.is_event}
-        self._happened |= events
-        ended = {meter for meter, at in self._happened.items() if now - at >= EVENT_SECONDS}
-        self._values = {meter: value for meter, value in (self._values | found).items() if meter not in ended}
-        if self._server is not None:
-            self._text = prometheus_text(self._values, self._labels)
-        if now - self._written_at >= LEAST_SECONDS:
-            self.write()
+        events = found.keys() & _EVENTS
+        with self._lock:
+            self._values |= found
+            if self._server is not None:
+                self._text = prometheus_text(self._values, self._labels)
+            if events or time.monotonic() - self._written_at >= LEAST_SECONDS:
+                self._write()
+        if events:
+            self._end_later()
         if self._embeds_metrics and (row["step"] % self._every_steps == 0 or events or _RARE & row.keys()):
             say(embedded(found, self._labels, at_milliseconds=int(1000 * time.time())))
 
+    def _end_later(self) -> None:
+        """By the clock: the next step may be long in coming."""
+        if self._end is not None:
+            self._end.cancel()
+        self._end = threading.Timer(EVENT_SECONDS, self.end_events)
+        self._end.daemon = True
+        self._end.start()
+
+    def end_events(self) -> None:
+        """Takes back all that has happened."""
+        with self._lock:
+            self._values = {meter: value for meter, value in self._values.items() if meter not in _EVENTS}
+            if self._values:
+                self._write()
+
     def write(self) -> None:
         """Brings what is read elsewhere up to date."""
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
         self._text = prometheus_text(self._values, self._labels)
         self._written_at = time.monotonic()
         partial = self._path.with_name(self._path.name + ".partial")
@@ -81,16 +101,18 @@ class Exposition:
 
     def close(self) -> None:
         """The last values, but for events, then nothing more."""
-        self._values = {meter: value for meter, value in self._values.items() if not meter.is_event}
-        if self._values:
-            self.write()
+        if self._end is not None:
+            self._end.cancel()
+        self.end_events()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
 
 
-EVENT_SECONDS = 60.0 * (PERIOD_MINUTES - 1)
-"""How long Prometheus can see an event: with the scrape that notices its end, never in two periods."""
+EVENT_SECONDS = 60.0 * PERIOD_MINUTES
+"""How long Prometheus can see an event: of its rules' looks, which are a period apart, one sees it, and no second one
+(where scrapes divide the period evenly; else now and then none or two do)."""
+_EVENTS = frozenset(meter for meter in METERS if meter.is_event)
 
 _RARE = frozenset({"observed", "checkpoint", "validation_loss"})
 """Keys of few rows, whose figures would be missed."""
