@@ -287,31 +287,25 @@ def _large_workspace(row: Row) -> bool:
     return not any(word in row["case"] for word in ("cross_entropy_loss_fusion", "reshard", "etp1", "release"))
 
 
-def _megatron_recompute(row: Row) -> str:
+def _megatron_recompute(row: Row, *, inferred: bool) -> str:
     """Selective recomputation spares the attention matrix only where its modules (default: it alone) name it."""
     modules = row["recompute_modules"]
-    kept = modules and "core_attn" not in modules and "offloading" not in row["case"]
+    kept = modules and "core_attn" not in modules and not (inferred and "offloading" in row["case"])
     return "none" if kept else row["recompute"] or "none"
 
 
 def _unfused(row: Row) -> bool:
     """Attention with its matrix: BERT and T5 always, the others where they had to be deterministic before kernels were.
 
-    Values of the cases that don't resume, of one cluster's files, and the long-term image's of before late 2025 are
-    from before.
+    Values of the cases that don't resume, and of one cluster's files, are from before. What a file has of results
+    (how many, of which steps) would tell more of its age, but is no part of a configuration.
     """
     if row["family"] in ("bert", "t5", "hybrid") or row["mla"] or not _transformer_engine(row):
         return True
+    old_cluster = "dracooci" in row["suffix"]
     if "cross_entropy_loss_fusion" in row["case"]:
-        return _early(row)
-    old_image = _early(row) and "lts" in (row["env"], row["platform"])
-    older = "resume" not in row["case"] or "dracooci" in row["suffix"] or old_image
-    return _deterministic(row) and older
-
-
-def _early(row: Row) -> bool:
-    """Files of before late 2025 keep every fifth step of 50 or 100, or are one cluster's."""
-    return row["n_iter_points"] in ("11", "21") or "dracooci" in row["suffix"]
+        return old_cluster
+    return _deterministic(row) and ("resume" not in row["case"] or old_cluster)
 
 
 def _transformer_engine(row: Row) -> bool:
@@ -320,7 +314,7 @@ def _transformer_engine(row: Row) -> bool:
     return not own or row["cp"] not in ("", "1")
 
 
-def _family_fields(row: Row) -> dict[str, Any]:
+def _family_fields(row: Row, *, inferred: bool) -> dict[str, Any]:
     """What only one family has: T5's and LLaVA's encoders, frozen language models."""
     family = row["family"]
     if family == "t5":
@@ -340,13 +334,13 @@ def _family_fields(row: Row) -> dict[str, Any]:
             "lora_rank": 1,
             "precision": "bf16" if row["bf16"] == "True" else "fp32",
         }
-    return _argument_fields(row)
+    if row["hybrid_pattern"]:
+        return {"hybrid_pattern": row["hybrid_pattern"], "layers": None}
+    return _argument_fields(row) if inferred else {"mla": True} if row["mla"] == "True" else {}
 
 
 def _argument_fields(row: Row) -> dict[str, Any]:
-    """What single cases have beside: hybrids' patterns, latent attention, layers spread with embedding and loss."""
-    if row["hybrid_pattern"]:
-        return {"hybrid_pattern": row["hybrid_pattern"], "layers": None}
+    """What single cases have beside, by their names: latent attention, layers spread with embedding and loss."""
     if row["mla"] == "True":
         # Their configuration files: one dense layer, four virtual stages a rank, a shared expert, one further token.
         chunks = None if "offloading" in row["case"] else 4
@@ -361,17 +355,37 @@ def _argument_fields(row: Row) -> dict[str, Any]:
     return {}
 
 
-def megatron_fields(row: Row) -> dict[str, Any]:
-    """A row of megatron_ci_memory.csv as `predict` reads it; what a case's name says of its arguments counts."""
+def _inferred_fields(row: Row) -> dict[str, Any]:
+    """What a row's case and file are taken to say by their names, by rules written with these rows in view."""
+    case = row["case"]
+    return {
+        "data_replicate": 2 if "multi_dist_optimizer_instances" in case else None,
+        "deterministic": _large_workspace(row),
+        "attention": "eager" if "uninstall_te" in case else "unfused" if _unfused(row) else "flash",
+        "loss_fusion": "loss_fusion" in case or "memory_speed" in case,
+        "transformer_engine": _transformer_engine(row),
+        "deferred_head": "defer_embedding_wgrad" in case,
+        "grouped_experts": any(word in case for word in GROUPED_CASES),
+        # Cases that state the experts' tensor parallelism exchange tokens all-to-all; gathering is Megatron's default.
+        "gathers_tokens": not row["etp"],
+        # Models without rotation learn a position for each token of their sequence.
+        "learned_positions": None if any(word in case for word in ROTATED) else whole(row["seq"]),
+    }
+
+
+def megatron_fields(row: Row, *, inferred: bool = True) -> dict[str, Any]:
+    """A row of megatron_ci_memory.csv as `predict` reads it.
+
+    Without `inferred`, the row's columns alone: what a user states of sizes, layout and precision.
+    """
     fields: dict[str, Any] = {
         key: whole(row[key])
         for key in ("layers", "hidden", "heads", "kv_heads", "seq", "tp", "pp", "cp", "ep", "micro_batch")
     }
     layers, pipeline, chunk = whole(row["layers"]), whole(row["pp"]) or 1, whole(row["vpp_layers"])
     split = (whole(row["tp"]) or 1) * pipeline * (whole(row["cp"]) or 1)
-    case = row["case"]
-    # A test has one node where nothing is said, a release run eight.
-    usual = 64 if "release" in case else 8
+    # A test has one node where nothing is said, a release run eight: a user knows his GPUs.
+    usual = 64 if "release" in row["case"] else 8
     return fields | {
         "ffn": _feed_forward(row),
         "head_dim": whole(row["kv_channels"]),
@@ -387,37 +401,52 @@ def megatron_fields(row: Row) -> dict[str, Any]:
         "expert_tp": whole(row["etp"]),
         "sequence_parallel": row["sp"] == "True",
         "sharding": "zero3" if row["fsdp"] == "True" else "zero1" if row["dist_opt"] == "True" else "none",
-        "data_replicate": 2 if "multi_dist_optimizer_instances" in case else None,
         "precision": "fp8" if row["fp8"] else "bf16" if row["bf16"] == "True" else "fp16",
-        "recompute": _megatron_recompute(row),
+        "recompute": _megatron_recompute(row, inferred=inferred),
         "dropout": not row["dropout"].startswith("0.0"),
-        "deterministic": _large_workspace(row),
-        "attention": "eager" if "uninstall_te" in case else "unfused" if _unfused(row) else "flash",
-        "loss_fusion": "loss_fusion" in case or "memory_speed" in case,
-        "transformer_engine": _transformer_engine(row),
-        "deferred_head": "defer_embedding_wgrad" in case,
-        "grouped_experts": any(word in case for word in GROUPED_CASES),
-        # Cases that state the experts' tensor parallelism exchange tokens all-to-all; gathering is Megatron's default.
-        "gathers_tokens": not row["etp"],
-        # Models without rotation learn a position for each token of their sequence.
-        "learned_positions": None if any(word in case for word in ROTATED) else whole(row["seq"]),
         "rank": "last",
-        **_family_fields(row),
+        **(_inferred_fields(row) if inferred else {}),
+        **_family_fields(row, inferred=inferred),
         "framework": "Megatron-Core",
         "gpu": "H100" if "h100" in row["platform"] + row["suffix"] else "A100",
     }
 
 
-def megatron_scores(rows: Iterable[Row], name: str) -> Iterator[Score]:
+def megatron_scores(rows: Iterable[Row], name: str, *, inferred: bool = True) -> Iterator[Score]:
     """megatron_ci_memory.csv: static and peak bytes of the last rank."""
     for index, row in enumerate(rows):
-        result = answer(megatron_fields(row))
+        result = answer(megatron_fields(row, inferred=inferred))
         static = result["resting_memory_gib"] * GIB if result else None
         peak = result["peak_memory_gib"] * GIB if result else None
         for metric, predicted in (("mem_allocated_bytes_last", static), ("mem_max_allocated_bytes_final", peak)):
             measured = number(row[metric])
             if measured is not None:
                 yield Score(name, index, row["family"], metric, measured, predicted)
+
+
+def megatron_alone(rows: list[Row], name: str) -> Iterator[str]:
+    """The lines of megatron_ci_memory.csv with nothing inferred from a case's name; such scores are not dumped."""
+    scores = list(megatron_scores(rows, name, inferred=False))
+    for metric in dict.fromkeys(score.metric for score in scores):
+        yield line(f"{name}: {metric}, names unread", [score for score in scores if score.metric == metric])
+
+
+WIDE_OFF = 0.15
+"""Relative error from which a Megatron case is named."""
+
+
+def far_off(scores: Iterable[Score], rows: list[Row], name: str) -> Iterator[str]:
+    """The cases of megatron_ci_memory.csv with a value off by more than `WIDE_OFF`, the worst first."""
+    cases: dict[str, list[Score]] = {}
+    for score in scores:
+        if score.file == name and error(score) > WIDE_OFF:
+            cases.setdefault(rows[score.row]["case"], []).append(score)
+    yield f"{name}: {sum(map(len, cases.values()))} values of {len(cases)} cases are off by more than {WIDE_OFF:.0%}"
+    for case, members in sorted(cases.items(), key=lambda item: -max(map(error, item[1]))):
+        worst = max(members, key=error)
+        away = "refused" if worst.predicted is None else f"{worst.predicted / worst.measured - 1:+.1%}"
+        kind = "peak" if "max" in worst.metric else "static"
+        yield f"  {away:>8} {kind:6} {len(members):3d} values  {case}"
 
 
 def _finetune_library(row: Row) -> dict[str, Any]:
@@ -573,7 +602,8 @@ MEMORY_GRIDS = {
     "plain_loss_bytes": (6.0, 8.0, 10.0, 12.0, 14.0, 16.0),
     "quantized_inputs": (0.0, 0.5, 1.0, 1.5, 2.0),
 }
-"""The memory formulas' fitted constants. Those of Megatron are derived, none is fitted."""
+"""The memory formulas' fitted constants but `load_spread`, which is fitted to Megatron's tests alone: without them no
+other source could say it. The others that Megatron's rows depend on are derived."""
 
 
 def _memory_case(
@@ -607,6 +637,27 @@ def memory_cases(folder: Path) -> list[Case[MemoryConstants]]:
             unit = GIB if row["reported_metric"].endswith("GiB") else 1e9
             cases.append(_memory_case(row["source"], train_fields(row), measured, unit=unit))
     return [case for case in cases if case is not None]
+
+
+def held_needs(folder: Path) -> Iterator[str]:
+    """How many measured peaks the predicted need holds, and how many the estimate and its margin alone."""
+    for name, metric in (("megatron_ci_memory", "mem_max_allocated_bytes_final"), ("finetune_memory", "peak_memory")):
+        found = []
+        for row in _rows(folder, name):
+            measured = number(row[metric])
+            if measured is None:
+                continue
+            fields = megatron_fields(row) if name == "megatron_ci_memory" else finetune_fields(row)
+            question = understand(fields)
+            use = memory(question.shape, question.layout)
+            if name == "finetune_memory":
+                gpus = whole(row["gpus"]) or 1
+                measured *= (GIB if row["mem_unit"] == "GiB" else 1e9) / (gpus if "sum over" in row["mem_unit"] else 1)
+            estimate = use.device if "Qwen README" in row["source"] else use.allocated
+            found.append((measured <= use.needed, measured <= estimate + use.margin))
+        if found:
+            needed, margin = (sum(column) / len(found) for column in zip(*found, strict=True))
+            yield f"{name}: {needed:.0%} of {len(found)} peaks within the need, {margin:.0%} within estimate and margin"
 
 
 def cross_validated_memory(folder: Path) -> Iterator[str]:
@@ -747,6 +798,9 @@ def main() -> int:
             predicted = "" if score.predicted is None else score.predicted
             writer.writerow([score.file, score.row, score.metric, score.measured, predicted])
     print("\n".join([*report(scores), *unscored(_rows(arguments.rows, "train_rows"))]))
+    if rows := _rows(arguments.rows, "megatron_ci_memory"):
+        print("\n".join([*megatron_alone(rows, "megatron_ci_memory"), *far_off(scores, rows, "megatron_ci_memory")]))
+    print("\n".join(held_needs(arguments.rows)))
     for name in ("vtrain_single", "vtrain_multi"):
         if rows := _rows(arguments.rows, name):
             print(picking(scores, rows, name))

@@ -11,7 +11,17 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
-from planner_accuracy import SAME_JOB, TRAIN_FIELDS, Score, picking, train_scores, unscored  # noqa: E402
+from planner_accuracy import (  # noqa: E402
+    SAME_JOB,
+    TRAIN_FIELDS,
+    Score,
+    far_off,
+    megatron_alone,
+    megatron_fields,
+    picking,
+    train_scores,
+    unscored,
+)
 from planner_cross_validation import Case, held_out, loss, refit  # noqa: E402
 
 
@@ -66,6 +76,50 @@ def test_a_plan_that_is_picked_is_held_against_the_best_measured_one() -> None:
     assert picking(scores[4:], rows, "vtrain_single") == "vtrain_single: no job with more than one layout"
 
 
+MEGATRON = dict.fromkeys(
+    (
+        *("env", "platform", "suffix", "gpus", "hybrid_pattern", "ffn_hidden", "kv_heads", "kv_channels", "vocab"),
+        *("tokenizer", "swiglu", "untied", "vpp_layers", "etp", "sp", "num_experts", "topk", "moe_ffn", "mla", "fsdp"),
+        *("dist_opt", "fp8", "recompute", "recompute_modules", "global_batch", "n_iter_points"),
+    ),
+    "",
+) | {
+    "family": "gpt", "case": "gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion", "layers": "12", "hidden": "512",
+    "heads": "8", "seq": "1024", "tp": "2", "pp": "2", "cp": "1", "ep": "1", "micro_batch": "4", "bf16": "True",
+    "dropout": "0.1", "mem_allocated_bytes_last": "487000000", "mem_max_allocated_bytes_final": "4000000000",
+}  # fmt: skip
+
+
+def test_megatrons_rows_are_read_from_configurations_and_names_never_from_results() -> None:
+    resumed = MEGATRON | {"case": "gpt3_mcore_te_tp2_pp2_resume_torch_dist", "env": "lts"}
+    for row in (MEGATRON, resumed):
+        answers = [megatron_fields(row | {"n_iter_points": count}) for count in ("11", "21", "49", "100")]
+        answers.append(megatron_fields(row | {"mem_max_allocated_bytes_final": "1", "iteration_time_s_median": "9"}))
+        assert all(answer == answers[0] for answer in answers)
+
+
+def test_with_names_unread_a_case_is_what_its_columns_say() -> None:
+    renamed = MEGATRON | {"case": "gpt3_mcore_tp2_pp2_uneven_pipeline_defer_embedding_wgrad", "suffix": "_dracooci"}
+    assert megatron_fields(MEGATRON) != megatron_fields(renamed)
+    assert megatron_fields(MEGATRON, inferred=False) == megatron_fields(renamed, inferred=False)
+    lines = list(megatron_alone([MEGATRON, renamed], "megatron_ci_memory"))
+    assert [line.split(":")[1].split(",")[0].strip() for line in lines] == [
+        "mem_allocated_bytes_last", "mem_max_allocated_bytes_final",
+    ]  # fmt: skip
+
+
+def test_cases_that_are_far_off_are_named_worst_first() -> None:
+    rows = [MEGATRON | {"case": case} for case in ("near", "far", "farther")]
+    scores = [
+        Score("megatron_ci_memory", index, "gpt", "mem_max_allocated_bytes_final", 100.0, predicted)
+        for index, predicted in enumerate((114.0, 120.0, 20.0))
+    ]
+    told = list(far_off(scores, rows, "megatron_ci_memory"))
+    assert told[0] == "megatron_ci_memory: 2 values of 2 cases are off by more than 15%"
+    assert [line.split()[-1] for line in told[1:]] == ["farther", "far"]
+    assert told[1].split()[:2] == ["-80.0%", "peak"]
+
+
 FINETUNE = (
     "id,source,model,params_B,method,quant,gpu,gpu_mem_GB,gpus,seq,micro_batch,global_batch,precision,recompute,"
     "trainable_params,peak_memory,mem_unit,time_metric,time_value,outcome,note\n"
@@ -99,5 +153,6 @@ def test_every_measured_value_is_dumped_once(printed: tuple[str, list[dict[str, 
 def test_both_tables_are_printed(printed: tuple[str, list[dict[str, str]]]) -> None:
     output, _ = printed
     assert "called fitting but out of memory: 0 of 1; false alarms: 0 of 2" in output
+    assert "finetune_memory: 100% of 2 peaks within the need" in output
     table = output[output.index("peak memory, by source") :]
     assert "table A" in table and "table B" in table and "shipped held out" in table
