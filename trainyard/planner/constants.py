@@ -1,4 +1,4 @@
-"""What the memory formulas can't derive: a few constants, fitted over all sources at once, never to one of them.
+"""What the memory formulas can't derive: a few constants, fitted over all sources at once, but `load_spread` to one.
 
 `benchmarks/planner_accuracy.py --cross-validate` fits three of them again (selective_share, plain_loss_bytes,
 quantized_inputs) without the source that it then scores; the others are from the sources' tables or estimates.
