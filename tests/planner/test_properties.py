@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from trainyard.hardware import Price, gpu
 from trainyard.planner.communication import Fabric, all_reduce_seconds, group
+from trainyard.planner.constants import DEFAULT_MEMORY
 from trainyard.planner.goodput import goodput
 from trainyard.planner.layout import Engine, Layout
 from trainyard.planner.memory import Memory, memory, micro_batches_in_flight
@@ -86,6 +87,22 @@ def test_tensor_parallelism_never_needs_more_memory(shape: ModelShape, layout: L
     alone = dataclasses.replace(layout, tensor=1, data_parallel=64)
     halved = dataclasses.replace(alone, tensor=2)
     assert not_more(memory(shape, halved), memory(shape, alone))
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes(), layouts(), st.sampled_from([2, 4, 8]))
+def test_expert_parallelism_never_needs_more_memory_but_for_megatrons_uneven_routers(
+    shape: ModelShape, layout: Layout, ranks: int
+) -> None:
+    shape = dataclasses.replace(shape, experts=8, experts_per_token=2, moe_ffn=shape.hidden)
+    alone = dataclasses.replace(layout, data_parallel=64, shard_degree=64)
+    one, many = memory(shape, alone), memory(shape, dataclasses.replace(alone, expert=ranks))
+    assert many.state <= one.state * (1 + 1e-9)
+    if layout.engine != "megatron":
+        assert not_more(many, one)
+    elif layout.recompute != "full":
+        most = 1 + DEFAULT_MEMORY.load_spread
+        assert one.activations * (1 - 1e-9) <= many.activations <= most * one.activations
 
 
 @settings(max_examples=150, deadline=None)

@@ -27,7 +27,9 @@ def layer_activation_bytes(
         return _frozen_bytes(shape, layout, constants)
     attention = _attention_bytes(shape, layout, recompute) * shape.num_attentions
     block = _mlp_bytes(shape, layout, shape.ffn) * shape.num_mlps
-    routed = _moe_bytes(shape, layout, constants.load_spread) * shape.moe_layers if shape.moe_layers else 0.0
+    # Measured of Megatron alone, whose dispatchers drop no token and wait for the fullest rank.
+    spread = constants.load_spread if layout.engine == "megatron" else 0.0
+    routed = _moe_bytes(shape, layout, spread) * shape.moe_layers if shape.moe_layers else 0.0
     mixer = _mamba_bytes(shape, layout) * shape.mamba_layers
     halves = 1 if shape.is_hybrid else 2
     # Residual dropout keeps a mask of a byte an element.
