@@ -135,6 +135,32 @@ def test_fp16_leaves_fp32_gradients_between_steps_and_not_at_the_peak(
         assert (answer["peak_memory_gib"] - fused["peak_memory_gib"]) * 1024 * MIB == pytest.approx(2 * scores)
 
 
+def test_gradients_that_rest_in_fp32_are_training_state() -> None:
+    question = understand(CI_ROW | {"precision": "fp16"})
+    use = memory(question.shape, question.layout)
+    # 2 of weights, 2 and 4 of gradients, 4 of master weights, 8 of moments.
+    assert use.state == pytest.approx(20 * question.shape.params, rel=1e-4)
+    assert use.resting == use.state + use.workspace
+    certain = dataclasses.replace(use, moving_error=0.0)
+    assert certain.margin == pytest.approx(1.2816 * 0.03 * use.state)
+    assert predict(CI_ROW | {"precision": "fp16"})["model_state_gib"] * 2**30 == pytest.approx(use.state)
+
+
+@pytest.mark.parametrize(("precision", "dropout", "more"), [("bf16", False, 4), ("bf16", True, 2), ("fp32", False, 0)])
+def test_a_softmax_written_out_in_fp32_is_a_second_one_only_beside_a_narrower(
+    precision: str, dropout: bool, more: int
+) -> None:
+    asked = CI_ROW | {"precision": precision, "dropout": dropout}
+    scores = 8 * 4 * 1024**2
+    for framework, method in (("Megatron-Core", "full"), ("litgpt", "lora")):
+        said = {"framework": framework, "method": method, "recompute": "none"}
+        written, unfused = (
+            layer_activation_bytes(question.shape, question.layout, "none")
+            for question in (understand(asked | said | {"attention": kind}) for kind in ("eager", "unfused"))
+        )
+        assert written - unfused == pytest.approx(more * scores), framework
+
+
 EXPERTS = {"experts": 8, "experts_per_token": 2, "moe_ffn": 1024, "ep": 8, "sharding": "zero1", "gathers_tokens": True}
 
 

@@ -56,18 +56,24 @@ def _attention_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float
     statistics = 4 * shape.heads / layout.tensor
     matrix = 0.0
     if not layout.flash_attention and recompute == "none":
-        kept = 2 * element + 1 if layout.dropout else element
-        if layout.fp32_softmax:
-            # Its result is kept as it is, beside the narrow copy that values are multiplied with.
-            kept += 4 - element if layout.dropout else 4
         seen = layout.sequence_length + (shape.encoder_tokens if shape.cross_attention else 0)
-        matrix = kept * shape.heads * seen / layout.tensor
+        matrix = _score_bytes(layout, element) * shape.heads * seen / layout.tensor
     if shape.cross_attention:
         width += 2 * shape.query_dim
     if layout.library == "nanotron":
         # Queries and keys are rotated in fp32, out of place.
         width += 2 * (shape.query_dim + shape.kv_dim)
     return tokens * (element * width / layout.tensor + statistics + matrix)
+
+
+def _score_bytes(layout: Layout, element: int) -> float:
+    """Bytes kept of one attention score, where attention is not fused: of the softmax and, with dropout, beyond it."""
+    kept = 2 * element + 1 if layout.dropout else element
+    if layout.fp32_softmax and element < 4:
+        # Its fp32 result is kept as it is, beside the narrow copy that values are multiplied with; what is in fp32
+        # anyway has no second one.
+        kept += 4 - element if layout.dropout else 4
+    return kept
 
 
 def _mlp_bytes(shape: ModelShape, layout: Layout, width: float, split: float | None = None) -> float:
@@ -140,10 +146,12 @@ def _frozen_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants)
     if layout.method == "qlora":
         width += constants.quantized_inputs * (shape.ffn + 4 * shape.hidden)
         if layout.keeps_rest_in_fp32:
-            element *= 2
+            element = max(element, 4)
+    # What has no width in elements: scores, and the masks of residual dropout.
+    beside = 2.0 * shape.hidden * layout.dropout
     if not layout.flash_attention:
-        width += shape.heads * layout.sequence_length
-    return tokens * element * width / layout.tensor
+        beside += _score_bytes(layout, element) * shape.heads * layout.sequence_length
+    return tokens * (element * width + beside) / layout.tensor
 
 
 def logits_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAULT_MEMORY) -> float:

@@ -90,8 +90,8 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """Parameters, gradients and optimizer: what stays between steps."""
-        return self.parameters + self.gradients + self.optimizer
+        """The training state, which stays between steps: parameters, gradients (their fp32 copies too), optimizer."""
+        return self.parameters + self.gradients + self.main_gradients + self.optimizer
 
     @property
     def allocated(self) -> float:
@@ -101,7 +101,7 @@ class Memory:
     @property
     def resting(self) -> float:
         """What is allocated between steps (Megatron's mem-allocated-bytes)."""
-        return self.state + self.workspace + self.main_gradients
+        return self.state + self.workspace
 
     @property
     def reserved(self) -> float:
