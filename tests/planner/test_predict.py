@@ -219,6 +219,21 @@ def test_a_field_that_nobody_knows_is_named() -> None:
     assert predict({**LLAMA, "micro_bach": 2})["ignored_fields"] == ["micro_bach"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"method": "lora", "framework": "litgpt", "adapter": "scale"}, []),
+        ({"method": "lora", "framework": "DeepSpeed", "adapter": "scale"}, ["adapter"]),
+        ({"method": "lora", "framework": "DeepSpeed", "adapter": "lora"}, []),
+        ({"method": "full", "adapter": "prefix", "trains_vocabulary": True}, ["adapter", "trains_vocabulary"]),
+        ({"method": "lora", "quantization": "gptq"}, ["quantization"]),
+        ({"method": "qlora", "quantization": "gptq"}, []),
+    ],
+)
+def test_a_field_that_nothing_reads_is_named(fields: dict[str, Any], ignored: list[str]) -> None:
+    assert predict({**LLAMA, **fields}).get("ignored_fields", []) == ignored
+
+
 def test_lines_in_lines_out_and_bad_ones_are_answered_too() -> None:
     errors = Errors()
     lines = [json.dumps(LLAMA), "", "{", "[1]", json.dumps({**LLAMA, "gpu": "?"}), json.dumps(LLAMA)]

@@ -156,7 +156,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         # Frozen weights have no gradients of their own: two thirds of the work.
         flops *= 2 / 3
     spread = time_spread(shape, layout, question.device)
-    ignored = sorted(set(content) - KNOWN_FIELDS)
+    ignored = sorted((set(content) - KNOWN_FIELDS) | _without_effect(content, layout))
     return {
         "peak_memory_gib": use.allocated / GIB,
         "model_state_gib": use.state / GIB,
@@ -176,9 +176,23 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         "communication_fraction": time.communication / time.total,
         "bubble_fraction": time.bubble / time.total,
         "fits": use.needed <= question.device.memory_gib * GIB,
-        # A misspelt field must not pass unseen, and a caller's own label must not cost the prediction.
+        # A misspelt field, or one that the method has no use for, must not pass unseen, and a caller's own label must
+        # not cost the prediction.
         **({"ignored_fields": ignored} if ignored else {}),
     }
+
+
+def _without_effect(content: Mapping[str, Any], layout: Layout) -> set[str]:
+    """Fields that are stated, and that no formula of the layout's method and engine reads."""
+    unread: set[str] = set()
+    if layout.method == "full":
+        # Not lora_rank, which tables state in every row.
+        unread |= {"adapter", "lora_targets", "trains_vocabulary"}
+    elif layout.engine != "plain" and layout.adapter != "lora":
+        unread.add("adapter")
+    if layout.method != "qlora":
+        unread.add("quantization")
+    return {name for name in unread if content.get(name) is not None}
 
 
 @dataclass
