@@ -48,6 +48,11 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             ["--html", "/no/such/folder/plan.html"],
             "--html /no/such/folder/plan.html: can't be written",
         ),
+        pytest.param(
+            ["--html", f"/{'x' * 300}/plan.html"],
+            "can't be written (File name too long)",
+            id="--html in an endless one",
+        ),
         (["--search", "--deadline-hours", "0"], "--deadline-hours 0: must be above 0"),
         (["--search", "--max-nodes", "0"], "--max-nodes"),
     ],

@@ -98,8 +98,8 @@ def plan(
     check_region(region)
     if instances is not None and not instances.replace(",", "").strip():
         raise InputError(f"--instances {instances!r}: names no type; e.g. p5.48xlarge,p4d.24xlarge")
-    if html is not None and not html.absolute().parent.is_dir():
-        raise InputError(f"--html {html}: can't be written (there is no folder {html.parent})")
+    if html is not None:
+        _check_folder(html)
     asked = {"--instances": instances, "--max-nodes": max_nodes, "--deadline-hours": deadline_hours}
     given = [name for name, value in asked.items() if value is not None]
     if given and not search:
@@ -144,6 +144,27 @@ def _book() -> "PriceBook":
     return PriceBook.opened(price_file(), today=datetime.date.today())
 
 
+def _check_folder(page: Path) -> None:
+    """InputError before anything is planned, where the page has no folder to be written to."""
+    try:
+        there = page.absolute().parent.is_dir()
+    except (OSError, ValueError) as error:
+        # A name that no file system takes: too long, or with a byte that ends it.
+        raise InputError(f"--html {_cut(page)}: can't be written ({_reason(error)})") from None
+    if not there:
+        raise InputError(f"--html {_cut(page)}: can't be written (there is no folder {_cut(page.parent)})")
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _cut(path: Path) -> str:
+    """A path for a message, without the middle where it is endless."""
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
+
+
 def _write_page(file: Path, spec: "JobSpec", region: str, book: "PriceBook", found: "Search | None") -> None:
     from trainyard import planner
     from trainyard.planner.page import page_of
@@ -151,8 +172,8 @@ def _write_page(file: Path, spec: "JobSpec", region: str, book: "PriceBook", fou
     text = page_of(spec, planner.plan(spec, region=region, book=book), book=book, search=found)
     try:
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--html {file}: can't be written ({error.strerror})") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"--html {_cut(file)}: can't be written ({_reason(error)})") from None
     print(f"{file}: written", file=sys.stderr)
 
 
