@@ -127,9 +127,37 @@ def test_an_exchange_of_experts_that_nothing_hides_stands_alone() -> None:
     # DeepEP drives InfiniBand from the GPU; EFA it can't.
     elsewhere = QWEN_MOE | {"interconnect": "6400 Gb/s per node"}
     assert predict(elsewhere | {"expert_exchange": "deepep"})["step_seconds"] == predict(elsewhere)["step_seconds"]
-    # Of AWS's own runs (p6-b300, 8 nodes): 10.5 s overlapped, 12.2 s without, 13.1 and 13.2 s by DeepEP over UCCL.
+    # Of AWS's own runs (p6-b300, 8 nodes; a group of experts over two): 10.5 s overlapped, 12.2 s without.
     assert usual == pytest.approx(10.5, rel=0.1)
     assert alone == pytest.approx(12.2, rel=0.1)
-    assert host_driven == pytest.approx(13.1, rel=0.1)
     with pytest.raises(InputError, match="expert_exchange: must be one of nccl, deepep"):
         predict(QWEN_MOE | {"expert_exchange": "mpi"})
+
+
+def test_deepep_over_efa_is_not_known_better_than_aws_own_runs_say() -> None:
+    """Step times by UCCL, then NVSHMEM, without overlap and with it; over two nodes, then over four."""
+    two, four = ((13.06, 13.24, 11.57, 11.32), (19.16, 18.31, 21.12, 17.81))
+    near = predict(QWEN_MOE | {"expert_exchange": "deepep"})["step_seconds"]
+    far = predict(QWEN_MOE | {"expert_exchange": "deepep", "pp": 2, "ep": 32})["step_seconds"]
+    assert all(0.85 < measured / near < 1.01 for measured in two)
+    # What four nodes cost more is not modelled: docs/planner.md says by how much.
+    assert all(1.2 < measured / far < 1.5 for measured in four)
+
+
+@pytest.mark.parametrize(
+    ("place", "experts", "driven"),
+    [
+        ("p6-b300 x8 EFA 6400", 16, True),
+        ("p5.48xlarge", 16, True),
+        # Nothing of it leaves the node.
+        ("p6-b300 x8 EFA 6400", 8, False),
+        ("6400 Gb/s per node", 16, False),
+        ("the default, 6400 Gb/s per node", 16, False),
+        # Machines of AWS that have no EFA.
+        ("g5.2xlarge", 16, False),
+    ],
+)
+def test_the_host_drives_deepep_only_over_efa_and_between_nodes(place: str, experts: int, driven: bool) -> None:
+    asked = QWEN_MOE | {"interconnect": place, "ep": experts}
+    usual, deepep = (predict(asked | {"expert_exchange": how})["step_seconds"] for how in ("nccl", "deepep"))
+    assert (deepep > usual) is driven

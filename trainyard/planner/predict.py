@@ -510,8 +510,9 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
 def _host_exchange(fields: _Fields) -> bool:
     """DeepEP on AWS's network, EFA, which its kernels can't drive from the GPU."""
     place = fields.text("interconnect").lower()
-    on_aws = "efa" in place or any(name in place for name in instance_types())
-    return fields.choice("expert_exchange", "nccl", ("nccl", "deepep")) == "deepep" and on_aws
+    machines = [instance(name) for name in instance_types() if name in place]
+    efa = re.search(r"\befa", place) is not None or any(machine.efa_interfaces for machine in machines)
+    return fields.choice("expert_exchange", "nccl", ("nccl", "deepep")) == "deepep" and efa
 
 
 def _usual_recompute(fields: _Fields, kernels: Mapping[str, Any], gpus: int, method: Method) -> str:

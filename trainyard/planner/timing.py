@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from trainyard.hardware import Gpu
 from trainyard.planner.communication import (
     Fabric,
+    Group,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
@@ -344,10 +345,11 @@ class _Rank:
         """Of the experts' exchange, what stands alone.
 
         A share of it where nobody says whether computing hides it, or it does; all of it where it doesn't, or where
-        the host drives DeepEP's network half.
+        the host drives DeepEP's network half: where a group lies in one node there is none.
         """
         layout, constants = self.layout, self.constants
-        alone = layout.host_exchange or layout.expert_overlap is False
+        crosses = _expert_group(layout, self.links).num_nodes > 1
+        alone = (layout.host_exchange and crosses) or layout.expert_overlap is False
         share = max(constants.expert_exposed, 1.0) if alone else constants.expert_exposed
         return _expert_seconds(self.shape, layout, stage, self.links) * constants.imbalance * share
 
@@ -536,13 +538,17 @@ def _tensor_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabr
     return each * stage.layers * blocks / shape.layers * (3 if layout.recompute == "full" else 2)
 
 
+def _expert_group(layout: Layout, links: Fabric) -> Group:
+    """Ranks of one expert group follow each other: the tensor ranks take part with their own tokens."""
+    return group(layout.expert, 1, links.gpus_per_node)
+
+
 def _expert_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric) -> float:
     """Dispatch and combination, forward and backward."""
     if layout.expert == 1 or not shape.experts:
         return 0.0
     tokens = layout.tokens_per_micro_batch * shape.experts_per_token / layout.tensor
-    # Ranks of one expert group follow each other: the tensor ranks take part with their own tokens.
-    members = group(layout.expert, 1, links.gpus_per_node)
+    members = _expert_group(layout, links)
     bytes_ = tokens * (shape.latent or shape.hidden) * layout.element_bytes
     each = all_to_all_seconds(bytes_, members, links)
     return each * stage.layers * shape.moe_layers / shape.layers * (6 if layout.recompute == "full" else 4)
