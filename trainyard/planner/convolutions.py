@@ -39,7 +39,7 @@ PRODUCT_SHARE = 0.5
 """Of the ceiling of plain products, what convolutions of 64 to 512 channels reach in cuDNN; assumed, no row fits it."""
 
 SPREAD = 1.45
-"""80% interval of a step's time, by factor: as of what is new, for no published run has checked it."""
+"""80% interval of a step's time, by factor: wider than of published runs, for none has checked it; assumed."""
 
 
 @dataclass(frozen=True)

@@ -227,11 +227,11 @@ def step_time(
     )
 
 
-SPREAD_DENSE = 1.3
-"""Factor up and down of the 80% interval for dense models in 16 bits on GPUs up to Hopper: what holds about 80% of the
-rows of sources that a fit has not seen."""
+SPREAD_DENSE = 1.25
+"""Factor up and down of the 80% interval for dense models in 16 bits on GPUs up to Hopper: it holds somewhat over
+80% of the rows of sources that a fit has not seen (docs/planner.md: Interval)."""
 
-SPREAD_NEW = 1.45
+SPREAD_NEW = 1.27
 """The same for experts, FP8 and FP4, and Blackwell, whose software still changes from release to release."""
 
 SPREAD_LAUNCH = 1.9
