@@ -31,21 +31,41 @@ def split(tenants: Sequence[str], processes: int, least: int = MIN_TENANTS) -> l
 
 
 def join(assembly: Path, part: Path) -> None:
-    """Put what `part` has into `assembly`. AssertionError where both have a file and the two differ: then the parts
-    would depend on how the tenants were split."""
+    """Put what `part` has into `assembly`. AssertionError where the manifests of both list a file and the two differ:
+    then the parts would depend on how the tenants were split. What else lies in the assembly is of an earlier
+    synthesis into the same folder, and is overwritten."""
+    fresh = _listed(assembly)
     for file in sorted(part.iterdir()):
         target = assembly / file.name
         if file.name in _OF_ONE:
             continue
-        if not target.exists():
-            (shutil.copytree if file.is_dir() else shutil.copy2)(file, target)
-        elif file.is_file():
-            assert file.read_bytes() == target.read_bytes(), f"{file.name} differs between two parts of one environment"
+        if file.name in fresh:
+            same = target.exists() and file.read_bytes() == target.read_bytes()
+            assert same, f"{file.name} differs between two parts of one environment"
+        elif file.is_dir():
+            shutil.copytree(file, target, dirs_exist_ok=True)
+        else:
+            shutil.copy2(file, target)
     for name, merge in ((_MANIFEST, _join_manifests), (_TREE, _join_trees), (_REPORT, _join_reports)):
         ours, theirs = assembly / name, part / name
         if theirs.exists():
             whole = merge(_read(ours), _read(theirs)) if ours.exists() else _read(theirs)
             ours.write_text(json.dumps(whole, indent=2), encoding="utf-8")
+
+
+def discard(assembly: Path) -> None:
+    """Remove the manifest and what it lists: without it nothing in the folder is an assembly."""
+    for name in (*_listed(assembly), _MANIFEST):
+        (assembly / name).unlink(missing_ok=True)
+
+
+def _listed(assembly: Path) -> set[str]:
+    """The files that the manifest names: templates, lists of assets, and what is told of stacks beside them."""
+    manifest = assembly / _MANIFEST
+    artifacts = _read(manifest)["artifacts"].values() if manifest.exists() else ()
+    named = [{**item.get("properties", {}), **item} for item in artifacts]
+    files = {item.get(key) for item in named for key in ("templateFile", "file", "additionalMetadataFile")}
+    return {name for name in files if name and name not in _OF_ONE}
 
 
 def _read(path: Path) -> Document:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stacks.parts import MIN_TENANTS, join, split
+from stacks.parts import MIN_TENANTS, discard, join, split
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,17 @@ def test_tenants_are_split_evenly_where_it_pays(tenants: int, processes: int, si
     assert [name for part in parts for name in part] == names
 
 
+def artifact(stack: str) -> dict[str, Any]:
+    return {"type": "stack", "properties": {"templateFile": f"{stack}.template.json"}}
+
+
 def assembly(folder: Path, stack: str, found: list[str], *, platform: str = "same") -> Path:
-    """What a process leaves: the platform's template, and one of its own."""
-    folder.mkdir()
+    """What a process leaves: the platform's template, and one of its own. The folder may have another's already."""
+    folder.mkdir(exist_ok=True)
     violations = [{"ruleName": rule, "violatingConstructs": []} for rule in found]
     failed = {"pluginName": "Nag", "conclusion": "failure" if found else "success", "violations": violations}
     documents: dict[str, Any] = {
-        "manifest.json": {"version": "55", "artifacts": {name: {"type": "stack"} for name in ("platform", stack)}},
+        "manifest.json": {"version": "55", "artifacts": {name: artifact(name) for name in ("platform", stack)}},
         "tree.json": {"tree": {"id": "App", "children": {name: {"id": name} for name in ("platform", stack)}}},
         "validation-report.json": {"version": "1", "pluginReports": [failed]},
         "platform.template.json": {"Resources": platform},
@@ -52,3 +56,28 @@ def test_parts_that_make_another_platform_are_not_joined(tmp_path: Path) -> None
     whole = assembly(tmp_path / "whole", "one", [])
     with pytest.raises(AssertionError, match=r"platform\.template\.json differs"):
         join(whole, assembly(tmp_path / "part", "two", [], platform="other"))
+
+
+def test_a_second_synthesis_into_one_folder_overwrites_the_first(tmp_path: Path) -> None:
+    """The CDK's command keeps its folder: what lies there of the last time is no part of this time's environment."""
+    kept = assembly(tmp_path / "kept", "one", [])
+    join(kept, assembly(tmp_path / "part", "two", []))
+    for platform in ("changed", "changed again"):
+        assembly(kept, "one", [], platform=platform)
+        part = assembly(tmp_path / "part", "two", ["S1"], platform=platform)
+        (part / "two.template.json").write_text(json.dumps({"Resources": platform}))
+        (part / "asset.1").mkdir(exist_ok=True)
+        (part / "asset.1" / "code.py").write_text(platform)
+        join(kept, part)
+        assert json.loads((kept / "two.template.json").read_text()) == {"Resources": platform}
+        assert (kept / "asset.1" / "code.py").read_text() == platform
+    with pytest.raises(AssertionError, match=r"two\.template\.json differs"):
+        (part / "two.template.json").write_text("{}")
+        join(kept, part)
+
+
+def test_what_is_discarded_can_be_taken_for_no_assembly(tmp_path: Path) -> None:
+    kept = assembly(tmp_path / "kept", "one", [])
+    discard(kept)
+    assert {item.name for item in kept.iterdir()} == {"tree.json", "validation-report.json"}
+    discard(kept)
