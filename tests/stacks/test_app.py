@@ -1,12 +1,14 @@
 """app.py as the CDK CLI runs it, the refusals before synthesis, and where the process environment may be read."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -71,6 +73,7 @@ def test_the_same_templates_from_any_place_without_credentials_home_or_node_by_o
     ("context", "fragments"),
     [
         ({}, ["-c environment=PATH"]),
+        ({"environment": "environments/local.yaml", "processes": "two"}, ["-c processes=two: a whole number"]),
         # The same way out; what is said of files is told by the tests of the spec.
         pytest.param({"environment": "/nowhere.yaml"}, ["/nowhere.yaml: no such file"], marks=pytest.mark.full),
     ],
@@ -94,7 +97,74 @@ def test_what_is_wrong_in_another_processs_part_is_one_line_too(tmp_path: Path) 
     path.write_text(yaml.safe_dump(content))
     done = _run_app({"environment": str(path), "checks": "off", "processes": "2"}, tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert _made(tmp_path) == [] and not (tmp_path / "out" / "manifest.json").exists()
     assert "tenants.globex.queues: with 1 instance types the tenant's permissions boundary would have" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def app() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("trainyard_app", ROOT / "app.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _part(folder: Path, code: int, said: str) -> tuple[subprocess.Popen[str], Path]:
+    """A process that ends so, and the assembly that it left."""
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"artifacts": {folder.name: {}}}))
+    program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
+    return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True), folder
+
+
+@pytest.mark.parametrize("codes", [(0, 0), (0, 2), (2, 0)])
+def test_what_a_check_finds_in_another_processs_part_fails_the_whole_and_is_told(
+    codes: tuple[int, int], app: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = f"see {tmp_path}/part0/validation-report.json\n"
+    parts = [_part(tmp_path / f"part{number}", code, said) for number, code in enumerate(codes)]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert app._joined(whole, *map(list, zip(*parts, strict=True))) == (2 in codes)
+    assert set(json.loads((whole / "manifest.json").read_text())["artifacts"]) == {"part0", "part1"}
+    assert capsys.readouterr().err.startswith(f"see {whole}/validation-report.json\n")
+
+
+@pytest.mark.parametrize(("code", "error"), [(1, RuntimeError), (2, InputError)])
+def test_where_another_process_fails_no_assembly_is_left(
+    code: int, error: type[Exception], app: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = _part(tmp_path / "good", 0, "")
+    bad = _part(tmp_path / "bad", code, "a warning\nwhat is wrong\n")
+    (bad[1] / "manifest.json").unlink()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    with pytest.raises(error, match="what is wrong"):
+        app._joined(whole, [good[0], bad[0]], [good[1], bad[1]])
+    assert not (whole / "manifest.json").exists()
+    assert capsys.readouterr().err == ("a warning\n" if code == 2 else "")
+
+
+def test_another_process_is_ended_with_all_that_it_started(app: ModuleType, tmp_path: Path) -> None:
+    """It leads its own group: the node of its jsii would go on writing into a folder that is being removed."""
+    from aws_cdk import App
+
+    process = app._start(App(), ["acme"], tmp_path)
+    try:
+        assert os.getpgid(process.pid) == process.pid
+    finally:
+        app.end_group(process)
+        process.communicate()
+
+
+def test_a_part_is_told_by_no_name_that_somebody_could_type(app: ModuleType) -> None:
+    from aws_cdk import App
+
+    assert app._parts(App(context={"tenants": "acme", "processes": "2"}), ["acme", "globex"]) == [["acme"], ["globex"]]
+    assert app._parts(App(context={app.PART: "globex"}), ["acme", "globex"]) == [["globex"]]
+    with pytest.raises(InputError, match="-c processes=0: a whole number of processes, 1 or more"):
+        app._parts(App(context={"processes": 0}), ["acme"])
 
 
 def test_a_region_without_a_resource_type_is_refused_at_synthesis(tmp_path: Path) -> None:
