@@ -26,7 +26,7 @@ from planner_cross_validation import Case, held_out
 from planner_fit import TimeCase, left_out
 
 from trainyard.errors import InputError
-from trainyard.hardware import instance
+from trainyard.hardware import gpu, instance
 from trainyard.planner.communication import all_reduce_seconds, all_to_all_seconds, fabric_of, group, send_seconds
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MemoryConstants
 from trainyard.planner.memory import memory
@@ -573,6 +573,24 @@ def fits_line(title: str, scores: list[Score]) -> str:
     )
 
 
+def _is_new(row: Row) -> bool:
+    """Experts, fewer bits than 16, or Blackwell and its like."""
+    parts = {"fp8", "fp4"}, {"blackwell", "cdna3"}
+    return row["family"] == "moe" or _precision(row) in parts[0] or gpu(row["gpu"]).generation in parts[1]
+
+
+def by_kind(scores: Iterable[Score], rows: list[Row], name: str = "train_rows") -> Iterator[str]:
+    """The lines of train_rows.csv's times and throughputs: dense models in 16 bits up to Hopper, and all others."""
+    groups: dict[bool, list[Score]] = {False: [], True: []}
+    for score in scores:
+        if score.file == name and "mem" not in score.metric:
+            groups[_is_new(rows[score.row])].append(score)
+    titles = {False: "dense, 16 bits, up to Hopper", True: "experts, FP8, FP4, Blackwell"}
+    for new, members in groups.items():
+        if members:
+            yield line(f"{name}: time and throughput, {titles[new]}", members)
+
+
 SAME_JOB = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "global_batch")
 """Columns of vtrain_*.csv that say which job a row's layout is of."""
 
@@ -583,6 +601,7 @@ def picking(scores: Iterable[Score], rows: list[Row], name: str) -> str:
     for score in scores:
         if score.file == name and score.predicted is not None:
             jobs.setdefault(tuple(rows[score.row][field] for field in SAME_JOB), []).append(score)
+    wrong = statistics.fmean(error(score) for members in jobs.values() for score in members) if jobs else math.nan
     lost = []
     for members in jobs.values():
         picked = min(members, key=lambda score: score.predicted or math.inf)
@@ -593,7 +612,8 @@ def picking(scores: Iterable[Score], rows: list[Row], name: str) -> str:
     middle, mean, good = statistics.median(lost), statistics.fmean(lost), sum(one <= 0.03 for one in lost) / len(lost)
     return (
         f"{name}: picking the layout that is predicted fastest, {len(lost)} jobs: {middle:.1%} slower than the best "
-        f"measured one (median), {mean:.1%} (mean), {max(lost):.1%} (worst); at most 3% slower in {good:.0%}"
+        f"measured one (median), {mean:.1%} (mean), {max(lost):.1%} (worst); at most 3% slower in {good:.0%}; "
+        f"mean error of a time {wrong:.1%}"
     )
 
 
@@ -798,6 +818,8 @@ def main() -> int:
             predicted = "" if score.predicted is None else score.predicted
             writer.writerow([score.file, score.row, score.metric, score.measured, predicted])
     print("\n".join([*report(scores), *unscored(_rows(arguments.rows, "train_rows"))]))
+    if rows := _rows(arguments.rows, "train_rows"):
+        print("\n".join(by_kind(scores, rows)))
     if rows := _rows(arguments.rows, "megatron_ci_memory"):
         print("\n".join([*megatron_alone(rows, "megatron_ci_memory"), *far_off(scores, rows, "megatron_ci_memory")]))
     print("\n".join(held_needs(arguments.rows)))

@@ -15,6 +15,7 @@ from planner_accuracy import (  # noqa: E402
     SAME_JOB,
     TRAIN_FIELDS,
     Score,
+    by_kind,
     far_off,
     megatron_alone,
     megatron_fields,
@@ -62,6 +63,16 @@ def test_a_metric_that_nobody_knows_is_counted_not_fatal() -> None:
     assert list(unscored([row, row])) == ["not scored: 2 rows of furlongs_per_s (a metric unknown here)"]
 
 
+def test_times_are_told_by_kind_and_memory_is_in_neither() -> None:
+    kinds = (("dense", "bf16", "H100"), ("moe", "bf16", "H100"), ("dense", "fp8", "H100"), ("dense", "bf16", "B200"))
+    rows = [{"family": family, "precision": bits, "gpu": part, "note": ""} for family, bits, part in kinds]
+    scores = [Score("train_rows", index, "", "step_time_s", 1.0, 1.0 + index / 10) for index in range(4)]
+    scores.append(Score("train_rows", 0, "", "peak_memory_GiB", 1.0, 9.0))
+    dense, others = by_kind(scores, rows)
+    assert dense.split()[-6:] == ["1", "0", "0.0%", "0.0%", "0.0%", "+0.0%"] and "dense, 16 bits" in dense
+    assert others.split()[-6:] == ["3", "0", "20.0%", "30.0%", "30.0%", "+20.0%"]
+
+
 def test_a_plan_that_is_picked_is_held_against_the_best_measured_one() -> None:
     rows = [dict.fromkeys(SAME_JOB, job) for job in ("one", "one", "two", "two", "alone")]
     values = [(100.0, 90.0), (110.0, 80.0), (50.0, 40.0), (60.0, 70.0), (1.0, 9.0)]
@@ -72,7 +83,7 @@ def test_a_plan_that_is_picked_is_held_against_the_best_measured_one() -> None:
     told = picking(scores, rows, "vtrain_single")
     # Of the first job the slower one is picked (10% lost), of the second the faster one; the last has no choice.
     assert "2 jobs: 5.0% slower than the best measured one (median), 5.0% (mean), 10.0% (worst)" in told
-    assert "at most 3% slower in 50%" in told
+    assert "at most 3% slower in 50%; mean error of a time 174.8%" in told
     assert picking(scores[4:], rows, "vtrain_single") == "vtrain_single: no job with more than one layout"
 
 
