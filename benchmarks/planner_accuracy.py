@@ -790,7 +790,9 @@ def report(scores: list[Score]) -> Iterator[str]:
         for score in scores:
             if score.metric == "fits" and by != "metric":
                 continue
-            groups.setdefault(f"{score.file}: {getattr(score, by)}", []).append(score)
+            # One source may measure both, and their errors have nothing to do with each other.
+            apart = ", memory" if by == "source" and score.file == "train_rows" and "mem" in score.metric else ""
+            groups.setdefault(f"{score.file}{apart}: {getattr(score, by)}", []).append(score)
         for title, members in groups.items():
             yield fits_line(title, members) if members[0].metric == "fits" else line(title, members)
 

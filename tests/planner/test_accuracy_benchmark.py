@@ -20,6 +20,7 @@ from planner_accuracy import (  # noqa: E402
     megatron_alone,
     megatron_fields,
     picking,
+    report,
     train_scores,
     unscored,
 )
@@ -71,6 +72,16 @@ def test_times_are_told_by_kind_and_memory_is_in_neither() -> None:
     dense, others = by_kind(scores, rows)
     assert dense.split()[-6:] == ["1", "0", "0.0%", "0.0%", "0.0%", "+0.0%"] and "dense, 16 bits" in dense
     assert others.split()[-6:] == ["3", "0", "20.0%", "30.0%", "30.0%", "+20.0%"]
+
+
+def test_a_sources_memory_is_told_apart_from_its_times() -> None:
+    scores = [
+        Score("train_rows", 0, "one", "step_time_s", 1.0, 1.5),
+        Score("train_rows", 1, "one", "peak_memory_GB", 1.0, 1.1),
+    ]
+    by_source = [told.split() for told in report(scores) if " one " in told]
+    assert [words[:-6] for words in by_source] == [["train_rows:", "one"], ["train_rows,", "memory:", "one"]]
+    assert [words[-4] for words in by_source] == ["50.0%", "10.0%"]
 
 
 def test_a_plan_that_is_picked_is_held_against_the_best_measured_one() -> None:
