@@ -52,7 +52,43 @@ def test_cfn_lint_refuses_a_broken_template(broken: Path) -> None:
     assert any("Rolls" in finding.text and "Broken" in finding.resource for finding in lint([broken], "us-east-1"))
 
 
-def test_what_is_accepted_is_accepted_by_name_and_policies_only_of_boundaries() -> None:
+def _write_keys(folder: Path, **conditions: dict[str, Any]) -> None:
+    """A template of keys, by logical id, that anybody may use under those conditions."""
+    anybody = {"Effect": "Allow", "Principal": {"AWS": "*"}, "Action": "kms:Decrypt", "Resource": "*"}
+    resources = {
+        name: {"Properties": {"KeyPolicy": {"Statement": [{**anybody, "Condition": condition}]}}}
+        for name, condition in conditions.items()
+    }
+    (folder / "trainyard-x-y.template.json").write_text(json.dumps({"Resources": resources}))
+
+
+HELD: dict[str, Any] = {
+    "StringEquals": {"kms:ViaService": "ec2.us-east-1.amazonaws.com", "kms:CallerAccount": "123456789012"},
+    "ArnEquals": {"aws:PrincipalArn": ["arn:aws:iam::123456789012:role/aws-service-role/x"]},
+}
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        {},
+        {"StringEquals": HELD["StringEquals"]},
+        {**HELD, "StringEquals": {"kms:ViaService": "ec2.us-east-1.amazonaws.com"}},
+        {**HELD, "StringEquals": {"kms:CallerAccount": "123456789012"}},
+        {**HELD, "ArnEquals": {"aws:PrincipalArn": "arn:aws:iam::123456789012:role/*"}},
+    ],
+)
+def test_a_key_for_anybody_is_accepted_only_with_every_condition(condition: dict[str, Any], tmp_path: Path) -> None:
+    failed = {"check_id": "CKV_AWS_33", "check_name": "words", "resource": "AWS::KMS::Key.KeysCheckpoints1"}
+    failed["file_path"] = "/trainyard-x-y.template.json"
+    for held, number in ((condition, 1), (HELD, 0)):
+        _write_keys(tmp_path, KeysCheckpoints1=held)
+        assert len(sort_out([failed], tmp_path)[0]) == number
+
+
+def test_what_is_accepted_is_accepted_by_name_and_policies_only_of_boundaries(tmp_path: Path) -> None:
+    _write_keys(tmp_path, KeysCheckpoints1=HELD, KeysData1=HELD)
+
     def failed(check: str, resource: str) -> dict[str, str]:
         return {
             "check_id": check,
@@ -69,7 +105,8 @@ def test_what_is_accepted_is_accepted_by_name_and_policies_only_of_boundaries() 
             failed("CKV_AWS_20", "AWS::S3::Bucket.Data"),
             failed("CKV_AWS_33", "AWS::KMS::Key.KeysCheckpoints1"),
             failed("CKV_AWS_33", "AWS::KMS::Key.KeysData1"),
-        ]
+        ],
+        tmp_path,
     )
     assert [str(item) for item in found] == [
         "CKV_AWS_108 at trainyard-x-y/Another (words)",

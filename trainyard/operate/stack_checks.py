@@ -52,6 +52,13 @@ ACCEPTED_AT = {
 }
 """The same of one construct's resources alone: the check, and how their logical ids begin."""
 
+_HELD_BY = {
+    ("StringEquals", "kms:ViaService"),
+    ("StringEquals", "kms:CallerAccount"),
+    ("ArnEquals", "aws:PrincipalArn"),
+}
+"""What must hold whom a statement for anybody means: the service, the account and the roles."""
+
 _OF_BOUNDARIES = {check for check, reason in ACCEPTED.items() if reason is _BOUNDARY}
 
 
@@ -121,23 +128,40 @@ def checkov(program: Path, templates: Path) -> tuple[list[Finding], Counter[str]
             raise NotRunError("it couldn't read the templates")
     except (json.JSONDecodeError, KeyError, AttributeError):
         raise NotRunError(_last_line(done.stderr or done.stdout)) from None
-    return sort_out(failed)
+    return sort_out(failed, templates)
 
 
-def sort_out(failed: list[dict[str, str]]) -> tuple[list[Finding], Counter[str]]:
-    """checkov's failed checks: those that nobody accepted, and how often those that somebody did."""
+def sort_out(failed: list[dict[str, str]], templates: Path) -> tuple[list[Finding], Counter[str]]:
+    """checkov's failed checks of a folder's templates: those that nobody accepted, and how often those that somebody
+    did. That a key lets anybody in is accepted only where its own conditions hold who that is."""
     found, accepted = [], Counter[str]()
     for item in failed:
         check, resource = item["check_id"], item["resource"]
         in_boundary = ".BoundaryPolicy" in resource
         name = resource.rpartition(".")[2]
         at_home = any(check == rule and name.startswith(part) for rule, part in ACCEPTED_AT)
+        if check == "CKV_AWS_33":
+            at_home = at_home and _is_held(templates / Path(item["file_path"]).name, name)
         if at_home or (check in ACCEPTED and (in_boundary or check not in _OF_BOUNDARIES)):
             accepted[check] += 1
         else:
             stack = Path(item["file_path"]).name.removesuffix(".template.json")
             found.append(Finding(check, item["check_name"], f"{stack}/{name}"))
     return found, accepted
+
+
+def _is_held(template: Path, key: str) -> bool:
+    """Whether each statement of a key's policy that allows anybody has every condition of `_HELD_BY`, each to values
+    without a wildcard."""
+    policy = json.loads(template.read_text(encoding="utf-8"))["Resources"][key]["Properties"]["KeyPolicy"]
+    for statement in policy["Statement"]:
+        if statement["Effect"] != "Allow" or '"*"' not in json.dumps(statement.get("Principal", "*")):
+            continue
+        conditions = statement.get("Condition", {})
+        values = [conditions.get(operator, {}).get(name) for operator, name in _HELD_BY]
+        if not all(values) or "*" in json.dumps(values):
+            return False
+    return True
 
 
 def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
