@@ -47,6 +47,12 @@ EFA_RULES = {
         "let in."
     )
 }
+EFA_SERVERS = {
+    "NIST.800.53.R5-EC2RestrictedCommonPorts": (
+        "FSx makes a file system with EFA only where every protocol passes among its servers, and between them and the "
+        "training instances: the servers' group and the instances' are the sources, and no address is let in."
+    )
+}
 
 
 def subnet_blocks(vpc_cidr: str, num_zones: int) -> tuple[str, list[str]]:
@@ -130,7 +136,7 @@ class TenantNetwork(Construct):
         them and the clients' group (FSx for Lustre user guide, "EFA-enabled security groups")."""
         clients, servers = self.training_security_group, self._group("FileSystemGroup", "FSx for Lustre file servers")
         if efa:
-            acknowledge(servers, EFA_RULES)
+            acknowledge(servers, EFA_SERVERS)
         for port in (ec2.Port.all_traffic(),) if efa else LUSTRE_PORTS:
             # Servers call clients back (lock recalls): both directions on both sides. Servers also talk to each other.
             servers.add_ingress_rule(clients, port, "Lustre clients")
