@@ -116,6 +116,7 @@ def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> 
         ("tenants", {}, ["tenants: mapping should have at least 1 item, has none"]),
         ("tenants.acme.queues.train.instance_types", ["p5.4xlarge"], ["did you mean ml.p5.4xlarge?"]),
         ("tenants.acme.queues.train.instance_types", ["ml.p5.4xlarge"] * 2, ["ml.p5.4xlarge: stands twice"]),
+        ("tenants.acme.cost_center", "x" * 257, ["cost_center", "256"]),
         ("tenants.acme.cost_center", "<4711>", ["cost_center: must be what a tag's value can hold", "'<4711>'"]),
         ("tenants.acme.file_system", {"storage_gib": 3000}, ["storage_gib", "multiple of 2400", "3000"]),
         ("tenants.acme.file_system", {"efa": True}, ["efa: storage_gib is then a multiple of 19,200", "not 1,200"]),
@@ -153,6 +154,12 @@ def test_good_ones_load(tmp_path: Path) -> None:
     environment = load_environment(tmp_path / "environment.yaml")
     blocks = [environment.network.block(tenant.network_index) for tenant in environment.tenants.values()]
     assert blocks == ["10.64.0.0/20", "10.64.16.0/20"]
+
+
+def test_a_cost_center_may_have_any_letters_that_a_tag_takes(tmp_path: Path) -> None:
+    path = tmp_path / "environment.yaml"
+    path.write_text(yaml.safe_dump(changed(ENVIRONMENT, "tenants.acme.cost_center", "Größe-12 研究")))
+    assert load_environment(path).tenants["acme"].cost_center == "Größe-12 研究"
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:

@@ -265,8 +265,9 @@ class TenantSpec(SpecModel):
     """Which block of the environment's address range the VPC takes: stated, so that it never moves."""
     cost_center: str = Field(
         default="unassigned",
+        max_length=256,
         pattern=worded(
-            r"^[A-Za-z0-9 _.:/=+@-]{1,256}$",
+            r"^[\p{L}\p{N} _.:/=+@-]+$",  # the length apart: counted, the classes are too large a program
             "what a tag's value can hold: 1 to 256 letters, digits, spaces and _.:/=+@-",
         ),
         json_schema_extra=on_change("update"),
