@@ -17,7 +17,7 @@ from stacks.constructs.acknowledged import acknowledge_wildcards
 from stacks.constructs.machine_permissions import machine_actions, only_login_nodes
 from stacks.constructs.network import TenantNetwork
 from stacks.constructs.tracking import BOUNDED_ACTIONS, RUN_ACTIONS
-from stacks.naming import TAG_TENANT, TenantScope
+from stacks.naming import PARTITION, TAG_TENANT, TenantScope
 from trainyard.errors import InputError
 from trainyard.hardware import instance
 
@@ -30,7 +30,16 @@ MAX_INLINE_CHARACTERS = 10_240
 """IAM: of all inline policies of a role together, counted in the same way."""
 
 BUCKET_ARN_CHARACTERS = 76
-"""At most; a key's has 75. Roles' ARNs stand in no policy by reference but one."""
+"""At most."""
+
+ROLE_NAME_CHARACTERS = 64
+"""At most, without the path."""
+
+_SUFFIX_CHARACTERS = 14
+"""What CloudFormation adds to the names that it makes of a stack's and a resource's: a dash and 12 or 13 characters."""
+
+_IDENTIFIED = ("Network", "FileSystem", "SmallFiles")
+"""Of what resources, by the begin of their logical ids, a reference is an id that AWS makes; of others it is a name."""
 
 CREATE_JOB = "sagemaker:CreateTrainingJob"
 _CREATE_JOBS = "sagemaker:CreateTrain*"
@@ -238,35 +247,68 @@ def deny(sid: str, actions: list[str], conditions: Conditions) -> iam.PolicyStat
 
 def _check_size(document: Mapping[str, Any], tenant: TenantScope) -> None:
     """InputError for a boundary that IAM wouldn't take half-way through a deployment."""
-    length = policy_characters(document)
+    length = policy_characters(document, tenant)
     if length > MAX_POLICY_CHARACTERS:
         raise InputError(
-            f"tenants.{tenant.name}.queues: with {len(tenant.instance_types)} instance types the tenant's permissions "
-            f"boundary would have {length:,} characters, and IAM takes {MAX_POLICY_CHARACTERS:,}: name fewer types or "
-            "training plans, split the tenant, or leave out its cluster, tracking or job_isolation"
+            f"tenants.{tenant.name}: with {counted(tenant)} the tenant's permissions boundary would have {length:,} "
+            f"characters, and IAM takes {MAX_POLICY_CHARACTERS:,}: name fewer types or training plans, split the "
+            "tenant, or leave out its cluster, tracking or job_isolation"
         )
 
 
-def policy_characters(document: Mapping[str, Any]) -> int:
-    """How long a resolved policy will be as IAM counts: without white space, references as long as what they are."""
-    return len(json.dumps(_as_deployed(document), separators=(",", ":")))
+def counted(tenant: TenantScope) -> str:
+    """What of a tenant makes its policies longer, each one: for messages."""
+    numbers = {"instance type": len(tenant.instance_types), "training plan": len(tenant.spec.training_plans)}
+    return " and ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in numbers.items())
 
 
-def _as_deployed(value: Any) -> Any:
-    """A document with ARNs and ids as long as AWS's in the place of references."""
+def policy_characters(document: Mapping[str, Any], tenant: TenantScope) -> int:
+    """How long a resolved policy of the tenant's foundation will be at most, as IAM counts: without white space,
+    references as long as what they refer to."""
+    return len(json.dumps(_as_deployed(document, tenant), separators=(",", ":")))
+
+
+def _as_deployed(value: Any, tenant: TenantScope) -> Any:
+    """A document with ARNs, ids and names as long as AWS's in the place of references."""
     if isinstance(value, list):
-        return [_as_deployed(item) for item in value]
+        return [_as_deployed(item, tenant) for item in value]
     if not isinstance(value, dict):
         return value
-    if len(value) == 1:
-        ((function, argument),) = value.items()
-        if function == "Fn::Join":
-            return str(argument[0]).join(map(str, _as_deployed(argument[1])))
-        if function == "Fn::GetAtt" and argument[1] == "Arn":
-            return "a" * BUCKET_ARN_CHARACTERS
-        if function in ("Ref", "Fn::GetAtt", "Fn::ImportValue"):
-            return "subnet-0123456789abcdef0"
-    return {key: _as_deployed(item) for key, item in value.items()}
+    if "Fn::Join" in value:
+        separator, parts = value["Fn::Join"]
+        return str(separator).join(map(str, _as_deployed(parts, tenant)))
+    if len(value) == 1 and (text := _referred_to(value, tenant)):
+        return text
+    return {key: _as_deployed(item, tenant) for key, item in value.items()}
+
+
+def _referred_to(value: Mapping[str, Any], tenant: TenantScope) -> str | None:
+    """As long as what a reference refers to; None for what is none."""
+    ((function, argument),) = value.items()
+    if function == "Fn::GetAtt":
+        return _longest_arn(argument[0], tenant) if argument[1] == "Arn" else "sg-0123456789abcdef0"
+    if function == "Fn::ImportValue":  # the platform's: the image repository's ARN is the one that policies name
+        return tenant.arn("ecr", f"repository/trainyard-{tenant.environment.name}")
+    if function == "Ref":
+        is_identified = argument.startswith(_IDENTIFIED)
+        return "subnet-0123456789abcdef0" if is_identified else _generated_name(argument, tenant)
+    return None
+
+
+def _generated_name(logical_id: str, tenant: TenantScope) -> str:
+    """As long as the name that CloudFormation makes where none is stated."""
+    return f"{tenant.stack_name('foundation')}-{logical_id}" + "x" * _SUFFIX_CHARACTERS
+
+
+def _longest_arn(logical_id: str, tenant: TenantScope) -> str:
+    """As long as the ARN of that resource can be, by what its logical id begins with; any other's is a bucket's, a
+    key's or shorter."""
+    if logical_id.startswith("Roles"):
+        return f"arn:{PARTITION}:iam::{_account(tenant)}:role{tenant.iam_path}jobs/" + "x" * ROLE_NAME_CHARACTERS
+    if logical_id.startswith("Logs"):
+        return tenant.arn("logs", f"log-group:{_generated_name(logical_id, tenant)}:*")
+    key = tenant.arn("kms", "key/01234567-89ab-cdef-0123-456789abcdef")
+    return key.ljust(BUCKET_ARN_CHARACTERS, "x")
 
 
 def _account(tenant: TenantScope) -> str:

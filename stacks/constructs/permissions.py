@@ -15,6 +15,7 @@ from stacks.constructs.guard_rails import (
     MAX_INLINE_CHARACTERS,
     SUBMIT_JOB,
     TAG_JOB,
+    counted,
     deny,
     policy_characters,
 )
@@ -105,7 +106,7 @@ class TenantPermissions(Construct):
             policy = iam.Policy(self, name, roles=[role], statements=statements)
             document = acknowledge_wildcards(policy, tenant, WILDCARDS)
             holder = role.node.id
-            characters[holder] = characters.get(holder, 0) + policy_characters(document)
+            characters[holder] = characters.get(holder, 0) + policy_characters(document, tenant)
             _check_size(holder, characters[holder], tenant)
 
         attach("Job", roles.job, _job(tenant, resources))
@@ -141,9 +142,9 @@ def _check_size(role: str, characters: int, tenant: TenantScope) -> None:
     """InputError for policies that IAM wouldn't take half-way through a deployment."""
     if characters > MAX_INLINE_CHARACTERS:
         raise InputError(
-            f"tenants.{tenant.name}.queues: with {len(tenant.instance_types)} instance types the policies of the "
-            f"tenant's {role.lower()} role would have {characters:,} characters, and IAM takes "
-            f"{MAX_INLINE_CHARACTERS:,} of a role: name fewer types or training plans, or split the tenant"
+            f"tenants.{tenant.name}: with {counted(tenant)} the policies of the tenant's {role.lower()} role would "
+            f"have {characters:,} characters, and IAM takes {MAX_INLINE_CHARACTERS:,} of a role: name fewer types or "
+            "training plans, or split the tenant"
         )
 
 

@@ -98,7 +98,10 @@ def test_what_is_wrong_in_another_processs_part_is_one_line_too(tmp_path: Path) 
     done = _run_app({"environment": str(path), "checks": "off", "processes": "2"}, tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert _made(tmp_path) == [] and not (tmp_path / "out" / "manifest.json").exists()
-    assert "tenants.globex.queues: with 1 instance types the tenant's permissions boundary would have" in done.stderr
+    assert (
+        "tenants.globex: with 1 instance type and 40 training plans the tenant's permissions boundary would have"
+        in done.stderr
+    )
 
 
 @pytest.fixture(scope="module")

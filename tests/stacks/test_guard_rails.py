@@ -186,7 +186,7 @@ def test_a_boundary_too_long_for_iam_is_refused_before_a_deployment(
     queue = {"instance_types": kinds, "max_instances": 1, "multi_node": False}
     local["tenants"] = {"acme": {**local["tenants"]["acme"], "submission": "queue", "queues": {"gpu": queue}}}
     with pytest.raises(
-        InputError, match=r"tenants\.acme\.queues: with \d+ instance types .* IAM takes 6,144"
+        InputError, match=r"tenants\.acme: with \d+ instance types and 0 training plans .* IAM takes 6,144"
     ) as caught:
         synthesize(type(environments["local"]).model_validate(local))
     assert "\n" not in str(caught.value)
@@ -305,9 +305,30 @@ def test_policies_that_iam_would_not_take_together_are_refused_before_deployment
     from stacks import deploy_environment
     from stacks.constructs import permissions
 
-    monkeypatch.setattr(permissions, "MAX_INLINE_CHARACTERS", 6_400)
-    with pytest.raises(InputError, match=r"tenants\.acme\.queues: .* launcher role would have 6,\d{3} characters"):
+    monkeypatch.setattr(permissions, "MAX_INLINE_CHARACTERS", 7_000)
+    with pytest.raises(InputError, match=r"tenants\.acme: .* launcher role would have 7,\d{3} characters"):
         deploy_environment(App(analytics_reporting=False), environments["local"], ["acme"])
+
+
+def test_references_are_counted_as_long_as_what_they_refer_to(environments: dict[str, Any]) -> None:
+    from stacks.constructs.guard_rails import policy_characters
+    from stacks.naming import TenantScope
+
+    scope = TenantScope(environments["local"], "acme")
+    place = "us-east-1:123456789012"
+    name = f"{STACK}-LogsGroupC0AB86A9-a1b2c3d4e5f6g"
+    deployed: dict[str, tuple[dict[str, Any], str]] = {
+        "log group": ({"Ref": "LogsGroupC0AB86A9"}, name),
+        "log group's ARN": ({"Fn::GetAtt": ["LogsGroupC0AB86A9", "Arn"]}, f"arn:aws:logs:{place}:log-group:{name}:*"),
+        "key": ({"Fn::GetAtt": ["KeysData1", "Arn"]}, f"arn:aws:kms:{place}:key/" + "k" * 36),
+        "bucket": ({"Fn::GetAtt": ["StorageData1", "Arn"]}, "arn:aws:s3:::" + "b" * 63),
+        "repository": ({"Fn::ImportValue": "x"}, f"arn:aws:ecr:{place}:repository/trainyard-local"),
+        "file system": ({"Ref": "FileSystem8A8E25C0"}, "fs-0123456789abcdef0"),
+        "role": ({"Fn::GetAtt": ["RolesJob1", "Arn"]}, "arn:aws:iam::123456789012:role/" + "r" * 64),
+    }
+    for what, (reference, text) in deployed.items():
+        counted = policy_characters({"Resource": {"Fn::Join": ["", [reference, "/*"]]}}, scope)
+        assert 0 <= counted - len(json.dumps({"Resource": f"{text}/*"}, separators=(",", ":"))) < 40, what
 
 
 def test_rails_and_requests_round_a_time_alike(environments: dict[str, Any]) -> None:
