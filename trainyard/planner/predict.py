@@ -96,6 +96,7 @@ class _Fields:
         return self._content.get(name) is not None
 
     def whole(self, name: str, default: int, *, least: int = 1) -> int:
+        """A count, `default` where none is given. InputError below `least`, above what any job has, or broken."""
         value = self._content.get(name)
         if value is None:
             return default
@@ -125,6 +126,7 @@ class _Fields:
         return value
 
     def text(self, name: str) -> str:
+        """Words, "" where none are given. InputError for what is none."""
         value = self._content.get(name)
         if value is None:
             return ""
