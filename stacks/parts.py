@@ -50,7 +50,9 @@ def join(assembly: Path, part: Path) -> None:
         ours, theirs = assembly / name, part / name
         if theirs.exists():
             whole = merge(_read(ours), _read(theirs)) if ours.exists() else _read(theirs)
-            ours.write_text(json.dumps(whole, indent=2), encoding="utf-8")
+            # Each laid out as the CDK does; indented, the tree would take seconds.
+            indent = None if name == _TREE else 2
+            ours.write_text(json.dumps(whole, indent=indent), encoding="utf-8")
 
 
 def discard(assembly: Path) -> None:

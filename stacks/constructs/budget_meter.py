@@ -19,7 +19,6 @@ from stacks.constructs.broker import gpus_of, prices_of
 from stacks.constructs.functions import function_code, ring, tenant_function
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
-from trainyard.spec.meters import OBJECTIVES
 
 EVERY = Duration.minutes(5)
 TIME_LIMIT = Duration.minutes(4)
@@ -111,7 +110,7 @@ class BudgetMeter(Construct):
 
     def _alarm_of_waits(self, topic: sns.ITopic) -> None:
         """A job tells of its wait once that is over; this rings while it lasts."""
-        (queue,) = (one for one in OBJECTIVES if one.name == "queue")
+        (queue,) = (one for one in self._tenant.spec.objectives.applied() if one.name == "queue")
         text = (
             f"Tenant {self._tenant.name}: a job has waited over {queue.limit / 60:g} minutes for machines, and still"
             " waits. trainyard jobs lists it; scripts/runbooks/capacity_or_quota_short JOB,"

@@ -1,7 +1,8 @@
 """What a tenant's jobs are promised, watched: burn-rate alarms, and a dashboard of every meter that jobs publish.
 
-Both from `trainyard.spec.meters`. The metrics are in the tenant's log streams, from where CloudWatch takes them; a job
-with meters.cloudwatch: false has none, and an alarm without data is silent.
+Both from `trainyard.spec.meters`, with the tenant's own limits where its entry has some (`trainyard.spec.objectives`).
+The metrics are in the tenant's log streams, from where CloudWatch takes them; a job with meters.cloudwatch: false has
+none, and an alarm without data is silent.
 """
 
 import json
@@ -14,7 +15,7 @@ from aws_cdk import aws_sns as sns
 from constructs import Construct
 
 from stacks.naming import TenantScope
-from trainyard.spec.meters import BURNS, BY_NAME, NAMESPACE, OBJECTIVES, PANELS, PERIOD_MINUTES, Burn, Meter, Objective
+from trainyard.spec.meters import BURNS, BY_NAME, NAMESPACE, PANELS, PERIOD_MINUTES, Burn, Meter, Objective
 
 _WIDTH, _HEIGHT = 8, 6
 _COLUMNS = 24
@@ -26,7 +27,7 @@ class TenantObjectives(Construct):
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, topic: sns.ITopic) -> None:
         super().__init__(scope, construct_id)
-        for objective in OBJECTIVES:
+        for objective in tenant.spec.objectives.applied():
             for burn in BURNS:
                 self._alarm(tenant, objective, burn).add_alarm_action(actions.SnsAction(topic))
         cloudwatch.CfnDashboard(self, "Dashboard", dashboard_body=json.dumps(_dashboard(tenant), sort_keys=True))
@@ -39,7 +40,8 @@ class TenantObjectives(Construct):
             "".join(word.capitalize() for word in (*objective.name.split("-"), burn.name)),
             alarm_description=(
                 f"Tenant {tenant.name}, {objective.name}: {bad} of the last {num_periods} periods of {PERIOD_MINUTES}"
-                f" minutes were bad, {burn.rate:g} times what {objective.target:.0%} of a month allows;"
+                f" minutes were bad, {burn.rate_at_alarm(objective):.1f} times what {100 * objective.target:.12g}% of a"
+                " month allows;"
                 f" {objective.advice}"
             ),
             metric=cloudwatch.Metric(
@@ -61,7 +63,8 @@ class TenantObjectives(Construct):
 
 
 def _dashboard(tenant: TenantScope) -> dict[str, Any]:
-    """The body of a CloudWatch dashboard: a heading for each question, a graph for each meter, a line for each job."""
+    """The body of a CloudWatch dashboard: a heading for each question, a graph for each meter, a line for each job
+    and for each limit that is the tenant's own."""
     widgets: list[dict[str, Any]] = []
     top = 0
     for title, names in PANELS:
@@ -78,6 +81,8 @@ def _dashboard(tenant: TenantScope) -> dict[str, Any]:
 
 def _graph(tenant: TenantScope, meter: Meter) -> dict[str, Any]:
     metric = f'MetricName="{meter.cloudwatch_name}" Tenant="{tenant.name}"'
+    own = [one for one in tenant.spec.objectives.own() if one.meter == meter]
+    lines = [{"label": f"limit of {one.name}", "value": one.limit} for one in own]
     search = f"SEARCH('{{{NAMESPACE},Tenant,Job}} {metric}', 'Average', 60)"
     return {
         "type": "metric",
@@ -86,5 +91,6 @@ def _graph(tenant: TenantScope, meter: Meter) -> dict[str, Any]:
             "region": tenant.environment.region,
             "view": "timeSeries",
             "metrics": [[{"expression": search, "label": "", "id": "jobs"}]],
+            **({"annotations": {"horizontal": lines}} if lines else {}),
         },
     }

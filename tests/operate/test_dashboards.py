@@ -15,15 +15,19 @@ import pytest
 import yaml
 from trainer.observe.exposition import Exposition
 
-from trainyard.operate.dashboards import FILES
+from trainyard.operate import dashboards
+from trainyard.operate.dashboards import DASHBOARD, RULES, files
+from trainyard.spec.base import parse
 from trainyard.spec.meters import BURNS, BY_NAME, METERS, OBJECTIVES, PANELS
+from trainyard.spec.objectives import ObjectivesSpec
+from trainyard.spec.platform import TenantSpec, load_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("name", [RULES, DASHBOARD])
 def test_the_files_are_what_the_list_says(name: str) -> None:
-    assert (ROOT / "dashboards" / name).read_text() == FILES[name](), "run scripts/make_dashboards"
+    assert (ROOT / "dashboards" / name).read_text() == files()[name], "run scripts/make_dashboards"
 
 
 def test_every_meter_is_drawn_once_and_nothing_else() -> None:
@@ -32,9 +36,9 @@ def test_every_meter_is_drawn_once_and_nothing_else() -> None:
 
 def test_queries_name_meters_alone() -> None:
     known = {meter.prometheus_name for meter in METERS}
-    dashboard = json.loads(FILES["grafana.json"]())
+    dashboard = json.loads(files()[DASHBOARD])
     panels = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    rules = [rule["expr"] for rule in yaml.safe_load(FILES["prometheus-rules.yaml"]())["groups"][0]["rules"]]
+    rules = [rule["expr"] for rule in yaml.safe_load(files()[RULES])["groups"][0]["rules"]]
     assert len(panels) == len(METERS) and len(rules) == len(OBJECTIVES) * len(BURNS)
     assert {name for text in panels + rules for name in re.findall(r"trainyard_\w+", text)} <= known
 
@@ -43,15 +47,60 @@ def test_what_a_job_tells_once_is_counted_over_all_jobs_of_a_tenant() -> None:
     """As CloudWatch's alarms do: of one job it could never happen twice in a window."""
     events = {objective.name for objective in OBJECTIVES if objective.meter.is_event}
     assert events == {"start", "queue", "launch", "recovery"}
-    for rule in yaml.safe_load(FILES["prometheus-rules.yaml"]())["groups"][0]["rules"]:
+    for rule in yaml.safe_load(files()[RULES])["groups"][0]["rules"]:
         is_event = rule["labels"]["objective"] in events
         assert ("max by (tenant) (trainyard_" in rule["expr"]) is is_event
         assert ("training_job" in rule["annotations"]["summary"]) is not is_event
 
 
+def tenants() -> dict[str, TenantSpec]:
+    """Of the local environment; acme has limits of its own."""
+    found = load_environment(ROOT / "environments/local.yaml").tenants
+    own = {"checkpoint_age": {"most_seconds": 3600}, "launch": {"most_seconds": 1234567}, "goodput": {"target": 0.97}}
+    acme = found["acme"].model_copy(update={"objectives": parse(ObjectivesSpec, own, "acme")})
+    return {**found, "acme": acme}
+
+
+def test_a_tenant_with_limits_of_its_own_has_rules_of_its_own() -> None:
+    assert files(load_environment(ROOT / "environments/local.yaml").tenants) == files(), "nobody there has any"
+    rules = yaml.safe_load(files(tenants())[RULES])["groups"][0]["rules"]
+    own = [rule for rule in rules if rule["labels"].get("tenant")]
+    assert {rule["labels"]["tenant"] for rule in own} == {"acme"} and len(rules) == len(own) + len(OBJECTIVES) * 2
+    told = {(rule["labels"]["objective"], rule["labels"]["severity"]): rule for rule in own}
+    assert told.keys() == {
+        (name, burn) for name in ("checkpoint-age", "launch", "goodput") for burn in ("page", "ticket")
+    }
+    age = told["checkpoint-age", "page"]
+    assert age["expr"] == 'sum_over_time((trainyard_checkpoint_age_seconds{tenant="acme"} > bool 3600)[60m:5m]) >= 2'
+    assert "older than an hour" in age["annotations"]["description"]
+    assert "> bool 1234567)" in told["launch", "page"]["expr"], "no digit is lost"
+    for rule in rules:
+        is_others = rule not in own and rule["labels"]["objective"] in ("checkpoint-age", "launch", "goodput")
+        assert ('{tenant!~"acme"}' in rule["expr"]) is is_others, "else a tenant is alarmed about by two limits"
+
+
+def test_the_files_of_an_environment_go_where_they_are_asked_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dashboards.main(["--environment", "local", "--out", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / RULES).read_text() == files()[RULES]
+    (tmp_path / "file").write_text("")
+    for words, told in (
+        (["--environment", "nowhere", "--out", str(tmp_path)], "no such environment"),
+        (["--environment", "local"], "--environment local: needs --out FOLDER"),
+        (["--out", str(tmp_path / "file")], "can't be written"),
+        (["--environment"], "expected one argument"),
+        (["elsewhere"], "unrecognized arguments: elsewhere"),
+    ):
+        capsys.readouterr()
+        assert dashboards.main(words) == 2
+        said = capsys.readouterr().err
+        assert told in said and said.count("\n") == 1, said
+
+
 def test_panels_lie_beside_each_other() -> None:
     taken = set()
-    for panel in json.loads(FILES["grafana.json"]())["panels"]:
+    for panel in json.loads(files()[DASHBOARD])["panels"]:
         place = panel["gridPos"]
         for cell in ((x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["h"])):
             spot = (cell[0], place["y"] + cell[1])
@@ -112,6 +161,34 @@ tests:
       - eval_time: 60m
         alertname: TrainyardGoodputFastBurn
         exp_alerts: []
+"""
+
+
+TENANTS_TEST = """
+rule_files: [tenants.yaml]
+evaluation_interval: 5m
+tests:
+  - interval: 5m
+    input_series:
+      # Too old for everybody, and not for acme.
+      - series: 'trainyard_checkpoint_age_seconds{tenant="acme", training_job="late"}'
+        values: '1300x20'
+      - series: 'trainyard_checkpoint_age_seconds{tenant="globex", training_job="late"}'
+        values: '1300x20'
+    promql_expr_test:
+      - expr: count by (tenant) (ALERTS{alertname="TrainyardCheckpointAgeFastBurn"})
+        eval_time: 60m
+        exp_samples: [{labels: '{tenant="globex"}', value: 1}]
+  - interval: 5m
+    input_series:
+      - series: 'trainyard_checkpoint_age_seconds{tenant="acme", training_job="late"}'
+        values: '3700x20'
+      - series: 'trainyard_checkpoint_age_seconds{tenant="globex", training_job="late"}'
+        values: '3700x20'
+    promql_expr_test:
+      - expr: count by (tenant) (ALERTS{alertname="TrainyardCheckpointAgeFastBurn"})
+        eval_time: 60m
+        exp_samples: [{labels: '{tenant="acme"}', value: 1}, {labels: '{tenant="globex"}', value: 1}]
 """
 
 
@@ -177,10 +254,13 @@ def test_a_real_prometheus_scrapes_a_job_and_reads_the_rules(tmp_path: Path) -> 
 @pytest.mark.full
 def test_prometheus_own_tool_accepts_and_tries_the_rules(tmp_path: Path) -> None:
     promtool = debians("promtool")
-    (tmp_path / "rules.yaml").write_text(FILES["prometheus-rules.yaml"]())
+    (tmp_path / "rules.yaml").write_text(files()[RULES])
     advice = {objective.name: objective.advice for objective in OBJECTIVES}
+    (tmp_path / "tenants.yaml").write_text(files(tenants())[RULES])
     asked = RULE_TEST.replace("ADVICE", advice["checkpoint-age"]).replace("LAUNCHES", advice["launch"])
     (tmp_path / "test.yaml").write_text(asked)
-    for command in (["check", "rules", "rules.yaml"], ["test", "rules", "test.yaml"]):
+    (tmp_path / "tenants-test.yaml").write_text(TENANTS_TEST)
+    tried = (["test", "rules", "test.yaml"], ["test", "rules", "tenants-test.yaml"])
+    for command in (["check", "rules", "rules.yaml", "tenants.yaml"], *tried):
         found = subprocess.run([promtool, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stdout + found.stderr

@@ -96,6 +96,17 @@ def test_every_verb_that_looks_begins_it_and_a_told_end_is_not_told_again(
     assert run(["status", JOB_ID, "--json"]) == 0 and len(begun) == 1
 
 
+def test_a_job_whose_trackers_cannot_be_told_from_here_is_looked_at_all_the_same(
+    kept: Callable[..., JobRecord], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept("Failed", "tracking.mlflow=http://127.0.0.1:9")
+    (tmp_path / "state" / "tracking" / f"{JOB_ID}.log").mkdir(parents=True)
+    assert run(["status", JOB_ID, "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["state"] == "Failed"
+    assert said.err.startswith(f"warning: job {JOB_ID} is Failed, but its trackers aren't told of it from here")
+
+
 @dataclass
 class Played:
     """A tracker that fails the first times."""

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainyard.spec.base import parse
 from trainyard.spec.meters import BURNS, METERS, NAMESPACE, OBJECTIVES
+from trainyard.spec.objectives import ObjectivesSpec
 from trainyard.spec.platform import parse_contract
 
 STACK = "trainyard-local-acme-training"
@@ -135,6 +137,40 @@ def test_objectives_are_alarmed_about_by_the_tenants_own_meters(account: Any) ->
     assert ours["CheckpointAgeSeconds"]["Statistic"] == "Maximum" and ours["Goodput"]["Statistic"] == "Minimum"
     assert all(item["EvaluationPeriods"] * item["Period"] <= 86400 for item in ours.values()), "CloudWatch's limit"
     assert all(len(item["AlarmDescription"]) <= 1024 for item in ours.values())
+
+
+def test_a_tenants_own_limits_are_in_its_alarms_and_dashboard_and_in_no_other_tenants(
+    environments: dict[str, Any], templates: Any, synthesize: Any
+) -> None:
+    local = environments["local"]
+    own = parse(ObjectivesSpec, {"queue": {"most_seconds": 14400}, "throughput": {"least": 0.7, "target": 0.994}}, "x")
+    acme = local.tenants["acme"].model_copy(update={"objectives": own})
+    changed = synthesize(local.model_copy(update={"tenants": {**local.tenants, "acme": acme}}))
+    for name, template in changed.items():
+        assert (template == templates["local"][name]) is (name != STACK), name
+
+    def parts(template: Any, kind: str) -> dict[str, Any]:
+        found = template["Resources"].items()
+        return {name: item["Properties"] for name, item in found if item["Type"] == f"AWS::CloudWatch::{kind}"}
+
+    before, after = parts(templates["local"][STACK], "Alarm"), parts(changed[STACK], "Alarm")
+    assert before.keys() == after.keys()
+    told = {name: item for name, item in after.items() if item != before[name]}
+    limits = {(item["MetricName"], item["Threshold"]) for item in told.values()}
+    waits = "LongestWaitSeconds-local"
+    assert limits == {("QueueSeconds", 14400), ("LaunchSeconds", 15000), ("ThroughputOfPlan", 0.7), (waits, 14400)}
+    for item in told.values():
+        words = {"QueueSeconds": "over 4 hours", "LaunchSeconds": "over 250 minutes", waits: "over 240 minutes"}
+        assert words.get(item["MetricName"], "below 70 % of its plan's") in item["AlarmDescription"]
+        if item["MetricName"] == "ThroughputOfPlan":
+            assert item["DatapointsToAlarm"] in (2, 3) and "what 99.4% of a month allows" in item["AlarmDescription"]
+    (dashboard,) = parts(changed[STACK], "Dashboard").values()
+    drawn = {
+        widget["properties"]["title"]: [line["value"] for line in lines["horizontal"]]
+        for widget in json.loads(dashboard["DashboardBody"])["widgets"]
+        if (lines := widget["properties"].get("annotations"))
+    }
+    assert drawn == {"queue seconds": [14400], "launch seconds": [15000], "throughput of plan": [0.7]}
 
 
 def test_the_dashboard_draws_what_jobs_publish(account: Any) -> None:

@@ -86,6 +86,31 @@ def test_an_event_is_seen_for_a_period_however_long_the_next_step_takes(
     exposition.close()
 
 
+def test_of_two_events_each_is_seen_for_its_own_period_and_the_longer_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exposition = Exposition(tmp_path, tenant="acme", job="tiny")
+
+    def shown() -> dict[str, float]:
+        return {name: value for name, value in read((tmp_path / PROMETHEUS_FILE).read_text()).items() if value > 99}
+
+    # The first ends by itself, within a moment; the second has the whole period before it.
+    monkeypatch.setattr(exposition_module, "EVENT_SECONDS", 0.5)
+    exposition.publish({"step": 1, LIVE: {"start_seconds": 900.0, "queue_seconds": 4000.0}})
+    monkeypatch.setattr(exposition_module, "EVENT_SECONDS", 3600.0)
+    exposition.publish({"step": 2, LIVE: {"start_seconds": 100.0, "recovery_seconds": 700.0}})
+    later = {"trainyard_start_seconds": 100.0, "trainyard_recovery_seconds": 700.0}
+    first = shown()
+    if first != later:  # else this machine slept between two lines
+        assert first == later | {"trainyard_start_seconds": 900.0, "trainyard_queue_seconds": 4000.0}
+    deadline = time.monotonic() + 60
+    while shown() != later:
+        assert time.monotonic() < deadline, "the first is shown until the second ends"
+        time.sleep(0.01)
+    exposition.close()
+    assert shown() == {}
+
+
 def test_labels_are_escaped() -> None:
     text = prometheus_text({BY_NAME["step"]: 1.0}, {"tenant": 'a"b\\c\nd'})
     assert text.splitlines()[2] == 'trainyard_step{tenant="a\\"b\\\\c\\nd"} 1.0'

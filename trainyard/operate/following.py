@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 from trainyard.errors import InputError, TrainyardError
@@ -66,7 +67,8 @@ def experiment_of(record: JobRecord) -> str:
 
 
 def check_tracking(spec: JobSpec) -> None:
-    """InputError where the job asks for a tracker that can't be had from here; before anything is launched."""
+    """InputError where the job asks for a tracker that can't be had from here, OSError where it can't be followed as
+    the state folder takes nothing; before anything is launched."""
     tracking = spec.tracking
     if tracking.wandb is not None:
         check_wandb(tracking.wandb)
@@ -75,6 +77,9 @@ def check_tracking(spec: JobSpec) -> None:
             f"tracking.mlflow: {tracking.mlflow}: a job of this machine acts as no tenant of AWS, which a managed "
             "server asks for; give an address, or another backend"
         )
+    if tracking.automatic and (tracking.mlflow or tracking.wandb):
+        with TemporaryFile(dir=_folder()) as probe:
+            probe.write(b"job")
 
 
 def trackers_of(record: JobRecord, place: Place) -> list[Tracker]:

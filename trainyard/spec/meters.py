@@ -219,8 +219,13 @@ class Objective:
     """Whether values above the limit are bad (a time), or those below it (a speed)."""
     target: float
     """Share of periods that must be good."""
-    advice: str
-    """What whoever is woken does first."""
+    told: str
+    """What went wrong, with `{limit}` in it, and what whoever is woken does first."""
+
+    @property
+    def advice(self) -> str:
+        """`told`, with the limit in words."""
+        return self.told.format(limit=_in_words(self.limit) if self.is_upper else f"{100 * self.limit:.12g} %")
 
     @property
     def budget(self) -> float:
@@ -232,6 +237,18 @@ class Objective:
         return value > self.limit if self.is_upper else value < self.limit
 
 
+def _in_words(seconds: float) -> str:
+    """In the largest unit of which it is a whole number: an hour, 70 minutes, 1.5 seconds."""
+    for length, one, many in ((3600, "an hour", "hours"), (60, "a minute", "minutes"), (1, "a second", "seconds")):
+        if seconds >= length and seconds % length == 0:
+            return one if seconds == length else f"{seconds / length:.15g} {many}"
+    return f"{seconds:.15g} seconds"
+
+
+LEAST_BAD_PERIODS = 2
+"""One late sample is no trend."""
+
+
 @dataclass(frozen=True)
 class Burn:
     """An alarm on how fast the error budget goes: so many times the rate that would just use it up in 30 days."""
@@ -241,9 +258,15 @@ class Burn:
     window_minutes: int
 
     def bad_periods(self, objective: Objective) -> tuple[int, int]:
-        """(bad periods that alarm, periods in the window); at least two, as one late sample is no trend."""
+        """(bad periods that alarm, periods in the window)."""
         num_periods = self.window_minutes // PERIOD_MINUTES
-        return max(2, round(self.rate * objective.budget * num_periods)), num_periods
+        return max(LEAST_BAD_PERIODS, round(self.rate * objective.budget * num_periods)), num_periods
+
+    def rate_at_alarm(self, objective: Objective) -> float:
+        """How many times too fast the budget goes at so many bad periods: near `rate`, as these are whole and two at
+        least."""
+        bad, num_periods = self.bad_periods(objective)
+        return bad / num_periods / objective.budget
 
 
 BURNS = (Burn("fast", 14.4, 60), Burn("slow", 6.0, 360))
@@ -256,7 +279,7 @@ OBJECTIVES = (
         0.85,
         is_upper=False,
         target=0.99,
-        advice="a job runs below 85 % of its plan's speed: scripts/runbooks/job_slow JOB, docs/runbooks/job_slow.md",
+        told="a job runs below {limit} of its plan's speed: scripts/runbooks/job_slow JOB, docs/runbooks/job_slow.md",
     ),
     Objective(
         "checkpoint-age",
@@ -264,7 +287,7 @@ OBJECTIVES = (
         1200.0,
         is_upper=True,
         target=0.99,
-        advice="a job's newest checkpoint is older than 20 minutes: scripts/runbooks/checkpoint_stale_or_corrupt JOB,"
+        told="a job's newest checkpoint is older than {limit}: scripts/runbooks/checkpoint_stale_or_corrupt JOB,"
         " docs/runbooks/checkpoint_stale_or_corrupt.md",
     ),
     Objective(
@@ -273,7 +296,7 @@ OBJECTIVES = (
         300.0,
         is_upper=True,
         target=0.99,
-        advice="a start took over 5 minutes to its first step: trainyard status JOB says where the time went",
+        told="a start took over {limit} to its first step: trainyard status JOB says where the time went",
     ),
     Objective(
         "queue",
@@ -281,7 +304,7 @@ OBJECTIVES = (
         3600.0,
         is_upper=True,
         target=0.99,
-        advice="a job waited over an hour for its machines: scripts/runbooks/capacity_or_quota_short JOB,"
+        told="a job waited over {limit} for its machines: scripts/runbooks/capacity_or_quota_short JOB,"
         " docs/runbooks/capacity_or_quota_short.md",
     ),
     Objective(
@@ -290,8 +313,7 @@ OBJECTIVES = (
         4200.0,
         is_upper=True,
         target=0.99,
-        advice="a job made its first step over 70 minutes after its launch: trainyard status JOB says what it waited"
-        " for",
+        told="a job made its first step over {limit} after its launch: trainyard status JOB says what it waited for",
     ),
     Objective(
         "recovery",
@@ -299,7 +321,7 @@ OBJECTIVES = (
         300.0,
         is_upper=True,
         target=0.99,
-        advice="a job was away for over 5 minutes after a failure or a reclaim: trainyard status JOB, docs/recovery.md",
+        told="a job was away for over {limit} after a failure or a reclaim: trainyard status JOB, docs/recovery.md",
     ),
     Objective(
         "goodput",
@@ -307,8 +329,9 @@ OBJECTIVES = (
         0.8,
         is_upper=False,
         target=0.95,
-        advice="under 80 % of a job's time makes steps that it keeps: trainyard status JOB says where the rest goes",
+        told="under {limit} of a job's time makes steps that it keeps: trainyard status JOB says where the rest goes",
     ),
 )
-"""What a tenant is promised, and alarmed about. A job tells of a wait once it is over: of one that still waits the
-budget meter tells; one that failed for good rings by SageMaker's own event (stacks/constructs/alarms.py)."""
+"""What a tenant is promised, and alarmed about, where it states no other limits (`spec.objectives`). A job tells of a
+wait once it is over: of one that still waits the budget meter tells; one that failed for good rings by SageMaker's own
+event (stacks/constructs/alarms.py)."""

@@ -16,6 +16,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from trainyard.spec import shares
 from trainyard.spec.base import Name, SpecModel, on_change, parse, read_yaml, worded
 from trainyard.spec.cluster import ClusterSpec
+from trainyard.spec.objectives import ObjectivesSpec
 from trainyard.spec.shares import ShareContract, ShareSpec
 
 CONTRACT_VERSION = 4
@@ -299,6 +300,8 @@ class TenantSpec(SpecModel):
     `key`: and each file that a job writes is encrypted under a key of its own, which KMS opens to that role alone."""
     share: ShareSpec = ShareSpec()
     """With `submission: queue`: what of the account's machines is the tenant's, and what it lends."""
+    objectives: ObjectivesSpec = ObjectivesSpec()
+    """What its jobs are alarmed about; default: everybody's limits (docs/meters.md)."""
     removal: RemovalSpec = RemovalSpec()
 
 

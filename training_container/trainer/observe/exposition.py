@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.speech import say
 from trainyard.spec.meters import METERS, NAMESPACE, PERIOD_MINUTES, Meter
@@ -20,6 +20,15 @@ PROMETHEUS_FILE = "metrics.prom"
 LEAST_SECONDS = 10.0
 """Between two writings of the file: nobody reads it more often, a step may take milliseconds, and to put one file in
 another's place takes 3 ms on ext4, which first writes the new one to the disk."""
+
+
+class _Event(NamedTuple):
+    """Something that happened once, shown for a period."""
+
+    meter: Meter
+    value: float
+    ends_at: float
+    """By the monotonic clock."""
 
 
 class Exposition:
@@ -42,6 +51,8 @@ class Exposition:
         self._path = output_dir / PROMETHEUS_FILE
         self._labels = {"tenant": tenant, "training_job": job}
         self._values: dict[Meter, float] = {}
+        self._events: list[_Event] = []
+        """Oldest first: what happened within the period."""
         self._embeds_metrics, self._every_steps = embeds_metrics, every_steps
         self._written_at = float("-inf")
         self._lock = threading.Lock()
@@ -53,32 +64,51 @@ class Exposition:
     def publish(self, row: Mapping[str, Any]) -> None:
         """Takes a step's row over, with `live` beside its own keys."""
         found = {meter: value for meter in METERS if (value := meter.read(row)) is not None}
-        events = found.keys() & _EVENTS
+        now = time.monotonic()
+        events = [_Event(meter, value, now + EVENT_SECONDS) for meter, value in found.items() if meter.is_event]
         with self._lock:
             self._values |= found
+            if events:
+                self._events += events
+                self._show_events()
+                self._end_later()
             if self._server is not None:
                 self._text = prometheus_text(self._values, self._labels)
-            if events or time.monotonic() - self._written_at >= LEAST_SECONDS:
+            if events or now - self._written_at >= LEAST_SECONDS:
                 self._write()
-        if events:
-            self._end_later()
         if self._embeds_metrics and (row["step"] % self._every_steps == 0 or events or _RARE & row.keys()):
             say(embedded(found, self._labels, at_milliseconds=int(1000 * time.time())))
 
+    def _show_events(self) -> None:
+        """Of one meter the longest, as CloudWatch's Maximum: a good start must not hide the bad one before it."""
+        for meter in _EVENTS:
+            self._values.pop(meter, None)
+        for event in self._events:
+            self._values[event.meter] = max(event.value, self._values.get(event.meter, event.value))
+
     def _end_later(self) -> None:
-        """By the clock: the next step may be long in coming."""
-        if self._end is not None:
-            self._end.cancel()
-        self._end = threading.Timer(EVENT_SECONDS, self.end_events)
-        self._end.daemon = True
-        self._end.start()
+        """By the clock: the next step may be long in coming. Each has a period of its own, whatever happens in it."""
+        if self._end is None and self._events:
+            self._end = threading.Timer(self._events[0].ends_at - time.monotonic(), self._end_old)
+            self._end.daemon = True
+            self._end.start()
+
+    def _end_old(self) -> None:
+        with self._lock:
+            self._end, now = None, time.monotonic()
+            self._take_back([event for event in self._events if event.ends_at > now])
+            self._end_later()
 
     def end_events(self) -> None:
         """Takes back all that has happened."""
         with self._lock:
-            self._values = {meter: value for meter, value in self._values.items() if meter not in _EVENTS}
-            if self._values:
-                self._write()
+            self._take_back([])
+
+    def _take_back(self, remaining: list[_Event]) -> None:
+        self._events = remaining
+        self._show_events()
+        if self._values:
+            self._write()
 
     def write(self) -> None:
         """Brings what is read elsewhere up to date."""
@@ -101,9 +131,10 @@ class Exposition:
 
     def close(self) -> None:
         """The last values, but for events, then nothing more."""
-        if self._end is not None:
-            self._end.cancel()
-        self.end_events()
+        with self._lock:
+            if self._end is not None:
+                self._end.cancel()
+            self._take_back([])  # with nothing left, a timer that fired meanwhile is followed by none
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
