@@ -51,6 +51,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from trainyard.planner.preflight import known_floors
+
     world_size = _launched_world_size()
     job = _resolved_job(options, world_size)
     output_dir: Path = options.output_dir
@@ -63,6 +65,7 @@ def _run(options: argparse.Namespace) -> int:
     with importing():
         from trainer.loop import Outcome, train
         from trainer.observe.flight_recorder import told_when_asked
+        from trainer.preflight import check_network
         from trainer.runtime import distributed_runtime
         from trainer.session import Session
 
@@ -70,6 +73,7 @@ def _run(options: argparse.Namespace) -> int:
         told_when_asked(),
         distributed_runtime(cpu_threads=job.spec.training.cpu_threads, recovery=job.spec.recovery) as runtime,
     ):
+        check_network(job.spec.preflight, known_floors(job.spec), runtime)
         session = Session(
             job,
             runtime,

@@ -36,6 +36,8 @@ from trainyard.errors import InputError, JobFailedError, TrainyardError
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 GROUPS = ("world", "host", "across")
 WARM_UPS = 3
+_NUM_NAMED = 4
+"""Hosts in one line."""
 _VALUES = 251
 """Element i of rank r holds i mod 251 + r: sums over thousands of ranks are exact in float32."""
 
@@ -141,26 +143,54 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point
 def measure(bench: Bench, operation: str, kind: str, num_repeats: int, runtime: Runtime) -> Measurement:
     """Checks, warms up, times; JobFailedError where any rank got a wrong result."""
     run: Callable[[], None] = getattr(bench, operation)
-    wrong = bench.num_wrong(operation, run)
-    if (total := runtime.sum_over_ranks(wrong)[0]) > 0:
-        raise JobFailedError(
-            f"{operation} over {kind} ({bench.count * 4} bytes): {total:.0f} elements are wrong"
-            + (f", {wrong} of them on rank {runtime.rank} of {socket.gethostname()}" if wrong else "")
-            + ": the network or a GPU corrupts data; take the host out"
-        )
-    for _ in range(WARM_UPS):
-        run()
-    _synchronize(runtime)
-    started = time.perf_counter()
-    for _ in range(num_repeats):
-        run()
-    _synchronize(runtime)
-    mine = torch.tensor([(time.perf_counter() - started) / num_repeats], dtype=torch.float64)
+    check_results(bench, operation, kind, runtime)
+    mine = torch.tensor([own_seconds(run, num_repeats, runtime, warm_ups=WARM_UPS)], dtype=torch.float64)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=runtime.control_group)
     num_bytes = 4 * bench.count
     algorithm = num_bytes / mine.item() / 1e9
     bus = algorithm * bus_factor(operation, bench.size)
     return Measurement(operation, kind, bench.size, num_bytes, mine.item(), algorithm, bus)
+
+
+def check_results(bench: Bench, operation: str, kind: str, runtime: Runtime) -> None:
+    """One call; JobFailedError, one line alike on all ranks, names the hosts where any got a wrong result."""
+    run: Callable[[], None] = getattr(bench, operation)
+    wrong = bench.num_wrong(operation, run)
+    total = runtime.sum_over_ranks(wrong)[0]
+    if total == 0:
+        return
+    found: list[tuple[int, int, str]] = [(0, 0, "")] * runtime.world_size
+    dist.all_gather_object(found, (-wrong, runtime.rank, socket.gethostname()), group=runtime.control_group)
+    where = [(host, f"rank {rank}, {-count} elements") for count, rank, host in sorted(found) if count]
+    raise JobFailedError(
+        f"{operation} over {kind} ({bench.count * 4} bytes): {total:.0f} elements are wrong, on {by_host(where)}: the"
+        " network or a GPU corrupts data; take the host out, of several one after the other"
+    )
+
+
+def by_host(found: Sequence[tuple[str, str]]) -> str:
+    """`algo-1 (rank 3, ...), algo-2 (...) and 5 more` of (host, what to say of it): each host's first, in order."""
+    first: dict[str, str] = {}
+    for host, words in found:
+        first.setdefault(host, words)
+    named = [f"{host} ({words})" for host, words in first.items()]
+    more = f" and {len(named) - _NUM_NAMED} more" if len(named) > _NUM_NAMED else ""
+    return f"{', '.join(named[:_NUM_NAMED])}{more}"
+
+
+def own_seconds(run: Callable[[], None], num_repeats: int, runtime: Runtime, *, warm_ups: int) -> float:
+    """Seconds of one call on this rank; all ranks measure together, each what it has to do."""
+    for _ in range(warm_ups):
+        run()
+    _synchronize(runtime)
+    started = time.perf_counter()
+    for _ in range(num_repeats):
+        run()
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = (time.perf_counter() - started) / num_repeats
+    _synchronize(runtime)
+    return seconds
 
 
 def _synchronize(runtime: Runtime) -> None:
@@ -319,8 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(_options(arguments))
     except TrainyardError as error:
-        # One line for all: every rank knows the same, but for wrong elements, of which each tells its own.
-        if int(os.environ.get("RANK", "0")) == 0 or " of them on rank " in str(error):
+        # One line for all: every rank knows the same.
+        if int(os.environ.get("RANK", "0")) == 0:
             sys.stderr.write(f"trainyard: {error}\n")
         return error.exit_code
     return 0

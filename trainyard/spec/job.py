@@ -52,7 +52,8 @@ class ModelSpec(SpecModel):
     artifacts bucket, where `trainyard promote` puts models) or a local path. Nothing is asked of the Hugging Face Hub:
     `hf download ID --local-dir FOLDER` first. (`trainyard plan` knows many models by their id.)"""
     config: dict[str, Any] | None = None
-    """Hugging Face configuration with at least `model_type`: trains from random weights."""
+    """Hugging Face configuration with at least `model_type`: trains from random weights. One that states no number of
+    positions (max_position_embeddings, GPT-2's n_positions) gets at least data.sequence_length of them."""
     adapter: AdapterSpec | None = None
     attention: Literal["auto", "eager", "sdpa", "varlen", "flash_attention_3"] = "auto"
     """Which attention runs; what really runs, and why, is said at the start and in result.json. sdpa: torch's own
@@ -572,6 +573,40 @@ class RecoverySpec(SpecModel):
         return self.collective_seconds or max(600.0, 2 * (self.hang_seconds or 0.0))
 
 
+GigabytesPerSecond = Annotated[float, Field(gt=0, le=10_000)]
+
+
+class PreflightSpec(SpecModel):
+    """What is measured before the first step of every start: whether the network is the one that is paid for.
+
+    A large all-reduce between hosts (groups of about eight, one GPU of each, all GPUs at once) and inside each host,
+    held against a floor of bus bandwidth; results are checked element by element. It takes seconds.
+    """
+
+    collectives: Literal["stop", "warn", "off"] | Auto = "auto"
+    """stop: below the floor twice in a row the start fails, with a line that says what was measured, which hosts it
+    points at and what to do; it is repeated as recovery says, and a second one that says the same ends the job. warn:
+    it says so and trains; wrong results stop the job even so. auto: stop on the GPUs of several hosts whose instance
+    type has a floor between hosts (those with EFA), and wherever a floor is stated here; elsewhere off."""
+    across_gb_per_second: GigabytesPerSecond | None = None
+    """The floor between hosts, GB/s of bus bandwidth a GPU; null: 0.4 of the instance type's EFA rate, on GPUs."""
+    host_gb_per_second: GigabytesPerSecond | None = None
+    """The floor inside a host; null: 0.6 of what AWS' own health check asks of the instance type, on GPUs."""
+
+    @property
+    def stated_floors(self) -> dict[str, tuple[float, str]]:
+        """{"across" or "host": (GB/s, where that comes from)}, as `trainyard.hardware.bandwidth` has them."""
+        stated = {"across": self.across_gb_per_second, "host": self.host_gb_per_second}
+        return {kind: (floor, f"preflight.{kind}_gb_per_second") for kind, floor in stated.items() if floor is not None}
+
+    @model_validator(mode="after")
+    def _floors_are_used(self) -> Self:
+        if self.collectives == "off" and self.stated_floors:
+            name = next(iter(self.stated_floors.values()))[1].removeprefix("preflight.")
+            raise ValueError(f"{name}: nothing is measured with collectives: off; leave it out, or take stop or warn")
+        return self
+
+
 class SlurmSpec(SpecModel):
     """backend slurm: what a cluster must be told beside the machines (docs/clusters.md)."""
 
@@ -716,6 +751,7 @@ class JobSpec(SpecModel):
     parallelism: ParallelismSpec | Auto = "auto"
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
+    preflight: PreflightSpec = PreflightSpec()
     meters: MetersSpec = MetersSpec()
     tracking: JobTrackingSpec = JobTrackingSpec()
     compute: ComputeSpec = ComputeSpec()

@@ -37,6 +37,14 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
 _LLAMA = frozenset({*_ATTENTION, "gate_proj", "up_proj", "down_proj"})
 _LATENT = frozenset({"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "lm_head", "gate_proj", "up_proj", "down_proj"})
 
+POSITION_NAMES: dict[str, str] = {
+    **dict.fromkeys(("codegen", "ctrl", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"), "n_positions"),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), "model_max_length"),
+    "dbrx": "max_seq_len",
+    "rwkv": "context_length",
+}
+"""Model type -> its own name for what others call max_position_embeddings, which it understands too."""
+
 LINEAR_LAYERS: dict[str, frozenset[str]] = {
     "deepseek_v2": _LATENT | {"q_proj", "q_a_proj", "q_b_proj"},
     "deepseek_v3": _LATENT | {"q_proj", "q_a_proj", "q_b_proj"},
@@ -51,3 +59,12 @@ LINEAR_LAYERS: dict[str, frozenset[str]] = {
     "qwen3_moe": _LLAMA,
 }
 """Model type -> names of linear layers that one of it may have, which an adapter can name."""
+
+
+def position_names(model_type: str | None) -> tuple[str, ...]:
+    """What a configuration may call its number of positions; of two that are stated transformers takes the first.
+
+    Another type's name for it (n_positions in a Llama's) is one that transformers keeps, and nothing looks at.
+    """
+    own = POSITION_NAMES.get(model_type or "")
+    return ("max_position_embeddings",) if own is None else ("max_position_embeddings", own)

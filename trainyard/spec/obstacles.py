@@ -198,7 +198,8 @@ def _model_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
     if model.max_positions is not None and model.max_positions < job.data.sequence_length:
         yield (
             f"data.sequence_length is {job.data.sequence_length}, but the model has"
-            f" {model.max_positions} positions (max_position_embeddings): shorten the sequence"
+            f" {model.max_positions} positions (max_position_embeddings; GPT-2's n_positions): shorten the"
+            " sequence, or state more of them for a model that is trained from its configuration"
         )
     if job.model.attention == "varlen":
         if not separates_documents(job):
