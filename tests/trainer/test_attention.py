@@ -56,7 +56,10 @@ def test_what_packed_documents_cost_with_cut_sequences_is_said() -> None:
     model = build_model(job_with(), vocab_size=VOCAB_SIZE)
     job = job_with(parallelism={"context": 2}, data={"sequence_length": 131072})
     told = attention_of(model, job, CPU)
-    assert "of 2 ranks (parallelism.context; packed documents take a mask of 8 GiB a sequence" in told
+    assert told.endswith("of 2 ranks (parallelism.context; packed documents one after the other, without a mask)")
+    model.config.sliding_window = 4096
+    told = attention_of(model, job, CPU)
+    assert "(parallelism.context; packed documents and windows take a mask of 8 GiB a sequence" in told
     apart = job_with(parallelism={"context": 2}, data={"document_masks": False})
     assert attention_of(model, apart, CPU) == "sdpa over keys and values of 2 ranks (parallelism.context)"
 

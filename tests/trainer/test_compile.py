@@ -103,6 +103,17 @@ def test_what_inductor_compiles_equals_one_process(name: str, layout: dict[str, 
 
 
 @FULL
+@pytest.mark.parametrize("length", [24, 25], ids=["positions are split", "positions are whole"])
+def test_compiled_tensor_ranks_drop_what_eager_ones_do(length: int) -> None:
+    model = LLAMA | {"attention_dropout": 0.2}
+    settings = {"parallelism": {"tensor": 2}, "model": model, "sequence_length": length}
+    cases = [request("tensor2", job=settings | {"compile": compiled}) for compiled in (False, True)]
+    (eager, _), (result, num_graphs) = compile_and_run(2, "aot_eager", cases)
+    assert num_graphs > 0
+    assert worst_relative_error(result, eager) < 1e-5
+
+
+@FULL
 def test_compiled_8_bit_products_are_the_eager_ones() -> None:
     cases = [request("fsdp", job={"precision": "fp8", "compile": compiled}) for compiled in (False, True)]
     (eager, _), (result, num_graphs) = compile_and_run(2, "aot_eager", cases)

@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from trainer.strategies import check_supported
-from trainer.strategies.context_parallel import SequenceLayout
+from trainer.strategies.context_parallel import ContextAttention, SequenceLayout, by_document
 from trainer_testing.families import FAMILIES
 from trainer_testing.pool import run_pooled
 from trainer_testing.strategy_worker import MARK, Result, RunRequest, run, worst_relative_error
 from trainer_testing.text_job import run_trainer, write_job
 from trainer_testing.tiny import strategy_name, tiny_job
+from transformers.masking_utils import causal_mask_function
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
@@ -87,6 +90,60 @@ def check_equal(results: dict[str, Result], reference: dict[str, Result]) -> Non
     errors = {name: worst_relative_error(result, reference[name]) for name, result in results.items()}
     print(", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_documents_one_after_the_other_are_attended_to_as_under_a_mask(rank: int) -> None:
+    """Of two sequences cut over two ranks: results and gradients; documents end inside pieces and where they do."""
+    length, layout = 32, SequenceLayout(rank=rank, size=2)
+    owners = torch.tensor([[0] * 5 + [1] * 12 + [2] * 15, [0] * 20 + [1] * 4 + [2] * 8])
+    generator = torch.Generator().manual_seed(rank)
+    query, key, value = (
+        torch.randn((2, 3, length, 4), generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    )
+    attention = ContextAttention.__new__(ContextAttention)  # without a process group
+    attention._layout, attention._num_tokens, attention._documents = layout, length, owners
+    told = attention.mask(mask_function=causal_mask_function, device=torch.device("cpu"))
+    assert told is not None and told.numel() < 4 * 2 * 6, "no mask of own x all tokens"
+    found = by_document(layout.own_part(query, dim=2), key, value, told, 0.0, None)
+    places = torch.arange(length)
+    allowed = (places.unsqueeze(1) >= places) & (owners.unsqueeze(2) == owners.unsqueeze(1))
+    whole = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed.unsqueeze(1))
+    expected = layout.own_part(whole, dim=2)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    ours = torch.autograd.grad(found, (query, key, value), weights)
+    torch.testing.assert_close(ours, torch.autograd.grad(expected, (query, key, value), weights))
+
+
+class Elements(TorchDispatchMode):
+    """Counts those of all tensors that operations give while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        self.count += sum(tensor.numel() for tensor in tree_leaves(given) if isinstance(tensor, torch.Tensor))
+        return given
+
+
+def test_documents_of_many_sequences_take_no_more_work_a_sequence() -> None:
+    def elements_a_row(num_rows: int) -> float:
+        length, layout = 32, SequenceLayout(rank=0, size=2)
+        attention = ContextAttention.__new__(ContextAttention)  # without a process group
+        attention._layout, attention._num_tokens = layout, length
+        attention._documents = torch.tensor([[0] * 5 + [1] * 12 + [2] * 15] * num_rows)
+        told = attention.mask(mask_function=causal_mask_function, device=torch.device("cpu"))
+        assert told is not None
+        query, key, value = (torch.randn((num_rows, 3, length, 4), requires_grad=True) for _ in range(3))
+        output = by_document(layout.own_part(query, dim=2), key, value, told, 0.0, None)
+        with Elements() as elements:
+            torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
+        return elements.count / num_rows
+
+    assert elements_a_row(8) < 1.2 * elements_a_row(1)
 
 
 def run_and_check(cases: dict[int, dict[str, RunRequest]]) -> None:

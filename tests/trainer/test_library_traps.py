@@ -5,12 +5,15 @@ then what the test names can go, and the test with it. One is shown with the tra
 graph with tensor parallelism.
 """
 
+import copy
 import inspect
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from trainer import lean_imports
+from trainer.strategies.deepspeed_import import load_deepspeed
 from transformers import GPT2Config
 
 
@@ -141,7 +146,7 @@ def test_deepspeed_compiles_a_collective_at_start_up_unless_it_is_told_not_to(mo
         assert loaded == expected
 
 
-_IMPORTS = """
+_MLFLOW = """
 import importlib, sys
 sys.path.insert(0, sys.argv[1])
 from trainer.strategies.deepspeed_import import load_deepspeed
@@ -151,13 +156,129 @@ importlib.reload(sys.modules["deepspeed.autotuning.autotuner"])
 print("mlflow" in sys.modules)
 """
 
+_INDUCTOR = """
+import importlib, sys, torch
+from trainer import lean_imports
+from trainer.strategies.deepspeed_import import load_deepspeed
+load_deepspeed()
+from deepspeed.runtime import compiler
+from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
+print("torch._inductor.compile_fx" in sys.modules, compiler.compile() is torch.compile)
+sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, lean_imports.LeanFinder)]
+importlib.reload(original_muon)
+print("torch._inductor.compile_fx" in sys.modules)
+"""
+
+_TRANSFORMERS = """
+import importlib, sys
+from trainer import lean_imports
+from transformers import PreTrainedModel
+from transformers.loss import loss_for_object_detection, loss_utils
+from transformers.quantizers import quantizer_torchao
+from transformers.utils import import_utils
+def brought():
+    print([name in sys.modules for name in ("scipy.optimize", "torchao")])
+brought()
+reads = import_utils.create_import_structure_from_path
+print(reads.cache_info().misses == reads.cache_info().currsize)
+assign = loss_for_object_detection.linear_sum_assignment
+sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, lean_imports.LeanFinder)]
+for module in (loss_for_object_detection, quantizer_torchao, import_utils):
+    importlib.reload(module)
+brought()
+import_utils.define_import_structure(sys.modules["transformers.models"].__file__)
+reads = import_utils.create_import_structure_from_path
+print(reads.cache_info().misses == reads.cache_info().currsize)
+print([list(map(int, one)) for one in assign([[4, 1], [2, 8]])])
+"""
+
+
+def _printed(script: str, *arguments: str) -> list[str]:
+    """What a script says on stdout, by a process that has imported nothing yet."""
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
 
 def test_deepspeed_imports_mlflow_for_an_autotuner_that_nothing_uses(tmp_path: Path) -> None:
     """Met by strategies/deepspeed_import.py: with the real one, seconds of processor on every rank."""
     (tmp_path / "mlflow.py").touch()
-    done = subprocess.run([sys.executable, "-c", _IMPORTS, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-2:] == ["False", "True"], done.stdout
+    assert _printed(_MLFLOW, str(tmp_path))[-2:] == ["False", "True"]
+
+
+def test_deepspeed_imports_the_inductor_to_ask_whether_an_optimizer_is_muon() -> None:
+    """Met by lean_imports.py: 1,140 modules, on every rank."""
+    assert _printed(_INDUCTOR)[-2:] == ["False True", "True"]
+
+
+def test_transformers_imports_optimizers_and_quantizers_for_every_model_and_reads_its_folders_twice() -> None:
+    """Met by lean_imports.py. What it leaves out is there once it is called."""
+    lean, read_once, real, read_again, assigned = _printed(_TRANSFORMERS)[-5:]
+    assert (lean, read_once) == ("[False, False]", "True")
+    assert (real, read_again) == ("[True, True]", "False")
+    assert assigned == "[[0, 1], [1, 0]]"
+
+
+def test_what_deepspeed_would_compile_at_import_is_compiled_once_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lean_imports.py: nobody who asks for Muon gets another one."""
+    compiled: list[object] = []
+
+    def compile_(function: Callable[[int], int]) -> Callable[[int], int]:
+        compiled.append(function)
+        return lambda value: function(value) + 100
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    load_deepspeed()  # without MLflow, which its modules would bring
+
+    def double(value: int) -> int:
+        return 2 * value
+
+    with lean_imports.compiled_when_called(ModuleType("muon")):
+        from deepspeed.runtime import compiler
+
+        later = compiler.compile()(double)
+    assert compiler.compile() is compile_
+    assert (compiled, later.__name__) == ([], "double")
+    assert [later(1), later(2)] == [102, 104]
+    assert compiled == [double]
+
+
+def test_a_stand_in_gives_way_to_a_body_that_takes_more_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lean_imports.py: another version of a library may take another name, or call one at once."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("of_a_library", "of_another_library"):
+        (tmp_path / f"{module}.py").write_text("others = 7\ndef later(): return 8\n")
+    with lean_imports.on_demand("of_a_library", "later")(ModuleType("body")):
+        from of_a_library import later  # type: ignore[import-not-found]
+
+        assert not hasattr(sys.modules["of_a_library"], "__file__"), "not imported for what waits"
+        from of_a_library import others
+    assert (others, later(), sys.modules["of_a_library"].others) == (7, 8, 7)
+    with lean_imports.on_demand("of_another_library", "later")(ModuleType("body")):
+        from of_another_library import later as now  # type: ignore[import-not-found]
+
+        assert now() == 8
+        with pytest.raises(ImportError):
+            from of_another_library import nothing  # noqa: F401
+    assert sys.modules["of_another_library"].others == 7
+
+
+def test_where_a_library_has_another_name_for_it_nothing_is_saved_and_nothing_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of lean_imports.py, whose names are no promises of these libraries."""
+    load_deepspeed()
+    from deepspeed.runtime import compiler
+
+    bare = ModuleType("import_utils")
+    monkeypatch.delattr(compiler, "compile")
+    for held in (lean_imports.every_folder_read_once, lean_imports.compiled_when_called):
+        with held(bare):
+            bare.ran = held  # type: ignore[attr-defined]
+        assert bare.ran is held and not hasattr(compiler, "compile")
+    loader = SourceFileLoader("trainer", lean_imports.__file__)
+    copied = copy.copy(lean_imports._Held(loader, lean_imports.every_folder_read_once))
+    assert copied.get_filename("trainer") == lean_imports.__file__, "a copy asks itself for what it doesn't have yet"
 
 
 def test_deepspeed_calls_collectives_that_torch_has_renamed() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainer.models import facts as trainer_facts
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer_testing.families import FAMILIES
@@ -15,9 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from trainyard import planner
 from trainyard.errors import InputError
+from trainyard.planner.facts import facts_of
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
-from trainyard.spec.model_types import CAUSAL_LM_TYPES, LINEAR_LAYERS
+from trainyard.spec.model_types import CAUSAL_LM_TYPES, LINEAR_LAYERS, POSITION_NAMES
 from trainyard.spec.obstacles import MEASURES
 
 LLAMA = {
@@ -25,6 +27,7 @@ LLAMA = {
     **{"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024, "max_position_embeddings": 8192},
 }
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+DEEPSEEK = FAMILIES["DeepSeek-V3"] | {"max_position_embeddings": 8192}
 GPT2 = {"model_type": "gpt2", "n_embd": 512, "n_layer": 6, "n_head": 8, "vocab_size": 1024}
 LORA = {"kind": "lora"}
 QLORA = {"kind": "qlora"}
@@ -120,10 +123,19 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         job_of(LLAMA | {"output_router_logits": True}, FSDP),
         "auxiliary loss of llama is not verified",
     ),
+    "router's noise, cut": (
+        job_of(MIXTRAL | {"router_jitter_noise": 0.1}, {"tensor": 2, "data_shard": 4}),
+        "router_jitter_noise: 0.1 is not implemented with it",
+    ),
     "experts, compiled": (job_of(MIXTRAL, {"tensor": 2, "data_shard": 4}, training={"compile": True}), "of experts"),
     "mamba, packed": (job_of({"model_type": "mamba"}, FSDP), "document_masks"),
     "unknown type": (job_of(LLAMA | {"model_type": "llamma"}, FSDP), "did you mean llama?"),
     "too long": (job_of(LLAMA | {"max_position_embeddings": 2048}, FSDP), "has 2048 positions"),
+    "too long for GPT-2": (job_of(GPT2 | {"n_positions": 2048}, FSDP), "has 2048 positions"),
+    "too long for one of two names": (
+        job_of(GPT2 | {"n_positions": 4096, "max_position_embeddings": 64}, FSDP),
+        "has 64 positions",
+    ),
     "images for language": (job_of(LLAMA, FSDP, data=IMAGES), "webdataset is for images"),
     "no template": (
         job_of(LLAMA, FSDP, data={"train": [{"path": "x", "format": "jsonl", "messages_field": "m"}]}),
@@ -136,6 +148,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "lora of experts": (
         job_of(MIXTRAL, FSDP, source="config", model={"adapter": LORA | {"targets": ["up_proj"]}}),
         "these are experts too",
+    ),
+    "lora of shared experts": (
+        job_of(
+            *(DEEPSEEK, {"tensor": 2, "data_shard": 4}),
+            source="config",
+            model={"adapter": LORA | {"targets": ["shared_experts.down_proj"]}},
+        ),
+        "no linear layer",
     ),
     "lora of the head, in a pipeline": (
         job_of(
@@ -201,7 +221,7 @@ def resolved(job: JobSpec) -> ResolvedJob:
 def test_a_launch_is_refused_in_the_trainers_words(case: str, tmp_path: Path) -> None:
     written, words = CASES[case]
     if "source" in written["model"]:
-        config = LLAMA if "experts" not in case else MIXTRAL
+        config = DEEPSEEK if "shared" in case else MIXTRAL if "experts" in case else LLAMA
         (tmp_path / "config.json").write_text(json.dumps(config))
         written = written | {"model": written["model"] | {"source": str(tmp_path)}}
     job = parse(JobSpec, written, "job")
@@ -220,6 +240,27 @@ def test_what_goes_together_is_launched() -> None:
     planner.resolve(parse(JobSpec, job_of(LLAMA, ZERO | {"deepspeed": {"aio": {"block_size": 4096}}}), "job"))
 
 
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (LLAMA | {"n_positions": 64}, 8192),
+        (LLAMA | {"n_positions": None}, 8192),
+        ({name: value for name, value in LLAMA.items() if "max" not in name} | {"n_positions": 64}, None),
+        (GPT2, None),
+        (GPT2 | {"n_positions": 64}, 64),
+        (GPT2 | {"max_position_embeddings": 64}, 64),
+        (GPT2 | {"n_positions": 4096, "max_position_embeddings": 64}, 64),
+        (GPT2 | {"n_positions": 64, "max_position_embeddings": 4096}, 4096),
+    ],
+)
+def test_positions_are_those_that_transformers_gives_the_model(config: dict[str, Any], positions: int | None) -> None:
+    job = parse(JobSpec, job_of(config, FSDP), "job")
+    assert facts_of(job, None).max_positions == positions
+    assert trainer_facts.facts_of(resolved(job)).max_positions == positions
+    if positions is None or positions > job.data.sequence_length:
+        planner.resolve(job)
+
+
 def test_zero_bubble_recomputes_nothing_unless_it_is_told_to() -> None:
     job = job_of(LLAMA | {"num_hidden_layers": 200, "hidden_size": 8192, "intermediate_size": 65536}, ZERO_BUBBLE)
     assert planner.resolve(parse(JobSpec, job, "job")).activation_checkpointing == "none"
@@ -236,6 +277,14 @@ def test_types_and_layers_are_those_of_transformers() -> None:
         modules = model.named_modules()
         linear = {name.rpartition(".")[2] for name, module in modules if isinstance(module, torch.nn.Linear | Conv1D)}
         assert linear <= LINEAR_LAYERS[model_type], "an adapter of a layer that the model has would be refused"
+
+
+def test_names_of_positions_are_those_of_transformers() -> None:
+    names = {config.model_type: config.attribute_map for config in AutoModelForCausalLM._model_mapping}
+    own = {
+        kind: known["max_position_embeddings"] for kind, known in names.items() if "max_position_embeddings" in known
+    }
+    assert own.items() <= POSITION_NAMES.items(), "positions that a job states by this name would not be seen"
 
 
 def test_validations_measure_what_may_be_kept_as_best() -> None:

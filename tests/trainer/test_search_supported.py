@@ -13,6 +13,7 @@ from trainyard.planner.resolve import levels, micro_batch_choices, sequences_per
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec, ResolvedJob
 
+POSITIONS = ("max_position_embeddings", "n_positions")
 KINDS = sorted({str(settings["model_type"]) for settings in FAMILIES.values()})
 
 
@@ -22,7 +23,7 @@ def job_of(model: dict[str, Any], **sections: Any) -> JobSpec:
         {
             "name": "test",
             # As many positions as the sequence has.
-            "model": {"config": {key: value for key, value in model.items() if key != "max_position_embeddings"}},
+            "model": {"config": {key: value for key, value in model.items() if key not in POSITIONS}},
             "data": {"train": [{"path": "x", "format": "text"}], "sequence_length": 8192, "document_masks": False},
             "training": {"steps": 10, "global_batch_size": 64, "learning_rate": 1e-3, **sections},
             "compute": {"backend": "sagemaker", "instance_type": "ml.p5.48xlarge", "instance_count": 1},

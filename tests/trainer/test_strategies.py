@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.models.build import build_model, transformer_blocks
+from trainer.models.build import build_model, outline_model, transformer_blocks
 from trainer.runtime import distributed_runtime
 from trainer.strategies import build_strategy, check_supported
 from trainer_testing.strategy_worker import Result, RunRequest, no_clock, run, worst_relative_error
 from trainer_testing.tiny import GLOBAL_BATCH, MODEL, VOCAB_SIZE, global_targets, rank_batches, tiny_job
 
 from trainyard.errors import InputError
+from trainyard.planner.reading import required_shape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 from trainyard.spec.support import pipeline_obstacle
 
@@ -141,6 +142,30 @@ def test_a_model_that_does_not_fit_is_one_line(config: dict[str, Any], message: 
     with pytest.raises(InputError, match=message) as caught:
         build_model(tiny_job("single", 1, model=config), vocab_size=VOCAB_SIZE)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("stated", "positions"), [({}, 1500), ({"n_positions": 1600}, 1600)])
+def test_a_new_model_has_positions_for_its_sequences_where_nobody_says_how_many(
+    stated: dict[str, int], positions: int
+) -> None:
+    """transformers' own number for GPT-2 is 1,024; one that is stated, and too small, is refused at launch."""
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2} | stated
+    job = tiny_job("single", 1, model=config, sequence_length=1500)
+    model = outline_model(job, vocab_size=VOCAB_SIZE)
+    assert model.config.n_positions == positions == model.get_parameter("transformer.wpe.weight").size(0)
+    assert required_shape(job.spec).learned_positions == positions
+    with pytest.raises(InputError, match="has 1024 positions"):
+        job = tiny_job("single", 1, model=config | {"n_positions": 1024}, sequence_length=1500)
+        outline_model(job, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("sequence_length", "rows"), [(64, 2050), (2500, 2502)])
+def test_the_planner_counts_the_positions_that_a_new_opt_gets(sequence_length: int, rows: int) -> None:
+    config = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    job = tiny_job("single", 1, model=config | {"word_embed_proj_dim": 32}, sequence_length=sequence_length)
+    model = outline_model(job, vocab_size=VOCAB_SIZE)
+    assert model.get_parameter("model.decoder.embed_positions.weight").size(0) == rows
+    assert required_shape(job.spec).learned_positions == rows
 
 
 def test_a_model_folder_that_is_not_one_is_refused(tmp_path: Path) -> None:

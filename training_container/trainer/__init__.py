@@ -8,7 +8,12 @@ checkpoints, metrics and signals never ask which engine runs. Every module but `
 
 import logging
 
-# transformers imports torchao wherever it is installed. What it says then is of kernels for other machines, which
-# nothing here uses (fp8 takes torch's own), and of a torch function that it will have to call differently some day.
+from trainer import lean_imports
+
+lean_imports.install()
+
+# torchao comes in with fp8 (models/float8.py), and where transformers quantizes by it; no longer with every model.
+# What it says then is of kernels for other machines, which nothing here uses (fp8 takes torch's own), and of a torch
+# function that it will have to call differently some day.
 logging.getLogger("torchao").setLevel(logging.ERROR)
 logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant()" not in record.getMessage())

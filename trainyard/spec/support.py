@@ -107,6 +107,8 @@ class ModelFacts:
     """None where a longer sequence is no matter."""
     balances_router: bool = False
     """Whether the configuration asks for the router's auxiliary loss."""
+    router_noise: float = 0.0
+    """router_jitter_noise: what goes into the router is multiplied by 1 give or take as much, in training."""
 
 
 def pipeline_obstacle(
@@ -195,6 +197,11 @@ def tensor_obstacle(model: ModelFacts, degree: int, *, is_quantized: bool) -> st
         return (
             f"parallelism.tensor: {degree} is not verified for model_type {model.model_type}: set it to 1 and use"
             f" data_shard, or use one of {', '.join(sorted(known))}"
+        )
+    if model.router_noise:
+        return (
+            f"parallelism.tensor: {degree}: model.config.router_jitter_noise: {model.router_noise} is not implemented"
+            " with it, since all tensor ranks would have to draw the same noise; set it to 0, or tensor to 1"
         )
     for name, size in model.split_sizes.items():
         if size % degree:

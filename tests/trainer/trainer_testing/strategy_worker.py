@@ -20,8 +20,10 @@ from trainer.leaving import leave
 from trainer.models.build import outline_model
 from trainer.optimizers.schedule import learning_rate_at
 from trainer.runtime import Runtime, distributed_runtime
+from trainer.seeds import seed_everything
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.flat_shard import FlatShard
+from trainer.strategies.mesh import random_stream
 
 from trainer_testing.pool import run_pooled
 from trainer_testing.tiny import VOCAB_SIZE, global_targets, rank_batches, tiny_job
@@ -177,6 +179,8 @@ def main(requests: Sequence[RunRequest]) -> None:
             started = time.perf_counter()
             strategy = build_strategy(job, model=outline_model(job, vocab_size=VOCAB_SIZE), runtime=runtime)
             assert strategy.name == request.strategy
+            # As a session does: what is built may have drawn numbers, on one rank more than on another.
+            seed_everything(job.spec.training.seed, rank=random_stream(job.parallelism, runtime.rank))
             built = time.perf_counter()
             seen = train(request, job, strategy, runtime)
             seconds = {"build": built - started, "train": time.perf_counter() - built}

@@ -49,13 +49,15 @@ def tiny_job(
     activation_checkpointing: str = "none",
     micro_batch_size: int | None = None,
     steps: int = 20,
+    sequence_length: int = SEQUENCE_LENGTH,
     **training: Any,
 ) -> ResolvedJob:
     """The job under one layout: global batch 16, of which two micro-batches accumulate on every rank, or two for each
     pipeline stage; with a stated `micro_batch_size`, as many as that makes.
 
     On a CPU the number of micro-batches is nearly all of a tiny step's time, and two show what eight do.
-    `parallelism` adds to what LAYOUTS has under the strategy's name; a product has nothing there.
+    `sequence_length` is what the job says; batches keep theirs. With one that `tensor` doesn't divide no sequence is
+    split. `parallelism` adds to what LAYOUTS has under the strategy's name; a product has nothing there.
     """
     layout = LAYOUTS.get(strategy, {}).get(world_size, {}) | (parallelism or {})
     if micro_batch_size is None:
@@ -76,7 +78,7 @@ def tiny_job(
         {
             "name": "tiny",
             "model": {"source": source, "adapter": adapter} if source else {"config": model or MODEL},
-            "data": {"train": [{"path": "unused", "format": "text"}], "sequence_length": SEQUENCE_LENGTH},
+            "data": {"train": [{"path": "unused", "format": "text"}], "sequence_length": sequence_length},
             "training": settings | training,
             "parallelism": layout,
         }

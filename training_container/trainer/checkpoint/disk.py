@@ -1,9 +1,9 @@
 """Reads of this host's files: through the page cache, or past it for bytes that are wanted once.
 
 A read through the cache costs the processor 0.4 to 0.7 ms a MiB (pages are found, filled, copied, and pushed out by
-later ones), past it 0.2 to 0.3 with the copy, and SHA-256 0.6: on the cores of benchmarks/results, by their load. So
-where ranks have hardly more cores than they hash with, this lets a restore keep closer to the disk. Bytes that the
-cache has already, as after a restart in place, come out of it.
+later ones), past it 0.2 to 0.3 with the copy, and a block's hash less than 0.1: on the cores of benchmarks/results, by
+their load. So where ranks have hardly more cores than they restore with, this lets a restore keep closer to the disk.
+Bytes that the cache has already, as after a restart in place, come out of it.
 """
 
 import ctypes

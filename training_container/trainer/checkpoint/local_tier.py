@@ -25,6 +25,7 @@ from trainer.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     ManifestError,
+    NewerFormatError,
     ShardFile,
     check_marker,
     commit_marker,
@@ -60,6 +61,8 @@ class _Held:
     manifest: bytes | None
     files: frozenset[str]
     problem: str | None
+    newer: NewerFormatError | None = None
+    """Why this trainer can't read it, though nothing is wrong with it."""
 
 
 class LocalTier:
@@ -139,10 +142,16 @@ class LocalTier:
     # ------------------------------------------------------------------ restore
 
     def newest(self, at_least: int) -> LocalCheckpoint | None:
-        """The newest step that the hosts hold whole, from `at_least` on; None with a line for each passed over."""
+        """The newest step that the hosts hold whole, from `at_least` on; None with a line for each passed over.
+
+        InputError, on every rank, where a newer trainer wrote one.
+        """
         found = self._group.gather_everywhere(self._steps(at_least))
         for step in sorted(set().union(*found), reverse=True):
             all_held = self._group.gather_everywhere(self._held(step))
+            newer = next((held.newer for held in all_held if held.newer is not None), None)
+            if newer is not None:
+                raise newer.refusal(str(self.folder(step)))
             checkpoint, problem = self._joined(step, all_held)
             if problem is None and checkpoint is not None:
                 problem = self._bring_checked(checkpoint, {".metadata"})
@@ -168,6 +177,8 @@ class LocalTier:
             manifest = parse_manifest(content)
         except MissingFileError:
             return _Held(None, frozenset(), None)
+        except NewerFormatError as error:
+            return _Held(None, frozenset(), str(error), error)
         except (ManifestError, DestinationError) as error:
             return _Held(None, frozenset(), str(error))
         held, problem = set(), None

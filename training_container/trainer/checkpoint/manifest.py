@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainyard.errors import InputError
+
 FORMAT_VERSION = 1
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
@@ -19,6 +21,17 @@ _HASHED_AT_ONCE_BYTES = 1 << 20
 
 class ManifestError(Exception):
     """A manifest or marker that is torn, altered or unreadable: one line."""
+
+
+class NewerFormatError(ManifestError):
+    """Written by a newer trainer, and nothing is wrong with it: who passed it over would lose what it holds."""
+
+    def refusal(self, uri: str) -> InputError:
+        """What to end with: the checkpoint's place, and what to do."""
+        return InputError(
+            f"checkpoint {uri}: {self}, so a newer one wrote it; nothing was started anew or removed: "
+            "launch the job with that image, or a newer one"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,12 +103,12 @@ def combine_extra(by_rank: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any],
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """The manifest in `content`; ManifestError where it isn't one, or is of a newer trainer."""
+    """The manifest in `content`; ManifestError where it isn't one, NewerFormatError where it is a newer trainer's."""
     try:
         raw = json.loads(content)
         version = int(raw["version"])
         if version > FORMAT_VERSION:
-            raise ManifestError(f"{MANIFEST} has version {version}, this trainer reads up to {FORMAT_VERSION}")
+            raise NewerFormatError(f"{MANIFEST} has version {version}, this trainer reads up to {FORMAT_VERSION}")
         return Manifest(
             step=int(raw["step"]),
             world_size=int(raw["world_size"]),

@@ -30,6 +30,7 @@ from trainer.checkpoint.manifest import (
     PREVIOUS_STEP,
     Manifest,
     ManifestError,
+    NewerFormatError,
     ShardFile,
     check_marker,
     difference,
@@ -158,7 +159,7 @@ class Restorer:
         are read straight into; where not one checkpoint turns out to be whole then, SpoiledError.
         One line is reported for each that is passed over. A destination that can't be reached raises, on every rank: to
         begin anew because the network was down would lose the job's work in silence. InputError when a checkpoint is
-        not of these tensors, and where several were committed and none is whole any more.
+        not of these tensors or a newer trainer's, and where several were committed and none is whole any more.
         """
         try:
             candidates = self._group.from_first(self._candidates)
@@ -245,6 +246,8 @@ class Restorer:
             manifest = parse_manifest(content)
         except MissingFileError:
             return Candidate(step, None, f"{MANIFEST} is missing")
+        except NewerFormatError as error:
+            raise error.refusal(self._uri(step)) from None
         except ManifestError as error:
             return Candidate(step, None, str(error))
         for file in manifest.files:
@@ -287,11 +290,11 @@ class Restorer:
         host = self._group.rank - self._local_rank  # ranks of a host are numbered in a row
         needs, own = self._needed(step, reader, tensors)
         said = self._group.gather_everywhere((host, *own))
-        for _, _, problem, stranger, failure in said:
+        for _, _, problem, refused, failure in said:
             if failure is not None:
                 raise self.unreachable(failure)
-            if stranger is not None:
-                raise InputError(f"{stranger}; the job's model is not the one that was saved")
+            if refused is not None:
+                raise InputError(refused)
             if problem is not None:
                 return problem, None
         assert needs is not None
@@ -317,15 +320,18 @@ class Restorer:
     def _needed(
         self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[Needs | None, tuple[Extents, str | None, str | None, DestinationError | None]]:
-        """What this rank needs, and for the others its blocks, or what is wrong with the checkpoint, or why it isn't
-        this job's, or why it can't be read.
+        """What this rank needs, and for the others its blocks, or what is wrong with the checkpoint, or why this job
+        may not have it, or why it can't be read.
         """
         try:
             stranger = mismatch(reader.index, tensors)
             if stranger is not None:
-                return None, ({}, None, f"checkpoint {self._uri(step)}: {stranger}", None)
+                refused = f"checkpoint {self._uri(step)}: {stranger}; the job's model is not the one that was saved"
+                return None, ({}, None, refused, None)
             needs = Needs(reader.index, tensors)
             return needs, (needs.blocks(reader.table), None, None, None)
+        except InputError as error:
+            return None, ({}, None, str(error), None)
         except AlteredError as error:
             return None, ({}, str(error), None, None)
         except MissingFileError as error:

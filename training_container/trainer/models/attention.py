@@ -85,20 +85,20 @@ def attention_of(model: PreTrainedModel, job: ResolvedJob, device: torch.device)
     """One line on what a language model that was built for this job runs."""
     config = model.config.get_text_config()
     if job.parallelism.context > 1:
-        return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context{_cost_of_mask(job)})"
+        documents = _documents_over_ranks(job, config)
+        return f"sdpa over keys and values of {job.parallelism.context} ranks (parallelism.context{documents})"
     return describe_attention(choose_attention(job, config, device_type=device.type), job, config, device)
 
 
-def _cost_of_mask(job: ResolvedJob) -> str:
-    """Under context parallelism, what packed documents cost: a byte for each of own times all tokens."""
+def _documents_over_ranks(job: ResolvedJob, config: PretrainedConfig) -> str:
+    """Under context parallelism, what packed documents cost: with a window a byte for each of own times all tokens."""
     if not separates_documents(job.spec):
         return ""
+    if getattr(config, "sliding_window", None) is None:
+        return "; packed documents one after the other, without a mask"
     length = job.spec.data.sequence_length
     size = length // job.parallelism.context * length / 2**30
-    return (
-        f"; packed documents take a mask of {size:.2g} GiB a sequence, which no flash kernel reads:"
-        " data.document_masks: false has none"
-    )
+    return f"; packed documents and windows take a mask of {size:.2g} GiB a sequence, which no flash kernel reads"
 
 
 def describe_attention(

@@ -1,5 +1,6 @@
 """The model: an unmodified Hugging Face class, from a configuration or from a directory."""
 
+from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
-from trainer.models.configuration import configuration_in
+from trainer.models.configuration import configuration_in, states_positions
 from trainer.models.deferred_weights import defer, fill, outline, source_of
 from trainer.models.quantized import quantize_blocks
 from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
@@ -60,9 +61,7 @@ def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
     model_type = settings.pop("model_type")
     try:
         config = AutoConfig.for_model(model_type, **settings)
-        positions = getattr(config, "max_position_embeddings", None)
-        if "max_position_embeddings" not in settings and positions and positions < job.spec.data.sequence_length:
-            config.max_position_embeddings = job.spec.data.sequence_length
+        _lengthen_default(config, settings, job.spec.data.sequence_length)
         attention = _attention(job, config)
         make = partial(AutoModelForCausalLM.from_config, config, attn_implementation=attention, dtype=torch.float32)
         model = outline(make, seed=job.spec.training.seed)
@@ -71,6 +70,14 @@ def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
             f"model.config: {_one_line(error)}; see the Hugging Face configuration of '{model_type}'"
         ) from None
     return _as_pretrained(model)
+
+
+def _lengthen_default(config: PretrainedConfig, stated: Mapping[str, Any], sequence_length: int) -> None:
+    """Gives a new model positions for the job's sequences where the job states no number of them (a stated one that
+    is too small is refused): the library's default is that of some published model, not anybody's wish."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not states_positions(config, stated) and positions and positions < sequence_length:
+        config.max_position_embeddings = sequence_length
 
 
 def _from_source(job: ResolvedJob) -> PreTrainedModel:
@@ -106,7 +113,8 @@ def _check_fits(job: ResolvedJob, model: PreTrainedModel, vocab_size: int) -> No
     if positions is not None and positions < job.spec.data.sequence_length:
         raise InputError(
             f"data.sequence_length is {job.spec.data.sequence_length}, but the model has"
-            f" {positions} positions (max_position_embeddings): shorten the sequence"
+            f" {positions} positions (max_position_embeddings; GPT-2's n_positions): shorten the"
+            " sequence, or state more of them for a model that is trained from its configuration"
         )
 
 

@@ -1,7 +1,9 @@
 """The model's configuration, known before the model is."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
@@ -58,6 +60,11 @@ def check_source(source: str) -> None:
         raise
     except _WRONG:
         return
+
+
+def states_positions(config: PretrainedConfig, stated: Mapping[str, Any]) -> bool:
+    """Whether what a job states of its model's configuration says how many positions it has, by any of their names."""
+    return "max_position_embeddings" in stated or config.attribute_map.get("max_position_embeddings") in stated
 
 
 def configuration_of(job: ResolvedJob) -> PretrainedConfig | None:

@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from trainer.models.configuration import configuration_of
+from trainer.models.configuration import configuration_of, states_positions
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.support import ModelFacts
 
@@ -15,7 +15,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
     if config is None:
         return ModelFacts()
     # A new model gets as many positions as its sequences have, unless the job says how many.
-    is_open = stated is not None and "max_position_embeddings" not in stated
+    is_open = stated is not None and not states_positions(config, stated)
     return ModelFacts(
         model_type=config.model_type,
         num_layers=getattr(config, "num_hidden_layers", None),
@@ -26,6 +26,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
         layer_types=frozenset(getattr(config, "layer_types", None) or ()),
         max_positions=None if is_open else getattr(config, "max_position_embeddings", None),
         balances_router=bool(getattr(config, "output_router_logits", False)),
+        router_noise=float(getattr(config, "router_jitter_noise", None) or 0.0),
     )
 
 

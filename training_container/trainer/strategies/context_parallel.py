@@ -4,13 +4,19 @@ Each rank computes the keys and values of its own tokens, all-gathers the others
 exact, whatever the mask. A sequence is cut into twice as many equal pieces as there are ranks, and rank r of n holds
 pieces r and 2n - 1 - r: what causal attention spares the early piece it spends on the late one, so that ranks finish
 together. Everything else in a transformer block works on tokens one by one and needs no change.
+
+Packed documents are attended to one after the other: no mask, which would be own x all tokens, no time on what it would
+hide, and a flash kernel where there is one. Rules other than causal (sliding windows) still take a mask.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
@@ -118,16 +124,35 @@ class ContextAttention:
         self._documents = restarts.cumsum(dim=1) if restarts.any() else None
         return args, {**kwargs, "attention_mask": positions.new_ones(whole.shape)}
 
+    def _own_documents(self) -> torch.Tensor:
+        """(parts of documents, 4) int64, on the CPU: sequence, queries, and of their keys the first and the end.
+
+        In the order of this rank's queries, piece after piece. It is no mask, but goes where one would: as an argument
+        of every block, so that one which is computed again in the backward pass has its own micro-batch's.
+        """
+        assert self._documents is not None
+        size = self._num_tokens // (2 * self._layout.size)
+        found: list[tuple[int, int, int, int]] = []
+        for row, owners in enumerate(self._documents.cpu()):
+            begins = [0, *(owners.diff().nonzero().flatten() + 1).tolist(), self._num_tokens]
+            for piece in self._layout.pieces_of(self._layout.rank):
+                first, end = piece * size, (piece + 1) * size
+                for begin, last in pairwise(begins):
+                    if begin < end and last > first:
+                        found.append((row, min(last, end) - max(begin, first), begin, min(last, end)))
+        return torch.tensor(found)
+
     def mask(
         self, *, mask_function: Any, device: torch.device, use_vmap: bool = False, **_: Any
     ) -> torch.Tensor | None:
-        """(batch or 1, 1, own tokens, all tokens), true where a query may look; None: causal and nothing else.
+        """(batch or 1, 1, own tokens, all tokens), true where a query may look; None: causal and nothing else. Of
+        documents without another rule than causal: `_own_documents`.
 
         `mask_function` is transformers' rule over positions (causal, sliding window), evaluated at this rank's.
         """
         assert not use_vmap, "a mask that is no rule over positions"
-        if self._documents is None and mask_function is causal_mask_function:
-            return None
+        if mask_function is causal_mask_function:
+            return None if self._documents is None else self._own_documents()
         keys = torch.arange(self._num_tokens, device=device)
         queries = self._layout.own_part(keys, dim=0)
         nothing = keys.new_zeros((1, 1, 1, 1))
@@ -153,12 +178,14 @@ class ContextAttention:
         num_repeats = query.size(1) // key.size(1)
         # Repeated after the exchange: grouped queries' keys and values travel once.
         key, value = (self._whole(tensor).repeat_interleave(num_repeats, dim=1) for tensor in (key, value))
-        if attention_mask is not None:
-            output = nn.functional.scaled_dot_product_attention(
+        if attention_mask is None:
+            output = self._causal(query, key, value, dropout, scaling)
+        elif attention_mask.dtype == torch.int64:
+            output = by_document(query, key, value, attention_mask, dropout, scaling)
+        else:
+            output = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
             )
-        else:
-            output = self._causal(query, key, value, dropout, scaling)
         return output.transpose(1, 2).contiguous(), None
 
     def _causal(
@@ -169,7 +196,8 @@ class ContextAttention:
         own_pieces = self._layout.pieces_of(self._layout.rank)
         for index, piece in zip(own_pieces, query.chunk(2, dim=2), strict=True):
             end = (index + 1) * piece.size(2)
-            output = nn.functional.scaled_dot_product_attention(
+            # Written out: in a function of its own it would interrupt compiled graphs once more.
+            output = F.scaled_dot_product_attention(
                 piece,
                 key[:, :, :end],
                 value[:, :, :end],
@@ -184,6 +212,58 @@ class ContextAttention:
         """All tokens of a key or value (batch, heads, own tokens, size), in order; gradients return to their ranks."""
         parts: torch.Tensor = _AllGather.apply(own, self._group)  # type: ignore[no-untyped-call]
         return self._layout.in_order(parts, dim=2)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None
+) -> torch.Tensor:
+    """Causal attention of the last tokens of (batch, heads, tokens, size) keys."""
+    bias = causal_lower_right(query.size(2), key.size(2))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """(batch, heads, own tokens, size): each part of a document, as `ContextAttention._own_documents` lists them, over
+    the keys of its own document up to itself."""
+    parts: list[list[list[int]]] = [[] for _ in range(query.size(0))]
+    for row, *part in documents.tolist():
+        parts[row].append(part)
+    outputs = []
+    # Split once: the gradient of a row taken by itself is a tensor of the whole micro-batch, zero but there.
+    rows = zip(torch.split(query, 1), torch.split(key, 1), torch.split(value, 1), parts, strict=True)
+    for own_query, own_key, own_value, of_row in rows:
+        queries = torch.split(own_query, [count for count, _, _ in of_row], dim=2)
+        bounds = [(begin, end) for _, begin, end in of_row]
+        keys, values = _ranges(own_key, bounds), _ranges(own_value, bounds)
+        attended = [_attend(*own, dropout, scaling) for own in zip(queries, keys, values, strict=True)]
+        outputs.append(torch.cat(attended, dim=2))
+    return torch.cat(outputs)
+
+
+def _ranges(tokens: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Tokens begin..end of (1, heads, tokens, size), for each of `bounds`.
+
+    Taken from few splits, of as many ranges as follow each other: the gradient of a split is one tensor as large as all
+    tokens, that of a slice is one too, and there may be hundreds of slices.
+    """
+    found: list[torch.Tensor] = []
+    runs: list[list[tuple[int, int]]] = []
+    for begin, end in bounds:
+        if not runs or begin < runs[-1][-1][1]:
+            runs.append([])
+        runs[-1].append((begin, end))
+    for run in runs:
+        places = [0, *(place for bound in run for place in bound), tokens.size(2)]
+        found += torch.split(tokens, [end - begin for begin, end in pairwise(places)], dim=2)[1::2]
+    return found
 
 
 def _all_gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -31,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.models.quantized import QuantizedLinear
 from trainer.optimizers.build import local_tensor
 from trainer.strategies import expert_parallel
+from trainer.strategies.own_stream import OwnStream, drops_anything, drops_inside
 from trainyard.errors import InputError
 from trainyard.spec.support import EXPERT_FAMILIES
 
@@ -106,6 +107,7 @@ def apply(model: PreTrainedModel, blocks: Sequence[nn.Module], axis: DeviceMesh,
     """
     between = Shard(1) if split_sequence else Replicate()
     modules, regions = dict(model.named_modules()), regions_of(model)
+    own_stream = OwnStream(axis.get_local_rank(), axis.device_type)
     added_after: set[nn.Parameter] = set()
     for name, style in _styles_of(model).items():
         parent = modules[name.rpartition(".")[0]]
@@ -118,13 +120,19 @@ def apply(model: PreTrainedModel, blocks: Sequence[nn.Module], axis: DeviceMesh,
             if parent in regions:
                 added_after |= {base.bias} if base.bias is not None else set()
                 _sum_output(modules[name], base, axis, between)
+                if not split_sequence and drops_inside(parent):
+                    own_stream.between(parent, modules[name])
         elif style == EXPERTS:
+            # Nothing is dropped inside: no adapter goes to experts, to those that all tokens share as little
+            # (`trainyard.spec.obstacles`), and no verified family drops anything there itself.
             _sum_output(parent, None, axis, between)
     for region in regions:
         _gather_input(region, axis, between)
     _cut_vocabulary(model, axis)
     if split_sequence and blocks:
         _split_between(blocks[0], blocks[-1], axis)
+        if drops_anything(blocks):
+            own_stream.between(blocks[0], blocks[-1])
     return _partial_names(model, regions, added_after, blocks if split_sequence else ())
 
 
