@@ -327,20 +327,6 @@ def test_when_none_is_whole_it_says_so(tmp_path: Path) -> None:
     assert "none of 1" in job.said[-1] and "starting anew" in job.said[-1]
 
 
-def test_a_checkpoint_of_a_newer_trainer_is_not_guessed_at(tmp_path: Path) -> None:
-    destination = str(tmp_path / "destination")
-    Job(destination, tmp_path).save(10, 20)
-    there = open_destination(destination)
-    content = there.get_bytes("checkpoints/step-00000020/manifest.json").replace(b'"version": 1', b'"version": 9')
-    there.put_bytes("checkpoints/step-00000020/manifest.json", content)
-    from trainer.checkpoint.manifest import commit_marker
-
-    there.put_bytes("checkpoints/step-00000020/COMMITTED", commit_marker(20, content))
-    job = Job(destination, tmp_path)
-    assert job.newest() == 10
-    assert "version 9" in job.said[0]
-
-
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "destination"), tmp_path)
     job.save(1)

@@ -4,6 +4,7 @@ The file is also the program that each rank runs: `python -m test_checkpoint_byt
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -24,7 +25,7 @@ from trainer import heartbeat
 from trainer.checkpoint import Checkpointer, SpoiledError, restore
 from trainer.checkpoint.blocks import BlockTable, values_in, write_blocks
 from trainer.checkpoint.destination import LocalDestination, S3Destination
-from trainer.checkpoint.manifest import commit_marker
+from trainer.checkpoint.manifest import commit_marker, shard_file
 from trainer.checkpoint.needs import Needs, Placement
 from trainer.checkpoint.ranges import Extents, Share, divided, ranges_of
 from trainer.checkpoint.reading import StepReader
@@ -248,7 +249,7 @@ def test_a_flipped_bit_is_found_where_it_is_read_and_only_there(tmp_path: Path) 
     taken, tensors = job.load("a", "b")
     assert taken == 1 and tensors["b"].eq(1).all()
     assert job.said == [
-        "checkpoint step=2 skipped: __0_0.distcp is altered (its SHA-256 is not the manifest's);"
+        "checkpoint step=2 skipped: __0_0.distcp is altered (a block's hash is not the one that was saved);"
         " looking for the one before it"
     ]
     # Without a word on what is wanted all of it is read.
@@ -328,17 +329,24 @@ def test_checkpoints_without_tables_are_read_whole(tmp_path: Path) -> None:
     for step in (1, 2):
         folder = tmp_path / f"checkpoints/step-0000000{step}"
         (folder / "__0_0.distcp.blocks").unlink()
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        manifest["shards"] = [one for one in manifest["shards"] if not one["name"].endswith(".blocks")]
-        content = json.dumps(manifest).encode()
-        (folder / "manifest.json").write_bytes(content)
-        (folder / "COMMITTED").write_bytes(commit_marker(step, content))
+        _promise_anew(folder, without=".blocks")
     job = Job(str(tmp_path), tmp_path)
     taken, tensors = job.load("c")
     assert taken == 2 and tensors["c"].eq(2).all()
     shard = tmp_path / "checkpoints/step-00000002/__0_0.distcp"
     flip(shard, shard.stat().st_size // 2)
     assert job.load("c")[0] == 1
+
+
+def _promise_anew(folder: Path, without: str = "nothing") -> None:
+    """Give a step's folder the manifest and the marker of the files that are there now."""
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    names = [one["name"] for one in manifest["shards"] if not one["name"].endswith(without)]
+    files = [shard_file(folder / name) for name in names]
+    manifest["shards"] = [{"name": file.name, "bytes": file.num_bytes, "sha256": file.sha256} for file in files]
+    content = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "COMMITTED").write_bytes(commit_marker(manifest["step"], content))
 
 
 @pytest.fixture
@@ -484,8 +492,82 @@ def test_values_are_found_in_what_torch_saves(tmp_path: Path) -> None:
     ] == [tensor.nbytes for tensor in tensors]
 
 
+def test_the_first_tables_had_sha256_and_are_read(tmp_path: Path) -> None:
+    saved(str(tmp_path), tmp_path)
+    folder = tmp_path / "checkpoints/step-00000002"
+    path, shard = folder / "__0_0.distcp.blocks", (folder / "__0_0.distcp").read_bytes()
+    table = json.loads(path.read_bytes())
+    assert table["version"] == 2
+    for box in table["boxes"]:
+        _, start, num_bytes, block_bytes, _ = box
+        ends = [*range(start + block_bytes, start + num_bytes, block_bytes), start + num_bytes]
+        blocks = [shard[begin:end] for begin, end in itertools.pairwise([start, *ends])]
+        box[4] = "".join(hashlib.sha256(block).hexdigest() for block in blocks)
+
+    def write(**more: Any) -> None:
+        path.write_text(json.dumps(table | more))
+        _promise_anew(folder)
+
+    job = Job(str(tmp_path), tmp_path)
+    write(version=1)
+    assert job.load("a", "b", "c")[0] == 2 and job.said == []
+    for box in table["boxes"]:
+        box[4] = box[4][::-1]
+    write(version=1)
+    assert job.load("a")[0] == 1 and "step=2 skipped: __0_0.distcp is altered" in job.said[-1]
+    write(version=2)
+    assert job.load("a")[0] == 1 and "as many hashes as blocks" in job.said[-1]
+
+
+@pytest.mark.parametrize("newer", ["__0_0.distcp.blocks", "manifest.json"])
+def test_what_a_newer_trainer_wrote_is_neither_passed_over_nor_removed(tmp_path: Path, newer: str) -> None:
+    saved(str(tmp_path), tmp_path)
+    folder = tmp_path / "checkpoints/step-00000002"
+    content = json.dumps(json.loads((folder / newer).read_bytes()) | {"version": 99}).encode()
+    (folder / newer).write_bytes(content)
+    if newer == "manifest.json":
+        (folder / "COMMITTED").write_bytes(commit_marker(2, content))
+    else:
+        _promise_anew(folder)
+    job = Job(str(tmp_path), tmp_path)
+    with pytest.raises(InputError, match=r"step-00000002: .* has version 99, .* launch the job with that image"):
+        job.load("a")
+    assert job.said == []
+    if newer == "manifest.json":
+        with pytest.raises(InputError, match="has version 99"):
+            job.checkpoints.open_step(None)
+    else:
+        step = job.checkpoints.open_step(None)
+        assert step is not None
+        with pytest.raises(InputError, match="has version 99"):
+            step.tensor("a")
+    assert (folder / "COMMITTED").exists()
+
+
+def test_what_a_newer_trainer_left_on_the_hosts_own_disk_ends_the_start(tmp_path: Path) -> None:
+    def checkpointer() -> Checkpointer:
+        return Checkpointer(
+            str(tmp_path / "destination"),
+            rank=0,
+            world_size=1,
+            local_dir=tmp_path / "scratch",
+            local_tier=tmp_path / "disk",
+            keep_last=9,
+            asynchronous=False,
+            report=lambda line: None,
+        )
+
+    checkpointer().save(1, {"a": torch.ones(10)}, {})
+    (manifest,) = (tmp_path / "disk").rglob("manifest.json")
+    content = json.dumps(json.loads(manifest.read_bytes()) | {"version": 99}).encode()
+    manifest.write_bytes(content)
+    manifest.with_name("COMMITTED").write_bytes(commit_marker(1, content))
+    with pytest.raises(InputError, match=r"disk/.*step-00000001: manifest.json has version 99"):
+        checkpointer().latest()
+
+
 def test_what_lies_apart_is_one_request_only_where_little_is_between() -> None:
-    digest = bytes(32)
+    digest = bytes(16)
     near = BlockTable([(at, at + 10, 65536, 65536, digest) for at in range(0, 10 * 65600, 65600)])
     far = BlockTable([(at, at + 10, 65536, 65536, digest) for at in range(0, 10 * 99_000, 99_000)])
     tables = {"near": near, "far": far}.__getitem__
