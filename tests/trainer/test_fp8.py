@@ -61,7 +61,10 @@ def test_it_learns_as_bf16_does_on_every_layout(tmp_path: Path) -> None:
     ]
     for asked, result in zip(layouts, run(2, layouts), strict=True):
         result["validation"] = result["validation"] if asked.last_step == 10 else []
-        assert_near(result, one, share=0.1 if asked.strategy == "ddp" else 1.0)
+        assert_near(result, one)
+        if asked.strategy == "ddp":  # the same weights and products at first; sums' order flips roundings later
+            first = {**result, "loss": result["loss"][:1], "grad_norm": result["grad_norm"][:1], "validation": []}
+            assert_near(first, one, share=1e-6)
     # A checkpoint has float32 weights under Hugging Face's names: what knows nothing of fp8 goes on from it.
     (resumed,) = run(1, [request("single", "bf16", steps=10, first_step=6, load=str(tmp_path))])
     assert_near(resumed, {**wide, "loss": wide["loss"][5:], "grad_norm": wide["grad_norm"][5:]})
