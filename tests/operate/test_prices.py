@@ -1,22 +1,21 @@
-"""Prices from AWS: recorded answers in the services' own format, checked by botocore's stubber; spot also on moto."""
+"""Prices from AWS: recorded answers, checked by botocore's stubber, and the verb over the wire to the emulator."""
 
 import datetime
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import boto3
 import pytest
 from botocore.stub import ANY, Stubber
 from moto import mock_aws
 
+from trainyard import emulator
 from trainyard.cli.app import run
+from trainyard.emulator import EmulatorInfo
 from trainyard.errors import AwsRefusedError, InputError
-from trainyard.hardware import PriceBook
+from trainyard.hardware import PriceBook, instance, instance_types
 from trainyard.launch.launcher import planned
 from trainyard.launch.session import price_file
 from trainyard.operate import prices
@@ -63,7 +62,7 @@ class Recorded:
 def recorded() -> Recorded:
     """AWS's answers for one p5.48xlarge: each service once."""
     found = Recorded()
-    ec2_terms = [ANY] * 6
+    ec2_terms = [ANY] * 7
     pricing = found.of("pricing")
     asked = {"ServiceCode": "AmazonEC2", "Filters": ec2_terms, "FormatVersion": "aws_v1"}
     pricing.add_response("get_products", {"PriceList": [product("55.0400000000", {})]}, asked)
@@ -268,89 +267,139 @@ def test_a_broken_file_is_refused_by_a_launch_and_mended_by_a_refresh(
     assert "unplanned" not in planned(job)[0]
 
 
-EC2 = '<{0}Response xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"><requestId>r</requestId>{1}</{0}Response>'
-SPOT = (
-    "<item><instanceType>p5.48xlarge</instanceType><productDescription>Linux/UNIX</productDescription>"
-    "<spotPrice>{usd}</spotPrice><timestamp>2026-11-22T0{hour}:00:00.000Z</timestamp>"
-    "<availabilityZone>us-east-1{zone}</availabilityZone></item>"
-)
-BLOCK = (
-    "<item><capacityBlockOfferingId>cbr-{fee}</capacityBlockOfferingId><instanceType>p5.48xlarge</instanceType>"
-    "<availabilityZone>us-east-1a</availabilityZone><instanceCount>1</instanceCount>"
-    "<startDate>2026-11-23T11:30:00.000Z</startDate><endDate>2026-11-24T11:30:00.000Z</endDate>"
-    "<capacityBlockDurationHours>24</capacityBlockDurationHours><upfrontFee>{fee}</upfrontFee>"
-    "<currencyCode>USD</currencyCode><tenancy>default</tenancy></item>"
-)
+KINDS = {"on-demand", "sagemaker on-demand", "spot", "capacity block", "training plan"}
 
 
-class Wire(BaseHTTPRequestHandler):
-    """The services' answers as they come over the wire: EC2's XML in pages, the others' JSON 1.1."""
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        target = self.headers.get("X-Amz-Target", "")
-        answer = self._json(target, json.loads(body)) if target else self._xml(parse_qs(body))
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer.encode())
-
-    def _json(self, target: str, asked: dict[str, Any]) -> str:
-        if target == "AWSPriceListService.GetProducts":
-            filters = {item["Field"]: item["Value"] for item in asked["Filters"]}
-            if asked["ServiceCode"] == "AmazonEC2":
-                assert filters["instanceType"] == "p5.48xlarge" and filters["operatingSystem"] == "Linux"
-                return json.dumps({"FormatVersion": "aws_v1", "PriceList": [product("55.0400000000", {})]})
-            assert filters == {"regionCode": REGION, "component": "Training"}
-            return json.dumps({"FormatVersion": "aws_v1", "PriceList": [training("ml.p5.48xlarge", "63.2960")]})
-        assert target == "SageMaker.SearchTrainingPlanOfferings" and asked["InstanceType"] == "ml.p5.48xlarge"
-        offer = {"TrainingPlanOfferingId": "tpo-1", "TargetResources": ["training-job"], "DurationHours": 24}
-        return json.dumps({"TrainingPlanOfferings": [{**offer, "UpfrontFee": "1032.0", "CurrencyCode": "USD"}]})
-
-    def _xml(self, asked: dict[str, list[str]]) -> str:
-        (action,) = asked["Action"]
-        if action == "DescribeCapacityBlockOfferings":
-            items = "".join(BLOCK.format(fee=fee) for fee in ("955.2", "960.0", "1000.8"))
-            return EC2.format(action, f"<capacityBlockOfferingSet>{items}</capacityBlockOfferingSet>")
-        assert action == "DescribeSpotPriceHistory" and asked["InstanceType.1"] == ["p5.48xlarge"]
-        first = SPOT.format(usd="19.2500", hour=9, zone="a") + SPOT.format(usd="99.0000", hour=1, zone="a")
-        items, more = (SPOT.format(usd="25.7500", hour=8, zone="b"), "") if "NextToken" in asked else (first, "2")
-        return EC2.format(action, f"<spotPriceHistorySet>{items}</spotPriceHistorySet><nextToken>{more}</nextToken>")
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
+@pytest.fixture(scope="module")
+def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatorInfo]:
+    """An emulator of our own: its prices are changed here."""
+    state = tmp_path_factory.mktemp("emulator")
+    yield emulator.start(state)
+    emulator.stop(state)
 
 
 @pytest.fixture
-def wire() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Wire)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_the_verb_reads_every_service_over_the_wire(
-    wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = {
-        "TRAINYARD_STATE_DIR": str(tmp_path),
-        "AWS_ENDPOINT_URL": wire,
-        "AWS_ACCESS_KEY_ID": "x",
-        "AWS_SECRET_ACCESS_KEY": "x",
-        "AWS_MAX_ATTEMPTS": "1",
-    }
-    for name, value in values.items():
+def here(account: EmulatorInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatorInfo]:
+    """The emulator as what this process' SDK talks to, with the shipped prices and no limit before and after."""
+    for name, value in {**account.environment(), "TRAINYARD_STATE_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    assert run(["prices", "refresh", "--instances", "p5.48xlarge", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["read"] == told["kept"] == 6 and told["problems"] == []
-    rows = [(row["purchase"], float(row["price"])) for row in json.loads(price_file().read_text())["prices"]]
-    assert rows == [
-        ("on-demand", 55.04),
-        ("sagemaker on-demand", 63.296),
-        ("spot", 19.25),
-        ("spot", 25.75),
-        ("capacity block", 40.0),
-        ("training plan", 43.0),
-    ]
+    yield account
+    emulator.set_prices(account, None)
+    for action in ("pricing:GetProducts", "ec2:DescribeSpotPriceHistory"):
+        emulator.throttle(account, action, 0)
+
+
+def refreshed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """What the verb tells, and the rows of its file by the way to buy."""
+    assert run(["prices", "refresh", "--json", *arguments]) == 0, capsys.readouterr().err
+    rows: dict[str, list[Any]] = {}
+    for row in json.loads(price_file().read_text())["prices"]:
+        rows.setdefault(row["purchase"], []).append(row)
+    return json.loads(capsys.readouterr().out), rows
+
+
+def stated(purchase: str, price: float, name: str = "p5.48xlarge", zone: str = "") -> dict[str, str]:
+    place = {"instance": name, "region": REGION, "zone": zone}
+    return {**place, "purchase": purchase, "price": str(price), "as_of": "2026-11-01"}
+
+
+def test_the_verb_reads_the_shipped_prices_back_from_the_emulator(
+    here: EmulatorInfo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, rows = refreshed(capsys, "--instances", "p5.48xlarge,p4d.24xlarge")
+    shipped = PriceBook.opened(today=None)
+    on_demand = {row["instance"]: float(row["price"]) for row in rows["on-demand"]}
+    assert on_demand == {name: shipped.price(name).usd_per_hour for name in ("p5.48xlarge", "p4d.24xlarge")}
+    (block,) = rows["capacity block"]
+    assert float(block["price"]) == shipped.price("p5.48xlarge", purchase="capacity_block").usd_per_hour
+    assert set(rows) == {"on-demand", "capacity block", "spot"}, "of SageMaker's own rates the table has none"
+    zones = [row for row in shipped.rows if row["region"] == REGION and row["purchase"] == "spot snapshot"]
+    wanted = [row["instance"] for row in zones if row["instance"] in on_demand]
+    assert sorted(row["instance"] for row in rows["spot"]) == sorted(wanted), "each zone once, over all pages"
+    assert told["read"] == told["kept"] == len(wanted) + 3
+    spot = PriceBook.opened(price_file(), today=datetime.date.today()).price("p5.48xlarge", purchase="spot")
+    of_table = shipped.price("p5.48xlarge", purchase="spot")
+    assert spot.usd_per_hour == pytest.approx(of_table.usd_per_hour, rel=0.1) and "over 7 zones" in spot.basis
+
+
+def test_prices_that_are_not_awss_own_say_so_wherever_they_are_used(
+    here: EmulatorInfo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, rows = refreshed(capsys, "--instances", "p5.48xlarge")
+    assert {
+        here.endpoint in row["source"] and "not AWS" in row["source"] for kind in rows.values() for row in kind
+    } == {True}
+    assert sum("which is not AWS: plans will say so" in item for item in told["problems"]) == len(rows)
+    book = PriceBook.opened(price_file(), today=datetime.date.today())
+    assert book.price("p5.48xlarge").basis.endswith("no real price: it was asked of an endpoint which is not AWS")
+    assert "not AWS" not in PriceBook.opened(today=None).price("p5.48xlarge").basis
+
+
+def test_every_way_to_buy_is_read_over_the_wire_and_over_pages(
+    here: EmulatorInfo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [name for name in instance_types() if instance(name).gpu is not None][:12]
+    own = [stated("sagemaker on-demand", 10 + place, name) for place, name in enumerate(names)]
+    others = [stated("on-demand", 50), stated("spot", 20, zone="a"), stated("capacity block", 30)]
+    emulator.set_prices(here, [*own, *others, stated("training plan", 40)])
+    _, rows = refreshed(capsys, "--instances", ",".join({*names, "p5.48xlarge"}))
+    assert set(rows) == KINDS
+    found = {row["instance"]: float(row["price"]) for row in rows["sagemaker on-demand"]}
+    assert found == {row["instance"]: float(row["price"]) for row in own}
+    prices_of = {kind: float(row["price"]) for kind, (row, *_) in rows.items()}
+    assert (prices_of["on-demand"], prices_of["capacity block"], prices_of["training plan"]) == (50, 30, 40)
+    assert rows["spot"][0]["zone"] == "us-east-1a" and prices_of["spot"] == pytest.approx(20, rel=0.1)
+
+
+def test_an_empty_answer_is_no_price(here: EmulatorInfo, capsys: pytest.CaptureFixture[str]) -> None:
+    emulator.set_prices(here, [])
+    told, rows = refreshed(capsys, "--instances", "p5.48xlarge,g5.xlarge")
+    assert rows == {} and told["read"] == 0
+    assert told["problems"] == [f"{name}: no price found in us-east-1" for name in ("p5.48xlarge", "g5.xlarge")]
+    told, _ = refreshed(capsys, "--region", "eu-north-1", "--instances", "g5.xlarge")
+    assert told["problems"] == ["g5.xlarge: no price found in eu-north-1"]
+
+
+def test_throttling_is_waited_for_and_then_named(here: EmulatorInfo, capsys: pytest.CaptureFixture[str]) -> None:
+    emulator.throttle(here, "pricing:GetProducts", 2)
+    told, rows = refreshed(capsys, "--instances", "p5.48xlarge")
+    assert "on-demand" in rows and not any("Throttling" in item for item in told["problems"])
+    emulator.throttle(here, "ec2:DescribeSpotPriceHistory", 20)
+    price_file().unlink()
+    told, rows = refreshed(capsys, "--instances", "p5.48xlarge")
+    assert set(rows) == {"on-demand", "capacity block"}
+    assert any("RequestLimitExceeded" in item and "wait a moment" in item for item in told["problems"]), told
+
+
+def document(statement: dict[str, Any]) -> str:
+    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+
+
+def test_what_a_role_may_not_ask_is_named_and_the_rest_is_kept(
+    here: EmulatorInfo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    iam, sts = boto3.client("iam"), boto3.client("sts")
+    anybody = {"Effect": "Allow", "Principal": {"AWS": f"arn:aws:iam::{here.account}:root"}, "Action": "sts:AssumeRole"}
+    role = iam.create_role(RoleName="prices", AssumeRolePolicyDocument=document(anybody))["Role"]
+    keys = sts.assume_role(RoleArn=role["Arn"], RoleSessionName="test")["Credentials"]
+    names = {"AWS_ACCESS_KEY_ID": "AccessKeyId", "AWS_SECRET_ACCESS_KEY": "SecretAccessKey"}
+    for variable, key in {**names, "AWS_SESSION_TOKEN": "SessionToken"}.items():
+        monkeypatch.setenv(variable, keys[key])
+    assert run(["prices", "refresh", "--instances", "p5.48xlarge"]) == AwsRefusedError.exit_code
+    refused = capsys.readouterr().err
+    assert "AccessDeniedException" in refused and "pricing:GetProducts" in refused and refused.count("\n") == 1
+    allowed = {"Effect": "Allow", "Action": ["pricing:GetProducts"], "Resource": "*"}
+    iam.put_role_policy(RoleName="prices", PolicyName="p", PolicyDocument=document(allowed))
+    told, rows = refreshed(capsys, "--instances", "p5.48xlarge")
+    assert set(rows) == {"on-demand"}
+    denied = ("ec2:DescribeSpotPriceHistory", "ec2:DescribeCapacityBlockOfferings", "sagemaker:SearchTrainingPlanOffe")
+    assert all(any(f"perform: {action}" in item for item in told["problems"]) for action in denied), told
+
+
+@pytest.mark.parametrize(
+    ("region", "told"), [("eu-west-9", "knows no such region; close to it: eu-west-"), ("us-eats-1", "us-east-1")]
+)
+def test_a_region_that_nobody_knows_is_one_line(region: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["prices", "refresh", "--region", region, "--instances", "p5.48xlarge"]) == InputError.exit_code
+    refused = capsys.readouterr().err
+    assert told in refused and refused.count("\n") == 1

@@ -49,7 +49,7 @@ def refresh(region: RegionOption = "us-east-1", instances: InstancesOption = Non
         return
     print(f"{len(found.rows)} prices read, {total} in {price_file()}")
     for problem in found.problems:
-        print(f"  not known: {problem}")
+        print(f"  {problem}")
 
 
 @app.command()

@@ -13,7 +13,15 @@ session is known by its key and token, a root call by its key id: signatures are
 trusted here as far as anything that its user runs; on AWS the container and the account's boundary stand between.
 """
 
-from trainyard.emulator.client import deliveries, fail_jobs, job_attempts, reclaim_after, set_quota
+from trainyard.emulator.client import (
+    deliveries,
+    fail_jobs,
+    job_attempts,
+    reclaim_after,
+    set_prices,
+    set_quota,
+    throttle,
+)
 from trainyard.emulator.daemon import find, start, stop
 from trainyard.emulator.info import DEFAULT_STATE_DIR, EmulatorInfo
 from trainyard.emulator.verify import DeploymentReport, verify_deployment
@@ -27,8 +35,10 @@ __all__ = [
     "find",
     "job_attempts",
     "reclaim_after",
+    "set_prices",
     "set_quota",
     "start",
     "stop",
+    "throttle",
     "verify_deployment",
 ]

@@ -3,7 +3,7 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainyard.emulator.info import ADMIN_HEADER, CONTROL_PREFIX, EmulatorInfo
@@ -27,6 +27,19 @@ def reclaim_after(info: EmulatorInfo, training_job_name_prefix: str, *, log_patt
 def set_quota(info: EmulatorInfo, max_instances: Mapping[str, int]) -> None:
     """How many instances of each SageMaker type the account may hold at once."""
     _call(info, "quota", dict(max_instances))
+
+
+def set_prices(info: EmulatorInfo, rows: Sequence[Mapping[str, str]] | None) -> None:
+    """The account's prices: rows with instance, region, zone, purchase ("sagemaker on-demand" too), price and as_of.
+
+    They replace all that were; None: those of the shipped table.
+    """
+    _call(info, "prices", {"rows": None if rows is None else [dict(row) for row in rows]})
+
+
+def throttle(info: EmulatorInfo, action: str, calls: int) -> None:
+    """The next `calls` of an action ("pricing:GetProducts") are refused as too many, as its service says so."""
+    _call(info, "throttle", {"action": action, "calls": calls})
 
 
 def job_attempts(info: EmulatorInfo, training_job_name: str) -> list[dict[str, Any]]:

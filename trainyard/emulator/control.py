@@ -6,7 +6,7 @@ content type, which no page in a browser sends to another origin without asking 
 
 import hmac
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainyard.emulator.cloudformation.catalogue import describe_types
@@ -15,15 +15,19 @@ from trainyard.errors import TrainyardError
 
 _MAX_BODY = 1024 * 1024
 
+Action = Callable[[dict[str, Any]], Any]
+
 
 class ControlEndpoints:
     """WSGI: answers its own paths as JSON, passes everything else to the application."""
 
-    def __init__(self, application: Any, info: EmulatorInfo, jobs: Any, bus: Any) -> None:
+    def __init__(self, application: Any, info: EmulatorInfo, jobs: Any, bus: Any, more: Mapping[str, Action]) -> None:
+        """`more`: what is changed by further paths, each by a function of the body."""
         self._application = application
         self._info = info
         self._jobs = jobs
         self._bus = bus
+        self._more = more
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
         path = environ.get("PATH_INFO", "")
@@ -50,11 +54,12 @@ class ControlEndpoints:
                 if job
                 else ("404 Not Found", {"error": f"no training job {path.removeprefix('jobs/')}"})
             )
-        actions: dict[str, Callable[[dict[str, Any]], Any]] = {
+        actions: dict[str, Action] = {
             "reclaim-plan": self._plan_reclaim,
             "reclaim": self._reclaim,
             "failure-plan": self._plan_failure,
             "quota": self._jobs.set_quota,
+            **self._more,
         }
         if method == "POST" and path in actions:
             refusal = self._refusal(environ)
@@ -74,7 +79,7 @@ class ControlEndpoints:
             return "415 Unsupported Media Type", {"error": "the content type must be application/json"}
         return None
 
-    def _act(self, environ: dict[str, Any], action: Callable[[dict[str, Any]], Any]) -> tuple[str, Any]:
+    def _act(self, environ: dict[str, Any], action: Action) -> tuple[str, Any]:
         try:
             length = min(int(environ.get("CONTENT_LENGTH") or 0), _MAX_BODY)
             request = json.loads(environ["wsgi.input"].read(length) or b"{}")

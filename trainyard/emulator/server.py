@@ -130,6 +130,10 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     from trainyard.emulator.functions import api as functions_api
     from trainyard.emulator.functions.events import EventBus
     from trainyard.emulator.functions.runs import Functions
+    from trainyard.emulator.pricing import api as pricing_api
+    from trainyard.emulator.pricing.offers import Offers
+    from trainyard.emulator.pricing.price_list import PriceListService
+    from trainyard.emulator.throttling import Throttle
     from trainyard.emulator.training import api
     from trainyard.emulator.training.jobs import TrainingJobs
 
@@ -140,7 +144,15 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
         moto, info.endpoint, info.admin_access_key_id, info.admin_secret_access_key, info.region
     )
     registry.use_clients(clients)
-    authorizer = Authorizer(moto, account=info.account, admin_access_key_id=info.admin_access_key_id)
+    offers, throttle = Offers(), Throttle()
+    pricing_api.install(offers)
+    authorizer = Authorizer(
+        moto,
+        account=info.account,
+        admin_access_key_id=info.admin_access_key_id,
+        throttle=throttle,
+        own={"pricing": PriceListService(offers)},
+    )
     jobs = TrainingJobs(info, state_dir / "jobs", authorizer.principals, argv=training_argv)
     api.install(jobs)
     functions = Functions(info, state_dir / "functions", authorizer.principals)
@@ -150,4 +162,5 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     authorizer.principals.service_job_tags = service_jobs.tags
     bus = EventBus(info, functions)
     jobs.listen(bus.job_changed)
-    return ControlEndpoints(authorizer, info, jobs, bus), jobs, functions
+    more = {"prices": offers.replace, "throttle": throttle.plan}
+    return ControlEndpoints(authorizer, info, jobs, bus, more), jobs, functions

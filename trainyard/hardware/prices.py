@@ -42,6 +42,9 @@ standard rate has stood for ten years."""
 SAGEMAKER = "sagemaker on-demand"
 """Rows of SageMaker's own `ml.` rate, which only a refresh brings."""
 
+NOT_AWS = "which is not AWS"
+"""In the source of a row that a refresh was told by another endpoint, an emulator's say."""
+
 EVERYWHERE = "most regions"
 """What a source says of a price instead of a region."""
 
@@ -124,7 +127,7 @@ class PriceBook:
             instance_type=instance_type,
             region=region,
             usd_per_hour=statistics.median(values),
-            basis=_basis(purchase, instance_type, chosen, values),
+            basis=_basis(purchase, instance_type, chosen, values) + _doubt(chosen[0]["source"]),
             as_of=as_of,
             source=chosen[0]["source"],
         )
@@ -177,6 +180,10 @@ def _of_one_source(here: list[Mapping[str, str]]) -> list[Mapping[str, str]]:
     own = [row for row in here if row["purchase"] == SAGEMAKER]
     first = max(own or here, key=lambda row: datetime.date.fromisoformat(row["as_of"]))  # of equals the first
     return [row for row in here if all(row[name] == first[name] for name in ("purchase", "source", "as_of"))]
+
+
+def _doubt(source: str) -> str:
+    return f"; no real price: it was asked of an endpoint {NOT_AWS}" if NOT_AWS in source else ""
 
 
 def _basis(purchase: Purchase, instance_type: str, chosen: list[Mapping[str, str]], values: list[float]) -> str:

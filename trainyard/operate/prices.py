@@ -5,16 +5,18 @@ shipped table. What one service refuses or doesn't know is named and leaves the 
 """
 
 import datetime
+import difflib
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.hardware import instance, instance_types
-from trainyard.hardware.prices import REFRESHED_FIELDS, SAGEMAKER, read_refreshed
+from trainyard.hardware.prices import NOT_AWS, REFRESHED_FIELDS, SAGEMAKER, read_refreshed
 from trainyard.launch.aws import DENIED_CODES, aws_errors, error_code
 
 Client = Callable[[str, str], Any]
@@ -42,7 +44,11 @@ class Refreshed:
 
 
 def refresh(client: Client, region: str, types: Sequence[str], *, today: datetime.date) -> Refreshed:
-    """Prices of `types` (without `ml.`) in a region; AwsRefusedError where AWS refuses everything."""
+    """Prices of `types` (without `ml.`) in a region; AwsRefusedError where AWS refuses everything.
+
+    InputError for a region that botocore doesn't know: its services would be names that nobody answers to.
+    """
+    _require_known(region)
     rows: list[Row] = []
     problems: list[str] = []
     refused: list[AwsRefusedError] = []
@@ -62,6 +68,7 @@ def refresh(client: Client, region: str, types: Sequence[str], *, today: datetim
                     break
     if not rows and refused:
         raise refused[0]
+    problems += sorted({f"{row['source']}: plans will say so" for row in rows if NOT_AWS in row["source"]})
     priced = {row["instance"] for row in rows}
     problems += [f"{name}: no price found in {region}" for name in types if name not in priced]
     return Refreshed(tuple(rows), tuple(problems))
@@ -95,11 +102,20 @@ def _kind(row: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _row(name: str, purchase: str, usd: float, source: str, zone: str = "") -> Row:
-    return {"instance": name, "zone": zone, "purchase": purchase, "price": f"{usd:.6g}", "source": source}
+    return {"instance": name, "zone": zone, "purchase": purchase, "price": f"{usd:.12g}", "source": source}
+
+
+def _source(service: str, client: Any) -> str:
+    """The service, and who answered in its name where that was no endpoint of AWS's."""
+    url = str(client.meta.endpoint_url)
+    host = urlsplit(url).hostname or ""
+    is_aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws", ".amazonaws.eu"))
+    return service if is_aws else f"{service}, asked at {url}, {NOT_AWS}"
 
 
 def _ec2_rates(client: Client, region: str, types: Sequence[str]) -> Iterator[Row]:
-    """EC2 on demand: Linux, shared tenancy, nothing pre-installed, and used (not a reservation's rate)."""
+    """EC2 on demand: Linux, shared tenancy, nothing pre-installed, and used (no reservation's rate, no block's)."""
+    pricing = client("pricing", PRICE_LIST_REGION)
     for name in types:
         filters = {
             "instanceType": name,
@@ -108,17 +124,19 @@ def _ec2_rates(client: Client, region: str, types: Sequence[str]) -> Iterator[Ro
             "preInstalledSw": "NA",
             "tenancy": "Shared",
             "capacitystatus": "Used",
+            "marketoption": "OnDemand",
         }
-        rates = {usd for product in _products(client, "AmazonEC2", filters) for usd in _on_demand_usd(product)}
+        rates = {usd for product in _products(pricing, "AmazonEC2", filters) for usd in _on_demand_usd(product)}
         # Two different rates for one question would mean that the question isn't what it was.
         if len(rates) == 1:
-            yield _row(name, "on-demand", rates.pop(), "AWS Price List, AmazonEC2")
+            yield _row(name, "on-demand", rates.pop(), _source("AWS Price List, AmazonEC2", pricing))
 
 
 def _sagemaker_rates(client: Client, region: str, types: Sequence[str]) -> Iterator[Row]:
     """SageMaker's own rates of training instances."""
     found: dict[str, set[float]] = {}
-    for product in _products(client, "AmazonSageMaker", {"regionCode": region, "component": "Training"}):
+    pricing = client("pricing", PRICE_LIST_REGION)
+    for product in _products(pricing, "AmazonSageMaker", {"regionCode": region, "component": "Training"}):
         attributes = product.get("product", {}).get("attributes", {})
         name = str(attributes.get("instanceName") or attributes.get("instanceType") or "").removesuffix("-Training")
         usage = str(attributes.get("usagetype", ""))
@@ -128,11 +146,10 @@ def _sagemaker_rates(client: Client, region: str, types: Sequence[str]) -> Itera
     for name in types:
         rates = found.get(name, set())
         if len(rates) == 1:
-            yield _row(name, SAGEMAKER, rates.pop(), "AWS Price List, AmazonSageMaker")
+            yield _row(name, SAGEMAKER, rates.pop(), _source("AWS Price List, AmazonSageMaker", pricing))
 
 
-def _products(client: Client, service: str, filters: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    pricing = client("pricing", PRICE_LIST_REGION)
+def _products(pricing: Any, service: str, filters: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     terms = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in filters.items()]
     token: str | None = None
     while True:
@@ -161,7 +178,8 @@ def _spot_prices(client: Client, region: str, types: Sequence[str]) -> Iterator[
     """Each zone's present spot price."""
     now = datetime.datetime.now(datetime.UTC)
     with aws_errors("reading the spot prices of", region, "it needs ec2:DescribeSpotPriceHistory"):
-        pages = client("ec2", region).get_paginator("describe_spot_price_history")
+        ec2 = client("ec2", region)
+        pages = ec2.get_paginator("describe_spot_price_history")
         history = [
             entry
             for page in pages.paginate(InstanceTypes=list(types), ProductDescriptions=["Linux/UNIX"], StartTime=now)
@@ -173,14 +191,15 @@ def _spot_prices(client: Client, region: str, types: Sequence[str]) -> Iterator[
         if place not in newest or entry["Timestamp"] > newest[place]["Timestamp"]:
             newest[place] = entry
     for (name, zone), entry in sorted(newest.items()):
-        yield _row(name, "spot", float(entry["SpotPrice"]), "EC2 spot price history", zone)
+        yield _row(name, "spot", float(entry["SpotPrice"]), _source("EC2 spot price history", ec2), zone)
 
 
 def _capacity_blocks(client: Client, region: str, types: Sequence[str]) -> Iterator[Row]:
     """The median of the blocks of one machine and a day that EC2 offers now."""
+    ec2 = client("ec2", region)
     for name in _sold_in_blocks(types):
         with aws_errors("asking for capacity blocks of", name, "it needs ec2:DescribeCapacityBlockOfferings"):
-            answer = client("ec2", region).describe_capacity_block_offerings(
+            answer = ec2.describe_capacity_block_offerings(
                 InstanceType=name, InstanceCount=1, CapacityDurationHours=BLOCK_HOURS
             )
         rates = [
@@ -189,14 +208,15 @@ def _capacity_blocks(client: Client, region: str, types: Sequence[str]) -> Itera
             if offer.get("CurrencyCode") == "USD"
         ]
         if rates:
-            yield _row(name, "capacity block", statistics.median(rates), "EC2 capacity block offerings")
+            yield _row(name, "capacity block", statistics.median(rates), _source("EC2 capacity block offerings", ec2))
 
 
 def _training_plans(client: Client, region: str, types: Sequence[str]) -> Iterator[Row]:
     """The median of the training plans of one machine and a day that SageMaker offers now."""
+    sagemaker = client("sagemaker", region)
     for name in _sold_in_blocks(types):
         with aws_errors("asking for training plans of", name, "it needs sagemaker:SearchTrainingPlanOfferings"):
-            answer = client("sagemaker", region).search_training_plan_offerings(
+            answer = sagemaker.search_training_plan_offerings(
                 InstanceType=f"ml.{name}", InstanceCount=1, DurationHours=BLOCK_HOURS, TargetResources=["training-job"]
             )
         rates = [
@@ -205,7 +225,9 @@ def _training_plans(client: Client, region: str, types: Sequence[str]) -> Iterat
             if offer.get("CurrencyCode") == "USD" and _plan_hours(offer) > 0
         ]
         if rates:
-            yield _row(name, "training plan", statistics.median(rates), "SageMaker training plan offerings")
+            yield _row(
+                name, "training plan", statistics.median(rates), _source("SageMaker training plan offerings", sagemaker)
+            )
 
 
 def _plan_hours(offer: Mapping[str, Any]) -> float:
@@ -218,8 +240,8 @@ def _plan_hours(offer: Mapping[str, Any]) -> float:
 
 
 def _sold_in_blocks(types: Sequence[str]) -> list[str]:
-    """EC2 sells blocks of the p family from p4d on; asking for others is an error."""
-    return [name for name in types if name.startswith(("p4", "p5", "p6")) and instance(name).num_gpus > 1]
+    """Blocks and plans are sold of the p family from p4d on; asking for others is an error."""
+    return [name for name in types if name.startswith(("p4", "p5", "p6"))]
 
 
 def check_region(region: str) -> str:
@@ -229,6 +251,19 @@ def check_region(region: str) -> str:
     if not re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", region):
         raise InputError(f"--region {region}: is no AWS region, e.g. us-east-1")
     return region
+
+
+def _require_known(region: str) -> None:
+    import botocore.session
+
+    session = botocore.session.get_session()
+    known = [name for part in session.get_available_partitions() for name in session.get_available_regions("ec2", part)]
+    if region not in known:
+        near = ", ".join(difflib.get_close_matches(region, known, n=3, cutoff=0.5) or sorted(known)[:3])
+        raise InputError(
+            f"--region {region}: botocore {botocore.__version__} knows no such region; close to it: {near}; "
+            "of a region that is newer, with a newer boto3"
+        )
 
 
 _WAYS = (

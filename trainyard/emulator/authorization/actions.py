@@ -55,7 +55,7 @@ _RESOURCES: dict[str, dict[str, str]] = {
         "ListModelPackages": "model-package/{ModelPackageGroupName|*}/*",
         **_each("={ModelPackageName}", "DescribeModelPackage"),
         **_each("={ModelPackageArn}", "UpdateModelPackage"),
-        "ListTrainingJobs": _ANY,
+        **_each(_ANY, "ListTrainingJobs SearchTrainingPlanOfferings"),
     },
     "logs": {
         **_each("log-group:{logGroupName}:log-stream:{logStreamName}", "GetLogEvents PutLogEvents DeleteLogStream"),
@@ -153,6 +153,7 @@ _RESOURCES: dict[str, dict[str, str]] = {
     },
     "lambda": {"Invoke": "function"},
     "sts": {"GetCallerIdentity": _ANY, "AssumeRole": "={RoleArn}"},
+    "pricing": {"GetProducts": _ANY},
     "servicequotas": _each(_ANY, "GetServiceQuota ListServiceQuotas"),
     "ce": _each(_ANY, "GetCostAndUsage GetCostForecast"),
     "tag": _each(_ANY, "GetResources GetTagKeys GetTagValues"),

@@ -1,16 +1,21 @@
 """The authorizer in front of moto, and denials in the form that each protocol's clients read."""
 
+import functools
 import json
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 from xml.sax.saxutils import escape
+
+import botocore.session
 
 from trainyard.emulator.authorization import actions, s3
 from trainyard.emulator.authorization.actions import Check, UnmappedError
 from trainyard.emulator.authorization.decide import Judge
 from trainyard.emulator.authorization.principals import Principal, Principals, UnknownCallerError
 from trainyard.emulator.authorization.requests import AwsRequest, forward, parse
+from trainyard.emulator.throttling import Throttle
 
 # moto's back door (state reset and the like), its instance metadata with credentials, and S3's control plane, all of
 # which it chooses by path alone, before it looks at who calls which service.
@@ -22,11 +27,34 @@ def _is_judged(principal: Principal, request: AwsRequest) -> bool:
     return not principal.is_root or f"{request.service}:{request.operation}" == "sts:AssumeRole"
 
 
-class Authorizer:
-    """WSGI: lets a request through to the application only if the deployed policies allow it."""
+OwnService = Callable[[AwsRequest], tuple[int, dict[str, Any]]]
+"""A service that moto lacks: a request to the status and the JSON content of its answer."""
 
-    def __init__(self, application: Any, *, account: str, admin_access_key_id: str) -> None:
+
+@functools.cache
+def known_regions() -> frozenset[str]:
+    """Those that an account of the partition `aws` may have."""
+    return frozenset(botocore.session.get_session().get_available_regions("ec2"))
+
+
+class Authorizer:
+    """WSGI: lets a request through to the application only if the deployed policies allow it.
+
+    `own` are services that answer in the application's place, by IAM prefix; `throttle` refuses what is allowed.
+    """
+
+    def __init__(
+        self,
+        application: Any,
+        *,
+        account: str,
+        admin_access_key_id: str,
+        throttle: Throttle | None = None,
+        own: Mapping[str, OwnService] | None = None,
+    ) -> None:
         self._application = application
+        self._throttle = throttle or Throttle()
+        self._own = own or {}
         self.principals = Principals(account, admin_access_key_id)
         self._judge = Judge(self.principals)
         self._s3 = s3.S3State(account)
@@ -39,16 +67,33 @@ class Authorizer:
         if environ["PATH_INFO"].startswith(_CLOSED_PATHS):  # made plain meanwhile: a bucket in the host counts
             return _respond(start_response, 403, "text/plain", b"the emulator keeps moto's own paths closed\n")
         try:
-            principal = self.principals.resolve(request.access_key_id, request.session_token)
+            principal = self._caller(request)
         except UnknownCallerError as error:
             _drain(environ)
             return deny(start_response, request, error.code, str(error))
         message = self._refusal(principal, request)
-        if message is None:
-            forward(environ, request, judged=_is_judged(principal, request))
-            return self._application(environ, start_response)
-        _drain(environ)
-        return deny(start_response, request, "AccessDenied", message)
+        if message is not None:
+            _drain(environ)
+            return deny(start_response, request, "AccessDenied", message)
+        return self._answer(environ, start_response, principal, request)
+
+    def _caller(self, request: AwsRequest) -> Principal:
+        if request.region not in known_regions():
+            reason = f"Credential should be scoped to a valid region, which {request.region} is not."
+            raise UnknownCallerError("SignatureDoesNotMatch", reason)
+        return self.principals.resolve(request.access_key_id, request.session_token)
+
+    def _answer(self, environ: dict[str, Any], start_response: Any, principal: Principal, request: AwsRequest) -> Any:
+        """What an allowed request gets."""
+        if self._throttle.refuses(f"{request.service}:{request.operation}"):
+            _drain(environ)
+            return deny(start_response, request, "Throttling", "Rate exceeded")
+        own = self._own.get(request.service)
+        if own is not None:
+            status, content = own(request)
+            return _respond(start_response, status, "application/x-amz-json-1.1", json.dumps(content).encode())
+        forward(environ, request, judged=_is_judged(principal, request))
+        return self._application(environ, start_response)
 
     def _refusal(self, principal: Principal, request: AwsRequest) -> str | None:
         if not _is_judged(principal, request):
@@ -98,11 +143,13 @@ def _drain(environ: dict[str, Any]) -> None:
 
 
 _STATUS = {200: "200 OK", 400: "400 Bad Request", 403: "403 Forbidden"}
-_AUTHENTICATION_CODES = {
-    # AWS's JSON services and S3 name the same failures differently.
+_CODES = {
+    # AWS's JSON services, EC2 and S3 name the same failures differently.
     "InvalidClientTokenId": {"json": "UnrecognizedClientException", "rest-xml": "InvalidAccessKeyId"},
     "ExpiredToken": {"json": "ExpiredTokenException", "rest-xml": "ExpiredToken"},
     "MissingAuthenticationToken": {"json": "MissingAuthenticationTokenException", "rest-xml": "AccessDenied"},
+    "SignatureDoesNotMatch": {"json": "InvalidSignatureException", "ec2": "AuthFailure"},
+    "Throttling": {"json": "ThrottlingException", "ec2": "RequestLimitExceeded", "rest-xml": "SlowDown"},
 }
 
 
@@ -122,7 +169,7 @@ def _respond(
 def deny(start_response: Any, request: AwsRequest, code: str, message: str) -> list[bytes]:
     """Answer with an error that the request's own SDK turns into a ClientError with `message`."""
     family = "json" if request.protocol in ("json", "rest-json", "cbor") else request.protocol
-    named = _AUTHENTICATION_CODES.get(code, {}).get(family, code)
+    named = _CODES.get(code, {}).get(family, code)
     if request.protocol == "rest-xml":
         body = b"" if request.method == "HEAD" else _s3_error(named, message, request.path)
         return _respond(start_response, 403, "application/xml", body)
