@@ -39,6 +39,7 @@ RESNET = {
     "task": "image_classification",
     "model": {"config": {"model_type": "resnet", "num_labels": 1000}},
     "data": IMAGES,
+    "images": {"decode_threads": 16},
     "training": {
         "steps": 56_300,
         "global_batch_size": 1024,

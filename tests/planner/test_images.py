@@ -12,6 +12,7 @@ from trainyard.planner.communication import Fabric
 from trainyard.planner.convolutions import convolutional_memory, convolutional_step, shape_of_resnet
 from trainyard.planner.elastic import smaller
 from trainyard.planner.layout import Layout
+from trainyard.planner.loading import IMAGES_PER_CORE_SECOND
 from trainyard.planner.vision_language import shape_of_vision_language
 from trainyard.spec.job import JobSpec, load_job
 
@@ -68,6 +69,33 @@ def test_the_examples_are_planned() -> None:
     assert both.unit == "tokens" and both.fits is True
     assert both.params / 1e9 == pytest.approx(7.06, rel=0.01), "Vicuna-7B, CLIP ViT-L/14 and the projector"
     assert both.cost is None, "in epochs"
+
+
+def test_a_step_waits_for_the_images_that_its_threads_can_not_decode() -> None:
+    """Eight GPUs of 24 virtual processors each: 22 threads are enough, four are not, forty are no more than 24."""
+    steps = ("training.epochs=null", "training.steps=56300")
+    enough, few, many = (plan(resnet(*steps, f"images.decode_threads={count}")) for count in (22, 4, 40))
+    assert enough.chosen.time and few.chosen.time and many.chosen.time
+    assert enough.chosen.time.breakdown_seconds["data"] == many.chosen.time.breakdown_seconds["data"] == 0
+    assert few.chosen.time.step_seconds == pytest.approx(256 / (4 * IMAGES_PER_CORE_SECOND))
+    waited = few.chosen.time.step_seconds - enough.chosen.time.step_seconds
+    assert few.chosen.time.breakdown_seconds["data"] == pytest.approx(waited)
+    assert sum(few.chosen.time.breakdown_seconds.values()) == pytest.approx(few.chosen.time.step_seconds)
+    assert few.chosen.time.mfu < enough.chosen.time.mfu and few.cost and enough.cost
+    assert few.cost.expected_hours > 2 * enough.cost.expected_hours
+    assert any(f"so that it waits {waited:.3g} s; raise images.decode_threads" in note for note in few.notes)
+    assert any("22 threads decode" in note and "one process holds them" in note for note in enough.notes)
+    assert any("24 threads decode" in note for note in many.notes)
+
+
+def test_images_that_few_threads_decode_in_time_are_only_counted() -> None:
+    both = plan(load_job(JOBS / "vlm-llava-7b.yaml"))
+    assert both.chosen.time is not None and both.chosen.time.breakdown_seconds["data"] == 0
+    (note,) = [note for note in both.notes if note.startswith("data: ")]
+    assert "waits" not in note and "one process" not in note
+    text = plan(load_job(JOBS / "llama-7b.yaml"))
+    assert text.chosen.time is not None and "data" not in text.chosen.time.breakdown_seconds
+    assert not any(note.startswith("data: ") for note in text.notes)
 
 
 def test_a_trained_tower_needs_more_of_everything() -> None:

@@ -119,7 +119,11 @@ def test_scales_ticks_and_labels() -> None:
 
 
 def test_a_job_here_gets_a_page_of_what_is_known(job: MakeJob) -> None:
-    spec = job(model={"source": "gpt2"}, compute={"backend": "local", "instance_type": None, "instance_count": 1})
+    spec = job(
+        model={"source": "gpt2"},
+        data={"sequence_length": 1024},
+        compute={"backend": "local", "instance_type": None, "instance_count": 1},
+    )
     book = todays_book()
     text = page_of(spec, plan(spec, book=book), book=book)
     assert "memory of a GPU" in text and "Not known for this job." in text

@@ -83,7 +83,13 @@ def test_a_spot_job_is_planned_at_the_spot_price_or_the_on_demand_one(job: MakeJ
     assert cheap.cost is not None and cheap.cost.usd_spot is not None
     assert cheap.cost.planned_usd == pytest.approx(cheap.cost.usd_spot + (cheap.cost.storage_usd or 0))
     assert "not a forecast" in cheap.cost.price_basis
-    unknown = plan(job(model={"source": "gpt2"}, compute={"spot": True, "instance_type": "ml.p5.4xlarge"}))
+    unknown = plan(
+        job(
+            model={"source": "gpt2"},
+            data={"sequence_length": 1024},
+            compute={"spot": True, "instance_type": "ml.p5.4xlarge"},
+        )
+    )
     assert unknown.cost is not None and unknown.cost.usd_spot is None
     assert unknown.cost.usd_on_demand is not None
     storage = unknown.cost.storage_usd or 0
@@ -97,7 +103,9 @@ def test_budget_and_hours_decide_whether_it_is_affordable(job: MakeJob) -> None:
     assert plan(job(budget={"max_usd": 1})).affordable is False
     assert plan(job(budget={"max_usd": 1e6}, compute={"max_hours": 0.01})).affordable is False
     small = {"instance_type": "ml.g5.48xlarge", "instance_count": 1}
-    unpriced = plan(job(model={"source": "gpt2"}, compute=small, budget={"max_usd": 1e6}))
+    unpriced = plan(
+        job(model={"source": "gpt2"}, data={"sequence_length": 1024}, compute=small, budget={"max_usd": 1e6})
+    )
     assert unpriced.affordable is None, "no price is known for g5"
     assert unpriced.cost is not None and unpriced.cost.planned_usd is None
 
@@ -111,7 +119,7 @@ def test_a_job_in_epochs_has_no_cost_yet(job: MakeJob) -> None:
 
 def test_here_memory_is_all_that_is_known(job: MakeJob) -> None:
     local = {"backend": "local", "instance_type": None, "instance_count": 1}
-    found = plan(job(model={"source": "gpt2"}, compute=local))
+    found = plan(job(model={"source": "gpt2"}, data={"sequence_length": 1024}, compute=local))
     assert found.fits is None and found.cost is None and found.chosen.time is None
     assert found.chosen.memory.total_gib > 1
 

@@ -1,5 +1,6 @@
 """`trainyard predict --jsonl`: every line answered, unknowns filled as their user would, nonsense refused."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -119,6 +120,67 @@ def test_a_size_alone_is_enough() -> None:
 def test_unknown_sizes_are_the_familys(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     shape = understand({"layers": 32, "hidden": 4096, "gpu": "A100", **fields}).shape
     assert {name: getattr(shape, name) for name in expected} == expected
+
+
+GPT: dict[str, Any] = {
+    "layers": 30, "hidden": 4096, "ffn": 16384, "heads": 32, "kv_heads": 32, "vocab": 131072, "gpu": "H100",
+}  # fmt: skip
+LLAMA_3B: dict[str, Any] = {
+    "layers": 28, "hidden": 3072, "ffn": 8192, "heads": 24, "kv_heads": 8, "vocab": 128256, "gpu": "H100",
+}  # fmt: skip
+LLAMA_1B: dict[str, Any] = {**LLAMA_3B, "layers": 16, "hidden": 2048, "heads": 32}
+
+
+def _reading(fields: dict[str, Any]) -> tuple[bool, bool]:
+    """Gated, tied."""
+    shape = understand(fields).shape
+    # Norms and biases belong to the kind of block.
+    assert (shape.norm == "rms") is shape.gated_mlp and shape.mlp_bias is not shape.gated_mlp
+    return shape.gated_mlp, shape.tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("fields", "usual", "params_b", "by_size"),
+    [
+        (GPT, (False, True), 7.11, (False, False)),
+        (GPT, (False, True), 8.59, (True, True)),
+        (GPT, (False, True), 9.13, (True, False)),
+        # The real Llama 3.2 models, whose widths alone look like another's.
+        (LLAMA_3B, (True, False), 3.21, (True, True)),
+        (LLAMA_1B, (False, True), 1.24, (True, True)),
+        # One projection of all layers is as large as the vocabulary's: two readings meet the size.
+        ({**LLAMA_1B, "vocab": 16 * 8192}, (False, True), 1.24, (True, True)),
+    ],
+)
+def test_a_stated_size_chooses_between_readings_of_the_same_widths(
+    fields: dict[str, Any], usual: tuple[bool, bool], params_b: float, by_size: tuple[bool, bool]
+) -> None:
+    assert _reading(fields) == usual
+    assert _reading({**fields, "params_b": params_b}) == by_size
+    assert understand({**fields, "params_b": params_b}).shape.params == pytest.approx(params_b * 1e9, rel=0.005)
+
+
+@pytest.mark.parametrize("params_b", [6.58, 6.7, 7.5, 20])
+def test_a_size_that_no_other_reading_meets_leaves_the_usual_one(params_b: float) -> None:
+    assert understand({**GPT, "params_b": params_b}).shape == understand(GPT).shape
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gated_mlp": False, "tied_embeddings": True},
+        {"gated_mlp": True, "tied_embeddings": True},
+        *({name: None} for name in ("ffn", "heads", "kv_heads", "vocab")),
+        {"mtp_layers": 1},
+        {"experts": 2, "moe_ffn": 8192},
+    ],
+)
+def test_a_size_does_not_choose_against_a_field_or_for_widths_that_are_guessed(more: dict[str, Any]) -> None:
+    fields = {**GPT, **more}
+    # The size that the other ties would have, more than 3% from the usual one's.
+    shape = understand(fields).shape
+    untied = dataclasses.replace(shape, tied_embeddings=not shape.tied_embeddings)
+    assert understand({**fields, "params_b": untied.params / 1e9}).shape == shape
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_expert_parallelism_never_needs_more_memory_but_for_megatrons_uneven_rou
     assert many.state <= one.state * (1 + 1e-9)
     if layout.engine != "megatron":
         assert not_more(many, one)
-    elif layout.recompute != "full":
+    elif layout.recompute != "full" and layout.pipeline == 1:  # of several stages another may be the worst now
         most = 1 + DEFAULT_MEMORY.load_spread
         assert one.activations * (1 - 1e-9) <= many.activations <= most * one.activations
 

@@ -25,7 +25,7 @@ def test_hosts_and_ranks_come_from_the_machines(job: MakeJob) -> None:
 
 
 def test_a_small_model_is_only_replicated(job: MakeJob) -> None:
-    resolved = resolve(job(model={"source": "gpt2"}))
+    resolved = resolve(job(model={"source": "gpt2"}, data={"sequence_length": 1024}))
     assert resolved.parallelism == ParallelismSpec(data_replicate=128)
     assert resolved.activation_checkpointing == "none"
     assert (resolved.micro_batch_size, resolved.gradient_accumulation_steps) == (4, 1)
@@ -181,5 +181,9 @@ def test_started_processes_that_do_not_match_are_told_both_numbers(job: MakeJob)
 
 def test_the_machine_without_efa_is_fine_alone(job: MakeJob) -> None:
     assert instance("g5.2xlarge").efa_interfaces == 0
-    spec = job(model={"source": "gpt2"}, compute={"instance_type": "ml.g5.2xlarge", "instance_count": 1})
+    spec = job(
+        model={"source": "gpt2"},
+        data={"sequence_length": 1024},
+        compute={"instance_type": "ml.g5.2xlarge", "instance_count": 1},
+    )
     assert resolve(spec).world_size == 1

@@ -230,7 +230,9 @@ def test_the_fastest_is_no_slower_than_what_plan_lists(job: MakeJob) -> None:
 
 
 def test_types_without_a_price_are_named_and_can_be_asked_for(job: MakeJob) -> None:
-    spec = job(model={"source": "gpt2"}, training={"steps": 1000, "global_batch_size": 64})
+    spec = job(
+        model={"source": "gpt2"}, data={"sequence_length": 1024}, training={"steps": 1000, "global_batch_size": 64}
+    )
     usual = search(spec, max_nodes=1)
     assert any("types without a price in us-east-1 were left out" in note for note in usual.notes)
     assert all(item.usd is not None for item in usual.options if item.configuration.fits)
@@ -241,7 +243,7 @@ def test_types_without_a_price_are_named_and_can_be_asked_for(job: MakeJob) -> N
 
 
 def test_a_type_without_efa_is_taken_alone(job: MakeJob) -> None:
-    spec = job(model={"source": "gpt2"}, training={"global_batch_size": 64})
+    spec = job(model={"source": "gpt2"}, data={"sequence_length": 1024}, training={"global_batch_size": 64})
     found = search(spec, instances=["g5.2xlarge"], max_nodes=8)
     assert [item.instance_count for item in found.options] == [1]
     assert instance("g5.2xlarge").efa_interfaces == 0

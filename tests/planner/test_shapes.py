@@ -24,6 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
     "gpt2": {"n_embd": 72, "n_head": 6, "n_layer": 3},
     "gpt2-wide": {"model_type": "gpt2", "n_embd": 72, "n_head": 6, "n_layer": 3, "n_inner": 100, "n_positions": 77},
+    "gpt2-twice": {"model_type": "gpt2", "n_embd": 72, "n_head": 6, "n_positions": 77, "max_position_embeddings": 50},
     "gpt_neox": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 3},
     "mixtral": {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5, "num_hidden_layers": 2},
     "qwen3_moe": {

@@ -134,6 +134,19 @@ def test_an_exchange_of_experts_that_nothing_hides_stands_alone() -> None:
         predict(QWEN_MOE | {"expert_exchange": "mpi"})
 
 
+def test_experts_of_a_capacity_get_and_hold_as_much_as_it_says() -> None:
+    tight, loose, dropless = (predict(QWEN_MOE | {"capacity_factor": factor}) for factor in (1.0, 2.0, None))
+    for name in ("step_seconds", "activation_gib", "peak_memory_gib"):
+        assert tight[name] < dropless[name] < loose[name], name
+    assert tight["model_state_gib"] == loose["model_state_gib"] and "ignored_fields" not in tight
+    dense = {"model": "llama-2-7b", "gpu": "H100", "gpus": 8}
+    assert predict(dense | {"capacity_factor": 2})["ignored_fields"] == ["capacity_factor"]
+    assert predict(dense | {"capacity_factor": 2})["step_seconds"] == predict(dense)["step_seconds"]
+    for wrong in (0, -1, "much"):
+        with pytest.raises(InputError, match="capacity_factor: must be a number above 0"):
+            predict(QWEN_MOE | {"capacity_factor": wrong})
+
+
 def test_deepep_over_efa_is_not_known_better_than_aws_own_runs_say() -> None:
     """Step times by UCCL, then NVSHMEM, without overlap and with it; over two nodes, then over four."""
     two, four = ((13.06, 13.24, 11.57, 11.32), (19.16, 18.31, 21.12, 17.81))

@@ -90,9 +90,10 @@ def _moe_bytes(shape: ModelShape, layout: Layout, load_spread: float) -> float:
     Tensor ranks that share an expert all hold its tokens, whole in width; where fewer share it (expert tensor
     parallelism of 1: none), a rank holds fewer of them. Routers don't spread tokens evenly: where each expert's load
     has a standard deviation of `load_spread` about the mean, that of a rank with experts / expert-parallel of them is
-    load_spread x sqrt((expert-parallel - 1) / experts), as all loads together are fixed.
+    load_spread x sqrt((expert-parallel - 1) / experts), as all loads together are fixed. With a capacity all are even.
     """
-    copies = shape.experts_per_token * (1 + load_spread * math.sqrt((layout.expert - 1) / shape.experts))
+    uneven = 1 + load_spread * math.sqrt((layout.expert - 1) / shape.experts)
+    copies = shape.experts_per_token * (layout.capacity_factor or uneven)
     routed = _mlp_bytes(shape, layout, shape.moe_ffn * copies)
     shared = _mlp_bytes(shape, layout, shape.shared_ffn)
     tokens, element = layout.tokens_per_micro_batch, layout.element_bytes
@@ -108,7 +109,8 @@ def _product_bytes(shape: ModelShape, layout: Layout) -> float:
     inputs = 2 if shape.gated_mlp else 1
     width = shape.ffn * shape.num_mlps / shape.layers
     if shape.moe_layers:
-        width += (shape.moe_ffn * shape.experts_per_token + shape.shared_ffn) * shape.moe_layers / shape.layers
+        copies = shape.experts_per_token * (layout.capacity_factor or 1.0)
+        width += (shape.moe_ffn * copies + shape.shared_ffn) * shape.moe_layers / shape.layers
     split = (attention + inputs * width) / layout.tensor
     whole = 2 * shape.hidden / layout.norm_split
     return layout.tokens_per_micro_batch * element * (split + whole)

@@ -8,11 +8,15 @@ from trainyard.planner.constants import GIB
 from trainyard.planner.formulas import Formulas
 from trainyard.planner.host_memory import SYSTEM_GIB, HostMemory, host_memory
 from trainyard.planner.layout import Layout
+from trainyard.planner.loading import loading_of
 from trainyard.planner.memory import PARTS, Memory
 from trainyard.planner.reading import Machines
 from trainyard.planner.resolve import num_steps
 from trainyard.planner.results import Configuration, HostMemoryPlan, MemoryPlan, TimePlan
 from trainyard.spec.job import JobSpec, ParallelismSpec
+
+DATA = "data"
+"""In a step's breakdown, of jobs with images: what it waits for them."""
 
 SAME_SPEED = 0.02
 """Step times closer than this are no reason to prefer one."""
@@ -86,15 +90,19 @@ def _time_plan(job: JobSpec, layout: Layout, machines: Machines, formulas: Formu
     spread = formulas.spread(layout, device)
     samples = layout.global_batch
     steps = num_steps(job)
+    images = layout.micro_batch * layout.num_micro_batches
+    reading = loading_of(job, machines, images_per_rank=images, step_seconds=time.total)
+    total = time.total + (reading.exposed_seconds if reading else 0.0)
+    waits = {DATA: reading.exposed_seconds} if reading else {}
     peak = device.peak_tflops(layout.precision) * 1e12 * layout.world_size
     return TimePlan(
-        step_seconds=time.total,
-        step_seconds_low=time.total / spread,
-        step_seconds_high=time.total * spread,
-        breakdown_seconds=time.breakdown(),
-        tokens_per_second=samples * formulas.units_per_sample / time.total,
-        mfu=formulas.flops_per_sample * samples / time.total / peak,
-        hours=steps * time.total / 3600 if steps is not None else None,
+        step_seconds=total,
+        step_seconds_low=total / spread,
+        step_seconds_high=total * spread,
+        breakdown_seconds={**time.breakdown(), **waits},
+        tokens_per_second=samples * formulas.units_per_sample / total,
+        mfu=formulas.flops_per_sample * samples / total / peak,
+        hours=steps * total / 3600 if steps is not None else None,
     )
 
 

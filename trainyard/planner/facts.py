@@ -1,5 +1,6 @@
 """What the rules of `trainyard.spec.obstacles` ask of a model, from what a job or the folder of its model states."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ from trainyard.errors import InputError
 from trainyard.planner.families import config_from_source
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec
+from trainyard.spec.model_types import position_names
 from trainyard.spec.obstacles import job_obstacles
 from trainyard.spec.support import ModelFacts
 
@@ -14,13 +16,15 @@ from trainyard.spec.support import ModelFacts
 def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
     """The job's language model, as far as it is known here; `shape`: its sizes, where the formulas know them."""
     config = _text_config(job) if job.task == "causal_lm" else {}
-    model_type, positions = config.get("model_type"), config.get("max_position_embeddings")
+    model_type = None if config.get("model_type") is None else str(config["model_type"])
+    positions = [config[name] for name in position_names(model_type) if config.get(name) is not None]
     facts = ModelFacts(
-        model_type=None if model_type is None else str(model_type),
+        model_type=model_type,
         num_layers=_whole(config.get("num_hidden_layers", config.get("n_layer"))),
         layer_types=frozenset(map(str, config.get("layer_types") or ())),
-        max_positions=_whole(positions),
+        max_positions=_whole(positions[0]) if positions else None,
         balances_router=bool(config.get("output_router_logits", False)),
+        router_noise=_share(config.get("router_jitter_noise")),
     )
     return facts if shape is None else _with_sizes(facts, config, shape)
 
@@ -45,16 +49,13 @@ def _with_sizes(facts: ModelFacts, config: Mapping[str, Any], shape: ModelShape)
         "intermediate_size": shape.ffn,
         "shared experts": shape.shared_ffn,
     }
-    return ModelFacts(
-        model_type=facts.model_type,
+    return dataclasses.replace(
+        facts,
         num_layers=shape.layers,
         num_experts=shape.experts,
         hidden_size=shape.hidden,
         split_sizes={name: size for name, size in split.items() if size},
         row_widths={name: width for name, width in rows.items() if width},
-        layer_types=facts.layer_types,
-        max_positions=facts.max_positions,
-        balances_router=facts.balances_router,
     )
 
 
@@ -74,3 +75,8 @@ def _text_config(job: JobSpec) -> Mapping[str, Any]:
 def _whole(value: object) -> int | None:
     """A size, where it is one: others are refused by who reads all of them."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _share(value: object) -> float:
+    """Likewise of a number that need not be whole; 0 where there is none."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

@@ -13,6 +13,7 @@ from typing import Any
 from trainyard.errors import InputError
 from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.shapes import ModelShape
+from trainyard.spec.model_types import position_names
 
 Config = Mapping[str, Any]
 
@@ -184,6 +185,10 @@ def _phi3(config: Config) -> ModelShape:
     return ModelShape(**_common(config, defaults))
 
 
+LEARNED_POSITIONS = {"gpt2": 1024, "opt": 2048}
+"""Model type -> positions in its table where its configuration states none."""
+
+
 def _gpt2(config: Config) -> ModelShape:
     hidden = _number(config, 768, "n_embd", "hidden_size")
     heads = _number(config, 12, "n_head", "num_attention_heads")
@@ -201,7 +206,7 @@ def _gpt2(config: Config) -> ModelShape:
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        learned_positions=_number(config, 1024, "n_positions", "max_position_embeddings"),
+        learned_positions=_number(config, LEARNED_POSITIONS["gpt2"], *position_names("gpt2")),
         fused_qkv=True,
         # gelu_new is written out in transformers: input, its half, the tanh, and one more than it.
         activation_tensors=4 if config.get("activation_function", "gelu_new") == "gelu_new" else 1,
@@ -252,7 +257,7 @@ def _opt(config: Config) -> ModelShape:
         output_bias=True,
         mlp_bias=True,
         # OPT's position table starts at an offset of 2.
-        learned_positions=_number(config, 2048, "max_position_embeddings") + 2,
+        learned_positions=_number(config, LEARNED_POSITIONS["opt"], *position_names("opt")) + 2,
     )
 
 
@@ -396,6 +401,15 @@ def shape_from_config(config: Config) -> ModelShape:
             f"model.config.model_type {model_type!r}: its sizes can't be planned{hint} (known: {', '.join(FAMILIES)})"
         )
     return checked(reader(config))
+
+
+def with_positions(config: Config, sequence_length: int) -> Config:
+    """A new model's configuration as the trainer builds it: where it states no positions, enough for its sequences."""
+    model_type = str(config.get("model_type"))
+    default, names = LEARNED_POSITIONS.get(model_type), position_names(model_type)
+    if default is None or any(config.get(name) is not None for name in names):
+        return config
+    return {**config, names[0]: max(default, sequence_length)}
 
 
 def checked(shape: ModelShape) -> ModelShape:

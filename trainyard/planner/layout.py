@@ -92,6 +92,8 @@ class Layout:
     """Megatron's experts run as one grouped product over four streams, each with a workspace."""
     gathers_tokens: bool = False
     """Megatron's all-gather dispatcher: every rank of an expert group has all its tokens in a buffer that stays."""
+    capacity_factor: float | None = None
+    """Each expert gets its even share of tokens times this, padded to it, and drops the others; None: drops none."""
     expert_overlap: bool | None = None
     """Whether the experts' exchange runs behind another micro-batch's computing; None: nobody says."""
     host_exchange: bool = False

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from trainyard.hardware import DEFAULT_REGION, PriceBook
-from trainyard.planner.configurations import chosen_verdict, configuration, verdict_of
+from trainyard.planner.configurations import DATA, chosen_verdict, configuration, verdict_of
 from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.goodput import RECOVERY_OBJECTIVE_SECONDS, SPOT_HOURS_BETWEEN_RECLAIMS
 from trainyard.planner.layout import Layout
+from trainyard.planner.loading import loading_of
 from trainyard.planner.money import (
     affordable,
     checkpoint_plan,
@@ -24,7 +25,7 @@ from trainyard.planner.resolve import (
     resolve,
     sequences_per_rank,
 )
-from trainyard.planner.results import CheckpointPlan, Configuration, Plan
+from trainyard.planner.results import CheckpointPlan, Configuration, Plan, TimePlan
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 
 __all__ = ["Configuration", "Plan", "plan"]
@@ -78,7 +79,7 @@ def plan(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None =
         max_hours=job.compute.max_hours,
         fits=chosen.fits,
         affordable=affordable(job, cost),
-        notes=(*quotes.notes, *formulas.notes, *_notes(job, configurations, chosen, checkpoint)),
+        notes=(*quotes.notes, *formulas.notes, *_notes(job, machines, configurations, chosen, checkpoint)),
     )
 
 
@@ -138,6 +139,7 @@ def _layouts(job: JobSpec, parallelism: ParallelismSpec) -> Iterator[Layout]:
 
 def _notes(
     job: JobSpec,
+    machines: Machines,
     configurations: tuple[Configuration, ...],
     chosen: Configuration,
     checkpoint: CheckpointPlan | None,
@@ -153,6 +155,7 @@ def _notes(
         if gain > NOTEWORTHY_GAIN:
             notes.append(f"{best.layout} is estimated {gain:.0%} faster than the chosen {chosen.layout}")
     if chosen.time is not None:
+        notes += _loading(job, machines, chosen, chosen.time)
         notes.append("start-up (machines, image, data) is not in the hours and dollars")
     if checkpoint is not None and job.compute.spot:
         notes.append(
@@ -165,3 +168,10 @@ def _notes(
             f"{RECOVERY_OBJECTIVE_SECONDS:.0f}"
         )
     return notes
+
+
+def _loading(job: JobSpec, machines: Machines, chosen: Configuration, time: TimePlan) -> list[str]:
+    images = chosen.micro_batch_size * chosen.gradient_accumulation_steps
+    unhindered = time.step_seconds - time.breakdown_seconds.get(DATA, 0.0)
+    reading = loading_of(job, machines, images_per_rank=images, step_seconds=unhindered)
+    return [reading.note()] if reading else []

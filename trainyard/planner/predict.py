@@ -32,7 +32,7 @@ KNOWN_FIELDS = frozenset(
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
         *("dense_layers", "lora_targets", "trains_vocabulary", "quantization", "adapter"),
         *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
-        *("expert_overlap", "expert_exchange"),
+        *("expert_overlap", "expert_exchange", "capacity_factor"),
         *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
 )
@@ -158,7 +158,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         # Frozen weights have no gradients of their own: two thirds of the work.
         flops *= 2 / 3
     spread = time_spread(shape, layout, question.device)
-    ignored = sorted((set(content) - KNOWN_FIELDS) | _without_effect(content, layout))
+    ignored = sorted((set(content) - KNOWN_FIELDS) | _without_effect(content, shape, layout))
     return {
         "peak_memory_gib": use.allocated / GIB,
         "model_state_gib": use.state / GIB,
@@ -184,7 +184,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
     }
 
 
-def _without_effect(content: Mapping[str, Any], layout: Layout) -> set[str]:
+def _without_effect(content: Mapping[str, Any], shape: ModelShape, layout: Layout) -> set[str]:
     """Fields that are stated, and that no formula of the layout's method and engine reads."""
     unread: set[str] = set()
     if layout.method == "full":
@@ -194,6 +194,8 @@ def _without_effect(content: Mapping[str, Any], layout: Layout) -> set[str]:
         unread.add("adapter")
     if layout.method != "qlora":
         unread.add("quantization")
+    if not shape.moe_layers:
+        unread.add("capacity_factor")
     return {name for name in unread if content.get(name) is not None}
 
 
@@ -322,12 +324,8 @@ def _shape(fields: _Fields) -> ModelShape:
         kv_heads=fields.whole("kv_heads", heads_or_base),
         head_dim=fields.whole("head_dim", base.head_dim if base else max(1, hidden // heads)),
         vocab=fields.whole("vocab", base.vocab if base else (32000 if gated else 50257)),
-        gated_mlp=gated,
         tied_embeddings=fields.flag("tied_embeddings", base.tied_embeddings if base else not gated),
-        norm="rms" if gated else "layer",
-        qkv_bias=not gated,
-        output_bias=not gated,
-        mlp_bias=not gated,
+        **_block(gated=gated),
     )
     sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated_mlp", "tied_embeddings")
     shape = dataclasses.replace(base, **{name: getattr(stated, name) for name in sizes}) if base else stated
@@ -345,7 +343,45 @@ def _shape(fields: _Fields) -> ModelShape:
         shape = dataclasses.replace(shape, q_lora_rank=1536, kv_lora_rank=512, rope_dim=64)
     if fields.given("hybrid_pattern"):
         shape = _with_pattern(fields, shape)
-    return checked(dataclasses.replace(shape, mtp_layers=fields.whole("mtp_layers", shape.mtp_layers, least=0)))
+    shape = checked(dataclasses.replace(shape, mtp_layers=fields.whole("mtp_layers", shape.mtp_layers, least=0)))
+    return shape if base or params is None else _read_by_size(fields, shape, params * 1e9)
+
+
+def _block(*, gated: bool) -> dict[str, Any]:
+    """What comes with the kind of feed-forward block: Llama's norms and no biases, or GPT's norms and biases."""
+    return {
+        "gated_mlp": gated,
+        "norm": "rms" if gated else "layer",
+        "qkv_bias": not gated,
+        "output_bias": not gated,
+        "mlp_bias": not gated,
+    }
+
+
+STATED_PRECISION = 0.005
+"""A size of three digits says this much: a reading that lies nearer meets it."""
+FAR_FROM_STATED = 0.03
+"""Names round to less ("7B" of 6.74): a usual reading that lies nearer than this stays."""
+
+
+def _read_by_size(fields: _Fields, shape: ModelShape, params: float) -> ModelShape:
+    """The reading of a plain decoder's sizes that the stated number of parameters chooses; else the usual one, `shape`.
+
+    Whoever states a size along with layers and widths says by it whether the block is gated and the embeddings are
+    tied, where no field does. Of two readings that meet it (layers x ffn = vocab makes one projection of all layers as
+    large as the output's) the gated one counts, as nearly all decoders of today are. What the count rests on must be
+    stated too: key/value heads or a vocabulary that are guessed would explain a gap as well.
+    """
+    known = all(fields.given(name) for name in ("ffn", "heads", "kv_heads", "vocab"))
+    plain = not (shape.experts or shape.is_hybrid or shape.kv_lora_rank or shape.encoder_layers or shape.mtp_layers)
+    if not (known and plain) or abs(shape.params / params - 1) <= FAR_FROM_STATED:
+        return shape
+    gates = [shape.gated_mlp] if fields.given("gated_mlp") else [True, False]
+    ties = [shape.tied_embeddings] if fields.given("tied_embeddings") else [True, False]
+    readings = [
+        dataclasses.replace(shape, tied_embeddings=tied, **_block(gated=gated)) for gated in gates for tied in ties
+    ]
+    return next((item for item in readings if abs(item.params / params - 1) <= STATED_PRECISION), shape)
 
 
 def _known_shape(fields: _Fields, params_b: float | None) -> ModelShape | None:
@@ -502,6 +538,7 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "grouped_experts": fields.flag("grouped_experts", True),
         "gathers_tokens": fields.flag("gathers_tokens", False),
         "expert_overlap": fields.flag("expert_overlap", False) if fields.given("expert_overlap") else None,
+        "capacity_factor": fields.number("capacity_factor"),
         "host_exchange": _host_exchange(fields),
         "last_stage_layers": fields.whole("last_stage_layers", 1) if fields.given("last_stage_layers") else None,
         "flash_attention": attention == "flash",

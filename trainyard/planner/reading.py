@@ -2,12 +2,18 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.hardware import Instance, instance, instance_types
 from trainyard.planner.constants import has_hopper_workspaces
-from trainyard.planner.families import FAMILIES, config_from_source, shape_from_config, shape_from_source
+from trainyard.planner.families import (
+    FAMILIES,
+    Config,
+    config_from_source,
+    shape_from_config,
+    shape_from_source,
+    with_positions,
+)
 from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec
@@ -64,13 +70,16 @@ def required_shape(job: JobSpec) -> ModelShape:
     return shape_from_source(job.model.source)
 
 
-def _stated_config(job: JobSpec) -> dict[str, Any] | None:
-    """The configuration in the job. The trainer gives one without a vocabulary its tokenizer's: here that of bytes."""
+def _stated_config(job: JobSpec) -> Config | None:
+    """The configuration in the job, with what the trainer gives one that doesn't state it: positions, and its
+    tokenizer's vocabulary, here that of bytes."""
     config, data = job.model.config, job.data
+    if config is None:
+        return None
     is_bytes = data.tokenizer is None and all(source.format != "tokens" for source in data.train)
-    if config is None or config.get("vocab_size") is not None or not is_bytes:
-        return config
-    return {**config, "vocab_size": BYTE_VOCABULARY}
+    if config.get("vocab_size") is None and is_bytes:
+        config = {**config, "vocab_size": BYTE_VOCABULARY}
+    return with_positions(config, data.sequence_length)
 
 
 def model_type_of(job: JobSpec) -> str | None:

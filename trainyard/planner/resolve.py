@@ -15,6 +15,7 @@ from trainyard.planner.facts import check_job, facts_of
 from trainyard.planner.goodput import hours_between_failures
 from trainyard.planner.layout import Recompute
 from trainyard.planner.memory import Memory, memory
+from trainyard.planner.preflight import check_preflight
 from trainyard.planner.reading import Machines, check_shape, check_world, layout_of, machines_of, shape_of
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
@@ -38,6 +39,7 @@ def resolve(job: JobSpec, *, world_size: int | None = None) -> ResolvedJob:
     machines = machines_of(job, world_size)
     check_precision(job, machines)
     _check_peers(job, machines)
+    check_preflight(job, machines)
     shape = shape_of(job)
     check_job(job, shape)
     if isinstance(job.parallelism, ParallelismSpec):

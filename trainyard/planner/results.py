@@ -36,7 +36,8 @@ class TimePlan(SpecModel):
     """With the next: the 80% interval, from published runs whose source the formulas' constants had not seen."""
     step_seconds_high: float
     breakdown_seconds: dict[str, float]
-    """What takes how much of a step: computing, exposed communication by kind, the pipeline's bubble, the optimizer."""
+    """What takes how much of a step: computing, exposed communication by kind, the pipeline's bubble, the optimizer,
+    and for jobs with images waiting for them."""
     tokens_per_second: float
     """All GPUs together."""
     mfu: float

@@ -351,7 +351,7 @@ class _Rank:
         crosses = _expert_group(layout, self.links).num_nodes > 1
         alone = (layout.host_exchange and crosses) or layout.expert_overlap is False
         share = max(constants.expert_exposed, 1.0) if alone else constants.expert_exposed
-        return _expert_seconds(self.shape, layout, stage, self.links) * constants.imbalance * share
+        return _expert_seconds(self.shape, layout, stage, self.links) * self._fullest() * share
 
     def _context_seconds(self, stage: Stage) -> float:
         """Context parallelism: every rank's keys and values, and back their gradients, beyond the attention's time.
@@ -486,12 +486,16 @@ class _Rank:
         around = 6 * shape.hidden / self.layout.norm_split + (inputs + 1) * width / split
         return _Work(products, 0.0, self._elementwise(around))
 
+    def _fullest(self) -> float:
+        """The tokens of the fullest rank's experts over the mean; with a capacity all have as many."""
+        return self.layout.capacity_factor or self.constants.imbalance
+
     def _routed(self) -> _Work:
         """Router, routed experts and the shared one; each rank has its share of experts and of tokens."""
         shape, layout, constants = self.shape, self.layout, self.constants
         inputs = 2 if shape.gated_mlp else 1
         hidden = shape.latent or shape.hidden
-        copies = self.tokens * shape.experts_per_token / layout.tensor * constants.imbalance
+        copies = self.tokens * shape.experts_per_token / layout.tensor * self._fullest()
         local = max(1.0, shape.experts / layout.expert)
         products = self.product(copies, inputs * shape.moe_ffn, hidden, local)
         products += self.product(copies, hidden, shape.moe_ffn, local)
