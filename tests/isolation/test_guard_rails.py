@@ -13,7 +13,7 @@ import pytest
 import yaml
 from ministack.core import iam_evaluator as ministack
 
-from trainyard.isolation.account import Account, DocumentKey, build
+from trainyard.isolation.account import Account, DocumentKey, Role, build
 from trainyard.isolation.evaluator import decide
 from trainyard.isolation.rails import RailCase, rail_cases
 from trainyard.isolation.templates import Deployment, synthesize
@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 EBS_ONLY = "ml.inf2.24xlarge"
 ADMINISTRATOR_STILL_DENIED_BY_ANOTHER = {"JobsSayOutputKey"}
 """Rails that a second one stands behind in every case: a job without an output key isn't under the own key either."""
+
+CREATE_JOB = "sagemaker:CreateTrainingJob"
+JOB = "arn:aws:sagemaker:us-east-1:123456789012:training-job/acme-llama-20260101000000-0a1b"
 
 Stated = Mapping[str, Any]
 
@@ -208,6 +211,48 @@ def test_each_guard_rail_is_the_only_one_that_refuses_its_case(
                 opened.add(case.rail)
     rails = {case.rail for case in cases}
     assert rails - opened == ADMINISTRATOR_STILL_DENIED_BY_ANOTHER & rails
+
+
+def test_a_foreign_key_or_file_system_is_asked_for_by_nobody_or_to_no_avail(
+    deployment: tuple[Deployment, Account], cases: list[RailCase]
+) -> None:
+    """The rails that name a key and a file system stand in a policy of the submitter's own. Whoever hasn't it, and has
+    an administrator's attached, starts no job at all where a broker submits. With `direct` such a role is let through:
+    then the other tenant's key is what stops it, which opens for none of them."""
+    account = deployment[1]
+    own, other = account.contracts["acme"], account.contracts["globex"]
+    submitter = account.role("acme", "broker" if own.broker else "launcher")
+    proper = next(case for case in cases if case.allowed and case.role == submitter)
+    job = {} if own.shares else next(case.stated for case in cases if case.allowed and case.rail == "OutputUnderOwnKey")
+
+    def asked(role: Role, action: str, resource: str, stated: Stated) -> RailCase:
+        """By a role that has an administrator's policy too."""
+        return replace(proper, role=role, allowed=False, action=action, resource=resource, stated=stated)
+
+    def opens(key: str, role: Role, action: str) -> bool:
+        thing = account.thing_at(key)
+        assert thing is not None
+        request = replace(asked(role, action, key, {}).request(account), resource_policy=account.policy_of(thing))
+        return decide(request).outcome == "Allow"
+
+    foreign = {
+        "sagemaker:OutputKmsKeyArn": other.keys.checkpoints,
+        "sagemaker:VolumeKmsKeyArn": other.keys.checkpoints,
+        "sagemaker:FileSystemId": other.file_system.id,
+    }
+    let_through = [
+        role
+        for role in account.roles_of("acme")
+        for key, value in foreign.items()
+        if by_ours(asked(role, CREATE_JOB, JOB, {**job, "aws:PrincipalArn": role.arn, key: value}), account)[0]
+        == "Allow"
+    ]
+    assert submitter not in let_through
+    assert bool(let_through) == (not own.broker)
+    actions = ("kms:GenerateDataKey", "kms:Decrypt", "kms:CreateGrant")
+    asking = [(role, action) for role in let_through for action in actions]
+    assert [pair for pair in asking if opens(other.keys.checkpoints, *pair)] == []
+    assert opens(own.keys.checkpoints, account.role("acme", "job"), "kms:Decrypt")  # so would an open one look
 
 
 def test_the_same_cases_go_to_aws_in_requests_that_its_model_takes(

@@ -44,8 +44,8 @@ def synthesize_into(outdir: Path, environment: Any, *, checked: bool) -> dict[st
     """Templates by stack name; with the checks, what they refuse is left in the folder's validation report."""
     from aws_cdk import App
 
-    from stacks import deploy_environment
     from stacks.checks import enforce_checks
+    from stacks.environment import deploy_environment
 
     context = json.loads((ROOT / "cdk.json").read_text())["context"]
     app = App(

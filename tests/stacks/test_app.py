@@ -28,7 +28,7 @@ def _made(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "out").glob(f"*{SUFFIX}"))
 
 
-def _run_app(context: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def _run_app(context: dict[str, str], tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """As the CDK CLI starts it: the context of cdk.json and of the command line in one variable."""
     whole = json.loads((ROOT / "cdk.json").read_text())["context"] | context
     environment = {"CDK_CONTEXT_JSON": json.dumps(whole), "CDK_OUTDIR": str(tmp_path / "out"), "HOME": str(tmp_path)}
@@ -40,7 +40,7 @@ def _run_app(context: dict[str, str], tmp_path: Path) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, str(ROOT / "app.py")],
         cwd=ROOT,
-        env={**environment, "PATH": os.defpath},
+        env={**environment, "PATH": os.defpath, **variables},
         capture_output=True,
         text=True,
         timeout=600,
@@ -81,7 +81,9 @@ def test_the_same_templates_from_any_place_without_credentials_home_or_node_by_o
 def test_a_wrong_environment_is_one_line_and_exit_code_2(
     context: dict[str, str], fragments: list[str], tmp_path: Path
 ) -> None:
-    done = _run_app(context, tmp_path)
+    """And at once: importing the CDK, which starts its own process, takes seconds."""
+    (tmp_path / "aws_cdk.py").write_text("raise RuntimeError('the CDK was started')")
+    done = _run_app(context, tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert all(fragment in done.stderr for fragment in fragments)
@@ -151,9 +153,7 @@ def test_where_another_process_fails_no_assembly_is_left(
 
 def test_another_process_is_ended_with_all_that_it_started(app: ModuleType, tmp_path: Path) -> None:
     """It leads its own group: the node of its jsii would go on writing into a folder that is being removed."""
-    from aws_cdk import App
-
-    process = app._start(App(), ["acme"], tmp_path)
+    process = app._start({}, ["acme"], tmp_path)
     try:
         assert os.getpgid(process.pid) == process.pid
     finally:
@@ -162,12 +162,10 @@ def test_another_process_is_ended_with_all_that_it_started(app: ModuleType, tmp_
 
 
 def test_a_part_is_told_by_no_name_that_somebody_could_type(app: ModuleType) -> None:
-    from aws_cdk import App
-
-    assert app._parts(App(context={"tenants": "acme", "processes": "2"}), ["acme", "globex"]) == [["acme"], ["globex"]]
-    assert app._parts(App(context={app.PART: "globex"}), ["acme", "globex"]) == [["globex"]]
+    assert app._parts({"tenants": "acme", "processes": "2"}, ["acme", "globex"]) == [["acme"], ["globex"]]
+    assert app._parts({app.PART: "globex"}, ["acme", "globex"]) == [["globex"]]
     with pytest.raises(InputError, match="-c processes=0: a whole number of processes, 1 or more"):
-        app._parts(App(context={"processes": 0}), ["acme"])
+        app._parts({"processes": 0}, ["acme"])
 
 
 def test_a_region_without_a_resource_type_is_refused_at_synthesis(tmp_path: Path) -> None:

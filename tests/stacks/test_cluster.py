@@ -276,7 +276,7 @@ def test_what_it_costs_a_month_is_priced_or_named(made: dict[str, Any], template
 def refused(content: dict[str, Any]) -> str:
     from aws_cdk import App
 
-    from stacks import deploy_environment
+    from stacks.environment import deploy_environment
 
     with pytest.raises(InputError) as error:
         deploy_environment(App(), parse(EnvironmentSpec, content, "environment.yaml"))

@@ -302,8 +302,8 @@ def test_policies_that_iam_would_not_take_together_are_refused_before_deployment
     """Of one role all together: acme's launcher has its own and the rails, of which neither alone is too long here."""
     from aws_cdk import App
 
-    from stacks import deploy_environment
     from stacks.constructs import permissions
+    from stacks.environment import deploy_environment
 
     monkeypatch.setattr(permissions, "MAX_INLINE_CHARACTERS", 7_000)
     with pytest.raises(InputError, match=r"tenants\.acme: .* launcher role would have 7,\d{3} characters"):

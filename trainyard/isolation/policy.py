@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from trainyard.isolation.conditions import (
@@ -65,20 +65,40 @@ class Statement:
     conditions: tuple[Condition, ...] = ()
     principals: Principals | None = None
     not_principals: Principals | None = None
+    _covered: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Resources that were asked about, where the answer is the same whoever asks."""
+    _covered_actions: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def covers_action(self, action: str) -> bool:
         """By Action or NotAction; action names have no case."""
-        if self.not_actions:
-            return not any(action_matches(pattern, action) for pattern in self.not_actions)
-        return any(action_matches(pattern, action) for pattern in self.actions)
+        # Kept, as a resource's: every mutant's policies ask the same statements again.
+        covered = self._covered_actions.get(action)
+        if covered is None:
+            listed = any(action_matches(pattern, action) for pattern in self.not_actions or self.actions)
+            covered = self._covered_actions[action] = listed != bool(self.not_actions)
+        return covered
 
     def covers_resource(self, resource: str, context: Context) -> bool:
         """By Resource or NotResource. A trust policy has neither: it is about its role."""
-        # A loop and no any(): this is asked millions of times a survey, and a generator costs as much as its answer.
+        # Asked millions of times a survey, of the same statements and things: an answer is worked out once, unless it
+        # hangs on who asks.
+        covered = self._covered.get(resource)
+        if covered is None:
+            covered = self._covers_resource(resource, context)
+            if not self._asks_context:
+                self._covered[resource] = covered
+        return covered
+
+    def _covers_resource(self, resource: str, context: Context) -> bool:
         for pattern in self.not_resources or self.resources:
             if _resource_matches(pattern, resource, context, self.allows != bool(self.not_resources)):
                 return not self.not_resources
         return bool(self.not_resources) or not self.resources
+
+    @cached_property
+    def _asks_context(self) -> bool:
+        """Whether a pattern has a policy variable."""
+        return any("${" in pattern for pattern in (*self.resources, *self.not_resources))
 
     def holds(self, context: Context) -> Truth:
         """Whether the conditions hold."""
