@@ -1,6 +1,9 @@
 """The bad inputs that people really give: one line that says what, where and how to mend it, and the right code."""
 
+import errno
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from trainyard.cli.app import run
 from trainyard.launch.checks import RunningJob
 from trainyard.launch.record import S3RecordStore
 from trainyard.launch.sagemaker_backend import SageMakerBackend
-from trainyard.launch.session import Account
+from trainyard.launch.session import Account, unwritable
 
 WriteJob = Callable[..., str]
 Refusal = Callable[[list[str], int], str]
@@ -62,6 +65,68 @@ def test_an_unknown_key(refusal: Refusal, write_job: WriteJob, environment_path:
 
 def test_a_missing_job_file(refusal: Refusal) -> None:
     assert "nowhere.yaml: no such file" in refusal(["plan", "nowhere.yaml"], 2)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["launch", "jobs/tiny.yaml", "--backend", "local"],
+        ["sweep", "jobs/tiny.yaml", "--over", "training.seed=1,2", "--backend", "local"],
+        ["emulator", "start"],
+    ],
+    ids=lambda verb: verb[0],
+)
+def test_a_state_folder_that_takes_nothing(
+    refusal: Refusal, verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rights don't stop root, who runs tests here and there: a file in the folder's place stops everybody."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path / "file" / "state"))
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    line = refusal(verb, 2)
+    assert f"the state folder {tmp_path}/file/state: can't be written (Not a directory)" in line
+    assert "TRAINYARD_STATE_DIR" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        # A write names no file, and may be one to the output.
+        (OSError(errno.ENOSPC, "full"), "a disk is full (No space left on device): the state folder's, STATE, or the"),
+        (PermissionError(errno.EACCES, "no", "STATE/jobs/x"), "the state folder STATE: can't be written (Perm"),
+        (PermissionError(errno.EACCES, "no", "/elsewhere"), None),
+        (FileNotFoundError(errno.ENOENT, "gone", "STATE/jobs/x"), None),
+    ],
+)
+def test_what_no_state_folder_is_to_blame_for_stays_a_bug(error: OSError, told: str | None, tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    (tmp_path / "state").mkdir()
+    if isinstance(error.filename, str):
+        error.filename = error.filename.replace("STATE", state)
+    found = unwritable(error)
+    assert found is None if told is None else str(found).startswith(told.replace("STATE", state))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
+def test_a_full_disk_may_be_the_outputs() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "trainyard", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2 and "trainyard: a disk is full" in done.stderr and "output goes to" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("state", ["file/state", "link/state"])
+def test_a_state_folder_that_is_named_otherwise_than_it_is_opened(
+    refusal: Refusal, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", state)
+    monkeypatch.chdir(tmp_path)
+    line = refusal(["emulator", "start"], 2)
+    assert f"the state folder {state}: can't be written (Not a directory)" in line
 
 
 def test_a_malformed_override(refusal: Refusal, write_job: WriteJob) -> None:

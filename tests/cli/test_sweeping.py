@@ -1,7 +1,9 @@
 """`sweep` as a person types it: trials go the ordinary way of a launch, and what is wrong is one line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -9,9 +11,15 @@ from launch_testing import job_content
 
 from trainyard.cli import sweeping
 from trainyard.cli.app import run
+from trainyard.errors import InputError
+from trainyard.launch.doors import DOORS
+from trainyard.launch.place import local_jobs_folder
+from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
 from trainyard.operate.sweep.record import SweepRecord, SweepStore
+from trainyard.spec.backends import BackendName
 from trainyard.spec.base import parse
+from trainyard.spec.job import JobSpec
 
 
 @pytest.fixture
@@ -56,6 +64,38 @@ def test_trials_go_to_sagemaker_as_any_job_does(
     assert run(["sweep", "--resume", "rates"]) == 2 and "which is gone" in capsys.readouterr().err
     assert run(verb) == 2
     assert "sweep rates: exists already; `trainyard sweep --resume rates` goes on" in capsys.readouterr().err
+
+
+def test_a_sweep_that_nobody_answers_ends_at_once_and_is_not_begun(
+    job_path: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Not after the minutes for which a sweep under way tries a launch again."""
+    assert run(["sweep", job_path, "--over", "training.learning_rate=1e-3,2e-3", "-e", "local"]) == 3
+    said = capsys.readouterr().err
+    assert "no emulator is running" in said and said.count("\n") == 1
+    assert run(["sweep", job_path, "--over", "training.seed=1,2", "-e", "local", "--set", "tenant=initech"]) == 2
+    assert "tenant 'initech' is not in environment local" in capsys.readouterr().err
+    assert not list((tmp_path / "state").glob("sweeps/*/sweep.json"))
+
+
+@pytest.mark.parametrize("backend", sorted(DOORS))
+def test_trials_for_a_cluster_of_this_machine_ask_no_account(
+    job_path: str, backend: BackendName, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a launch goes there from an emulated environment, which has no machines."""
+    asked: list[str] = []
+
+    def refuse(job: JobSpec, folder: Path, **_: Any) -> JobRecord:
+        asked.append(f"{job.training.seed} {folder}")
+        raise InputError("the cluster is tried elsewhere")
+
+    monkeypatch.setitem(DOORS, backend, replace(DOORS[backend], launch_from_here=refuse))
+    verb = ["sweep", job_path, "--over", "training.seed=1,2", "-e", "local", "--name", "seeds", "--backend", backend]
+    assert run([*verb, "--stop-losers", "none", "--set", "compute.spot=false"]) == 1
+    assert "emulator" not in capsys.readouterr().err
+    assert sorted(asked) == [f"{seed} {local_jobs_folder()}" for seed in (1, 2)]
+    launcher = sweeping.VerbLauncher(SweepStore("seeds").read(), Path(job_path))
+    assert launcher.find(launcher.load("", ())) is None, "a resume looks for trials on this machine alone"
 
 
 def test_trials_are_told_to_one_experiment(job_path: str) -> None:

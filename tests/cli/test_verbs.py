@@ -1,5 +1,6 @@
 """The verbs on a job, one after the other, as a person and as a program use them."""
 
+import errno
 import io
 import json
 import time
@@ -23,6 +24,7 @@ from trainyard.launch.place import place_of
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
 from trainyard.launch.watch import Status
+from trainyard.operate import following
 from trainyard.spec.platform import TenantContract
 
 
@@ -96,6 +98,36 @@ def test_launch_says_on_how_many_instances_an_elastic_job_may_go_on(
     assert len(json.loads(records)) == 1
     # This machine has one host, whatever the limits.
     assert jobs.load_for_backend(Path(job_path), [limits.replace("1,", "2,")], "local").recovery.elastic is None
+
+
+def test_a_job_that_nobody_can_follow_from_here_is_launched_once(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """What is known before is refused before; what turns out later is a warning, and no error of the launch."""
+    tracked = ["launch", job_path, "-e", str(environment_path), "--set", "tracking.mlflow=http://127.0.0.1:9"]
+    (tmp_path / "state").mkdir()
+    # Rights don't stop root: the kernel's own folder takes nobody's files.
+    (tmp_path / "state" / "tracking").symlink_to("/sys")
+    assert run(tracked) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and f"the state folder {tmp_path}/state: can't be written" in said.err
+    assert json.loads(output_of(["jobs", "-e", str(environment_path), "-t", "acme", "--json"], capsys)) == []
+    (tmp_path / "state" / "tracking").unlink()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(following.subprocess, "Popen", refuse)
+    assert run([*tracked, "--json"]) == 0
+    said = capsys.readouterr()
+    job_id = json.loads(said.out)["job_id"]
+    assert f"warning: job {job_id} is Submitted, but its trackers aren't told" in said.err
+    deployed.client("sagemaker").describe_training_job(TrainingJobName=job_id)
 
 
 def test_a_completed_job_neither_stops_nor_resumes(

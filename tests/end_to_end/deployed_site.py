@@ -9,6 +9,8 @@ from typing import Any
 
 from trainyard import emulator
 from trainyard.emulator import EmulatorInfo
+from trainyard.launch.place import TenantAccess, open_tenant
+from trainyard.spec.platform import load_environment
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 UNPACKED_CDK = Path.home() / ".cache/aws/jsii/package-cache"
@@ -84,3 +86,18 @@ def processes_of(state_dir: Path) -> list[str]:
         except OSError:
             continue
     return [line for line in found if line]
+
+
+def access(tenant: str) -> TenantAccess:
+    """A tenant of the deployed platform, as its launcher."""
+    return open_tenant(load_environment(CHECKOUT / "environments/local.yaml"), tenant, "test")
+
+
+def copy_data(owner: TenantAccess, other: TenantAccess) -> None:
+    """The quickstart's data, which lies in the owner's bucket, for another tenant; by each one's own launcher."""
+    theirs, ours = owner.launcher.client("s3"), other.launcher.client("s3")
+    for page in theirs.get_paginator("list_objects_v2").paginate(Bucket=owner.contract.buckets.data):
+        for item in page.get("Contents", []):
+            if not item["Key"].startswith("jobs/"):
+                body = theirs.get_object(Bucket=owner.contract.buckets.data, Key=item["Key"])["Body"].read()
+                ours.put_object(Bucket=other.contract.buckets.data, Key=item["Key"], Body=body)

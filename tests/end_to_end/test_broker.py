@@ -5,30 +5,15 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from deployed_site import CHECKOUT, Site
+from deployed_site import Site, access, copy_data
 
-from trainyard.launch.place import TenantAccess, open_tenant
+from trainyard.launch.place import TenantAccess
 from trainyard.launch.queue_backend import backend_of
-from trainyard.spec.platform import load_environment
 
 # The first of the folder: the quickstart's time counts as its own.
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(3600)]
 # Far too long to end by itself: it must hold its instances until the test stops it.
 LONG = ("training.steps=5000", "training.schedule.warmup_steps=1", "checkpoint.every_steps=5000", "compute.spot=false")
-
-
-def access(tenant: str) -> TenantAccess:
-    return open_tenant(load_environment(CHECKOUT / "environments/local.yaml"), tenant, "test")
-
-
-def copy_data(acme: TenantAccess, globex: TenantAccess) -> None:
-    """The quickstart's data, which lies in acme's bucket."""
-    theirs, ours = acme.launcher.client("s3"), globex.launcher.client("s3")
-    for page in theirs.get_paginator("list_objects_v2").paginate(Bucket=acme.contract.buckets.data):
-        for item in page.get("Contents", []):
-            if not item["Key"].startswith("jobs/"):
-                body = theirs.get_object(Bucket=acme.contract.buckets.data, Key=item["Key"])["Body"].read()
-                ours.put_object(Bucket=globex.contract.buckets.data, Key=item["Key"], Body=body)
 
 
 def refused(call: Any) -> str:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from deployed_site import CHECKOUT, Site
+from deployed_site import CHECKOUT, Site, access
 
 from trainyard.launch import watch
 from trainyard.launch.backend import LogLine
-from trainyard.launch.place import TenantAccess, open_tenant
-from trainyard.spec.platform import load_environment
+from trainyard.launch.place import TenantAccess
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(1800)]
 DEADLINE_SECONDS = 600.0
@@ -103,7 +102,7 @@ class Meter:
 
 
 def test_a_spent_budget_ends_a_job_with_a_checkpoint(site: Site, tmp_path: Path) -> None:
-    globex = open_tenant(load_environment(CHECKOUT / "environments/local.yaml"), "globex", "test")
+    globex = access("globex")
     text = (CHECKOUT / "LICENSE").read_bytes()
     globex.launcher.client("s3").put_object(Bucket=globex.contract.buckets.data, Key="sets/text.txt", Body=text)
     launched = site.trainyard("launch", long_job(tmp_path), "--force", "--json")

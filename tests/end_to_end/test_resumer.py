@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from deployed_site import CHECKOUT, Site
+from deployed_site import CHECKOUT, Site, access, copy_data
 
 from trainyard import emulator
-from trainyard.launch.place import TenantAccess, open_tenant
+from trainyard.launch.place import TenantAccess
 from trainyard.launch.queue_backend import backend_of
 from trainyard.launch.session import open_account
 from trainyard.spec.platform import load_environment
@@ -29,20 +29,6 @@ SMALL = (
     "recovery.max_resumes=1",
     "recovery.elastic={min_instances: 1, max_instances: 2}",
 )
-
-
-def access(tenant: str) -> TenantAccess:
-    return open_tenant(load_environment(CHECKOUT / "environments/local.yaml"), tenant, "test")
-
-
-def copy_data(acme: TenantAccess, globex: TenantAccess) -> None:
-    """The quickstart's data, which lies in acme's bucket."""
-    theirs, ours = acme.launcher.client("s3"), globex.launcher.client("s3")
-    for page in theirs.get_paginator("list_objects_v2").paginate(Bucket=acme.contract.buckets.data):
-        for item in page.get("Contents", []):
-            if not item["Key"].startswith("jobs/"):
-                body = theirs.get_object(Bucket=acme.contract.buckets.data, Key=item["Key"])["Body"].read()
-                ours.put_object(Bucket=globex.contract.buckets.data, Key=item["Key"], Body=body)
 
 
 def wait_for(look: Callable[[], Any], seconds: float = 900.0) -> Any:

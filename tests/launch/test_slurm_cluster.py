@@ -50,7 +50,13 @@ def test_a_job_runs_on_every_machine_without_the_persons_credentials(
         "node-0 node1 start 1 of attempt 1, secret none",
         "node-1 node2 start 1 of attempt 1, secret none",
     ]
-    assert states(status) == [("Created", 1), ("Submitted", 1), ("Training", 1), ("Completed", 1)]
+    # A busy controller may say once more, between two looks, what it said before.
+    assert list(dict.fromkeys(states(status))) == [
+        ("Created", 1),
+        ("Submitted", 1),
+        ("Training", 1),
+        ("Completed", 1),
+    ]
     assert "trainyard:job=fine" in desk.cluster.command("scontrol", "show", "job", desk.slurm_id(record))
 
 

@@ -14,7 +14,7 @@ import yaml
 from launch_testing import JOB_ID, job_content
 from runbook_testing import record_of, rows_of
 
-from trainyard.errors import AwsRefusedError, JobFailedError
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch import watch
 from trainyard.launch.backend import Observation
 from trainyard.launch.backends import ByRecord
@@ -388,11 +388,96 @@ def test_a_step_that_fails_ends_the_runbook_and_later_ones_are_not_made(
     assert [step["made"] for step in kept["steps"]] == [False] and "AWS refused" in kept["error"]
 
 
-def test_a_commands_own_error_and_exit_code_are_passed_on() -> None:
+def test_a_commands_own_error_and_exit_code_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = framework.command("prices", "--help", changes=False)
     assert good.words == "trainyard prices --help" and good.make() != ""
-    with pytest.raises(JobFailedError, match="nonsense"):
+    with pytest.raises(InputError, match="nonsense"):
         framework.command("nonsense").make()
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))
+    with pytest.raises(AwsRefusedError, match="no emulator is running"):
+        framework.command("cost").make()
+
+
+def test_what_is_refused_after_a_change_is_no_wrong_input_and_the_change_is_told(
+    tenant: TenantContract,
+    evidence: Path,
+    environment_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse_resumes(argv: Sequence[str]) -> str:
+        if "resume" in argv:
+            raise InputError("compute.spot: the tenant has no other")
+        return "stopped"
+
+    monkeypatch.setattr(framework, "_run", refuse_resumes)
+    storm = ["spot_storm", "--tenant", "acme", "-e", str(environment_path), "--evidence", str(evidence), "--yes"]
+    assert main(storm) == 1
+    said = capsys.readouterr()
+    assert f"made: trainyard stop {JOB_ID}" in said.out and f"failed: trainyard resume {JOB_ID}" in said.out
+    assert "nothing was changed" not in said.out and said.err.endswith("the tenant has no other\n")
+    assert main([*storm, "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert [step["made"] for step in document["steps"]] == [True, False] and document["exit_code"] == 1
+    assert document == json.loads((evidence / "report.json").read_text()) and "has no other" in document["error"]
+
+
+def test_a_folder_that_takes_no_evidence_is_found_before_anything_is_changed(
+    tenant: TenantContract, run: Any, calls: list[str], evidence: Path, deployed: Account
+) -> None:
+    evidence.symlink_to("/sys")  # for root there is no folder without the right to write, but the kernel's
+    calls.clear()
+    code, _, said = run("rotate_keys", "--tenant", "acme", "--yes")
+    assert (code, calls) == (2, []) and f"--evidence {evidence}: takes no file" in said
+    evidence.unlink()
+    (evidence / "steps.json").mkdir(parents=True)  # what can't be known before
+    code, document, said = run("rotate_keys", "--tenant", "acme", "--yes")
+    assert code == 1 and "steps.json can't be written" in said
+    assert document["steps"] and all(step["made"] for step in document["steps"]), "what was done is told"
+
+
+def test_no_second_factor_is_spent_where_the_credentials_cannot_be_kept(
+    tenant: TenantContract, run: Any, calls: list[str], evidence: Path
+) -> None:
+    path = evidence / "operator.sh"
+    path.mkdir(parents=True)
+    asked = ("break_glass", "open", "--tenant", "acme", "--reason", "mend job x", "--yes")
+    before = ["AssumeRole"]  # the launcher's, who reads the contract
+    calls.clear()
+    code, _, said = run(*asked)
+    assert code == 2 and "operator.sh can't be written (Is a directory)" in said
+    assert [one for one in calls if one == "AssumeRole"] == before
+    path.rmdir()
+    path.write_text("x" * 5000)
+    path.chmod(0o644)
+    assert run(*asked)[0] == 0
+    assert path.stat().st_mode & 0o777 == 0o600 and "x" * 100 not in path.read_text(), "nothing is left of an old one"
+
+
+def test_evidence_that_cannot_be_kept_is_wrong_input(run: Any, evidence: Path) -> None:
+    evidence.write_text("a file")
+    code, _, said = run("fsx_full_or_slow", "--warm-up", str(evidence.parent))
+    assert code == 2 and f"--evidence {evidence}: can't be made (File exists)" in said
+    evidence.unlink()
+    (evidence / "steps.json").mkdir(parents=True)  # for root there is no folder without the right to write
+    code, _, said = run("fsx_full_or_slow", "--warm-up", str(evidence.parent))
+    assert code == 2 and f"--evidence {evidence}: steps.json can't be written (Is a directory)" in said
+    (evidence / "report.json").unlink()  # which says what went wrong
+    (evidence / "report.json").mkdir()
+    code, _, said = run("fsx_full_or_slow", "--warm-up", str(evidence.parent))
+    assert code == 2 and said.count("trainyard: ") == 1, "the first that was not kept is told, and no traceback"
+
+
+def test_what_could_not_be_looked_at_is_no_good_news(run: Any, tmp_path: Path) -> None:
+    """A runbook that saw nothing must not end as one that found nothing."""
+    code, _, said = run("fsx_full_or_slow", "--tenant", "initech")
+    assert code == 2 and "tenant 'initech' is not in environment test" in said
+    (tmp_path / "lines").write_text("all is well\n")
+    for also in (("--log", str(tmp_path / "lines")), ("--warm-up", str(tmp_path))):
+        assert run("fsx_full_or_slow", *also, "--tenant", "initech")[0] == 2, "whatever else could be looked at"
+    (tmp_path / "empty").write_text("\n")
+    code, _, said = run("job_hung", "--log", str(tmp_path / "empty"))
+    assert code == 2 and f"--log {tmp_path}/empty: holds no line" in said
 
 
 def test_a_bad_node_of_a_running_job_is_left_by_stop_and_resume(

@@ -161,6 +161,14 @@ def test_a_job_that_keeps_up_is_not_slow_and_one_unlucky_window_is_no_straggler(
     assert "no phase of the step shows why" in found("job_slow", below)[0].words
 
 
+def test_a_tenants_own_limit_says_which_of_its_jobs_are_slow(record: JobRecord) -> None:
+    """What rings is what is explained: the alarm has the tenant's limit too."""
+    rows = rows_of(60, seconds=1.2, communication=0.4, observed=observed(0.8))
+    for least, names in ((0.85, {"job_slow"}), (0.75, set())):
+        told = evidence_of(record, (), rows, state="Training", planned=PLAN, least_of_plan=least)
+        assert named(told) == names
+
+
 def test_data_that_lie_on_lustre_are_the_file_systems_affair(record: JobRecord) -> None:
     lustre = record.model_copy(
         update={"channels": (record.channels[0].model_copy(update={"kind": "fsx", "uri": "fsx://tokens"}),)}

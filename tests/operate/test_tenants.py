@@ -196,6 +196,29 @@ def test_remove_keeps_what_others_wrote_into_the_file_meanwhile(
     assert "its bucket is still there" in capsys.readouterr().err
 
 
+def test_a_removal_whose_report_cannot_be_kept_is_told_as_done(
+    local: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """What is shredded can't be asked about again: not by a command that ends as if nothing had happened."""
+    state = tmp_path_factory.mktemp("state")
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(state))
+    (state / "offboarding").write_text("")  # what was a folder when the removal began
+    done = removal.Report("local", "globex", "1", "r", "shred", "now", stacks_deleted=["globex-training"])
+    monkeypatch.setattr(session, "open_account", lambda *_: None)
+    monkeypatch.setattr(removal, "plan", lambda *_: None)
+    monkeypatch.setattr(removal, "remove", lambda *_: done)
+    for as_json in ([], ["--json"]):
+        local.write_text(text_of("local"))
+        assert run(["tenant", "remove", str(local), "globex", "--confirm", "globex", *as_json]) == 1
+        said = capsys.readouterr()
+        assert "tenant globex is removed, but the report can't be kept" in said.err and "globex-training" in said.out
+        assert local.read_text() == without_tenant(text_of("local"), "globex", "local")
+    assert json.loads(said.out)["report"] is None
+
+
 @pytest.mark.parametrize("emulated", [False, True])
 def test_what_was_never_made_is_not_held_and_a_link_is(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     link = {"LogicalResourceId": "Link", "ResourceType": LINK, "PhysicalResourceId": "dra-1"}

@@ -1,5 +1,6 @@
 """The command line put together, and every error turned into one line and an exit code."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -84,9 +85,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result = command.main(
             args=list(sys.argv[1:] if arguments is None else arguments), prog_name="trainyard", standalone_mode=False
         )
+        sys.stdout.flush()  # here a full disk is one line; when the interpreter ends it is its own complaint
     except TrainyardError as error:
         report_error(error)
         return error.exit_code
+    except OSError as error:
+        from trainyard.launch.session import unwritable  # only here: it brings boto3
+
+        if (told := unwritable(error)) is None:
+            raise
+        report_error(told)
+        _give_up_output()
+        return told.exit_code
     except typer.exceptions.TyperException as error:
         # An unknown verb, option or value: typer knows the context only of these.
         context = getattr(error, "ctx", None)
@@ -96,3 +106,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except typer.Abort:
         return INTERRUPTED
     return result if isinstance(result, int) else 0
+
+
+def _give_up_output() -> None:
+    """What stdout still holds and can't take, goes nowhere: the interpreter would try once more, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

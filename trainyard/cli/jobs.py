@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainyard.launch.record import JobRecord
     from trainyard.launch.watch import Status
     from trainyard.spec.job import JobSpec
+    from trainyard.spec.platform import EnvironmentSpec
 
 BackendOption = Annotated[
     BackendName | None,
@@ -99,7 +100,6 @@ def load_for_backend(path: Path, overrides: list[str], backend: str | None) -> "
 
 def launch_job(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
     """Launch a job where its `compute.backend` says, and have its trackers told; where it lives now, and its record."""
-    from trainyard.operate.following import begin as begin_tracking
     from trainyard.operate.following import check_tracking
 
     check_tracking(spec)
@@ -108,12 +108,40 @@ def launch_job(spec: "JobSpec", environment: str, *, processes: int | None, forc
     return place, record
 
 
+def begin_tracking(record: "JobRecord", place: "Place", environment: str) -> None:
+    """Have the job's trackers told of it from now on; a warning where this machine can't, as the job is there already
+    and a command that fails would have it launched again."""
+    from trainyard.operate.following import begin
+
+    try:
+        begin(record, place, environment)
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        print(
+            f"warning: job {record.job_id} is {record.state}, but its trackers aren't told of it from here ({why}); "
+            f"mend that, then trainyard status {record.job_id}",
+            file=sys.stderr,
+        )
+
+
+def tenants_environment(spec: "JobSpec", environment: str) -> "EnvironmentSpec | None":
+    """The environment with whose tenant the job is launched; None where it is this machine's: as processes here, or on
+    a cluster that this machine reaches, where the environment is emulated and so has no machines."""
+    from trainyard.launch.doors import DOORS
+    from trainyard.launch.place import environment_file
+    from trainyard.spec.platform import load_environment
+
+    if spec.compute.backend == "local":
+        return None
+    deployed = load_environment(environment_file(environment))
+    return None if deployed.emulated and spec.compute.backend in DOORS else deployed
+
+
 def _launched(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
     from trainyard.launch import launch as launch_on_sagemaker
     from trainyard.launch import launch_here
     from trainyard.launch.doors import DOORS
-    from trainyard.launch.place import environment_file, local_jobs_folder, local_place, open_tenant
-    from trainyard.spec.platform import load_environment
+    from trainyard.launch.place import local_jobs_folder, local_place, open_tenant
 
     with console(stderr=True).status("launching") as spinner:
         if spec.compute.backend == "local":
@@ -122,9 +150,10 @@ def _launched(spec: "JobSpec", environment: str, *, processes: int | None, force
             )
         if processes is not None:
             raise InputError("--processes is for --backend local; on a cluster each GPU has its process")
-        deployed = load_environment(environment_file(environment))
+        deployed = tenants_environment(spec, environment)
         door = DOORS.get(spec.compute.backend)
-        if door is not None and deployed.emulated:  # which has no machines
+        if deployed is None:
+            assert door is not None, "only a door's jobs are this machine's where its environment has no machines"
             return local_place(), door.launch_from_here(spec, local_jobs_folder(), force=force, say=teller(spinner))
         spinner.update("opening the account")
         access = open_tenant(deployed, spec.tenant, f"job {spec.name}")
@@ -160,7 +189,6 @@ def status(
     """
     from trainyard.launch import watch
     from trainyard.launch.goodput import goodput
-    from trainyard.operate.following import begin as begin_tracking
 
     with console(stderr=True).status("asking"):
         place, job_id = place_and_id(job, environment, tenant)
@@ -256,7 +284,6 @@ def resume(
     """
     from trainyard.launch import watch
     from trainyard.launch.elastic import reviser
-    from trainyard.operate.following import begin as begin_tracking
 
     with console(stderr=True).status("resuming") as spinner:
         place, job_id = place_and_id(job, environment, tenant)

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trainyard.cli.jobs import BackendOption, ForceOption, ProcessesOption, launch_job, load_for_backend
+from trainyard.cli.jobs import (
+    BackendOption,
+    ForceOption,
+    ProcessesOption,
+    launch_job,
+    load_for_backend,
+    tenants_environment,
+)
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JsonOption, SetOption
 from trainyard.cli.output import console, print_json
 from trainyard.errors import InputError, JobFailedError
@@ -204,6 +211,8 @@ def _begin(runner: "Runner", job_file: Path) -> None:
     record = runner.record
     trials = first_trials(runner.search, runner.launcher, record.token, runner.job_name)
     check_budget(trials, runner.search.num_trials, record.max_cost_usd, force=record.force)
+    # A launch that AWS refuses is tried again for minutes, which is for a sweep that is under way.
+    runner.launcher.reach()
     runner.record = record.model_copy(update={"trials": trials})
     runner.store.create(runner.record, job_file.read_text(encoding="utf-8"))
     runner.say(f"sweep {record.name}: {runner.search.num_trials} trials, {record.parallel} at once")
@@ -246,6 +255,17 @@ class VerbLauncher:
         cost = plan.get("cost") or {}
         return cost.get("planned_usd")
 
+    def reach(self) -> None:
+        """See operate.sweep.runner.Launcher."""
+        self._tenants_place(self.load("", ()))
+
+    def _tenants_place(self, spec: "JobSpec") -> "Place | None":
+        """Where the tenant's jobs live; None where they are this machine's."""
+        from trainyard.launch.place import open_tenant
+
+        deployed = None if spec.tenant is None else tenants_environment(spec, self._record.environment)
+        return None if deployed is None else open_tenant(deployed, spec.tenant, f"job {spec.name}").place
+
     def launch(self, spec: "JobSpec") -> "tuple[Place, JobRecord]":
         """See operate.sweep.runner.Launcher."""
         record = self._record
@@ -254,14 +274,10 @@ class VerbLauncher:
     def find(self, spec: "JobSpec") -> "tuple[Place, JobRecord] | None":
         """See operate.sweep.runner.Launcher: on this machine, then at the tenant's."""
         from trainyard.launch.names import is_of_job
-        from trainyard.launch.place import environment_file, local_place, open_tenant
-        from trainyard.spec.platform import load_environment
+        from trainyard.launch.place import local_place
 
-        places = [local_place()]
-        if spec.compute.backend != "local" and spec.tenant is not None:
-            deployed = load_environment(environment_file(self._record.environment))
-            places.append(open_tenant(deployed, spec.tenant, f"job {spec.name}").place)
-        for place in places:
+        there = self._tenants_place(spec)
+        for place in (local_place(), *([there] if there else [])):
             for job_id in place.store.job_ids():
                 if is_of_job(job_id, spec.tenant or "local", spec.name):
                     found = place.store.read(job_id).record

@@ -8,7 +8,7 @@ import typer
 
 from trainyard.cli.options import JsonOption
 from trainyard.cli.output import console, print_json
-from trainyard.errors import InputError, TrainyardError
+from trainyard.errors import InputError, JobFailedError, TrainyardError
 
 if TYPE_CHECKING:
     from trainyard.hardware import BaseCost
@@ -160,13 +160,19 @@ def remove(
         return
     # Read again: a removal takes long, and others edit the file meanwhile.
     entry.replace_file(path, entry.without_tenant(entry.read_text(path), name, str(path)))
-    kept = removal.write_report(report, state_root())
+    kept, why = None, ""
+    try:
+        kept = removal.write_report(report, state_root())
+    except OSError as error:  # what is gone is gone: then who asked for it reads so
+        why = f"{error.filename or state_root()}: {error.strerror}"
     if as_json:
-        print_json({**_document(report), "report": str(kept)})
-        return
-    for line in report.lines():
-        print(line)
-    print(f"{path}: the entry of {name} is taken out; report: {kept}")
+        print_json({**_document(report), "report": str(kept) if kept else None})
+    else:
+        for line in report.lines():
+            print(line)
+        print(f"{path}: the entry of {name} is taken out; report: {kept or 'not kept'}")
+    if kept is None:
+        raise JobFailedError(f"tenant {name} is removed, but the report can't be kept ({why}); keep what was printed")
 
 
 def _entry(

@@ -41,11 +41,10 @@ def watch(job: JobId, environment: EnvironmentOption = DEFAULT_ENVIRONMENT, tena
 
     Example: trainyard watch acme-stdlib-llama-20260131120000-1a2b
     """
-    from trainyard.cli.jobs import require_completed
+    from trainyard.cli.jobs import begin_tracking, require_completed
     from trainyard.cli.live import follow
     from trainyard.launch.names import job_id_of
     from trainyard.launch.place import place_of
-    from trainyard.operate.following import begin as begin_tracking
 
     with console(stderr=True).status("asking"):
         job_id = job_id_of(job)

@@ -16,6 +16,8 @@ _MENDS = {
     "NoSuchBucket": "create it, or deploy the tenant's stack again",
     "ResourceLimitExceeded": "ask for a higher quota in Service Quotas, or use fewer instances",
     "ThrottlingException": "wait a moment and repeat the command",
+    "RequestLimitExceeded": "wait a moment and repeat the command",
+    "Throttling": "wait a moment and repeat the command",
 }
 
 

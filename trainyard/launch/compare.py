@@ -168,6 +168,7 @@ def _breakdown(time: Mapping[str, Any], warm: list[dict[str, Any]]) -> tuple[Lin
     planned = time.get("breakdown_seconds") or {}
     exposed = [value for name, value in planned.items() if name.endswith("_communication") or name == "bubble"]
     known = {
+        "data": _get(planned, "data"),
         "forward": _get(planned, "forward"),
         "backward": _sum(_get(planned, "backward"), _get(planned, "recompute")),
         "communication": float(sum(exposed)) if exposed else None,

@@ -4,12 +4,13 @@ The account's own credentials read the tenant contract and assume roles, nothing
 verb is made as the tenant's launcher, so that what a person can do to a tenant is what that role may do.
 """
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainyard.errors import AwsRefusedError
+from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.aws import aws_errors
 from trainyard.spec.platform import EnvironmentSpec
 
@@ -28,6 +29,35 @@ def checkout_root() -> Path:
 def state_root() -> Path:
     """<checkout>/.trainyard, or TRAINYARD_STATE_DIR: the emulator's state, local jobs, the quickstart's outputs."""
     return Path(os.environ.get("TRAINYARD_STATE_DIR") or checkout_root() / ".trainyard")
+
+
+_CANNOT_WRITE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT})
+
+
+def unwritable(error: OSError) -> InputError | None:
+    """What to say of an error that came of the state folder, or of a full disk; None for any other error."""
+    root = state_root()
+    name = error.filename
+    why = os.strerror(error.errno or 0)
+    if name is None and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a write names no file
+        return InputError(
+            f"a disk is full ({why}): the state folder's, {root}, or the one that the output goes to; make room there, "
+            "or name another folder in TRAINYARD_STATE_DIR"
+        )
+    is_inside = isinstance(name, str | bytes) and _is_below(Path(os.fsdecode(name)), root)
+    is_missing = error.errno == errno.ENOENT and not root.exists()
+    if not (is_inside and (is_missing or error.errno in _CANNOT_WRITE)):
+        return None
+    return InputError(
+        f"the state folder {root}: can't be written ({why}); make room or rights there, or name another folder in "
+        "TRAINYARD_STATE_DIR"
+    )
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    """Whether a path is the folder's or below it, by their words or by where their links lead; none need exist."""
+    where, whose = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    return path.absolute().is_relative_to(folder.absolute()) or where.is_relative_to(whose)
 
 
 def price_file() -> Path:

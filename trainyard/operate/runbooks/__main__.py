@@ -1,6 +1,7 @@
 """`scripts/runbooks/NAME [...]`, which is `python -m trainyard.operate.runbooks NAME [...]`."""
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ DEFAULT_ENVIRONMENT = "local"
 
 
 EXIT_CODES = """exit codes: 0 nothing is wrong, or done (or only printed); 1 the fault is there, or a step failed; 2 the
-input was wrong; 3 AWS refused"""
+input was wrong; 3 AWS refused (2 and 3: no step that changes something was made)"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,24 +58,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named one; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given.pop(0) if given else ""
-    report = None
+    report: Report | None = None
+    is_json = False
     try:
         if name not in BY_NAME:
             names = ", ".join(runbook.name for runbook in RUNBOOKS)
             raise InputError(f"runbook {name!r}: there is none of that name; there are: {names}")
         runbook = BY_NAME[name]
         options = parser_of(runbook).parse_args(given)
+        is_json = options.json
         subject = getattr(options, "job", None) or getattr(options, "tenant", None) or options.environment
         report = Report(name, str(subject), evidence_folder(name, options.evidence))
         runbook.run(Context(options, report, _say))
+        keep(report.folder, "report.json", report.document())
     except TrainyardError as error:
         if report is not None:
-            keep(report.folder, "report.json", report.document() | {"error": str(error)})
+            report.error = error
+            with contextlib.suppress(InputError):  # where nothing can be kept, that is the error
+                keep(report.folder, "report.json", report.document())
+            if report.has_changed:
+                _print(report, is_json)
         print(f"trainyard: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_code
-    keep(report.folder, "report.json", report.document())
-    print(json.dumps(report.document(), indent=1, default=str) if options.json else "\n".join(report.lines()))
+        return error.exit_code if report is None else report.exit_code
+    _print(report, is_json)
     return report.exit_code
+
+
+def _print(report: Report, is_json: bool) -> None:
+    print(json.dumps(report.document(), indent=1, default=str) if is_json else "\n".join(report.lines()))
 
 
 def _say(words: str) -> None:

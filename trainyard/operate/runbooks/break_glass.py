@@ -1,10 +1,12 @@
 """Become a tenant's operator for an hour, end that, and see who has been it."""
 
 import argparse
+import errno
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainyard.errors import InputError, TrainyardError
 from trainyard.launch.aws import aws_errors
@@ -56,20 +58,44 @@ def _open(context: Context, access: TenantAccess, role: str) -> Step:
     shown = {name: "..." if name == "TokenCode" else value for name, value in asked.items()}
 
     def make() -> str:
-        with aws_errors("assuming", role, "show a second factor: --mfa-serial ARN --mfa-code CODE of your IAM user"):
-            answer = access.account.client("sts").assume_role(**asked)["Credentials"]
-        return _keep_credentials(context.report.folder, answer)
+        mend = "show a second factor: --mfa-serial ARN --mfa-code CODE of your IAM user"
+        with _credentials_file(context.report.folder) as file:  # a code of the second factor is good once
+            with aws_errors("assuming", role, mend):
+                answer = access.account.client("sts").assume_role(**asked)["Credentials"]
+            _write_credentials(file, answer)
+        return f". {file.name}   # until {answer['Expiration']}; then: break_glass close, which also ends it at once"
 
     return Step(call(access.account, "sts", "assume_role", **shown).words, make)
 
 
-def _keep_credentials(folder: Path, answer: dict[str, Any]) -> str:
-    """In a file that only the caller can read: no secret is printed, nor in the report."""
+def _credentials_file(folder: Path) -> BinaryIO:
+    """A file that only the caller can read, also where it was there already; what it holds stays until it is written.
+    InputError where there can be none."""
     path = folder / "operator.sh"
-    path.touch(mode=0o600)
+    try:
+        return open(str(path), "r+b", buffering=0, opener=_opened_to_the_caller)
+    except OSError as error:
+        raise InputError(
+            f"--evidence {folder}: {path.name} can't be written ({error.strerror}); give another folder"
+        ) from None
+
+
+def _opened_to_the_caller(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_CREAT, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def _write_credentials(file: BinaryIO, answer: dict[str, Any]) -> None:
+    """No secret is printed, nor in the report: they are here alone."""
     names = {"ACCESS_KEY_ID": "AccessKeyId", "SECRET_ACCESS_KEY": "SecretAccessKey", "SESSION_TOKEN": "SessionToken"}
-    path.write_text("".join(f"export AWS_{name}={answer[key]}\n" for name, key in names.items()), encoding="utf-8")
-    return f". {path}   # until {answer['Expiration']}; then: break_glass close, which also ends it at once"
+    content = "".join(f"export AWS_{name}={answer[key]}\n" for name, key in names.items()).encode()
+    try:
+        file.truncate(0)
+        if file.write(content) < len(content):  # a full disk takes a part of it
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise InputError(f"--evidence: {file.name} can't be written ({error.strerror}); give another folder") from None
 
 
 def _close(access: TenantAccess, role: str) -> Step:

@@ -21,9 +21,11 @@ from trainyard.launch.goodput import jsonl_rows
 from trainyard.launch.place import Place
 from trainyard.launch.record import JobRecord
 from trainyard.operate.course import newest_rows, own_folder
+from trainyard.operate.runbooks.figures import LEAST_SHARE_OF_PLAN
 from trainyard.operate.runbooks.framework import keep
 from trainyard.operate.runbooks.log_lines import Hit, classify, decisive
 from trainyard.spec.job import RecoverySpec
+from trainyard.spec.platform import TenantSpec
 
 MOST_LINES = 200_000
 """Newest lines that are read: about 50 MB; what decides is at the end."""
@@ -52,6 +54,8 @@ class Evidence:
     """Oldest first; the newest good one was read and hashed."""
     planned: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step and its parts by the plan, as far as it knows them."""
+    least_of_plan: float = LEAST_SHARE_OF_PLAN
+    """The share of the plan's speed that the tenant's jobs are promised."""
     silent_seconds: float | None = None
     """Since the newest sign of a step, of a job that runs; None where that can't be told."""
     instance_type: str = ""
@@ -92,11 +96,22 @@ class Evidence:
 
 
 def gather(
-    place: Place | None, job_id: str, log_files: Sequence[Path], folder: Path, *, where: Sequence[str] = ()
+    place: Place | None,
+    job_id: str,
+    log_files: Sequence[Path],
+    folder: Path,
+    *,
+    where: Sequence[str] = (),
+    tenants: Mapping[str, TenantSpec] | None = None,
 ) -> Evidence:
     """Everything that can be had of a job, and of files of lines; copies go to `folder`. `place`: None where there is
-    no job, and the files are all. `where`: see Evidence."""
+    no job, and the files are all. `where`: see Evidence. `tenants`: who may have objectives of their own."""
     extra = tuple(line for path in log_files for line in _file_lines(path))
+    if place is None and not any(line.strip() for line in extra):
+        # Nothing wrong in no line would be said to be nothing wrong.
+        raise InputError(
+            f"--log {' '.join(map(str, log_files))}: holds no line; give a job's id, or a file of its lines"
+        )
     if place is None:
         keep(folder, "lines.txt", "\n".join(extra) + "\n")
         return Evidence(subject=", ".join(map(str, log_files)), lines=extra, missing={"job": "none was named"})
@@ -117,6 +132,7 @@ def gather(
         recoveries=tuple(_beside(place, record, "recovery.jsonl")),
         checkpoints=tuple(_checkpoints(place, record, missing)),
         planned=_planned(record, place, missing),
+        least_of_plan=_least_of_plan((tenants or {}).get(record.resolved.spec.tenant or "")),
         silent_seconds=_silent_seconds(place, record, current.state, newest_step_at),
         instance_type=record.resolved.spec.compute.instance_type or "",
         num_hosts=record.resolved.num_hosts,
@@ -125,6 +141,11 @@ def gather(
     )
     _keep(evidence, place, folder)
     return evidence
+
+
+def _least_of_plan(tenant: TenantSpec | None) -> float:
+    objectives = tenant.objectives.applied() if tenant else ()
+    return next((one.limit for one in objectives if one.name == "throughput"), LEAST_SHARE_OF_PLAN)
 
 
 def _file_lines(path: Path) -> list[str]:

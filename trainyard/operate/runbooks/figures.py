@@ -16,7 +16,7 @@ Cause = Literal["data", "communication", "straggler", "throttling", "checkpoint"
 WINDOW = 20
 """Newest steps that are looked at: a job's slowness is what it is now."""
 LEAST_SHARE_OF_PLAN = next(one.limit for one in OBJECTIVES if one.name == "throughput")
-"""The objective's own limit: what rings is what is explained here."""
+"""The objective's own limit, where the job's tenant states no other: what rings is what is explained here."""
 SLOWER = 1.25
 """So many times the job's own better times is slow, where no plan says what to expect; the trainer's own measure of a
 straggler (trainer.observe.stragglers)."""
@@ -49,6 +49,8 @@ class Speed:
     """Median of the window."""
     of_plan: float | None
     """Speed over the plan's; None where there is no plan for the machine."""
+    is_below_plan: bool | None
+    """Whether that is so little that the objective is missed; None where there is no plan."""
     of_best: float
     """Speed over that of the job's own best window of the same length; 1 where the newest is the best."""
     shares: Mapping[str, float]
@@ -73,10 +75,13 @@ def warm_rows(rows: Sequence[Row]) -> list[Row]:
     return warm or timed
 
 
-def speed(rows: Sequence[Row], planned: Mapping[str, float]) -> Speed | None:
+def speed(
+    rows: Sequence[Row], planned: Mapping[str, float], least_of_plan: float = LEAST_SHARE_OF_PLAN
+) -> Speed | None:
     """The newest window judged; None where no step was made.
 
     `planned`: seconds of a step and of its parts by the plan (`step`, `communication`), as far as it knows them.
+    `least_of_plan`: the share of the plan's speed below which a job is slow.
     """
     warm = warm_rows(rows)
     if not warm:
@@ -89,8 +94,9 @@ def speed(rows: Sequence[Row], planned: Mapping[str, float]) -> Speed | None:
     best = min(_median(warm[begin : begin + WINDOW], "step_seconds") for begin in range(0, len(warm), WINDOW // 2))
     # The trainer's own: it knows whether it runs on the machine that was planned.
     of_plan = _number_at(window, ("observed", "throughput", "of_plan"))
-    found = _causes(warm, window, shares, planned, of_plan)
-    return Speed(len(window), step, of_plan, min(1.0, best / step if step else 1.0), shares, tuple(found))
+    is_below = None if of_plan is None else of_plan < least_of_plan
+    found = _causes(warm, window, shares, planned, is_below)
+    return Speed(len(window), step, of_plan, is_below, min(1.0, best / step if step else 1.0), shares, tuple(found))
 
 
 def _causes(
@@ -98,7 +104,7 @@ def _causes(
     window: Sequence[Row],
     shares: Mapping[str, float],
     planned: Mapping[str, float],
-    of_plan: float | None,
+    is_below_plan: bool | None,
 ) -> list[Slowness]:
     found = []
     if shares.get("data", 0.0) > DATA_SHARE:
@@ -112,7 +118,7 @@ def _causes(
     throttled = _throttled(warm, window)
     if throttled:
         found.append(Slowness("throttling", throttled))
-    waits = _communication(warm, window, shares, planned, of_plan)
+    waits = _communication(warm, window, shares, planned, is_below_plan)
     return [*found, Slowness("communication", waits)] if waits else found
 
 
@@ -150,12 +156,12 @@ def _communication(
     window: Sequence[Row],
     shares: Mapping[str, float],
     planned: Mapping[str, float],
-    of_plan: float | None,
+    is_below_plan: bool | None,
 ) -> str:
     share, step = shares.get("communication", 0.0), planned.get("step")
-    if of_plan is not None and step and "communication" in planned:
+    if is_below_plan is not None and step and "communication" in planned:
         expected = planned["communication"] / step
-        if of_plan < LEAST_SHARE_OF_PLAN and share > expected + MORE_THAN_PLANNED:
+        if is_below_plan and share > expected + MORE_THAN_PLANNED:
             return f"{100 * share:.0f}% of the time is exposed communication, the plan has {100 * expected:.0f}%"
         return ""
     before = warm[: -len(window)]

@@ -1,7 +1,8 @@
 """What every runbook is made of: findings with what decided them, steps that are printed or made, and one report.
 
 Exit codes: 0, nothing is wrong (diagnosing), or all steps are made or only printed (acting); 1, the runbook's fault is
-there, or a step failed; 2, the input was wrong; 3, AWS refused.
+there, or a step failed; 2, the input was wrong; 3, AWS refused. What fails after a step that changed something is 1
+whoever refused it, and the steps made are printed.
 """
 
 import json
@@ -12,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
-from trainyard.errors import AwsRefusedError, JobFailedError
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.session import Account, checkout_root, state_root
 
@@ -66,11 +68,17 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     """Each with `call`, `made` and `answer`."""
+    has_changed: bool = False
+    """Whether a step that changes something was made."""
+    error: TrainyardError | None = None
+    """What ended it early."""
 
     @property
     def exit_code(self) -> int:
-        """1 where the runbook's own fault is there."""
-        return 1 if any(one.kind == "fault" for one in self.findings) else 0
+        """1 where the runbook's own fault is there, or something failed after a change; else the error's own."""
+        if self.error is not None and not self.has_changed:
+            return self.error.exit_code
+        return 1 if self.error is not None or any(one.kind == "fault" for one in self.findings) else 0
 
     def document(self) -> dict[str, Any]:
         """As JSON; it is also report.json of the evidence folder."""
@@ -81,21 +89,24 @@ class Report:
             "findings": [asdict(one) for one in self.findings],
             "steps": self.steps,
             "exit_code": self.exit_code,
+            **({"error": str(self.error)} if self.error is not None else {}),
         }
 
     def lines(self) -> list[str]:
         """For people."""
         lines = [line for one in self.findings for line in one.lines()]
         for step in self.steps:
-            lines.append(f"{'made' if step['made'] else 'would run'}: {step['call']}")
+            unmade = "failed" if self.has_changed else "would run"
+            lines.append(f"{'made' if step['made'] else unmade}: {step['call']}")
             lines += [f"  {step['answer']}"] if step["answer"] else []
-        if any(not step["made"] for step in self.steps):
+        if not self.has_changed and any(not step["made"] for step in self.steps):
             lines.append("nothing was changed; --yes makes these calls")
         return [*lines, f"evidence: {self.folder}"]
 
 
 def evidence_folder(runbook: str, chosen: Path | None) -> Path:
-    """The folder that keeps what a runbook saw: the chosen one, or a new one under the state directory."""
+    """The folder that keeps what a runbook saw: the chosen one, or a new one under the state directory. InputError
+    where nothing can be written there, which must not turn out after the steps."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     parent = state_root() / "runbooks"
     folder = chosen or parent / f"{runbook}-{stamp}"
@@ -107,16 +118,26 @@ def evidence_folder(runbook: str, chosen: Path | None) -> Path:
         # Lines of a job and roles' names: the caller's alone.
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise JobFailedError(f"--evidence {folder}: can't be made ({error.strerror}); give another folder") from None
+        raise InputError(f"--evidence {folder}: can't be made ({error.strerror}); give another folder") from None
+    try:
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(b"evidence")
+    except OSError as error:
+        raise InputError(f"--evidence {folder}: takes no file ({error.strerror}); give another folder") from None
     return folder
 
 
 def keep(folder: Path, name: str, content: Any) -> None:
     """Write one piece of evidence: text as it is, all else as JSON."""
     path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = content if isinstance(content, str) else json.dumps(content, indent=1, default=str) + "\n"
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"--evidence {folder}: {name} can't be written ({error.strerror}); give another folder"
+        ) from None
 
 
 def perform(report: Report, steps: Sequence[Step], *, dry_run: bool, say: Say) -> None:
@@ -129,6 +150,7 @@ def perform(report: Report, steps: Sequence[Step], *, dry_run: bool, say: Say) -
             say(step.words)
             entry["answer"] = step.make()
             entry["made"] = True
+            report.has_changed |= step.changes
     keep(report.folder, "steps.json", report.steps)
 
 
@@ -152,7 +174,8 @@ def _run(argv: Sequence[str]) -> str:
     last = said[-1].strip().removeprefix("trainyard: ") if said else f"exit code {done.returncode}"
     if done.returncode == 0:
         return last if said else ""
-    raise (AwsRefusedError if done.returncode == 3 else JobFailedError)(last)
+    kinds: dict[int, type[TrainyardError]] = {2: InputError, 3: AwsRefusedError}
+    raise kinds.get(done.returncode, JobFailedError)(last)
 
 
 def call(account: Account, service: str, operation: str, **parameters: Any) -> Step:

@@ -42,7 +42,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
             f"trainyard resume {job}   # when there is room again",
         )
         return [fault(evidence, "the file system takes no more bytes", shown(hits), then)]
-    found = speed(evidence.rows, evidence.planned)
+    found = speed(evidence.rows, evidence.planned, evidence.least_of_plan)
     slow = [one for one in found.slow if one.cause == "data"] if found else []
     on_lustre = [one for one in evidence.record.channels if one.kind == "fsx"] if evidence.record else []
     if slow and on_lustre:
@@ -181,7 +181,11 @@ def run(context: Context) -> None:
         try:
             access = context.tenant(tenant)
             context.report.findings += metered(access.account, access.contract, context.report.folder)
+        except InputError:
+            raise  # no such tenant: nothing that could be answered another time
         except TrainyardError as error:
+            if not context.report.findings and given.warm_up is None:
+                raise  # nothing else was looked at: that it could not be looked for is no good news
             context.report.findings.append(Finding("unknown", f"the file system could not be asked: {error}"))
     if given.warm_up is not None:
         warm_up = WarmUp(given.warm_up, context.say)

@@ -2,7 +2,7 @@
 
 from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others
 from trainyard.operate.runbooks.evidence import Evidence
-from trainyard.operate.runbooks.figures import LEAST_SHARE_OF_PLAN, Cause, Speed, speed
+from trainyard.operate.runbooks.figures import Cause, Speed, speed
 from trainyard.operate.runbooks.framework import Finding
 
 NEXT: dict[Cause, tuple[str, ...]] = {
@@ -31,7 +31,7 @@ NEXT: dict[Cause, tuple[str, ...]] = {
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """One finding for each cause; clear where the job keeps up with its plan, or with its own better times."""
-    found = speed(evidence.rows, evidence.planned)
+    found = speed(evidence.rows, evidence.planned, evidence.least_of_plan)
     if found is None:
         nothing = clear_or_unknown(evidence, "no step was made yet: nothing to measure", "figures", "job")
         return [nothing, *others(evidence, "straggler")]
@@ -49,7 +49,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
 
 def _no_cause(evidence: Evidence, found: Speed) -> Finding:
-    if found.of_plan is None or found.of_plan >= LEAST_SHARE_OF_PLAN:
+    if not found.is_below_plan:
         return Finding("clear", found.as_line())
     words = "slow: below the plan's speed, and no phase of the step shows why; is the plan right for this model?"
     job = job_words(evidence)

@@ -72,7 +72,9 @@ class Context:
         place = None if job_id is None else self.place(job_id)
         self.say("gathering")
         where = () if place is None else self.where(place)
-        return gather(place, job_id or "", given, self.report.folder, where=where)
+        # Jobs of this machine are nobody's; and no environment need be there for them.
+        tenants = self.environment.tenants if place is not None and place.s3 is not None else None
+        return gather(place, job_id or "", given, self.report.folder, where=where, tenants=tenants)
 
 
 def _no_more(_: argparse.ArgumentParser) -> None:

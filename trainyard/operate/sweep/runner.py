@@ -35,6 +35,9 @@ class Launcher(Protocol):
     def load(self, name: str, overrides: Sequence[str]) -> JobSpec:
         """The job under that name with a trial's overrides; InputError where that is no job."""
 
+    def reach(self) -> None:
+        """TrainyardError where no job can be launched now: no such tenant, or nobody answers."""
+
     def plan_usd(self, spec: JobSpec) -> float | None:
         """What its plan says that it costs; None where no price is known."""
 

@@ -173,7 +173,10 @@ def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report
     there = _account_for(account, planned, report, refusals)
     report.finished_at = _now()
     if planned.policy == "shred" and there:
-        told = write_report(report, state_dir)
+        try:
+            told = str(write_report(report, state_dir))
+        except OSError as error:
+            told = f"can't be kept ({error.strerror})"
         raise AwsRefusedError(
             f"tenant {tenant}: {there[0]}{f' (and {len(there) - 1} more)' if there[1:] else ''}; mend that and repeat "
             f"the command; what went so far: {told}"
