@@ -83,7 +83,8 @@ def recorded() -> Recorded:
     ec2.add_response("describe_spot_price_history", {"SpotPriceHistory": history})
     block = {"InstanceType": "p5.48xlarge", "InstanceCount": 1, "CapacityBlockDurationHours": 24, "CurrencyCode": "USD"}
     offers = [{**block, "UpfrontFee": fee} for fee in ("955.2", "960.0", "1000.8")]
-    ec2.add_response("describe_capacity_block_offerings", {"CapacityBlockOfferings": offers})
+    ec2.add_response("describe_capacity_block_offerings", {"CapacityBlockOfferings": offers[:1], "NextToken": "more"})
+    ec2.add_response("describe_capacity_block_offerings", {"CapacityBlockOfferings": offers[1:]})
     plan = {
         "TrainingPlanOfferingId": "tpo-1",
         "TargetResources": ["training-job"],

@@ -199,12 +199,13 @@ def _capacity_blocks(client: Client, region: str, types: Sequence[str]) -> Itera
     ec2 = client("ec2", region)
     for name in _sold_in_blocks(types):
         with aws_errors("asking for capacity blocks of", name, "it needs ec2:DescribeCapacityBlockOfferings"):
-            answer = ec2.describe_capacity_block_offerings(
+            pages = ec2.get_paginator("describe_capacity_block_offerings").paginate(
                 InstanceType=name, InstanceCount=1, CapacityDurationHours=BLOCK_HOURS
             )
+            offers = [offer for page in pages for offer in page.get("CapacityBlockOfferings", [])]
         rates = [
             float(offer["UpfrontFee"]) / (offer["InstanceCount"] * offer["CapacityBlockDurationHours"])
-            for offer in answer.get("CapacityBlockOfferings", [])
+            for offer in offers
             if offer.get("CurrencyCode") == "USD"
         ]
         if rates:
