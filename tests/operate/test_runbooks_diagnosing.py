@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 from runbook_testing import evidence_of, record_of, rows_of
-from runbook_testing.lines import FAULTS, GOOD_EFA, PARTIAL_EFA, QUOTA, SAVE_FAILED, TCP_SOCKETS, WATCHDOG, XID
+from runbook_testing.lines import (
+    BELOW_FLOOR_BETWEEN,
+    BELOW_FLOOR_INSIDE,
+    FAULTS,
+    GOOD_EFA,
+    PARTIAL_EFA,
+    QUOTA,
+    SAVE_FAILED,
+    TCP_SOCKETS,
+    WATCHDOG,
+    XID,
+)
 
 from trainyard.launch.checkpoints import Checkpoint
 from trainyard.launch.elastic import reviser
@@ -119,10 +130,31 @@ def test_one_host_may_use_sockets_and_silence_is_no_proof(record: JobRecord) -> 
     alone = evidence_of(record, TCP_SOCKETS, num_hosts=1)
     assert found("efa_not_used", alone)[0].kind == "clear"
     assert found("efa_not_used", evidence_of(record, ("nothing",)))[0].kind == "unknown"
-    refused = (
-        "EFA: ml.p5.48xlarge has 32 interfaces, /sys/class/infiniband shows 4; is the container's EFA software there"
-    )
-    assert named(evidence_of(record, (refused,))) == {"efa_not_used"}
+
+
+def test_a_network_below_its_floor_is_found_where_it_only_warned_too(record: JobRecord) -> None:
+    """Inside a host there is no EFA: that is the machine's own affair."""
+    for lines, owner in ((BELOW_FLOOR_BETWEEN, "efa_not_used"), (BELOW_FLOOR_INSIDE, "bad_node")):
+        warned = (f"algo-1 warning: {lines[-1].partition('JobFailedError: ')[2]}",)
+        trains = evidence_of(record, warned, state="Training")
+        assert named(trains) == {owner}
+        assert trains.decisive is None, "the job trains all the same: it explains no end"
+        told = found("job_hung", evidence_of(record, lines))[-1]
+        assert (told.kind, told.then[0].split()[0]) == ("neighbour", f"scripts/runbooks/{owner}")
+
+
+def test_what_is_asked_of_an_environment_is_asked_of_the_jobs_own(record: JobRecord) -> None:
+    """`trainyard doctor` and `trainyard jobs` would else be asked of this machine's, and find all well."""
+    where = ("--environment", "production", "--tenant", "acme")
+    for name, lines in (
+        ("nccl_error", FAULTS["access denied"][0]),
+        ("job_hung", FAULTS["image pull"][0]),
+        ("efa_not_used", TCP_SOCKETS),
+        ("capacity_or_quota_short", QUOTA),
+    ):
+        told = found(name, replace(evidence_of(record, lines), where=where))
+        asked = [line for one in told for line in one.then if line.startswith(("trainyard doctor", "trainyard jobs"))]
+        assert asked and all(" --environment production --tenant acme" in line for line in asked), told
 
 
 PLAN = {"step": 1.0, "communication": 0.05}

@@ -138,6 +138,25 @@ FSX_FULL = (
     "[23952.015110] LustreError: 11-0: abcdefgh-OST0003-osc-ffff8801: operation ost_write to node 10.64.1.9@tcp failed:"
     " rc = -28",
 )
+# trainer.entrypoint.check_efa and trainer.preflight, as the failure has them; trainer.collectives by hand.
+EFA_REFUSED = (
+    "algo-2 entrypoint: EFA: ml.p5.48xlarge has 32 interfaces, /sys/class/infiniband shows 4; is the container's EFA"
+    " software there, and does the security group let itself in and out? (a job without EFA would crawl)",
+)
+BELOW_FLOOR_BETWEEN = (
+    "algo-1 preflight all_reduce=across bytes=268435456 slowest_bus_gb_per_second=3.100 floor=20.000 seconds=4.1",
+    "rank 0 on algo-1: JobFailedError: preflight: all_reduce between hosts has 3.10 GB/s of bus bandwidth, the floor is"
+    " 20.00 (0.4 of EFA's 50.00 a GPU); it points at algo-2 (rank 8, 3.10 GB/s): it may be TCP instead of EFA",
+)
+BELOW_FLOOR_INSIDE = (
+    "rank 0 on algo-1: JobFailedError: preflight: all_reduce inside a host has 14.20 GB/s of bus bandwidth, the floor"
+    " is 288.00 (0.6 of AWS' health check); it points at algo-2 (rank 9, 14.20 GB/s): it may be PCIe instead of NVLink:"
+    " nvidia-smi topo -m and nvidia-smi nvlink -s show it, or replace the host",
+)
+COLLECTIVES_INSIDE = (
+    "all_reduce over host (8 ranks, 1073741824 bytes): 14.20 GB/s of bus bandwidth, the floor is 288.00 (AWS' health"
+    " check); is it TCP instead of EFA, or PCIe instead of NVLink? NCCL_DEBUG=INFO shows the provider and the paths",
+)
 # trainer.observe.anomalies, as the job's failure has it.
 DIVERGED = ("rank 0 on algo-1: JobFailedError: step 812: loss is nan; snapshot in /opt/ml/output/data/anomalies",)
 # trainer.checkpoint.restore and checkpointer.
@@ -171,11 +190,16 @@ FAULTS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "capacity": (CAPACITY, "capacity_or_quota_short"),
     "quota": (QUOTA, "capacity_or_quota_short"),
     "fsx full": (FSX_FULL, "fsx_full_or_slow"),
+    "efa refused": (EFA_REFUSED, "efa_not_used"),
+    "below the floor between hosts": (BELOW_FLOOR_BETWEEN, "efa_not_used"),
+    "below the floor inside a host": (BELOW_FLOOR_INSIDE, "bad_node"),
+    "below the floor inside a host, by hand": (COLLECTIVES_INSIDE, "bad_node"),
     "diverged": (DIVERGED, "loss_diverged"),
     # Consequences after their cause: the cause alone is named.
     "xid, then nccl, then watchdog": ((XID[79], *NCCL_REMOTE, *WATCHDOG), "bad_node"),
     "memory, then watchdog": ((*DEVICE_MEMORY, *WATCHDOG), "out_of_memory"),
     "watchdog, then nccl": ((*WATCHDOG, *NCCL_REMOTE), "nccl_error"),
+    "floor, then nccl": ((*BELOW_FLOOR_INSIDE, *NCCL_REMOTE), "bad_node"),
     "file system, then nccl": ((*FSX_FULL, *NCCL_REMOTE), "fsx_full_or_slow"),
 }
 """Lines of a job of two hosts of p5.48xlarge -> the one runbook that names them its own; None: none does."""

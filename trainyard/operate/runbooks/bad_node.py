@@ -1,6 +1,7 @@
 """A GPU or its machine is broken: classify its Xid errors, take it out, go on with another."""
 
 import argparse
+import re
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.cluster_shell import ClusterShell, HereShell, has_slurm_here, shell_of
@@ -22,6 +23,7 @@ ADVICE = {
 ORDER = ("replace", "reset", "watch", "application")
 COMES_AGAIN = 3
 """So many errors that a GPU has mended itself, within one log, make it one to take out: our own choice."""
+_FLOOR = re.compile(r"all_reduce (?:inside a host has|over host \(.+\):) \S+ GB/s of bus bandwidth, the floor is")
 _DRAIN = """\
 drain() { "$@" scontrol update NodeName="$node" State=DRAIN Reason="$reason" 2>&1; }
 node=$1 reason=$2
@@ -37,8 +39,14 @@ exit 1
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """Every Xid by what it asks for; a machine is bad where one asks for a reset or a replacement."""
+    """Every Xid by what it asks for. A machine is bad where one asks for a reset or a replacement, or where the job's
+    own measurement found its GPUs' links below their floor."""
     seen = xids(evidence.all_lines)
+    slow = [line for line in evidence.all_lines if _FLOOR.search(line)]
+    if slow and not any(one.known.action in ("replace", "reset") for one in seen):
+        words = "slow links inside a host, below their floor: PCIe instead of NVLink, or a broken link"
+        then = ("nvidia-smi topo -m; nvidia-smi nvlink -s   # on the host that the line points at", *_next(evidence))
+        return [fault(evidence, words, (slow[-1].strip()[:400],), then)]
     if not seen:
         told = "no Xid in these lines; the driver writes to the kernel's log (dmesg), not to the job's"
         return [clear_or_unknown(evidence, told, "lines"), *others(evidence, "bad_node")]

@@ -1,6 +1,6 @@
 """A job does not start: AWS has no machine, or a limit is reached."""
 
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown, there
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
 
@@ -15,7 +15,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     kind = evidence.decisive.fault if evidence.decisive else "capacity"
     if kind == "quota":
         then = [
-            "trainyard jobs   # who holds the machines",
+            f"{there(evidence, 'trainyard', 'jobs')}   # who holds the machines",
             "aws service-quotas list-service-quotas --service-code sagemaker --query"
             f" \"Quotas[?contains(QuotaName, '{evidence.instance_type or 'TYPE'} for training job usage')]\"",
             "aws service-quotas request-service-quota-increase --service-code sagemaker --quota-code CODE"

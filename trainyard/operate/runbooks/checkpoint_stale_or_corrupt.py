@@ -1,8 +1,6 @@
 """The newest checkpoint is old, or not whole: what would a restart go back to?"""
 
-import shlex
-
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, shown
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, shown, there
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
 
@@ -62,6 +60,6 @@ def _late(evidence: Evidence) -> list[Finding]:
     if not late:
         return []
     told = f"{len(since)} steps ({seconds:.0f} s) since the newest commit, of step {newest}"
-    job, doctor = job_words(evidence), shlex.join(("trainyard", "doctor", *evidence.where))
+    job, doctor = job_words(evidence), there(evidence, "trainyard", "doctor")
     then = (f"trainyard logs {job} | grep ' checkpoint '", f"{doctor}   # buckets and keys")
     return [fault(evidence, "the newest checkpoint is stale", (told, *shown(failed)), then)]

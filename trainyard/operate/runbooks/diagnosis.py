@@ -41,7 +41,7 @@ def others(evidence: Evidence, *own: Fault) -> list[Finding]:
         return []
     runbook = RUNBOOKS[decided.fault]
     subject = job_words(evidence) if evidence.record else "--log FILE"
-    then = f"{runbook} {subject}" if runbook.startswith("scripts/") else runbook
+    then = f"{runbook} {subject}" if runbook.startswith("scripts/") else there(evidence, *runbook.split())
     return [Finding("neighbour", decided.meaning, shown([decided]), (then,))]
 
 
@@ -52,6 +52,11 @@ def clear_or_unknown(evidence: Evidence, words: str, *needs: str) -> Finding:
         return Finding("clear", words)
     told = "; ".join(f"{name}: {why}" for name, why in lacking.items())
     return Finding("unknown", f"can't be told: {told}")
+
+
+def there(evidence: Evidence, *words: str) -> str:
+    """A command on the job's environment instead of this machine's."""
+    return shlex.join((*words, *evidence.where))
 
 
 def job_words(evidence: Evidence) -> str:

@@ -4,20 +4,21 @@ import re
 
 from trainyard.errors import TrainyardError
 from trainyard.hardware import instance
-from trainyard.operate.runbooks.diagnosis import fault, job_words, others
+from trainyard.operate.runbooks.diagnosis import fault, job_words, others, there
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
 from trainyard.operate.runbooks.log_lines import transport
 
-_REFUSED = re.compile(r"EFA: (?P<type>\S+) has (?P<expected>\d+) interfaces, \S+ shows (?P<found>\d+)")
-_FLOOR = re.compile(r"GB/s of bus bandwidth, the floor is")
+_REFUSED = re.compile(r"EFA: \S+ has \d+ interfaces, \S+ shows \d+")
+_FLOOR = re.compile(r"all_reduce (?:between hosts has|over across \(.+\):) \S+ GB/s of bus bandwidth, the floor is")
+"""Of the job's own measurement, one that only warned too, and of the collectives'; inside a host there is no EFA."""
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """By our own refusal, by NCCL's choice of provider, by the count of cards against the table, by the floor."""
     lines, job = evidence.all_lines, job_words(evidence)
     mend = (
-        "trainyard doctor   # the EFA group must let itself in and out, all protocols",
+        f"{there(evidence, 'trainyard', 'doctor')}   # the EFA group must let itself in and out, all protocols",
         "fi_info -p efa   # on the machines, in the container: one `domain:` a card",
         "torchrun --nproc-per-node 8 -m trainer.collectives "
         f"--instance-type {evidence.instance_type or 'TYPE'}   # over both hosts: the floors",

@@ -22,8 +22,9 @@ Fault = Literal[
     "checkpoint_failed",
     "nccl_error",
     "hung",
-    "tcp_fallback",
-    "efa_partial",
+    "efa_missing",
+    "slow_network",
+    "slow_host",
     "straggler",
 ]
 
@@ -35,6 +36,9 @@ CAUSES: tuple[Fault, ...] = (
     "image_pull",
     "capacity",
     "quota",
+    "efa_missing",
+    "slow_network",
+    "slow_host",
     "diverged",
 )
 """What ends a job by itself. A rank that is lost so makes the others say that NCCL failed, or that they waited in
@@ -53,8 +57,9 @@ RUNBOOKS: dict[Fault, str] = {
     "checkpoint_failed": "scripts/runbooks/checkpoint_stale_or_corrupt",
     "nccl_error": "scripts/runbooks/nccl_error",
     "hung": "scripts/runbooks/job_hung",
-    "tcp_fallback": "scripts/runbooks/efa_not_used",
-    "efa_partial": "scripts/runbooks/efa_not_used",
+    "efa_missing": "scripts/runbooks/efa_not_used",
+    "slow_network": "scripts/runbooks/efa_not_used",
+    "slow_host": "scripts/runbooks/bad_node",
     "straggler": "scripts/runbooks/job_slow",
 }
 """Who looks into a fault."""
@@ -141,6 +146,27 @@ SIGNATURES: tuple[Signature, ...] = (
         r"ResourceLimitExceeded\b|The account-level service limit |VcpuLimitExceeded|MaxSpotInstanceCountExceeded"
         r"|over the quota of tenant ",
         "a limit of the account or the tenant is reached",
+    ),
+    _known(
+        "efa-cards",
+        "efa_missing",
+        r"EFA: \S+ has \d+ interfaces, \S+ shows \d+",
+        "EFA cards are missing: the job refused to start without them",
+    ),
+    # One that only warns is no cause of an end: the job trains all the same.
+    _known(
+        "floor-between-hosts",
+        "slow_network",
+        r"(?<!warning: )(?:preflight: all_reduce between hosts has|all_reduce over across \(.+\):) "
+        r"\S+ GB/s of bus bandwidth, the floor is",
+        "the network between hosts is below its floor",
+    ),
+    _known(
+        "floor-inside-a-host",
+        "slow_host",
+        r"(?<!warning: )(?:preflight: all_reduce inside a host has|all_reduce over host \(.+\):) "
+        r"\S+ GB/s of bus bandwidth, the floor is",
+        "the GPUs of a host are connected below their floor: PCIe instead of NVLink?",
     ),
     _known(
         "anomaly",
