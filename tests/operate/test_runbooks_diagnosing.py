@@ -14,7 +14,10 @@ from runbook_testing.lines import (
     BELOW_FLOOR_BETWEEN,
     BELOW_FLOOR_INSIDE,
     FAULTS,
+    FIRST_HOST_GONE,
     GOOD_EFA,
+    HOST_GONE,
+    NCCL_REMOTE,
     PARTIAL_EFA,
     QUOTA,
     SAVE_FAILED,
@@ -141,6 +144,22 @@ def test_a_network_below_its_floor_is_found_where_it_only_warned_too(record: Job
         assert trains.decisive is None, "the job trains all the same: it explains no end"
         told = found("job_hung", evidence_of(record, lines))[-1]
         assert (told.kind, told.then[0].split()[0]) == ("neighbour", f"scripts/runbooks/{owner}")
+
+
+@pytest.mark.parametrize("lines", [HOST_GONE, FIRST_HOST_GONE, (*HOST_GONE, *NCCL_REMOTE, *WATCHDOG)])
+def test_a_lost_host_is_a_bad_one_unless_spot_capacity_may_have_been_taken(
+    record: JobRecord, lines: tuple[str, ...]
+) -> None:
+    spec = record.resolved.spec
+    bought = spec.model_copy(update={"compute": spec.compute.model_copy(update={"spot": False})})
+    on_demand = record.model_copy(update={"resolved": record.resolved.model_copy(update={"spec": bought})})
+    assert named(evidence_of(on_demand, lines)) == {"bad_node"}
+    (told,) = found("bad_node", evidence_of(record, lines))
+    assert (told.kind, told.then[0].split()[:2]) == ("unknown", ["trainyard", "status"])
+    for one in (record, on_demand):
+        (_, other) = found("nccl_error", evidence_of(one, lines))
+        assert (other.kind, other.then[0].split()[0]) == ("neighbour", "scripts/runbooks/bad_node")
+        assert "bad_node" in named(evidence_of(one, (*lines, XID[79]))), "the kernel's log says what it was"
 
 
 def test_what_is_asked_of_an_environment_is_asked_of_the_jobs_own(record: JobRecord) -> None:

@@ -76,6 +76,11 @@ STAND_STILL = (
     " /x/output/stacks; rank 1 has"
     " not called all_reduce of 32x64 Float, number 57 of ranks 0, 1, in which rank 0 waits",
 )
+# trainer.host.hosts: what is left of a host that went without a word.
+HOST_GONE = ("algo-1 entrypoint: host algo-2 is gone: its entrypoint was killed, or the network parted",)
+FIRST_HOST_GONE = (
+    "algo-2 entrypoint: the first host (10.64.1.20) is gone: its entrypoint was killed, or the network parted",
+)
 # aws/aws-ofi-nccl#161 and #663, pytorch's DistBackendError.
 NCCL_REMOTE = (
     "algo-2 algo-2:418:702 [3] NCCL WARN NET/OFI Request completed with error. RC: 15. Error: unresponsive receiver"
@@ -181,6 +186,9 @@ FAULTS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "watchdog": (WATCHDOG, "job_hung"),
     "stand-still": (STAND_STILL, "job_hung"),
     "nccl error": (NCCL_REMOTE, "nccl_error"),
+    # The job is one on spot capacity: it may have been taken, and nothing is shouted.
+    "host gone": (HOST_GONE, None),
+    "first host gone": (FIRST_HOST_GONE, None),
     "device memory": (DEVICE_MEMORY, "out_of_memory"),
     "host memory": (HOST_MEMORY, "out_of_memory"),
     "host memory, from inside": (HOST_MEMORY_FROM_INSIDE, "out_of_memory"),
@@ -199,6 +207,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "xid, then nccl, then watchdog": ((XID[79], *NCCL_REMOTE, *WATCHDOG), "bad_node"),
     "memory, then watchdog": ((*DEVICE_MEMORY, *WATCHDOG), "out_of_memory"),
     "watchdog, then nccl": ((*WATCHDOG, *NCCL_REMOTE), "nccl_error"),
+    "host gone, then nccl, then watchdog": ((*HOST_GONE, *NCCL_REMOTE, *WATCHDOG), None),
+    "host gone, by memory": ((*HOST_GONE, *HOST_MEMORY), "out_of_memory"),
     "floor, then nccl": ((*BELOW_FLOOR_INSIDE, *NCCL_REMOTE), "bad_node"),
     "file system, then nccl": ((*FSX_FULL, *NCCL_REMOTE), "fsx_full_or_slow"),
 }

@@ -7,7 +7,7 @@ from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.cluster_shell import ClusterShell, HereShell, has_slurm_here, shell_of
 from trainyard.launch.queue_backend import QUEUED
 from trainyard.launch.record import CREATED, SUBMITTED, TERMINAL_STATES, JobRecord
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding, Step, command
 from trainyard.operate.runbooks.log_lines import XidSeen, xids
@@ -47,6 +47,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         words = "slow links inside a host, below their floor: PCIe instead of NVLink, or a broken link"
         then = ("nvidia-smi topo -m; nvidia-smi nvlink -s   # on the host that the line points at", *_next(evidence))
         return [fault(evidence, words, (slow[-1].strip()[:400],), then)]
+    if not seen and (lost := own_hits(evidence, "host_lost")):
+        return [_lost(evidence, shown(lost))]
     if not seen:
         told = "no Xid in these lines; the driver writes to the kernel's log (dmesg), not to the job's"
         return [clear_or_unknown(evidence, told, "lines"), *others(evidence, "bad_node")]
@@ -60,6 +62,16 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     code = min(seen, key=lambda one: ORDER.index(one.known.action))
     words = f"Xid {code.code}{_where(code)}: {code.known.meaning}: {ADVICE[code.known.action]}"
     return [Finding("clear", words, _lines(seen)), *others(evidence, "bad_node")]
+
+
+def _lost(evidence: Evidence, lines: tuple[str, ...]) -> Finding:
+    """A machine that is gone says nothing of why; of spot capacity it is as a rule no fault of the machine's."""
+    job = job_words(evidence)
+    then = (f"scripts/runbooks/bad_node {job} --log KERNEL_LOG   # of that host, where it can be had", *_next(evidence))
+    if evidence.record is not None and evidence.record.resolved.spec.compute.spot:
+        words = "a host was lost: its spot capacity was taken, or its machine broke; its own lines don't say"
+        return Finding("unknown", words, lines, (f"trainyard status {job}   # a reclaim is told there", then[0]))
+    return fault(evidence, "host lost: its machine broke, or the network to it; no line says why", lines, then)
 
 
 def _where(seen: XidSeen) -> str:

@@ -25,6 +25,7 @@ Fault = Literal[
     "efa_missing",
     "slow_network",
     "slow_host",
+    "host_lost",
     "straggler",
 ]
 
@@ -60,6 +61,7 @@ RUNBOOKS: dict[Fault, str] = {
     "efa_missing": "scripts/runbooks/efa_not_used",
     "slow_network": "scripts/runbooks/efa_not_used",
     "slow_host": "scripts/runbooks/bad_node",
+    "host_lost": "scripts/runbooks/bad_node",
     "straggler": "scripts/runbooks/job_slow",
 }
 """Who looks into a fault."""
@@ -200,6 +202,12 @@ SIGNATURES: tuple[Signature, ...] = (
         "the host found a rank that stood still",
     ),
     _known(
+        "host-gone",
+        "host_lost",
+        r"\bhost \S+ is gone: its entrypoint was killed, or the network parted",
+        "a host was lost without a word of its own",
+    ),
+    _known(
         "nccl",
         "nccl_error",
         r"nccl(?:Remote|System|Internal|UnhandledCuda|InvalidUsage|InvalidArgument)Error\b"
@@ -294,9 +302,9 @@ def classify(lines: Sequence[str]) -> list[Hit]:
 
 
 def decisive(hits: Sequence[Hit]) -> Hit | None:
-    """The line that tells why a job ended or stands still: a cause goes before its consequences (that NCCL failed, that
-    ranks waited), and among its like the first; an error of NCCL's goes before a wait that ran out."""
-    for group in (CAUSES, ("nccl_error",), ("hung",)):
+    """The line that tells why a job ended or stands still: a cause goes before its consequences (that a host was lost,
+    that NCCL failed, that ranks waited), and among its like the first; each of these goes before the next."""
+    for group in (CAUSES, ("host_lost",), ("nccl_error",), ("hung",)):
         found = next((hit for hit in hits if hit.fault in group), None)
         if found is not None:
             return found
