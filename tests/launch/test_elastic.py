@@ -38,6 +38,19 @@ def test_half_the_hosts_accumulate_twice_as_much(job: JobSpec, resolved: Resolve
     assert after.checkpoint_destination == before.checkpoint_destination == after.resolved.spec.checkpoint.destination
 
 
+def test_who_was_refused_by_the_networks_floor_may_go_on_with_a_warning(job: JobSpec, resolved: ResolvedJob) -> None:
+    """As the refusal advises; and whoever wants to know which network NCCL chose need not launch anew."""
+    record = record_of(job, resolved)
+    revise = reviser(["preflight.collectives=warn", "preflight.nccl_log=true"], None)
+    assert revise is not None
+    after = revise(record).resolved.spec
+    assert (after.preflight.collectives, after.preflight.nccl_log) == ("warn", True)
+    assert after.data == record.resolved.spec.data
+    with pytest.raises(InputError, match="leave preflight out"):
+        alone = ["compute.instance_count=1", "parallelism=auto", "preflight.collectives=stop"]
+        revised(record, alone, None)
+
+
 def test_a_layout_that_does_not_fit_the_machines_is_refused(job: JobSpec, resolved: ResolvedJob) -> None:
     with pytest.raises(InputError, match="make the two equal"):
         revised(record_of(job, resolved), ["compute.instance_count=1"], None)

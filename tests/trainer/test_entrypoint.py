@@ -310,6 +310,20 @@ def test_stacks_that_can_not_be_kept_end_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "file/data/stacks").exists()
 
 
+def test_nccl_tells_of_its_network_where_the_job_asks_for_it(tmp_path: Path) -> None:
+    place = Place("algo-1", ("algo-1",), interface="", instance_type="")
+    folders = Folders(tmp_path / "out", tmp_path / "data", tmp_path / "work")
+
+    def told(settings: dict[str, str], **preflight: Any) -> str | None:
+        content = job(1, 1)
+        content["spec"]["preflight"] = preflight
+        host = HostRun(folders, place, ResolvedJob.model_validate(content), "127.0.0.1", settings, "fake_trainer")
+        return host._environment().get("NCCL_DEBUG")
+
+    assert (told({}), told({}, nccl_log=True)) == (None, "INFO")
+    assert told({"NCCL_DEBUG": "TRACE"}, nccl_log=True) == "TRACE", "who runs the image decides last"
+
+
 @pytest.mark.parametrize("moment", ["before", "removing"])
 def test_a_signal_at_any_moment_of_a_start_is_left_for_the_ranks(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from trainyard.planner.elastic import smaller
 from trainyard.spec.base import apply_overrides, parse
 from trainyard.spec.job import JobSpec
 
-_CHANGEABLE = ("compute", "parallelism", "checkpoint", "recovery", "budget")
+_CHANGEABLE = ("compute", "parallelism", "checkpoint", "recovery", "preflight", "budget")
 _CHANGEABLE_FIELDS = (
     "training.micro_batch_size",
     "training.activation_checkpointing",

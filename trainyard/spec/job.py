@@ -592,6 +592,9 @@ class PreflightSpec(SpecModel):
     """The floor between hosts, GB/s of bus bandwidth a GPU; null: 0.4 of the instance type's EFA rate, on GPUs."""
     host_gb_per_second: GigabytesPerSecond | None = None
     """The floor inside a host; null: 0.6 of what AWS' own health check asks of the instance type, on GPUs."""
+    nccl_log: bool = False
+    """NCCL says at every start which network it chose (NCCL_DEBUG=INFO, some tens of lines a rank): what
+    scripts/runbooks/efa_not_used decides by, and the only sign of a fallback that reaches the floor all the same."""
 
     @property
     def stated_floors(self) -> dict[str, tuple[float, str]]:

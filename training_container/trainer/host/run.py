@@ -305,6 +305,8 @@ class HostRun:
         if len(self._place.hosts) > 1 and self._settings.get("TRAINYARD_SKIP_EFA_CHECK") != "1":
             # Without it libfabric may choose TCP in silence.
             defaults["FI_PROVIDER"] = "efa"
+        if self._job.spec.preflight.nccl_log:
+            defaults["NCCL_DEBUG"] = "INFO"
         return defaults | self._settings
 
     def _pump(self, pipe: Any) -> None:

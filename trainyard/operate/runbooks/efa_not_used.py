@@ -47,11 +47,14 @@ def _nothing(evidence: Evidence, told: bool, line: str, expected: int | None) ->
         return Finding("clear", f"EFA is used{count if 'found' in line else ''}", (line,))
     if evidence.record is not None and evidence.num_hosts == 1:
         return Finding("clear", "one host: its ranks need no network")
+    job = job_words(evidence)
     return Finding(
         "unknown",
-        "NCCL said nothing of its network: start a job with NCCL_DEBUG=INFO in the image's environment, "
-        "or run the collectives' floors",
-        then=("torchrun --nproc-per-node 8 -m trainer.collectives --instance-type TYPE",),
+        "NCCL said nothing of its network: let it tell (preflight.nccl_log), or run the collectives' floors",
+        then=(
+            f"trainyard stop {job} --wait; trainyard resume {job} --set preflight.nccl_log=true",
+            f"torchrun --nproc-per-node 8 -m trainer.collectives --instance-type {evidence.instance_type or 'TYPE'}",
+        ),
     )
 
 
