@@ -242,6 +242,13 @@ def test_what_follows_half_a_line_of_a_killed_rank_begins_a_line(tmp_path: Path)
     assert "half a wor" in output.splitlines(), output
 
 
+def test_a_start_leaves_nothing_where_all_programs_keep_temporary_files(tmp_path: Path) -> None:
+    tree, temporary = opt_ml(tmp_path / "ml", processes_per_host=1), tmp_path / "temporary"
+    temporary.mkdir()
+    assert run(tree, {"all": "bad input"}, TMPDIR=str(temporary))[0] == 2
+    assert list(temporary.iterdir()) == []
+
+
 def test_wrong_input_is_exit_code_2(tmp_path: Path) -> None:
     tree = opt_ml(tmp_path / "ml", processes_per_host=1)
     assert run(tree, {"all": "bad input"})[0] == 2

@@ -285,6 +285,8 @@ class HostRun:
             *("--master-addr", self._address),
             *("--master-port", self._settings.get("TRAINYARD_RENDEZVOUS_PORT", str(DEFAULT_PORT))),
             *("--max-restarts", "0"),
+            # Ranks write there nothing; but where none is given torchrun makes a temporary one that nobody removes.
+            *("--log-dir", str(self._work / "torchrun")),
             # Who signals all processes of a job, as Slurm does, reaches torchrun too, which would kill the ranks after
             # 30 s: when their time is over is this host's to say.
             *("--shutdown-timeout", str(math.ceil(self._grace_seconds) + 10)),
