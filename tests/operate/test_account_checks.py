@@ -5,9 +5,13 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
 from botocore.stub import Stubber
 from launch_testing import IMAGE
 
+from trainyard.errors import AwsRefusedError
+from trainyard.launch.aws import aws_errors
 from trainyard.operate import account_checks
 from trainyard.operate.account_checks import ENDPOINT_SERVICES, Check
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
@@ -228,13 +232,22 @@ def test_what_is_not_answered_is_said_and_never_passed(
 
 
 def test_an_error_page_for_an_answer_is_not_known_either(contract: TenantContract) -> None:
-    from botocore.parsers import ResponseParserError
-
-    def page() -> Check:
-        raise ResponseParserError("invalid XML received: <!doctype html><html>")
-
-    check = account_checks.asked("x", page, "iam:SimulatePrincipalPolicy")
-    assert (check.level, check.finding) == (
-        "warn",
-        "not known: no answer but an error page to iam:SimulatePrincipalPolicy",
+    page = "<!doctype html> <html lang=en> <title>500 Internal Server Error</title>"
+    errors = (
+        ResponseParserError(f"invalid XML received: {page}"),
+        ClientError({"Error": {"Code": "500", "Message": page}}, "SimulatePrincipalPolicy"),
     )
+    for error in errors:
+
+        def ask(error: Exception = error) -> Check:
+            raise error
+
+        check = account_checks.asked("x", ask, "iam:SimulatePrincipalPolicy")
+        assert (check.level, check.finding) == (
+            "warn",
+            "not known: no answer but an error page to iam:SimulatePrincipalPolicy",
+        )
+        # Outside of the doctor it is one line too, and no traceback.
+        words = r"^reading the trail: .*no answer but an error page[^<]*$"
+        with pytest.raises(AwsRefusedError, match=words), aws_errors("reading", "the trail"):
+            raise error

@@ -32,6 +32,7 @@ from trainyard.spec.platform import TenantContract
 LOADER = botocore.loaders.Loader()
 READS = ("Get", "List", "Describe", "Head", "Lookup", "AssumeRole")
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+REPOSITORY = "123456789012.dkr.ecr.us-east-1.amazonaws.com/trainyard@"
 OPERATOR = "arn:aws:iam::123456789012:role/trainyard/test/acme/Operator-1"
 
 
@@ -146,15 +147,46 @@ ACTING = {
     "onboard": ("--tenant", "vision", "--like", "acme"),
     "offboard": ("--tenant", "acme", "--keep-data"),
     "disaster_drill": ("--tenant", "acme"),
-    "upgrade_image": ("--digest", f"sha256:{'cd' * 32}", "--canary", "jobs/tiny.yaml"),
 }
 LOOKS = {("tenant", "add"), ("tenant", "remove"), ("isolation",)}
 
 
+@pytest.fixture
+def digests(deployed: Account) -> list[str]:
+    """Two images in the repository; the first is released."""
+    ecr, ssm = deployed.client("ecr"), deployed.client("ssm")
+    ecr.create_repository(repositoryName="trainyard")
+    found = [
+        ecr.put_image(
+            repositoryName="trainyard",
+            imageManifest=json.dumps({"schemaVersion": 2, "mediaType": MANIFEST, "n": n}),
+            imageTag=f"t{n}",
+        )["image"]["imageId"]["imageDigest"]
+        for n in range(2)
+    ]
+    ssm.put_parameter(Name="/trainyard/test/image", Value=REPOSITORY + found[0], Type="String", Overwrite=True)
+    return found
+
+
+@pytest.fixture
+def canary_job(tmp_path: Path) -> str:
+    """A job file of the tenant's."""
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job_content()), encoding="utf-8")
+    return str(path)
+
+
 def test_without_yes_nothing_is_changed_and_the_calls_are_told(
-    tenant: TenantContract, run: Any, calls: list[str], commands: list[list[str]], doctor: None
+    tenant: TenantContract,
+    run: Any,
+    calls: list[str],
+    commands: list[list[str]],
+    doctor: None,
+    digests: list[str],
+    canary_job: str,
 ) -> None:
-    for name, arguments in ACTING.items():
+    upgrade = {"upgrade_image": ("--digest", digests[1], "--canary", canary_job)}
+    for name, arguments in {**ACTING, **upgrade}.items():
         calls.clear()
         commands.clear()
         _, document, said = run(name, *arguments)
@@ -325,20 +357,14 @@ def test_a_bucket_that_is_open_or_keeps_no_versions_fails_the_audit(
 
 
 def test_a_worse_image_is_rolled_back_whatever_the_reason(
-    tenant: TenantContract, run: Any, deployed: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tenant: TenantContract,
+    run: Any,
+    deployed: Account,
+    monkeypatch: pytest.MonkeyPatch,
+    digests: list[str],
+    canary_job: str,
 ) -> None:
-    ecr, ssm = deployed.client("ecr"), deployed.client("ssm")
-    ecr.create_repository(repositoryName="trainyard")
-    digests = [
-        ecr.put_image(
-            repositoryName="trainyard",
-            imageManifest=json.dumps({"schemaVersion": 2, "mediaType": MANIFEST, "n": n}),
-            imageTag=f"t{n}",
-        )["image"]["imageId"]["imageDigest"]
-        for n in range(2)
-    ]
-    base = "123456789012.dkr.ecr.us-east-1.amazonaws.com/trainyard@"
-    ssm.put_parameter(Name="/trainyard/test/image", Value=base + digests[0], Type="String", Overwrite=True)
+    ssm, base = deployed.client("ssm"), REPOSITORY
     during: list[str] = []
     ending = ""
 
@@ -359,9 +385,7 @@ def test_a_worse_image_is_rolled_back_whatever_the_reason(
         return canaries.Ran("new", state, "rank 0 failed" if ending == "failed" else "", rows, record)
 
     monkeypatch.setattr(canaries, "run_job", run_job)
-    job = tmp_path / "job.yaml"
-    job.write_text(yaml.safe_dump(job_content()), encoding="utf-8")
-    arguments = ("upgrade_image", "--digest", digests[1], "--canary", str(job), "--yes")
+    arguments = ("upgrade_image", "--digest", digests[1], "--canary", canary_job, "--yes")
     for ending in ("worse", "slower", "failed", "unlaunched", "interrupted", "kept"):
         if ending == "interrupted":
             with pytest.raises(KeyboardInterrupt):
@@ -372,6 +396,59 @@ def test_a_worse_image_is_rolled_back_whatever_the_reason(
         assert during.pop() == base + digests[1], "the canary ran with the new one"
         left = ssm.get_parameter(Name="/trainyard/test/image")["Parameter"]["Value"]
         assert left == base + digests[1 if ending == "kept" else 0], ending
+
+
+def test_a_dry_run_refuses_what_would_be_refused(
+    tenant: TenantContract, run: Any, digests: list[str], canary_job: str, tmp_path: Path
+) -> None:
+    """Calls that are printed are calls that can be made; and a job is not stopped for one that can't."""
+    for digest, job, code, words in (
+        ("nonsense", canary_job, 2, "must be sha256:<64 hex digits>"),
+        (f"sha256:{'cd' * 32}", canary_job, 3, "has none; publish it first"),
+        (digests[1], str(tmp_path / "none.yaml"), 2, "none.yaml"),
+        (digests[1], "jobs/tiny.yaml", 2, "jobs of this machine run in no image"),
+    ):
+        refused = run("upgrade_image", "--digest", digest, "--canary", job)
+        assert (refused[0], refused[1]) == (code, {}) and words in refused[2]
+    unknown = f"{JOB_ID[:-4]}ffff"
+    assert run("upgrade_image", "--digest", digests[1], "--canary", canary_job, "--baseline", unknown)[0] == 2
+    for name, *options in (
+        ("disaster_drill", "--tenant", "acme", "--jobs"),
+        ("spot_storm", "--tenant", "acme", "--reclaims"),
+        ("restore_at_another_size", JOB_ID, "--instances"),
+        ("restore_at_another_size", JOB_ID, "--processes"),
+    ):
+        for number in ("0", "-1", "two"):
+            code, _, said = run(name, *options[:-1], f"{options[-1]}={number}")
+            assert code == 2 and f"argument {options[-1]}: {number!r}: must be a whole number from 1 on" in said
+
+
+def test_a_job_does_not_move_to_a_slurm_that_is_not_here(
+    tenant: TenantContract, run: Any, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would be stopped, copied, and launched nowhere."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    move = ("move_job", JOB_ID, "--to", "slurm", "--folder", "/fsx/moved", "--yes")
+    code, _, said = run(*move)
+    assert (code, commands) == (2, []) and "no `sbatch` is on the PATH here" in said
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert run(*move)[0] == 0 and commands[-1][0] == "launch"
+
+
+def test_what_a_look_answers_is_shown_whole(tmp_path: Path) -> None:
+    """A plan of what a tenant costs, or of what its removal deletes, is what the dry run is asked for."""
+
+    def told(_: Sequence[str]) -> str:
+        return "2 stacks\n  fsx: 17 USD\nnot written (--dry-run)"
+
+    report = framework.Report("onboard", "vision", tmp_path)
+    look = framework.command("tenant", "add", changes=False, run=told)
+    framework.perform(report, [look, framework.command("deploy", run=told)], dry_run=True, say=lambda _: None)
+    lines = report.lines()
+    assert lines[:4] == ["made: trainyard tenant add", "  2 stacks", "    fsx: 17 USD", "  not written (--dry-run)"]
+    assert lines[4] == "would run: trainyard deploy"
+    assert framework.command("deploy", run=told).make() == "not written (--dry-run)"
 
 
 def test_a_step_that_fails_ends_the_runbook_and_later_ones_are_not_made(
@@ -390,7 +467,7 @@ def test_a_step_that_fails_ends_the_runbook_and_later_ones_are_not_made(
 
 def test_a_commands_own_error_and_exit_code_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = framework.command("prices", "--help", changes=False)
-    assert good.words == "trainyard prices --help" and good.make() != ""
+    assert good.words == "trainyard prices --help" and good.make().count("\n") > 5
     with pytest.raises(InputError, match="nonsense"):
         framework.command("nonsense").make()
     monkeypatch.setenv("TRAINYARD_STATE_DIR", str(tmp_path))

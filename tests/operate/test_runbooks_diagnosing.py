@@ -146,6 +146,16 @@ def test_a_network_below_its_floor_is_found_where_it_only_warned_too(record: Job
         assert (told.kind, told.then[0].split()[0]) == ("neighbour", f"scripts/runbooks/{owner}")
 
 
+def test_lines_that_are_missing_are_asked_for_in_a_way_that_the_job_can_go(record: JobRecord) -> None:
+    """A job that runs is stopped first, one that has ended is resumed, a completed one can only be run again."""
+    asked = {
+        state: found("efa_not_used", evidence_of(record, ("nothing",), state=state))[0].then[0]
+        for state in ("Training", "Failed", "Completed")
+    }
+    assert [line.split()[1] for line in asked.values()] == ["stop", "resume", "launch"], asked
+    assert all(line.endswith(" --set preflight.nccl_log=true") for line in asked.values())
+
+
 @pytest.mark.parametrize("lines", [HOST_GONE, FIRST_HOST_GONE, (*HOST_GONE, *NCCL_REMOTE, *WATCHDOG)])
 def test_a_lost_host_is_a_bad_one_unless_spot_capacity_may_have_been_taken(
     record: JobRecord, lines: tuple[str, ...]

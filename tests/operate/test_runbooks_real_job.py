@@ -156,7 +156,7 @@ def test_each_state_of_the_job_is_named_by_its_own_runbook_alone(course: dict[st
     # The job hung, and its newest checkpoint was spoiled afterwards: both are there now, and nothing else.
     assert named(course["spoiled"]) - {"job_slow"} == {"job_hung", "checkpoint_stale_or_corrupt"}
     told = decided(course["spoiled"], "checkpoint_stale_or_corrupt")
-    assert "is altered (a block's hash is not the one that was saved)" in told
+    assert "is altered (its SHA-256 is not the manifest's)" in told
 
 
 @pytest.mark.full

@@ -26,6 +26,8 @@ def advice_for(code: str) -> str:
     return _MENDS.get(code, "")
 
 
+ERROR_PAGE = "no answer but an error page"
+"""Of a proxy, or of an emulator that lacks the call: nobody reads HTML in a line."""
 DENIED_CODES = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403", "Forbidden"})
 """A policy's no, in the words of every service that we ask; any other refusal proves nothing about isolation."""
 
@@ -61,15 +63,20 @@ def aws_errors(action: str, resource: str, mend: str = "") -> Iterator[None]:
     """
     # botocore takes 0.1 s to import; verbs that never reach AWS must not pay for it.
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
     try:
         yield
     except ClientError as error:
         code = error_code(error)
         message = _one_line(str(error.response.get("Error", {}).get("Message", "")))
+        if "<html" in message.lower():
+            message = ERROR_PAGE
         why = f"{code}: {message}" if message else code
         advice = _MENDS.get(code, mend)
         raise AwsRefusedError(f"{action} {resource}: AWS refused: {why}" + (f"; {advice}" if advice else "")) from error
+    except ResponseParserError as error:
+        raise AwsRefusedError(f"{action} {resource}: {ERROR_PAGE}; is a proxy between here and AWS?") from error
     except BotoCoreError as error:
         raise AwsRefusedError(f"{action} {resource}: {_client_side(error)}") from error
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainyard.errors import TrainyardError
-from trainyard.launch.aws import aws_errors, is_missing
+from trainyard.launch.aws import ERROR_PAGE, aws_errors, is_missing
 from trainyard.launch.session import Account
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
 
@@ -42,17 +42,13 @@ def failed(name: str, error: TrainyardError) -> Check:
 
 def asked(name: str, question: Callable[[], Check], needs: str) -> Check:
     """The answer; where there is none a warning, as nobody knows then. `needs`: the right that the caller may lack."""
-    from botocore.parsers import ResponseParserError
-
     try:
         with aws_errors("asking", name, f"it needs {needs}"):
             return question()
-    except ResponseParserError:
-        return Check(name, "warn", f"not known: no answer but an error page to {needs}", "only AWS itself tells")
     except TrainyardError as error:
         why = str(error).partition("AWS refused: ")[2].rpartition("; ")[0] or str(error)
-        if "<html" in why:
-            return Check(name, "warn", f"not known: no answer but an error page to {needs}", "only AWS itself tells")
+        if ERROR_PAGE in why:
+            return Check(name, "warn", f"not known: {ERROR_PAGE} to {needs}", "only AWS itself tells")
         return Check(name, "warn", f"not known: {why}", f"needs {needs}; repeat with it")
 
 

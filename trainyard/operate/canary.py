@@ -233,6 +233,13 @@ class Canary:
         keep(self.folder, "verdict.json", verdict.document())
         return verdict
 
+    def check(self, say: Say) -> None:
+        """InputError or AwsRefusedError where nothing could be tried, as `make` would say: nothing is changed."""
+        if self.image is not None:
+            self._release(self.image, say)
+        if self.against is not None:
+            self._baseline()
+
     def _release(self, digest: str, say: Say) -> "Release":
         """InputError or AwsRefusedError where that image can't be released, or where the job would not run it."""
         if self.backend == "local":

@@ -11,7 +11,7 @@ from trainyard.launch.aws import aws_errors
 from trainyard.launch.place import TenantAccess
 from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.framework import Finding, Step
-from trainyard.operate.runbooks.runbook import Context, Runbook
+from trainyard.operate.runbooks.runbook import Context, Runbook, count
 
 SUMMARY = "could a tenant's jobs come back: checkpoints fetched and verified elsewhere, with the time it took"
 
@@ -19,7 +19,7 @@ SUMMARY = "could a tenant's jobs come back: checkpoints fetched and verified els
 def options(parser: argparse.ArgumentParser) -> None:
     """Its own."""
     parser.add_argument("--tenant", "-t", required=True, help="whose jobs")
-    parser.add_argument("--jobs", type=int, default=3, metavar="N", help="the newest so many (%(default)s)")
+    parser.add_argument("--jobs", type=count, default=3, metavar="N", help="the newest so many (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="leave what was fetched in the evidence folder")
 
 

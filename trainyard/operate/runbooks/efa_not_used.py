@@ -4,6 +4,7 @@ import re
 
 from trainyard.errors import TrainyardError
 from trainyard.hardware import instance
+from trainyard.launch.record import TERMINAL_STATES
 from trainyard.operate.runbooks.diagnosis import fault, job_words, others, there
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
@@ -47,12 +48,17 @@ def _nothing(evidence: Evidence, told: bool, line: str, expected: int | None) ->
         return Finding("clear", f"EFA is used{count if 'found' in line else ''}", (line,))
     if evidence.record is not None and evidence.num_hosts == 1:
         return Finding("clear", "one host: its ranks need no network")
-    job = job_words(evidence)
+    job, asked = job_words(evidence), "--set preflight.nccl_log=true"
+    again = f"trainyard resume {job} {asked}"
+    if evidence.state == "Completed" or evidence.record is None:
+        again = f"trainyard launch JOB.yaml {asked}"
+    elif evidence.state not in TERMINAL_STATES:
+        again = f"trainyard stop {job} --wait; {again}"
     return Finding(
         "unknown",
         "NCCL said nothing of its network: let it tell (preflight.nccl_log), or run the collectives' floors",
         then=(
-            f"trainyard stop {job} --wait; trainyard resume {job} --set preflight.nccl_log=true",
+            again,
             f"torchrun --nproc-per-node 8 -m trainer.collectives --instance-type {evidence.instance_type or 'TYPE'}",
         ),
     )

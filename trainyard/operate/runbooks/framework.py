@@ -98,7 +98,7 @@ class Report:
         for step in self.steps:
             unmade = "failed" if self.has_changed else "would run"
             lines.append(f"{'made' if step['made'] else unmade}: {step['call']}")
-            lines += [f"  {step['answer']}"] if step["answer"] else []
+            lines += [f"  {line}" for line in step["answer"].splitlines()]
         if not self.has_changed and any(not step["made"] for step in self.steps):
             lines.append("nothing was changed; --yes makes these calls")
         return [*lines, f"evidence: {self.folder}"]
@@ -160,20 +160,27 @@ def trainyard_command(*arguments: str) -> tuple[str, ...]:
 
 
 def command(*arguments: str, changes: bool = True, run: Callable[[Sequence[str]], str] | None = None) -> Step:
-    """A step that is a `trainyard` verb, or a script of scripts/ where the first word is a path of one."""
+    """A step that is a `trainyard` verb, or a script of scripts/ where the first word is a path of one.
+
+    One that only looks answers with all that it prints, which is what it is made for; else the last line tells."""
     is_script = arguments[0].startswith("scripts/")
     argv = (str(checkout_root() / arguments[0]), *arguments[1:]) if is_script else trainyard_command(*arguments)
     words = shlex.join(arguments if is_script else ("trainyard", *arguments))
-    return Step(words, lambda: (run or _run)(argv), changes=changes)
+
+    def make() -> str:
+        said = (run or _run)(argv)
+        return said.rpartition("\n")[2].strip() if changes else said
+
+    return Step(words, make, changes=changes)
 
 
 def _run(argv: Sequence[str]) -> str:
-    """The last line that the command printed; its own one-line error where it fails."""
+    """What the command printed; its own one-line error where it fails."""
     done = subprocess.run(argv, cwd=checkout_root(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    said = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
-    last = said[-1].strip().removeprefix("trainyard: ") if said else f"exit code {done.returncode}"
     if done.returncode == 0:
-        return last if said else ""
+        return done.stdout.strip()
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    last = said[-1].strip().removeprefix("trainyard: ") if said else f"exit code {done.returncode}"
     kinds: dict[int, type[TrainyardError]] = {2: InputError, 3: AwsRefusedError}
     raise kinds.get(done.returncode, JobFailedError)(last)
 

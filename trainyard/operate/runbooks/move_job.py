@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from trainyard.errors import InputError
+from trainyard.launch.cluster_shell import has_slurm_here
 from trainyard.operate.runbooks.framework import Step, command, keep
 from trainyard.operate.runbooks.restore_at_another_size import resume_steps
 from trainyard.operate.runbooks.runbook import Context, Runbook
@@ -36,6 +37,8 @@ def run(context: Context) -> None:
         return
     if given.folder is None:
         raise InputError(f"--to {given.to}: needs --folder FOLDER, where the checkpoints are copied to")
+    if given.to == "slurm" and not has_slurm_here():
+        raise InputError("--to slurm: no `sbatch` is on the PATH here; run this on a machine of the cluster")
     finding, resumed = resume_steps(context, evidence, [])
     context.report.findings.append(finding)
     record = evidence.record

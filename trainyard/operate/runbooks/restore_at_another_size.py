@@ -6,7 +6,7 @@ from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.elastic import reviser
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding, Step, command
-from trainyard.operate.runbooks.runbook import Context, Runbook
+from trainyard.operate.runbooks.runbook import Context, Runbook, count
 
 SUMMARY = "a job goes on from its checkpoint on more or fewer machines"
 
@@ -14,8 +14,8 @@ SUMMARY = "a job goes on from its checkpoint on more or fewer machines"
 def options(parser: argparse.ArgumentParser) -> None:
     """Its own."""
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--instances", type=int, metavar="N", help="machines to go on with")
-    size.add_argument("--processes", type=int, metavar="N", help="of a job on this machine: processes to go on with")
+    size.add_argument("--instances", type=count, metavar="N", help="machines to go on with")
+    size.add_argument("--processes", type=count, metavar="N", help="of a job on this machine: processes to go on with")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="more, as `trainyard resume` has"
     )

@@ -77,6 +77,13 @@ class Context:
         return gather(place, job_id or "", given, self.report.folder, where=where, tenants=tenants)
 
 
+def count(text: str) -> int:
+    """An option's whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 on")
+    return int(text)
+
+
 def _no_more(_: argparse.ArgumentParser) -> None:
     """For runbooks without options of their own."""
 

@@ -5,7 +5,7 @@ import argparse
 from trainyard.launch import watch
 from trainyard.launch.record import JobRecord
 from trainyard.operate.runbooks.framework import Finding, command
-from trainyard.operate.runbooks.runbook import Context, Runbook
+from trainyard.operate.runbooks.runbook import Context, Runbook, count
 
 SUMMARY = "spot capacity is taken again and again: who is hit, and on-demand for those"
 STORM_SHARE = 0.5
@@ -16,7 +16,7 @@ NEWEST = 50
 def options(parser: argparse.ArgumentParser) -> None:
     """Its own."""
     parser.add_argument("--tenant", "-t", required=True, help="whose jobs")
-    parser.add_argument("--reclaims", type=int, default=2, metavar="N", help="move jobs with so many (%(default)s)")
+    parser.add_argument("--reclaims", type=count, default=2, metavar="N", help="move jobs with so many (%(default)s)")
 
 
 def storm(records: list[JobRecord], least: int) -> tuple[Finding, list[JobRecord]]:

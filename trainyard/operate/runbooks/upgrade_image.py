@@ -35,6 +35,7 @@ def run(context: Context) -> None:
     old = Release.of(context.environment, context.say).current()
     back = f"scripts/publish_image {context.environment_path} --digest {old}"
     if context.dry_run:
+        canary.check(context.say)
         context.perform([Step(canary.words, lambda: "")])
         words = f"rolled back to {old}, only where the canary fails or is worse"
         context.report.findings.append(Finding("clear", words, (), (back,)))
