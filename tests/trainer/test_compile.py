@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from trainer import strategies
 from trainer.models.build import build_model, outline_model
 from trainer.runtime import Runtime
 from trainer.strategies import build_strategy, check_supported, compiled
@@ -131,7 +132,7 @@ def test_names_are_kept() -> None:
 @FULL
 def test_torch_saves_the_mesh_among_the_tensors_of_a_recomputed_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why `tensor` and full recomputation are refused: where this fails, torch has mended it, and that can go."""
-    monkeypatch.setattr(compiled, "check", lambda *_, **__: None)
+    monkeypatch.setattr(strategies, "check_supported", lambda *_, **__: None)
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     job = tiny_job("", 2, parallelism={"tensor": 2}, activation_checkpointing="full", compile=True)
     torch._dynamo.reset()
