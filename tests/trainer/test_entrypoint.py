@@ -49,6 +49,16 @@ if todo == "raise beside rank 0":
 if todo == "peer loss":
     time.sleep(0.3)
     raise RuntimeError("Connection closed by peer [127.0.0.2]:1234")
+if todo.startswith("lose a peer"):
+    if todo.endswith("after a step"):
+        from trainer import heartbeat
+        heartbeat.beat(7)
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    (output / f"ready-{rank}").write_text("")
+    while not stopped:
+        time.sleep(0.02)
+    raise RuntimeError("Connection closed by peer [127.0.0.2]:1234")
 if todo == "bad input":
     print("trainyard: data.train: no such file or folder", file=sys.stderr)
     raise SystemExit(2)
@@ -282,6 +292,21 @@ def test_sigterm_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=400)
     assert process.returncode == 75, output
     assert "nothing new to save" in output and "step=1" not in output
+
+
+@pytest.mark.parametrize(("moment", "code"), [("after a step", 1), ("before a step", 75)])
+def test_a_peer_lost_as_the_host_is_told_to_stop_is_a_loss_once_steps_were_made(
+    moment: str, code: int, tmp_path: Path
+) -> None:
+    """SageMaker ends all containers when one has ended: the others' last word must not be that nothing was lost."""
+    tree = opt_ml(tmp_path / "ml", processes_per_host=1)
+    with running(tree, {"all": f"lose a peer {moment}"}) as process:
+        wait_for(tree / "output/data/ready-0", process)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=400)
+    assert process.returncode == code, output
+    assert ("stopped before the first step" in output) == (code == 75)
+    assert code == 75 or "it lost another rank: see the other hosts' reason" in failure(tree)[0]
 
 
 def test_ranks_that_do_not_stop_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:

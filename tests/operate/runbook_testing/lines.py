@@ -109,6 +109,9 @@ HOST_MEMORY = (
 HOST_MEMORY_FROM_INSIDE = (
     "algo-1 entrypoint: rank 5 on algo-1 was killed by SIGKILL: out of memory on the host, or killed from outside",
 )
+# FailureReason of a container that was killed: the form is aws/sagemaker-python-sdk#134's and #658's, 137 is SIGKILL.
+CONTAINER_KILLED = ("AlgorithmError: , exit code: 137",)
+CONTAINER_FAILED = ("AlgorithmError: , exit code: 139",)
 SHARED_MEMORY = (
     "algo-1 RuntimeError: DataLoader worker (pid 7121) is killed by signal: Bus error. It is possible that dataloader's"
     " workers are out of shared memory. Please try to raise your shared memory limit.",
@@ -192,6 +195,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "device memory": (DEVICE_MEMORY, "out_of_memory"),
     "host memory": (HOST_MEMORY, "out_of_memory"),
     "host memory, from inside": (HOST_MEMORY_FROM_INSIDE, "out_of_memory"),
+    "container killed": (CONTAINER_KILLED, "out_of_memory"),
+    "container failed": (CONTAINER_FAILED, None),
     "shared memory": (SHARED_MEMORY, "out_of_memory"),
     "access denied": (ACCESS_DENIED, None),
     "image pull": (IMAGE_PULL, None),

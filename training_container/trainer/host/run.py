@@ -146,7 +146,7 @@ class HostRun:
         self._log.progress(watch.last_step)
         if watch.first_step_seconds is not None:
             self._longest_start_seconds = max(self._longest_start_seconds or 0.0, watch.first_step_seconds)
-        ending = self._ending(exit_code)
+        ending = self._ending(exit_code, made_a_step=watch.last_step > 0)
         return replace(
             ending,
             step=watch.last_step,
@@ -353,7 +353,7 @@ class HostRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def _ending(self, torchrun_code: int) -> Ending:
+    def _ending(self, torchrun_code: int, *, made_a_step: bool) -> Ending:
         reports = self._all_reports()
         codes = {rank: reports[rank].exit_code if rank in reports else None for rank in self._own_ranks}
         if all(code == 0 for code in codes.values()):
@@ -368,9 +368,9 @@ class HostRun:
             late = ", ".join(str(rank) for rank, code in codes.items() if code is None)
             grace = f"{self._grace_seconds:.0f} s after SIGTERM"
             return Ending(1, f"ranks {late} of {self._place.host} did not save and exit within {grace}")
-        return self._failure(reports, torchrun_code)
+        return self._failure(reports, torchrun_code, made_a_step=made_a_step)
 
-    def _failure(self, reports: Mapping[int, RankReport], torchrun_code: int) -> Ending:
+    def _failure(self, reports: Mapping[int, RankReport], torchrun_code: int, *, made_a_step: bool) -> Ending:
         tail = tuple(self._tail)
         died = {int(rank): int(code) for rank, code in _TORCHRUN_FAILURE.findall("\n".join(tail))}
         silent = [
@@ -382,8 +382,10 @@ class HostRun:
         failed = [report for report in reports.values() if report.exit_code not in (None, 0, RESUME_EXIT_CODE)]
         # A cause comes before its consequences, and a peer's loss is always a consequence.
         failed.sort(key=lambda report: (_lost_a_peer(report), not _words(report), report.ended_at or 0.0))
-        if self._was_told_to_stop and any(map(_lost_a_peer, failed)) and not any(map(_has_own_words, failed)):
-            # Told to stop while the ranks were still meeting: one left before another had found it.
+        is_only_lost = any(map(_lost_a_peer, failed)) and not any(map(_has_own_words, failed))
+        if self._was_told_to_stop and is_only_lost and not made_a_step:
+            # Told to stop while the ranks were still meeting: one left before another had found it. In the middle of
+            # training a host is lost that way: SageMaker ends the others when one of them has ended.
             return Ending(RESUME_EXIT_CODE, "stopped before the first step; resume me")
         if failed:
             report = failed[0]

@@ -105,7 +105,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "host-memory",
         "out_of_memory",
         r"[Oo]ut of memory: Killed process \d+|oom-kill:constraint=|DefaultCPUAllocator: can't allocate memory"
-        r"|was killed by SIGKILL: out of memory on the host|^(?:\S+ )?MemoryError\b",
+        r"|was killed by SIGKILL: out of memory on the host|^(?:\S+ )?MemoryError\b"
+        r"|AlgorithmError: .*[Ee]xit [Cc]ode: (?:\S+ )?(?:137|-9)\b",
         "the host's memory was full: the kernel kills without a word, so a SIGKILL from outside looks alike",
     ),
     _known(
