@@ -9,7 +9,8 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from stacks.constructs.acknowledged import INLINE_POLICIES, acknowledge
-from stacks.constructs.guard_rails import CREATE_JOB, deny
+from stacks.constructs.guard_rails import CREATE_JOB
+from stacks.constructs.statements import deny, policy_document
 from stacks.naming import PARTITION, TenantScope
 from trainyard.spec.platform import EnvironmentSpec
 
@@ -80,7 +81,7 @@ class BudgetStop(Construct):
             "Policy",
             path=f"{tenant.iam_path}stop/",
             description=f"Attached while the budget of tenant {tenant.name} is spent: no job is submitted",
-            statements=[deny("BudgetIsSpent", [CREATE_JOB, "batch:SubmitServiceJob"], {})],
+            document=policy_document([deny("BudgetIsSpent", [CREATE_JOB, "batch:SubmitServiceJob"], {})]),
         )
         budgets.CfnBudgetsAction(
             self,

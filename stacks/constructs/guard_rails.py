@@ -16,12 +16,11 @@ from constructs import Construct
 from stacks.constructs.acknowledged import acknowledge_wildcards
 from stacks.constructs.machine_permissions import machine_actions, only_login_nodes
 from stacks.constructs.network import TenantNetwork
+from stacks.constructs.statements import Conditions, Statement, allow, deny, deny_outside, policy_document
 from stacks.constructs.tracking import BOUNDED_ACTIONS, RUN_ACTIONS
 from stacks.naming import PARTITION, TAG_TENANT, TenantScope
 from trainyard.errors import InputError
 from trainyard.hardware import instance
-
-Conditions = Mapping[str, Mapping[str, object]]
 
 MAX_POLICY_CHARACTERS = 6144
 """IAM: of a managed policy, white space not counted."""
@@ -147,21 +146,25 @@ class TenantBoundary(Construct):
             "Policy",
             path=tenant.iam_path,
             description=f"The most that any role of tenant {tenant.name} can ever do",
-            statements=[
-                iam.PolicyStatement(sid="Services", actions=[*allowed, *machine_actions(tenant)], resources=["*"]),
-                *(_queue(tenant) if tenant.queued else [*_unstated(tenant), *_outside(tenant, network)]),
-                deny("Never", [*NEVER, CREATE_JOB if tenant.queued else SUBMIT_JOB], {}),
-                _own_things(tenant),
-                *_broker(tenant),
-                *only_login_nodes(tenant),
-                deny("OwnAccount", ["s3:*"], {"StringNotEqualsIfExists": {"aws:ResourceAccount": _account(tenant)}}),
-                # A negated operator also matches an absent key: a role is passed to SageMaker or to nobody.
-                deny(
-                    "PassToSageMaker",
-                    ["iam:PassRole"],
-                    {"StringNotEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
-                ),
-            ],
+            document=policy_document(
+                [
+                    allow("Services", [*allowed, *machine_actions(tenant)], ["*"]),
+                    *(_queue(tenant) if tenant.queued else [*_unstated(tenant), *_outside(tenant, network)]),
+                    deny("Never", [*NEVER, CREATE_JOB if tenant.queued else SUBMIT_JOB], {}),
+                    _own_things(tenant),
+                    *_broker(tenant),
+                    *only_login_nodes(tenant),
+                    deny(
+                        "OwnAccount", ["s3:*"], {"StringNotEqualsIfExists": {"aws:ResourceAccount": _account(tenant)}}
+                    ),
+                    # A negated operator also matches an absent key: a role is passed to SageMaker or to nobody.
+                    deny(
+                        "PassToSageMaker",
+                        ["iam:PassRole"],
+                        {"StringNotEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
+                    ),
+                ]
+            ),
         )
         grants_nothing = (
             "A boundary grants nothing: it is the most that the roles' own policies, exact to the resource,"
@@ -170,7 +173,7 @@ class TenantBoundary(Construct):
         _check_size(acknowledge_wildcards(self.policy, tenant, reasons), tenant)
 
 
-def _own_things(tenant: TenantScope) -> iam.PolicyStatement:
+def _own_things(tenant: TenantScope) -> Statement:
     """What may be made, stopped, called, passed and written to is the tenant's own, each by its ARN.
 
     One statement for all, because a boundary holds 6,144 characters: an ARN of one kind is none of another, so each
@@ -179,10 +182,9 @@ def _own_things(tenant: TenantScope) -> iam.PolicyStatement:
     """
     tracks = tenant.spec.tracking is not None
     roles = tenant.each_job_role_pattern if tenant.isolates_jobs else tenant.job_role_pattern
-    return iam.PolicyStatement(
-        sid="OwnThings",
-        effect=iam.Effect.DENY,
-        actions=[
+    return deny_outside(
+        "OwnThings",
+        [
             "sagemaker:Create*",
             "sagemaker:StopTrainingJob",
             "iam:PassRole",
@@ -190,7 +192,7 @@ def _own_things(tenant: TenantScope) -> iam.PolicyStatement:
             *([INVOKE] if tenant.brokered else []),
             *(RUN_ACTIONS if tracks else []),
         ],
-        not_resources=[
+        [
             *tenant.training_jobs,
             *tenant.training_plans.values(),
             tenant.model_packages,
@@ -202,7 +204,7 @@ def _own_things(tenant: TenantScope) -> iam.PolicyStatement:
     )
 
 
-def _broker(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def _broker(tenant: TenantScope) -> list[Statement]:
     """No job is started but by the broker, whatever a person is allowed besides. Where jobs have roles of their own, it
     makes those under this boundary: by a pattern, as a policy can't name itself. What else that fits grants nothing."""
     if not tenant.brokered:
@@ -221,28 +223,18 @@ def _broker(tenant: TenantScope) -> list[iam.PolicyStatement]:
     ]
 
 
-def _queue(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def _queue(tenant: TenantScope) -> list[Statement]:
     """In the place of what binds CreateTrainingJob, which Batch then calls as itself: only the own share of the own
     types' queues, with the own tag. What a job asks of SageMaker no condition key tells; the broker writes it."""
     tag = f"aws:RequestTag/{TAG_TENANT}"
     return [
-        iam.PolicyStatement(
-            sid="OwnShare",
-            effect=iam.Effect.DENY,
-            actions=[SUBMIT_JOB],
-            not_resources=[*tenant.training_queues.values(), tenant.share_pattern, tenant.service_jobs],
+        deny_outside(
+            "OwnShare", [SUBMIT_JOB], [*tenant.training_queues.values(), tenant.share_pattern, tenant.service_jobs]
         ),
         deny("QueuedOwnTag", [SUBMIT_JOB], {"StringNotEquals": {tag: tenant.name}}),
         # A negated operator also matches an absent key: a job that nobody has tagged is not ended either.
         deny("OwnQueuedJobs", [STOP_QUEUED_JOB], {"StringNotEquals": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}}),
     ]
-
-
-def deny(sid: str, actions: list[str], conditions: Conditions) -> iam.PolicyStatement:
-    """A Deny of `actions` on everything where all `conditions` hold."""
-    return iam.PolicyStatement(
-        sid=sid, effect=iam.Effect.DENY, actions=actions, resources=["*"], conditions=dict(conditions)
-    )
 
 
 def _check_size(document: Mapping[str, Any], tenant: TenantScope) -> None:
@@ -315,7 +307,7 @@ def _account(tenant: TenantScope) -> str:
     return tenant.environment.account
 
 
-def _unstated(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def _unstated(tenant: TenantScope) -> list[Statement]:
     """What a job must say: an absent key matches none of the value conditions in `_outside`."""
     required = {
         "JobsSayVpc": "sagemaker:VpcSubnets",
@@ -336,7 +328,7 @@ def _unstated(tenant: TenantScope) -> list[iam.PolicyStatement]:
     return denials
 
 
-def _outside(tenant: TenantScope, network: TenantNetwork) -> list[iam.PolicyStatement]:
+def _outside(tenant: TenantScope, network: TenantNetwork) -> list[Statement]:
     """What a job may not say. ForAnyValue with a negated operator: one foreign value among several is enough."""
     values: dict[str, Conditions] = {
         "JobsOwnSubnets": {

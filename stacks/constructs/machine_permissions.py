@@ -1,7 +1,6 @@
 """What the machines of a tenant's cluster may do besides a job's work, and who gets a shell on the login node."""
 
-from aws_cdk import aws_iam as iam
-
+from stacks.constructs.statements import Statement, allow, deny, deny_outside
 from stacks.naming import PARTITION, TAG_NODE, TAG_TENANT, TenantScope
 
 TAG_INTERFACE = "ec2:CreateTags"
@@ -63,23 +62,23 @@ def own_clusters(tenant: TenantScope) -> list[str]:
     return [tenant.arn("pcs", "cluster/*")]
 
 
-def join_cluster(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def join_cluster(tenant: TenantScope) -> list[Statement]:
     """A machine tells PCS that it is up."""
     return [
-        iam.PolicyStatement(
-            sid="JoinCluster",
-            actions=[REGISTER],
-            resources=own_clusters(tenant),
-            conditions={"StringEquals": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}},
+        allow(
+            "JoinCluster",
+            [REGISTER],
+            own_clusters(tenant),
+            {"StringEquals": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}},
         )
     ]
 
 
-def take_sessions() -> list[iam.PolicyStatement]:
+def take_sessions() -> list[Statement]:
     """The login node's agent."""
     return [
-        iam.PolicyStatement(sid="SayAlive", actions=["ssm:UpdateInstanceInformation"], resources=["*"]),
-        iam.PolicyStatement(sid="TakeSessions", actions=SESSIONS, resources=["*"]),
+        allow("SayAlive", ["ssm:UpdateInstanceInformation"], ["*"]),
+        allow("TakeSessions", SESSIONS, ["*"]),
     ]
 
 
@@ -88,7 +87,7 @@ def machine_logs(tenant: TenantScope) -> list[str]:
     return [tenant.arn("logs", f"log-group:/aws/sagemaker/Clusters/{tenant.cluster_name}/*")]
 
 
-def be_hyperpod(tenant: TenantScope, *, vpc_id: str, scripts: str) -> list[iam.PolicyStatement]:
+def be_hyperpod(tenant: TenantScope, *, vpc_id: str, scripts: str) -> list[Statement]:
     """What HyperPod does as the role of each machine, beside its network interfaces: tags and leaves those, writes its
     logs, fetches the tenant's script, answers Session Manager (SageMaker developer guide, "IAM role for SageMaker
     HyperPod" and the policy AmazonSageMakerClusterInstanceRolePolicy, whose buckets, `sagemaker-*`, are anybody's)."""
@@ -96,46 +95,39 @@ def be_hyperpod(tenant: TenantScope, *, vpc_id: str, scripts: str) -> list[iam.P
     made = {"StringEquals": {"ec2:CreateAction": "CreateNetworkInterface"}}
     space = {"StringEquals": {"cloudwatch:namespace": "/aws/sagemaker/Clusters"}}
 
-    def allow(
-        sid: str, actions: list[str], resource: str, conditions: dict[str, dict[str, str]]
-    ) -> iam.PolicyStatement:
-        return iam.PolicyStatement(sid=sid, actions=actions, resources=[resource], conditions=conditions)
-
     return [
-        allow("TagInterfaces", [TAG_INTERFACE], interfaces, made),
-        allow("LeaveInterfaces", [LEAVE_INTERFACE], interfaces, {"ArnEquals": {"ec2:Vpc": vpc}}),
+        allow("TagInterfaces", [TAG_INTERFACE], [interfaces], made),
+        allow("LeaveInterfaces", [LEAVE_INTERFACE], [interfaces], {"ArnEquals": {"ec2:Vpc": vpc}}),
         # EC2 judges the machine that loses it too, which has no VPC to ask for and may be of an account of SageMaker's.
         # Alone this detaches nothing; an interface has a VPC, so that the pattern can't be read as one's.
-        allow("LeaveMachines", [LEAVE_INTERFACE], _any_machine(tenant), {"Null": {"ec2:Vpc": "true"}}),
-        iam.PolicyStatement(sid="MachineLogs", actions=WRITE_MACHINE_LOGS, resources=machine_logs(tenant)),
-        allow("MachineMetrics", ["cloudwatch:PutMetricData"], "*", space),
-        iam.PolicyStatement(sid="FetchScript", actions=["s3:GetObject"], resources=[scripts]),
-        iam.PolicyStatement(sid="TakeSessions", actions=SESSIONS, resources=["*"]),
+        allow("LeaveMachines", [LEAVE_INTERFACE], [_any_machine(tenant)], {"Null": {"ec2:Vpc": "true"}}),
+        allow("MachineLogs", WRITE_MACHINE_LOGS, machine_logs(tenant)),
+        allow("MachineMetrics", ["cloudwatch:PutMetricData"], ["*"], space),
+        allow("FetchScript", ["s3:GetObject"], [scripts]),
+        allow("TakeSessions", SESSIONS, ["*"]),
     ]
 
 
-def _open_machine_shells(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def _open_machine_shells(tenant: TenantScope) -> list[Statement]:
     """On HyperPod: a shell on any machine of the own cluster, as its machines have no tags to tell the login node by.
     What SSM asks IAM of such a target is in no document of AWS's that we know; without a tag, this lets nobody in."""
     tag, own = {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}, [tenant.arn("sagemaker", "cluster/*")]
     on_own = {"StringEquals": tag}
     checked = {**on_own, "BoolIfExists": {"ssm:SessionDocumentAccessCheck": "true"}}
     return [
-        iam.PolicyStatement(sid="FindMachines", actions=FIND_NODES, resources=own, conditions=on_own),
-        iam.PolicyStatement(sid="OpenMachineShell", actions=[OPEN_SHELL], resources=own, conditions=checked),
-        iam.PolicyStatement(sid="ShellDocument", actions=[OPEN_SHELL], resources=[_shell_document(tenant)]),
+        allow("FindMachines", FIND_NODES, own, on_own),
+        allow("OpenMachineShell", [OPEN_SHELL], own, checked),
+        allow("ShellDocument", [OPEN_SHELL], [_shell_document(tenant)]),
         _use_own_sessions(tenant),
     ]
 
 
-def _use_own_sessions(tenant: TenantScope) -> iam.PolicyStatement:
+def _use_own_sessions(tenant: TenantScope) -> Statement:
     # As AWS's own example has it (Systems Manager user guide, quickstart end user policies).
-    return iam.PolicyStatement(
-        sid="UseOwnSessions", actions=[USE_SESSION], resources=[tenant.arn("ssm", "session/${aws:userid}-*")]
-    )
+    return allow("UseOwnSessions", [USE_SESSION], [tenant.arn("ssm", "session/${aws:userid}-*")])
 
 
-def open_shells(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def open_shells(tenant: TenantScope) -> list[Statement]:
     """The tenant's login node found, and a shell on it, by no other document than the account's own for shells: without
     the check of the document, IAM isn't asked about it."""
     if tenant.spec.cluster is None:
@@ -143,22 +135,22 @@ def open_shells(tenant: TenantScope) -> list[iam.PolicyStatement]:
     if tenant.hyperpod:
         return _open_machine_shells(tenant)
     return [
-        iam.PolicyStatement(
-            sid="OpenShell",
-            actions=[OPEN_SHELL],
-            resources=[_machines(tenant)],
-            conditions={
+        allow(
+            "OpenShell",
+            [OPEN_SHELL],
+            [_machines(tenant)],
+            {
                 "StringEquals": _login_node(tenant),
                 "BoolIfExists": {"ssm:SessionDocumentAccessCheck": "true"},
             },
         ),
-        iam.PolicyStatement(sid="ShellDocument", actions=[OPEN_SHELL], resources=[_shell_document(tenant)]),
-        iam.PolicyStatement(sid="FindLoginNode", actions=["ec2:DescribeInstances"], resources=["*"]),
+        allow("ShellDocument", [OPEN_SHELL], [_shell_document(tenant)]),
+        allow("FindLoginNode", ["ec2:DescribeInstances"], ["*"]),
         _use_own_sessions(tenant),
     ]
 
 
-def only_login_nodes(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def only_login_nodes(tenant: TenantScope) -> list[Statement]:
     """For the boundary: no shell on anything but the tenant's login node, and by no other document, whatever else a
     person is allowed. A negated operator also matches an absent key: a machine without tags is nobody's."""
     if tenant.spec.cluster is None:
@@ -168,37 +160,18 @@ def only_login_nodes(tenant: TenantScope) -> list[iam.PolicyStatement]:
     # What is not the shell's document must be a machine with these tags: other documents, which forward ports, managed
     # machines outside EC2 and containers are closed by it too.
     return [
-        iam.PolicyStatement(
-            sid=f"Shell{name}",
-            effect=iam.Effect.DENY,
-            actions=[OPEN_SHELL],
-            not_resources=[_shell_document(tenant)],
-            conditions={"StringNotEquals": {key: value}},
-        )
+        deny_outside(f"Shell{name}", [OPEN_SHELL], [_shell_document(tenant)], {"StringNotEquals": {key: value}})
         for name, (key, value) in zip(("OwnMachine", "LoginNode"), _login_node(tenant).items(), strict=True)
     ]
 
 
-def _only_own_machines(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def _only_own_machines(tenant: TenantScope) -> list[Statement]:
     """The same for HyperPod; and no tag on what is there already, or a role could make another's machine its own."""
-
-    def refused(sid: str, action: str, condition: dict[str, str], **resources: list[str]) -> iam.PolicyStatement:
-        return iam.PolicyStatement(
-            sid=sid,
-            effect=iam.Effect.DENY,
-            actions=[action],
-            conditions={"StringNotEquals": condition},
-            **resources,  # type: ignore[arg-type]
-        )
-
+    own = {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}
+    made = {"ec2:CreateAction": "CreateNetworkInterface"}
     return [
-        refused(
-            "ShellOwnMachine",
-            OPEN_SHELL,
-            {f"aws:ResourceTag/{TAG_TENANT}": tenant.name},
-            not_resources=[_shell_document(tenant)],
-        ),
-        refused("TagOnlyNew", TAG_INTERFACE, {"ec2:CreateAction": "CreateNetworkInterface"}, resources=["*"]),
+        deny_outside("ShellOwnMachine", [OPEN_SHELL], [_shell_document(tenant)], {"StringNotEquals": own}),
+        deny("TagOnlyNew", [TAG_INTERFACE], {"StringNotEquals": made}),
     ]
 
 

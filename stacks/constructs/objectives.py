@@ -27,12 +27,13 @@ class TenantObjectives(Construct):
 
     def __init__(self, scope: Construct, construct_id: str, *, tenant: TenantScope, topic: sns.ITopic) -> None:
         super().__init__(scope, construct_id)
+        tell, period = actions.SnsAction(topic), Duration.minutes(PERIOD_MINUTES)
         for objective in tenant.spec.objectives.applied():
             for burn in BURNS:
-                self._alarm(tenant, objective, burn).add_alarm_action(actions.SnsAction(topic))
+                self._alarm(tenant, objective, burn, period).add_alarm_action(tell)
         cloudwatch.CfnDashboard(self, "Dashboard", dashboard_body=json.dumps(_dashboard(tenant), sort_keys=True))
 
-    def _alarm(self, tenant: TenantScope, objective: Objective, burn: Burn) -> cloudwatch.Alarm:
+    def _alarm(self, tenant: TenantScope, objective: Objective, burn: Burn, period: Duration) -> cloudwatch.Alarm:
         bad, num_periods = burn.bad_periods(objective)
         comparisons = cloudwatch.ComparisonOperator
         return cloudwatch.Alarm(
@@ -50,7 +51,7 @@ class TenantObjectives(Construct):
                 dimensions_map={"Tenant": tenant.name},
                 # Of several jobs the worst decides: a mean would hide it behind the others.
                 statistic="Maximum" if objective.is_upper else "Minimum",
-                period=Duration.minutes(PERIOD_MINUTES),
+                period=period,
             ),
             threshold=objective.limit,
             comparison_operator=(

@@ -17,6 +17,7 @@ from stacks.constructs.machine_permissions import (
     own_clusters,
 )
 from stacks.constructs.permissions import TenantResources, log_group_arns, parameter_arns
+from stacks.constructs.statements import allow
 from stacks.naming import TAG_TENANT, TenantScope
 from trainyard.spec.platform import TRAINING_LOG_GROUP
 
@@ -74,17 +75,10 @@ def _own(
     like: Mapping[str, list[str]] | None = None,
 ) -> iam.PolicyStatement:
     """An Allow to the tenant's roles, where the request also states what `equals` and `like` say."""
-    return iam.PolicyStatement(
-        sid=sid,
-        principals=[iam.AnyPrincipal()],
-        actions=actions,
-        resources=list(arns),
-        conditions={
-            "ArnLike": {"aws:PrincipalArn": tenant.role_pattern},
-            **({"StringEquals": dict(equals)} if equals else {}),
-            **({"StringLike": dict(like)} if like else {}),
-        },
-    )
+    conditions: dict[str, Mapping[str, object]] = {"ArnLike": {"aws:PrincipalArn": tenant.role_pattern}}
+    conditions |= {"StringEquals": equals} if equals else {}
+    conditions |= {"StringLike": like} if like else {}
+    return iam.PolicyStatement.from_json({**allow(sid, actions, list(arns), conditions), "Principal": {"AWS": "*"}})
 
 
 def _sagemaker(tenant: TenantScope) -> list[iam.PolicyStatement]:

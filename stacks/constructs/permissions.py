@@ -1,7 +1,6 @@
 """What a tenant's roles may do. Written out, not granted by the constructs: the least that each one needs is exact to
 the prefix, and a grant would widen the key policies without anybody reading it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aws_cdk import aws_ecr as ecr
@@ -16,7 +15,6 @@ from stacks.constructs.guard_rails import (
     SUBMIT_JOB,
     TAG_JOB,
     counted,
-    deny,
     policy_characters,
 )
 from stacks.constructs.identity import TenantRoles
@@ -32,6 +30,7 @@ from stacks.constructs.machine_permissions import (
 )
 from stacks.constructs.network import TenantNetwork
 from stacks.constructs.small_files import TenantSmallFiles, use_files
+from stacks.constructs.statements import Statement, allow, deny, policy_document
 from stacks.constructs.storage import TenantBuckets, TenantFileSystem
 from stacks.constructs.tracking import TRACKING_WILDCARDS, log_runs, see_runs, track_jobs
 from stacks.naming import TAG_TENANT, TenantScope
@@ -102,11 +101,11 @@ class TenantPermissions(Construct):
 
         characters: dict[str, int] = {}
 
-        def attach(name: str, role: iam.Role, statements: list[iam.PolicyStatement]) -> None:
-            policy = iam.Policy(self, name, roles=[role], statements=statements)
-            document = acknowledge_wildcards(policy, tenant, WILDCARDS)
+        def attach(name: str, role: iam.Role, statements: list[Statement]) -> None:
+            policy = iam.Policy(self, name, roles=[role], document=policy_document(statements))
+            resolved = acknowledge_wildcards(policy, tenant, WILDCARDS)
             holder = role.node.id
-            characters[holder] = characters.get(holder, 0) + policy_characters(document, tenant)
+            characters[holder] = characters.get(holder, 0) + policy_characters(resolved, tenant)
             _check_size(holder, characters[holder], tenant)
 
         attach("Job", roles.job, _job(tenant, resources))
@@ -115,7 +114,7 @@ class TenantPermissions(Construct):
             if tenant.hyperpod:
                 machine = _hyperpod(tenant, resources)
                 attach("Nodes", roles.nodes, [*_work(tenant, resources), *machine])
-                attach("Login", roles.login, [_allow("DecryptScript", READ, [resources.keys.data.key_arn]), *machine])
+                attach("Login", roles.login, [allow("DecryptScript", READ, [resources.keys.data.key_arn]), *machine])
             else:
                 attach("Nodes", roles.nodes, [*join_cluster(tenant), *_work(tenant, resources), *shared])
                 attach("Login", roles.login, [*join_cluster(tenant), *take_sessions(), *shared])
@@ -123,7 +122,7 @@ class TenantPermissions(Construct):
         if not tenant.brokered:
             attach("Launcher", roles.launcher, [*submit, *_launcher(tenant, resources)])
         else:
-            ask = _allow("AskBroker", [INVOKE], [tenant.broker_arn])
+            ask = allow("AskBroker", [INVOKE], [tenant.broker_arn])
             attach("Launcher", roles.launcher, [ask, *_launcher(tenant, resources)])
             attach("Broker", roles.broker, [*submit, *_broker(tenant, resources)])
         if tenant.resumed:
@@ -148,25 +147,19 @@ def _check_size(role: str, characters: int, tenant: TenantScope) -> None:
         )
 
 
-def _allow(
-    sid: str, actions: list[str], resources: list[str], conditions: Mapping[str, object] | None = None
-) -> iam.PolicyStatement:
-    return iam.PolicyStatement(sid=sid, actions=actions, resources=resources, conditions=conditions)
-
-
 def log_group_arns(tenant: TenantScope, *names: str) -> list[str]:
     """A log group, spelled both ways: IAM has compared the ARN with and without the trailing :* over the years."""
     return [tenant.arn("logs", f"log-group:{name}{end}") for name in names for end in ("", ":*")]
 
 
-def _job(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _job(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """A running job on SageMaker, which puts it into the network and gives it a volume, as the job's role."""
     network = _network_interfaces(tenant, resources.network)
     return [*_work(tenant, resources), _volumes(resources), *network]
 
 
-def _volumes(resources: TenantResources) -> iam.PolicyStatement:
-    return _allow(
+def _volumes(resources: TenantResources) -> Statement:
+    return allow(
         "EncryptVolumes",
         ["kms:CreateGrant"],
         [resources.keys.checkpoints.key_arn],
@@ -174,35 +167,35 @@ def _volumes(resources: TenantResources) -> iam.PolicyStatement:
     )
 
 
-def _hyperpod(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _hyperpod(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """What HyperPod does as the role of any of its machines."""
     data, vpc = resources.buckets.data, resources.network.vpc.vpc_id
     # Of what lies beside the script, its folder's listing alone.
     listing = {"StringLike": {"s3:prefix": [f"{SCRIPTS_FOLDER}/*"]}}
     return [
-        _allow("FindScript", ["s3:ListBucket"], [data.bucket_arn], listing),
+        allow("FindScript", ["s3:ListBucket"], [data.bucket_arn], listing),
         *be_hyperpod(tenant, vpc_id=vpc, scripts=data.arn_for_objects(f"{SCRIPTS_FOLDER}/*")),
         _volumes(resources),
         *_network_interfaces(tenant, resources.network),
     ]
 
 
-def _work(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _work(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """A running job, wherever it is, reads data, writes checkpoints and outputs of jobs, logs and metrics."""
     buckets, keys = resources.buckets, resources.keys
     return [
-        _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
-        _allow("ReadData", READ_OBJECTS, [buckets.data.arn_for_objects("*")]),
-        _allow("ReadModels", READ_OBJECTS, [buckets.artifacts.arn_for_objects("models/*")]),
-        _allow("ReadWriteCheckpoints", READ_OBJECTS + WRITE_OBJECTS, [buckets.checkpoints.arn_for_objects("jobs/*")]),
-        _allow("DecryptData", READ, [keys.data.key_arn, keys.artifacts.key_arn]),
-        _allow("EncryptCheckpoints", READ_WRITE, [keys.checkpoints.key_arn]),
-        _allow(
+        allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
+        allow("ReadData", READ_OBJECTS, [buckets.data.arn_for_objects("*")]),
+        allow("ReadModels", READ_OBJECTS, [buckets.artifacts.arn_for_objects("models/*")]),
+        allow("ReadWriteCheckpoints", READ_OBJECTS + WRITE_OBJECTS, [buckets.checkpoints.arn_for_objects("jobs/*")]),
+        allow("DecryptData", READ, [keys.data.key_arn, keys.artifacts.key_arn]),
+        allow("EncryptCheckpoints", READ_WRITE, [keys.checkpoints.key_arn]),
+        allow(
             "OpenLogStreams",
             ["logs:CreateLogStream", "logs:DescribeLogStreams"],
             log_group_arns(tenant, TRAINING_LOG_GROUP, resources.logs.group.log_group_name),
         ),
-        _allow(
+        allow(
             "WriteLogs",
             ["logs:PutLogEvents"],
             # By stream: the broker's audit lines stand in the own group too, and no job shall write one.
@@ -214,31 +207,31 @@ def _work(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicySta
                 ),
             ],
         ),
-        _allow("CreateTrainingLogGroup", ["logs:CreateLogGroup"], log_group_arns(tenant, TRAINING_LOG_GROUP)),
-        _allow(
+        allow("CreateTrainingLogGroup", ["logs:CreateLogGroup"], log_group_arns(tenant, TRAINING_LOG_GROUP)),
+        allow(
             "WriteMetrics",
             ["cloudwatch:PutMetricData"],
             ANYTHING,
             {"StringLike": {"cloudwatch:namespace": [f"trainyard/{tenant.name}", "/aws/sagemaker/*"]}},
         ),
-        _allow("LogInToRegistry", ["ecr:GetAuthorizationToken"], ANYTHING),
-        _allow(
+        allow("LogInToRegistry", ["ecr:GetAuthorizationToken"], ANYTHING),
+        allow(
             "PullImage",
             ["ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"],
             [resources.images.repository_arn],
         ),
-        _allow("FindFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        allow("FindFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         *log_runs(tenant),
     ]
 
 
-def _network_interfaces(tenant: TenantScope, network: TenantNetwork) -> list[iam.PolicyStatement]:
+def _network_interfaces(tenant: TenantScope, network: TenantNetwork) -> list[Statement]:
     """SageMaker puts a job into a VPC by network interfaces that it makes as the job's role (developer guide,
     "CreateTrainingJob API: execution role permissions"): here only in the own subnet with the own group."""
     vpc = tenant.arn("ec2", f"vpc/{network.vpc.vpc_id}")
     interfaces = tenant.arn("ec2", "network-interface/*")
     return [
-        _allow(
+        allow(
             "JoinNetwork",
             ["ec2:CreateNetworkInterface"],
             [
@@ -247,7 +240,7 @@ def _network_interfaces(tenant: TenantScope, network: TenantNetwork) -> list[iam
                 interfaces,
             ],
         ),
-        _allow(
+        allow(
             "LeaveNetwork",
             [
                 "ec2:CreateNetworkInterfacePermission",
@@ -257,7 +250,7 @@ def _network_interfaces(tenant: TenantScope, network: TenantNetwork) -> list[iam
             [interfaces],
             {"ArnEquals": {"ec2:Vpc": vpc}},
         ),
-        _allow(
+        allow(
             "SeeNetwork",
             [
                 "ec2:DescribeDhcpOptions",
@@ -271,12 +264,12 @@ def _network_interfaces(tenant: TenantScope, network: TenantNetwork) -> list[iam
     ]
 
 
-def _submit(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement]:
+def _submit(tenant: TenantScope, roles: TenantRoles) -> list[Statement]:
     """To start a job: the broker's right, or the launcher's where there is no broker."""
     if tenant.queued:
         return [*_queue_up(tenant), _pass_job_role(tenant, roles)]
     return [
-        _allow(
+        allow(
             "CreateJobs",
             [CREATE_JOB],
             # The developer guide ("IAM for SageMaker training plans") has a job on a plan judged by the plan too.
@@ -288,7 +281,7 @@ def _submit(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement
                 "Null": {"sagemaker:InstanceTypes": "false"},
             },
         ),
-        _allow(
+        allow(
             "TagJobs",
             ["sagemaker:AddTags"],
             tenant.training_jobs,
@@ -298,56 +291,56 @@ def _submit(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement
     ]
 
 
-def _pass_job_role(tenant: TenantScope, roles: TenantRoles) -> iam.PolicyStatement:
+def _pass_job_role(tenant: TenantScope, roles: TenantRoles) -> Statement:
     """The one job role, or those of single jobs and then no other."""
     passed = tenant.each_job_role_pattern if tenant.isolates_jobs else roles.job.role_arn
     to_sagemaker = {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
-    return _allow("PassJobRole", ["iam:PassRole"], [passed], to_sagemaker)
+    return allow("PassJobRole", ["iam:PassRole"], [passed], to_sagemaker)
 
 
-def _job_roles(tenant: TenantScope, roles: TenantRoles) -> list[iam.PolicyStatement]:
+def _job_roles(tenant: TenantScope, roles: TenantRoles) -> list[Statement]:
     """To make a role for each job, under the tenant's boundary, and to remove it after the job."""
     if not tenant.isolates_jobs:
         return []
     own = [tenant.each_job_role_pattern]
     bounded = {"StringEquals": {"iam:PermissionsBoundary": roles.boundary.managed_policy_arn}}
     return [
-        _allow("MakeJobRoles", ["iam:CreateRole", "iam:PutRolePolicy"], own, bounded),
-        _allow("KeepJobRoles", ["iam:DeleteRole", "iam:DeleteRolePolicy", "iam:ListRoleTags", "iam:TagRole"], own),
-        _allow("FindJobRoles", ["iam:ListRoles"], ANYTHING),
+        allow("MakeJobRoles", ["iam:CreateRole", "iam:PutRolePolicy"], own, bounded),
+        allow("KeepJobRoles", ["iam:DeleteRole", "iam:DeleteRolePolicy", "iam:ListRoleTags", "iam:TagRole"], own),
+        allow("FindJobRoles", ["iam:ListRoles"], ANYTHING),
     ]
 
 
-def _queue_up(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def _queue_up(tenant: TenantScope) -> list[Statement]:
     """A job into the tenant's share of its type's queue. Batch asks for queue, share and job each: the queues are
     everybody's, the share is what tells the tenants apart; a job's id isn't known before."""
     queued = [*tenant.training_queues.values(), *tenant.shares, tenant.service_jobs]
     tag = {"StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}}
     return [
-        _allow("SubmitJobs", [SUBMIT_JOB], queued, tag),
+        allow("SubmitJobs", [SUBMIT_JOB], queued, tag),
         # A job is tagged as it is made; another tenant's, which has a tag, is not tagged over.
-        _allow(
+        allow(
             "TagJobs",
             [TAG_JOB],
             [tenant.service_jobs],
             {**tag, "StringEqualsIfExists": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}},
         ),
-        _allow("FindQueuedJobs", ["batch:ListServiceJobs"], ANYTHING),
+        allow("FindQueuedJobs", ["batch:ListServiceJobs"], ANYTHING),
     ]
 
 
-def _leave_queue(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def _leave_queue(tenant: TenantScope) -> list[Statement]:
     """Jobs of the tenant's own taken out of the queues, waiting or running, and seen there."""
     if not tenant.queued:
         return []
     tag = {"StringEquals": {f"aws:ResourceTag/{TAG_TENANT}": tenant.name}}
     return [
-        _allow("StopQueuedJobs", ["batch:TerminateServiceJob"], [tenant.service_jobs], tag),
-        _allow("FindQueuedJobs", ["batch:ListServiceJobs"], ANYTHING),
+        allow("StopQueuedJobs", ["batch:TerminateServiceJob"], [tenant.service_jobs], tag),
+        allow("FindQueuedJobs", ["batch:ListServiceJobs"], ANYTHING),
     ]
 
 
-def _broker(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _broker(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """The function that submits jobs, besides that: a job's record, the contract, the images that were released, what
     runs now; and its ledger, which no other role can write."""
     buckets, keys = resources.buckets, resources.keys
@@ -355,16 +348,16 @@ def _broker(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyS
     image = tenant.parameter_arn(environment.image_parameter)
     contract = tenant.parameter_arn(environment.contract_parameter(tenant.name))
     return [
-        _allow("ReadContract", ["ssm:GetParameter"], [contract]),
-        _allow("SeeReleases", ["ssm:GetParameterHistory"], [image]),
-        _allow("FindRecords", ["s3:ListBucket"], [bucket.bucket_arn for bucket in (buckets.data, buckets.checkpoints)]),
-        _allow("ReadRecords", ["s3:GetObject"], [buckets.data.arn_for_objects("jobs/*/record.json")]),
-        _allow("KeepLedger", ["s3:GetObject", "s3:PutObject"], [buckets.checkpoints.arn_for_objects("broker/*")]),
-        _allow("DecryptRecords", ["kms:Decrypt"], [keys.data.key_arn]),
-        _allow("EncryptLedger", ["kms:Decrypt", "kms:GenerateDataKey"], [keys.checkpoints.key_arn]),
-        _allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], tenant.training_jobs),
-        _allow("ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
-        _allow(
+        allow("ReadContract", ["ssm:GetParameter"], [contract]),
+        allow("SeeReleases", ["ssm:GetParameterHistory"], [image]),
+        allow("FindRecords", ["s3:ListBucket"], [bucket.bucket_arn for bucket in (buckets.data, buckets.checkpoints)]),
+        allow("ReadRecords", ["s3:GetObject"], [buckets.data.arn_for_objects("jobs/*/record.json")]),
+        allow("KeepLedger", ["s3:GetObject", "s3:PutObject"], [buckets.checkpoints.arn_for_objects("broker/*")]),
+        allow("DecryptRecords", ["kms:Decrypt"], [keys.data.key_arn]),
+        allow("EncryptLedger", ["kms:Decrypt", "kms:GenerateDataKey"], [keys.checkpoints.key_arn]),
+        allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], tenant.training_jobs),
+        allow("ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
+        allow(
             "WriteLogs",
             ["logs:CreateLogStream", "logs:PutLogEvents"],
             log_group_arns(tenant, resources.logs.group.log_group_name),
@@ -372,17 +365,17 @@ def _broker(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyS
     ]
 
 
-def _resumer(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _resumer(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """The function that resumes failed jobs: why they failed, from where they can go on, the next attempt in their
     record, and the broker, which decides whether it is submitted."""
     buckets, keys = resources.buckets, resources.keys
     return [
-        _allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], tenant.training_jobs),
-        _allow("WriteRecords", ["s3:GetObject", "s3:PutObject"], [buckets.data.arn_for_objects("jobs/*/record.json")]),
-        _allow("EncryptRecords", ["kms:Decrypt", "kms:GenerateDataKey"], [keys.data.key_arn]),
-        _allow("FindCheckpoints", ["s3:ListBucket"], [buckets.checkpoints.bucket_arn]),
-        _allow("AskBroker", [INVOKE], [tenant.broker_arn]),
-        _allow(
+        allow("SeeOwnJobs", ["sagemaker:DescribeTrainingJob"], tenant.training_jobs),
+        allow("WriteRecords", ["s3:GetObject", "s3:PutObject"], [buckets.data.arn_for_objects("jobs/*/record.json")]),
+        allow("EncryptRecords", ["kms:Decrypt", "kms:GenerateDataKey"], [keys.data.key_arn]),
+        allow("FindCheckpoints", ["s3:ListBucket"], [buckets.checkpoints.bucket_arn]),
+        allow("AskBroker", [INVOKE], [tenant.broker_arn]),
+        allow(
             "WriteLogs",
             ["logs:CreateLogStream", "logs:PutLogEvents"],
             log_group_arns(tenant, resources.logs.group.log_group_name),
@@ -390,50 +383,50 @@ def _resumer(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
     ]
 
 
-def _launcher(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _launcher(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """People and CI: the tenant's jobs, data and job records; checkpoints to read."""
     buckets, keys = resources.buckets, resources.keys
     added = ["models", "registry", *([TRACKING_FOLDER] if tenant.spec.tracking is not None else [])]
     return [
-        _allow(
+        allow(
             "FollowJobs",
             ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags", "sagemaker:StopTrainingJob"],
             tenant.training_jobs,
         ),
         *_leave_queue(tenant),
         # Register and see, without Update and Delete: what passed its gate stays as it was.
-        _allow(
+        allow(
             "NameModels",
             ["sagemaker:AddTags", "sagemaker:CreateModelPackageGroup"],
             [tenant.model_package_groups],
             {"StringEquals": {f"aws:RequestTag/{TAG_TENANT}": tenant.name}},
         ),
-        _allow("RegisterModels", ["sagemaker:CreateModelPackage"], [tenant.model_packages]),
+        allow("RegisterModels", ["sagemaker:CreateModelPackage"], [tenant.model_packages]),
         _see_models(tenant),
-        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
-        _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
-        _allow("ReadWriteData", READ_OBJECTS + WRITE_OBJECTS, [buckets.data.arn_for_objects("*")]),
-        _allow("ReadCheckpoints", READ_OBJECTS, [buckets.checkpoints.arn_for_objects("*")]),
+        allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
+        allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
+        allow("ReadWriteData", READ_OBJECTS + WRITE_OBJECTS, [buckets.data.arn_for_objects("*")]),
+        allow("ReadCheckpoints", READ_OBJECTS, [buckets.checkpoints.arn_for_objects("*")]),
         # `trainyard checkpoints prune`. Without DeleteObjectVersion: what is removed by mistake can be brought back.
-        _allow("PruneCheckpoints", ["s3:DeleteObject"], [buckets.checkpoints.arn_for_objects("jobs/*/checkpoints/*")]),
+        allow("PruneCheckpoints", ["s3:DeleteObject"], [buckets.checkpoints.arn_for_objects("jobs/*/checkpoints/*")]),
         # Without DeleteObject: what is registered stays.
-        _allow(
+        allow(
             "AddModels",
             READ_OBJECTS + ADD_OBJECTS,
             [buckets.artifacts.arn_for_objects(f"{folder}/*") for folder in added],
         ),
-        _allow("UseDataKey", READ_WRITE, [keys.data.key_arn, keys.artifacts.key_arn]),
-        _allow("DecryptCheckpoints", READ, [keys.checkpoints.key_arn]),
+        allow("UseDataKey", READ_WRITE, [keys.data.key_arn, keys.artifacts.key_arn]),
+        allow("DecryptCheckpoints", READ, [keys.checkpoints.key_arn]),
         *_read_logs(tenant, resources),
-        _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
-        _allow("SeeImage", ["ecr:DescribeImages"], [resources.images.repository_arn]),
+        allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        allow("SeeImage", ["ecr:DescribeImages"], [resources.images.repository_arn]),
         *open_shells(tenant),
         *track_jobs(tenant),
         _see_account(),
     ]
 
 
-def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _auditor(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """What was run, by which configuration, with which records: all to read, nothing to change."""
     buckets, keys = resources.buckets, resources.keys
     bucket_arns = [bucket.bucket_arn for bucket in buckets.all]
@@ -449,34 +442,34 @@ def _auditor(tenant: TenantScope, resources: TenantResources) -> list[iam.Policy
     key_arns = [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn, keys.logs.key_arn]
     records = [bucket.arn_for_objects("jobs/*") for bucket in (buckets.data, buckets.checkpoints)]
     return [
-        _allow("SeeBuckets", [*LIST_BUCKET, *configuration], bucket_arns),
-        _allow("ReadJobRecords", READ_OBJECTS, [*records, buckets.artifacts.arn_for_objects("registry/*")]),
-        _allow("DecryptJobRecords", READ, [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn]),
-        _allow("SeeKeys", ["kms:DescribeKey", "kms:GetKeyPolicy", "kms:GetKeyRotationStatus"], key_arns),
-        _allow("SeeJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags"], tenant.training_jobs),
+        allow("SeeBuckets", [*LIST_BUCKET, *configuration], bucket_arns),
+        allow("ReadJobRecords", READ_OBJECTS, [*records, buckets.artifacts.arn_for_objects("registry/*")]),
+        allow("DecryptJobRecords", READ, [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn]),
+        allow("SeeKeys", ["kms:DescribeKey", "kms:GetKeyPolicy", "kms:GetKeyRotationStatus"], key_arns),
+        allow("SeeJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:ListTags"], tenant.training_jobs),
         _see_models(tenant),
         *see_runs(tenant),
-        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
-        _allow(
+        allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
+        allow(
             "SeeRoles",
             ["iam:GetRole", "iam:GetRolePolicy", "iam:ListAttachedRolePolicies", "iam:ListRolePolicies"],
             [tenant.role_pattern],
         ),
         *_read_logs(tenant, resources),
-        _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         _see_account(),
     ]
 
 
-def _guard(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _guard(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """The functions that look at jobs and stop them, for a rule or for the budget: nothing of what they work on."""
     group = log_group_arns(tenant, resources.logs.group.log_group_name)
     return [
-        _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], tenant.training_jobs),
-        _allow("ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
+        allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], tenant.training_jobs),
+        allow("ListJobs", ["sagemaker:ListTrainingJobs"], ANYTHING),
         *_leave_queue(tenant),
-        _allow("WriteLogs", ["logs:CreateLogStream", "logs:PutLogEvents"], group),
-        _allow(
+        allow("WriteLogs", ["logs:CreateLogStream", "logs:PutLogEvents"], group),
+        allow(
             "CountViolations",
             ["cloudwatch:PutMetricData"],
             ANYTHING,
@@ -485,38 +478,38 @@ def _guard(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicySt
     ]
 
 
-def _operator(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _operator(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """What nobody may do day by day: data and checkpoints changed and deleted by hand, jobs stopped. Starts none, and
     deletes no version: what it deletes by mistake is there until the bucket's rules expire it."""
     buckets, keys = resources.buckets, resources.keys
     objects = [bucket.arn_for_objects("*") for bucket in buckets.all]
     return [
-        _allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
-        _allow("MendObjects", READ_OBJECTS + WRITE_OBJECTS, objects),
-        _allow("UseKeys", READ_WRITE, [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn]),
-        _allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], tenant.training_jobs),
+        allow("ListOwnBuckets", LIST_BUCKET, [bucket.bucket_arn for bucket in buckets.all]),
+        allow("MendObjects", READ_OBJECTS + WRITE_OBJECTS, objects),
+        allow("UseKeys", READ_WRITE, [keys.data.key_arn, keys.checkpoints.key_arn, keys.artifacts.key_arn]),
+        allow("StopJobs", ["sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"], tenant.training_jobs),
         *_leave_queue(tenant),
-        _allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
+        allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         *_read_logs(tenant, resources),
-        _allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         _see_account(),
     ]
 
 
-def _tracking(resources: TenantResources) -> list[iam.PolicyStatement]:
+def _tracking(resources: TenantResources) -> list[Statement]:
     """The MLflow server: the files beside its runs, to show them; their clients write them."""
     bucket, key = resources.buckets.artifacts, resources.keys.artifacts
     below = {"StringLike": {"s3:prefix": [TRACKING_FOLDER, f"{TRACKING_FOLDER}/*"]}}
     return [
-        _allow("FindFiles", ["s3:ListBucket"], [bucket.bucket_arn], below),
-        _allow("KeepFiles", READ_OBJECTS + ADD_OBJECTS, [bucket.arn_for_objects(f"{TRACKING_FOLDER}/*")]),
-        _allow("EncryptFiles", READ_WRITE, [key.key_arn]),
+        allow("FindFiles", ["s3:ListBucket"], [bucket.bucket_arn], below),
+        allow("KeepFiles", READ_OBJECTS + ADD_OBJECTS, [bucket.arn_for_objects(f"{TRACKING_FOLDER}/*")]),
+        allow("EncryptFiles", READ_WRITE, [key.key_arn]),
     ]
 
 
-def _see_models(tenant: TenantScope) -> iam.PolicyStatement:
+def _see_models(tenant: TenantScope) -> Statement:
     actions = ["sagemaker:DescribeModelPackage", "sagemaker:DescribeModelPackageGroup", "sagemaker:ListModelPackages"]
-    return _allow("SeeModels", actions, [tenant.model_packages, tenant.model_package_groups])
+    return allow("SeeModels", actions, [tenant.model_packages, tenant.model_package_groups])
 
 
 def _file_system_arn(tenant: TenantScope, resources: TenantResources) -> str:
@@ -532,19 +525,19 @@ def parameter_arns(tenant: TenantScope) -> list[str]:
     ]
 
 
-def _read_logs(tenant: TenantScope, resources: TenantResources) -> list[iam.PolicyStatement]:
+def _read_logs(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
     """Own streams only. FilterLogEvents works on a whole group, so not on the one that all tenants share."""
     own = log_group_arns(tenant, resources.logs.group.log_group_name, resources.logs.flows.log_group_name)
     return [
-        _allow("FindLogs", ["logs:DescribeLogStreams"], [*log_group_arns(tenant, TRAINING_LOG_GROUP), *own]),
-        _allow("ReadJobLogs", ["logs:GetLogEvents"], [*tenant.job_log_streams, *own]),
-        _allow("SearchOwnLogs", ["logs:FilterLogEvents"], own),
+        allow("FindLogs", ["logs:DescribeLogStreams"], [*log_group_arns(tenant, TRAINING_LOG_GROUP), *own]),
+        allow("ReadJobLogs", ["logs:GetLogEvents"], [*tenant.job_log_streams, *own]),
+        allow("SearchOwnLogs", ["logs:FilterLogEvents"], own),
     ]
 
 
-def _see_account() -> iam.PolicyStatement:
+def _see_account() -> Statement:
     """Listings that IAM can't scope: they show that things exist, and nothing of what is in them."""
-    return _allow(
+    return allow(
         "SeeAccount",
         [
             "batch:DescribeJobQueues",
@@ -565,7 +558,7 @@ def _see_account() -> iam.PolicyStatement:
     )
 
 
-def _own_keys_and_files(resources: TenantResources) -> list[iam.PolicyStatement]:
+def _own_keys_and_files(resources: TenantResources) -> list[Statement]:
     """In a policy of its own and not in the boundary: the key's policy names the role, and the role its boundary."""
     key, file_system = resources.keys.checkpoints.key_arn, resources.file_system.resource.ref
     return [

@@ -9,13 +9,13 @@ from typing import Any
 from aws_cdk import RemovalPolicy
 from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_efs as efs
-from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from stacks.constructs.acknowledged import acknowledge
 from stacks.constructs.keys import TenantKeys
 from stacks.constructs.machine_permissions import USE_FILES
 from stacks.constructs.network import TenantNetwork
+from stacks.constructs.statements import Statement, allow
 from stacks.naming import TenantScope
 from trainyard.spec.cluster import SmallFilesSpec
 
@@ -91,16 +91,16 @@ class TenantSmallFiles(Construct):
         )
 
 
-def use_files(tenant: TenantScope, files: TenantSmallFiles | None) -> list[iam.PolicyStatement]:
+def use_files(tenant: TenantScope, files: TenantSmallFiles | None) -> list[Statement]:
     """For the machines of the cluster: the folder, and nothing beside it."""
     if files is None:
         return []
     return [
-        iam.PolicyStatement(
-            sid="UseSmallFiles",
-            actions=USE_FILES,
-            resources=[tenant.arn("elasticfilesystem", f"file-system/{files.resource.ref}")],
-            conditions={"StringEquals": {"elasticfilesystem:AccessPointArn": files.folder.attr_arn}},
+        allow(
+            "UseSmallFiles",
+            USE_FILES,
+            [tenant.arn("elasticfilesystem", f"file-system/{files.resource.ref}")],
+            {"StringEquals": {"elasticfilesystem:AccessPointArn": files.folder.attr_arn}},
         )
     ]
 

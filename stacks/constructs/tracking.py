@@ -10,6 +10,7 @@ from aws_cdk import aws_iam as iam
 from aws_cdk import aws_sagemaker as sagemaker
 from constructs import Construct
 
+from stacks.constructs.statements import Statement, allow
 from stacks.naming import TenantScope
 from trainyard.spec.platform import TRACKING_FOLDER, TrackingSpec
 
@@ -74,7 +75,7 @@ class TenantTracking(Construct):
         self.server.apply_removal_policy(RemovalPolicy.DESTROY)
 
 
-def log_runs(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def log_runs(tenant: TenantScope) -> list[Statement]:
     """For what trains: runs made and written, on the own server. Not where jobs are kept from each other: IAM knows no
     single run, so that one job could write over the next one's."""
     if tenant.spec.tracking is None or tenant.isolates_jobs:
@@ -82,23 +83,23 @@ def log_runs(tenant: TenantScope) -> list[iam.PolicyStatement]:
     return [_on_server(tenant, "LogRuns", [*SEE_RUNS, *LOG_RUNS])]
 
 
-def track_jobs(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def track_jobs(tenant: TenantScope) -> list[Statement]:
     """For people: `trainyard track`, and MLflow's page."""
     if tenant.spec.tracking is None:
         return []
     return [_on_server(tenant, "TrackJobs", [*SEE_RUNS, *LOG_RUNS, *OPEN_PAGE]), _see_page()]
 
 
-def see_runs(tenant: TenantScope) -> list[iam.PolicyStatement]:
+def see_runs(tenant: TenantScope) -> list[Statement]:
     """For the auditor."""
     if tenant.spec.tracking is None:
         return []
     return [_on_server(tenant, "SeeRuns", [*SEE_RUNS, *OPEN_PAGE]), _see_page()]
 
 
-def _see_page() -> iam.PolicyStatement:
-    return iam.PolicyStatement(sid="SeePage", actions=[SEE_PAGE], resources=["*"])
+def _see_page() -> Statement:
+    return allow("SeePage", [SEE_PAGE], ["*"])
 
 
-def _on_server(tenant: TenantScope, sid: str, actions: list[str]) -> iam.PolicyStatement:
-    return iam.PolicyStatement(sid=sid, actions=sorted(actions), resources=[tenant.tracking_server])
+def _on_server(tenant: TenantScope, sid: str, actions: list[str]) -> Statement:
+    return allow(sid, sorted(actions), [tenant.tracking_server])
