@@ -2,6 +2,8 @@
 on more; and the detective, which looks at what has started."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 from deployed_site import CHECKOUT, Site, access, copy_data
 
 from trainyard import emulator
+from trainyard.emulator.processes import processes_under
+from trainyard.launch import watch
 from trainyard.launch.place import TenantAccess
 from trainyard.launch.queue_backend import backend_of
 from trainyard.launch.session import open_account
@@ -130,3 +134,36 @@ def test_a_failed_job_is_resumed_by_itself_on_one_host_then_by_a_person_on_two(s
     wait_for(lambda: foreign in judgements(site))
     judged = judgements(site)
     assert judged[job_id] == judged[name] == [] and judged[foreign] == ["image: elsewhere/image@sha256:0"]
+
+
+def test_a_job_that_lost_a_host_is_resumed_by_itself(site: Site) -> None:
+    """SageMaker ends the other host within the same moment: its word must still be that a host was lost."""
+    globex = access("globex")
+    copy_data(access("acme"), globex)
+    settings = (
+        "name=robbed-once",
+        "tenant=globex",
+        "training.steps=120",
+        "checkpoint.every_steps=10",
+        "compute.spot=false",
+    )
+    words = [word for value in (*settings, "recovery.max_resumes=1") for word in ("--set", value)]
+    launched = site.trainyard("launch", "jobs/quickstart.yaml", "--json", *words)
+    assert launched.returncode == 0, launched.stderr
+    job_id = str(json.loads(launched.stdout)["job_id"])
+    s3, bucket = globex.launcher.client("s3"), globex.contract.buckets.checkpoints
+
+    def is_saved() -> bool:
+        listed = s3.list_objects_v2(Bucket=bucket, Prefix=f"jobs/{job_id}/checkpoints/").get("Contents", [])
+        return any(item["Key"].endswith("/COMMITTED") for item in listed)
+
+    wait_for(is_saved)
+    for pid in processes_under(site.state_dir / "emulator/jobs" / job_id / "attempt-1/algo-2"):
+        os.kill(pid, signal.SIGKILL)
+    place = globex.place
+    wait_for(lambda: watch.status(place.store, place.backend, job_id).record.attempt.number == 2)
+    wait_for(lambda: watch.status(place.store, place.backend, job_id).state in ("Completed", "Failed"))
+    record = place.store.read(job_id).record
+    assert record.state == "Completed", record.attempt.failure
+    notes = [state.note for state in record.states]
+    assert any(note.startswith("resumed by itself (1): a host was lost; from step ") for note in notes), notes
