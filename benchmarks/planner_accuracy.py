@@ -315,7 +315,7 @@ def _transformer_engine(row: Row) -> bool:
 
 
 def _family_fields(row: Row, *, inferred: bool) -> dict[str, Any]:
-    """What only one family has: T5's and LLaVA's encoders, frozen language models."""
+    """What only one family has: T5's and LLaVA's encoders, BERT's head, frozen language models."""
     family = row["family"]
     if family == "t5":
         # T5-base: 12 layers of 512 positions that 12 layers of 128 attend to.
@@ -325,6 +325,9 @@ def _family_fields(row: Row, *, inferred: bool) -> dict[str, Any]:
         tokens = 577
         layers, seq = whole(row["layers"]), (whole(row["seq"]) or 1024) + tokens - 1
         return {"seq": seq, "encoder_layers": layers, "encoder_seq": tokens}
+    if family == "bert":
+        # Its pooler, for the guess whether sentences follow each other, and its head's transform.
+        return {"head_products": 2}
     if family == "mimo":
         # The language model is frozen; without --bf16 it is in fp32.
         # A micro-batch's samples share one packed sequence.
@@ -766,6 +769,8 @@ def cross_validated_time(folder: Path) -> Iterator[str]:
         ]
         if members:
             yield coverage(f"source left out, interval x {kind:g}", members)
+    for source in dict.fromkeys(case.source for _, case in unseen):
+        yield coverage(f"left out: {source}", [pair for pair in unseen if pair[1].source == source])
 
 
 PARTS: list[Callable[[Path], Iterator[str]]] = [cross_validated_memory, cross_validated_time]

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainyard.hardware import gpu, instance
-from trainyard.planner.communication import all_reduce_seconds, all_to_all_seconds, fabric, fabric_of, group
+from trainyard.planner.communication import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    fabric,
+    fabric_of,
+    group,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +47,17 @@ def test_textbook_figures_of_14_gb() -> None:
     # One GPU a node at 400 Gb/s: 2 x 14 GB / 50 GB/s = 560 ms, less (n-1)/n, over what a network reaches of its rate.
     links = fabric(gpu("H100"), 8, 400)
     assert all_reduce_seconds(14e9, group(8, 8, 8), links) == pytest.approx(0.560 * 7 / 8 / 0.85, rel=0.01)
+
+
+def test_a_ring_of_two_nodes_sends_nearly_all_of_a_buffer_and_a_tree_half_of_it() -> None:
+    """Of 16 GPUs in two nodes a ring leaves 15/16 to the network; switches that add send on what a node has summed."""
+    members, size = group(16, 1, 8), 2**34
+    ring, tree = fabric(gpu("A100"), 8, 100), fabric(gpu("H100"), 8, 100)
+    bandwidth = 0.85 * 100e9
+    assert all_gather_seconds(size, members, ring) == pytest.approx(15 / 16 * size / bandwidth, rel=0.01)
+    assert all_reduce_seconds(size, members, ring) == pytest.approx(2 * 15 / 16 * size / bandwidth, rel=0.01)
+    assert all_gather_seconds(size, members, tree) == pytest.approx(15 / 16 * size / bandwidth, rel=0.01)
+    assert all_reduce_seconds(size, members, tree) == pytest.approx(2 * 1 / 2 * size / bandwidth, rel=0.01)
 
 
 @given(st.integers(0, 34), st.sampled_from([2, 8, 16, 64, 1024]), st.floats(0.1, 1.0))

@@ -111,6 +111,21 @@ def test_megatrons_own_measurements(changes: dict[str, Any], resting_mib: float,
     assert answer["peak_memory_gib"] * 1024 == pytest.approx(peak_mib, rel=0.03)
 
 
+def test_products_behind_the_last_layer_are_whole_on_every_tensor_rank_of_the_last_stage() -> None:
+    """bert_release of the same tests: 24 layers of 1024 over TP8 x PP8 in fp16, 20 bytes a parameter at rest."""
+    split = CI_ROW | {"tp": 8, "pp": 4, "sequence_parallel": False, "precision": "fp16", "rank": "last"}
+    split |= {"heads": 8, "gpus": 32}
+    plain, with_two, first = (
+        predict(split | changes)["model_state_gib"] * 2**30
+        for changes in ({}, {"head_products": 2}, {"head_products": 2, "rank": "first"})
+    )
+    hidden = CI_ROW["hidden"]
+    assert with_two - plain == pytest.approx(20 * 2 * hidden * (hidden + 1))
+    assert first == pytest.approx(predict(split | {"rank": "first"})["model_state_gib"] * 2**30)
+    one, none = (understand(CI_ROW | {"head_products": count}).shape.params for count in (1, 0))
+    assert one - none == hidden * (hidden + 1)
+
+
 OWN_LAYERS = {"transformer_engine": False, "precision": "fp16", "sequence_parallel": False}
 
 

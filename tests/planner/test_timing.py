@@ -123,7 +123,7 @@ def test_an_exchange_of_experts_that_nothing_hides_stands_alone() -> None:
     usual, hidden = (predict(QWEN_MOE | {"expert_overlap": said})["step_seconds"] for said in (None, True))
     alone = predict(QWEN_MOE | {"expert_overlap": False})["step_seconds"]
     host_driven = predict(QWEN_MOE | {"expert_exchange": "deepep"})["step_seconds"]
-    assert usual == hidden < alone == host_driven
+    assert usual == hidden < alone < host_driven
     # DeepEP drives InfiniBand from the GPU; EFA it can't.
     elsewhere = QWEN_MOE | {"interconnect": "6400 Gb/s per node"}
     assert predict(elsewhere | {"expert_exchange": "deepep"})["step_seconds"] == predict(elsewhere)["step_seconds"]
@@ -152,9 +152,9 @@ def test_deepep_over_efa_is_not_known_better_than_aws_own_runs_say() -> None:
     two, four = ((13.06, 13.24, 11.57, 11.32), (19.16, 18.31, 21.12, 17.81))
     near = predict(QWEN_MOE | {"expert_exchange": "deepep"})["step_seconds"]
     far = predict(QWEN_MOE | {"expert_exchange": "deepep", "pp": 2, "ep": 32})["step_seconds"]
-    assert all(0.85 < measured / near < 1.01 for measured in two)
-    # What four nodes cost more is not modelled: docs/planner.md says by how much.
-    assert all(1.2 < measured / far < 1.5 for measured in four)
+    assert all(0.8 < measured / near < 1.0 for measured in two)
+    # What four nodes cost more is modelled in part: docs/planner.md says by how much it falls short.
+    assert all(1.1 < measured / far < 1.35 for measured in four)
 
 
 @pytest.mark.parametrize(
@@ -174,3 +174,88 @@ def test_the_host_drives_deepep_only_over_efa_and_between_nodes(place: str, expe
     asked = QWEN_MOE | {"interconnect": place, "ep": experts}
     usual, deepep = (predict(asked | {"expert_exchange": how})["step_seconds"] for how in ("nccl", "deepep"))
     assert (deepep > usual) is driven
+
+
+EARLY_RUN = Layout(
+    engine="megatron", micro_batch=1, num_micro_batches=8, sequence_length=2048, precision="fp16", year=2021.5
+)
+
+
+def early(**changes: Any) -> Any:
+    """A step of a GPT of 2021 on A100."""
+    shape = ModelShape(
+        layers=24, hidden=4096, ffn=16384, heads=32, kv_heads=32, head_dim=128, vocab=51200, gated_mlp=False
+    )
+    return step_time(shape, dataclasses.replace(EARLY_RUN, **changes), gpu("A100"), Fabric(8, 300, 100))
+
+
+def test_collectives_that_are_waited_for_stand_alone_whatever_overlaps_today() -> None:
+    then, hidden = (
+        step_time(
+            shape_of_known("llama-2-7b"),
+            dataclasses.replace(DENSE, tensor=8, year=year),
+            gpu("H100"),
+            LINKS,
+            dataclasses.replace(DEFAULT_CONSTANTS, tensor_exposed_megatron=0.5, tensor_exposed_torch=0.25),
+        ).tensor_communication
+        for year in (2022.0, 2026.0)
+    )
+    own = dataclasses.replace(DENSE, tensor=8, library="nanotron")
+    assert then == pytest.approx(2 * hidden)
+    exposed = dataclasses.replace(DEFAULT_CONSTANTS, tensor_exposed_megatron=0.5, tensor_exposed_torch=1.0)
+    time = step_time(shape_of_known("llama-2-7b"), own, gpu("H100"), LINKS, exposed)
+    assert time.tensor_communication == pytest.approx(then), "nanotron waits for its own"
+
+
+def test_gradients_of_fp16_travel_as_such_and_those_of_bf16_as_their_sums() -> None:
+    slow = {"data_parallel": 64, "num_micro_batches": 1}
+    alone = early(num_micro_batches=1).total - early(num_micro_batches=1).data_communication
+    narrow, wide = (early(precision=name, **slow).data_communication for name in ("fp16", "bf16"))
+    assert alone > 0 and wide > 1.8 * narrow > 0
+
+
+def test_updated_parameters_come_back_behind_the_forward_pass() -> None:
+    """Over a slow network both directions show; over one that either pass hides, a fifth of each."""
+    sharded = {"zero_stage": 1, "shard_degree": 64, "data_parallel": 64, "num_micro_batches": 1}
+    slow = dataclasses.replace(DEFAULT_CONSTANTS, data_exposed=0.0, data_overlap=1.0, jitter_per_doubling=0.0)
+    shape, device = shape_of_known("llama-2-7b"), gpu("A100")
+    layout = dataclasses.replace(EARLY_RUN, **sharded)
+
+    def exposed(node_gb_per_second: float) -> float:
+        links = Fabric(8, 300, node_gb_per_second)
+        return step_time(shape, layout, device, links, slow).data_communication
+
+    once = step_time(shape, layout, device, Fabric(8, 300, 1.0), slow)
+    # Far below either pass's rate, halving the bandwidth adds the whole traffic once more.
+    assert exposed(0.5) - exposed(1.0) == pytest.approx(exposed(1.0) + once.forward + once.backward, rel=0.02)
+    assert exposed(1e6) == 0
+
+
+def test_words_that_begin_nowhere_even_slow_the_output_projection_until_they_are_padded() -> None:
+    def head(vocab: int, tensor: int = 1) -> float:
+        few, none = (
+            ModelShape(
+                layers=2, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=words, tied_embeddings=True
+            )
+            for words in (vocab, 8)
+        )
+        layout = dataclasses.replace(DENSE, tensor=tensor)
+        return step_time(few, layout, gpu("H100"), LINKS).total - step_time(none, layout, gpu("H100"), LINKS).total
+
+    assert head(50257) > 2 * head(50304)
+    assert head(50257, tensor=2) == pytest.approx(head(50304, tensor=2), rel=0.01)
+
+
+def test_a_host_that_drives_the_exchange_pays_for_each_rank_of_another_node() -> None:
+    rows = {"gpu": "B200", "gpus": 32, "experts": 64, "experts_per_token": 8, "moe_ffn": 1536}
+    run = {"layers": 16, "hidden": 4096, "heads": 32, "framework": "Megatron-Core", "vocab": 32000, "ffn": 4096}
+    efa = {"interconnect": "p6-b200.48xlarge", "expert_overlap": False, "micro_batch": 1, "seq": 4096}
+
+    def more(ep: int) -> float:
+        shared = rows | run | efa | {"ep": ep, "global_batch": 32}
+        return float(predict(shared | {"expert_exchange": "deepep"})["step_seconds"]) - float(
+            predict(shared | {"expert_exchange": "nccl"})["step_seconds"]
+        )
+
+    assert more(8) == pytest.approx(0, abs=1e-9), "one node"
+    assert more(32) == pytest.approx(3 * more(16), rel=0.2) and more(16) > 0

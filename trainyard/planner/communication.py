@@ -96,12 +96,15 @@ def _latency_seconds(total_bytes: float, members: Group) -> float:
     return latency + step + NETWORK_FILL_SECONDS * total_bytes / (total_bytes + NETWORK_FILL_BYTES)
 
 
-def _volume_seconds(total_bytes: float, members: Group, links: Fabric, gain: float) -> float:
-    """Bytes over bandwidth of an all-gather or reduce-scatter: the slower of the two levels."""
+def _volume_seconds(total_bytes: float, members: Group, links: Fabric, gain: float, *, ring: bool) -> float:
+    """Bytes over bandwidth of an all-gather or reduce-scatter: the slower of the two levels.
+
+    A ring carries all but one rank's part over the network, a tree what nodes that have added up still lack.
+    """
     within_bandwidth = links.link_gb_per_second * LINK_EFFICIENCY * gain * 1e9
     within = total_bytes * (members.per_node - 1) / members.per_node / within_bandwidth
-    nodes = members.num_nodes
-    across = total_bytes / members.per_node * (nodes - 1) / nodes / _network_bandwidth(links)
+    ends = members.size if ring and members.num_nodes > 1 else members.num_nodes
+    across = total_bytes / members.per_node * (ends - 1) / ends / _network_bandwidth(links)
     return max(within, across)
 
 
@@ -114,7 +117,7 @@ def all_gather_seconds(total_bytes: float, members: Group, links: Fabric) -> flo
     """All-gather of a result of `total_bytes` (or reduce-scatter of such an input)."""
     if members.size <= 1 or total_bytes <= 0:
         return 0.0
-    return _latency_seconds(total_bytes, members) / 2 + _volume_seconds(total_bytes, members, links, 1.0)
+    return _latency_seconds(total_bytes, members) / 2 + _volume_seconds(total_bytes, members, links, 1.0, ring=True)
 
 
 def all_reduce_seconds(total_bytes: float, members: Group, links: Fabric) -> float:
@@ -123,7 +126,9 @@ def all_reduce_seconds(total_bytes: float, members: Group, links: Fabric) -> flo
         return 0.0
     adds = links.link_gb_per_second >= SWITCH_REDUCTION_LINK_GB_PER_SECOND
     gain = SWITCH_REDUCTION_GAIN if adds else 1.0
-    return _latency_seconds(total_bytes, members) + 2 * _volume_seconds(total_bytes, members, links, gain)
+    return _latency_seconds(total_bytes, members) + 2 * _volume_seconds(
+        total_bytes, members, links, gain, ring=not adds
+    )
 
 
 def all_to_all_seconds(total_bytes: float, members: Group, links: Fabric) -> float:

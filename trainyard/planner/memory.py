@@ -319,6 +319,8 @@ def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams
         dense += shape.encoder_params / layout.tensor
     if stage.head:
         dense += shape.mtp_layers * (2 * shape.hidden**2 + blocks / shape.layers) / layout.tensor
+        # Not split.
+        dense += shape.head_products * shape.hidden * (shape.hidden + 1)
     if stage.head and shape.mtp_layers and not stage.embedding and not shape.tied_embeddings:
         # Layers that predict further tokens look the last ones up, in a copy of the embedding.
         dense += shape.vocab * shape.hidden / layout.tensor

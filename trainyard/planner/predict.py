@@ -32,6 +32,7 @@ KNOWN_FIELDS = frozenset(
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
         *("dense_layers", "lora_targets", "trains_vocabulary", "quantization", "adapter"),
         *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
+        "head_products",
         *("expert_overlap", "expert_exchange", "capacity_factor"),
         *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
@@ -69,7 +70,14 @@ class Question:
     """The framework's own MFU counts half of the attention scores."""
 
 
-MOST = {"layers": 10_000, "encoder_layers": 10_000, "heads": 100_000, "gpus_per_node": 100_000, "vp": 10_000}
+MOST = {
+    "layers": 10_000,
+    "head_products": 10_000,
+    "encoder_layers": 10_000,
+    "heads": 100_000,
+    "gpus_per_node": 100_000,
+    "vp": 10_000,
+}
 """Upper limits of single fields; far above what anyone has, low enough for every figure to stay finite."""
 
 MOST_WHOLE = 10**9
@@ -331,6 +339,8 @@ def _shape(fields: _Fields) -> ModelShape:
     shape = dataclasses.replace(base, **{name: getattr(stated, name) for name in sizes}) if base else stated
     if fields.given("learned_positions"):
         shape = dataclasses.replace(shape, learned_positions=fields.whole("learned_positions", 0, least=0))
+    if fields.given("head_products"):
+        shape = dataclasses.replace(shape, head_products=fields.whole("head_products", 0, least=0))
     if base is not None and base.is_hybrid and not fields.given("hybrid_pattern"):
         # A cut or longer one keeps the mixture of its layers.
         share = shape.layers / base.layers

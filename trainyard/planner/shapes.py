@@ -51,6 +51,8 @@ class ModelShape:
     head_bias: bool = False
     learned_positions: int = 0
     """Rows of a learned position embedding."""
+    head_products: int = 0
+    """Square products with a bias behind the last layer, beside the output projection: BERT's pooler and transform."""
     final_norm: bool = True
     q_lora_rank: int = 0
     """Latent attention (DeepSeek's MLA): width of the queries' bottleneck; 0: queries are projected at once."""
@@ -209,6 +211,7 @@ class ModelShape:
     def head_params(self) -> int:
         """Final norm and output projection, where it is not the embedding again."""
         head = 0 if self.tied_embeddings else self.vocab * self.hidden
+        head += self.head_products * self.hidden * (self.hidden + 1)
         return head + self.vocab * self.head_bias + self.norm_params * self.final_norm
 
     @cached_property

@@ -33,7 +33,16 @@ PROCESSORS = {"volta": 80, "turing": 40, "ampere": 108, "ada": 142, "hopper": 13
 """Streaming multiprocessors of a generation's large part: a product of fewer tiles leaves some idle."""
 
 EARLY = 2023.0
-"""Frameworks before this year waited for tensor-parallel collectives, and fused fewer kernels."""
+"""Frameworks before this year waited for tensor-parallel collectives to end, and fused fewer kernels."""
+
+UNALIGNED = 0.35
+"""Speed of a product whose output's rows don't begin at multiples of 16 bytes, over that of one whose do: tensor cores
+read eight numbers of 16 bits at once. GPT-2's 50,257 words, before anybody has padded them: vTrain's times of one GPU
+and of two (which must have padded) give it, at both of their widths."""
+
+PROXY_PEER_SECONDS = 15e-6
+"""What every rank in another node adds to an exchange whose network half the host drives. AWS's runs with DeepEP over
+EFA are the only ones that know it."""
 
 TILE = 128
 """Rows and columns of the output that one processor computes at a time."""
@@ -46,66 +55,66 @@ class Constants:
     The rows fitted are those that benchmarks/planner_accuracy.py scores; its --cross-validate refits without a source.
     """
 
-    ceiling_volta: float = 0.87
+    ceiling_volta: float = 0.8
     """Of the dense 16-bit peak, that large matrix products keep up for hours (power and clocks included)."""
-    ceiling_ampere: float = 0.69
-    ceiling_hopper: float = 0.76
+    ceiling_ampere: float = 0.71
+    ceiling_hopper: float = 0.69
     ceiling_blackwell: float = 0.5
-    ceiling_hopper_torch: float = 0.66
+    ceiling_hopper_torch: float = 0.58
     """Of products that aren't Transformer Engine's."""
     fp8_ceiling_hopper: float = 0.75
     """The same for FP8, of its own peak."""
     fp8_ceiling_blackwell: float = 0.8
-    fp4_ceiling: float = 0.8
-    half_waves: float = 0.05
+    fp4_ceiling: float = 0.79
+    half_waves: float = 0.18
     """Waves of tiles that a product loses at its end and beginning."""
-    half_depth: float = 220.0
+    half_depth: float = 164.0
     """Length of a product's sum at which it reaches half of its speed."""
-    flash_ampere: float = 0.37
+    flash_ampere: float = 0.39
     """Of the peak, for fused causal attention, its forward pass: FlashAttention-2's kernels on Ampere."""
-    flash_hopper: float = 0.19
+    flash_hopper: float = 0.18
     """The same kernels on Hopper, which they don't fill."""
     flash_hopper_native: float = 0.7
     """Kernels written for Hopper: Transformer Engine's and FlashAttention-3."""
     flash_blackwell: float = 0.43
-    half_head: float = 7.8
+    half_head: float = 19.0
     """Width of a head at which fused attention reaches half of that."""
-    attention_matrix_passes: float = 2.0
+    attention_matrix_passes: float = 2.3
     """Reads and writes of the scores, forward, where attention keeps its matrix."""
     bandwidth_efficiency: float = 0.85
     """Of the memory bandwidth, for element-wise work."""
-    passes_fused: float = 4.0
+    passes_fused: float = 3.9
     """Element-wise reads and writes in Megatron's layers, in units of those that the formulas name."""
-    passes_compiled: float = 1.5
+    passes_compiled: float = 1.3
     """The same in torch's, compiled or not."""
-    passes_early: float = 0.85
-    """The same before 2023. Below one it also takes up what other terms charge too much: a fit, no count."""
-    fp8_cast_passes: float = 1.3
+    passes_early: float = 0.99
+    """The same before 2023, in units of a count that today's layers exceed: a fit, no count of its own."""
+    fp8_cast_passes: float = 1.5
     """Reads and writes of a product's input and output to scale and cast them."""
-    launch_seconds: float = 1060e-6
+    launch_seconds: float = 1030e-6
     """What the host needs to launch a layer's kernels, in either direction: a small layer can't be faster."""
-    launch_moe_seconds: float = 4370e-6
+    launch_moe_seconds: float = 4490e-6
     """The same for a layer of routed experts, with its waits for the numbers of tokens."""
-    moe_passes: float = 2.0
+    moe_passes: float = 5.2
     """Reads and writes of every expert's copy of a token: permuting, weighting, gathering back. In 2026."""
-    moe_gain_per_year: float = 0.15
+    moe_gain_per_year: float = 0.19
     """Natural logarithm by which that, and the launching, has fallen a year."""
     imbalance: float = 1.2
     """The fullest rank's share of tokens over the mean."""
-    tensor_exposed_megatron: float = 0.86
+    tensor_exposed_megatron: float = 0.48
     """Share of tensor-parallel communication that stands alone."""
     tensor_exposed_torch: float = 1.2
     """The same factor in torch's; above one, as its collectives are slower than the model of them."""
-    expert_exposed: float = 0.45
-    send_exposed: float = 0.1
+    expert_exposed: float = 0.36
+    send_exposed: float = 0.29
     """Share of an interleaved pipeline's sends that stands alone while it is full."""
     data_overlap: float = 1.0
     """Share of backward time behind which gradient and parameter traffic hides."""
-    data_exposed: float = 0.2
+    data_exposed: float = 0.07
     """Share of that traffic that never hides."""
-    optimizer_passes: float = 4.0
+    optimizer_passes: float = 1.5
     """Reads and writes of gradients and optimizer state per step, over their size."""
-    jitter_per_doubling: float = 0.0005
+    jitter_per_doubling: float = 0.0022
     """Share of a step lost for each doubling of the nodes: stragglers, and links that others use too."""
 
 
@@ -204,9 +213,10 @@ def step_time(
         exposed_each = max(constants.data_exposed * slowest.sharding, slowest.sharding - hidden_behind)
         sharding = exposed_each * count
     once = slowest.sharding if layout.gathers_once else 0.0
-    gradients = _gradient_seconds(shape, layout, links) + once
-    # Replicated gradients travel once a step, behind the backward pass of the last micro-batch.
-    exposed = max(constants.data_exposed * gradients, gradients - constants.data_overlap * slowest.backward)
+    gradients, parameters = _replica_seconds(shape, layout, links)
+    # Replicated gradients travel once a step, behind the backward pass of the last micro-batch; what is updated comes
+    # back behind the forward pass of the first.
+    exposed = _beyond(gradients + once, slowest.backward, constants) + _beyond(parameters, slowest.forward, constants)
     tensor, expert = slowest.tensor * count, slowest.expert * count
     rhythm = slowest.occupied + sharding / count
     # A pipeline fills and drains through the other stages, of which most are like the first.
@@ -227,14 +237,19 @@ def step_time(
     )
 
 
-SPREAD_DENSE = 1.25
+def _beyond(seconds: float, behind: float, constants: Constants) -> float:
+    """Of traffic of gradients or parameters, what the computing that it runs behind doesn't hide."""
+    return max(constants.data_exposed * seconds, seconds - constants.data_overlap * behind)
+
+
+SPREAD_DENSE = 1.22
 """Factor up and down of the 80% interval for dense models in 16 bits on GPUs up to Hopper: it holds somewhat over
 80% of the rows of sources that a fit has not seen (docs/planner.md: Interval)."""
 
-SPREAD_NEW = 1.27
+SPREAD_NEW = 1.23
 """The same for experts, FP8 and FP4, and Blackwell, whose software still changes from release to release."""
 
-SPREAD_LAUNCH = 1.9
+SPREAD_LAUNCH = 1.8
 """The same where half of the layers or more are so small that the host's launches set their time, or nearly."""
 
 
@@ -314,19 +329,26 @@ class _Rank:
             again += self._recomputed(work, constants.launch_seconds)
         heads = (1 + shape.mtp_layers) * stage.head
         if heads:
-            head = heads * self._head_seconds()
-            forward, backward = forward + head, backward + head * (1.0 if frozen else 2.0)
-        overlapped = layout.engine == "megatron" and layout.year >= EARLY
-        exposed = constants.tensor_exposed_megatron if overlapped else constants.tensor_exposed_torch
+            head, launch = self._head_seconds(), constants.launch_seconds
+            forward += heads * max(head, launch)
+            backward += heads * max(head * (1.0 if frozen else 2.0), launch)
         return _Pass(
             forward=forward,
             backward=backward,
             recompute=again,
-            tensor=_tensor_seconds(shape, layout, stage, self.links) * exposed,
+            tensor=_tensor_seconds(shape, layout, stage, self.links) * self._tensor_exposed(),
             expert=self._expert_exposed(stage),
             context=self._context_seconds(stage),
             sharding=_sharding_seconds(shape, layout, stage, self.links),
         )
+
+    def _tensor_exposed(self) -> float:
+        """Share of the tensor ranks' collectives that stands alone: all of it where each is waited for."""
+        if self.layout.year < EARLY:
+            return 1.0
+        # nanotron's tensor parallelism is its own, of torch's collectives.
+        overlapped = self.layout.engine == "megatron" and self.layout.library != "nanotron"
+        return self.constants.tensor_exposed_megatron if overlapped else self.constants.tensor_exposed_torch
 
     def _beside(self, stage: Stage) -> Iterator[_Work]:
         """Layers that only one stage has: the encoder's before the first, those of further tokens after the last."""
@@ -521,6 +543,9 @@ class _Rank:
         """The output projection and the loss."""
         shape, split = self.shape, self.layout.tensor
         product = self.product(self.tokens, shape.vocab / split, shape.hidden, wide=True)
+        if split == 1 and shape.vocab % 8:
+            # Over several ranks it is padded: it has to divide.
+            product /= UNALIGNED
         logits = self.tokens * shape.vocab / split * 4
         return product + 3 * logits / self.bytes_per_second
 
@@ -555,6 +580,8 @@ def _expert_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabr
     members = _expert_group(layout, links)
     bytes_ = tokens * (shape.latent or shape.hidden) * layout.element_bytes
     each = all_to_all_seconds(bytes_, members, links)
+    if layout.host_exchange:
+        each += PROXY_PEER_SECONDS * (members.size - members.per_node)
     return each * stage.layers * shape.moe_layers / shape.layers * (6 if layout.recompute == "full" else 4)
 
 
@@ -575,33 +602,43 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
     return times * units
 
 
-def _gradient_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> float:
-    """Traffic once a step: replicated gradients (DDP, ZeRO-1/2, replicas of FSDP groups), parameters under ZeRO-1/2.
+def _replica_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> tuple[float, float]:
+    """Traffic once a step, of gradients and of updated parameters: DDP, ZeRO-1/2, replicas of FSDP groups.
 
     Experts are replicated over fewer ranks than the rest.
     """
     if layout.method != "full":
-        return 0.0
+        return 0.0, 0.0
     params = stage_params(shape, layout, stages(shape, layout)[0])
-    each = state_bytes(layout)
+    parameter, gradient = state_bytes(layout).parameter, _sent_gradient_bytes(layout)
     ranks = layout.data_parallel * layout.context
     if layout.zero_stage == 3:
         replicas = ranks // layout.shard_degree
         stride = layout.tensor * layout.shard_degree
         members = group(replicas, stride, links.gpus_per_node)
-        return all_reduce_seconds(params.total / layout.shard_degree * each.gradient, members, links)
-    seconds = 0.0
+        return all_reduce_seconds(params.total / layout.shard_degree * gradient, members, links), 0.0
+    reduced = gathered = 0.0
     for size, count, stride in (
         (params.dense, ranks, layout.tensor),
         (params.expert, ranks // layout.expert, layout.tensor * layout.expert),
     ):
         members = group(max(1, count), stride, links.gpus_per_node)
         if layout.zero_stage:
-            seconds += all_gather_seconds(size * each.gradient, members, links)
-            seconds += all_gather_seconds(size * each.parameter, members, links)
+            reduced += all_gather_seconds(size * gradient, members, links)
+            gathered += all_gather_seconds(size * parameter, members, links)
         else:
-            seconds += all_reduce_seconds(size * each.gradient, members, links)
-    return seconds
+            reduced += all_reduce_seconds(size * gradient, members, links)
+    return reduced, gathered
+
+
+def _sent_gradient_bytes(layout: Layout) -> float:
+    """Bytes a parameter of what the ranks add up: Megatron's gradients are of fp16 there, and summed in fp32 else.
+
+    nanotron's state counts autograd's gradients beside the fp32 sums: only these travel.
+    """
+    if layout.engine == "megatron":
+        return 2.0 if layout.precision == "fp16" and layout.library != "nanotron" else 4.0
+    return state_bytes(layout).gradient
 
 
 def _pipeline_seconds(shape: ModelShape, layout: Layout, links: Fabric, constants: Constants) -> float:
