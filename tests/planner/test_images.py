@@ -88,6 +88,20 @@ def test_a_step_waits_for_the_images_that_its_threads_can_not_decode() -> None:
     assert any("24 threads decode" in note for note in many.notes)
 
 
+def test_who_waits_for_processors_is_not_told_to_raise_threads() -> None:
+    """ResNet-18 on p4d: its GPU takes more images than its twelve virtual processors decode."""
+    small = "depths: [2, 2, 2, 2], hidden_sizes: [64, 128, 256, 512], layer_type: basic"
+    steps = ("training.epochs=null", "training.steps=100", "compute.instance_type=ml.p4d.24xlarge")
+    config = f"model.config={{model_type: resnet, {small}}}"
+    few, all_ = (
+        next(note for note in plan(resnet(*steps, config, f"images.decode_threads={count}")).notes if "data: " in note)
+        for count in (4, 40)
+    )
+    assert few.endswith("raise images.decode_threads (a rank has 12 processors)")
+    assert all_.endswith("a rank has no more processors than 12: take machines with more of them for each GPU")
+    assert "12 threads decode" in all_ and "raise" not in all_
+
+
 def test_images_that_few_threads_decode_in_time_are_only_counted() -> None:
     both = plan(load_job(JOBS / "vlm-llava-7b.yaml"))
     assert both.chosen.time is not None and both.chosen.time.breakdown_seconds["data"] == 0

@@ -112,3 +112,10 @@ def test_a_rehearsal_with_a_process_a_host_keeps_the_floor_inside_a_host() -> No
     """A host of its machines has eight GPUs; the trainer says that the floor is compared with nothing here."""
     rehearsed = job_of({"host_gb_per_second": 5}, parallelism="auto")
     assert resolve(rehearsed, world_size=2).processes_per_host == 1
+
+
+@pytest.mark.parametrize("preflight", [{"collectives": "stop"}, {"host_gb_per_second": 5}])
+def test_a_rehearsal_with_one_process_is_not_taken_for_a_job_of_one_rank(preflight: dict[str, Any]) -> None:
+    """Its one host has eight GPUs: refused, it could be tried with two processes and not with one."""
+    rehearsed = job_of(preflight, hosts=1, parallelism={})
+    assert resolve(rehearsed, world_size=1).processes_per_host == 1

@@ -23,7 +23,9 @@ class Loading:
     """One rank's images."""
 
     threads: int
-    """That work at once: no more than a rank's share of the host's processors."""
+    """That work at once: no more than `most_threads`."""
+    most_threads: int
+    """A rank's share of the host's processors."""
     given_per_second: float
     needed_per_second: float
     """By a step that waits for nothing."""
@@ -37,7 +39,7 @@ class Loading:
             f"about {self.given_per_second:,.0f}"
         )
         if self.exposed_seconds > 0:
-            return f"{said}, so that it waits {self.exposed_seconds:.3g} s; raise images.decode_threads or the machine"
+            return f"{said}, so that it waits {self.exposed_seconds:.3g} s; {self._mend()}"
         if self.needed_per_second > INTERPRETER_IMAGES_PER_SECOND:
             return (
                 f"{said}, but perhaps no more than {INTERPRETER_IMAGES_PER_SECOND:,.0f}: one process holds them; "
@@ -45,16 +47,24 @@ class Loading:
             )
         return said
 
+    def _mend(self) -> str:
+        """Threads beyond a rank's processors only take turns on them."""
+        if self.threads < self.most_threads:
+            return f"raise images.decode_threads (a rank has {self.most_threads} processors)"
+        return f"a rank has no more processors than {self.most_threads}: take machines with more of them for each GPU"
+
 
 def loading_of(job: JobSpec, machines: Machines, *, images_per_rank: int, step_seconds: float) -> Loading | None:
     """Of a step of `images_per_rank` that takes `step_seconds` unless it waits; None: no images, or no machine."""
     if job.task == "causal_lm" or machines.instance is None:
         return None
     stated = (job.images or ImageSpec()).decode_threads
-    threads = min(stated, max(1, machines.instance.vcpus // machines.processes_per_host))
+    most = max(1, machines.instance.vcpus // machines.processes_per_host)
+    threads = min(stated, most)
     given = threads * IMAGES_PER_CORE_SECOND
     return Loading(
         threads=threads,
+        most_threads=most,
         given_per_second=given,
         needed_per_second=images_per_rank / step_seconds,
         exposed_seconds=max(0.0, images_per_rank / given - step_seconds),

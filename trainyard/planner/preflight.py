@@ -23,15 +23,15 @@ def check_preflight(job: JobSpec, machines: Machines) -> None:
     # Only its own machines may be more hosts than a job on this one knows of: torchrun's --nnodes starts it on several.
     num_hosts = machines.num_hosts if elastic is None else max(machines.num_hosts, elastic.max_instances)
     is_one_host = num_hosts == 1 and job.compute.backend != "local"
-    if machines.world_size == 1 and is_one_host:
+    # The type's GPUs, not the processes that were started: the job may be rehearsed with fewer of them, or one.
+    per_host = machines.processes_per_host if machines.instance is None else machines.instance.num_gpus
+    if per_host == 1 and is_one_host:
         raise InputError("preflight: the job has one rank, which talks to nobody; leave preflight out")
     if is_one_host and spec.across_gb_per_second is not None:
         raise InputError(
             "preflight.across_gb_per_second: is for several hosts, and this job has one; use host_gb_per_second, or"
             " leave it out"
         )
-    # The type's GPUs, not the processes that were started: the job may be rehearsed with fewer of them.
-    per_host = machines.processes_per_host if machines.instance is None else machines.instance.num_gpus
     if per_host == 1 and job.compute.backend != "local" and spec.host_gb_per_second is not None:
         whose = f"a host of {job.compute.instance_type}" if machines.instance else "each host of this job"
         raise InputError(
