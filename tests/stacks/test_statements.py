@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-MAX_MESSAGES = 660
+MAX_MESSAGES = 700
 """Of a tenant as the local example has it; each is a round trip between two processes, and a hundred tenants make that
 many each."""
 
