@@ -112,7 +112,7 @@ def test_a_size_alone_is_enough() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"ffn": 16384}, {"gated_mlp": False, "tied_embeddings": True, "vocab": 50257, "kv_heads": 32}),
+        ({"ffn": 16384}, {"gated_mlp": False, "tied_embeddings": True, "vocab": 50304, "kv_heads": 32}),
         ({"ffn": 11008}, {"gated_mlp": True, "tied_embeddings": False, "vocab": 32000}),
         ({}, {"gated_mlp": True, "ffn": 11008, "head_dim": 128}),
     ],
@@ -332,3 +332,9 @@ def test_good_lines_leave_no_error() -> None:
     errors = Errors()
     assert len(list(predict_jsonl([json.dumps(LLAMA)], errors))) == 1
     assert not errors.any
+
+
+def test_words_that_nobody_counts_are_padded_ones() -> None:
+    gpt = {"layers": 12, "hidden": 1024, "ffn": 4096, "heads": 16, "gpu": "A100", "micro_batch": 8, "seq": 1024}
+    unsaid, padded, counted = (predict(gpt | words) for words in ({}, {"vocab": 50304}, {"vocab": 50257}))
+    assert unsaid == padded and counted["step_seconds"] > 1.1 * padded["step_seconds"]

@@ -331,7 +331,8 @@ def _shape(fields: _Fields) -> ModelShape:
         heads=heads,
         kv_heads=fields.whole("kv_heads", heads_or_base),
         head_dim=fields.whole("head_dim", base.head_dim if base else max(1, hidden // heads)),
-        vocab=fields.whole("vocab", base.vocab if base else (32000 if gated else 50257)),
+        # GPT-2's words as its trainers pad them: 50,257 would slow the output projection.
+        vocab=fields.whole("vocab", base.vocab if base else (32000 if gated else 50304)),
         tied_embeddings=fields.flag("tied_embeddings", base.tied_embeddings if base else not gated),
         **_block(gated=gated),
     )
