@@ -1,7 +1,7 @@
 """Statements of policies as the JSON that they end as.
 
 Each object of the CDK's is a message to its Node process; a statement of its own class would be one, a document made
-of these is one for all of them. A tenant has over a hundred statements.
+of these is one for all of them.
 """
 
 from collections.abc import Iterable, Mapping
