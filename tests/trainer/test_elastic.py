@@ -161,7 +161,9 @@ def test_an_adapted_batch_reads_the_same_samples_in_more_steps_at_its_rate(tmp_p
     [
         (Ending(1, "rank 0: connection closed by peer", is_consequence=True), "host algo-2 is gone: its entrypoint"),
         (Ending(1, "rank 0: ValueError: a shape is wrong", has_spoken=True), "rank 0: ValueError: a shape is wrong"),
-        (Ending(75, "saved; resume me"), "saved; resume me"),
+        (Ending(75, "saved; resume me", step=8, is_consequence=True), "saved; resume me"),
+        # Told to stop because SageMaker had lost the other one: nothing was saved that would speak for itself.
+        (Ending(75, "stopped before the first step; resume me", was_told_to_stop=True), "host algo-2 is gone: its"),
     ],
 )
 def test_a_lost_host_is_the_reason_unless_this_one_has_its_own(own: Ending, told: str) -> None:

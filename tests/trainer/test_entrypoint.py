@@ -19,6 +19,7 @@ from trainer.host.run import Folders, HostRun, Place
 from trainer_testing.distributed import free_port
 
 from trainyard.errors import InputError, JobFailedError
+from trainyard.functions import job_resumer
 from trainyard.spec.job import ResolvedJob
 
 CONTAINER = Path(entrypoint.__file__).resolve().parents[1]
@@ -143,7 +144,7 @@ def running(tree: Path, behaviour: dict[str, str], **flags: str) -> Iterator[sub
     (fake / "behaviour.json").write_text(json.dumps(behaviour))
     paths = [flags.pop("PYTHONPATH", ""), str(fake), str(CONTAINER), str(CONTAINER.parent)]
     environment = {
-        "PATH": os.environ["PATH"],
+        "PATH": os.environ.get("PATH", os.defpath),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "TRAINYARD_OPT_ML": str(tree),
         "TRAINYARD_RENDEZVOUS_PORT": str(free_port()),
@@ -307,6 +308,29 @@ def test_a_peer_lost_as_the_host_is_told_to_stop_is_a_loss_once_steps_were_made(
     assert process.returncode == code, output
     assert ("stopped before the first step" in output) == (code == 75)
     assert code == 75 or "it lost another rank: see the other hosts' reason" in failure(tree)[0]
+
+
+@pytest.mark.parametrize("moment", ["after a step", "before a step"])
+def test_a_host_lost_as_this_one_is_told_to_stop_is_what_a_resumer_finds(moment: str, tmp_path: Path) -> None:
+    """Before the first step of a start too: every start restores and compiles before it."""
+    addresses = json.dumps({"algo-1": "127.0.0.2", "algo-2": "127.0.0.3"})
+    flags = {"TRAINYARD_HOST_ADDRESSES": addresses, "TRAINYARD_RENDEZVOUS_PORT": str(free_port())}
+    hosts = ("algo-1", "algo-2")
+    first, second = (
+        opt_ml(tmp_path / host, host=host, hosts=hosts, processes_per_host=1) for host in ("algo-1", "algo-2")
+    )
+    with (
+        running(second, {"all": "wait"}, **flags) as lost,
+        running(first, {"all": f"lose a peer {moment}"}, **flags) as process,
+    ):
+        wait_for(first / "output/data/ready-0", process)
+        wait_for(second / "output/data/ready-1", lost)
+        lost.kill()
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=400)
+    assert process.returncode == 1 and not (first / "output/resume_me").exists(), output
+    told = {"TrainingJobStatus": "Failed", "FailureReason": f"AlgorithmError: {failure(first)[0]}, exit code: 1"}
+    assert job_resumer.cause(told) == "a host was lost", told
 
 
 def test_ranks_that_do_not_stop_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:

@@ -250,10 +250,7 @@ class ManyHosts:
         if isinstance(order, Restart):
             self._stop, self._have_answered = None, False
             return order
-        # Done or saved stays so here whatever became of the others afterwards, and a failure of its own says more; but
-        # that its ranks lost the host's says less, and isn't what a resumer looks for.
-        is_own = not (ending.is_failure and ending.is_consequence)
-        return ending if self._stop == "lost" and is_own else order
+        return ending if self._stop == "lost" and ending.outweighs_a_lost_host else order
 
     def close(self) -> None:
         """See Hosts."""

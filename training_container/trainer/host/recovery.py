@@ -54,6 +54,17 @@ class Ending:
         """Neither done nor saved."""
         return self.exit_code not in (0, RESUME_EXIT_CODE)
 
+    @property
+    def outweighs_a_lost_host(self) -> bool:
+        """Whether it stays what this host says when another one is lost: done, steps saved, or a failure of its own.
+
+        Who was told to stop before a step has saved nothing; SageMaker tells all hosts to when it has lost one, and a
+        resumer looks for that loss.
+        """
+        if self.is_failure:
+            return not self.is_consequence
+        return self.exit_code == 0 or self.step > 0
+
 
 @dataclass(frozen=True)
 class Restart:

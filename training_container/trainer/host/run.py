@@ -384,8 +384,8 @@ class HostRun:
         failed.sort(key=lambda report: (_lost_a_peer(report), not _words(report), report.ended_at or 0.0))
         is_only_lost = any(map(_lost_a_peer, failed)) and not any(map(_has_own_words, failed))
         if self._was_told_to_stop and is_only_lost and not made_a_step:
-            # Told to stop while the ranks were still meeting: one left before another had found it. In the middle of
-            # training a host is lost that way: SageMaker ends the others when one of them has ended.
+            # Told to stop while the ranks were still meeting: one left before another had found it; no step is lost.
+            # Or a host was, and SageMaker ends the others: that the judge knows, and `conclude` prefers its word.
             return Ending(RESUME_EXIT_CODE, "stopped before the first step; resume me")
         if failed:
             report = failed[0]
