@@ -40,8 +40,8 @@ _WHERE = {"across": "between hosts", "host": "inside a host"}
 _NOBODY = {"across": "all ranks are on one host", "host": "each host has one rank"}
 _MEND = {
     "across": (
-        "it may be TCP instead of EFA: NCCL_DEBUG=INFO shows the provider; check the image's EFA software and that the"
-        " security group lets itself in and out"
+        "it may be TCP instead of EFA: --set preflight.nccl_log=true shows the provider; check the image's EFA software"
+        " and that the security group lets itself in and out"
     ),
     "host": "it may be PCIe instead of NVLink: nvidia-smi topo -m and nvidia-smi nvlink -s show it",
 }
@@ -183,7 +183,7 @@ def _shortfall(
     kind: str, limit: tuple[float, str], bench: Bench, runtime: Runtime, report: Callable[[str], None]
 ) -> str | None:
     """What is wrong with the groups of `kind`, in words; None where all reach the floor in one of the tries."""
-    floor, source = limit
+    floor, _ = limit
     began = time.perf_counter()
     check_results(bench, "all_reduce", kind, runtime)
     speeds: list[RankSpeed] = []
@@ -194,15 +194,27 @@ def _shortfall(
             break
     slowest = min(one.gb_per_second for one in speeds)
     if runtime.is_first:
-        report(
-            f"preflight all_reduce={kind} bytes={4 * bench.count} slowest_bus_gb_per_second={slowest:.3f}"
-            f" floor={floor:.3f} seconds={time.perf_counter() - began:.1f}"
-        )
+        report(measured_words(kind, 4 * bench.count, slowest, floor, seconds=time.perf_counter() - began))
     if slowest >= floor:
         return None
     if kind == "across":
         own = next(one for one in speeds if one.rank == runtime.rank)
         speeds = _of_all_ranks(own.gb_per_second, _best_pair(bench, runtime), runtime)
+    return shortfall_words(kind, limit, speeds)
+
+
+def measured_words(kind: str, num_bytes: int, slowest: float, floor: float, *, seconds: float) -> str:
+    """The line of each measurement; a runbook takes from it that an earlier shortfall is over."""
+    return (
+        f"preflight all_reduce={kind} bytes={num_bytes} slowest_bus_gb_per_second={slowest:.3f}"
+        f" floor={floor:.3f} seconds={seconds:.1f}"
+    )
+
+
+def shortfall_words(kind: str, limit: tuple[float, str], speeds: Sequence[RankSpeed]) -> str:
+    """Why a start is refused, or warned of; runbooks know it by these words."""
+    floor, source = limit
+    slowest = min(one.gb_per_second for one in speeds)
     return (
         f"preflight: all_reduce {_WHERE[kind]} has {slowest:.2f} GB/s of bus bandwidth, the floor is {floor:.2f}"
         f" ({source}); {_diagnosis(kind, speeds, floor)}"
