@@ -13,17 +13,25 @@ from runbook_testing import evidence_of, record_of, rows_of
 from runbook_testing.lines import (
     BELOW_FLOOR_BETWEEN,
     BELOW_FLOOR_INSIDE,
+    EFA_REFUSED,
     FAULTS,
     FIRST_HOST_GONE,
+    FIRST_HOST_KILLED,
     GOOD_EFA,
     HOST_GONE,
+    HOST_KILLED,
     NCCL_REMOTE,
     PARTIAL_EFA,
     QUOTA,
+    QUOTA_OF_TENANT,
     SAVE_FAILED,
     TCP_SOCKETS,
+    WARNED_BETWEEN,
+    WARNED_INSIDE,
     WATCHDOG,
     XID,
+    XID_OF_A_PROGRAM,
+    measured,
 )
 
 from trainyard.launch.checkpoints import Checkpoint
@@ -137,13 +145,51 @@ def test_one_host_may_use_sockets_and_silence_is_no_proof(record: JobRecord) -> 
 
 def test_a_network_below_its_floor_is_found_where_it_only_warned_too(record: JobRecord) -> None:
     """Inside a host there is no EFA: that is the machine's own affair."""
-    for lines, owner in ((BELOW_FLOOR_BETWEEN, "efa_not_used"), (BELOW_FLOOR_INSIDE, "bad_node")):
-        warned = (f"algo-1 warning: {lines[-1].partition('JobFailedError: ')[2]}",)
+    for lines, warned, owner in (
+        (BELOW_FLOOR_BETWEEN, WARNED_BETWEEN, "efa_not_used"),
+        (BELOW_FLOOR_INSIDE, WARNED_INSIDE, "bad_node"),
+    ):
         trains = evidence_of(record, warned, state="Training")
         assert named(trains) == {owner}
         assert trains.decisive is None, "the job trains all the same: it explains no end"
         told = found("job_hung", evidence_of(record, lines))[-1]
         assert (told.kind, told.then[0].split()[0]) == ("neighbour", f"scripts/runbooks/{owner}")
+
+
+STEP = "algo-1 step=900 loss=4.210000 learning_rate=0.0001 grad_norm=1.2000"
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "refused", "warned", "owner"),
+    [
+        ("across", "host", BELOW_FLOOR_BETWEEN, WARNED_BETWEEN, "efa_not_used"),
+        ("host", "across", BELOW_FLOOR_INSIDE, WARNED_INSIDE, "bad_node"),
+    ],
+)
+def test_a_floor_that_a_later_start_reached_is_no_fault_of_the_job_that_trains(
+    record: JobRecord, kind: str, other: str, refused: tuple[str, ...], warned: tuple[str, ...], owner: str
+) -> None:
+    """A refused start is repeated and measured anew, in the same log: what it said must not stop a healthy job."""
+
+    def told(*lines: str, **more: Any) -> set[str]:
+        return named(evidence_of(record, lines, state="Training", **more))
+
+    reached, restarted = measured(kind, 1.5), ({"restart": 1, "reason": refused[-1]},)
+    assert told(*refused, reached, STEP) == told(*refused, STEP) == told(*warned, reached, STEP) == set()
+    assert told(*refused, reached, STEP, recoveries=restarted) == told(STEP, recoveries=restarted) == set()
+    # What came before it, the other network's measurement, one that falls short again, or the steps of a job that was
+    # only warned, prove nothing.
+    assert told(reached, STEP, *refused) == told(*refused, measured(other, 1.5)) == {owner}
+    assert (
+        told(*refused, measured(kind, 0.9)) == told(*warned, STEP) == told(*warned, reached, *warned, STEP) == {owner}
+    )
+    ended = evidence_of(record, (reached, STEP, *refused), failure=refused[-1], recoveries=restarted)
+    assert named(ended) == {owner}
+
+
+def test_cards_that_a_later_start_had_are_not_missing(record: JobRecord) -> None:
+    assert named(evidence_of(record, (*EFA_REFUSED, STEP), state="Training")) == set()
+    assert named(evidence_of(record, (STEP, *EFA_REFUSED))) == {"efa_not_used"}
 
 
 def test_lines_that_are_missing_are_asked_for_in_a_way_that_the_job_can_go(record: JobRecord) -> None:
@@ -156,7 +202,11 @@ def test_lines_that_are_missing_are_asked_for_in_a_way_that_the_job_can_go(recor
     assert all(line.endswith(" --set preflight.nccl_log=true") for line in asked.values())
 
 
-@pytest.mark.parametrize("lines", [HOST_GONE, FIRST_HOST_GONE, (*HOST_GONE, *NCCL_REMOTE, *WATCHDOG)])
+XID_45 = "NVRM: Xid (PCI:0000:44:00): 45, pid=7062, name=python3, Ch 00000008"
+LOST = [HOST_GONE, FIRST_HOST_GONE, (*HOST_GONE, *NCCL_REMOTE, *WATCHDOG), HOST_KILLED, FIRST_HOST_KILLED]
+
+
+@pytest.mark.parametrize("lines", [*LOST, (*HOST_GONE, XID_45), (XID_OF_A_PROGRAM, *HOST_KILLED, XID[63])])
 def test_a_lost_host_is_a_bad_one_unless_spot_capacity_may_have_been_taken(
     record: JobRecord, lines: tuple[str, ...]
 ) -> None:
@@ -175,15 +225,17 @@ def test_a_lost_host_is_a_bad_one_unless_spot_capacity_may_have_been_taken(
 def test_what_is_asked_of_an_environment_is_asked_of_the_jobs_own(record: JobRecord) -> None:
     """`trainyard doctor` and `trainyard jobs` would else be asked of this machine's, and find all well."""
     where = ("--environment", "production", "--tenant", "acme")
-    for name, lines in (
-        ("nccl_error", FAULTS["access denied"][0]),
-        ("job_hung", FAULTS["image pull"][0]),
-        ("efa_not_used", TCP_SOCKETS),
-        ("capacity_or_quota_short", QUOTA),
+    for name, lines, its in (
+        ("nccl_error", FAULTS["access denied"][0], where),
+        ("job_hung", FAULTS["image pull"][0], where),
+        ("efa_not_used", TCP_SOCKETS, where),
+        ("capacity_or_quota_short", QUOTA_OF_TENANT, where),
+        # The account's quota may be held by any tenant's jobs.
+        ("capacity_or_quota_short", QUOTA, where[:2]),
     ):
         told = found(name, replace(evidence_of(record, lines), where=where))
         asked = [line for one in told for line in one.then if line.startswith(("trainyard doctor", "trainyard jobs"))]
-        assert asked and all(" --environment production --tenant acme" in line for line in asked), told
+        assert asked and all(tuple(shlex.split(line, comments=True)[2:]) == its for line in asked), told
 
 
 PLAN = {"step": 1.0, "communication": 0.05}

@@ -1,6 +1,11 @@
 """Lines as NCCL, aws-ofi-nccl, PyTorch, the NVIDIA driver, the kernel, Lustre, botocore, SageMaker and our own trainer
 write them, a fault each. Formats are the sources'; hosts, numbers and account are made up."""
 
+from trainer.collectives import Measurement, check_floors
+from trainer.preflight import RankSpeed, measured_words, shortfall_words
+
+from trainyard.emulator.training.tree import failure_reason
+
 # NVIDIA/nccl#1597 and aws/aws-ofi-nccl#715 (plugin 1.13 and 1.16): once a rank. `Bootstrap` is always TCP.
 GOOD_EFA = (
     "algo-1 algo-1:412:412 [0] NCCL INFO Bootstrap: Using eth0:10.64.1.20<0>",
@@ -112,6 +117,11 @@ HOST_MEMORY_FROM_INSIDE = (
 # FailureReason of a container that was killed: the form is aws/sagemaker-python-sdk#134's and #658's, 137 is SIGKILL.
 CONTAINER_KILLED = ("AlgorithmError: , exit code: 137",)
 CONTAINER_FAILED = ("AlgorithmError: , exit code: 139",)
+# Of several hosts, in the emulator's form; one that asks to be resumed was told to stop because another one had ended.
+CONTAINERS_KILLED = (failure_reason((), {"algo-1": 137, "algo-2": 1}),)
+LAST_CONTAINER_KILLED = (failure_reason((), {"algo-1": 1, "algo-2": 137}),)
+HOST_KILLED = (failure_reason((), {"algo-1": 75, "algo-2": 137}),)
+FIRST_HOST_KILLED = (failure_reason((), {"algo-1": -9, "algo-2": 75}),)
 SHARED_MEMORY = (
     "algo-1 RuntimeError: DataLoader worker (pid 7121) is killed by signal: Bus error. It is possible that dataloader's"
     " workers are out of shared memory. Please try to raise your shared memory limit.",
@@ -132,6 +142,11 @@ CAPACITY = (
     "CapacityError: Unable to provision requested ML compute capacity. Please retry using a different ML"
     " instance type.",
 )
+# trainyard.launch.checks and the broker.
+QUOTA_OF_TENANT = (
+    "compute.instance_count 16: over the quota of tenant acme, which is 4 x ml.p5.48xlarge; use fewer, or raise"
+    " max_instances of the queue in the environment file",
+)
 # zenml-io/zenml#847.
 QUOTA = (
     "An error occurred (ResourceLimitExceeded) when calling the CreateTrainingJob operation: The account-level service"
@@ -151,19 +166,29 @@ EFA_REFUSED = (
     "algo-2 entrypoint: EFA: ml.p5.48xlarge has 32 interfaces, /sys/class/infiniband shows 4; is the container's EFA"
     " software there, and does the security group let itself in and out? (a job without EFA would crawl)",
 )
+_FLOORS = {"across": (20.0, "0.4 of EFA's 50.00 a GPU"), "host": (288.0, "0.6 of AWS' health check")}
+
+
+def _short(kind: str, slowest: float) -> str:
+    return shortfall_words(kind, _FLOORS[kind], [RankSpeed(8, "algo-2", slowest)])
+
+
+def measured(kind: str, of_floor: float) -> str:
+    """A start's measurement, in shares of the floor."""
+    floor, _ = _FLOORS[kind]
+    return f"algo-1 {measured_words(kind, 268435456, of_floor * floor, floor, seconds=4.1)}"
+
+
 BELOW_FLOOR_BETWEEN = (
-    "algo-1 preflight all_reduce=across bytes=268435456 slowest_bus_gb_per_second=3.100 floor=20.000 seconds=4.1",
-    "rank 0 on algo-1: JobFailedError: preflight: all_reduce between hosts has 3.10 GB/s of bus bandwidth, the floor is"
-    " 20.00 (0.4 of EFA's 50.00 a GPU); it points at algo-2 (rank 8, 3.10 GB/s): it may be TCP instead of EFA",
+    measured("across", 0.155),
+    f"rank 0 on algo-1: JobFailedError: {_short('across', 3.1)}",
 )
-BELOW_FLOOR_INSIDE = (
-    "rank 0 on algo-1: JobFailedError: preflight: all_reduce inside a host has 14.20 GB/s of bus bandwidth, the floor"
-    " is 288.00 (0.6 of AWS' health check); it points at algo-2 (rank 9, 14.20 GB/s): it may be PCIe instead of NVLink:"
-    " nvidia-smi topo -m and nvidia-smi nvlink -s show it, or replace the host",
-)
-COLLECTIVES_INSIDE = (
-    "all_reduce over host (8 ranks, 1073741824 bytes): 14.20 GB/s of bus bandwidth, the floor is 288.00 (AWS' health"
-    " check); is it TCP instead of EFA, or PCIe instead of NVLink? NCCL_DEBUG=INFO shows the provider and the paths",
+BELOW_FLOOR_INSIDE = (f"rank 0 on algo-1: JobFailedError: {_short('host', 14.2)}",)
+WARNED_BETWEEN = (f"algo-1 warning: {_short('across', 3.1)}",)
+WARNED_INSIDE = (f"algo-1 warning: {_short('host', 14.2)}",)
+COLLECTIVES_BETWEEN, COLLECTIVES_INSIDE = (
+    tuple(check_floors([Measurement("all_reduce", kind, 8, 1073741824, 0.1, 3.1, 3.1)], {kind: _FLOORS[kind]}))
+    for kind in ("across", "host")
 )
 # trainer.observe.anomalies, as the job's failure has it.
 DIVERGED = ("rank 0 on algo-1: JobFailedError: step 812: loss is nan; snapshot in /opt/ml/output/data/anomalies",)
@@ -197,21 +222,34 @@ FAULTS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "host memory, from inside": (HOST_MEMORY_FROM_INSIDE, "out_of_memory"),
     "container killed": (CONTAINER_KILLED, "out_of_memory"),
     "container failed": (CONTAINER_FAILED, None),
+    "the first of two containers killed": (CONTAINERS_KILLED, "out_of_memory"),
+    "the last of two containers killed": (LAST_CONTAINER_KILLED, "out_of_memory"),
+    "host killed, the other told to stop": (HOST_KILLED, None),
+    "first host killed, the other told to stop": (FIRST_HOST_KILLED, None),
     "shared memory": (SHARED_MEMORY, "out_of_memory"),
     "access denied": (ACCESS_DENIED, None),
     "image pull": (IMAGE_PULL, None),
     "capacity": (CAPACITY, "capacity_or_quota_short"),
     "quota": (QUOTA, "capacity_or_quota_short"),
+    "quota of the tenant": (QUOTA_OF_TENANT, "capacity_or_quota_short"),
     "fsx full": (FSX_FULL, "fsx_full_or_slow"),
     "efa refused": (EFA_REFUSED, "efa_not_used"),
     "below the floor between hosts": (BELOW_FLOOR_BETWEEN, "efa_not_used"),
     "below the floor inside a host": (BELOW_FLOOR_INSIDE, "bad_node"),
+    "below the floor between hosts, by hand": (COLLECTIVES_BETWEEN, "efa_not_used"),
     "below the floor inside a host, by hand": (COLLECTIVES_INSIDE, "bad_node"),
+    "below the floor, then at it": (
+        (*BELOW_FLOOR_INSIDE, *BELOW_FLOOR_BETWEEN, measured("host", 1.0), measured("across", 1.5)),
+        None,
+    ),
     "diverged": (DIVERGED, "loss_diverged"),
     # Consequences after their cause: the cause alone is named.
     "xid, then nccl, then watchdog": ((XID[79], *NCCL_REMOTE, *WATCHDOG), "bad_node"),
     "memory, then watchdog": ((*DEVICE_MEMORY, *WATCHDOG), "out_of_memory"),
     "watchdog, then nccl": ((*WATCHDOG, *NCCL_REMOTE), "nccl_error"),
+    # The job was told to train all the same, and did until its memory was full.
+    "warned inside a host, then memory": ((*WARNED_INSIDE, *DEVICE_MEMORY), "out_of_memory"),
+    "warned between hosts, then memory": ((*WARNED_BETWEEN, *DEVICE_MEMORY), "out_of_memory"),
     "host gone, then nccl, then watchdog": ((*HOST_GONE, *NCCL_REMOTE, *WATCHDOG), None),
     "host gone, by memory": ((*HOST_GONE, *HOST_MEMORY), "out_of_memory"),
     "floor, then nccl": ((*BELOW_FLOOR_INSIDE, *NCCL_REMOTE), "bad_node"),

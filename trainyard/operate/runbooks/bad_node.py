@@ -1,13 +1,20 @@
-"""A GPU or its machine is broken: classify its Xid errors, take it out, go on with another."""
+"""A GPU or its machine is broken, or a host was lost: classify its Xid errors, take it out, go on with another."""
 
 import argparse
-import re
 
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch.cluster_shell import ClusterShell, HereShell, has_slurm_here, shell_of
 from trainyard.launch.queue_backend import QUEUED
 from trainyard.launch.record import CREATED, SUBMITTED, TERMINAL_STATES, JobRecord
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown
+from trainyard.operate.runbooks.diagnosis import (
+    clear_or_unknown,
+    fault,
+    job_words,
+    others,
+    own_hits,
+    own_warnings,
+    shown,
+)
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding, Step, command
 from trainyard.operate.runbooks.log_lines import XidSeen, xids
@@ -23,7 +30,6 @@ ADVICE = {
 ORDER = ("replace", "reset", "watch", "application")
 COMES_AGAIN = 3
 """So many errors that a GPU has mended itself, within one log, make it one to take out: our own choice."""
-_FLOOR = re.compile(r"all_reduce (?:inside a host has|over host \(.+\):) \S+ GB/s of bus bandwidth, the floor is")
 _DRAIN = """\
 drain() { "$@" scontrol update NodeName="$node" State=DRAIN Reason="$reason" 2>&1; }
 node=$1 reason=$2
@@ -39,29 +45,32 @@ exit 1
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """Every Xid by what it asks for. A machine is bad where one asks for a reset or a replacement, or where the job's
-    own measurement found its GPUs' links below their floor."""
+    """Every Xid by what it asks for. A machine is bad where one asks for a reset or a replacement, where the job's own
+    measurement found its GPUs' links below their floor, or where a host was lost and no line says why."""
     seen = xids(evidence.all_lines)
-    slow = [line for line in evidence.all_lines if _FLOOR.search(line)]
-    if slow and not any(one.known.action in ("replace", "reset") for one in seen):
+    hard = [one for one in seen if one.known.action in ("replace", "reset")]
+    if not hard and (slow := own_hits(evidence, "slow_host") or own_warnings(evidence, "slow_host")):
         words = "slow links inside a host, below their floor: PCIe instead of NVLink, or a broken link"
         then = ("nvidia-smi topo -m; nvidia-smi nvlink -s   # on the host that the line points at", *_next(evidence))
-        return [fault(evidence, words, (slow[-1].strip()[:400],), then)]
-    if not seen and (lost := own_hits(evidence, "host_lost")):
-        return [_lost(evidence, shown(lost))]
-    if not seen:
-        told = "no Xid in these lines; the driver writes to the kernel's log (dmesg), not to the job's"
-        return [clear_or_unknown(evidence, told, "lines"), *others(evidence, "bad_node")]
-    hard = [one for one in seen if one.known.action in ("replace", "reset")]
+        return [fault(evidence, words, shown(slow), then)]
     mended = [one for one in seen if one.known.action == "watch"]
     if hard or len(mended) >= COMES_AGAIN:
         worst = min(hard or mended, key=lambda one: ORDER.index(one.known.action))
         action = worst.known.action if hard else "reset"
         words = f"Xid {worst.code}{_where(worst)}: {worst.known.meaning}: {ADVICE[action]}"
         return [fault(evidence, words, _lines(hard or mended), _next(evidence))]
+    if lost := own_hits(evidence, "host_lost"):
+        return [_lost(evidence, (*shown(lost), *_lines(seen)))]
+    return [_harmless(evidence, seen), *others(evidence, "bad_node", "slow_host", "host_lost")]
+
+
+def _harmless(evidence: Evidence, seen: list[XidSeen]) -> Finding:
+    if not seen:
+        told = "no Xid in these lines; the driver writes to the kernel's log (dmesg), not to the job's"
+        return clear_or_unknown(evidence, told, "lines")
     code = min(seen, key=lambda one: ORDER.index(one.known.action))
     words = f"Xid {code.code}{_where(code)}: {code.known.meaning}: {ADVICE[code.known.action]}"
-    return [Finding("clear", words, _lines(seen)), *others(evidence, "bad_node")]
+    return Finding("clear", words, _lines(seen))
 
 
 def _lost(evidence: Evidence, lines: tuple[str, ...]) -> Finding:

@@ -12,10 +12,17 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         told = clear_or_unknown(evidence, "neither capacity nor a quota is short", "lines")
         return [told, *others(evidence, "capacity", "quota")]
     job = job_words(evidence)
-    kind = evidence.decisive.fault if evidence.decisive else "capacity"
-    if kind == "quota":
+    decided = evidence.decisive
+    if decided is not None and decided.name == "quota-of-tenant":
         then = [
-            f"{there(evidence, 'trainyard', 'jobs')}   # who holds the machines",
+            f"{there(evidence, 'trainyard', 'jobs')}   # which of the tenant's jobs hold its machines",
+            "trainyard deploy ENVIRONMENT.yaml   # once max_instances of the tenant's queue was raised there",
+        ]
+        return [fault(evidence, "the tenant's quota is short", shown(hits), then)]
+    if decided is not None and decided.fault == "quota":
+        then = [
+            # The account's quota is all tenants'.
+            f"{there(evidence, 'trainyard', 'jobs', of_all_tenants=True)}   # who holds the machines",
             "aws service-quotas list-service-quotas --service-code sagemaker --query"
             f" \"Quotas[?contains(QuotaName, '{evidence.instance_type or 'TYPE'} for training job usage')]\"",
             "aws service-quotas request-service-quota-increase --service-code sagemaker --quota-code CODE"

@@ -27,6 +27,13 @@ def own_hits(evidence: Evidence, *faults: Fault) -> list[Hit]:
     return [hit for hit in evidence.hits if hit.fault in faults]
 
 
+def own_warnings(evidence: Evidence, *faults: Fault) -> list[Hit]:
+    """The lines of these faults that only warned: of a job that trains all the same, if no line decides."""
+    if evidence.decisive is not None:
+        return []
+    return [hit for hit in evidence.hits if hit.fault in faults and hit.is_warning]
+
+
 def fault(evidence: Evidence, words: str, decided_by: Sequence[str], then: Sequence[str] = ()) -> Finding:
     """A fault; of a job that has completed all the same it is told as one that is over."""
     if evidence.state == "Completed":
@@ -54,9 +61,13 @@ def clear_or_unknown(evidence: Evidence, words: str, *needs: str) -> Finding:
     return Finding("unknown", f"can't be told: {told}")
 
 
-def there(evidence: Evidence, *words: str) -> str:
-    """A command on the job's environment instead of this machine's."""
-    return shlex.join((*words, *evidence.where))
+def there(evidence: Evidence, *words: str, of_all_tenants: bool = False) -> str:
+    """A command on the job's environment instead of this machine's; of its tenant there, or of all."""
+    where = list(evidence.where)
+    if of_all_tenants and "--tenant" in where:
+        at = where.index("--tenant")
+        del where[at : at + 2]
+    return shlex.join((*words, *where))
 
 
 def job_words(evidence: Evidence) -> str:

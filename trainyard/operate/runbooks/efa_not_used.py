@@ -1,23 +1,17 @@
 """A job over several hosts talks over TCP, or over a part of its EFA cards: it works, and crawls."""
 
-import re
-
 from trainyard.errors import TrainyardError
 from trainyard.hardware import instance
 from trainyard.launch.record import TERMINAL_STATES
-from trainyard.operate.runbooks.diagnosis import fault, job_words, others, there
+from trainyard.operate.runbooks.diagnosis import fault, job_words, others, own_hits, own_warnings, shown, there
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
 from trainyard.operate.runbooks.log_lines import transport
 
-_REFUSED = re.compile(r"EFA: \S+ has \d+ interfaces, \S+ shows \d+")
-_FLOOR = re.compile(r"all_reduce (?:between hosts has|over across \(.+\):) \S+ GB/s of bus bandwidth, the floor is")
-"""Of the job's own measurement, one that only warned too, and of the collectives'; inside a host there is no EFA."""
-
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """By our own refusal, by NCCL's choice of provider, by the count of cards against the table, by the floor."""
-    lines, job = evidence.all_lines, job_words(evidence)
+    job = job_words(evidence)
     mend = (
         f"{there(evidence, 'trainyard', 'doctor')}   # the EFA group must let itself in and out, all protocols",
         "fi_info -p efa   # on the machines, in the container: one `domain:` a card",
@@ -25,9 +19,9 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         f"--instance-type {evidence.instance_type or 'TYPE'}   # over both hosts: the floors",
         f"scripts/check_image   # EFA's user space and the plugin are in the image that {job} ran?",
     )
-    if refused := next((line for line in lines if _REFUSED.search(line)), None):
-        return [fault(evidence, "EFA cards are missing: the job refused to start without them", (refused,), mend)]
-    seen = transport(lines)
+    if refused := own_hits(evidence, "efa_missing"):
+        return [fault(evidence, "EFA cards are missing: the job refused to start without them", shown(refused), mend)]
+    seen = transport(evidence.all_lines)
     if seen.uses_sockets or any(not name.startswith("efa") for name in seen.providers):
         chosen = "NCCL's own sockets" if seen.uses_sockets else f"libfabric's {', '.join(seen.providers)}"
         if evidence.num_hosts > 1 or evidence.record is None:
@@ -37,9 +31,11 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     if seen.num_nics is not None and expected is not None and seen.num_nics < expected:
         words = f"a part of EFA: {seen.num_nics} of {expected} cards of {evidence.instance_type}"
         return [fault(evidence, words, (seen.line,), mend)]
-    if floor := next((line for line in lines if _FLOOR.search(line)), None):
-        return [fault(evidence, "the network is below its floor", (floor,), mend)]
-    return [_nothing(evidence, bool(seen.providers), seen.line, expected), *others(evidence)]
+    # Of the job's own measurement or of the collectives'; inside a host there is no EFA.
+    if below := own_hits(evidence, "slow_network") or own_warnings(evidence, "slow_network"):
+        return [fault(evidence, "the network is below its floor", shown(below), mend)]
+    told = _nothing(evidence, bool(seen.providers), seen.line, expected)
+    return [told, *others(evidence, "efa_missing", "slow_network")]
 
 
 def _nothing(evidence: Evidence, told: bool, line: str, expected: int | None) -> Finding:

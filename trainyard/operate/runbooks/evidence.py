@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,11 @@ class Evidence:
 
     @property
     def all_lines(self) -> tuple[str, ...]:
-        """With the backend's words, which come last."""
-        told = [*(str(row.get("reason", "")) for row in self.recoveries), self.note, self.failure]
-        return (*self.lines, *(line for line in told if line))
+        """With why it was restarted in place, first since the newest start came after it; the backend's words last."""
+        restarted = [words for row in self.recoveries if (words := str(row.get("reason", "")))]
+        return (*restarted, *self.lines, *(line for line in (self.note, self.failure) if line))
 
-    @property
+    @cached_property
     def hits(self) -> list[Hit]:
         """What the lines say."""
         return classify(self.all_lines)

@@ -88,6 +88,8 @@ class Hit:
     line: str
     number: int
     """Of the line, from 1."""
+    is_warning: bool = False
+    """It only warned: the job trains all the same, so it is no cause of an end."""
 
 
 def _known(name: str, fault: Fault, pattern: str, meaning: str) -> Signature:
@@ -106,7 +108,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "out_of_memory",
         r"[Oo]ut of memory: Killed process \d+|oom-kill:constraint=|DefaultCPUAllocator: can't allocate memory"
         r"|was killed by SIGKILL: out of memory on the host|^(?:\S+ )?MemoryError\b"
-        r"|AlgorithmError: .*[Ee]xit [Cc]ode: (?:\S+ )?(?:137|-9)\b",
+        # One host or a list of them; beside one that was told to stop it is a host that was lost (host-killed).
+        r"|AlgorithmError: .*[Ee]xit [Cc]ode: (?!(?:.*\s)?75\b)(?:\S+ -?\d+, )*(?:\S+ )?(?:137|-9)\b",
         "the host's memory was full: the kernel kills without a word, so a SIGKILL from outside looks alike",
     ),
     _known(
@@ -146,9 +149,14 @@ SIGNATURES: tuple[Signature, ...] = (
     _known(
         "quota",
         "quota",
-        r"ResourceLimitExceeded\b|The account-level service limit |VcpuLimitExceeded|MaxSpotInstanceCountExceeded"
-        r"|over the quota of tenant ",
-        "a limit of the account or the tenant is reached",
+        r"ResourceLimitExceeded\b|The account-level service limit |VcpuLimitExceeded|MaxSpotInstanceCountExceeded",
+        "a limit of the account is reached",
+    ),
+    _known(
+        "quota-of-tenant",
+        "quota",
+        r"over the quota of tenant ",
+        "the tenant's own limit is reached",
     ),
     _known(
         "efa-cards",
@@ -156,18 +164,17 @@ SIGNATURES: tuple[Signature, ...] = (
         r"EFA: \S+ has \d+ interfaces, \S+ shows \d+",
         "EFA cards are missing: the job refused to start without them",
     ),
-    # One that only warns is no cause of an end: the job trains all the same.
     _known(
         "floor-between-hosts",
         "slow_network",
-        r"(?<!warning: )(?:preflight: all_reduce between hosts has|all_reduce over across \(.+\):) "
+        r"(?P<warned>warning: )?(?:preflight: all_reduce between hosts has|all_reduce over across \(.+\):) "
         r"\S+ GB/s of bus bandwidth, the floor is",
         "the network between hosts is below its floor",
     ),
     _known(
         "floor-inside-a-host",
         "slow_host",
-        r"(?<!warning: )(?:preflight: all_reduce inside a host has|all_reduce over host \(.+\):) "
+        r"(?P<warned>warning: )?(?:preflight: all_reduce inside a host has|all_reduce over host \(.+\):) "
         r"\S+ GB/s of bus bandwidth, the floor is",
         "the GPUs of a host are connected below their floor: PCIe instead of NVLink?",
     ),
@@ -209,6 +216,12 @@ SIGNATURES: tuple[Signature, ...] = (
         "a host was lost without a word of its own",
     ),
     _known(
+        "host-killed",
+        "host_lost",
+        r"AlgorithmError: .*[Ee]xit [Cc]ode: (?=(?:.*\s)?75\b)(?:.*\s)?(?:137|-9)\b",
+        "a host was killed, and the others were told to stop for it",
+    ),
+    _known(
         "nccl",
         "nccl_error",
         r"nccl(?:Remote|System|Internal|UnhandledCuda|InvalidUsage|InvalidArgument)Error\b"
@@ -223,6 +236,15 @@ SIGNATURES: tuple[Signature, ...] = (
         "a rank was slower than its like",
     ),
 )
+
+_MEASURED = re.compile(
+    r"preflight all_reduce=(?P<kind>across|host) "
+    r".*slowest_bus_gb_per_second=(?P<speed>\d+\.\d+) floor=(?P<floor>\d+\.\d+)"
+)
+_FLOORS: dict[str, Fault] = {"across": "slow_network", "host": "slow_host"}
+"""What is said where a measurement of that kind falls short."""
+_OF_A_START: tuple[Fault, ...] = ("efa_missing", *_FLOORS.values())
+_STEP = re.compile(r"(?:\S+ )?step=\d+ ")
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+),")
 _FELL_OFF = re.compile(r"NVRM:.*fallen off the bus and is not responding")
@@ -287,7 +309,7 @@ def xids(lines: Iterable[str]) -> list[XidSeen]:
 
 
 def classify(lines: Sequence[str]) -> list[Hit]:
-    """Every line that says something, in order; of an Xid only those that are the machine's affair."""
+    """Every line that says something and still holds, in order; of an Xid only those that are the machine's affair."""
     hits = [
         Hit("bad_node", f"xid-{one.code}", one.known.meaning, one.line, one.number)
         for one in xids(lines)
@@ -295,18 +317,37 @@ def classify(lines: Sequence[str]) -> list[Hit]:
     ]
     for number, line in enumerate(lines, start=1):
         hits += [
-            Hit(known.fault, known.name, known.meaning, line.strip(), number)
+            Hit(known.fault, known.name, known.meaning, line.strip(), number, bool(match.groupdict().get("warned")))
             for known in SIGNATURES
-            if known.pattern.search(line)
+            if (match := known.pattern.search(line))
         ]
-    return sorted(hits, key=lambda hit: hit.number)
+    return sorted(_still_true(hits, lines), key=lambda hit: hit.number)
+
+
+def _still_true(hits: Sequence[Hit], lines: Sequence[str]) -> list[Hit]:
+    """Without what a later start of the job has shown to be over: a start that is refused is repeated, and measured
+    anew. A refusal is also over by a step after it; a warning is not, since the job makes steps all the same."""
+    if not any(hit.fault in _OF_A_START for hit in hits):
+        return list(hits)
+    newest_step, reached = 0, dict[Fault, int]()
+    for number, line in enumerate(lines, start=1):
+        if _STEP.match(line):
+            newest_step = number
+        elif (seen := _MEASURED.search(line)) and float(seen["speed"]) >= float(seen["floor"]):
+            reached[_FLOORS[seen["kind"]]] = number
+
+    def is_over(hit: Hit) -> bool:
+        by_step = hit.fault in _OF_A_START and not hit.is_warning and hit.number < newest_step
+        return by_step or hit.number < reached.get(hit.fault, 0)
+
+    return [hit for hit in hits if not is_over(hit)]
 
 
 def decisive(hits: Sequence[Hit]) -> Hit | None:
     """The line that tells why a job ended or stands still: a cause goes before its consequences (that a host was lost,
     that NCCL failed, that ranks waited), and among its like the first; each of these goes before the next."""
     for group in (CAUSES, ("host_lost",), ("nccl_error",), ("hung",)):
-        found = next((hit for hit in hits if hit.fault in group), None)
+        found = next((hit for hit in hits if hit.fault in group and not hit.is_warning), None)
         if found is not None:
             return found
     return None
