@@ -215,7 +215,7 @@ def test_gradients_of_fp16_travel_as_such_and_those_of_bf16_as_their_sums() -> N
 
 
 def test_updated_parameters_come_back_behind_the_forward_pass() -> None:
-    """Over a slow network both directions show; over one that either pass hides, a fifth of each."""
+    """Over a slow network both directions show, less what each pass hides of its own; over a fast one neither."""
     sharded = {"zero_stage": 1, "shard_degree": 64, "data_parallel": 64, "num_micro_batches": 1}
     slow = dataclasses.replace(DEFAULT_CONSTANTS, data_exposed=0.0, data_overlap=1.0, jitter_per_doubling=0.0)
     shape, device = shape_of_known("llama-2-7b"), gpu("A100")
@@ -227,23 +227,45 @@ def test_updated_parameters_come_back_behind_the_forward_pass() -> None:
 
     once = step_time(shape, layout, device, Fabric(8, 300, 1.0), slow)
     # Far below either pass's rate, halving the bandwidth adds the whole traffic once more.
-    assert exposed(0.5) - exposed(1.0) == pytest.approx(exposed(1.0) + once.forward + once.backward, rel=0.02)
+    assert exposed(0.5) - exposed(1.0) == pytest.approx(exposed(1.0) + once.forward + once.backward, rel=1e-3)
     assert exposed(1e6) == 0
 
 
 def test_words_that_begin_nowhere_even_slow_the_output_projection_until_they_are_padded() -> None:
-    def head(vocab: int, tensor: int = 1) -> float:
+    def head(vocab: int, tensor: int = 1, **more: Any) -> float:
         few, none = (
             ModelShape(
                 layers=2, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=words, tied_embeddings=True
             )
             for words in (vocab, 8)
         )
-        layout = dataclasses.replace(DENSE, tensor=tensor)
+        layout = dataclasses.replace(DENSE, tensor=tensor, **more)
         return step_time(few, layout, gpu("H100"), LINKS).total - step_time(none, layout, gpu("H100"), LINKS).total
 
     assert head(50257) > 2 * head(50304)
     assert head(50257, tensor=2) == pytest.approx(head(50304, tensor=2), rel=0.01)
+    assert head(50257, pads_vocabulary=True) == pytest.approx(head(50304), rel=0.01)
+    assert head(50260, precision="fp32") == pytest.approx(head(50264, precision="fp32"), rel=0.01)
+    own = {"library": "trainyard", "engine": "torch"}
+    assert head(50257, tensor=2, **own) == pytest.approx(head(50257, **own), rel=0.01), "whole on both ranks"
+
+
+@pytest.mark.parametrize(
+    ("framework", "pads"), [("Megatron-Core", True), ("NeMo", True), ("Megatron-DeepSpeed", False)]
+)
+def test_megatron_pads_the_words_by_itself_on_one_rank_too(framework: str, pads: bool) -> None:
+    rows = {"layers": 24, "hidden": 2048, "heads": 16, "seq": 1024, "gpu": "A100", "gpus": 8, "micro_batch": 8}
+    even, odd = (
+        float(predict({**rows, "vocab": vocab, "framework": framework, "global_batch": 64})["step_seconds"])
+        for vocab in (50304, 50257)
+    )
+    assert (odd == pytest.approx(even, rel=0.01)) is pads
+
+
+def test_gradients_of_fp64_are_wider_than_of_fp32() -> None:
+    slow = {"data_parallel": 64, "num_micro_batches": 1}
+    wide, usual = (early(precision=name, **slow) for name in ("fp64", "fp32"))
+    assert wide.data_communication > 1.4 * usual.data_communication > 0
 
 
 def test_a_host_that_drives_the_exchange_pays_for_each_rank_of_another_node() -> None:

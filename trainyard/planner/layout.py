@@ -103,6 +103,8 @@ class Layout:
     transformer_engine: bool = True
     """Megatron's layers are Transformer Engine's, with a workspace of their own."""
     library: Library = ""
+    pads_vocabulary: bool = False
+    """The framework rounds the rows of the embedding up by itself, on one rank too: Megatron-LM and its kin."""
     large_workspace: bool = False
     """cuBLAS has 32 MiB a stream (Hopper and newer, or deterministic runs: CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
     hopper: bool = False

@@ -545,6 +545,7 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "hopper": has_hopper_workspaces(device.name),
         "saves_every_second_product": "torchtitan" in text,
         "library": cast(Library, library),
+        "pads_vocabulary": engine == "megatron" and "deepspeed" not in text and library != "nanotron",
         "deferred_head": fields.flag("deferred_head", False),
         "grouped_experts": fields.flag("grouped_experts", True),
         "gathers_tokens": fields.flag("gathers_tokens", False),

@@ -541,10 +541,13 @@ class _Rank:
 
     def _head_seconds(self) -> float:
         """The output projection and the loss."""
-        shape, split = self.shape, self.layout.tensor
+        shape, layout, split = self.shape, self.layout, self.layout.tensor
+        if layout.library == "trainyard" and shape.vocab % split:
+            split = 1  # whole on every rank (training_container/trainer/strategies/tensor_parallel.py)
         product = self.product(self.tokens, shape.vocab / split, shape.hidden, wide=True)
-        if split == 1 and shape.vocab % 8:
-            # Over several ranks it is padded: it has to divide.
+        row_bytes = shape.vocab * max(2, layout.element_bytes)  # the head stays in 16 bits under narrower ones
+        if split == 1 and row_bytes % 16 and not layout.pads_vocabulary:
+            # Over several ranks others pad it: it has to divide.
             product /= UNALIGNED
         logits = self.tokens * shape.vocab / split * 4
         return product + 3 * logits / self.bytes_per_second
@@ -636,8 +639,10 @@ def _sent_gradient_bytes(layout: Layout) -> float:
 
     nanotron's state counts autograd's gradients beside the fp32 sums: only these travel.
     """
-    if layout.engine == "megatron":
-        return 2.0 if layout.precision == "fp16" and layout.library != "nanotron" else 4.0
+    if layout.library == "nanotron" and layout.precision not in ("fp32", "fp64"):
+        return 4.0
+    if layout.engine == "megatron" and layout.precision == "fp16":
+        return 2.0
     return state_bytes(layout).gradient
 
 
