@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,10 @@ from trainyard.spec.platform import load_environment
 CHECKOUT = Path(__file__).resolve().parents[2]
 UNPACKED_CDK = Path.home() / ".cache/aws/jsii/package-cache"
 """Where the CDK's Python packages unpack their JavaScript, 210 MB: on a new machine once, half a minute of work."""
+
+
+WAIT_SECONDS = 900.0
+"""For anything that comes at all: a busy machine's minutes."""
 
 
 def bare_environment(state_dir: Path) -> dict[str, str]:
@@ -86,6 +92,16 @@ def processes_of(state_dir: Path) -> list[str]:
         except OSError:
             continue
     return [line for line in found if line]
+
+
+def wait_until(look: Callable[[], Any], *, pause_seconds: float = 0.02) -> Any:
+    """The first true value of `look`, which is called again and again; give it a pause where it asks the platform."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(pause_seconds)
+    raise AssertionError(f"still not so after {WAIT_SECONDS} s")
 
 
 def access(tenant: str) -> TenantAccess:

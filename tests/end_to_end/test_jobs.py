@@ -6,12 +6,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deployed_site import CHECKOUT, Site, bare_environment
+from deployed_site import CHECKOUT, Site, bare_environment, wait_until
 
 from trainyard import emulator
 from trainyard.emulator.processes import processes_under
@@ -26,16 +25,6 @@ pytestmark = pytest.mark.end_to_end
 JOB = "jobs/quickstart.yaml"
 RECLAIMED_AFTER = 23
 """Not a step whose checkpoint is saved anyway: those are saved every 20."""
-
-
-def wait_until(look: Callable[[], Any], seconds: float = 600.0) -> Any:
-    """The first true value of `look`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"still not so after {seconds} s")
 
 
 def wait_for(site: Site, job_id: str, *states: str) -> None:

@@ -4,13 +4,11 @@ decides, and no runbook but the fault's own names it."""
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deployed_site import CHECKOUT, Site, access
+from deployed_site import CHECKOUT, Site, access, wait_until
 
 from trainyard import emulator
 from trainyard.emulator.processes import processes_under
@@ -36,18 +34,9 @@ def launched(site: Site, name: str, *settings: str) -> str:
     return str(json.loads(done.stdout)["job_id"])
 
 
-def wait_for(what: str, look: Callable[[], Any], seconds: float = 900.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.5)
-    raise AssertionError(f"waited in vain for {what}")
-
-
 def until_failed(job_id: str) -> None:
     place = access("acme").place
-    wait_for(f"{job_id} to fail", lambda: watch.status(place.store, place.backend, job_id).state == "Failed")
+    wait_until(lambda: watch.status(place.store, place.backend, job_id).state == "Failed", pause_seconds=0.5)
 
 
 def checkpoints(job_id: str) -> list[str]:
@@ -93,7 +82,7 @@ def test_a_lost_host_and_a_spoiled_checkpoint_are_told_from_a_healthy_job(
 ) -> None:
     often = ("checkpoint.every_steps=10", "checkpoint.asynchronous=false")
     job_id = launched(site, "robbed", *often)
-    wait_for("three checkpoints", lambda: len(checkpoints(job_id)) > 2)
+    wait_until(lambda: len(checkpoints(job_id)) > 2, pause_seconds=0.5)
     assert faults(looked_at(job_id, tmp_path / "healthy", capsys)) == {}
 
     second_host = site.state_dir / "emulator/jobs" / job_id / "attempt-1/algo-2"
