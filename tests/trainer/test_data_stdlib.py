@@ -53,6 +53,16 @@ def test_modules_are_held_back_whole_and_the_entropy_is_the_jobs(tmp_path: Path)
     assert cache.vocab_size == manifest["vocab_size"] == 600
 
 
+def test_it_does_without_torch_which_takes_seconds_to_import(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from trainer.data.prepare_stdlib import main\n"
+        f"sys.exit(main(['--out', {str(tmp_path)!r}, '--vocab-size', '300', '--max-mib', '0.3']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("wrote"), done.stderr
+
+
 def test_wrong_arguments_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path), "--vocab-size", "10"]) == 2
     assert "at least 300" in capsys.readouterr().err

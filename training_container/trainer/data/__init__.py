@@ -10,8 +10,12 @@ Inside: `files` -> `readers` (formats, units) -> `chat` and `documents` (text, t
 `token_cache` (on disk, once per host) -> `stream` (order, batches). `webdataset` reads shards of samples.
 """
 
-from trainer.data.build import JobData, TextData, ValidationSet, build_data, part_cache
-from trainer.data.stream import IGNORED_LABEL, BatchStream, MicroBatch, ValidationStream
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.data.build import JobData, TextData, ValidationSet, build_data, part_cache
+    from trainer.data.stream import IGNORED_LABEL, BatchStream, MicroBatch, ValidationStream
 
 __all__ = [
     "IGNORED_LABEL",
@@ -24,3 +28,12 @@ __all__ = [
     "build_data",
     "part_cache",
 ]
+
+_STREAM = {"IGNORED_LABEL", "BatchStream", "MicroBatch", "ValidationStream"}
+
+
+def __getattr__(name: str) -> Any:
+    """These need torch, which takes seconds to import; who only tokenizes (`prepare_stdlib`) does without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{'stream' if name in _STREAM else 'build'}"), name)

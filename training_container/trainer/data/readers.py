@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from trainer.data.bad_records import BadRecordError
 from trainer.data.files import DataFile, LocalFile, local_files
-from trainer.data.s3_files import list_s3
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
@@ -144,6 +143,8 @@ def files_of(source: DataSource, *, streaming: bool = False) -> list[DataFile]:
     `streaming`: s3:// is read where it lies; InputError without.
     """
     if streaming and source.path.startswith("s3://"):
+        from trainer.data.s3_files import list_s3  # brings torch, by way of the checkpoints' room
+
         return list_s3(source)
     return [LocalFile.at(path) for path in local_files(source)]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,13 @@ from trainer.data.bad_records import BadRecords
 from trainer.data.chat import ChatTemplate
 from trainer.data.documents import DocumentEncoder, encoder_of
 from trainer.data.readers import Unit, units_of
-from trainer.data.shared_units import SharedUnits
 from trainer.data.token_units import UnitTokens, Vocabulary, open_unit, unit_key, write_unit
 from trainer.data.tokenizer import TextTokenizer
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
+
+if TYPE_CHECKING:  # it brings torch, by way of the checkpoints' room
+    from trainer.data.shared_units import SharedUnits
 
 _FORMAT_VERSION = 2
 _READ_TOKENS = 1 << 22
@@ -79,7 +81,7 @@ def open_token_cache(
     max_bad_records: int = 0,
     where: str = "data",
     streaming: bool = False,
-    shared: SharedUnits | None = None,
+    shared: "SharedUnits | None" = None,
 ) -> TokenCache:
     """The tokens of `sources`, one after the other; tokenized now if `cache_dir` doesn't hold them yet.
 
@@ -134,7 +136,7 @@ def _parts(
 
 
 def _tokenize(
-    parts: Sequence[_Part], folder: Path, vocabulary: Vocabulary, bad: BadRecords, shared: SharedUnits | None
+    parts: Sequence[_Part], folder: Path, vocabulary: Vocabulary, bad: BadRecords, shared: "SharedUnits | None"
 ) -> list[UnitTokens]:
     """All units, those that were missing made by this process or by another that is at it too."""
 
@@ -148,7 +150,7 @@ def _tokenize(
             shared.put(folder, unit)
         return unit
 
-    first = SharedUnits.first_of(len(parts)) if shared else 0
+    first = shared.first_of(len(parts)) if shared else 0
     for part in (*parts[first:], *parts[:first]):
         if open_unit(folder, part.key) is None:
             with _exclusive(folder / f"{part.key}.lock", wait=False) as is_mine:
