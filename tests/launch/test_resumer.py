@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from launch_testing import IMAGE, JOB_ID, contract_content
 
+from trainyard.emulator.training.tree import failure_reason
 from trainyard.functions import job_resumer, retry_rules
 from trainyard.functions.broker_rules import check_record
 from trainyard.launch.elastic import revised
@@ -292,3 +293,53 @@ def test_every_host_that_asks_to_be_resumed_is_one_cause() -> None:
     reason = "AlgorithmError: the container ended without a message, exit code: algo-1 75, algo-2 75"
     found = job_resumer.cause({"TrainingJobStatus": "Failed", "FailureReason": reason})
     assert found == "saved, and asked to be resumed"
+
+
+def _reason(**codes: int) -> str:
+    """SageMaker's words for hosts that left none, by their exit codes."""
+    return failure_reason([], {host.replace("_", "-"): code for host, code in codes.items()})
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        _reason(algo_1=75, algo_2=137),
+        _reason(algo_1=137, algo_2=75),
+        _reason(algo_1=75, algo_2=-9, algo_3=75),
+        _reason(algo_1=0, algo_2=137, algo_3=75),
+    ],
+)
+def test_a_host_that_was_killed_beside_one_that_saved_is_resumed_within_a_bound_of_its_own(
+    aws: Account, store: S3RecordStore, reason: str
+) -> None:
+    stored = store.read(JOB_ID)
+    spec = stored.record.resolved.spec
+    patient = spec.model_copy(update={"recovery": spec.recovery.model_copy(update={"max_resumes": 9})})
+    resolved = stored.record.resolved.model_copy(update={"spec": patient})
+    store.replace(stored, stored.record.model_copy(update={"resolved": resolved}))
+    cloud = Aws(aws.client("s3"), reason)
+    for number in (1, 2):
+        cloud.commit(5 * number)
+        assert cloud.resume(number) == {"submitted": "yes"}
+    assert read(store).states[-2].note == "resumed by itself (2): a host was killed; from step 10"
+    cloud.commit(15)
+    no = "hosts were killed without a word after 2 resumes for that: is their memory enough?"
+    assert cloud.resume(3) == {"left": no}, "though it makes steps each time"
+    cloud.reason = LOST
+    assert cloud.resume(3) == {"submitted": "yes"}, "a host that is known to be lost is another cause"
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        _reason(algo_1=137, algo_2=137),
+        _reason(algo_1=137),
+        _reason(algo_1=75, algo_2=137, algo_3=1),
+        _reason(algo_1=75, algo_2=1370),
+        f"{LOST}\nkernel: Out of memory: Killed process 4711 (python)",
+        "AlgorithmError: rank 1 on algo-2 was killed by SIGKILL: out of memory on the host, or killed from outside"
+        ", exit code: 1",
+    ],
+)
+def test_hosts_that_the_kernel_kills_for_memory_are_not_resumed(reason: str) -> None:
+    assert job_resumer.cause({"TrainingJobStatus": "Failed", "FailureReason": reason}) is None

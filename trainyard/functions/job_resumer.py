@@ -11,13 +11,25 @@ import os
 import re
 from typing import Any
 
+HOST_MEMORY = (
+    r"[Oo]ut of memory: Killed process \d+|oom-kill:constraint=|was killed by SIGKILL: out of memory on the host"
+)
+"""What a kernel, or a host of ours, says where a host's memory was full."""
+HOST_KILLED = r"[Ee]xit [Cc]ode: (?=(?:\S+ -?\d+, )*\S+ 75\b)(?=(?:\S+ -?\d+, )*\S+ (?:137|-9)\b)"
+"""How a failure reason goes on with a host that was killed without a word, beside others that saved and ask to be
+resumed. Where all were killed (137 alone), the kernel did it for memory."""
+MOST_KILLED = 2
+"""How often a job is resumed after that, whatever steps it made: a kernel that kills for memory says no more."""
+_KILLED = "a host was killed"
 CAUSES = {
     "no capacity": r"^CapacityError",
     "SageMaker's own error": r"^InternalServerError",
     "saved, and asked to be resumed": r"exit code: (?:\S+ )?75(?:, \S+ 75)*$",
     "a host was lost": r"^AlgorithmError: (the first )?host \S+ is gone",
+    _KILLED: rf"^AlgorithmError: .*{HOST_KILLED}(?:\S+ (?:75|137|-9)(?:, |$))+$",
 }
 """Pattern of FailureReason's first line, by what the log and the record call it."""
+_LOSSES = ("a host was lost", _KILLED)
 NOTE = "resumed by itself"
 _SUFFIX = re.compile(r"-r\d+$")
 _CONFLICTS = ("PreconditionFailed", "ConditionalRequestConflict")
@@ -31,8 +43,11 @@ def cause(job: dict[str, Any]) -> str | None:
     """Which of CAUSES ended `job` (DescribeTrainingJob); None: another start mends nothing, or somebody stopped it."""
     if job["TrainingJobStatus"] != "Failed":
         return None
-    reason = str(job.get("FailureReason") or "").split("\n")[0]
-    return next((name for name, words in CAUSES.items() if re.search(words, reason)), None)
+    reason = str(job.get("FailureReason") or "")
+    first = reason.partition("\n")[0]
+    why = next((name for name, words in CAUSES.items() if re.search(words, first)), None)
+    # Memory that was not enough is not enough on the next host either.
+    return None if why in _LOSSES and re.search(HOST_MEMORY, reason) else why
 
 
 def refusal(record: dict[str, Any], why: str | None, step: int) -> str:
@@ -45,6 +60,8 @@ def refusal(record: dict[str, Any], why: str | None, step: int) -> str:
         return "another start wouldn't mend what ended it"
     if len(mine) >= most:
         return f"{len(mine)} resumes are spent (recovery.max_resumes)"
+    if why == _KILLED and sum(f": {_KILLED};" in note for note in mine) >= MOST_KILLED:
+        return f"hosts were killed without a word after {MOST_KILLED} resumes for that: is their memory enough?"
     if why != "no capacity" and mine and mine[-1].endswith(_how(why, step)):
         return f"a crash loop: twice in a row from step {step}, {why}"
     return ""

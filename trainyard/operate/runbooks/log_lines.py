@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainyard.functions.job_resumer import HOST_KILLED, HOST_MEMORY
+
 Fault = Literal[
     "bad_node",
     "out_of_memory",
@@ -106,8 +108,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _known(
         "host-memory",
         "out_of_memory",
-        r"[Oo]ut of memory: Killed process \d+|oom-kill:constraint=|DefaultCPUAllocator: can't allocate memory"
-        r"|was killed by SIGKILL: out of memory on the host|^(?:\S+ )?MemoryError\b"
+        rf"{HOST_MEMORY}|DefaultCPUAllocator: can't allocate memory|^(?:\S+ )?MemoryError\b"
         # One host or a list of them; beside one that was told to stop it is a host that was lost (host-killed).
         r"|AlgorithmError: .*[Ee]xit [Cc]ode: (?!(?:.*\s)?75\b)(?:\S+ -?\d+, )*(?:\S+ )?(?:137|-9)\b",
         "the host's memory was full: the kernel kills without a word, so a SIGKILL from outside looks alike",
@@ -218,7 +219,7 @@ SIGNATURES: tuple[Signature, ...] = (
     _known(
         "host-killed",
         "host_lost",
-        r"AlgorithmError: .*[Ee]xit [Cc]ode: (?=(?:.*\s)?75\b)(?:.*\s)?(?:137|-9)\b",
+        rf"AlgorithmError: .*{HOST_KILLED}",
         "a host was killed, and the others were told to stop for it",
     ),
     _known(
