@@ -35,7 +35,8 @@ def main() -> int:
 
     Every check of `stacks.checks` must pass; `-c checks=off` leaves them out, where templates are only looked at, and
     `-c reports=DIR` also writes the packs that are no more than reports. Many tenants are made by a process for each
-    core (`-c processes=N`: by so many), which changes nothing in what is made.
+    core (`-c processes=N`: by so many), which changes nothing in what is made. With `-c image=DIGEST` an image's way to
+    the platform's repository is made, and nothing else.
     """
     signal.signal(signal.SIGTERM, _end)
     context: Context = json.loads(os.environ.get("CDK_CONTEXT_JSON", "{}"))
@@ -77,6 +78,8 @@ def _parts(context: Context, tenants: list[str]) -> list[list[str]]:
     """The tenants of this process first, then those of each helper. A helper is told its own, and has none."""
     if (told := context.get(PART)) is not None:
         return [str(told).split()]
+    if context.get("image"):  # concerns no tenant
+        return [[]]
     if context.get("reports"):  # of one tree of constructs
         return [tenants]
     if (processes := context.get("processes")) is not None:
@@ -97,8 +100,12 @@ def _synthesize(app: "App", environment: EnvironmentSpec, tenants: Sequence[str]
     """Whether a check has found something that nobody has acknowledged."""
     from stacks.checks import enforce_checks, write_reports
     from stacks.environment import deploy_environment
+    from stacks.image import ImageStack
 
-    deploy_environment(app, environment, tenants)
+    if digest := app.node.try_get_context("image"):
+        ImageStack(app, environment=environment, digest=str(digest))
+    else:
+        deploy_environment(app, environment, tenants)
     if app.node.try_get_context("checks") != "off":
         enforce_checks(app, environment)
     if reports := app.node.try_get_context("reports"):

@@ -64,7 +64,7 @@ class TenantScope:
     def image_repository(self) -> str:
         """URI of the platform's repository, whose name the platform stack states: no import of it is needed here."""
         environment = self.environment
-        return f"{environment.account}.dkr.ecr.{environment.region}.amazonaws.com/trainyard-{environment.name}"
+        return f"{environment.account}.dkr.ecr.{environment.region}.amazonaws.com/{environment.image_repository}"
 
     @property
     def job_prefixes(self) -> list[str]:

@@ -35,7 +35,7 @@ class PlatformStack(Stack):
         self.images = ecr.Repository(
             self,
             "Images",
-            repository_name=f"trainyard-{environment.name}",  # in every image URI; generated names aren't lower-case
+            repository_name=environment.image_repository,  # in every image URI; generated names aren't lower-case
             image_scan_on_push=True,
             image_tag_mutability=ecr.TagMutability.IMMUTABLE,
             encryption=ecr.RepositoryEncryption.KMS,  # ECR's own key: who pulls needs no right on it

@@ -19,7 +19,7 @@ from image_testing import registry
 
 from trainyard import planner
 from trainyard.operate.image import __main__ as command
-from trainyard.operate.image import build, layout, publish
+from trainyard.operate.image import build, docker, layout
 from trainyard.operate.image.build import Tools
 from trainyard.spec.job import load_job
 
@@ -76,12 +76,13 @@ def test_the_image_keeps_the_rules_and_has_no_installer(built: Path) -> None:
     assert times.stdout.startswith("2026-01-01"), times
 
 
-def test_a_push_keeps_the_digest(built: Path) -> None:
+def test_a_push_keeps_the_digest(built: Path, tmp_path: Path) -> None:
     image = layout.read(built)
     password = base64.b64encode(b"AWS:nobody asks").decode()
+    secrets = tmp_path / "auth"
     with registry.serving() as (address, there):
-        destination = f"{address}/trainyard-test:{publish.tag(image)}"
-        publish.push(built, destination, address, password, "--dest-tls-verify=false")
+        secrets.write_text(json.dumps({"auths": {address: {"auth": password}}}))
+        docker.push(built, f"{address}/trainyard-test:one", secrets, "--dest-tls-verify=false")
     assert there.credentials == {f"Basic {password}"}
     assert image.digest in there.manifests
     wanted = {image.manifest["config"]["digest"], *(layer["digest"] for layer in image.manifest["layers"])}

@@ -83,11 +83,11 @@ def gist(line: str) -> str:
 
 
 def failure_reason(lines: list[str]) -> str:
-    """The line that says why, from the CLI's output; the last one where none stands out."""
-    telling = [
-        line for line in lines if re.search(r"_FAILED|❌|[Ee]rror:|ValidationError|not authorized|trainyard:", line)
-    ]
-    return (telling or lines or ["it printed nothing"])[-1][:400]
+    """The line that says why, from the CLI's output: what a program of ours that it started says goes before what the
+    CLI makes of it; the last one where none stands out."""
+    ours = [line.removeprefix("trainyard: ") for line in lines if line.startswith("trainyard: ")]
+    telling = [line for line in lines if re.search(r"_FAILED|❌|[Ee]rror:|ValidationError|not authorized", line)]
+    return (ours or telling or lines or ["it printed nothing"])[-1][:400]
 
 
 def deploy(

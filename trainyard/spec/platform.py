@@ -603,6 +603,11 @@ class EnvironmentSpec(SpecModel):
         return f"/trainyard/{self.name}/{tenant}/contract"
 
     @property
+    def image_repository(self) -> str:
+        """ECR's repository of the training images: jobs may pull from it, and from no other."""
+        return f"trainyard-{self.name}"
+
+    @property
     def image_parameter(self) -> str:
         """SSM parameter of the training image's URI with digest, apart so that a release redeploys no tenant."""
         return f"/trainyard/{self.name}/image"

@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     publishes.set_defaults(verb=_publish)
     publishes.add_argument("environment", metavar="ENV.yaml", help="the environment file, or its name")
     publishes.add_argument("--image", type=Path, default=output, metavar="DIR", help=f"an OCI layout ({output})")
-    publishes.add_argument("--digest", metavar="sha256:...", help="release this one, which is there: a roll-back")
+    one = publishes.add_mutually_exclusive_group()
+    one.add_argument("--digest", metavar="sha256:...", help="release this one, which is there: a roll-back")
+    one.add_argument("--push-only", action="store_true", help="release nothing: a canary does (upgrade_image)")
     publishes.add_argument("--allow-cpu", action="store_true", help="publish an image without CUDA")
     return parser
 
@@ -98,7 +100,8 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _publish(given: argparse.Namespace) -> None:
-    environment = load_environment(environment_file(given.environment))
+    path = environment_file(given.environment)
+    environment = load_environment(path)
     if given.digest:
         account = open_account(environment)
         repository = publish.find_repository(account, environment)
@@ -108,7 +111,15 @@ def _publish(given: argparse.Namespace) -> None:
     _judge(image, given.image)
     if image.accelerator == "cpu" and not given.allow_cpu and not environment.emulated:
         raise InputError(f"{given.image}: is an image without CUDA, for checks on a laptop; --allow-cpu publishes it")
-    print(publish.publish(open_account(environment), environment, given.image, image, _say))
+    log = state_root() / "image" / "publish.log"
+    if environment.emulated:
+        _say("an emulated account has no registry: its ECR gets the manifest, and no layers")
+    account = open_account(environment)
+    repository = publish.publish(account, environment, path, given.image, image.digest, _say, log)
+    if given.push_only:
+        print(repository.image(image.digest))
+    else:
+        print(publish.release(account, environment, repository, image.digest, _say))
 
 
 def _judge(image: Image, folder: Path) -> None:

@@ -78,13 +78,18 @@ class Image:
         return self.labels.get("io.trainyard.accelerator") or "cuda"
 
 
-def read(folder: Path) -> Image:
-    """The one image of the layout `folder`; InputError where there is none, or several, or a blob is damaged."""
+def named(folder: Path) -> str:
+    """The digest of the one image of the layout `folder`, as it says; InputError where there is none, or several."""
     index = _json(folder / "index.json", f"{folder} is no OCI layout (scripts/build_image makes one)")
     manifests = [item for item in index.get("manifests") or [] if item.get("mediaType") in MANIFESTS]
     if len(manifests) != 1:
         raise InputError(f"{folder}/index.json: names {len(manifests)} images, must be one")
-    digest = str(manifests[0]["digest"])
+    return str(manifests[0]["digest"])
+
+
+def read(folder: Path) -> Image:
+    """That image; InputError too where a blob is damaged."""
+    digest = named(folder)
     text = _blob(folder, digest)
     manifest = json.loads(text)
     config = json.loads(_blob(folder, manifest["config"]["digest"]))

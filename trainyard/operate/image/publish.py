@@ -1,33 +1,29 @@
 """A checked image to the platform's repository, and the digest that jobs use from then on.
 
-The push is skopeo's, with ECR's own token in a file that only we can read. Then the repository is asked for the digest,
-and the environment's image parameter gets it: no stack is deployed, jobs that run go on with the image they began with,
-and a resume of theirs too. `--digest` releases an image that is there already: that is a roll-back.
-
-An emulated account has ECR's API and no registry behind it: there the manifest alone is put, by that API.
+The CDK publishes it: an asset of the environment's image stack, whose destination is that repository, with `docker` in
+the place of a Docker engine. Then the repository is asked for the digest, and the environment's image parameter gets
+it: no stack is deployed, jobs that run go on with the image they began with, and a resume of theirs too. `--digest`
+releases an image that is there already: that is a roll-back.
 """
 
-import json
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainyard.errors import AwsRefusedError, InputError
+from trainyard.isolation.templates import synthesize_into
 from trainyard.launch.aws import aws_errors, error_code, is_missing
 from trainyard.launch.contract import how_to_deploy
-from trainyard.launch.session import Account
-from trainyard.operate.image.layout import Image
+from trainyard.launch.session import Account, checkout_root
+from trainyard.operate.deploy import cdk
+from trainyard.operate.image.docker import Desk
 from trainyard.spec.platform import EnvironmentSpec
 
 Say = Callable[[str], None]
 
-SECONDS = 4 * 3600
-"""For one push: gigabytes over an office's line."""
 _PARAMETER = re.compile(
     r"^(?P<registry>\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(?:\.cn)?)/(?P<name>[a-z0-9._/-]+)@"
 )
@@ -64,22 +60,41 @@ def find_repository(account: Account, environment: EnvironmentSpec) -> Repositor
     return Repository(found["registry"], found["name"])
 
 
-def publish(account: Account, environment: EnvironmentSpec, layout: Path, image: Image, say: Say) -> str:
-    """Push the layout unless its digest is there, then release it; the image's URI."""
+def publish(
+    account: Account, environment: EnvironmentSpec, path: Path, layout: Path, digest: str, say: Say, log: Path
+) -> Repository:
+    """Push the layout, which has that digest, to the environment's repository, unless it is there. `path` is the
+    environment's file; `log` gets the CLI's output."""
     repository = find_repository(account, environment)
-    if is_there(account, repository, image.digest):
-        say(f"{repository.name} has {image.digest} already")
-    elif environment.emulated:
-        say("an emulated account has no registry: its ECR gets the manifest, and no layers")
-        put_manifest(account, repository, image)
+    if repository.name != environment.image_repository:
+        raise AwsRefusedError(
+            f"SSM parameter {environment.image_parameter} names the repository {repository.name}; jobs may pull from "
+            f"{environment.image_repository} alone: deploy the platform again"
+        )
+    if is_there(account, repository, digest):
+        say(f"{repository.name} has {digest} already")
     else:
-        registry, password = token(account)
-        if registry != repository.registry:
-            raise AwsRefusedError(
-                f"ECR's token is for {registry}, the repository is in {repository.registry}; deploy again"
-            )
-        push(layout, f"{repository.registry}/{repository.name}:{tag(image)}", registry, password)
-    return release(account, environment, repository, image.digest, say)
+        say(f"cdk publish-assets pushes it to {repository.name}; its output: {log}")
+        push(account, environment, path, layout, digest, log)
+        if not is_there(account, repository, digest):
+            raise AwsRefusedError(f"{repository.name}: has no image {digest} after the push; {log} says what happened")
+    return repository
+
+
+def push(account: Account, environment: EnvironmentSpec, path: Path, layout: Path, digest: str, log: Path) -> None:
+    """The layout to the environment's repository, by the CDK's CLI."""
+    if shutil.which("skopeo") is None and not environment.emulated:
+        raise InputError("publishing needs skopeo; run: scripts/setup --with image")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="trainyard-publish-") as folder:
+        docker = Desk(Path(folder)).prepare(layout, digest, is_emulated=environment.emulated)
+        assembly = Path(folder) / "cdk.out"
+        # Without checks: they ask for resources, and this stack has none.
+        (stack,) = synthesize_into(assembly, path, checkout_root(), {"image": digest, "checks": "off"})
+        # The command is new to the CLI, which wants that said; its version is pinned.
+        arguments = ["publish-assets", stack, "--unstable=publish-assets", "--app", str(assembly)]
+        cdk(checkout_root(), arguments, {**account.variables(), **docker}, log, lambda _: None)
 
 
 def release(account: Account, environment: EnvironmentSpec, repository: Repository, digest: str, say: Say) -> str:
@@ -112,53 +127,3 @@ def is_there(account: Account, repository: Repository, digest: str) -> bool:
                 return False
             raise
     return True
-
-
-def tag(image: Image) -> str:
-    """A tag of its own for every image: the repository lets none be moved."""
-    return f"sha256-{image.digest.partition(':')[2][:32]}"
-
-
-def put_manifest(account: Account, repository: Repository, image: Image) -> None:
-    """The manifest by ECR's API."""
-    with aws_errors("putting an image into", f"the repository {repository.name}"):
-        account.client("ecr").put_image(
-            repositoryName=repository.name,
-            imageManifest=image.manifest_text,
-            imageManifestMediaType=str(image.manifest.get("mediaType", "application/vnd.oci.image.manifest.v1+json")),
-            imageTag=tag(image),
-            imageDigest=image.digest,
-        )
-
-
-def token(account: Account) -> tuple[str, str]:
-    """ECR's registry, and its base64 `AWS:password` of twelve hours."""
-    with aws_errors("asking for", "a token of ECR", "allow the caller ecr:GetAuthorizationToken"):
-        answer: dict[str, Any] = account.client("ecr").get_authorization_token()["authorizationData"][0]
-    return str(answer["proxyEndpoint"]).removeprefix("https://"), str(answer["authorizationToken"])
-
-
-def push(layout: Path, destination: str, registry: str, password: str, *options: str) -> None:
-    """The layout to a registry by skopeo, byte for byte: the digest stays. `options`: more of skopeo's."""
-    if shutil.which("skopeo") is None:
-        raise InputError("publishing needs skopeo; run: scripts/setup --with image")
-    with tempfile.TemporaryDirectory(prefix="trainyard-publish-") as folder:
-        # In a file of ours, not among the arguments: those every user of this machine can list.
-        secrets = Path(folder) / "auth.json"
-        secrets.touch(mode=0o600)
-        secrets.write_text(json.dumps({"auths": {registry: {"auth": password}}}), encoding="utf-8")
-        command = ["skopeo", "copy", "--preserve-digests", "--authfile", str(secrets), *options]
-        try:
-            done = subprocess.run(
-                [*command, f"oci:{layout}:built", f"docker://{destination}"],
-                capture_output=True,
-                stdin=subprocess.DEVNULL,
-                timeout=SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise AwsRefusedError(
-                f"pushing to {destination}: took more than {SECONDS // 3600} hours; repeat it"
-            ) from None
-    if done.returncode:
-        said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-        raise AwsRefusedError(f"pushing to {destination}: {said[-1] if said else f'exit code {done.returncode}'}")
