@@ -17,7 +17,7 @@ from slurm_testing.machines import SlurmCluster
 from trainer.slurm import host_names
 
 from trainyard.errors import InputError
-from trainyard.launch import watch
+from trainyard.launch import slurm_script, watch
 from trainyard.launch.backend import LogCursor
 from trainyard.launch.backends import ByRecord
 from trainyard.launch.cluster import launch_on_cluster, launch_on_slurm_here, tenant_backend
@@ -217,6 +217,59 @@ def test_a_lost_host_requeues_as_often_as_the_job_says(desk: Desk) -> None:
     status = desk.ended(record)
     assert (status.state, status.record.attempt.reclaims) == ("Failed", 1)
     assert status.record.attempt.failure.startswith("host node2 is gone")
+
+
+def test_a_frozen_host_that_the_others_gave_up_is_ended_and_the_job_comes_back(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine answers Slurm, and srun waits for its task."""
+    monkeypatch.setattr(slurm_script, "LOST_SECONDS", 1)
+    program = (
+        "[ -e again ] && exit 0; [ $SLURM_NODEID = 1 ] && kill -STOP $$; say_why 'host node2 is gone: why'; exit 1"
+    )
+    record = desk.launch("frozen", program, max_resumes=1)
+    desk.running_on_both(record)
+    (desk.directory(record) / "again").touch()
+    status = desk.ended(record)
+    assert (status.state, status.record.attempt.reclaims) == ("Completed", 1)
+    assert [change.note for change in status.record.states if change.state == "Interrupted"] == ["host node2 is gone"]
+
+
+def test_a_task_that_does_not_save_in_time_is_killed_and_the_job_comes_back(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_script, "KILL_SECONDS", 1)
+    record = desk.launch("late", "[ -e again ] && exit 0; trap '' TERM; wait_for_a_signal", max_resumes=1)
+    desk.running_on_both(record)
+    (desk.directory(record) / "again").touch()
+    # As Slurm does it when the time limit is near.
+    desk.cluster.command("scancel", "--signal=TERM", "--batch", desk.slurm_id(record))
+    status = desk.ended(record)
+    assert (status.state, status.record.attempt.reclaims) == ("Completed", 1)
+    notes = [change.note for change in status.record.states if change.state == "Interrupted"]
+    assert notes == ["its time limit came; killed: it had not saved within 1 s"]
+
+
+@pytest.mark.full
+def test_a_requeue_that_a_controller_does_not_hear_is_asked_for_again(desk: Desk) -> None:
+    record = desk.launch(
+        "unheard",
+        "[ -e again ] && exit 0; until [ -e go ]; do sleep 0.1; done; say_why 'host node2 is gone: why'; exit 1",
+        max_resumes=1,
+    )
+    desk.running_on_both(record)
+    (desk.directory(record) / "again").touch()
+    desk.cluster.stop_controller()
+    try:
+        (desk.directory(record) / "go").touch()
+        events = desk.directory(record) / "events"
+        desk.cluster.wait_until(lambda: "Interrupted" in events.read_text(), 200, "the script's wish")
+    finally:
+        desk.cluster.start_controller()
+    desk.cluster.wait_until(desk.cluster.node_states, 60, "the controller")
+    status = desk.ended(record, 200)
+    assert (status.state, status.record.attempt.reclaims) == ("Completed", 1)
+    assert [change.note for change in status.record.states if change.state == "Interrupted"] == ["host node2 is gone"]
 
 
 def test_a_save_that_nobody_asked_for_requeues_then_stops(desk: Desk) -> None:

@@ -1,6 +1,8 @@
 """Status, stop, resume and following, on a backend that plays a script."""
 
+import errno
 from collections.abc import Collection, Sequence
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,28 @@ def test_status_writes_what_is_new_into_the_record_once(store: FolderRecordStore
     assert before.record.attempt.reclaims == 1
     watch.status(store, backend, JOB_ID)
     assert store.read(JOB_ID).etag == before.etag, "a second look finds nothing new and writes nothing"
+
+
+def test_a_status_is_told_though_the_disk_is_too_full_to_write_it_down(
+    store: FolderRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = ScriptedBackend(TRAINING)
+    honest = Path.write_bytes
+
+    def half(path: Path, body: bytes, *, number: int = errno.ENOSPC) -> int:
+        honest(path, body[:10])
+        raise OSError(number, "no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", half)
+        assert watch.status(store, backend, JOB_ID).record.state == "Training"
+        patched.setattr(Path, "write_bytes", partialmethod(half, number=errno.EACCES))
+        with pytest.raises(OSError, match="no room"):
+            watch.status(store, backend, JOB_ID)
+    assert store.read(JOB_ID).record.state != "Training"
+    assert {path.name for path in store.directory(JOB_ID).iterdir()} == {"record.json", ".record.lock"}
+    watch.status(store, backend, JOB_ID)
+    assert store.read(JOB_ID).record.state == "Training"
 
 
 def test_a_failed_job_says_why_and_what_to_do(store: FolderRecordStore) -> None:

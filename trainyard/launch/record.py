@@ -303,8 +303,12 @@ def newest_first(job_ids: Any) -> list[str]:
 def _write_atomically(path: Path, record: JobRecord) -> StoredRecord:
     body = record.model_dump_json(indent=1).encode()
     temporary = path.with_suffix(".json.new")
-    temporary.write_bytes(body)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(body)
+        temporary.replace(path)
+    except OSError:  # half a record on a full disk
+        temporary.unlink(missing_ok=True)
+        raise
     return StoredRecord(record, _etag(body))
 
 

@@ -16,6 +16,9 @@ from trainyard.spec.job import ResolvedJob
 
 KILL_SECONDS = 130
 """After a signal the hosts give their ranks 110 s to save (trainer.host.run); a host that is stuck is killed then."""
+LOST_SECONDS = 30
+"""After a host said that another one is gone. A lost one that still has its process, frozen, is killed then: srun waits
+for it for ever, and Slurm, whose own daemon answers there, finds nothing wrong."""
 SAVE_SECONDS = 180
 """Between the signal and the time limit."""
 
@@ -39,8 +42,13 @@ finish() {
 requeue() {
   event Interrupted "$$1"
   trap - TERM
-  # Slurm ends this script as a part of it; in short sleeps, as the one that runs then is left behind.
-  scontrol requeue "$$SLURM_JOB_ID" && for _ in {1..120}; do sleep 1; done
+  for _ in {1..60}; do
+    # Slurm ends this script as a part of it; in short sleeps, as the one that runs then is left behind.
+    scontrol requeue "$$SLURM_JOB_ID" && for _ in {1..120}; do sleep 1; done
+    # A controller that is down, or moves to another machine, is asked again; what one refuses stays refused.
+    scontrol ping | grep -q -w UP && break
+    sleep 5
+  done
   finish Stopped "$$1; Slurm did not requeue it" ""
 }
 of_slurm() { scontrol --oneliner show job "$$SLURM_JOB_ID" | sed -n "s/.* $$1=\\([^ ]*\\).*/\\1/p"; }
@@ -49,16 +57,26 @@ code=0
 told=""
 # The file is for tasks that are only just being started, which a signal doesn't reach.
 on_stop() { told=$$SECONDS; touch told; scancel --quiet --signal=TERM "$$SLURM_JOB_ID"; }
+reason_of() { cat host/failure hosts/*/failure 2> /dev/null | head -n 1; }
+# Step by step: with this signal scancel takes a job's number for the wish that it be cancelled.
+kill_tasks() {
+  squeue --noheader --steps --jobs="$$SLURM_JOB_ID" --format=%i | grep '\.[0-9][0-9]*$$' \
+    | xargs -r scancel --quiet --signal=KILL
+}
+is_past() { [ -n "$$1" ] && [ $$(( SECONDS - $$1 )) -ge "$$2" ]; }
+is_loss() { case "$$1" in "host "*" is gone"* | "the first host "*" is gone"*) true ;; *) false ;; esac; }
 # In the background, as bash hears no signal while a command runs in front.
 run() {
   { "$$@"; echo "$$?" > code; } &
   child=$$!
+  gone=""
   while kill -0 "$$child" 2> /dev/null; do
-    if [ -z "$$told" ]; then
-      wait "$$child"
-    else
-      sleep 0.5
-      [ $$(( SECONDS - told )) -lt $kill_seconds ] || scancel --quiet --signal=KILL "$$SLURM_JOB_ID"
+    sleep 5 &
+    wait -n "$$child" "$$!"
+    { kill "$$!" && wait "$$!"; } 2> /dev/null
+    if [ -z "$$gone" ] && is_loss "$$(reason_of)"; then gone=$$SECONDS; fi
+    if is_past "$$told" $kill_seconds || is_past "$$gone" $lost_seconds; then
+      kill_tasks
     fi
   done
   code=$$(cat code 2> /dev/null || echo 1)
@@ -81,13 +99,13 @@ elif [ -n "$$told" ]; then
   code=75
 fi
 
-reason=$$(cat host/failure hosts/*/failure 2> /dev/null | head -n 1)
+reason=$$(reason_of)
 saved=""
 lost=""
 # 143: ended by the signal itself, before its ranks were started.
 case "$$code" in 75 | 143) saved="saved, and asks to be resumed" ;; esac
 if [ "$$code" = 137 ] && [ -n "$$told" ]; then saved="killed: it had not saved within $kill_seconds s"; fi
-case "$$reason" in "host "*" is gone"* | "the first host "*" is gone"*) lost=$${reason%%:*} ;; esac
+if is_loss "$$reason"; then lost=$${reason%%:*}; fi
 if [ "$$code" = 0 ]; then finish Completed "" ""; fi
 case "$$(of_slurm JobState)" in
   RUNNING | "") ;;
@@ -97,7 +115,7 @@ if [ -n "$$saved" ] && [ -e stop_requested ]; then
   case "$$saved" in killed*) finish Stopped "$$saved" "" ;; *) finish Stopped "" "" ;; esac
 fi
 if [ -n "$$saved$$lost" ]; then
-  if [ "$$(of_slurm PreemptTime)" != None ]; then requeue "preempted"; fi
+  case "$$(of_slurm PreemptTime)" in None | "") ;; *) requeue "preempted" ;; esac
   why=$${lost:-$$saved}
   if [ -n "$$saved" ] && [ -n "$$told" ]; then why="its time limit came; $${saved%%, and asks*}"; fi
   if [ "$$(cat requeues 2> /dev/null | wc -l)" -lt "$$most_requeues" ]; then
@@ -148,6 +166,7 @@ def batch_script(record: JobRecord, place: ClusterPlace) -> str:
         exports=exports,
         stage=stage,
         kill_seconds=KILL_SECONDS,
+        lost_seconds=LOST_SECONDS,
         container=_container(job, place),
         python=shlex.quote(place.python),
     )

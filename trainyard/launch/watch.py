@@ -1,5 +1,6 @@
 """Looking after a job that was launched: refresh, wait, stop, resume; all on the record and its backend."""
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ POLL_SECONDS = 1.0
 """Between two looks at a job: DescribeTrainingJob allows far more, and nobody stares at a still screen."""
 MOST_AWAY_LOOKS = 30
 """So many looks in a row may find nobody that answers; each has waited for an answer itself."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,10 @@ def _refreshed(store: RecordStore, record: JobRecord, observation: Observation) 
 
     try:
         return update(store, record.job_id, change).record
-    except RecordConflictError:
-        # The next look writes it; a status must not fail because somebody else looks too.
+    except (RecordConflictError, OSError) as error:
+        # The next look writes it; a status must not fail because somebody else looks too, or the disk is full.
+        if isinstance(error, OSError) and error.errno not in _FULL:
+            raise
         return merged(record, observation)
 
 
