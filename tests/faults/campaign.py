@@ -40,7 +40,7 @@ from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "trainer")]
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / room) for room in ("trainer", "launch")]
 
 from cloud import Cloud
 from evidence import Guard, Story, damage, read_jsonl, samples
@@ -237,19 +237,29 @@ class Campaign:
         self._num_faults = faults
         self._undisturbed: dict[tuple[str, bool, int], tuple[list[Any], dict[int, list[str]]]] = {}
         self._cloud: Cloud | None = None
+        self._slurm: Any = None
         self._hosts: warm.HostServer | None = None
         self.report = Report(list(earlier.episodes) if earlier else [])
         self._parted = why_not() if "two_hosts" in sites else ""
         if self._parted:
             self.report.left_out.append(f"partition: {self._parted}")
+        self._sites = tuple(sites)
+        if "slurm" in sites and (why := _why_no_slurm()):
+            self.report.left_out.append(f"slurm: {why}")
+            self._sites = tuple(site for site in sites if site != "slurm")
         self._has_disks = os.geteuid() == 0
         if not self._has_disks:
             self.report.left_out.append("disk_full: a file system of its own needs root")
         left_out = {"partition"} if self._parted else set()
-        self._deck = Deck(tuple(sites), left_out=left_out | (set() if self._has_disks else {"disk_full"}))
+        self._deck = Deck(self._sites, left_out=left_out | (set() if self._has_disks else {"disk_full"}))
         for row in self.report.rows:
             if row.recovered:
                 self._deck.note(row.kind, row.engine)
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether this machine has a site to play at."""
+        return bool(self._sites)
 
     def run(self, seed: int, engines: Sequence[str] = ENGINES, *, named: Sequence[str] = ()) -> Episode:
         """The episode of that seed; `named`: with these faults, in this order."""
@@ -339,6 +349,20 @@ class Campaign:
                 from desk import DeskSite
 
                 site = DeskSite(folder, job, overrides)
+            elif name == "slurm":
+                from slurm import Slurm, SlurmSite
+
+                self._slurm = self._slurm or Slurm()
+                variables = {warm.VARIABLE: warm.modules_for(engine)} if is_forked else {}
+                site = SlurmSite(
+                    self._slurm,
+                    folder,
+                    job,
+                    overrides,
+                    recover=self._recover,
+                    disk=self._has_disks,
+                    variables=variables,
+                )
             else:
                 num_hosts = 2 if name == "two_hosts" else 1
                 wires = None
@@ -369,6 +393,14 @@ class Campaign:
             self._hosts.close()
         if self._cloud is not None:
             self._cloud.close()
+        if self._slurm is not None:
+            self._slurm.close()
+
+
+def _why_no_slurm() -> str:
+    from slurm import why_no_slurm
+
+    return why_no_slurm()
 
 
 @contextlib.contextmanager
@@ -566,7 +598,7 @@ def campaign(
     )
     try:
         for number, seed in enumerate(seeds):
-            if until is not None and time.monotonic() > until:
+            if not played.has_sites or (until is not None and time.monotonic() > until):
                 break
             if number < len(again):
                 played.run_again(seed, again[number])

@@ -27,16 +27,35 @@ import sys
 from pathlib import Path
 from trainyard.errors import InputError
 from trainyard.launch import watch
+from trainyard.launch.cluster import here_backend
 from trainyard.launch.local_backend import LocalBackend
 from trainyard.launch.record import FolderRecordStore
-folder, job_id = Path(sys.argv[1]), sys.argv[2]
+folder, job_id, kind = Path(sys.argv[1]), *sys.argv[2:]
+backend = here_backend(folder) if kind == "slurm" else LocalBackend(folder)
 try:
-    print(watch.resume(FolderRecordStore(folder), LocalBackend(folder), job_id).attempt.number)
+    print(watch.resume(FolderRecordStore(folder), backend, job_id).attempt.number)
 except InputError as error:
     sys.exit(str(error))
 """
 _MARK = "TRAINYARD_OPT_ML"
 """What `kill_all` and `processes_under` know a job's processes by."""
+
+
+def resumed(folder: Path, job_id: str, backend: str, *, times: int) -> list[str]:
+    """A job of the records in `folder`, on `backend` (local or slurm), by so many people at once: what went wrong."""
+    resumes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RESUME, str(folder), job_id, backend],
+            env=local_backend.trainer_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(times)
+    ]
+    answers = [(*resume.communicate(timeout=120), resume.returncode) for resume in resumes]
+    # Who comes second is refused, or finds the attempt of the first one and starts nothing.
+    return [] if len({said for said, _, code in answers if code == 0}) == 1 else [f"resumed {answers}"]
 
 
 class DeskSite:
@@ -80,21 +99,8 @@ class DeskSite:
             if not self._job_id:
                 self._job_id = launch_here(self._spec, self._folder, num_processes=2).job_id
                 return
-            resumes = [
-                subprocess.Popen(
-                    [sys.executable, "-c", _RESUME, str(self._folder), self._job_id],
-                    env=local_backend.trainer_environment(),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for _ in range(self._resumes)
-            ]
-            answers = [(*resume.communicate(timeout=120), resume.returncode) for resume in resumes]
+            self.reasons += resumed(self._folder, self._job_id, "local", times=self._resumes)
         self._resumes = 1
-        # Who comes second is refused, or finds the attempt of the first one and starts nothing.
-        if len({said for said, _, code in answers if code == 0}) != 1:
-            self.reasons.append(f"resumed {answers}")
 
     def outcome(self) -> str | None:
         current = watch.status(self._store, self._backend, self._job_id)

@@ -27,11 +27,15 @@ class Kind:
     """It happens to the thread that trains, not at any moment of it."""
     after: str = ""
     """Only right after a fault of that kind; empty: after any."""
+    hold_seconds: float = 0.1
+    """How much longer each step takes while it goes on, so that few other faults come meanwhile."""
 
 
-SITES = ("one_host", "two_hosts", "cloud", "desk")
-"""One host or two of this machine, the emulator's SageMaker and S3, `trainyard launch --backend local`."""
+SITES = ("one_host", "two_hosts", "cloud", "desk", "slurm")
+"""One host or two of this machine, the emulator's SageMaker and S3, `trainyard launch --backend local`, and a real
+Slurm with two machines."""
 _HOSTS = ("one_host", "two_hosts")
+_SLURM = ("slurm",)
 _ALL = SITES
 _ANY_TIME = ("step", "save", "restore")
 
@@ -41,18 +45,17 @@ KINDS = (
     Kind("raise", _ALL, is_punctual=True),
     Kind("out_of_host_memory", _HOSTS, is_punctual=True),
     Kind("out_of_device_memory", _HOSTS, is_punctual=True),
-    Kind("terminate_rank", _HOSTS, "stops", moments=("step", "save")),
+    Kind("terminate_rank", (*_HOSTS, "slurm"), "stops", moments=("step", "save")),
     Kind("slow_rank", (*_HOSTS, "cloud"), "goes_on", is_punctual=True),
     Kind("clock_jump", _HOSTS, "goes_on", is_punctual=True),
-    Kind("kill_host", (*_HOSTS, "cloud"), moments=_ANY_TIME, is_outside=True),
-    Kind("freeze_host", ("two_hosts",), is_outside=True),
+    Kind("kill_host", (*_HOSTS, "cloud", "slurm"), moments=_ANY_TIME, is_outside=True),
+    Kind("freeze_host", ("two_hosts", "slurm"), is_outside=True),
     Kind("partition", ("two_hosts",), is_outside=True),
-    Kind("disk_full", _HOSTS, "goes_on", moments=("step", "save"), is_outside=True),
-    Kind("shard_deleted", (*_HOSTS, "cloud"), is_outside=True, is_damage=True, is_punctual=True),
-    Kind("shard_truncated", (*_HOSTS, "cloud"), is_outside=True, is_damage=True, is_punctual=True),
-    Kind("shard_flipped", (*_HOSTS, "cloud"), is_outside=True, is_damage=True, is_punctual=True),
-    Kind("marker_corrupted", (*_HOSTS, "cloud"), is_outside=True, is_damage=True, is_punctual=True),
-    Kind("manifest_missing", (*_HOSTS, "cloud"), is_outside=True, is_damage=True, is_punctual=True),
+    Kind("disk_full", (*_HOSTS, "slurm"), "goes_on", moments=("step", "save"), is_outside=True),
+    *(
+        Kind(name, (*_HOSTS, "cloud", "slurm"), is_outside=True, is_damage=True, is_punctual=True)
+        for name in ("shard_deleted", "shard_truncated", "shard_flipped", "marker_corrupted", "manifest_missing")
+    ),
     Kind("reclaim", ("cloud",), moments=_ANY_TIME, is_outside=True),
     Kind("reclaim_again", ("cloud",), moments=("restore",), is_outside=True, after="reclaim"),
     Kind("s3_503", ("cloud",), "goes_on", moments=("step", "save"), is_outside=True),
@@ -61,8 +64,17 @@ KINDS = (
     Kind("s3_partial_write", ("cloud",), "goes_on", moments=("save",), is_outside=True),
     Kind("s3_wrong_etag", ("cloud",), "goes_on", moments=("save",), is_outside=True),
     Kind("expired_credential", ("cloud",), "goes_on", moments=("save",), is_outside=True),
-    Kind("kill_launcher", ("desk",), moments=_ANY_TIME, is_outside=True),
-    Kind("two_launchers", ("desk",), is_outside=True),
+    # The launcher: at the desk the supervisor, on Slurm the batch script.
+    Kind("kill_launcher", ("desk", "slurm"), moments=_ANY_TIME, is_outside=True),
+    Kind("two_launchers", ("desk", "slurm"), is_outside=True),
+    # A machine with its daemon; what an administrator, an urgent job, and somebody with `scancel` do; the time limit.
+    Kind("node_lost", _SLURM, moments=_ANY_TIME, is_outside=True),
+    Kind("requeue", _SLURM, "stops", moments=("step", "save"), is_outside=True),
+    Kind("preempted", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=1.0),
+    Kind("time_limit", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=5.0),
+    Kind("scancel_signal", _SLURM, "stops", moments=("step", "save"), is_outside=True),
+    Kind("scancel", _SLURM, "stops", moments=("step", "save"), is_outside=True),
+    Kind("controller_lost", _SLURM, "goes_on", moments=("step", "save"), is_outside=True),
 )
 _NAMES_IN_RANKS = {
     "freeze": "stop",
@@ -200,5 +212,5 @@ def _order(draw: random.Random, kind: Kind, moment: str, first_step: int) -> dic
         order["step"] = max(order["step"], _FIRST_DAMAGED_STEP)
     if kind.is_outside and not kind.is_damage:
         # Nobody gets to the next fault, or to the job's end, while this one goes on.
-        order["holds"] = True
+        order["holds"] = kind.hold_seconds
     return order

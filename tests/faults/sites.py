@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,6 +68,31 @@ def left_behind(folder: Path) -> list[str]:
     """What no ended job may leave in `folder`. What goes while this looks is not left: machines' disks go with them."""
     found = [Path(at, name) for at, folders, files in os.walk(folder) for name in (*folders, *files)]
     return [f"left behind: {path}" for path in found if any(path.match(pattern) for pattern in LEFTOVERS)]
+
+
+def mount_disk(folder: Path) -> None:
+    """Make `folder` a small file system of its own."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)], check=True)
+
+
+def unmount_disk(folder: Path) -> None:
+    """Take that away."""
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, check=False)
+
+
+def fill_disk(folder: Path, told: Callable[[], Sequence[str]], seconds: float) -> bool:
+    """Leave no byte free under `folder` for a while: whether a save met it, by what the job has `told` so far."""
+    num_told = len(told())
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    time.sleep(seconds)
+    until = time.monotonic() + MEETING_SECONDS
+    while not (is_met := any(map(_MET_FULL_DISK.search, told()[num_told:]))) and time.monotonic() < until:
+        time.sleep(0.05)
+    ballast.unlink()
+    return is_met
 
 
 def environment_of(folder: Path, variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -132,8 +157,7 @@ class HostsSite:
         self._disk.mkdir(parents=True)
         self._has_disk = disk
         if disk:
-            size = f"size={DISK_MIB}m"
-            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self._disk)], check=True)
+            mount_disk(self._disk)
         self.destination = str(self._disk / "job")
         self._job = job
         self._overrides = [*overrides, f"checkpoint.destination={self.destination}"]
@@ -260,17 +284,7 @@ class HostsSite:
 
     def _fill_disk(self, seconds: float) -> bool:
         """Whether a save met it."""
-        num_said = len(self.lines)
-        ballast = self._disk / "ballast"
-        with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(1 << 16))
-        time.sleep(seconds)
-        until = time.monotonic() + MEETING_SECONDS
-        while not (is_met := any(map(_MET_FULL_DISK.search, self.lines[num_said:]))) and time.monotonic() < until:
-            time.sleep(0.05)
-        ballast.unlink()
-        return is_met
+        return fill_disk(self._disk, lambda: self.lines, seconds)
 
     def leftovers(self) -> list[str]:
         until = time.monotonic() + 30
@@ -292,4 +306,4 @@ class HostsSite:
         for reader in self._readers:
             reader.join(timeout=5)
         if self._has_disk:
-            subprocess.run(["umount", "--lazy", str(self._disk)], capture_output=True, check=False)
+            unmount_disk(self._disk)

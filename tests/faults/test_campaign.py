@@ -12,9 +12,11 @@ import cloud
 import evidence
 import pytest
 import sites
+import slurm
 from campaign import ENGINES, Campaign, Episode, Report, Row, _judge, _Play, campaign
 from evidence import Story, samples
 from kinds import KINDS, Deck, Fault, parsed
+from slurm_testing.programs import NoSlurm
 from trainer_testing.faulty_trainer import Faults
 
 
@@ -30,8 +32,61 @@ def test_without_recovery_the_campaign_fails(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_every_site_has_an_episode_without_a_problem(tmp_path: Path) -> None:
-    report = campaign(tmp_path, seeds=range(1, 5))
+    report = campaign(tmp_path, seeds=range(1, 6))
     assert report.is_good, report.table()
+
+
+@pytest.fixture
+def with_slurm() -> None:
+    if why := slurm.why_no_slurm():
+        pytest.skip(f"no Slurm here: {why}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_slurm")
+def test_a_job_of_slurms_comes_back_and_learns_what_the_undisturbed_one_learns(tmp_path: Path) -> None:
+    report = campaign(
+        tmp_path, seeds=[1], sites=["slurm"], engines=["ddp"], named=["requeue", "kill_host@save"], faults=2
+    )
+    assert report.is_good and len(report.rows) == 2, report.table()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_slurm")
+def test_without_requeues_and_resumes_the_campaign_fails_on_slurm_too(tmp_path: Path) -> None:
+    report = campaign(
+        tmp_path, seeds=[1], sites=["slurm"], engines=["ddp"], named=["preempted"], faults=1, recover=False
+    )
+    assert not report.is_good and not any(row.recovered for row in report.rows), report.table()
+    assert any("the job ended" in problem for problem in report.episodes[0].problems), report.table()
+
+
+def test_where_no_slurm_is_to_be_had_its_site_is_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_here() -> None:
+        raise NoSlurm("this is no Debian")
+
+    monkeypatch.setattr(slurm, "programs", none_here)
+    report = campaign(tmp_path, seeds=[1], sites=["slurm"])
+    assert not report.episodes and not report.is_good
+    assert report.table().splitlines()[-1] == "left out: slurm: this is no Debian"
+    both = Campaign(tmp_path, sites=["desk", "slurm"], faults=1)
+    assert both._deck.place(ENGINES, 1)[1] == "desk"
+
+
+def test_a_job_that_slurm_was_to_bring_back_and_a_person_had_to_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "resumed", lambda *_, **__: [])
+    site = object.__new__(slurm.SlurmSite)
+    site._folder, site._job_id, site._resumes, site._recover, site.reasons = tmp_path, "job", 1, True, []
+    site._is_to_be_resumed, site._ended = True, "Stopped: scancel took it"
+    site.start()
+    assert site.reasons == []
+    site._ended = "Stopped: a machine was lost"
+    site.start()
+    assert site.reasons == ["a person had to resume it, as Slurm did not: Stopped: a machine was lost"]
 
 
 def test_a_long_campaign_has_every_kind_with_every_engine_evenly() -> None:

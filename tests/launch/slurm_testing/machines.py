@@ -83,7 +83,7 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        ports = _free_ports(2 + len(NODES))
+        ports = free_ports(2 + len(NODES))
         self._configuration.write_text(
             _CONFIGURATION.format(
                 host=socket.gethostname().split(".")[0],
@@ -171,6 +171,15 @@ class SlurmCluster:
         """Switch a machine on."""
         stepd = self._programs.daemon("slurmstepd")
         self._start(name, "slurmd", "-D", "-N", name, "-d", stepd, "-f", str(self._configuration))
+
+    def repair(self) -> None:
+        """Start what was stopped or lost, and wait until nobody uses the machines."""
+        if "slurmctld" not in self._daemons:
+            self.start_controller()
+        for name in NODES:
+            if name not in self._daemons:
+                self.start_node(name)
+        self.wait_until(lambda: self.node_states() == dict.fromkeys(NODES, "idle"), START_SECONDS, "nodes idle")
 
     def lose_node(self, name: str) -> None:
         """As when a machine's power goes: its daemon, and everything that ran on it."""
@@ -267,7 +276,7 @@ class SlurmCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """So many in a row, below those that the system gives to outgoing connections."""
     import random
 

@@ -6,7 +6,8 @@ TRAINYARD_TEST_FAULTS names a folder with `faults.json`: a list of faults, each 
 - `after_seconds`: so long after it, from another thread, whatever the rank is at by then;
 - `first_sequence`, of kind "poison", instead of `step`: the place of the batch whose loss is no number on this rank;
 - `always`: in every start, not once in all of them; `until`: not after that time (epoch seconds);
-- `holds`: it takes a while, and the job must not end before `over-N` says that it is over.
+- `holds`: it takes a while, in which each step takes so many seconds longer, and the job must not end before `over-N`
+  says that it is over.
 
 `kind` is one of `KINDS`, which happen to this process, or else something that whoever watches the folder does when
 `done-N` appears; with `then_kill` the rank waits for `over-N` and dies. N is the fault's place in the list.
@@ -42,7 +43,6 @@ from trainer_testing import shifted_clock
 from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE, S3_SECONDS_VARIABLE
 
 SLOW_STEPS, SLOW_SECONDS = 4, 0.4
-_HOLD_SECONDS = 0.1
 _LONGEST_HOLD_SECONDS = 120.0
 _LONGEST_RESTORE_SECONDS = 10.0
 
@@ -165,7 +165,7 @@ class Faults:
         for number, fault in enumerate(self._faults):
             if not fault.get("holds"):
                 continue
-            until = time.monotonic() + (_LONGEST_HOLD_SECONDS if is_last else _HOLD_SECONDS)
+            until = time.monotonic() + (_LONGEST_HOLD_SECONDS if is_last else fault["holds"])
             while self._is_done(number) and not (self._folder / f"over-{number}").exists():
                 heartbeat.beat()
                 time.sleep(0.02)

@@ -174,6 +174,8 @@ class Fork:
 def _serve(requests: socket.socket, client: socket.socket | None) -> NoReturn:
     """Fork whatever is asked for, as long as the parent lives. `client`: the other end, for torchruns to ask at."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Slurm signals every process of a job, and this one is none of the job's.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with importing():
         for name in os.environ[VARIABLE].split(","):
             importlib.import_module(name)
@@ -221,6 +223,7 @@ def _become(
     code, kind = 1, asked["kind"]
     try:
         _die_with(server)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if kind != "torchrun":
             os.setsid()
         for descriptor, file in zip((1, 2), files[1:], strict=True):
