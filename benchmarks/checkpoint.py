@@ -396,6 +396,7 @@ def _measure(options: Mapping[str, Any], mebibytes: int, group: dist.ProcessGrou
     scratch = Path(options["scratch"]) / f"rank-{dist.get_rank()}"
     contenders, num_bytes = _contenders(mebibytes << 20, scratch, group)
     step = _training_step()
+    gc.freeze()  # as trainers that care do: nobody's turn pays for a look through the imports' million objects
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     speeds: dict[str, list[float]] = {name: [] for name in ASYNCHRONOUS}
     for number in range(options["rounds"] + 1):
@@ -430,6 +431,7 @@ def _measure_reshard(options: Mapping[str, Any], mebibytes: int, saved_by: int) 
     scratch = Path(options["scratch"]) / f"rank-{dist.get_rank()}"
     group = dist.group.WORLD
     contenders = {"ours": Ours(tensors, scratch, group), "dcp": Dcp(tensors, group, asynchronous=False)}
+    gc.freeze()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(options["rounds"] + 1):
         for name in _in_turn(list(contenders), number):
@@ -457,7 +459,6 @@ def _rank(rank: int, ranks: int, port: int, options: dict[str, Any], mebibytes: 
     }
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    gc.freeze()  # as trainers that care do: nobody's turn pays for a look through torch's million objects
     group = dist.new_group(backend="gloo")
     if saved_by is None:
         found: Any = _measure(options, mebibytes, group)

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -152,3 +153,19 @@ def test_a_file_that_is_cut_before_the_look_at_its_pages_is_read_plainly(tmp_pat
     path.write_bytes(bytes(100))
     with path.open("rb", buffering=0) as file:
         assert disk._is_cached(file.fileno(), 0, 2 << 20), "a mapping of more than there is is refused"
+
+
+def test_what_is_asked_of_the_disk_lies_in_one_huge_page_where_there_are_some() -> None:
+    scratch = disk._scratch()
+    address = int(scratch.ctypes.data)
+    assert len(scratch) == disk._SCRATCH_BYTES and address % len(scratch) == 0
+    smaps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    (flags,) = (
+        re.search(r"^VmFlags:(.*)$", entry, re.M)
+        for found in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) .*?(?=^[0-9a-f]+-[0-9a-f]+ |\Z)", smaps, re.M | re.S)
+        if int(found[1], 16) <= address < int(found[2], 16)
+        for entry in [found[0]]
+    )
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this kernel has no huge pages")
+    assert flags is not None and " hg" in flags[1], "nobody asked for huge pages"

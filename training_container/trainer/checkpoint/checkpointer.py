@@ -546,12 +546,7 @@ class Checkpointer:
         A rank of a world of the same size gets its own `extra` back, otherwise rank 0's. InputError if the checkpoint
         doesn't hold these tensors.
         """
-        index = self._together(info, lambda: _index_of(info))
-        problems = self._group.gather_everywhere(mismatch(index, tensors))
-        problem = next((found for found in problems if found is not None), None)
-        if problem is not None:
-            raise InputError(f"checkpoint {info.uri}: {problem}; the job's model is not the one that was saved")
-        needs = Needs(index, tensors) if info.started is None else info.started.needs
+        needs = self._needs(info, tensors) if info.started is None else info.started.needs
         local, self._from_tier = self._from_tier, None
         if local is not None and local.folder == info.folder and self._tier is not None:
             self._tier.bring(local, needs.files)
@@ -563,6 +558,15 @@ class Checkpointer:
             self._send_later(local, attachments or {})
         extra = info.manifest.extra_of(self._group.rank, self._group.world_size)
         return {key: value for key, value in extra.items() if key != PREVIOUS_STEP}
+
+    def _needs(self, info: CheckpointInfo, tensors: Mapping[str, torch.Tensor]) -> Needs:
+        """What these tensors need of it; InputError, on every rank, where it doesn't hold some rank's."""
+        index = self._together(info, lambda: _index_of(info))
+        problems = self._group.gather_everywhere(mismatch(index, tensors))
+        problem = next((found for found in problems if found is not None), None)
+        if problem is not None:
+            raise InputError(f"checkpoint {info.uri}: {problem}; the job's model is not the one that was saved")
+        return Needs(index, tensors)
 
     def _together(self, info: CheckpointInfo, read: Callable[[], Value]) -> Value:
         """What `read` gives on this rank; JobFailedError or AwsRefusedError on all of them where one can't read."""

@@ -6,6 +6,7 @@ their load. So where ranks have hardly more cores than they restore with, this l
 Bytes that the cache has already, as after a restart in place, come out of it.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -22,7 +23,7 @@ _MOST_BUFFERS = 1024
 _ALIGNMENT = 4096
 """Of places in the file and in memory: the largest logical block that disks have, and a page."""
 _SCRATCH_BYTES = 2 << 20
-"""Of one request to the disk."""
+"""Of one request to the disk, and a page of memory of the next size: what is asked for it lies in a row there."""
 _NUM_LOOKS = 3
 """Pages of a range that tell whether the cache has it: first, middle, last. Wrong costs time alone."""
 _LEAST_BYTES = 1 << 20
@@ -142,9 +143,18 @@ def _scattered(content: _Bytes, targets: list[_Bytes]) -> list[_Bytes]:
 
 
 def _scratch() -> _Bytes:
-    """This thread's own."""
+    """This thread's own: one huge page.
+
+    A request to the disk lists its memory piece by piece, one for every page that doesn't lie beside the one before. Of
+    512 pages it becomes several requests: the disk of a virtual machine brought 0.9 GiB/s to those, 2.4 to one page.
+    """
     scratch: _Bytes | None = getattr(_own, "scratch", None)
     if scratch is None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE  # its pages at once, not one fault each
-        scratch = _own.scratch = np.frombuffer(mmap.mmap(-1, _SCRATCH_BYTES, flags=flags), dtype=np.uint8)
+        memory = mmap.mmap(-1, 2 * _SCRATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them gives small pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        first = -whole.ctypes.data % _SCRATCH_BYTES
+        scratch = _own.scratch = whole[first : first + _SCRATCH_BYTES]
+        scratch[:: mmap.PAGESIZE] = 0  # its pages now, not in the midst of a read
     return scratch

@@ -1,5 +1,6 @@
 """Ranks that agree on small Python values; a world of one needs no process group."""
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -7,6 +8,12 @@ import torch
 import torch.distributed as dist
 
 Value = TypeVar("Value")
+
+
+def cores_a_rank() -> int:
+    """How many of this host's cores one of its ranks has for itself, at least one."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // ranks_here)
 
 
 class Group:

@@ -7,7 +7,6 @@ with plain DDP a 1/N share of the replicated tensors, not all of them.
 
 import dataclasses
 import math
-import os
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.group import Group
+from trainer.checkpoint.group import Group, cores_a_rank
 from trainer.checkpoint.writing import HashedFiles, HashedStream
 
 Tensors = Mapping[str, torch.Tensor]
@@ -138,7 +137,7 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for buffer, value in pairs:
         if value.is_cuda:
             buffer.copy_(value, non_blocking=True)
-    num_threads = min(_MOST_COPIERS, _cores_a_rank())
+    num_threads = min(_MOST_COPIERS, cores_a_rank())
     if sum(value.nbytes for _, value in near) < _LEAST_BYTES_TO_SHARE:
         num_threads = 1
     # One core doesn't use all of a memory's bandwidth, and while training waits the others have nothing to do.
@@ -161,11 +160,6 @@ def _copy_share(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():  # of each thread its own
         for buffer, value in pairs:
             buffer.copy_(value)
-
-
-def _cores_a_rank() -> int:
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // ranks_here)
 
 
 class _Buffered(DefaultSavePlanner):

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from trainer.checkpoint.blocks import BLOCKS_SUFFIX, BlockTable, parse_blocks, unhashed_blocks
 from trainer.checkpoint.destination import Destination
 from trainer.checkpoint.disk import read_at
+from trainer.checkpoint.group import cores_a_rank
 from trainer.checkpoint.manifest import Manifest, ManifestError, NewerFormatError, step_folder
 from trainer.checkpoint.needs import Needs, Placements
 from trainer.checkpoint.ranges import Range, Tables, ranges_of
@@ -71,8 +72,7 @@ class Transfer:
 
         `keep_in`: a folder whose files get the ranges too. `of_disk`: more readers than cores can't make it faster.
         """
-        cores = len(os.sched_getaffinity(0))
-        self._num_readers = min(_NUM_READERS, 2 * cores) if of_disk else _NUM_READERS
+        self._num_readers = min(_NUM_READERS, 2 * cores_a_rank()) if of_disk else _NUM_READERS
         self._read, self._tables, self._verifies = read, tables, verifies
         self._placements: Placements = placements or {}
         self._keep_in = keep_in

@@ -303,9 +303,10 @@ class Restorer:
             shares = [Share({}, union([one.alone, one.shared]), {}) for one in shares]
         share = shares[self._local_rank]
         # Room is looked for before any rank fills it: what one has written would count as lacking to another.
-        problem = self._together(step, partial(self._make_room, step, reader, union(one.shared for one in shares)))
-        if problem is not None:
-            return problem, None
+        if not self._is_in_place(step):
+            problem = self._together(step, partial(self._make_room, step, reader, union(one.shared for one in shares)))
+            if problem is not None:
+                return problem, None
         problem = self._together(step, partial(self._read_share, step, reader, share, needs if straight else None))
         return problem, Filling(needs, share.borrowed) if straight else None
 
@@ -341,7 +342,7 @@ class Restorer:
 
     def _read_share(self, step: int, reader: StepReader, share: Share, needs: Needs | None) -> None:
         """What this rank reads for the host: verified, put into the tensors if `needs` is given, kept for others."""
-        in_place = self._destination.folder(step_folder(step)) is not None
+        in_place = self._is_in_place(step)
         folder = None if in_place else self._fetched_folder(step)
         parts: list[tuple[Read, Extents, Path | None]] = [
             (reader.read_once_into, share.alone, None),
@@ -360,7 +361,7 @@ class Restorer:
 
     def _make_room(self, step: int, reader: StepReader, extents: Extents) -> None:
         """The files with nothing in them yet, if the disk has room for what will be; one rank a host sees to it."""
-        if self._local_rank != 0 or self._destination.folder(step_folder(step)) is not None:
+        if self._local_rank != 0:
             return
         folder = self._fetched_folder(step)
         ranges = ranges_of(extents, reader.table)
@@ -402,6 +403,10 @@ class Restorer:
             partial.unlink(missing_ok=True)
         beat()
         return difference(file, path, beat)
+
+    def _is_in_place(self, step: int) -> bool:
+        """Whether the destination's files are read where they are."""
+        return self._destination.folder(step_folder(step)) is not None
 
     def _uri(self, step: int) -> str:
         return f"{self._destination.uri}/{step_folder(step)}"
