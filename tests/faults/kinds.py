@@ -28,7 +28,8 @@ class Kind:
     after: str = ""
     """Only right after a fault of that kind; empty: after any."""
     hold_seconds: float = 0.1
-    """How much longer each step takes while it goes on, so that few other faults come meanwhile."""
+    """How much longer each step takes while it goes on, so that few other faults come meanwhile, nor the job's end: who
+    is told to stop in the last step is done."""
 
 
 SITES = ("one_host", "two_hosts", "cloud", "desk", "slurm")
@@ -69,11 +70,11 @@ KINDS = (
     Kind("two_launchers", ("desk", "slurm"), is_outside=True),
     # A machine with its daemon; what an administrator, an urgent job, and somebody with `scancel` do; the time limit.
     Kind("node_lost", _SLURM, moments=_ANY_TIME, is_outside=True),
-    Kind("requeue", _SLURM, "stops", moments=("step", "save"), is_outside=True),
-    Kind("preempted", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=1.0),
+    Kind("requeue", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=2.0),
+    Kind("preempted", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=2.0),
     Kind("time_limit", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=5.0),
-    Kind("scancel_signal", _SLURM, "stops", moments=("step", "save"), is_outside=True),
-    Kind("scancel", _SLURM, "stops", moments=("step", "save"), is_outside=True),
+    Kind("scancel_signal", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=2.0),
+    Kind("scancel", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=2.0),
     Kind("controller_lost", _SLURM, "goes_on", moments=("step", "save"), is_outside=True),
 )
 _NAMES_IN_RANKS = {

@@ -281,6 +281,12 @@ def test_a_job_that_is_stopped_while_it_waits_to_start_again_has_lost_no_save(la
     assert seen is not None and seen.state == "Stopped" and re.fullmatch(expected, seen.note), seen
 
 
+def test_a_job_that_slurm_holds_says_what_lets_it_go() -> None:
+    text = LOOK.format(state="PENDING", reason="launch_failed_requeued_held", code="0:0")
+    seen = read_looks(text.splitlines())["/jobs/a"].observation(2)
+    assert seen is not None and seen.state == "Queued" and seen.note.endswith("holds it: `scontrol release 12`")
+
+
 def test_an_attempt_that_was_never_submitted_is_unknown() -> None:
     look = read_looks(LOOK.format(state="RUNNING", reason="None", code="0:0").splitlines())["/jobs/a"]
     assert look.observation(3) is None

@@ -346,6 +346,8 @@ def waiting_words(slurm: Mapping[str, str]) -> str:
         "Priority": "jobs of a higher priority come first",
         "BeginTime": f"requeued, starts again after {slurm.get('StartTime', 'a while')}",
         "None": "Slurm has not looked at it yet",
+        "launch_failed_requeued_held": "Slurm could not start it on a machine, whose slurmd says why in its log, and "
+        f"holds it: `scontrol release {slurm.get('JobId', 'ID')}`",
     }
     return f"in partition {partition}: {known.get(reason, reason)}"
 

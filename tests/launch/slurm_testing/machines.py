@@ -182,11 +182,13 @@ class SlurmCluster:
         self.wait_until(lambda: self.node_states() == dict.fromkeys(NODES, "idle"), START_SECONDS, "nodes idle")
 
     def lose_node(self, name: str) -> None:
-        """As when a machine's power goes: its daemon, and everything that ran on it."""
+        """As when a machine goes for good: its daemon, everything that ran on it, and its disk."""
         self._end(name, signal.SIGKILL)
         for pid in self._steps(name):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # One that came back with it would find its jobs' scripts there, and Slurm would hold them ("File exists").
+        shutil.rmtree(self.folder / f"spool-{name}", ignore_errors=True)
 
     def _end(self, daemon: str, number: signal.Signals = signal.SIGTERM) -> None:
         process = self._daemons.pop(daemon)

@@ -161,7 +161,10 @@ class Faults:
             _signal(signal.SIGKILL)
 
     def _hold(self, *, is_last: bool) -> None:
-        """Slow steps while a fault that takes a while goes on, and no last step before it is over."""
+        """Slow steps while a fault that takes a while goes on; no last step before all that has begun is over."""
+        coming = [number for number in self._begun if not self._faults[number].get("always")]
+        while is_last and not all(map(self._is_done, coming)):
+            time.sleep(0.01)
         for number, fault in enumerate(self._faults):
             if not fault.get("holds"):
                 continue
