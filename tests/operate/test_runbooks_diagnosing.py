@@ -25,6 +25,7 @@ from runbook_testing.lines import (
     QUOTA,
     QUOTA_OF_TENANT,
     SAVE_FAILED,
+    TCP_LIBFABRIC,
     TCP_SOCKETS,
     WARNED_BETWEEN,
     WARNED_INSIDE,
@@ -185,6 +186,92 @@ def test_a_floor_that_a_later_start_reached_is_no_fault_of_the_job_that_trains(
     )
     ended = evidence_of(record, (reached, STEP, *refused), failure=refused[-1], recoveries=restarted)
     assert named(ended) == {owner}
+
+
+def start(host: str = "algo-1") -> str:
+    """What a host says as it starts its ranks (trainer.host.run)."""
+    return f"{host} entrypoint: {host}: /opt/trainyard/bin/python -m trainer.torchrun --nnodes 2 --node-rank 0"
+
+
+def step(number: int) -> str:
+    return STEP.replace("step=900", f"step={number}")
+
+
+STARTS = (start(), start("algo-2"))
+PASSED = {name: case for name, case in FAULTS.items() if case[1] and case[1] != "efa_not_used"} | {
+    name: FAULTS[name] for name in ("efa refused", "below the floor between hosts")
+}
+
+
+@pytest.mark.parametrize("fault", sorted(PASSED))
+def test_what_a_later_start_ran_past_is_no_fault_and_is_told(record: JobRecord, fault: str) -> None:
+    """Its consequences aren't either: no other runbook takes them up."""
+    lines, owner = PASSED[fault]
+    assert owner is not None
+
+    def told(*more: str, **others: Any) -> set[str]:
+        return named(evidence_of(record, (*STARTS, step(40), *lines, *more), state="Training", **others))
+
+    assert told() == told(*STARTS) == told(*STARTS, *lines) == {owner}
+    assert told(*STARTS, step(30), step(60)) == set()
+    first = evidence_of(record, (*STARTS, *lines, *STARTS, step(1)), state="Training")
+    assert named(first) == set(), "it ended before its first step"
+    # Elsewhere the hosts have other names.
+    assert told(start("node-3"), step(60)) == told(start("this machine"), step(60)) == set()
+    assert told(*STARTS, step(60), *lines) == {owner}
+    over = evidence_of(record, (*STARTS, step(40), *lines, *STARTS, step(60)), state="Training")
+    happened = [one for one in found(owner, over) if "a later start ran past it" in one.words]
+    assert [one.kind for one in happened] == ["clear"]
+    assert any(line.strip()[:150] in happened[0].decided_by[0] for line in lines)
+
+
+def test_a_start_that_is_still_on_its_way_to_where_the_last_one_ended_proves_nothing(record: JobRecord) -> None:
+    """A job is resumed from before; and a host may print a step after another host's last line."""
+    for fault in ("device memory", "xid 79", "watchdog", "diverged"):
+        lines, owner = FAULTS[fault]
+        on_the_way = evidence_of(record, (*STARTS, step(40), *lines, *STARTS, step(30), step(40)), state="Training")
+        raced = evidence_of(record, (*STARTS, step(40), *lines, step(41)), state="Training")
+        assert named(on_the_way) == named(raced) == {owner}
+        ended = (*STARTS, step(40), *lines, *STARTS, step(60))
+        assert named(evidence_of(record, ended, failure=lines[0])) == {owner}, "it ended by it again"
+        # The machine's own log is read after the job's, which says nothing of its times.
+        kernel = evidence_of(record, (*STARTS, step(40), *STARTS, step(60), *lines), state="Training")
+        assert named(kernel) == {owner}
+
+
+@pytest.mark.parametrize(("warned", "owner"), [(WARNED_BETWEEN, "efa_not_used"), (WARNED_INSIDE, "bad_node")])
+def test_a_warning_is_of_the_start_that_gave_it(record: JobRecord, warned: tuple[str, ...], owner: str) -> None:
+    """A later one may measure nothing: alone on its host, or told not to."""
+
+    def told(*lines: str) -> set[str]:
+        return named(evidence_of(record, lines, state="Training"))
+
+    assert told(*STARTS, *warned, step(40)) == told(*STARTS, *warned, step(40), *STARTS) == {owner}
+    assert told(*STARTS, *warned, step(40), *STARTS, step(30)) == set()
+    assert told(*STARTS, step(40), *STARTS, *warned, step(30)) == {owner}
+
+
+def test_the_newest_start_that_tells_of_its_network_decides(record: JobRecord) -> None:
+    whole, part = GOOD_EFA[3:6], PARTIAL_EFA
+    for worse in (TCP_SOCKETS, TCP_LIBFABRIC, part):
+
+        def told(*lines: str) -> set[str]:
+            return named(evidence_of(record, lines, state="Training"))
+
+        assert told(*STARTS, *worse, step(40), *STARTS, *whole, step(30)) == set()
+        assert told(*STARTS, *whole, step(40), *STARTS, *worse, step(30)) == {"efa_not_used"}
+        # One that tells nothing overtakes nothing, and within a start the worst decides.
+        assert told(*STARTS, *worse, step(40), *STARTS, step(60)) == {"efa_not_used"}
+        assert told(*STARTS, *worse, *whole, step(40)) == told(*STARTS, *whole, *worse, step(40)) == {"efa_not_used"}
+    two = transport((*STARTS, *TCP_LIBFABRIC, step(40), *STARTS, *whole))
+    assert (two.providers, two.num_nics, two.uses_sockets) == (("efa",), 32, False)
+
+
+def test_the_lines_by_which_starts_are_known_are_the_hosts_own() -> None:
+    """As its source has them: another wording there would make every start one."""
+    source = (Path(__file__).resolve().parents[2] / "training_container/trainer/host/run.py").read_text()
+    assert "say(f\"entrypoint: {self._place.host}: {' '.join(self._command(resolved))}\")" in source
+    assert '*(sys.executable, "-m", "trainer.torchrun"),' in source
 
 
 def test_cards_that_a_later_start_had_are_not_missing(record: JobRecord) -> None:

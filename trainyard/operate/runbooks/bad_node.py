@@ -11,13 +11,14 @@ from trainyard.operate.runbooks.diagnosis import (
     fault,
     job_words,
     others,
+    over,
     own_hits,
     own_warnings,
     shown,
 )
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding, Step, command
-from trainyard.operate.runbooks.log_lines import XidSeen, xids
+from trainyard.operate.runbooks.log_lines import Fault, XidSeen, xids
 from trainyard.operate.runbooks.runbook import Context, Runbook
 
 SUMMARY = "Xid errors of a GPU: classify, quarantine, replace"
@@ -47,7 +48,8 @@ exit 1
 def diagnose(evidence: Evidence) -> list[Finding]:
     """Every Xid by what it asks for. A machine is bad where one asks for a reset or a replacement, where the job's own
     measurement found its GPUs' links below their floor, or where a host was lost and no line says why."""
-    seen = xids(evidence.all_lines)
+    passed = {hit.number for hit in evidence.over}
+    seen = [one for one in xids(evidence.all_lines) if one.number not in passed]
     hard = [one for one in seen if one.known.action in ("replace", "reset")]
     if not hard and (slow := own_hits(evidence, "slow_host") or own_warnings(evidence, "slow_host")):
         words = "slow links inside a host, below their floor: PCIe instead of NVLink, or a broken link"
@@ -61,7 +63,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         return [fault(evidence, words, _lines(hard or mended), _next(evidence))]
     if lost := own_hits(evidence, "host_lost"):
         return [_lost(evidence, (*shown(lost), *_lines(seen)))]
-    return [_harmless(evidence, seen), *others(evidence, "bad_node", "slow_host", "host_lost")]
+    own: tuple[Fault, ...] = ("bad_node", "slow_host", "host_lost")
+    return [_harmless(evidence, seen), *over(evidence, *own), *others(evidence, *own)]
 
 
 def _harmless(evidence: Evidence, seen: list[XidSeen]) -> Finding:

@@ -1,6 +1,15 @@
 """A job does not start: AWS has no machine, or a limit is reached."""
 
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown, there
+from trainyard.operate.runbooks.diagnosis import (
+    clear_or_unknown,
+    fault,
+    job_words,
+    others,
+    over,
+    own_hits,
+    shown,
+    there,
+)
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
 
@@ -10,7 +19,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     hits = own_hits(evidence, "capacity", "quota")
     if not hits:
         told = clear_or_unknown(evidence, "neither capacity nor a quota is short", "lines")
-        return [told, *others(evidence, "capacity", "quota")]
+        return [told, *over(evidence, "capacity", "quota"), *others(evidence, "capacity", "quota")]
     job = job_words(evidence)
     decided = evidence.decisive
     if decided is not None and decided.name == "quota-of-tenant":

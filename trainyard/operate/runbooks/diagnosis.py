@@ -34,6 +34,14 @@ def own_warnings(evidence: Evidence, *faults: Fault) -> list[Hit]:
     return [hit for hit in evidence.hits if hit.fault in faults and hit.is_warning]
 
 
+def over(evidence: Evidence, *faults: Fault) -> list[Finding]:
+    """That one of these faults happened, where the job has run past it: no fault now, and still to be told."""
+    found = [hit for hit in evidence.over if hit.fault in faults]
+    if not found:
+        return []
+    return [Finding("clear", f"it happened, and a later start ran past it: {found[-1].meaning}", shown(found[-1:]))]
+
+
 def fault(evidence: Evidence, words: str, decided_by: Sequence[str], then: Sequence[str] = ()) -> Finding:
     """A fault; of a job that has completed all the same it is told as one that is over."""
     if evidence.state == "Completed":

@@ -3,10 +3,10 @@
 from trainyard.errors import TrainyardError
 from trainyard.hardware import instance
 from trainyard.launch.record import TERMINAL_STATES
-from trainyard.operate.runbooks.diagnosis import fault, job_words, others, own_hits, own_warnings, shown, there
+from trainyard.operate.runbooks.diagnosis import fault, job_words, others, over, own_hits, own_warnings, shown, there
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
-from trainyard.operate.runbooks.log_lines import transport
+from trainyard.operate.runbooks.log_lines import Fault, transport
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
@@ -35,7 +35,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     if below := own_hits(evidence, "slow_network") or own_warnings(evidence, "slow_network"):
         return [fault(evidence, "the network is below its floor", shown(below), mend)]
     told = _nothing(evidence, bool(seen.providers), seen.line, expected)
-    return [told, *others(evidence, "efa_missing", "slow_network")]
+    own: tuple[Fault, ...] = ("efa_missing", "slow_network")
+    return [told, *over(evidence, *own), *others(evidence, *own)]
 
 
 def _nothing(evidence: Evidence, told: bool, line: str, expected: int | None) -> Finding:

@@ -24,7 +24,7 @@ from trainyard.launch.record import JobRecord
 from trainyard.operate.course import newest_rows, own_folder
 from trainyard.operate.runbooks.figures import LEAST_SHARE_OF_PLAN
 from trainyard.operate.runbooks.framework import keep
-from trainyard.operate.runbooks.log_lines import Hit, classify, decisive
+from trainyard.operate.runbooks.log_lines import Hit, decisive, judged
 from trainyard.spec.job import RecoverySpec
 from trainyard.spec.platform import TenantSpec
 
@@ -78,9 +78,18 @@ class Evidence:
         return (*restarted, *self.lines, *(line for line in (self.note, self.failure) if line))
 
     @cached_property
+    def _judged(self) -> tuple[list[Hit], list[Hit]]:
+        return judged(self.all_lines)
+
+    @property
     def hits(self) -> list[Hit]:
         """What the lines say."""
-        return classify(self.all_lines)
+        return self._judged[0]
+
+    @property
+    def over(self) -> list[Hit]:
+        """What they would say too, if the job had not run past it."""
+        return self._judged[1]
 
     @property
     def decisive(self) -> Hit | None:

@@ -12,7 +12,7 @@ from typing import Any
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.session import Account
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, over, own_hits, shown
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.figures import speed
 from trainyard.operate.runbooks.framework import Finding, Step, keep
@@ -55,7 +55,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     told = "the file system refused nothing, and no job waits for it"
     if slow:
         told = "the job waits for data, which do not lie on the file system: scripts/runbooks/job_slow"
-    return [clear_or_unknown(evidence, told, "lines"), *others(evidence, "fsx_full")]
+    return [clear_or_unknown(evidence, told, "lines"), *over(evidence, "fsx_full"), *others(evidence, "fsx_full")]
 
 
 def metered(account: Account, contract: TenantContract, folder: Path) -> list[Finding]:

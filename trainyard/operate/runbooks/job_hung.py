@@ -1,6 +1,6 @@
 """A job makes no steps: a rank stands still, and the others wait for it."""
 
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, over, own_hits, shown
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
 
@@ -26,4 +26,4 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         limit = f"the newest step is {silent:.0f} s old; the job's limit is {evidence.hang_seconds:.0f} s"
         return [fault(evidence, words, (limit,), (f"trainyard logs {job} | tail -50", *again))]
     told = "steps are made" if evidence.is_running and silent is not None else "no rank stood still"
-    return [clear_or_unknown(evidence, told, "lines"), *found]
+    return [clear_or_unknown(evidence, told, "lines"), *over(evidence, "hung"), *found]

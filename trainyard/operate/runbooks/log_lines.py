@@ -245,7 +245,11 @@ _MEASURED = re.compile(
 _FLOORS: dict[str, Fault] = {"across": "slow_network", "host": "slow_host"}
 """What is said where a measurement of that kind falls short."""
 _OF_A_START: tuple[Fault, ...] = ("efa_missing", *_FLOORS.values())
-_STEP = re.compile(r"(?:\S+ )?step=\d+ ")
+_ENDING: tuple[Fault, ...] = (*CAUSES, "host_lost", "nccl_error", "hung")
+"""What a start ends by, which another one may run past."""
+_START = re.compile(r"\bentrypoint: (?P<host>.+?): .*-m trainer\.torchrun ")
+"""Of a host that starts its ranks: once a start, before any of its steps."""
+_STEP = re.compile(r"(?:\S+ )?step=(?P<step>\d+) ")
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+),")
 _FELL_OFF = re.compile(r"NVRM:.*fallen off the bus and is not responding")
@@ -311,6 +315,11 @@ def xids(lines: Iterable[str]) -> list[XidSeen]:
 
 def classify(lines: Sequence[str]) -> list[Hit]:
     """Every line that says something and still holds, in order; of an Xid only those that are the machine's affair."""
+    return judged(lines)[0]
+
+
+def judged(lines: Sequence[str]) -> tuple[list[Hit], list[Hit]]:
+    """What `classify` gives, and what would be there too if a later start of the job had not shown it to be over."""
     hits = [
         Hit("bad_node", f"xid-{one.code}", one.known.meaning, one.line, one.number)
         for one in xids(lines)
@@ -322,14 +331,20 @@ def classify(lines: Sequence[str]) -> list[Hit]:
             for known in SIGNATURES
             if (match := known.pattern.search(line))
         ]
-    return sorted(_still_true(hits, lines), key=lambda hit: hit.number)
+    hits.sort(key=lambda hit: hit.number)
+    if not any(hit.fault in _ENDING for hit in hits):
+        return hits, []
+    over = {(hit.number, hit.name) for hit in (*_refuted(hits, lines), *_passed(hits, lines))}
+    is_over = [(hit.number, hit.name) in over for hit in hits]
+    return (
+        [hit for hit, gone in zip(hits, is_over, strict=True) if not gone],
+        [hit for hit, gone in zip(hits, is_over, strict=True) if gone],
+    )
 
 
-def _still_true(hits: Sequence[Hit], lines: Sequence[str]) -> list[Hit]:
-    """Without what a later start of the job has shown to be over: a start that is refused is repeated, and measured
-    anew. A refusal is also over by a step after it; a warning is not, since the job makes steps all the same."""
-    if not any(hit.fault in _OF_A_START for hit in hits):
-        return list(hits)
+def _refuted(hits: Sequence[Hit], lines: Sequence[str]) -> list[Hit]:
+    """A start that is refused is repeated, and measured anew: over by a measurement that reached the floor, a refusal
+    also by a step after it; a warning is not, since the job makes steps all the same."""
     newest_step, reached = 0, dict[Fault, int]()
     for number, line in enumerate(lines, start=1):
         if _STEP.match(line):
@@ -341,7 +356,40 @@ def _still_true(hits: Sequence[Hit], lines: Sequence[str]) -> list[Hit]:
         by_step = hit.fault in _OF_A_START and not hit.is_warning and hit.number < newest_step
         return by_step or hit.number < reached.get(hit.fault, 0)
 
-    return [hit for hit in hits if not is_over(hit)]
+    return [hit for hit in hits if is_over(hit)]
+
+
+def _passed(hits: Sequence[Hit], lines: Sequence[str]) -> list[Hit]:
+    """What ended a start is over where a later one made a step beyond it: not where that one is still on the way there,
+    as the job is resumed from before. What was said before a start's first step, as warnings are, is so by any step of
+    a later one."""
+    starts, steps = _starts(lines), list[int]()
+    furthest = [0] * (starts[-1] + 2)
+    for start, line in zip(starts, lines, strict=True):
+        if found := _STEP.match(line):
+            furthest[start] = max(furthest[start], int(found["step"]))
+        steps.append(furthest[start])
+    for start in range(len(furthest) - 2, -1, -1):  # of this one or a later one
+        furthest[start] = max(furthest[start], furthest[start + 1])
+
+    def is_over(hit: Hit) -> bool:
+        return hit.fault in _ENDING and furthest[starts[hit.number - 1] + 1] > steps[hit.number - 1]
+
+    return [hit for hit in hits if is_over(hit)]
+
+
+def _starts(lines: Iterable[str]) -> list[int]:
+    """Which start of the job each line is of; 0 before the first. Where a job goes on elsewhere, its hosts have other
+    names: what comes after a step is another start too."""
+    start, hosts, has_stepped, found = 0, set[str](), False, list[int]()
+    for line in lines:
+        if told := _START.search(line):
+            if not start or has_stepped or told["host"] in hosts:
+                start, hosts, has_stepped = start + 1, set(), False
+            hosts.add(told["host"])
+        has_stepped = has_stepped or _STEP.match(line) is not None
+        found.append(start)
+    return found
 
 
 def decisive(hits: Sequence[Hit]) -> Hit | None:
@@ -372,14 +420,23 @@ _PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is (?P<name>[\w;-]+)(?:.*\
 _SOCKETS = re.compile(r"NCCL INFO Using network Socket|NCCL INFO NET/Socket *: Using ")
 
 
-def transport(lines: Iterable[str]) -> Transport:
-    """From the lines that NCCL_DEBUG=INFO gives. The worst decides: another provider than efa, then the fewest cards.
+def transport(lines: Sequence[str]) -> Transport:
+    """From the lines that NCCL_DEBUG=INFO gives, of the newest start that has such. The worst of its ranks decides:
+    another provider than efa, then the fewest cards.
 
     `Using network AWS Libfabric` names the plugin and is there with either provider; `Bootstrap : Using eth0` is how
     ranks meet, and always TCP.
     """
+    told: dict[int, list[str]] = {}
+    for start, line in zip(_starts(lines), lines, strict=True):
+        if _PROVIDER.search(line) or _SOCKETS.search(line):
+            told.setdefault(start, []).append(line)
+    return _transport(told[max(told)] if told else [])
+
+
+def _transport(lines: Iterable[str]) -> Transport:
     providers: list[str] = []
-    sockets = worst = fewest_line = ""
+    sockets = chosen = worst = fewest_line = ""
     fewest: int | None = None
     for line in lines:
         if match := _PROVIDER.search(line):
@@ -389,9 +446,11 @@ def transport(lines: Iterable[str]) -> Transport:
                 worst = worst or line.strip()
             elif count is None or fewest is None or count < fewest:
                 fewest, fewest_line = (count if count is not None else fewest), line.strip()
+        elif "Using network Socket" in line:
+            chosen = chosen or line.strip()
         elif _SOCKETS.search(line):
             sockets = sockets or line.strip()
     # NET/Socket also initializes beside a plugin that is then chosen: only its choice, or no plugin at all, counts.
-    uses_sockets = bool(sockets) and (not providers or "Using network Socket" in sockets)
-    decided = worst or (sockets if uses_sockets else fewest_line)
+    uses_sockets = bool(chosen) or (bool(sockets) and not providers)
+    decided = worst or ((chosen or sockets) if uses_sockets else fewest_line)
     return Transport(tuple(dict.fromkeys(providers)), fewest, uses_sockets, decided)

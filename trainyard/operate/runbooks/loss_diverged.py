@@ -1,6 +1,6 @@
 """The loss is no number, jumped, or climbs: which step, and which checkpoint lies before it?"""
 
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, over, own_hits, shown
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.figures import diverged
 from trainyard.operate.runbooks.framework import Finding
@@ -11,7 +11,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     hits, by_rows = own_hits(evidence, "diverged"), diverged(evidence.rows)
     if not hits and not by_rows:
         told = clear_or_unknown(evidence, "the loss is that of a job that learns", "figures", "job")
-        return [told, *others(evidence, "diverged")]
+        return [told, *over(evidence, "diverged"), *others(evidence, "diverged")]
     job = job_words(evidence)
     good = [one for one in evidence.checkpoints if one.is_good]
     before = f"{len(good)} good checkpoints, of steps {good[0].step} to {good[-1].step}" if good else "no checkpoint"

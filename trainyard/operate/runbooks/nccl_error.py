@@ -2,7 +2,7 @@
 
 import re
 
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, over, own_hits, shown
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
 
@@ -22,7 +22,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     """The kind of error, where no other fault explains that ranks were lost."""
     hits = own_hits(evidence, "nccl_error")
     if not hits:
-        return [clear_or_unknown(evidence, "no error of NCCL's decides", "lines"), *others(evidence, "nccl_error")]
+        told = clear_or_unknown(evidence, "no error of NCCL's decides", "lines")
+        return [told, *over(evidence, "nccl_error"), *others(evidence, "nccl_error")]
     text = " ".join(hit.line for hit in hits)
     kind = next((words for name, words in KINDS.items() if name in text), "the network plugin's request failed")
     job = job_words(evidence)

@@ -1,6 +1,6 @@
 """Memory ran out: a GPU's, the host's, or /dev/shm."""
 
-from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, own_hits, shown
+from trainyard.operate.runbooks.diagnosis import clear_or_unknown, fault, job_words, others, over, own_hits, shown
 from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.figures import leaks, peak_gib
 from trainyard.operate.runbooks.framework import Finding
@@ -18,6 +18,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     if not hits:
         return [
             clear_or_unknown(evidence, "no memory ran out", "lines"),
+            *over(evidence, "out_of_memory"),
             *_leaks(evidence),
             *others(evidence, "out_of_memory"),
         ]
