@@ -1,16 +1,22 @@
 """The trainer runs with transformers 5.17 and torch 2.11 as well as with the pinned versions.
 
 Verified with torch 2.11.0 and transformers 5.17.0 (which takes huggingface-hub below 2) together in front of the pinned
-ones on PYTHONPATH: Qwen3 with a tied head and Mixtral under DDP, FSDP2, ZeRO-1 and 3, tensor, pipeline, context and
-expert, and Llama under each schedule, at two ranks against one process, four steps, within 1e-7; and with transformers
-5.17.0 alone tests/trainer/test_communication_volume.py and the GPU benchmark's --tiny. What stood in the way were parts
-that differ between versions of transformers, which this holds out, and three places that say so where they are met
-(`strategies/mesh.py`, `pipeline.py`, `tensor_parallel.py`).
+ones on PYTHONPATH, with what lean_imports leaves out: the short part of parity, products, families, adapters, 4 bits,
+optimizers, losses, compiled blocks, fp8, images, checkpoints, dry runs, collectives and the command itself (tests/trainer,
+but for full and slow cases), and the GPU benchmark's --tiny. Two cases of test_attention.py name kernels that the older
+ones lack: there packed documents take SDPA and a mask, and that is said. What stood in the way were parts that differ
+between versions of transformers, which this holds out, and the places that say so where they are met
+(`strategies/mesh.py`, `pipeline.py`, `tensor_parallel.py`, `models/build.py`).
 """
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from trainer.models.build import outline_model, transformer_blocks
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+from transformers import PreTrainedModel
 
 TRAINER = Path(__file__).resolve().parents[2] / "training_container" / "trainer"
 UNSTABLE = ("transformers.distributed", "transformers.integrations", "transformers.generation")
@@ -33,3 +39,15 @@ def test_nothing_is_imported_that_differs_between_versions_of_transformers() -> 
         if module.startswith(UNSTABLE)
     }
     assert not found
+
+
+def test_recomputation_is_asked_for_by_the_name_that_the_library_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5.17's models have no activation_checkpointing_enable, and 5.23 warns of the name that they have."""
+    job = tiny_job("single", 1, activation_checkpointing="full")
+    older = PreTrainedModel._activation_checkpointing_enable
+    for is_old in (False, True):
+        if is_old:
+            monkeypatch.delattr(PreTrainedModel, "activation_checkpointing_enable")
+            monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", older)
+        model = outline_model(job, vocab_size=VOCAB_SIZE)
+        assert all(block.gradient_checkpointing for block in transformer_blocks(model)), is_old

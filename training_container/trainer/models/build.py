@@ -152,8 +152,10 @@ def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
         for block in transformer_blocks(model):
             _mark_last_product(block)
+    # transformers 5.17 knows the older name alone, of which 5.23 warns.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        enable(kwargs)
     except ValueError as error:
         raise InputError(f"training.activation_checkpointing: {mode}: {_one_line(error)}; set it to none") from None
 
