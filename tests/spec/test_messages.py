@@ -61,6 +61,13 @@ def refusal(load: Any, content: dict[str, Any], folder: Path) -> str:
     [
         ("training.stepz", 3, ["training.stepz", "unknown key", "did you mean 'steps'?"]),
         ("training.steps", "many", ["training.steps", "integer", "'many'"]),
+        ("training.steps", True, ["training.steps", "integer", "'true'"]),
+        ("training.learning_rate", False, ["training.learning_rate", "number", "'false'"]),
+        ("training.micro_batch_size", True, ["training.micro_batch_size", "integer", "'true'"]),
+        ("training.seed", 2**63, ["training.seed", "less than 9223372036854775808"]),
+        ("recovery.start_minutes", 1e30, ["recovery.start_minutes", "1440"]),
+        ("recovery.arrival_seconds", 1e30, ["recovery.arrival_seconds", "86400"]),
+        ("parallelism", {"zero": {"overlap": {}}}, ["parallelism.zero.overlap: input should be a valid boolean"]),
         ("training.tokens", 3, ["exactly one of steps, tokens and epochs", "steps, tokens"]),
         ("training.micro_batch_size", "big", ["training.micro_batch_size", "'big'"]),
         ("training.optimizer", {"kind": "adam"}, ["training.optimizer.kind", "'adamw'", "'adam'"]),

@@ -80,9 +80,9 @@ def test_a_target_beyond_the_highest_would_change_no_alarm() -> None:
         ({"start": {"most_seconds": 0}}, r"start.most_seconds: .*greater than 0 .*given: 0"),
         ({"recovery": {"target": 0.9}}, r"recovery.target: .*greater than or equal to 0.94 .*given: 0.9"),
         ({"recovery": {"target": 1}}, r"recovery.target: .*less than or equal to 0.994 .*given: 1"),
-        ({"start": {"most_seconds": True}}, r"start.most_seconds: input should be a valid number .*given: True"),
-        ({"goodput": {"least": True}}, r"goodput.least: input should be a valid number .*given: True"),
-        ({"goodput": {"target": True}}, r"goodput.target: input should be a valid number .*given: True"),
+        ({"start": {"most_seconds": True}}, r"start.most_seconds: input should be a valid number, .*given: 'true'"),
+        ({"goodput": {"least": True}}, r"goodput.least: input should be a valid number, .*given: 'true'"),
+        ({"goodput": {"target": True}}, r"goodput.target: input should be a valid number, .*given: 'true'"),
     ],
 )
 def test_what_is_no_objective_is_refused_in_one_line(content: dict[str, Any], told: str) -> None:

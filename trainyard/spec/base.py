@@ -2,12 +2,14 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trainyard.errors import InputError
 
@@ -18,6 +20,36 @@ class SpecModel(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, content: Any) -> Any:
+        """YAML reads yes, on and true as a truth value, which pydantic takes for 1: `steps: yes` would be one step."""
+        if not isinstance(content, dict) or not any(value is True or value is False for value in content.values()):
+            return content
+        return {
+            key: str(value).lower() if isinstance(value, bool) and key in _number_fields(cls) else value
+            for key, value in content.items()
+        }
+
+
+@cache
+def _number_fields(model: type[BaseModel]) -> frozenset[str]:
+    """Fields that take a number and no truth value."""
+    kinds = {name: set(_branches(field.annotation)) for name, field in model.model_fields.items()}
+    return frozenset(name for name, found in kinds.items() if found & {int, float} and bool not in found)
+
+
+def _branches(annotation: Any) -> Iterator[Any]:
+    """What a field's type allows: the branches of a union, each without what it is annotated with."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _branches(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for branch in get_args(annotation):
+            yield from _branches(branch)
+    else:
+        yield annotation
 
 
 _IN_WORDS: dict[str, str] = {}
@@ -187,7 +219,7 @@ def _is_union_branch(part: str) -> bool:
     # pydantic puts the branch of a union into the location: a class name, "literal['auto']", "int", ...
     return (
         part.startswith(("literal[", "constrained-", "function-"))
-        or part in {"int", "str", "float"}
+        or part in {"int", "str", "float", "bool"}
         or part[:1].isupper()
     )
 

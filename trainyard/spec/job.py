@@ -24,6 +24,8 @@ SPEC_VERSION = 1
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+"""Of waiting, a day at most: torch counts milliseconds in 32 bits."""
 
 
 class AdapterSpec(SpecModel):
@@ -254,7 +256,8 @@ class OptimizerSpec(SpecModel):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     average_decay: Share | None = None
-    """Keeps a running average of the weights beside them, which each step moves by 1 - this; null: none."""
+    """Keeps a running average of the weights beside them, which each step moves by 1 - this; null: none. It lies in the
+    checkpoints, and `trainyard export --average` writes it out; validation judges the weights themselves."""
 
     @model_validator(mode="after")
     def _momentum(self) -> Self:
@@ -304,7 +307,7 @@ class TrainingSpec(SpecModel):
     """torch.compile, a transformer block at a time: faster steps after a first one that takes a minute or so. Needs
     triton on a GPU, g++ on a CPU. With every torch layout but experts spread over ranks; schedules and recomputation
     that it doesn't go with are refused."""
-    seed: int = Field(default=1234, ge=0)
+    seed: int = Field(default=1234, ge=0, lt=2**63)
     deterministic: bool = False
     """Deterministic kernels and seeds: the same bits on the same layout and hardware. The cost on a CPU is 1 % of
     processor time (measured, in turns); on a GPU it is not measured yet: benchmarks/deterministic_cost.py does."""
@@ -312,7 +315,7 @@ class TrainingSpec(SpecModel):
     """Default: only after the last step."""
     validation_batches: PositiveInt = 16
     """Global batches read per validation."""
-    cpu_threads: PositiveInt = 1
+    cpu_threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Intra-op threads a rank on CPU: part of what must not change for a bitwise resume."""
     observe_every_steps: PositiveInt = 50
     """Every so many steps all ranks compare their times (a straggler is named) and the growth of their memory."""
@@ -540,9 +543,9 @@ class RecoverySpec(SpecModel):
 
     max_restarts: int = Field(default=3, ge=0)
     """Restarts in place within window_minutes; 0: the first failure ends the attempt."""
-    window_minutes: float = Field(default=60.0, gt=0)
+    window_minutes: float = Field(default=60.0, gt=0, le=28 * 24 * 60)
     """A restart that lies further back no longer counts: a month's job may lose a rank every day."""
-    backoff_seconds: float = Field(default=2.0, ge=0)
+    backoff_seconds: float = Field(default=2.0, ge=0, le=300)
     """Pause before the window's first restart; doubled for each further one, at most 300."""
     max_resumes: int = Field(default=0, ge=0, le=20)
     """On SageMaker: how often the tenant's resumer starts the job again when it has failed for lack of capacity, by an
@@ -554,16 +557,16 @@ class RecoverySpec(SpecModel):
     """On how many instances the job may go on: after a lack of capacity the resumer takes about half as many each time,
     `trainyard resume --set compute.instance_count=N` any number within the limits. null: as many as it was launched
     on, unless a person says otherwise."""
-    hang_seconds: float | None = Field(default=120.0, gt=0)
+    hang_seconds: Seconds | None = 120.0
     """A rank that finished no step for this long, and for ten times the median step, hangs; before the first step of a
     restart it may take three times as long as the longest start so far, if that is longer (and a minute at least). A
     process that is stopped for this long hangs whatever it is at. null: never."""
-    start_minutes: float = Field(default=60.0, gt=0)
+    start_minutes: float = Field(default=60.0, gt=0, le=24 * 60)
     """How long the job's first step may take, from the last sign of life of the ranks; collectives wait as long until
     it is done. A save that takes longer is a hang too."""
-    arrival_seconds: float = Field(default=600.0, gt=0)
+    arrival_seconds: Seconds = 600.0
     """How long the ranks wait for each other at the start; then the ones that are missing are named."""
-    collective_seconds: float | None = Field(default=None, gt=0)
+    collective_seconds: Seconds | None = None
     """After the first step, how long a collective waits for a rank before it fails; saves and the job's end keep the
     start's limit. null: twice hang_seconds, at least 600, so that a hang is looked into before ranks give up."""
 

@@ -1,7 +1,6 @@
 """What a tenant's jobs are promised where the tenant's entry says otherwise than everybody's list (`spec.meters`)."""
 
 from dataclasses import replace
-from typing import Annotated
 
 from pydantic import Field
 
@@ -13,25 +12,23 @@ LEAST_TARGET = 0.94
 not before; at 0.92 it would want more than there are."""
 MOST_TARGET = 0.994
 """Beyond, both alarms stand at the two bad periods that they want at least: a higher target would change nothing."""
-Number = Annotated[float, Field(strict=True)]
-"""YAML's `true` is no 1."""
 
 
 class TimeObjectiveSpec(SpecModel):
     """An objective on a time: what takes longer makes a period a bad one."""
 
-    most_seconds: Number | None = Field(default=None, gt=0, json_schema_extra=on_change("update"))
+    most_seconds: float | None = Field(default=None, gt=0, json_schema_extra=on_change("update"))
     """The limit; default: everybody's (docs/meters.md)."""
-    target: Number | None = Field(default=None, ge=LEAST_TARGET, le=MOST_TARGET, json_schema_extra=on_change("update"))
+    target: float | None = Field(default=None, ge=LEAST_TARGET, le=MOST_TARGET, json_schema_extra=on_change("update"))
     """Share of periods that must be good; default: everybody's."""
 
 
 class ShareObjectiveSpec(SpecModel):
     """An objective on a share: what is lower makes a period a bad one."""
 
-    least: Number | None = Field(default=None, gt=0, le=1, json_schema_extra=on_change("update"))
+    least: float | None = Field(default=None, gt=0, le=1, json_schema_extra=on_change("update"))
     """The limit, 0.85 for 85 %; default: everybody's (docs/meters.md)."""
-    target: Number | None = Field(default=None, ge=LEAST_TARGET, le=MOST_TARGET, json_schema_extra=on_change("update"))
+    target: float | None = Field(default=None, ge=LEAST_TARGET, le=MOST_TARGET, json_schema_extra=on_change("update"))
     """Share of periods that must be good; default: everybody's."""
 
 
