@@ -1,5 +1,7 @@
 """Rows of metrics.jsonl: phases sum to the step, a resume drops what came after its checkpoint."""
 
+import errno
+import io
 import json
 import math
 from pathlib import Path
@@ -92,6 +94,47 @@ def test_rows_keep_full_precision_and_are_valid_json(tmp_path: Path) -> None:
     assert "validation_loss" not in first
     assert second["validation_loss"] == 0.25
     assert "Infinity" not in log.path.read_text()
+
+
+def test_rows_that_a_full_disk_does_not_take_wait_and_no_checkpoint_lacks_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, honest, is_full = MetricsLog(tmp_path), Path.open, True
+    log.begin_attempt(resumed_step=0)
+    log.append(row(1))
+
+    class Disk(io.TextIOWrapper):
+        def write(self, text: str) -> int:
+            super().write(text[: len(text) // 2])
+            self.flush()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def opened(path: Path, mode: str = "r", **options: Any) -> Any:
+        is_there = path == log.path and "a" in mode and is_full
+        return Disk(honest(path, "ab"), encoding="utf-8") if is_there else honest(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    for step in (2, 3):
+        log.append(row(step))
+    assert [one["step"] for one in log.rows()] == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1], "no half row"
+    copies = [log.to_copy()]
+    log.append(row(4))
+    copies.append(log.to_copy())
+    steps = [[json.loads(line)["step"] for line in copy.read_text().splitlines()] for copy in copies]
+    assert steps == [[1, 2, 3], [1, 2, 3, 4]], "the save before may still be on its way"
+    # As where checkpoints lie in the same folder.
+    log.path.write_text(copies[0].read_text())
+    is_full = False
+    log.append(row(5))
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert log.to_copy() == log.path
+
+
+def test_another_error_than_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError):
+        log.append(row(1))
 
 
 def test_a_resume_truncates_and_counts_attempts(tmp_path: Path) -> None:

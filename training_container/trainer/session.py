@@ -507,7 +507,7 @@ class Session:
         attachments = {}
         if self._runtime.is_first:
             self._goodput.total()
-            attachments = self._attachments()
+            attachments = self._attachments() | {METRICS_FILE: self._metrics.to_copy()}
         with self._patience.as_at_start():
             self._checkpointer.save(self.step, self.strategy.state_tensors(), extra, attachments=attachments)
         self._saved_step = self.step
@@ -538,7 +538,7 @@ class Session:
             path = self._output_dir / RESULT_FILE
             path.write_text(json.dumps(self._result(status), indent=1) + "\n", encoding="utf-8")
             self._goodput.end(status)
-            self._checkpointer.publish_file(METRICS_FILE, self._metrics.path)
+            self._checkpointer.publish_file(METRICS_FILE, self._metrics.to_copy())
             self._checkpointer.publish_file(GOODPUT_FILE, self._goodput.path)
             self._checkpointer.publish_file(RESULT_FILE, path)
 

@@ -35,8 +35,12 @@ $exports
 event() { printf '%s\t%s\t%s\t%s\n' "$$attempt" "$$1" "$$(date -u +%Y-%m-%dT%H:%M:%S+00:00)" "$$2" >> events; }
 finish() {
   event "$$1" "$$2"
-  printf 'attempt=%s\nstate=%s\nseconds=%s\nfailure=%s\n' "$$attempt" "$$1" "$$SECONDS" "$$3" > outcome.new
-  mv outcome.new outcome
+  # A disk that is full now may have room in a while; without an outcome nobody knows how the job ended.
+  for _ in {1..24}; do
+    printf 'attempt=%s\nstate=%s\nseconds=%s\nfailure=%s\n' "$$attempt" "$$1" "$$SECONDS" "$$3" > outcome.new \
+      && mv outcome.new outcome && break
+    sleep 5
+  done
   exit "$$code"
 }
 requeue() {
@@ -79,7 +83,8 @@ run() {
       kill_tasks
     fi
   done
-  code=$$(cat code 2> /dev/null || echo 1)
+  code=$$(cat code 2> /dev/null)
+  code=$${code:-1}
 }
 
 first=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.observe.away import UNKNOWN, Launch, gone_since
+from trainer.observe.metrics import append_all
 
 GOODPUT_FILE = "goodput.jsonl"
 
@@ -138,8 +139,8 @@ class GoodputLog:
     def _append(self, kind: str, values: dict[str, Any]) -> None:
         # Half a row of a process that was killed stays a row of its own, which readers pass over.
         start = "\n" if kind == "start" and self.path.exists() else ""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{start}{json.dumps({kind: values})}\n")
+        # A full disk costs the row, not the job.
+        append_all(self.path, f"{start}{json.dumps({kind: values})}\n")
 
 
 def _rows_of(path: Path) -> list[dict[str, Any]]:

@@ -1,13 +1,17 @@
 """metrics.jsonl: one row an optimizer step, and what a resume keeps of it."""
 
+import errno
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 ATTEMPTS_FILE = "attempts.json"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a full disk says."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +58,27 @@ class Row:
 
 
 class MetricsLog:
-    """The file of one rank: appended to row by row, so that a killed process leaves at most one broken line."""
+    """The file of one rank: appended to row by row, so that a killed process leaves at most one broken line.
+
+    Rows that a full disk doesn't take wait in memory: the job goes on, as it does without the saves that don't fit.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / METRICS_FILE
         self.attempts_path = folder / ATTEMPTS_FILE
+        self._waiting: list[Row] = []
+        self._in_memory: list[int] = []
+        """Descriptors of copies; a save that is on its way may still read the last but one."""
 
     def rows(self) -> list[dict[str, Any]]:
         """All whole rows; a line broken by a kill is dropped."""
-        rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []:
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return rows
+        return _rows_in(self._text())
+
+    def _text(self) -> str:
+        return self._written() + "".join(map(_line, self._waiting))
+
+    def _written(self) -> str:
+        return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
 
     def written_at(self) -> float | None:
         """When the file was last written on this machine (epoch); None where it isn't here."""
@@ -96,16 +106,67 @@ class MetricsLog:
         """Drops the rows of later steps, which are made again."""
         kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
         _replace(self.path, "".join(kept))
+        self._waiting.clear()
 
     def complete(self, step: int, validation: dict[str, Any]) -> None:
         """Puts into a step's row what its validation says now that it was made up for."""
         rows = [row | validation if row["step"] == step else row for row in self.rows()]
         _replace(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._waiting.clear()
 
     def append(self, row: Row) -> None:
-        """Writes one row through to the file."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row.as_json()) + "\n")
+        """Writes one row through to the file, or as soon as its disk has room again."""
+        self._waiting.append(row)
+        self._flush()
+
+    def _flush(self) -> None:
+        if len(self._waiting) > 1:  # where checkpoints lie beside the file, a copy may have taken its place
+            written = {row["step"] for row in _rows_in(self._written())}
+            self._waiting = [row for row in self._waiting if row.step not in written]
+        if append_all(self.path, "".join(map(_line, self._waiting))):
+            self._waiting.clear()
+
+    def to_copy(self) -> Path:
+        """The file; while rows wait, one in memory that has them too (Linux only): no checkpoint lacks a row."""
+        self._flush()
+        if not self._waiting:
+            return self.path
+        self._in_memory.append(os.memfd_create(METRICS_FILE))
+        for descriptor in self._in_memory[:-2]:
+            os.close(descriptor)
+        del self._in_memory[:-2]
+        path = Path(f"/proc/self/fd/{self._in_memory[-1]}")
+        path.write_text(self._text(), encoding="utf-8")
+        return path
+
+
+def _rows_in(text: str) -> list[dict[str, Any]]:
+    rows = []
+    for line in text.splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row.as_json()) + "\n"
+
+
+def append_all(path: Path, text: str) -> bool:
+    """Put all of `text` behind a file's end, or, where the disk is too full for it, nothing: False."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        if path.exists():
+            os.truncate(path, size)
+        return False
+    return True
 
 
 def _replace(path: Path, text: str) -> None:
