@@ -1,4 +1,5 @@
-"""Runbooks on a real job of this machine: healthy, with a slow rank, with one that stands still, then spoiled.
+"""Runbooks on a real job of this machine: healthy, with a slow rank, started again after a rank was killed, with one
+that stands still, then spoiled.
 
 One job of two ranks for the whole file. The rank is slowed by stopping and continuing its process, so that the fault is
 there for the trainer to notice, and nothing of it is played.
@@ -24,6 +25,7 @@ from trainyard.launch.record import FolderRecordStore
 from trainyard.operate.runbooks.__main__ import main
 from trainyard.operate.runbooks.catalog import RUNBOOKS
 from trainyard.operate.runbooks.evidence import Evidence, gather
+from trainyard.operate.runbooks.framework import Finding
 from trainyard.spec.job import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +37,7 @@ OVERRIDES = (
     "data.validation=[]",
     # Long enough for a rank that is slowed, short for one that is stopped.
     "recovery.hang_seconds=8",
-    "recovery.max_restarts=0",
+    "recovery.max_restarts=1",
     "checkpoint.every_steps=50",
     "checkpoint.keep_last=2",
 )
@@ -49,6 +51,10 @@ def rows_of(directory: Path) -> list[dict[str, object]]:
     path = directory / "output/metrics.jsonl"
     whole = path.read_text().splitlines()[:-1] if path.exists() else []
     return [json.loads(line) for line in whole]
+
+
+def last_step(directory: Path) -> int:
+    return int(str(rows_of(directory)[-1]["step"]))
 
 
 def wait_for(what: str, is_so: Callable[[], bool]) -> None:
@@ -111,8 +117,11 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Evide
         with slowed(pid_of(directory, 1)):
             wait_for("the slow rank to be noticed", lambda: is_named(directory))
             look("slow")
-        num_rows = len(rows_of(directory))
-        wait_for("steps without the fault", lambda: len(rows_of(directory)) > num_rows + 80)
+        os.kill(pid_of(directory, 1), signal.SIGKILL)
+        killed_at = last_step(directory)
+        wait_for("the next start's first steps", (directory / "output/recovery.jsonl").exists)
+        wait_for("steps without the fault", lambda: last_step(directory) > killed_at + 80)
+        look("passed")
         os.kill(pid_of(directory, 1), signal.SIGSTOP)
         wait_for("the host to find the rank", lambda: not is_running(directory))
         look("hung")
@@ -138,10 +147,14 @@ def named(evidence: Evidence) -> set[str]:
     }
 
 
-def decided(evidence: Evidence, name: str) -> str:
+def looked(evidence: Evidence, name: str) -> list[Finding]:
     (runbook,) = [one for one in RUNBOOKS if one.name == name]
     assert runbook.diagnose is not None
-    return " ".join(line for one in runbook.diagnose(evidence) for line in one.decided_by)
+    return runbook.diagnose(evidence)
+
+
+def decided(evidence: Evidence, name: str) -> str:
+    return " ".join(line for one in looked(evidence, name) for line in one.decided_by)
 
 
 @pytest.mark.full
@@ -151,6 +164,10 @@ def test_each_state_of_the_job_is_named_by_its_own_runbook_alone(course: dict[st
     assert named(course["healthy"]) <= {"job_slow"}, course["healthy"].recoveries
     assert named(course["slow"]) == {"job_slow"}
     assert "rank 1 on " in decided(course["slow"], "job_slow")
+    assert named(course["passed"]) <= {"job_slow"}, "the job has run past it"
+    assert [row["restart"] for row in course["passed"].recoveries] == [1]
+    (happened,) = [one for one in looked(course["passed"], "out_of_memory") if "ran past it" in one.words]
+    assert happened.kind == "clear" and "was killed by SIGKILL" in happened.decided_by[0]
     assert named(course["hung"]) - {"job_slow"} == {"job_hung"}, (course["hung"].failure, course["hung"].lines[-20:])
     assert "it is stopped (SIGSTOP or frozen)" in decided(course["hung"], "job_hung")
     # The job hung, and its newest checkpoint was spoiled afterwards: both are there now, and nothing else.
