@@ -313,7 +313,9 @@ class Release:
             if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
                 raise InputError(f"--image {digest}: must be sha256:<64 hex digits>")
             if not publish.is_there(account, repository, digest):
-                raise AwsRefusedError(f"--image {digest}: {repository.name} has none; publish it first")
+                raise AwsRefusedError(
+                    f"--image {digest}: {repository.name} has none; publish it first: scripts/publish_image ENV --push-only"
+                )
 
         return cls(current, lambda digest: publish.release(account, environment, repository, digest, say), check, say)
 

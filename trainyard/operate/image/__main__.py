@@ -111,7 +111,7 @@ def _publish(given: argparse.Namespace) -> None:
     _judge(image, given.image)
     if image.accelerator == "cpu" and not given.allow_cpu and not environment.emulated:
         raise InputError(f"{given.image}: is an image without CUDA, for checks on a laptop; --allow-cpu publishes it")
-    log = state_root() / "image" / "publish.log"
+    log = state_root() / "image" / f"publish-{environment.name}.log"
     if environment.emulated:
         _say("an emulated account has no registry: its ECR gets the manifest, and no layers")
     account = open_account(environment)
