@@ -1,6 +1,7 @@
 """Bytes that are wanted once come off a local disk past its page cache, the same ones, and hardly more of them."""
 
 import errno
+import fcntl
 import itertools
 import os
 import re
@@ -153,6 +154,86 @@ def test_a_file_that_is_cut_before_the_look_at_its_pages_is_read_plainly(tmp_pat
     path.write_bytes(bytes(100))
     with path.open("rb", buffering=0) as file:
         assert disk._is_cached(file.fileno(), 0, 2 << 20), "a mapping of more than there is is refused"
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """Bytes of each write past the cache; skips where the disk of `tmp_path` knows none."""
+    found: list[int] = []
+    real = os.pwrite
+
+    def pwrite(descriptor: int, content: memoryview, at: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            found.append(len(content))
+        return real(descriptor, content, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with disk.written_once(tmp_path / "probe", 2 << 20, durable=True) as file:
+        file.write(memoryview(bytes(2 << 20)))
+    if not found:
+        pytest.skip(f"the disk of {tmp_path} has no writes past the page cache")
+    found.clear()
+    return found
+
+
+def test_what_is_written_past_the_cache_is_what_was_given(tmp_path: Path, written: list[int]) -> None:
+    mib = 1 << 20
+    for lengths in ([mib], [mib - 1], [3, 5 * mib + 7, 0, 4096], [2 * mib, 2 * mib], [7 * mib + 1, 1]):
+        written.clear()
+        path, pieces = tmp_path / "shard", [os.urandom(length) for length in lengths]
+        with disk.written_once(path, sum(lengths) + 9, durable=True) as file:
+            for piece in pieces:
+                file.write(memoryview(piece))
+        num_bytes = sum(lengths)
+        assert num_bytes <= sum(written) < num_bytes + 4096
+        with path.open("rb", buffering=0) as there:
+            assert not disk._is_cached(there.fileno(), 0, num_bytes)
+        assert path.read_bytes() == b"".join(pieces), lengths
+
+
+def test_what_somebody_reads_next_and_what_is_small_goes_through_the_cache(tmp_path: Path, written: list[int]) -> None:
+    for name, num_bytes, durable in (("staged", 3 << 20, False), ("small", 1000, True)):
+        with disk.written_once(tmp_path / name, num_bytes, durable=durable) as file:
+            file.write(memoryview(bytes(num_bytes)))
+        assert (tmp_path / name).stat().st_size == num_bytes
+    assert written == []
+
+
+def test_a_file_system_without_such_writes_is_written_all_the_same(
+    tmp_path: Path, written: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = os.urandom(5 << 20)
+    real_open, real_write, refused = os.open, os.pwrite, list[int]()
+
+    def no_direct_open(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no")
+        return real_open(path, flags, mode)
+
+    def no_direct_write(descriptor: int, content: memoryview, at: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and at:
+            refused.append(at)
+            raise OSError(errno.EINVAL, "no")
+        return real_write(descriptor, content, at)
+
+    for name, changed in (("open", no_direct_open), ("pwrite", no_direct_write)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, changed)
+            with disk.written_once(tmp_path / name, len(content), durable=True) as file:
+                file.write(memoryview(content))
+        assert (tmp_path / name).read_bytes() == content
+    assert refused == [2 << 20], "once it was refused, nothing is asked past the cache any more"
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path, written: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, content: memoryview, at: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="No space"), disk.written_once(tmp_path / "a", 3 << 20, durable=True) as file:
+        file.write(memoryview(bytes(3 << 20)))
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
 
 
 def test_what_is_asked_of_the_disk_lies_in_one_huge_page_where_there_are_some() -> None:

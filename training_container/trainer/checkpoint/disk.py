@@ -1,19 +1,21 @@
-"""Reads of this host's files: through the page cache, or past it for bytes that are wanted once.
+"""Reads and writes of this host's files: through the page cache, or past it for bytes that are wanted once.
 
 A read through the cache costs the processor 0.4 to 0.7 ms a MiB (pages are found, filled, copied, and pushed out by
-later ones), past it 0.2 to 0.3 with the copy, and a block's hash less than 0.1: on the cores of benchmarks/results, by
-their load. So where ranks have hardly more cores than they restore with, this lets a restore keep closer to the disk.
-Bytes that the cache has already, as after a restart in place, come out of it.
+later ones), past it 0.2 with the copy, and a block's hash less than 0.1: on the cores of benchmarks/results, by their
+load. So where ranks have hardly more cores than they restore with, this lets a restore keep closer to the disk, and a
+save take less from the training beside it. Bytes that the cache has already come out of it.
 """
 
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +72,92 @@ def read_once_at(path: Path, start: int, memory: Sequence[memoryview]) -> int:
                 if error.errno != errno.EINVAL:  # that is how a file system says that it knows no such reads
                     raise
         return read_at(file.fileno(), start, memory)
+
+
+class Sink(Protocol):
+    """What is written from its beginning to its end."""
+
+    def write(self, content: memoryview, /) -> object:
+        """Takes all of it."""
+
+
+@contextlib.contextmanager
+def written_once(path: Path, num_bytes: int, *, durable: bool) -> Iterator[Sink]:
+    """A new file of about so many bytes. OSError.
+
+    `durable`: it is on the disk when the block ends, past the page cache where that can be. Otherwise it is in the page
+    cache, for who reads it next.
+    """
+    if durable and num_bytes >= _LEAST_BYTES and (descriptor := _opened_direct(path)) is not None:
+        try:
+            file = _DirectFile(descriptor)
+            yield file
+            file.finish()
+        finally:
+            os.close(descriptor)
+        return
+    with path.open("wb") as plain:
+        yield plain
+        if durable:
+            plain.flush()
+            os.fsync(plain.fileno())
+
+
+def _opened_direct(path: Path) -> int | None:
+    """A new file for direct writes; None where there are none."""
+    if os.major(path.parent.stat().st_dev) == 0:  # as for reads
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+
+
+class _DirectFile:
+    """A file that was opened for direct writes: whole blocks of it, out of one huge page."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._page = _huge_page()
+        self._num_kept = self._num_written = 0
+
+    def write(self, content: memoryview, /) -> None:
+        """Copies it, and writes what fills the page."""
+        left = np.frombuffer(content, dtype=np.uint8)
+        while len(left):
+            room = self._page[self._num_kept : self._num_kept + len(left)]
+            np.copyto(room, left[: len(room)])
+            left = left[len(room) :]
+            self._num_kept += len(room)
+            if self._num_kept == len(self._page):
+                self._put(self._num_kept)
+                self._num_kept = 0
+
+    def finish(self) -> None:
+        """The rest; the file has its size then, and is on the disk."""
+        num_bytes = self._num_written + self._num_kept
+        whole = _rounded_up(self._num_kept)
+        self._page[self._num_kept : whole] = 0
+        self._put(whole)
+        os.ftruncate(self._descriptor, num_bytes)
+        os.fsync(self._descriptor)
+
+    def _put(self, num_bytes: int) -> None:
+        left = self._page[:num_bytes]
+        while len(left):
+            try:
+                num_written = os.pwrite(self._descriptor, left.data, self._num_written)
+            except OSError as error:
+                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                    raise
+                # Some file systems open a file for such writes and then know none, of this size or at all.
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                continue
+            self._num_written += num_written
+            left = left[num_written:]
 
 
 def _is_worth_it(descriptor: int, start: int, num_bytes: int) -> bool:
@@ -143,18 +231,24 @@ def _scattered(content: _Bytes, targets: list[_Bytes]) -> list[_Bytes]:
 
 
 def _scratch() -> _Bytes:
-    """This thread's own: one huge page.
+    """This thread's own."""
+    scratch: _Bytes | None = getattr(_own, "scratch", None)
+    if scratch is None:
+        scratch = _own.scratch = _huge_page()
+    return scratch
+
+
+def _huge_page() -> _Bytes:
+    """Memory that is one huge page.
 
     A request to the disk lists its memory piece by piece, one for every page that doesn't lie beside the one before. Of
     512 pages it becomes several requests: the disk of a virtual machine brought 0.9 GiB/s to those, 2.4 to one page.
     """
-    scratch: _Bytes | None = getattr(_own, "scratch", None)
-    if scratch is None:
-        memory = mmap.mmap(-1, 2 * _SCRATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them gives small pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(memory, dtype=np.uint8)
-        first = -whole.ctypes.data % _SCRATCH_BYTES
-        scratch = _own.scratch = whole[first : first + _SCRATCH_BYTES]
-        scratch[:: mmap.PAGESIZE] = 0  # its pages now, not in the midst of a read
-    return scratch
+    memory = mmap.mmap(-1, 2 * _SCRATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them gives small pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    first = -whole.ctypes.data % _SCRATCH_BYTES
+    page = whole[first : first + _SCRATCH_BYTES]
+    page[:: mmap.PAGESIZE] = 0  # it is there now, not in the midst of a read
+    return page

@@ -10,18 +10,18 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.disk import written_once
 from trainer.checkpoint.group import Group, cores_a_rank
-from trainer.checkpoint.writing import HashedFiles, HashedStream
+from trainer.checkpoint.writing import ShardStream
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -119,16 +119,23 @@ class HostCopy:
             pairs.append((buffer, value))
         _copy(pairs)
 
-    def write(
-        self, plan: SavePlan, folder: Path, *, durable: bool
-    ) -> tuple[list[WriteResult], dict[str, HashedStream]]:
-        """Write the copied values as this rank's shard files in `folder`; the files by name, hashed."""
+    def write(self, plan: SavePlan, folder: Path, *, durable: bool) -> tuple[list[WriteResult], dict[str, ShardStream]]:
+        """Write the copied values as this rank's shard file in `folder`, named as DCP's own writer would.
+
+        The files by name, hashed; a rank with nothing to write has none. `durable`: they are on the disk then.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        # No copy-ahead: the values are in host memory already.
-        writer = FileSystemWriter(folder, sync_files=durable, per_thread_copy_ahead=0)
-        writer.fs = files = HashedFiles(self._buffers.values())
-        results: list[WriteResult] = writer.write_data(plan, _Buffered(self._buffers)).wait()
-        return results, files.written
+        if not plan.items:
+            return [], {}
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        buffers = [(item.index, self._buffers[item.index]) for item in plan.items]
+        results = []
+        with written_once(folder / name, sum(buffer.nbytes for _, buffer in buffers), durable=durable) as file:
+            shard = ShardStream(file)
+            for index, buffer in buffers:
+                start, num_bytes = shard.append(buffer)
+                results.append(WriteResult(index, num_bytes, _StorageInfo(name, start, num_bytes)))
+        return results, {name: shard}
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -160,18 +167,6 @@ def _copy_share(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():  # of each thread its own
         for buffer, value in pairs:
             buffer.copy_(value)
-
-
-class _Buffered(DefaultSavePlanner):
-    """Answers DCP's writer out of the buffers."""
-
-    def __init__(self, buffers: dict[MetadataIndex, torch.Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._by_index = buffers
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """The host copy of an item."""
-        return self._by_index[write_item.index]
 
 
 def _layout_of(tensor: torch.Tensor) -> Hashable:
