@@ -314,7 +314,8 @@ class Release:
                 raise InputError(f"--image {digest}: must be sha256:<64 hex digits>")
             if not publish.is_there(account, repository, digest):
                 raise AwsRefusedError(
-                    f"--image {digest}: {repository.name} has none; publish it first: scripts/publish_image ENV --push-only"
+                    f"--image {digest}: {repository.name} has none; publish it first "
+                    "(scripts/publish_image ENV --push-only)"
                 )
 
         return cls(current, lambda digest: publish.release(account, environment, repository, digest, say), check, say)
