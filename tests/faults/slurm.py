@@ -169,6 +169,8 @@ class SlurmSite:
 
     def act(self, kind: str, draw: random.Random) -> bool:
         if kind == "disk_full":
+            # A host that is lost meanwhile leaves no word: its loss can't be told from a failure.
+            self._is_to_be_resumed = True
             return fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5))
         if kind == "controller_lost":
             self._cluster.stop_controller()

@@ -4,13 +4,18 @@ The whole of it on a real Slurm is tests/launch/test_slurm_trainer.py.
 """
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import boto3
 import pytest
 from boto3.exceptions import RetriesExceededError
 from moto import mock_aws
 from trainer import inputs, slurm
+from trainer.host.recovery import Ending
 from trainer.inputs import bring_inputs
 from trainer.slurm import host_names, ranks_settings, read_place
 
@@ -66,6 +71,38 @@ def test_a_task_that_comes_after_the_stop_starts_nothing(tmp_path: Path) -> None
     assert (tmp_path / "host" / "resume_me").exists()
     assert slurm.run(tmp_path, {**STEP, "SLURMD_NODENAME": "gpu2"}) == 75
     assert (tmp_path / "hosts" / "gpu2" / "resume_me").exists()
+
+
+def test_what_a_killed_start_left_on_the_machine_goes_with_the_next_one_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where somebody resumed it, as another job of Slurm's."""
+    disk, job = tmp_path / "disk", SimpleNamespace(spec=None)
+    disk.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    monkeypatch.setattr(slurm, "read_job", lambda *_: job)
+    monkeypatch.setattr(slurm, "join_hosts", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(slurm, "first_address", lambda *_: "127.0.0.1")
+    seen = []
+
+    class Run:
+        def __init__(self, folders: Any, *_: Any) -> None:
+            self.work = folders.work
+
+        def run(self, _: Any) -> Ending:
+            seen.append(sorted(path.name for path in self.work.iterdir()))
+            (self.work / "staging").touch()
+            if len(seen) == 1:
+                raise KeyboardInterrupt  # in place of SIGKILL, after which nobody tidies
+            return Ending(0, "")
+
+    monkeypatch.setattr(slurm, "HostRun", Run)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", lambda path, **_: None)
+        slurm.run(tmp_path / "job-a", {**STEP, "TRAINYARD_SKIP_EFA_CHECK": "1"})
+    assert len(list(disk.iterdir())) == 1
+    assert slurm.run(tmp_path / "job-a", {**STEP, "SLURM_JOB_ID": "8", "TRAINYARD_SKIP_EFA_CHECK": "1"}) == 0
+    assert seen == [[], []] and list(disk.iterdir()) == []
 
 
 def test_a_wrong_job_folder_is_the_first_machines_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,8 @@ def run(directory: Path, settings: Mapping[str, str]) -> int:
             check_efa(job.spec.compute.instance_type or "")
         address = first_address(place, settings)
         data = directory / "output" if place.index == 0 else output / "data"
-        work = Path(tempfile.gettempdir()) / f"trainyard-{settings['SLURM_JOB_ID']}-{place.host}"
-        # A start before this one may have been killed here.
+        # Not by Slurm's number, which a resume changes: a start before this one may have been killed here.
+        work = Path(tempfile.gettempdir()) / f"trainyard-{directory.resolve().name}-{place.host}"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         hosts = join_hosts(place, job, address, settings)
