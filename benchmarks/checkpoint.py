@@ -105,7 +105,7 @@ class Ours(Contender):
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             local_dir=self._scratch / "local",
-            keep_last=1,
+            keep_last=2,  # of one alone each save would be read back; 3 are the default
             asynchronous=True,
             process_group=self._group,
             report=lambda line: None,
