@@ -68,7 +68,8 @@ class Story:
                 if voided.get(step, len(starts)) < len(starts):
                     del voided[step]
             elif (match := _RESUMED.match(event["line"])) and starts:
-                starts[-1]["resumed"] = int(match[1])
+                # What the start before lost is lost once, also where this one makes no step.
+                starts[-1]["resumed"] = last_step = int(match[1])
                 starts[-1]["has_begun"] = True
             elif match := _STEP.match(event["line"]):
                 last_step = int(match[1])

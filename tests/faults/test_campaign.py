@@ -202,6 +202,9 @@ def test_a_resume_from_before_a_commit_is_a_problem_and_from_before_a_spoiled_on
     told(*begun, "spoiled 6", "start", "resumed step=3 uri=x")
     restart = Story(tmp_path).restarts_after(5.5)[0]
     assert (restart["resumed"], restart["last_step"]) == (3, 6)
+    told(*begun, "spoiled 6", "start", "resumed step=3 uri=x", "start", "resumed step=3 uri=x")
+    lost = [start["last_step"] - start["resumed"] for start in Story(tmp_path).restarts_after(5.5)]
+    assert lost == [3, 0], "who was told to stop before its first step lost none"
 
 
 def _event(line: str) -> dict[str, object]:
