@@ -341,6 +341,18 @@ def test_ready_made_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
     assert data.vocab_size == 70_001
 
 
+def test_ready_made_tokens_of_a_small_vocabulary_need_no_more_than_theirs(tmp_path: Path) -> None:
+    """Of letters or proteins, say: without text nobody reads bytes."""
+    (tmp_path / "letters").mkdir()
+    np.save(tmp_path / "letters/a.npy", np.asarray([1, 2, 32] * 20, dtype=np.uint8))
+    letters = source(tmp_path / "letters", "tokens")
+    assert build(resolved({"train": [letters]}), tmp_path).vocab_size == 33
+    assert build(resolved({"train": [letters, source(corpus(tmp_path))]}), tmp_path).vocab_size == 257
+    np.save(tmp_path / "letters/b.npy", np.asarray([4, -1], dtype=np.int8))
+    with pytest.raises(InputError, match=r"b.npy: holds id -1, the vocabulary's ids are 0 to 4294967295"):
+        build(resolved({"train": [letters]}), tmp_path)
+
+
 def json_tokenizer(folder: Path, text: str = "hello world " * 50) -> Path:
     """A small BPE tokenizer with a BOS template."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers

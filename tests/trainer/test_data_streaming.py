@@ -18,7 +18,7 @@ from moto.server import ThreadedMotoServer
 from pyarrow import parquet
 from test_data import build, json_tokenizer, resolved, rows_of, source
 from test_data_webdataset import shards
-from trainer.data import JobData, s3_files
+from trainer.data import JobData, TextData, s3_files
 from trainer.data.readers import files_of
 from trainer.data.s3_files import PartCache, S3File
 from trainer.data.token_cache import open_token_cache
@@ -148,6 +148,25 @@ def test_streamed_tokens_give_the_batches_of_a_copy_bit_by_bit(
     assert flaky.num_failed >= 4
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("s3-parts")]
     assert "unigram_entropy_nats" in found.describe()
+
+
+@pytest.mark.usefixtures("flaky")
+def test_without_a_tokenizer_the_models_own_vocabulary_is_that_of_streamed_tokens(s3: Any, tmp_path: Path) -> None:
+    train = [{"path": upload(s3, token_shards(tmp_path / "tokens"), tmp_path.name), "format": "tokens"}]
+
+    def data_of(vocab_size: int) -> JobData:
+        job = resolved({"train": train, "streaming": True})
+        model = job.spec.model.model_copy(update={"config": {"model_type": "llama", "vocab_size": vocab_size}})
+        return build(job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})}), tmp_path)
+
+    data = data_of(256)
+    assert isinstance(data, TextData) and data.vocab_size == 256
+    assert steps_of(data, 1)[0]
+    data.close()
+    data = data_of(200)
+    with pytest.raises(InputError, match=r"holds id 2\d\d, the vocabulary's ids are 0 to 199"):
+        steps_of(data, 8)
+    data.close()
 
 
 def test_what_is_read_next_is_there_and_a_second_epoch_costs_nothing(s3: Any, flaky: Flaky, tmp_path: Path) -> None:
@@ -297,8 +316,6 @@ def test_what_streaming_cannot_do_is_refused(s3: Any, tmp_path: Path) -> None:
     tokens = {"path": uri, "format": "tokens"}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"train": [tokens]}, "or read them from S3 with data.streaming: true"),
-        ({"train": [tokens], "streaming": True}, "set data.tokenizer"),
-        ({"train": [tokens, source(tmp_path / "tokens", "tokens")], "streaming": True}, "can't be mixed"),
         ({"train": [{"path": f"{uri}/nothing", "format": "jsonl"}], "streaming": True}, "no file that ends in .jsonl"),
         ({"train": [{"path": "s3://nowhere/x", "format": "jsonl"}], "streaming": True}, "NoSuchBucket"),
         ({"train": [{"path": "s3://nowhere", "format": "jsonl"}], "streaming": True}, "must be s3://BUCKET/PATH"),

@@ -2,11 +2,11 @@
 
 Verified with torch 2.11.0 and transformers 5.17.0 (which takes huggingface-hub below 2) together in front of the pinned
 ones on PYTHONPATH, with what lean_imports leaves out: the short part of parity, products, families, adapters, 4 bits,
-optimizers, losses, compiled blocks, fp8, images, checkpoints, dry runs, collectives and the command itself (tests/trainer,
-but for full and slow cases), and the GPU benchmark's --tiny. Two cases of test_attention.py name kernels that the older
-ones lack: there packed documents take SDPA and a mask, and that is said. What stood in the way were parts that differ
-between versions of transformers, which this holds out, and the places that say so where they are met
-(`strategies/mesh.py`, `pipeline.py`, `tensor_parallel.py`, `models/build.py`).
+optimizers, losses, compiled blocks, fp8, images, checkpoints, dry runs, collectives and the command itself
+(tests/trainer, but for full and slow cases), and the GPU benchmark's --tiny. Two cases of test_attention.py name
+kernels that the older ones lack: there packed documents take SDPA and a mask, and that is said. What stood in the way
+were parts that differ between versions of transformers, which this holds out, and the places that say so where they are
+met (`strategies/mesh.py`, `pipeline.py`, `tensor_parallel.py`, `models/build.py`).
 """
 
 import ast

@@ -34,6 +34,7 @@ QLORA = {"kind": "qlora"}
 FSDP = {"data_shard": 8}
 ZERO = {"engine": "deepspeed", "data_replicate": 8, "zero_stage": 2}
 ZERO_BUBBLE = {"pipeline": 2, "pipeline_schedule": "zero_bubble", "data_shard": 4}
+TOKENS = {"path": "tenant://x", "format": "tokens"}
 IMAGES = {"train": [{"path": "x", "format": "webdataset"}], "packing": False}
 
 
@@ -41,7 +42,7 @@ def job_of(
     config: dict[str, Any], layout: dict[str, Any], source: str | None = None, **sections: Any
 ) -> dict[str, Any]:
     """A job on one host of eight GPUs; `source`: stands for a folder with a configuration."""
-    data: Any = {"train": [{"path": "tenant://x", "format": "tokens"}], "sequence_length": 4096, "packing": True}
+    data: Any = {"train": [TOKENS], "sequence_length": 4096, "packing": True}
     training: Any = {"steps": 10, "global_batch_size": 64, "learning_rate": 1e-4, "micro_batch_size": 1}
     job = {
         "name": "test",
@@ -137,6 +138,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "has 64 positions",
     ),
     "images for language": (job_of(LLAMA, FSDP, data=IMAGES), "webdataset is for images"),
+    "tokens of who knows which ids, streamed": (
+        job_of({name: value for name, value in LLAMA.items() if name != "vocab_size"}, FSDP, data={"streaming": True}),
+        "set model.config.vocab_size or data.tokenizer",
+    ),
+    "tokens and text, streamed": (
+        job_of(LLAMA, FSDP, data={"streaming": True, "train": [TOKENS, {"path": "tenant://y", "format": "jsonl"}]}),
+        "can't be mixed with other sources",
+    ),
     "no template": (
         job_of(LLAMA, FSDP, data={"train": [{"path": "x", "format": "jsonl", "messages_field": "m"}]}),
         "messages_field: needs a chat template",
@@ -237,6 +246,7 @@ def test_a_launch_is_refused_in_the_trainers_words(case: str, tmp_path: Path) ->
 def test_what_goes_together_is_launched() -> None:
     for layout in ({"pipeline": 2, "data_shard": 4}, {"context": 2, "data_shard": 4}, {"tensor": 2, "data_shard": 4}):
         planner.resolve(parse(JobSpec, job_of(LLAMA, layout), "job"))
+    planner.resolve(parse(JobSpec, job_of(LLAMA, FSDP, data={"streaming": True}), "job"))
     planner.resolve(parse(JobSpec, job_of(LLAMA, ZERO | {"deepspeed": {"aio": {"block_size": 4096}}}), "job"))
 
 

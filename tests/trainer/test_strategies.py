@@ -132,7 +132,7 @@ def test_a_model_without_a_vocabulary_size_gets_the_tokenizers() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MODEL | {"vocab_size": 50}, r"vocab_size is 50, but the tokenizer emits ids up to 95"),
+        (MODEL | {"vocab_size": 50}, r"vocab_size is 50, but the data's ids go up to 95"),
         (MODEL | {"max_position_embeddings": 8}, r"sequence_length is 24, but the model has 8 positions"),
         (MODEL | {"model_type": "llamma"}, r"model\.config: .*llamma"),
         (MODEL | {"hidden_size": 65}, r"model\.config: "),

@@ -145,6 +145,31 @@ def _data_obstacles(job: JobSpec) -> Iterator[str]:
                     f"{where}.messages_field: needs a chat template, and without a tokenizer there is none beside it;"
                     " set data.tokenizer to a directory with one, or data.chat_template to a Jinja file"
                 )
+    yield from _streaming_obstacles(job)
+
+
+def _streaming_obstacles(job: JobSpec) -> Iterator[str]:
+    ready_made = [
+        source.format == "tokens" and source.path.startswith(("s3://", "tenant://")) for source in job.data.train
+    ]
+    if not job.data.streaming or not any(ready_made):
+        return
+    if not all(ready_made):
+        yield (
+            "data.train: tokens that are streamed from S3 can't be mixed with other sources; tokenize all of them"
+            " beforehand, or set data.streaming: false and launch the job, which copies them"
+        )
+    elif job.data.tokenizer is None and job.model.source is None and stated_vocabulary(job) is None:
+        yield (
+            "data.train: streamed tokens are not all read before training, so their vocabulary must be known: set"
+            " model.config.vocab_size or data.tokenizer"
+        )
+
+
+def stated_vocabulary(job: JobSpec) -> int | None:
+    """How many ids a new model's configuration has a place for; None where it leaves that to the data."""
+    size = (job.model.config or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _classification_obstacles(job: JobSpec) -> Iterator[str]:

@@ -15,10 +15,11 @@ from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
 from trainer.data.streamed_tokens import are_streamed, open_streamed_tokens
 from trainer.data.token_cache import TokenCache, open_token_cache
 from trainer.data.token_units import Vocabulary
-from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
+from trainer.data.tokenizer import TextTokenizer, tokenizer_file_of, tokenizer_of
 from trainer.speech import say
 from trainyard.errors import InputError
-from trainyard.spec.job import DataSource, DataSpec, ResolvedJob, ValidationSource
+from trainyard.spec.job import DataSource, DataSpec, JobSpec, ResolvedJob, ValidationSource
+from trainyard.spec.obstacles import stated_vocabulary
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         if field == "train" and are_streamed(sources, streaming=spec.data.streaming):
             return open_streamed_tokens(
                 sources,
-                Vocabulary(tokenizer.vocab_size, vocab_is_open),
+                _vocabulary_of_streamed(spec, tokenizer),
                 cache_dir,
                 cache_bytes=_cache_bytes(job),
             )
@@ -139,6 +140,14 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         tokenizer_digest=tokenizer.digest,
         bad_records=_told(caches),
     )
+
+
+def _vocabulary_of_streamed(spec: JobSpec, tokenizer: TextTokenizer) -> Vocabulary:
+    """Nobody has counted their ids: without a tokenizer they are those that the new model has a place for."""
+    has_own = spec.data.tokenizer is not None or spec.model.source is not None
+    size = tokenizer.vocab_size if has_own else stated_vocabulary(spec)
+    assert size is not None, "refused by spec.obstacles"
+    return Vocabulary(size, is_open=False)
 
 
 def _table(cache: TokenCache, field: str, data: DataSpec) -> SequenceTable:

@@ -62,25 +62,15 @@ def _range(file: TokenFile, begin: int, end: int) -> tuple[S3File, int, int]:
 
 
 def are_streamed(sources: Sequence[DataSource], *, streaming: bool) -> bool:
-    """Whether the sources stay in S3: ready-made tokens do; anything else is tokenized as it is read."""
-    remote = [source.format == "tokens" and source.path.startswith("s3://") for source in sources]
-    if streaming and any(remote) and not all(remote):
-        raise InputError(
-            "data.train: tokens that are streamed from S3 can't be mixed with other sources; tokenize all of them"
-            " beforehand, or set data.streaming: false and launch the job, which copies them"
-        )
-    return streaming and all(remote)
+    """Whether the sources stay in S3: ready-made tokens do; anything else is tokenized as it is read. (A mixture is
+    refused by `trainyard.spec.obstacles`.)"""
+    return streaming and all(source.format == "tokens" and source.path.startswith("s3://") for source in sources)
 
 
 def open_streamed_tokens(
     sources: Sequence[DataSource], vocabulary: Vocabulary, cache_dir: Path, *, cache_bytes: int
 ) -> TokenCache:
     """The tokens of sources in S3, nothing read but the files' headers; `cache_bytes` of them are kept on disk."""
-    if vocabulary.is_open:
-        raise InputError(
-            "data.train: streamed tokens are not all read before training, so their vocabulary must be known: set"
-            " data.tokenizer"
-        )
     files = [TokenFile.of(file) for source in sources for file in files_of(source, streaming=True)]
     filled = [file for file in files if file.num_tokens]
     if not filled:

@@ -89,7 +89,9 @@ def open_token_cache(
     `where` names the data set in messages; `streaming`: s3:// sources are read where they lie, once.
     `shared`: where hosts find each other's units. Any number of processes may call this at once: they share the work.
     """
-    vocabulary = Vocabulary(tokenizer.vocab_size, vocab_is_open)
+    is_ready_made = vocab_is_open and all(source.format == "tokens" for source in sources)
+    # Without text the fallback's 257 bytes are nobody's ids: a model of proteins or of letters has a few dozen.
+    vocabulary = Vocabulary(0 if is_ready_made else tokenizer.vocab_size, vocab_is_open)
     parts = _parts(sources, tokenizer, chat_template, vocabulary, streaming)
     key = hashlib.sha256(json.dumps([_FORMAT_VERSION, vocab_is_open, [part.key for part in parts]]).encode())
     folder, units_folder = cache_dir / key.hexdigest()[:24], cache_dir / "units"

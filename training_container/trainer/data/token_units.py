@@ -219,7 +219,8 @@ def check_ids(ids: npt.NDArray[Any], where: str, vocabulary: Vocabulary) -> None
     largest, smallest = int(ids.max()), int(ids.min())
     if smallest < 0 or largest >= 1 << 32 or (largest >= vocabulary.size and not vocabulary.is_open):
         wrong = smallest if smallest < 0 else largest
-        raise InputError(f"{where}: holds id {wrong}, the tokenizer's ids are 0 to {vocabulary.size - 1}")
+        most = (1 << 32 if vocabulary.is_open else vocabulary.size) - 1
+        raise InputError(f"{where}: holds id {wrong}, the vocabulary's ids are 0 to {most}")
 
 
 def _batches(records: Iterable[Record]) -> Iterator[Sequence[Record]]:

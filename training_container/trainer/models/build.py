@@ -106,8 +106,8 @@ def _check_fits(job: ResolvedJob, model: PreTrainedModel, vocab_size: int) -> No
     config = model.config.get_text_config()
     if config.vocab_size < vocab_size:
         raise InputError(
-            f"model vocab_size is {config.vocab_size}, but the tokenizer emits ids up to {vocab_size - 1}:"
-            f" set model.config.vocab_size to at least {vocab_size}, or give the model's own tokenizer"
+            f"model vocab_size is {config.vocab_size}, but the data's ids go up to {vocab_size - 1}:"
+            f" set model.config.vocab_size to at least {vocab_size}, or use the model's own tokenizer"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions < job.spec.data.sequence_length:
