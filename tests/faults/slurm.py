@@ -195,7 +195,8 @@ class SlurmSite:
         elif kind == "time_limit":
             self._let_the_limit_come(slurm_id, starts)
         elif kind == "scancel_signal":
-            to = draw.choice((["--batch"], ["--full"], []))
+            # Not --full, which ends srun, and that kills its tasks at once.
+            to = draw.choice((["--batch"], []))
             self._cluster.command("scancel", "--signal=TERM", *to, slurm_id)
         elif kind == "scancel":
             self._is_to_be_resumed = True

@@ -160,6 +160,26 @@ def test_a_preempted_job_saves_and_comes_back(desk: Desk) -> None:
     assert [change.note for change in status.record.states if change.state == "Interrupted"] == ["preempted"]
 
 
+def test_a_start_that_slurm_ends_is_not_held_up_by_telling_its_tasks_once_more(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm refuses to signal such a job, and its own commands try again for as long as it lets the script live."""
+    commands, called = desk.folder / "bin", desk.folder / "called"
+    commands.mkdir()
+    (commands / "scancel").write_text(f'#!/bin/sh\necho "$@" >> {called}\nexec {desk.cluster.bin}/scancel "$@"\n')
+    (commands / "scancel").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    # Started anew, it waits for a further signal, which this time is its script's to hand on.
+    record = desk.launch("handed", "[ $start = 3 ] && exit 0; wait_for_a_signal", max_resumes=1)
+    desk.running_on_both(record)
+    desk.cluster.command("scontrol", "requeue", desk.slurm_id(record))
+    desk.running_on_both(record, starts=2)
+    assert not called.exists()
+    desk.cluster.command("scancel", "--signal=TERM", "--batch", desk.slurm_id(record))
+    assert desk.ended(record).state == "Completed"
+    assert called.read_text() == f"--quiet --signal=TERM {desk.slurm_id(record)}\n"
+
+
 def test_a_tenants_job_has_its_record_in_the_tenants_bucket(
     desk: Desk, deployed: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,12 @@ of_slurm() { scontrol --oneliner show job "$$SLURM_JOB_ID" | sed -n "s/.* $$1=\\
 code=0
 told=""
 # The file is for tasks that are only just being started, which a signal doesn't reach.
-on_stop() { told=$$SECONDS; touch told; scancel --quiet --signal=TERM "$$SLURM_JOB_ID"; }
+on_stop() {
+  told=$$SECONDS
+  touch told
+  # Where Slurm ends this start itself, it has told the tasks, and scancel would try in vain until KillWait is over.
+  case "$$(of_slurm JobState)" in RUNNING | "") scancel --quiet --signal=TERM "$$SLURM_JOB_ID" ;; esac
+}
 reason_of() { cat host/failure hosts/*/failure 2> /dev/null | head -n 1; }
 # Step by step: with this signal scancel takes a job's number for the wish that it be cancelled.
 kill_tasks() {
