@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from planner_cross_validation import Case, held_out
-from planner_fit import TimeCase, left_out
+from planner_fit import TimeCase, constants_table, fit, left_out, without_each
 
 from trainyard.errors import InputError
 from trainyard.hardware import gpu, instance
@@ -751,14 +751,23 @@ def cross_validated_time(folder: Path) -> Iterator[str]:
     if len({case.source for _, case in pairs}) < 2:
         yield "step time: fewer than two sources, nothing to leave out"
         return
-    errors = {id(case): error for case, error in left_out([case for _, case in pairs])}
+    cases = [case for _, case in pairs]
+    fitted = without_each(cases)
+    errors = {id(case): error for case, error in left_out(cases, fitted)}
     unseen = []
     for score, case in pairs:
         slower = 1 if score.metric in STEP_METRICS else -1
         predicted = score.measured * math.exp(slower * errors[id(case)])
         unseen.append((replace(score, predicted=predicted), case))
     yield "step time and throughput, fitted without the source that is scored"
-    yield from report([score for score, _ in unseen])
+    held = [score for score, _ in unseen]
+    yield from report(held)
+    for name in ("vtrain_single", "vtrain_multi"):
+        members = [error(score) for score in held if score.file == name]
+        if members:
+            yield f"{name}: mean error of a time {statistics.fmean(members):.1%}"
+    if rows := _rows(folder, "train_rows"):
+        yield from by_kind(held, rows)
     yield "\n" + coverage("sources known", pairs)
     yield coverage("source left out", unseen)
     for kind in (SPREAD_DENSE, SPREAD_NEW, SPREAD_LAUNCH):
@@ -771,6 +780,8 @@ def cross_validated_time(folder: Path) -> Iterator[str]:
             yield coverage(f"source left out, interval x {kind:g}", members)
     for source in dict.fromkeys(case.source for _, case in unseen):
         yield coverage(f"left out: {source}", [pair for pair in unseen if pair[1].source == source])
+    yield ""
+    yield from constants_table([case for case in cases if case.fitted], fit(cases))
 
 
 PARTS: list[Callable[[Path], Iterator[str]]] = [cross_validated_memory, cross_validated_time]

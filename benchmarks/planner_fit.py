@@ -9,7 +9,7 @@ source counts by the square root of its rows; a wild row counts little.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,8 @@ GUESSES: dict[str, tuple[float, float, float]] = {
     "send_exposed": (0.3, 0.05, 1.0),
     "data_overlap": (0.8, 0.5, 1.0),
     "data_exposed": (0.05, 0.005, 0.2),
+    "unaligned_speed": (0.5, 0.15, 1.0),
+    "proxy_peer_seconds": (10e-6, 2e-6, 40e-6),
     "optimizer_passes": (1.5, 1.0, 4.0),
     "jitter_per_doubling": (0.002, 0.0005, 0.03),
 }
@@ -151,10 +153,37 @@ def _slopes(chosen: Sequence[TimeCase], weights: Vector, values: Vector, now: Ve
     return slopes
 
 
-def left_out(cases: Sequence[TimeCase]) -> Iterator[tuple[TimeCase, float]]:
-    """Every case with the log error of constants that never saw its source."""
-    for source in dict.fromkeys(case.source for case in cases):
-        constants = fit([case for case in cases if case.source != source])
-        for case in cases:
-            if case.source == source:
-                yield case, case.log_error(constants)
+def without_each(cases: Sequence[TimeCase]) -> dict[str, Constants]:
+    """By source, constants that never saw it."""
+    return {
+        source: fit([case for case in cases if case.source != source])
+        for source in dict.fromkeys(case.source for case in cases)
+    }
+
+
+def left_out(cases: Sequence[TimeCase], fitted: Mapping[str, Constants]) -> Iterator[tuple[TimeCase, float]]:
+    """Every case with the log error of the constants that never saw its source."""
+    for case in cases:
+        yield case, case.log_error(fitted[case.source])
+
+
+def constants_table(cases: Sequence[TimeCase], constants: Constants) -> Iterator[str]:
+    """Each constant: fitted, shipped, its bounds and first guess, and how many sources' times it has any part in.
+
+    What one source alone decides stays at its first guess where that is left out.
+    """
+    yield f"{'constant':26} {'fitted':>10} {'shipped':>10} {'least':>10} {'guess':>10} {'most':>10} {'sources':>8}"
+    before = [case.log_error(constants) for case in cases]
+    for name, (guess, least, most) in GUESSES.items():
+        value = getattr(constants, name)
+        moved = dataclasses.replace(constants, **{name: value * (0.98 if math.isclose(value, most) else 1.02)})
+        sources = {case.source for case, old in zip(cases, before, strict=True) if case.log_error(moved) != old}
+        numbers = (value, getattr(Constants(), name), least, guess, most)
+        words = [
+            f"on its bound, the {word}"
+            for word, bound in (("least", least), ("most", most))
+            if math.isclose(value, bound)
+        ]
+        words += [f"decided by one source: {source[:50]}" for source in sources if len(sources) == 1]
+        shown = " ".join(f"{number:10.4g}" for number in numbers)
+        yield f"{name:26} {shown} {len(sources):8d}  {'; '.join(words)}".rstrip()

@@ -25,6 +25,16 @@ from planner_accuracy import (  # noqa: E402
     unscored,
 )
 from planner_cross_validation import Case, held_out, loss, refit  # noqa: E402
+from planner_fit import GUESSES, TimeCase, constants_table  # noqa: E402
+
+from trainyard.planner.predict import understand  # noqa: E402
+from trainyard.planner.timing import (  # noqa: E402
+    DEFAULT_CONSTANTS,
+    SPREAD_DENSE,
+    SPREAD_LAUNCH,
+    SPREAD_NEW,
+    Constants,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,3 +188,27 @@ def test_both_tables_are_printed(printed: tuple[str, list[dict[str, str]]]) -> N
     assert "finetune_memory: 100% of 2 peaks within the need" in output
     table = output[output.index("peak memory, by source") :]
     assert "table A" in table and "table B" in table and "shipped held out" in table
+
+
+def test_no_constant_stands_outside_the_fit_and_the_page_counts_them() -> None:
+    names = {field.name for field in dataclasses.fields(Constants)}
+    assert names - set(GUESSES) == {"bandwidth_efficiency"} and not set(GUESSES) - names
+    page = (REPOSITORY / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert f"{len(GUESSES)} constants are fitted" in page
+    for name, (guess, least, most) in GUESSES.items():
+        assert least < guess < most and least <= getattr(Constants(), name) <= most, name
+        if getattr(Constants(), name) in (least, most):
+            assert f"`{name}`" in page, "a constant on its bound is named"
+    for factor in (SPREAD_DENSE, SPREAD_NEW, SPREAD_LAUNCH):
+        assert f"| {factor:g} |" in page
+
+
+def test_the_table_of_constants_says_what_one_source_decides_alone() -> None:
+    rows = {"layers": 24, "hidden": 2048, "heads": 16, "seq": 1024, "gpus": 8, "micro_batch": 8, "global_batch": 64}
+    asked = {"one": {"gpu": "V100", "precision": "fp16"}, "two": {"gpu": "A100", "precision": "bf16"}}
+    cases = [TimeCase(source, understand(rows | fields), 1.0) for source, fields in asked.items()]
+    told = {line.split()[0]: line for line in constants_table(cases, DEFAULT_CONSTANTS)}
+    assert told["ceiling_volta"].endswith("1  decided by one source: one")
+    assert told["ceiling_ampere"].endswith("1  decided by one source: two")
+    assert told["half_depth"].endswith(" 2") and told["moe_passes"].endswith(" 0")
+    assert told["ceiling_blackwell"].endswith("on its bound, the least")

@@ -13,7 +13,7 @@ from trainyard.cli.app import run
 from trainyard.planner import plan, search
 from trainyard.planner.drawing import WIDTH, Bar, Scale, stacked_bars, ticks
 from trainyard.planner.money import todays_book
-from trainyard.planner.page import apart, page_of
+from trainyard.planner.page import apart, decades, page_of
 from trainyard.spec.job import JobSpec
 
 MakeJob = Callable[..., JobSpec]
@@ -113,6 +113,10 @@ def test_bars_are_as_long_as_their_values() -> None:
 def test_scales_ticks_and_labels() -> None:
     assert ticks(10) == [0, 2, 4, 6, 8, 10]
     assert ticks(0) == [0.0]
+    assert list(decades(0.2, 4)) == pytest.approx([0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3]), (
+        "less than an hour has its marks too"
+    )
+    assert list(decades(20, 100)) == [20, 30, 50, 70, 100]
     scale = Scale(1, 100, 0, 200, logarithmic=True)
     assert (scale.at(1), scale.at(10), scale.at(100), scale.at(1e6)) == (0, pytest.approx(100), 200, 200)
     assert [place[0] for place in apart([(10, "a", ""), (12, "b", ""), (90, "c", "")])] == [10, 25, 90]

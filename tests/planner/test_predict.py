@@ -8,6 +8,7 @@ import pytest
 
 from trainyard.errors import InputError
 from trainyard.planner import Errors, predict, predict_jsonl
+from trainyard.planner.communication import EFA, INFINIBAND
 from trainyard.planner.predict import understand
 
 OUTPUTS = {
@@ -338,3 +339,11 @@ def test_words_that_nobody_counts_are_padded_ones() -> None:
     gpt = {"layers": 12, "hidden": 1024, "ffn": 4096, "heads": 16, "gpu": "A100", "micro_batch": 8, "seq": 1024}
     unsaid, padded, counted = (predict(gpt | words) for words in ({}, {"vocab": 50304}, {"vocab": 50257}))
     assert unsaid == padded and counted["step_seconds"] > 1.1 * padded["step_seconds"]
+
+
+def test_the_network_is_efa_where_the_words_say_so_and_infiniband_or_its_like_elsewhere() -> None:
+    asked = {"model": "llama-2-7b", "gpu": "H100", "gpus": 64, "global_batch": 64, "framework": "FSDP1"}
+    words = ("EFA 3200", "p5.48xlarge", "InfiniBand 400 Gb/s per GPU", "RoCE 400 Gb/s per GPU", None)
+    networks = [understand(asked | {"interconnect": said}).links.network for said in words]
+    assert networks == [EFA, EFA, INFINIBAND, INFINIBAND, INFINIBAND]
+    assert understand(asked | {"interconnect": "the default, 400 Gb/s"}).links.network == INFINIBAND

@@ -19,31 +19,45 @@ SWITCH_REDUCTION_GAIN = 1.21
 SWITCH_REDUCTION_LINK_GB_PER_SECOND = 450
 """GPUs with at least this link have switches that add."""
 
-NETWORK_EFFICIENCY = 0.85
-"""Bus bandwidth of large messages over the network's peak: 42 to 45 of 50 GB/s a GPU in an all-to-all over EFA."""
-
 LINK_LATENCY_SECONDS = 13e-6
 """All-reduce of 8 bytes within a node."""
 
 LINK_LATENCY_PER_DOUBLING = 0.35e-6
 """What each doubling of a small message adds to that."""
 
-NETWORK_LATENCY_SECONDS = 54e-6
-"""What two nodes add to that; it grows with the logarithm of the nodes, as in NCCL's trees."""
-
 LINK_FILL_SECONDS, LINK_FILL_BYTES = 45e-6, 4e6
 """What a large all-reduce within a node loses until all its links are busy; messages of that size lose half of it."""
-
-NETWORK_STEP_SECONDS, NETWORK_STEP_BYTES = 50e-6, 32e3
-"""What a message over the network loses when it is no longer sent with its flag (NCCL's LL and LL128 protocols)."""
-
-NETWORK_FILL_SECONDS, NETWORK_FILL_BYTES = 360e-6, 24e6
-"""What a large one loses until every card is busy."""
 
 PEER_SECONDS = 5e-6
 """What every peer in another node adds to an all-to-all."""
 
 SEND_LATENCY_SECONDS = 20e-6
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a kind of network costs beside the rate of its cards."""
+
+    efficiency: float
+    """Bus bandwidth of large messages over the network's peak."""
+    latency_seconds: float
+    """What two nodes add to a node's own latency; it grows with the logarithm of the nodes, as in NCCL's trees."""
+    step_seconds: float
+    """What a message loses when it is no longer sent with its flag (NCCL's LL and LL128 protocols)."""
+    fill_seconds: float
+    """What a large one loses until every card is busy; of `fill_bytes` it loses half of that."""
+    fill_bytes: float
+
+
+EFA = Network(efficiency=0.85, latency_seconds=54e-6, step_seconds=50e-6, fill_seconds=360e-6, fill_bytes=24e6)
+"""AWS's: 42 to 45 of 50 GB/s a GPU in an all-to-all."""
+
+INFINIBAND = Network(efficiency=0.95, latency_seconds=12e-6, step_seconds=0.0, fill_seconds=40e-6, fill_bytes=4e6)
+"""And RoCE: 24 of 25 GB/s a card is what NCCL's maintainers call usual. 24 A100 in 3 nodes of four such cards had 96 of
+100 GB/s at 128 MB, and 85 as the mean of all sizes from 1 MB to that (github.com/NVIDIA/nccl-tests/issues/119)."""
+
+STEP_BYTES = 32e3
+"""Where NCCL changes its protocol."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,7 @@ class Fabric:
     """Of one GPU, to the others of its node."""
     node_gb_per_second: float
     """Of one node, to the others."""
+    network: Network = EFA
 
 
 @dataclass(frozen=True)
@@ -73,12 +88,12 @@ class Group:
 def fabric_of(machine: Instance) -> Fabric:
     """The fabric of a cluster of one AWS instance type."""
     assert machine.gpu is not None
-    return fabric(machine.gpu, machine.num_gpus, machine.network_gb_per_second)
+    return fabric(machine.gpu, machine.num_gpus, machine.network_gb_per_second, EFA)
 
 
-def fabric(device: Gpu, gpus_per_node: int, node_gb_per_second: float) -> Fabric:
+def fabric(device: Gpu, gpus_per_node: int, node_gb_per_second: float, network: Network = INFINIBAND) -> Fabric:
     """The fabric of nodes of `gpus_per_node` GPUs."""
-    return Fabric(gpus_per_node, device.link_gb_per_second, node_gb_per_second)
+    return Fabric(gpus_per_node, device.link_gb_per_second, node_gb_per_second, network)
 
 
 def group(size: int, stride: int, gpus_per_node: int) -> Group:
@@ -86,14 +101,14 @@ def group(size: int, stride: int, gpus_per_node: int) -> Group:
     return Group(size, max(1, min(size, gpus_per_node // stride)))
 
 
-def _latency_seconds(total_bytes: float, members: Group) -> float:
+def _latency_seconds(total_bytes: float, members: Group, network: Network) -> float:
     """What an all-reduce costs beyond its bytes over bandwidth: hops, and the filling of the pipeline by segments."""
     if members.num_nodes == 1:
         small = LINK_LATENCY_SECONDS + LINK_LATENCY_PER_DOUBLING * math.log2(1 + total_bytes / 16)
         return small + LINK_FILL_SECONDS * total_bytes / (total_bytes + LINK_FILL_BYTES)
-    latency = LINK_LATENCY_SECONDS + NETWORK_LATENCY_SECONDS * math.log2(members.num_nodes)
-    step = NETWORK_STEP_SECONDS * total_bytes / (total_bytes + NETWORK_STEP_BYTES)
-    return latency + step + NETWORK_FILL_SECONDS * total_bytes / (total_bytes + NETWORK_FILL_BYTES)
+    latency = LINK_LATENCY_SECONDS + network.latency_seconds * math.log2(members.num_nodes)
+    step = network.step_seconds * total_bytes / (total_bytes + STEP_BYTES)
+    return latency + step + network.fill_seconds * total_bytes / (total_bytes + network.fill_bytes)
 
 
 def _volume_seconds(total_bytes: float, members: Group, links: Fabric, gain: float, *, ring: bool) -> float:
@@ -110,14 +125,15 @@ def _volume_seconds(total_bytes: float, members: Group, links: Fabric, gain: flo
 
 def _network_bandwidth(links: Fabric) -> float:
     """Bytes/s between nodes for one GPU: the groups that share a node share its network cards."""
-    return links.node_gb_per_second * NETWORK_EFFICIENCY / links.gpus_per_node * 1e9
+    return links.node_gb_per_second * links.network.efficiency / links.gpus_per_node * 1e9
 
 
 def all_gather_seconds(total_bytes: float, members: Group, links: Fabric) -> float:
     """All-gather of a result of `total_bytes` (or reduce-scatter of such an input)."""
     if members.size <= 1 or total_bytes <= 0:
         return 0.0
-    return _latency_seconds(total_bytes, members) / 2 + _volume_seconds(total_bytes, members, links, 1.0, ring=True)
+    latency = _latency_seconds(total_bytes, members, links.network) / 2
+    return latency + _volume_seconds(total_bytes, members, links, 1.0, ring=True)
 
 
 def all_reduce_seconds(total_bytes: float, members: Group, links: Fabric) -> float:
@@ -126,7 +142,7 @@ def all_reduce_seconds(total_bytes: float, members: Group, links: Fabric) -> flo
         return 0.0
     adds = links.link_gb_per_second >= SWITCH_REDUCTION_LINK_GB_PER_SECOND
     gain = SWITCH_REDUCTION_GAIN if adds else 1.0
-    return _latency_seconds(total_bytes, members) + 2 * _volume_seconds(
+    return _latency_seconds(total_bytes, members, links.network) + 2 * _volume_seconds(
         total_bytes, members, links, gain, ring=not adds
     )
 
@@ -139,7 +155,7 @@ def all_to_all_seconds(total_bytes: float, members: Group, links: Fabric) -> flo
     outside = total_bytes * (members.size - members.per_node) / members.size
     within = links.link_gb_per_second * LINK_EFFICIENCY * 1e9
     peers = PEER_SECONDS * (members.size - members.per_node)
-    latency = _latency_seconds(total_bytes, members) / 2 + peers
+    latency = _latency_seconds(total_bytes, members, links.network) / 2 + peers
     return latency + max(inside / within, outside / _network_bandwidth(links))
 
 

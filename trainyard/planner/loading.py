@@ -11,7 +11,8 @@ from trainyard.spec.job import ImageSpec, JobSpec
 
 IMAGES_PER_CORE_SECOND = 298.0
 """JPEGs of 500 x 375 pixels and 113 KB, decoded, cropped and scaled to 224 by the trainer's code in one thread of an
-AMD EPYC (benchmarks/planner_decoding.py, 2026-11-22). AWS's virtual processors are taken for such cores; unmeasured."""
+AMD EPYC (benchmarks/planner_decoding.py, 2026-11-22). Another machine's, a day later, had 518 to 566. AWS's virtual
+processors, halves of cores, are taken for the slower ones; unmeasured."""
 
 INTERPRETER_IMAGES_PER_SECOND = 1400.0
 """Of one process, should all that isn't decoding or scaling (0.7 of an image's 3.4 ms, as measured there) hold the

@@ -171,7 +171,7 @@ def _scaling(job: JobSpec, book: PriceBook) -> str:
         picture.line(across.at(count), 40, across.at(count), 345, colour="#eee")
         picture.text(across.at(count), 360, f"{count}", anchor="middle", colour="#666")
     picture.text((across.start + across.end) / 2, 384, "GPUs", anchor="middle", colour="#666")
-    for value in _spaced(_decades(up.low, up.high), up, 18):
+    for value in _spaced(decades(up.low, up.high), up, 18):
         picture.line(across.start, up.at(value), across.end, up.at(value), colour="#eee")
         picture.text(across.start - 8, up.at(value) + 4, count_of(int(value)), anchor="end", colour="#666")
     ends = []
@@ -204,8 +204,9 @@ def apart(places: Sequence[tuple[float, str, str]], least: float = 15.0) -> list
     return found
 
 
-def _decades(low: float, high: float) -> Iterator[float]:
-    value = 1.0
+def decades(low: float, high: float) -> Iterator[float]:
+    """Round numbers from `low`, above 0, to `high` for a logarithmic axis."""
+    value = 10.0 ** math.floor(math.log10(low))
     while value <= high:
         for factor in (1, 1.5, 2, 3, 5, 7):
             if low <= value * factor <= high:
@@ -231,10 +232,10 @@ def _money(found: Search | None) -> str:
     across = Scale(min(hours) * 0.9, max(hours) * 1.1, 100, WIDTH - 30, logarithmic=True)
     up = Scale(min(usd) * 0.9, max(usd) * 1.1, 360, 30, logarithmic=True)
     _frame(picture, across, up)
-    for value in _spaced(_decades(across.low, across.high), across, 50):
+    for value in _spaced(decades(across.low, across.high), across, 50):
         picture.line(across.at(value), 30, across.at(value), 364, colour="#eee")
         picture.text(across.at(value), 380, f"{value:g}", anchor="middle", colour="#666")
-    for value in _spaced(_decades(up.low, up.high), up, 18):
+    for value in _spaced(decades(up.low, up.high), up, 18):
         picture.line(across.start, up.at(value), across.end, up.at(value), colour="#eee")
         picture.text(
             across.start - 8, up.at(value) + 4, f"${value:,.0f}" if value >= 1 else f"${value:g}", anchor="end"

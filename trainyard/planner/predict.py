@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 from trainyard.errors import InputError
 from trainyard.hardware import Gpu, gpu, instance, instance_types
-from trainyard.planner.communication import Fabric, fabric, fabric_of
+from trainyard.planner.communication import EFA, INFINIBAND, Fabric, fabric, fabric_of
 from trainyard.planner.constants import GIB, has_hopper_workspaces
 from trainyard.planner.families import checked, has_size, known_name, says_experts, shape_of_known
 from trainyard.planner.layout import Adapter, Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
@@ -669,7 +669,8 @@ def _links(fields: _Fields, device: Gpu, gpus: int) -> Fabric:
     )
     # Nodes of other sizes have as many cards a GPU: a rack of NVLink has 72 of them.
     usual *= max(1.0, per_node / 8)
-    return fabric(device, per_node, _stated_gb_per_second(text, per_node) or usual)
+    network = EFA if re.search(r"\befa", lowered) else INFINIBAND
+    return fabric(device, per_node, _stated_gb_per_second(text, per_node) or usual, network)
 
 
 RATE = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[TGM](?:(?:iga)?bits?(?:/s|ps)?|b(?:/s|ps|E)?|E)?)(?![a-z0-9])"

@@ -33,16 +33,7 @@ PROCESSORS = {"volta": 80, "turing": 40, "ampere": 108, "ada": 142, "hopper": 13
 """Streaming multiprocessors of a generation's large part: a product of fewer tiles leaves some idle."""
 
 EARLY = 2023.0
-"""Frameworks before this year waited for tensor-parallel collectives to end, and fused fewer kernels."""
-
-UNALIGNED = 0.35
-"""Speed of a product whose output's rows don't begin at multiples of 16 bytes, over that of one whose do: tensor cores
-read eight numbers of 16 bits at once. GPT-2's 50,257 words, before anybody has padded them: vTrain's times of one GPU
-and of two (which must have padded) give it, at both of their widths."""
-
-PROXY_PEER_SECONDS = 15e-6
-"""What every rank in another node adds to an exchange whose network half the host drives. AWS's runs with DeepEP over
-EFA are the only ones that know it."""
+"""Frameworks before this year waited for their collectives to end, data parallelism's too, and fused fewer kernels."""
 
 TILE = 128
 """Rows and columns of the output that one processor computes at a time."""
@@ -57,29 +48,29 @@ class Constants:
 
     ceiling_volta: float = 0.8
     """Of the dense 16-bit peak, that large matrix products keep up for hours (power and clocks included)."""
-    ceiling_ampere: float = 0.71
-    ceiling_hopper: float = 0.69
+    ceiling_ampere: float = 0.72
+    ceiling_hopper: float = 0.72
     ceiling_blackwell: float = 0.5
     ceiling_hopper_torch: float = 0.58
     """Of products that aren't Transformer Engine's."""
     fp8_ceiling_hopper: float = 0.75
     """The same for FP8, of its own peak."""
     fp8_ceiling_blackwell: float = 0.8
-    fp4_ceiling: float = 0.79
-    half_waves: float = 0.18
+    fp4_ceiling: float = 0.8
+    half_waves: float = 0.19
     """Waves of tiles that a product loses at its end and beginning."""
-    half_depth: float = 164.0
+    half_depth: float = 191.0
     """Length of a product's sum at which it reaches half of its speed."""
-    flash_ampere: float = 0.39
+    flash_ampere: float = 0.38
     """Of the peak, for fused causal attention, its forward pass: FlashAttention-2's kernels on Ampere."""
-    flash_hopper: float = 0.18
+    flash_hopper: float = 0.19
     """The same kernels on Hopper, which they don't fill."""
     flash_hopper_native: float = 0.7
     """Kernels written for Hopper: Transformer Engine's and FlashAttention-3."""
     flash_blackwell: float = 0.43
     half_head: float = 19.0
     """Width of a head at which fused attention reaches half of that."""
-    attention_matrix_passes: float = 2.3
+    attention_matrix_passes: float = 2.4
     """Reads and writes of the scores, forward, where attention keeps its matrix."""
     bandwidth_efficiency: float = 0.85
     """Of the memory bandwidth, for element-wise work."""
@@ -87,34 +78,41 @@ class Constants:
     """Element-wise reads and writes in Megatron's layers, in units of those that the formulas name."""
     passes_compiled: float = 1.3
     """The same in torch's, compiled or not."""
-    passes_early: float = 0.99
+    passes_early: float = 0.95
     """The same before 2023, in units of a count that today's layers exceed: a fit, no count of its own."""
-    fp8_cast_passes: float = 1.5
+    fp8_cast_passes: float = 1.3
     """Reads and writes of a product's input and output to scale and cast them."""
-    launch_seconds: float = 1030e-6
+    launch_seconds: float = 1040e-6
     """What the host needs to launch a layer's kernels, in either direction: a small layer can't be faster."""
-    launch_moe_seconds: float = 4490e-6
+    launch_moe_seconds: float = 4480e-6
     """The same for a layer of routed experts, with its waits for the numbers of tokens."""
-    moe_passes: float = 5.2
+    moe_passes: float = 5.3
     """Reads and writes of every expert's copy of a token: permuting, weighting, gathering back. In 2026."""
     moe_gain_per_year: float = 0.19
     """Natural logarithm by which that, and the launching, has fallen a year."""
-    imbalance: float = 1.2
+    imbalance: float = 1.25
     """The fullest rank's share of tokens over the mean."""
-    tensor_exposed_megatron: float = 0.48
+    tensor_exposed_megatron: float = 0.42
     """Share of tensor-parallel communication that stands alone."""
     tensor_exposed_torch: float = 1.2
     """The same factor in torch's; above one, as its collectives are slower than the model of them."""
-    expert_exposed: float = 0.36
+    expert_exposed: float = 0.39
     send_exposed: float = 0.29
     """Share of an interleaved pipeline's sends that stands alone while it is full."""
-    data_overlap: float = 1.0
+    data_overlap: float = 0.91
     """Share of backward time behind which gradient and parameter traffic hides."""
-    data_exposed: float = 0.07
+    data_exposed: float = 0.06
     """Share of that traffic that never hides."""
+    unaligned_speed: float = 0.53
+    """Of a product whose output's rows don't begin at multiples of 16 bytes, over that of one whose do: tensor cores
+    read eight numbers of 16 bits at once. GPT-2's 50,257 words, before anybody has padded them: vTrain's times of one
+    GPU and of two (which must have padded) decide it, at both of their widths."""
+    proxy_peer_seconds: float = 12e-6
+    """What every rank in another node adds to an exchange whose network half the host drives. AWS's runs with DeepEP
+    over EFA are the only ones that know it."""
     optimizer_passes: float = 1.5
     """Reads and writes of gradients and optimizer state per step, over their size."""
-    jitter_per_doubling: float = 0.0022
+    jitter_per_doubling: float = 0.002
     """Share of a step lost for each doubling of the nodes: stragglers, and links that others use too."""
 
 
@@ -207,16 +205,17 @@ def step_time(
     # The slowest stage sets the rhythm of a full pipeline.
     slowest = max(passes, key=lambda item: item.occupied + item.sharding)
     count = layout.num_micro_batches
-    hidden_behind = constants.data_overlap * slowest.compute
+    hides = _data_overlap(layout, constants)
     sharding = 0.0
     if not layout.gathers_once:
-        exposed_each = max(constants.data_exposed * slowest.sharding, slowest.sharding - hidden_behind)
+        exposed_each = _beyond(slowest.sharding, hides * slowest.compute, constants)
         sharding = exposed_each * count
     once = slowest.sharding if layout.gathers_once else 0.0
     gradients, parameters = _replica_seconds(shape, layout, links)
     # Replicated gradients travel once a step, behind the backward pass of the last micro-batch; what is updated comes
     # back behind the forward pass of the first.
-    exposed = _beyond(gradients + once, slowest.backward, constants) + _beyond(parameters, slowest.forward, constants)
+    exposed = _beyond(gradients + once, hides * slowest.backward, constants)
+    exposed += _beyond(parameters, hides * slowest.forward, constants)
     tensor, expert = slowest.tensor * count, slowest.expert * count
     rhythm = slowest.occupied + sharding / count
     # A pipeline fills and drains through the other stages, of which most are like the first.
@@ -237,19 +236,24 @@ def step_time(
     )
 
 
-def _beyond(seconds: float, behind: float, constants: Constants) -> float:
-    """Of traffic of gradients or parameters, what the computing that it runs behind doesn't hide."""
-    return max(constants.data_exposed * seconds, seconds - constants.data_overlap * behind)
+def _data_overlap(layout: Layout, constants: Constants) -> float:
+    """Share of the computing behind which gradients and parameters travel: none where each collective is waited for."""
+    return 0.0 if layout.year < EARLY else constants.data_overlap
 
 
-SPREAD_DENSE = 1.22
+def _beyond(seconds: float, hidden: float, constants: Constants) -> float:
+    """Of traffic of gradients or parameters, what stands alone if the computing behind it hides so much."""
+    return max(constants.data_exposed * seconds, seconds - hidden)
+
+
+SPREAD_DENSE = 1.18
 """Factor up and down of the 80% interval for dense models in 16 bits on GPUs up to Hopper: it holds somewhat over
 80% of the rows of sources that a fit has not seen (docs/planner.md: Interval)."""
 
 SPREAD_NEW = 1.23
 """The same for experts, FP8 and FP4, and Blackwell, whose software still changes from release to release."""
 
-SPREAD_LAUNCH = 1.8
+SPREAD_LAUNCH = 1.83
 """The same where half of the layers or more are so small that the host's launches set their time, or nearly."""
 
 
@@ -373,7 +377,7 @@ class _Rank:
         crosses = _expert_group(layout, self.links).num_nodes > 1
         alone = (layout.host_exchange and crosses) or layout.expert_overlap is False
         share = max(constants.expert_exposed, 1.0) if alone else constants.expert_exposed
-        return _expert_seconds(self.shape, layout, stage, self.links) * self._fullest() * share
+        return _expert_seconds(self.shape, layout, stage, self.links, constants) * self._fullest() * share
 
     def _context_seconds(self, stage: Stage) -> float:
         """Context parallelism: every rank's keys and values, and back their gradients, beyond the attention's time.
@@ -482,6 +486,8 @@ class _Rank:
             causal = 0.5 * (1 + min(1.0, TILE / layout.sequence_length))
             speed = self._flash_share() * shape.head_dim / (shape.head_dim + constants.half_head)
             return causal * flops / (speed * peak)
+        # Tiles of such products are 64 wide.
+        flops *= math.ceil(shape.head_dim / 64) * 64 / shape.head_dim
         matrix = self.tokens * layout.sequence_length * shape.heads / layout.tensor * layout.element_bytes
         return flops / (0.4 * peak) + matrix * constants.attention_matrix_passes / self.bytes_per_second
 
@@ -548,7 +554,7 @@ class _Rank:
         row_bytes = shape.vocab * max(2, layout.element_bytes)  # the head stays in 16 bits under narrower ones
         if split == 1 and row_bytes % 16 and not layout.pads_vocabulary:
             # Over several ranks others pad it: it has to divide.
-            product /= UNALIGNED
+            product /= self.constants.unaligned_speed
         logits = self.tokens * shape.vocab / split * 4
         return product + 3 * logits / self.bytes_per_second
 
@@ -558,16 +564,33 @@ def _sum(one: _Work, other: _Work) -> _Work:
 
 
 def _tensor_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric) -> float:
-    """Two all-reduces a layer forward and two backward (or as many all-gather and reduce-scatter pairs).
+    """Of a layer's two blocks an all-reduce each, forward and backward; with sequence parallelism their halves.
 
-    A layer of experts has one: its tokens go to the experts already split over the tensor ranks.
+    A layer of experts has one block: its tokens go to the experts already split over the tensor ranks.
     """
     if layout.tensor == 1:
         return 0.0
     bytes_ = layout.tokens_per_micro_batch * shape.hidden * layout.element_bytes
-    each = all_reduce_seconds(bytes_, group(layout.tensor, 1, links.gpus_per_node), links)
+    members = group(layout.tensor, 1, links.gpus_per_node)
+    if layout.sequence_parallel:
+        # A gathering and a scattering, which no switch adds up on its way.
+        each = _gathers(layout) * all_gather_seconds(bytes_, members, links)
+    else:
+        each = (3 if layout.recompute == "full" else 2) * all_reduce_seconds(bytes_, members, links)
     blocks = (2 * shape.layers - shape.moe_layers) if not shape.is_hybrid else shape.layers - shape.moe_layers
-    return each * stage.layers * blocks / shape.layers * (3 if layout.recompute == "full" else 2)
+    return each * stage.layers * blocks / shape.layers
+
+
+def _gathers(layout: Layout) -> float:
+    """Gatherings and scatterings of a block's tokens, forward and backward, under sequence parallelism.
+
+    Megatron keeps its own part of a block's input and gathers it once more for the weights' gradients (Korthikanti et
+    al., arXiv:2205.05198). torch keeps what it gathered; recomputing, it gathers again, and scatters every block's
+    output but a checkpointed layer's last (counted by the dry run of our own trainer).
+    """
+    if layout.engine == "megatron":
+        return 7.0 if layout.recompute == "full" else 5.0
+    return 4.0 if layout.recompute == "none" else 5.5
 
 
 def _expert_group(layout: Layout, links: Fabric) -> Group:
@@ -575,7 +598,7 @@ def _expert_group(layout: Layout, links: Fabric) -> Group:
     return group(layout.expert, 1, links.gpus_per_node)
 
 
-def _expert_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric) -> float:
+def _expert_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric, constants: Constants) -> float:
     """Dispatch and combination, forward and backward."""
     if layout.expert == 1 or not shape.experts:
         return 0.0
@@ -584,7 +607,7 @@ def _expert_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabr
     bytes_ = tokens * (shape.latent or shape.hidden) * layout.element_bytes
     each = all_to_all_seconds(bytes_, members, links)
     if layout.host_exchange:
-        each += PROXY_PEER_SECONDS * (members.size - members.per_node)
+        each += constants.proxy_peer_seconds * (members.size - members.per_node)
     return each * stage.layers * shape.moe_layers / shape.layers * (6 if layout.recompute == "full" else 4)
 
 
