@@ -179,9 +179,10 @@ class Report:
             os.close(folder)
 
     def table(self) -> str:
-        """For people: a line a kind, then one an engine, then what did not hold."""
+        """For people: a line a kind, then one an engine, one a site, then what did not hold."""
         lines = [f"{'fault':<28}{'faults':>7}{'recovered':>11}{'steps lost':>12}{'seconds to next step':>24}"]
-        for title, key in (("", lambda row: row.kind), ("engine ", lambda row: row.engine)):
+        keys = (("", lambda row: row.kind), ("engine ", lambda row: row.engine), ("site ", lambda row: row.site))
+        for title, key in keys:
             for name in sorted({key(row) for row in self.rows}):
                 lines.append(_summary(title + name, [row for row in self.rows if key(row) == name]))
         lines.append(_summary("all", self.rows))

@@ -343,6 +343,10 @@ def test_the_table_counts_what_was_recovered() -> None:
     report = Report([Episode([good, forked], restarts=[restart, unfinished]), wrong])
     lines = report.table().splitlines()
     assert lines[1].split() == ["kill", "3", "2", "2", "(<=", "2)", "19.5", "(<=", "30.0)"]
+    assert [line.split()[:4] for line in lines if line.startswith("site ")] == [
+        ["site", "cloud", "1", "0"],
+        ["site", "one_host", "2", "2"],
+    ]
     assert lines[-1].startswith("PROBLEM seed 2, fsdp, cloud: the losses are not")
     assert "1 restarts in place, part by part:" in lines
     parts = [line.split()[:2] for line in lines if line.startswith("  ")]
