@@ -212,6 +212,7 @@ MEANWHILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", MEANWHILE)
 def test_a_push_that_fails_is_one_line_and_releases_nothing(
     what: str,
