@@ -224,7 +224,8 @@ class SlurmSite:
             lambda: self._job_now().get("JobState") not in ("RUNNING", "COMPLETING") or self._num_starts() > starts,
             "the limit's signal",
         )
-        self._cluster.command("scontrol", "update", f"JobId={slurm_id}", f"TimeLimit={_LIMIT_MINUTES}")
+        with suppress(AssertionError):  # another fault may have ended it meanwhile
+            self._cluster.command("scontrol", "update", f"JobId={slurm_id}", f"TimeLimit={_LIMIT_MINUTES}")
 
     def _job_now(self) -> dict[str, str]:
         """What Slurm says of the job; empty where it says nothing."""
