@@ -1,6 +1,6 @@
 """How far the planner's closed forms and the dry run's traces lie apart: the example jobs, and a few layers of others.
 
-    python benchmarks/planner_dry_run.py [NAME ...]      trace these (default: all, 7 to 30 minutes of one core) and print
+    python benchmarks/planner_dry_run.py [NAME ...]      trace these (default: all, 7 to 30 minutes of a core) and print
     python benchmarks/planner_dry_run.py --write         put the table of all into docs/planner.md, between its marks
 
 Needs the trainer's torch (scripts/setup), no GPU. tests/trainer/test_dry_run_agreement.py holds the limits.
