@@ -8,7 +8,10 @@ HOST_SHARE = 0.6
 messages may be smaller. PCIe instead of NVLink gives less than a tenth."""
 ACROSS_SHARE = 0.4
 """Of the EFA line rate that falls to one GPU. TCP uses one network card: a quarter of a p4d's four, an eighth of a p5's
-eight sets of four, at best. On a type with a single card TCP may pass."""
+eight sets of four, at best. On a type with a single card TCP may pass. What was reported of EFA with large all-reduces
+lies above: 0.59 of the rate by four p4d and 0.64 by three (NVIDIA/nccl issue 527, 2022, a complaint about slowness),
+0.48 to 0.64 by 8 to 32 p3dn (issue 235, 2019). Those were rings over all GPUs of the hosts; ours, one of each, nobody
+has published."""
 
 
 def bandwidth_floors(instance_type: str) -> dict[str, tuple[float, str]]:
