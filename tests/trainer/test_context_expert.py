@@ -53,6 +53,10 @@ def alone(request: RunRequest) -> RunRequest:
 CASES: dict[int, dict[str, RunRequest]] = {
     2: {
         "context, recomputed": case("Qwen3", {"context": 2}, is_packed=True, activation_checkpointing="full"),
+        "context, recomputed in part": case("Llama", {"context": 2}, activation_checkpointing="selective"),
+        "context, documents recomputed in part": case(
+            "Qwen3", {"context": 2}, is_packed=True, activation_checkpointing="selective"
+        ),
         "expert, recomputed": case("Mixtral", {"data_shard": 2, "expert": 2}, activation_checkpointing="selective"),
         "expert in context": case("Qwen3-MoE", {"context": 2, "expert": 2}, is_packed=True),
     },

@@ -20,9 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer import lean_imports
 from trainer.strategies.deepspeed_import import load_deepspeed
@@ -112,6 +114,12 @@ def test_torch_detaches_no_view_in_place() -> None:
     values = (torch.ones(4, requires_grad=True) * 2).view(2, 2)
     with pytest.raises(RuntimeError, match="detach views in-place"):
         values.detach_()
+
+
+def test_torch_makes_no_causal_bias_inside_a_dispatch_mode() -> None:
+    """Met by `causal_bias` of strategies/context_parallel.py: selective recomputation and dry runs are such modes."""
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="not a subclass of the requested type"):
+        causal_lower_right(2, 4)
 
 
 def test_torch_multiplies_no_groups_of_float64() -> None:

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainer.leaving import leave
 from trainer.loop import train
 from trainer.models.build import outline_model
 from trainer.runtime import Runtime, distributed_runtime
 from trainer.session import Session
-from trainer.strategies import build_strategy, context_parallel
+from trainer.strategies import build_strategy
 
 from trainer_testing.pool import run_pooled
 from trainer_testing.strategy_worker import no_clock
@@ -153,17 +152,10 @@ def count(num_ranks: int, cases: Sequence[Case], timeout_seconds: float = 600) -
 
 def main(cases: Sequence[Case]) -> None:
     """Every case, in one process group."""
-    context_parallel.causal_lower_right = _bias_outside_modes
     with distributed_runtime(cpu_threads=1) as runtime:
         for case in cases:
             counts = _whole_job(case, runtime) if case.job_file else _one_step(case, runtime)
             print(MARK + json.dumps([case.name, counts]), flush=True)
-
-
-def _bias_outside_modes(*lengths: int) -> Any:
-    """torch makes no tensor subclass inside a dispatch mode."""
-    with _disable_current_modes():
-        return causal_lower_right(*lengths)
 
 
 def _one_step(case: Case, runtime: Runtime) -> Counts:

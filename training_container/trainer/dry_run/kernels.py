@@ -7,12 +7,11 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.nn.attention.bias import CausalBias, causal_lower_right
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.nn.attention.bias import CausalBias
 from transformers import masking_utils
 
 from trainer.models import attention
-from trainer.strategies import context_parallel, expert_parallel
+from trainer.strategies import expert_parallel
 from trainyard.spec.job import ResolvedJob
 
 _aten = torch.ops.aten
@@ -72,13 +71,6 @@ def _one_document_each(positions: torch.Tensor) -> torch.Tensor:
     return positions.new_zeros(positions.size(0) + 1, dtype=torch.int32)
 
 
-def _causal_bias(*lengths: int) -> CausalBias:
-    """torch makes no tensor subclass inside a dispatch mode."""
-    with _disable_current_modes():
-        bias: CausalBias = causal_lower_right(*lengths)
-        return bias
-
-
 @contextmanager
 def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
     """Inside, attention keeps what a flash kernel keeps, and routers spread tokens evenly over experts."""
@@ -95,7 +87,6 @@ def as_on_gpus(job: ResolvedJob) -> Iterator[None]:
             (nn.functional, "dropout", _dropout),
             (torch, "_check_tensor_all_with", _taken_for_granted),
             (masking_utils, "find_packed_sequence_indices", _no_packed_documents),
-            (context_parallel, "causal_lower_right", _causal_bias),
             (expert_parallel, "row_counts", balanced),
             (attention, "offsets_of", _one_document_each),
         ):

@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
@@ -196,12 +197,13 @@ class ContextAttention:
         own_pieces = self._layout.pieces_of(self._layout.rank)
         for index, piece in zip(own_pieces, query.chunk(2, dim=2), strict=True):
             end = (index + 1) * piece.size(2)
-            # Written out: in a function of its own it would interrupt compiled graphs once more.
+            # Written out: in a function of its own it would interrupt compiled graphs once more, as would causal_bias.
+            make = causal_lower_right if torch.compiler.is_compiling() else causal_bias
             output = F.scaled_dot_product_attention(
                 piece,
                 key[:, :, :end],
                 value[:, :, :end],
-                attn_mask=causal_lower_right(piece.size(2), end),
+                attn_mask=make(piece.size(2), end),
                 dropout_p=dropout,
                 scale=scaling,
             )
@@ -214,11 +216,18 @@ class ContextAttention:
         return self._layout.in_order(parts, dim=2)
 
 
+def causal_bias(num_queries: int, num_keys: int) -> CausalBias:
+    """torch makes no tensor subclass inside a dispatch mode, and selective recomputation is one: out of it."""
+    with _disable_current_modes():
+        bias: CausalBias = causal_lower_right(num_queries, num_keys)
+        return bias
+
+
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None
 ) -> torch.Tensor:
     """Causal attention of the last tokens of (batch, heads, tokens, size) keys."""
-    bias = causal_lower_right(query.size(2), key.size(2))
+    bias = causal_bias(query.size(2), key.size(2))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling)
 
 
