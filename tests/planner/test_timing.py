@@ -154,7 +154,7 @@ def test_deepep_over_efa_is_not_known_better_than_aws_own_runs_say() -> None:
     far = predict(QWEN_MOE | {"expert_exchange": "deepep", "pp": 2, "ep": 32})["step_seconds"]
     assert all(0.8 < measured / near < 1.0 for measured in two)
     # What four nodes cost more is modelled in part: docs/planner.md says by how much it falls short.
-    assert all(1.1 < measured / far < 1.35 for measured in four)
+    assert all(1.05 < measured / far < 1.35 for measured in four)
 
 
 @pytest.mark.parametrize(

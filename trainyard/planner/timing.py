@@ -84,11 +84,11 @@ class Constants:
     """Reads and writes of a product's input and output to scale and cast them."""
     launch_seconds: float = 1040e-6
     """What the host needs to launch a layer's kernels, in either direction: a small layer can't be faster."""
-    launch_moe_seconds: float = 4480e-6
+    launch_moe_seconds: float = 4370e-6
     """The same for a layer of routed experts, with its waits for the numbers of tokens."""
-    moe_passes: float = 5.3
+    moe_passes: float = 5.2
     """Reads and writes of every expert's copy of a token: permuting, weighting, gathering back. In 2026."""
-    moe_gain_per_year: float = 0.19
+    moe_gain_per_year: float = 0.18
     """Natural logarithm by which that, and the launching, has fallen a year."""
     imbalance: float = 1.25
     """The fullest rank's share of tokens over the mean."""
@@ -96,10 +96,10 @@ class Constants:
     """Share of tensor-parallel communication that stands alone."""
     tensor_exposed_torch: float = 1.2
     """The same factor in torch's; above one, as its collectives are slower than the model of them."""
-    expert_exposed: float = 0.39
+    expert_exposed: float = 0.41
     send_exposed: float = 0.29
     """Share of an interleaved pipeline's sends that stands alone while it is full."""
-    data_overlap: float = 0.91
+    data_overlap: float = 0.9
     """Share of backward time behind which gradient and parameter traffic hides."""
     data_exposed: float = 0.06
     """Share of that traffic that never hides."""
@@ -107,7 +107,7 @@ class Constants:
     """Of a product whose output's rows don't begin at multiples of 16 bytes, over that of one whose do: tensor cores
     read eight numbers of 16 bits at once. GPT-2's 50,257 words, before anybody has padded them: vTrain's times of one
     GPU and of two (which must have padded) decide it, at both of their widths."""
-    proxy_peer_seconds: float = 12e-6
+    proxy_peer_seconds: float = 18e-6
     """What every rank in another node adds to an exchange whose network half the host drives. AWS's runs with DeepEP
     over EFA are the only ones that know it."""
     optimizer_passes: float = 1.5
