@@ -114,7 +114,8 @@ def test_a_spent_budget_ends_a_job_with_a_checkpoint(site: Site, tmp_path: Path)
     meter = Meter(globex)
     first = meter.look()
     assert (first["stopped"], first["unpriced"]) == ([], [])
-    assert 0 < float(first["usd"]) < 2000 and 0 < first["used_percent"] < 100
+    # Of so much a fast start is none, rounded.
+    assert 0 < float(first["usd"]) < 2000 and 0 <= first["used_percent"] < 100
     with meter.as_it_was():
         meter.deploy(monthly_usd=1e-6, when_spent="finish")
         assert meter.look()["stopped"] == [], "what runs may finish"
