@@ -9,10 +9,8 @@ from trainer.checkpoint.blocks import BlockTable
 LARGEST_RANGE_BYTES = 16 << 20
 """Of one request: S3's own advice is 8 to 16 MB a request."""
 _SMALLEST_RANGE_BYTES = 2 << 20
-_LARGEST_OF_DISK_BYTES = 4 << 20
-"""What a reader hashes after the last read, while no other has anything to do, is one of them."""
-_NUM_RANGES = 32
-"""What a disk reads at the least, four a reader: while the first are hashed, the next are read."""
+_NUM_RANGES = 12
+"""What a disk reads at the least, some three a reader: while one is hashed, others are read."""
 _GAP_SHARE = 0.05
 """What may be read without need, so that what lies close together is one request: a share of the bytes needed."""
 
@@ -115,7 +113,7 @@ def _merged(runs: Sequence[Run]) -> Iterator[Run]:
 def ranges_of(extents: Extents, tables: Tables, *, of_disk: bool = False) -> list[Range]:
     """What to request so that these blocks are there: few requests, and hardly a byte too many.
 
-    `of_disk`: there, unlike over a network, many small ones cost nothing.
+    `of_disk`: there, unlike over a network, smaller ones cost little, so that no reader waits for another's last.
 
     Blocks that lie apart become one request where what is between them is little: in all at most a twentieth of the
     bytes needed, the narrowest gaps first.
@@ -140,7 +138,7 @@ def ranges_of(extents: Extents, tables: Tables, *, of_disk: bool = False) -> lis
         bridged.add((file, block))
     most = LARGEST_RANGE_BYTES
     if of_disk:
-        most = min(_LARGEST_OF_DISK_BYTES, max(_SMALLEST_RANGE_BYTES, num_bytes // _NUM_RANGES))
+        most = min(LARGEST_RANGE_BYTES, max(_SMALLEST_RANGE_BYTES, num_bytes // _NUM_RANGES))
     return [one for file, blocks in places.items() for one in _split(file, blocks, bridged, most)]
 
 
