@@ -188,16 +188,17 @@ def test_a_floor_that_a_later_start_reached_is_no_fault_of_the_job_that_trains(
     assert named(ended) == {owner}
 
 
-def start(host: str = "algo-1") -> str:
+def start(host: str = "algo-1", rank: int = 0, hosts: int = 2) -> str:
     """What a host says as it starts its ranks (trainer.host.run)."""
-    return f"{host} entrypoint: {host}: /opt/trainyard/bin/python -m trainer.torchrun --nnodes 2 --node-rank 0"
+    command = f"-m trainer.torchrun --nnodes {hosts} --node-rank {rank} --nproc-per-node 8"
+    return f"{host} entrypoint: {host}: /opt/trainyard/bin/python {command}"
 
 
 def step(number: int) -> str:
     return STEP.replace("step=900", f"step={number}")
 
 
-STARTS = (start(), start("algo-2"))
+STARTS = (start(), start("algo-2", 1))
 PASSED = {name: case for name, case in FAULTS.items() if case[1] and case[1] != "efa_not_used"} | {
     name: FAULTS[name] for name in ("efa refused", "below the floor between hosts")
 }
@@ -271,7 +272,64 @@ def test_the_lines_by_which_starts_are_known_are_the_hosts_own() -> None:
     """As its source has them: another wording there would make every start one."""
     source = (Path(__file__).resolve().parents[2] / "training_container/trainer/host/run.py").read_text()
     assert "say(f\"entrypoint: {self._place.host}: {' '.join(self._command(resolved))}\")" in source
-    assert '*(sys.executable, "-m", "trainer.torchrun"),' in source
+    assert '*(sys.executable, "-m", "trainer.torchrun"),\n            *("--nnodes", ' in source
+    assert 'str(len(self._place.hosts)), "--node-rank", str(self._place.index)),' in source
+
+
+def of_files(*logs: tuple[str, ...], files: bool = False) -> tuple[str, ...]:
+    """One machine's log after the other's, as Slurm's backend reads them; `files`: as files that a person gives."""
+    told = [line.partition(" ")[2] for log in logs for line in log]
+    if files:
+        return tuple(told)
+    names = [f"node-{number}" for number, log in enumerate(logs) for _ in log]
+    return tuple(f"{name} {line}" for name, line in zip(names, told, strict=True))
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_the_network_of_every_machine_counts_where_their_logs_come_one_after_the_other(files: bool) -> None:
+    whole, part, tcp = GOOD_EFA[3], PARTIAL_EFA[1], TCP_LIBFABRIC[1]
+    first, second = start("node1"), start("node2", 1)
+
+    def seen(here: tuple[str, ...], there: tuple[str, ...]) -> tuple[tuple[str, ...], int | None]:
+        found = transport(of_files(here, there, files=files))
+        return found.providers, found.num_nics
+
+    assert seen((first, tcp, step(40)), (second, whole)) == (("tcp", "efa"), 32)
+    assert seen((first, whole, step(40)), (second, part)) == (("efa",), 4)
+    # Of the newest start alone, on both.
+    assert seen((first, tcp, step(40), first, whole, step(50)), (second, tcp, second, whole)) == (("efa",), 32)
+    assert seen((first, whole, step(40), first, tcp, step(50)), (second, whole, second, whole)) == (("tcp", "efa"), 32)
+
+
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("fault", ["first host gone", "device memory", "nccl error", "efa refused"])
+def test_what_another_machine_said_is_over_by_the_steps_of_the_first(
+    record: JobRecord, fault: str, files: bool
+) -> None:
+    spec = record.resolved.spec
+    bought = spec.model_copy(update={"compute": spec.compute.model_copy(update={"spot": False})})
+    on_demand = record.model_copy(update={"resolved": record.resolved.model_copy(update={"spec": bought})})
+    lines, owner = FAULTS[fault][0], FAULTS[fault][1] or "bad_node"
+    first, second = start("node1"), start("node2", 1)
+
+    def told(here: tuple[str, ...], there: tuple[str, ...], more: tuple[str, ...] = ()) -> set[str]:
+        told = (*of_files(here, there, files=files), *more)
+        return named(evidence_of(on_demand, told, state="Training"))
+
+    past = (first, step(40), first, step(30), step(60))
+    assert told(past, (second, *lines, second)) == set()
+    if not files:  # a machine that has not said its name yet
+        assert told((first, step(60)), (*lines, second)) == set(), "before its first start"
+    # The newest start's, or that one is on its way yet.
+    assert told(past, (second, second, *lines)) == {owner}
+    assert told((first, step(40), first, step(30)), (second, *lines, second)) == {owner}
+    # It took part in the first and the third: the second went on with one host.
+    alone = start("node1", hosts=1)
+    grown = (first, step(40), alone, step(60), first, step(80))
+    assert told(grown, (second, *lines, second)) == set()
+    assert told(grown, (second, second, *lines)) == {owner}
+    # The first lines of the first machine are not there any more: nothing is taken for over.
+    assert told((first, step(60)), (second, second, *lines)) == {owner}
 
 
 def test_cards_that_a_later_start_had_are_not_missing(record: JobRecord) -> None:

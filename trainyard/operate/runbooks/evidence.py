@@ -39,7 +39,8 @@ class Evidence:
 
     subject: str
     lines: tuple[str, ...] = ()
-    """Of all hosts, in time order: `host text`; then those of files that the caller gave (a machine's kernel log)."""
+    """Of all hosts, `host text`: in time order where their backend knows it (Slurm and Ray give one host's after the
+    other's); then those of files that the caller gave (a machine's kernel log)."""
     rows: tuple[Mapping[str, Any], ...] = ()
     """Of metrics.jsonl."""
     record: JobRecord | None = None

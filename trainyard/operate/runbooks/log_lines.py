@@ -247,7 +247,7 @@ _FLOORS: dict[str, Fault] = {"across": "slow_network", "host": "slow_host"}
 _OF_A_START: tuple[Fault, ...] = ("efa_missing", *_FLOORS.values())
 _ENDING: tuple[Fault, ...] = (*CAUSES, "host_lost", "nccl_error", "hung")
 """What a start ends by, which another one may run past."""
-_START = re.compile(r"\bentrypoint: (?P<host>.+?): .*-m trainer\.torchrun ")
+_START = re.compile(r"\bentrypoint: .+?: .*-m trainer\.torchrun --nnodes (?P<hosts>\d+) --node-rank (?P<rank>\d+) ")
 """Of a host that starts its ranks: once a start, before any of its steps."""
 _STEP = re.compile(r"(?:\S+ )?step=(?P<step>\d+) ")
 
@@ -378,18 +378,43 @@ def _passed(hits: Sequence[Hit], lines: Sequence[str]) -> list[Hit]:
     return [hit for hit in hits if is_over(hit)]
 
 
-def _starts(lines: Iterable[str]) -> list[int]:
-    """Which start of the job each line is of; 0 before the first. Where a job goes on elsewhere, its hosts have other
-    names: what comes after a step is another start too."""
-    start, hosts, has_stepped, found = 0, set[str](), False, list[int]()
-    for line in lines:
-        if told := _START.search(line):
-            if not start or has_stepped or told["host"] in hosts:
-                start, hosts, has_stepped = start + 1, set(), False
-            hosts.add(told["host"])
-        has_stepped = has_stepped or _STEP.match(line) is not None
-        found.append(start)
+def _starts(lines: Sequence[str]) -> list[int]:
+    """Which start of the job each line is of; 0 before the first. The first machine, whose log has the steps, counts
+    them; another one's next line of a start is of the next of those that had as many hosts. So it holds in time order,
+    and where one machine's log comes after the other's. What no machine said (a kernel's log, a failure) is of the
+    newest start so far."""
+    told = [_START.search(line) for line in lines]
+    first = min((int(one["rank"]) for one in told if one), default=0)
+    sizes = [one["hosts"] for one in told if one and int(one["rank"]) == first]
+    ranks, before, starts = dict[str, int](), dict[str, int](), dict[int, int]()
+    for one, line in zip(told, lines, strict=True):
+        if one:
+            before.setdefault(_speaker(line), _next_start(sizes, one, starts) - 1)
+    starts.clear()
+    found: list[int] = []
+    for one, line in zip(told, lines, strict=True):
+        if one:
+            ranks[_speaker(line)] = int(one["rank"])
+            _next_start(sizes, one, starts)
+        speaker = _speaker(line) if _speaker(line) in before else ""
+        if speaker in ranks:
+            found.append(starts[ranks[speaker]])
+        else:
+            found.append(before.get(speaker, max(starts.values(), default=0)))
     return found
+
+
+def _next_start(sizes: Sequence[str], told: re.Match[str], starts: dict[int, int]) -> int:
+    """Which one a machine tells of; noted in `starts`. One that nothing matches counts as the newest: it hides none."""
+    rank = int(told["rank"])
+    left = range(starts.get(rank, 0) + 1, len(sizes) + 1)
+    starts[rank] = next((number for number in left if sizes[number - 1] == told["hosts"]), len(sizes))
+    return starts[rank]
+
+
+def _speaker(line: str) -> str:
+    """The log that a line is of: its first word; empty in a file that has no such word."""
+    return "" if line.startswith("entrypoint: ") else line.partition(" ")[0]
 
 
 def decisive(hits: Sequence[Hit]) -> Hit | None:
