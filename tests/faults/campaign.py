@@ -58,6 +58,7 @@ GUARD_SECONDS, GUARD_SECONDS_S3 = 0.5, 3.0
 """Between two looks for a good checkpoint."""
 REAL_STARTS_EVERY = 8
 _EPISODE_SECONDS = 1200.0
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _MOST_STARTS = 40
 _LARGER = ["model.config.hidden_size=256", "model.config.intermediate_size=512"]
 """For S3: shards of several parts."""
@@ -292,12 +293,23 @@ class Campaign:
             _Play(site, hand, episode, draw, recover=self._recover).run()
             _judge(site, hand, episode, lambda: self._expected(engine, len(hand), is_large=site_name == "cloud"))
             if episode.problems:
-                episode.said = site.lines[-60:]
+                episode.said = [self._shortened(line) for line in site.lines[-60:]]
+                episode.problems = [self._shortened(problem) for problem in episode.problems]
             episode.goodput = site.goodput()
             if not is_forked:
-                episode.restarts = [row for path in folder.rglob("recovery.jsonl") for row in read_jsonl(path)]
+                restarts = [row for path in folder.rglob("recovery.jsonl") for row in read_jsonl(path)]
+                episode.restarts = [
+                    {name: self._shortened(value) if isinstance(value, str) else value for name, value in row.items()}
+                    for row in restarts
+                ]
         episode.seconds = time.monotonic() - started
         return episode
+
+    def _shortened(self, words: str) -> str:
+        """Without the folders of this machine: results are read elsewhere."""
+        for folder, name in ((_CHECKOUT, "."), (self._root, "scratch"), (Path(tempfile.gettempdir()), "scratch")):
+            words = words.replace(f"{folder}/", f"{name}/")
+        return words
 
     def _expected(self, engine: str, num_faults: int, *, is_large: bool) -> tuple[list[Any], dict[int, list[str]]]:
         """Rows and samples of the job to which nothing happens."""
@@ -614,9 +626,8 @@ def campaign(
 
 def _commit() -> str:
     """Of the checkout, with a + where files of it were changed since, other than results: a campaign changes them."""
-    where = Path(__file__).resolve().parents[2]
     said = [
-        subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=False).stdout.strip()
+        subprocess.run(["git", *arguments], cwd=_CHECKOUT, capture_output=True, text=True, check=False).stdout.strip()
         for arguments in (
             ("rev-parse", "--short", "HEAD"),
             ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"),

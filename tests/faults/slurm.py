@@ -110,6 +110,8 @@ class SlurmSite:
         self._resumes = 1
         self._is_to_be_resumed = False
         """By a person: it was cancelled, or its script killed. After anything else it comes back by itself."""
+        self._excused: tuple[int, int] | None = None
+        """`_now` when the disk was full: a host that is lost then leaves no word, which looks like a failure."""
         self._ended = ""
         self._looked_at = 0.0
         self.reasons: list[str] = []
@@ -143,10 +145,10 @@ class SlurmSite:
 
     def start(self) -> None:
         if self._job_id:
-            if not self._is_to_be_resumed:
+            if not self._is_to_be_resumed and self._excused != self._now():
                 self.reasons.append(f"a person had to resume it, as Slurm did not: {self._ended}")
             self.reasons += resumed(self._folder, self._job_id, "slurm", times=self._resumes)
-            self._resumes, self._is_to_be_resumed = 1, False
+            self._resumes, self._is_to_be_resumed, self._excused = 1, False, None
         else:
             self._job_id = launch_on_slurm_here(self._spec, self._folder).job_id
         if not self._recover:
@@ -169,9 +171,10 @@ class SlurmSite:
 
     def act(self, kind: str, draw: random.Random) -> bool:
         if kind == "disk_full":
-            # A host that is lost meanwhile leaves no word: its loss can't be told from a failure.
-            self._is_to_be_resumed = True
-            return fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5))
+            now = self._now()
+            is_met = fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5))
+            self._excused = now if is_met else None
+            return is_met
         if kind == "controller_lost":
             self._cluster.stop_controller()
             time.sleep(draw.uniform(0.5, 3.0))
@@ -244,6 +247,10 @@ class SlurmSite:
         """How often the job's script has told of a start."""
         events = Path(self.destination, "events")
         return events.read_text().count("\tTraining\t") if events.exists() else 0
+
+    def _now(self) -> tuple[int, int]:
+        """How many starts have told of themselves, and how many faults have had their moment."""
+        return self._num_starts(), len(list((self.root / "faults").glob("done-*")))
 
     def _wait(self, is_so: Any, what: str) -> None:
         until = time.monotonic() + _ANSWER_SECONDS

@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import re
+import tempfile
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,13 +81,40 @@ def test_a_job_that_slurm_was_to_bring_back_and_a_person_had_to_is_a_problem(
 ) -> None:
     monkeypatch.setattr(slurm, "resumed", lambda *_, **__: [])
     site = object.__new__(slurm.SlurmSite)
-    site._folder, site._job_id, site._resumes, site._recover, site.reasons = tmp_path, "job", 1, True, []
+    site.root = site._folder = tmp_path
+    site._job_id, site._resumes, site._recover, site._excused, site.reasons = "job", 1, True, None, []
     site._is_to_be_resumed, site._ended = True, "Stopped: scancel took it"
     site.start()
     assert site.reasons == []
     site._ended = "Stopped: a machine was lost"
     site.start()
     assert site.reasons == ["a person had to resume it, as Slurm did not: Stopped: a machine was lost"]
+
+
+@pytest.mark.parametrize("then", ["nothing", "not met", "a start", "a fault"])
+def test_a_disk_that_was_full_excuses_nothing_that_came_after_it(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "resumed", lambda *_, **__: [])
+    monkeypatch.setattr(slurm, "fill_disk", lambda *_: then != "not met")
+    site = object.__new__(slurm.SlurmSite)
+    site.root = site._folder = tmp_path
+    site._job_id, site._resumes, site._recover, site._excused, site.reasons = "job", 1, True, None, []
+    site._is_to_be_resumed, site._ended = False, "Failed: a task ended"
+    for folder in ("faults", "job"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "faults/done-0").touch()
+    start = "1\tTraining\tnow\tnode[1-2], start\n"
+    (tmp_path / "job/events").write_text(start)
+    assert site.act("disk_full", random.Random(1)) == (then != "not met")
+    if then == "a start":
+        (tmp_path / "job/events").write_text(2 * start)
+    elif then == "a fault":
+        (tmp_path / "faults/done-1").touch()
+    site.start()
+    assert bool(site.reasons) == (then != "nothing")
+    site.start()
+    assert len(site.reasons) == 1 + (then != "nothing"), "once only"
 
 
 def test_a_long_campaign_has_every_kind_with_every_engine_evenly() -> None:
@@ -331,6 +359,13 @@ def test_a_guard_looks_twice_however_long_a_look_takes(tmp_path: Path, monkeypat
     guard = object.__new__(evidence.Guard)
     guard._site = SimpleNamespace(destination=str(tmp_path), s3=None)
     assert guard._look() == "checkpoint"
+
+
+def test_results_name_no_folder_of_the_machine(tmp_path: Path) -> None:
+    root = tmp_path / "fault-campaign-1"
+    made, checkout = Campaign(root, sites=["desk"], faults=1), Path(__file__).resolve().parents[2]
+    told = f"{checkout}/.venv/bin/python --out {root}/episode-1/x {Path(tempfile.gettempdir())}/slurm-1/c /opt/x"
+    assert made._shortened(told) == "./.venv/bin/python --out scratch/episode-1/x scratch/slurm-1/c /opt/x"
 
 
 def test_the_table_counts_what_was_recovered() -> None:
