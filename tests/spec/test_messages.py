@@ -64,6 +64,7 @@ def refusal(load: Any, content: dict[str, Any], folder: Path) -> str:
         ("training.steps", True, ["training.steps", "integer", "'true'"]),
         ("training.learning_rate", False, ["training.learning_rate", "number", "'false'"]),
         ("training.micro_batch_size", True, ["training.micro_batch_size", "integer", "'true'"]),
+        ("training.optimizer", {"betas": [False, 0.9]}, ["training.optimizer.betas.0", "number", "'false'"]),
         ("training.seed", 2**63, ["training.seed", "less than 9223372036854775808"]),
         ("recovery.start_minutes", 1e30, ["recovery.start_minutes", "1440"]),
         ("recovery.arrival_seconds", 1e30, ["recovery.arrival_seconds", "86400"]),
@@ -113,6 +114,7 @@ def test_wrong_job(field: str, value: Any, words: list[str], tmp_path: Path) -> 
         ("network", {"cidr": "8.8.0.0/10"}, ["cidr"]),
         ("network", {"cidr": "127.0.0.0/8"}, ["cidr 127.0.0.0/8", "10/8"]),
         ("network", {"cidr": "169.254.0.0/16"}, ["cidr 169.254.0.0/16", "10/8"]),
+        ("max_instances", {"ml.p5.4xlarge": True}, ["max_instances.ml.p5.4xlarge", "integer", "'true'"]),
         ("max_instances", {"ml.p5.4xlarge": 0}, ["max_instances.ml.p5.4xlarge", "greater than 0"]),
         (
             "tenants.Vision",

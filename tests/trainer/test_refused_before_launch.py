@@ -303,3 +303,11 @@ def test_validations_measure_what_may_be_kept_as_best() -> None:
         task = task_of(job.model_copy(update={"spec": job.spec.model_copy(update={"task": name})}))
         own = ("loss", *(["perplexity"] if task.unit == "tokens" else []), *task.measures)
         assert measures == own
+
+
+def test_a_truth_value_is_no_vocabulary_of_one() -> None:
+    job = parse(JobSpec, job_of(LLAMA | {"vocab_size": True}, FSDP, data={"streaming": True}), "job")
+    with pytest.raises(InputError, match=r"model.config.vocab_size: must be a whole number"):
+        planner.resolve(job)
+    with pytest.raises(InputError, match=r"vocabulary must be known: set model.config.vocab_size"):
+        check_supported(resolved(job), device_type="cuda")

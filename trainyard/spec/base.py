@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -25,19 +26,55 @@ class SpecModel(BaseModel):
     @classmethod
     def _truth_is_no_number(cls, content: Any) -> Any:
         """YAML reads yes, on and true as a truth value, which pydantic takes for 1: `steps: yes` would be one step."""
-        if not isinstance(content, dict) or not any(value is True or value is False for value in content.values()):
+        if not isinstance(content, dict):
             return content
-        return {
-            key: str(value).lower() if isinstance(value, bool) and key in _number_fields(cls) else value
-            for key, value in content.items()
-        }
+        places = _places(cls)
+        return {key: _told_as_text(value, places.get(key)) for key, value in content.items()}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What may stand in a field, or in the lists, tuples and mappings that it takes."""
+
+    is_number: bool
+    """A number and no truth value."""
+    inside: "_Place | None"
+
+
+def _told_as_text(value: Any, place: _Place | None) -> Any:
+    """`value`, with truth values as text wherever a number is expected: pydantic then refuses them."""
+    if place is None:
+        return value
+    if isinstance(value, bool):
+        return str(value).lower() if place.is_number else value
+    if isinstance(value, dict):
+        return {key: _told_as_text(item, place.inside) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_told_as_text(item, place.inside) for item in value]
+    return value
 
 
 @cache
-def _number_fields(model: type[BaseModel]) -> frozenset[str]:
-    """Fields that take a number and no truth value."""
-    kinds = {name: set(_branches(field.annotation)) for name, field in model.model_fields.items()}
-    return frozenset(name for name, found in kinds.items() if found & {int, float} and bool not in found)
+def _places(model: type[BaseModel]) -> dict[str, _Place]:
+    """By field, those that have a number somewhere."""
+    found = {name: _place((field.annotation,)) for name, field in model.model_fields.items()}
+    return {name: place for name, place in found.items() if place is not None}
+
+
+def _place(annotations: Iterable[Any]) -> _Place | None:
+    kinds = {kind for annotation in annotations for kind in _branches(annotation)}
+    inside = _place(argument for kind in kinds for argument in _contents(kind)) if kinds else None
+    is_number = bool(kinds & {int, float}) and bool not in kinds
+    return _Place(is_number, inside) if is_number or inside is not None else None
+
+
+def _contents(kind: Any) -> Sequence[Any]:
+    """What a list, tuple, set or mapping holds; of a mapping its values."""
+    origin = get_origin(kind)
+    if not (isinstance(origin, type) and issubclass(origin, Collection)):
+        return ()
+    arguments = get_args(kind)[1:] if issubclass(origin, Mapping) else get_args(kind)
+    return [argument for argument in arguments if argument is not Ellipsis]
 
 
 def _branches(annotation: Any) -> Iterator[Any]:

@@ -169,7 +169,7 @@ def _streaming_obstacles(job: JobSpec) -> Iterator[str]:
 def stated_vocabulary(job: JobSpec) -> int | None:
     """How many ids a new model's configuration has a place for; None where it leaves that to the data."""
     size = (job.model.config or {}).get("vocab_size")
-    return size if isinstance(size, int) else None
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
 
 
 def _classification_obstacles(job: JobSpec) -> Iterator[str]:
