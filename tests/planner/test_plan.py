@@ -50,6 +50,12 @@ def test_a_stated_layout_that_does_not_fit_is_planned_and_refused(job: MakeJob) 
     assert "as the job states, but does not fit" in found.chosen.verdict
 
 
+def test_a_warm_up_that_outlasts_the_job_is_noted(job: MakeJob) -> None:
+    for num_steps, is_noted in ((100, False), (101, True)):
+        notes = plan(job(training={"schedule": {"warmup_steps": num_steps}})).notes
+        assert is_noted == any("warmup_steps: 101 is more than the job's 100 steps" in note for note in notes)
+
+
 def test_memory_by_hand(job: MakeJob) -> None:
     """A 70B model over TP8 x PP4 x FSDP4: every part of the state on a rank is counted once."""
     spec = job(model=LLAMA_70B, parallelism=SPLIT, training={"micro_batch_size": 1})

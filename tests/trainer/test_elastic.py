@@ -222,6 +222,10 @@ def test_a_course_counts_samples_whatever_the_batches_were(tmp_path: Path, lengt
     assert [half.learning_rate(step) for step in (5, 7, 21)] == pytest.approx(
         [peak * whole.learning_rate(step) for step in (4, 5, 12)]
     )
+    assert not half.notes()
+    long = load_job(job, [*settings, "training.schedule.warmup_steps=16"])
+    (note,) = Course(on_hosts(long, 1, processes_per_host=1), sequences_per_epoch=64).notes()
+    assert "16 is more than the job's 12 steps, so its learning rate ends at 75% of the peak" in note
     # An odd number of halves: the last step of the whole batch reads on, and the rate stays at its end.
     whole.resumed(5, 4 * BATCH + BATCH // 2)
     assert whole.num_steps == 5 + 8 and whole.learning_rate(13) == whole.learning_rate(13 + 1)

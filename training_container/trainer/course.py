@@ -22,6 +22,10 @@ class Course:
         self._stated_steps = known or _stated_steps(job, sequences_per_epoch)
         self._step = self._sequences = 0
 
+    def notes(self) -> tuple[str, ...]:
+        """What is odd about the schedule."""
+        return self._job.spec.training.schedule.notes(self._stated_steps)
+
     def resumed(self, step: int, sequences_consumed: int) -> None:
         """The job goes on after `step`, at which all ranks together had read so many sequences."""
         self._step, self._sequences = step, sequences_consumed

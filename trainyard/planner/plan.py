@@ -79,7 +79,7 @@ def plan(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None =
         max_hours=job.compute.max_hours,
         fits=chosen.fits,
         affordable=affordable(job, cost),
-        notes=(*quotes.notes, *formulas.notes, *_notes(job, machines, configurations, chosen, checkpoint)),
+        notes=(*quotes.notes, *formulas.notes, *_notes(job, steps, machines, configurations, chosen, checkpoint)),
     )
 
 
@@ -139,12 +139,13 @@ def _layouts(job: JobSpec, parallelism: ParallelismSpec) -> Iterator[Layout]:
 
 def _notes(
     job: JobSpec,
+    steps: int | None,
     machines: Machines,
     configurations: tuple[Configuration, ...],
     chosen: Configuration,
     checkpoint: CheckpointPlan | None,
 ) -> list[str]:
-    notes = []
+    notes = [] if steps is None else [*job.training.schedule.notes(steps)]
     if chosen.time is None:
         notes.append("compute names no known machine: memory only, no time and no cost")
     elif chosen.time.hours is None:

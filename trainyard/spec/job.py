@@ -238,6 +238,15 @@ class ScheduleSpec(SpecModel):
     decay_fraction: float = Field(default=0.2, gt=0.0, le=1.0)
     """wsd: the share of all steps, at the end, in which the rate falls."""
 
+    def notes(self, num_steps: int) -> tuple[str, ...]:
+        """What is odd for a job of so many steps, though a short trial of a long job may mean it."""
+        if self.warmup_steps <= num_steps:
+            return ()
+        return (
+            f"training.schedule.warmup_steps: {self.warmup_steps} is more than the job's {num_steps} steps, so its"
+            f" learning rate ends at {num_steps / self.warmup_steps:.0%} of the peak",
+        )
+
 
 class OptimizerSpec(SpecModel):
     """The optimizer and its constants."""
