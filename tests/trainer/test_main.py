@@ -74,7 +74,8 @@ def test_torchrun_trains_and_writes_what_the_contract_says(tmp_path: Path) -> No
 
 
 def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(tmp_path: Path) -> None:
-    job = write_job(tmp_path, "single", steps=5, global_batch_size=4, deterministic=True)
+    schedule = {"kind": "cosine", "warmup_steps": 8}
+    job = write_job(tmp_path, "single", steps=5, global_batch_size=4, deterministic=True, schedule=schedule)
     path = tmp_path / "resolved.json"
     resolved = resolve(load_job(job), world_size=1)
     path.write_text(resolved.model_dump_json())
@@ -84,6 +85,7 @@ def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(
     }
     first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert first.returncode == 0, first.stderr[-3000:]
+    assert "warning: training.schedule.warmup_steps: 8 is more than the job's 5 steps" in first.stdout
     rows = rows_of(tmp_path / "out")
     assert len(rows) == 5
     assert all(row["breakdown"]["communication"] == 0.0 for row in rows)
@@ -97,6 +99,44 @@ def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(
     assert "checkpoint step=5 was written by another version of the job (job " in again.stdout
     assert bits(rows_of(tmp_path / "out")) == bits(rows)
     assert not any(line.startswith("step=") for line in again.stdout.splitlines())
+
+
+ON_A_FULL_DISK = """
+import errno, sys
+from pathlib import Path
+from trainer.__main__ import main
+
+out, honest = Path(sys.argv[-1]), Path.open
+
+def opened(path, mode="r", *rest, **options):
+    rows, saved = out / "metrics.jsonl", out / "checkpoints/step-00000002/COMMITTED"
+    is_full = rows.exists() and rows.stat().st_size > 0 and not saved.exists()
+    if mode in ("a", "w") and ((path == rows and is_full) or path.name.startswith("result.json")):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return honest(path, mode, *rest, **options)
+
+Path.open = opened
+sys.exit(main(sys.argv[1:]))
+"""
+"""A trainer whose second row finds no room before that step's checkpoint is there, and its result none at all."""
+
+
+def test_a_disk_that_is_full_for_a_while_costs_neither_rows_nor_the_job(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=4, global_batch_size=4)
+    settings = ["--set", "checkpoint.every_steps=1", "--set", "checkpoint.asynchronous=false"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/result.json").write_text('{"status": "interrupted"}')
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_FULL_DISK, "--job", str(job), *settings, "--output-dir", str(tmp_path / "out")],
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [row["step"] for row in rows_of(tmp_path / "out")] == [1, 2, 3, 4]
+    assert "result.json: not written, its disk is full" in done.stdout
+    assert not (tmp_path / "out/result.json").exists(), "an earlier start's"
 
 
 def test_a_diverged_job_fails_in_one_line_and_keeps_its_checkpoint(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.observe.metrics import MetricsLog, Row
+from trainer.checkpoint import Checkpointer
+from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
 from trainer.observe.step_clock import PHASES, StepClock
 
 
@@ -96,39 +97,112 @@ def test_rows_keep_full_precision_and_are_valid_json(tmp_path: Path) -> None:
     assert "Infinity" not in log.path.read_text()
 
 
-def test_rows_that_a_full_disk_does_not_take_wait_and_no_checkpoint_lacks_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, honest, is_full = MetricsLog(tmp_path), Path.open, True
+class Disk:
+    """The one that the folder lies on; while it is full, every file there takes half of what it is given."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        honest = Path.open
+
+        class Half(io.TextIOWrapper):
+            def write(self, text: str) -> int:
+                super().write(text[: len(text) // 2])
+                self.flush()
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        def opened(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+            if self.is_full and path.parent == folder and mode in ("a", "w"):
+                return Half(honest(path, f"{mode}b"), encoding="utf-8")
+            return honest(path, mode, *rest, **options)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """Of the test's folder."""
+    return Disk(tmp_path, monkeypatch)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_rows_that_a_full_disk_does_not_take_wait_and_no_checkpoint_lacks_one(tmp_path: Path, disk: Disk) -> None:
+    log = MetricsLog(tmp_path)
     log.begin_attempt(resumed_step=0)
     log.append(row(1))
-
-    class Disk(io.TextIOWrapper):
-        def write(self, text: str) -> int:
-            super().write(text[: len(text) // 2])
-            self.flush()
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    def opened(path: Path, mode: str = "r", **options: Any) -> Any:
-        is_there = path == log.path and "a" in mode and is_full
-        return Disk(honest(path, "ab"), encoding="utf-8") if is_there else honest(path, mode, **options)
-
-    monkeypatch.setattr(Path, "open", opened)
+    disk.is_full = True
     for step in (2, 3):
         log.append(row(step))
     assert [one["step"] for one in log.rows()] == [1, 2, 3]
-    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1], "no half row"
+    assert steps_in(log.path) == [1], "no half row"
     copies = [log.to_copy()]
     log.append(row(4))
     copies.append(log.to_copy())
-    steps = [[json.loads(line)["step"] for line in copy.read_text().splitlines()] for copy in copies]
-    assert steps == [[1, 2, 3], [1, 2, 3, 4]], "the save before may still be on its way"
-    # As where checkpoints lie in the same folder.
-    log.path.write_text(copies[0].read_text())
-    is_full = False
+    assert [steps_in(copy) for copy in copies] == [[1, 2, 3], [1, 2, 3, 4]], "the save before may still be on its way"
+    disk.is_full = False
     log.append(row(5))
-    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert steps_in(log.path) == [1, 2, 3, 4, 5]
     assert log.to_copy() == log.path
+
+
+def test_a_save_that_began_on_a_full_disk_takes_no_row_away_that_was_written_since(tmp_path: Path, disk: Disk) -> None:
+    checkpointer = Checkpointer(
+        str(tmp_path), rank=0, world_size=1, local_dir=tmp_path / "scratch", keep_last=1, asynchronous=False
+    )
+    log = MetricsLog(tmp_path, is_published=checkpointer.is_place_of(METRICS_FILE, tmp_path / METRICS_FILE))
+    log.begin_attempt(resumed_step=0)
+    log.append(row(1))
+    disk.is_full = True
+    log.append(row(2))
+    attachments = {METRICS_FILE: log.to_copy()}
+    disk.is_full = False
+    log.append(row(3))
+    checkpointer.save(3, {"weights": torch.zeros(1)}, {"step": 3}, attachments=attachments)
+    assert checkpointer.last_committed_step == 3
+    assert [one["step"] for one in log.rows()] == steps_in(log.path) == [1, 2, 3]
+    log.append(row(4))
+    assert steps_in(log.path) == [1, 2, 3, 4]
+
+
+def test_a_file_has_its_place_at_a_destination_by_folder_and_name(tmp_path: Path) -> None:
+    def is_place(destination: str, path: Path) -> bool:
+        checkpointer = Checkpointer(
+            destination, rank=0, world_size=1, local_dir=tmp_path / "scratch", keep_last=1, asynchronous=False
+        )
+        return checkpointer.is_place_of(METRICS_FILE, path)
+
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert is_place(str(tmp_path), tmp_path / METRICS_FILE), "before the first row, too"
+    assert is_place(str(tmp_path / "link"), tmp_path / METRICS_FILE)
+    assert not is_place(str(tmp_path), tmp_path / "other.jsonl")
+    assert not is_place(str(tmp_path / "elsewhere"), tmp_path / METRICS_FILE)
+
+
+def test_what_a_full_disk_does_not_let_be_rewritten_waits_too(tmp_path: Path, disk: Disk) -> None:
+    log = MetricsLog(tmp_path)
+    log.begin_attempt(resumed_step=0)
+    for step in (1, 2, 3):
+        log.append(row(step))
+    disk.is_full = True
+    log.append(row(4))
+    log.drop_after(2)
+    log.complete(2, {"validation_loss": 0.5})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [ATTEMPTS_FILE, METRICS_FILE], "no partial file"
+    log.append(row(3, loss=2.0))
+    assert [one["step"] for one in log.rows()] == steps_in(log.to_copy()) == [1, 2, 3]
+    disk.is_full = False
+    log.flush()
+    written = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [(one["step"], one["loss"], one.get("validation_loss")) for one in written[1:]] == [
+        (2, 1.0 / 3.0, 0.5),
+        (3, 2.0, None),
+    ]
+    assert log.to_copy() == log.path
+    disk.is_full = True
+    assert log.begin_attempt(resumed_step=2) == 2, "a start goes on as well"
+    assert [one["step"] for one in log.rows()] == [1, 2]
 
 
 def test_another_error_than_a_full_disk_is_an_error(tmp_path: Path) -> None:

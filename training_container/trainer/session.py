@@ -25,7 +25,7 @@ from trainer.observe.away import launch_of
 from trainer.observe.exposition import Exposition
 from trainer.observe.goodput import GOODPUT_FILE, GoodputLog, process_seconds
 from trainer.observe.left_out import LEFT_OUT_FILE, LeftOutBatches
-from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
+from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row, replace_all
 from trainer.observe.observer import Observer
 from trainer.observe.step_clock import StepClock
 from trainer.observe.throughput import Expected
@@ -136,10 +136,13 @@ class Session:
         self.strategy = self._made_engine()
         for name, choice in self.strategy.choices.items() if runtime.is_first else ():
             say(f"{name}: {choice}")
+        for note in self._course.notes() if runtime.is_first else ():
+            say(f"warning: {note}")
         assert self.strategy.data_parallel_rank == data_parallel_rank(job.parallelism, runtime.rank)
         self._num_readers = runtime.world_size // job.parallelism.data_parallel_size
         self._checkpointer = _checkpointer_of(job, runtime, output_dir, scratch_dir)
-        self._metrics = MetricsLog(output_dir)
+        is_published = self._checkpointer.is_place_of(METRICS_FILE, output_dir / METRICS_FILE)
+        self._metrics = MetricsLog(output_dir, is_published=is_published)
         self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
         self._left_out = LeftOutBatches(output_dir, runtime)
         self._goodput = GoodputLog(output_dir, launch=launch_of(os.environ))
@@ -510,6 +513,7 @@ class Session:
             attachments = self._attachments() | {METRICS_FILE: self._metrics.to_copy()}
         with self._patience.as_at_start():
             self._checkpointer.save(self.step, self.strategy.state_tensors(), extra, attachments=attachments)
+        self._metrics.flush()  # the save made room where it could
         self._saved_step = self.step
         self._last_save_time = time.monotonic()
         committed = self._checkpointer.last_committed_step or 0
@@ -536,11 +540,15 @@ class Session:
         self.data.gather(self._runtime.control_group)
         if self._runtime.is_first:
             path = self._output_dir / RESULT_FILE
-            path.write_text(json.dumps(self._result(status), indent=1) + "\n", encoding="utf-8")
+            is_written = replace_all(path, json.dumps(self._result(status), indent=1) + "\n")
+            if not is_written:
+                path.unlink(missing_ok=True)  # an earlier start's would tell of another end
+                say(f"{path}: not written, its disk is full")
             self._goodput.end(status)
             self._checkpointer.publish_file(METRICS_FILE, self._metrics.to_copy())
             self._checkpointer.publish_file(GOODPUT_FILE, self._goodput.path)
-            self._checkpointer.publish_file(RESULT_FILE, path)
+            if is_written:
+                self._checkpointer.publish_file(RESULT_FILE, path)
 
     def _insist(self, deadline: float) -> None:
         """Try the last save again until it is committed, or the time is up: there is no later one to make up for it."""

@@ -632,6 +632,13 @@ class Checkpointer:
             self._report(f"checkpoint {name} not uploaded: {error}")
         return error is None
 
+    def is_place_of(self, name: str, path: Path) -> bool:
+        """Whether `path` is where the destination has, or would have, its file of that name."""
+        place = self._destination.folder(name)
+        if place is None or place.name != path.name or not (place.parent.is_dir() and path.parent.is_dir()):
+            return False
+        return place.parent.samefile(path.parent)
+
     def fetch_file(self, name: str, path: Path) -> bool:
         """Copy `<destination>/<name>` to `path` (call it on one rank); False if there is none.
 

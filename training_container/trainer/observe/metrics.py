@@ -60,13 +60,18 @@ class Row:
 class MetricsLog:
     """The file of one rank: appended to row by row, so that a killed process leaves at most one broken line.
 
-    Rows that a full disk doesn't take wait in memory: the job goes on, as it does without the saves that don't fit.
+    What a full disk doesn't take waits in memory: the job goes on, as it does without the saves that don't fit.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_published: bool = False) -> None:
+        """`is_published`: checkpoints have their metrics here, in this very file."""
         self.path = folder / METRICS_FILE
         self.attempts_path = folder / ATTEMPTS_FILE
+        self._is_published = is_published
+        self._whole: str | None = None
+        """What the file should hold, where there was no room to write it anew."""
         self._waiting: list[Row] = []
+        """Rows to be put behind that."""
         self._in_memory: list[int] = []
         """Descriptors of copies; a save that is on its way may still read the last but one."""
 
@@ -78,6 +83,8 @@ class MetricsLog:
         return self._written() + "".join(map(_line, self._waiting))
 
     def _written(self) -> str:
+        if self._whole is not None:
+            return self._whole
         return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
 
     def written_at(self) -> float | None:
@@ -99,37 +106,45 @@ class MetricsLog:
             seen.append(int(json.loads(self.attempts_path.read_text(encoding="utf-8"))["attempts"]))
         attempt = max(seen, default=0) + 1
         self.drop_after(resumed_step)
-        _replace(self.attempts_path, json.dumps({"attempts": attempt}) + "\n")
+        # Where there is no room for it, the rows still tell of every attempt that made one.
+        replace_all(self.attempts_path, json.dumps({"attempts": attempt}) + "\n")
         return attempt
 
     def drop_after(self, step: int) -> None:
         """Drops the rows of later steps, which are made again."""
-        kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
-        _replace(self.path, "".join(kept))
-        self._waiting.clear()
+        self._rewrite([row for row in self.rows() if row["step"] <= step])
 
     def complete(self, step: int, validation: dict[str, Any]) -> None:
         """Puts into a step's row what its validation says now that it was made up for."""
-        rows = [row | validation if row["step"] == step else row for row in self.rows()]
-        _replace(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._rewrite([row | validation if row["step"] == step else row for row in self.rows()])
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        self._whole = "".join(json.dumps(row) + "\n" for row in rows)
         self._waiting.clear()
+        self.flush()
 
     def append(self, row: Row) -> None:
         """Writes one row through to the file, or as soon as its disk has room again."""
         self._waiting.append(row)
-        self._flush()
+        self.flush()
 
-    def _flush(self) -> None:
-        if len(self._waiting) > 1:  # where checkpoints lie beside the file, a copy may have taken its place
-            written = {row["step"] for row in _rows_in(self._written())}
-            self._waiting = [row for row in self._waiting if row.step not in written]
-        if append_all(self.path, "".join(map(_line, self._waiting))):
+    def flush(self) -> None:
+        """Writes what waits, if there is room by now."""
+        if self._whole is not None:
+            if not replace_all(self.path, self._whole):
+                return
+            self._whole = None
+        if self._waiting and append_all(self.path, "".join(map(_line, self._waiting))):
             self._waiting.clear()
 
     def to_copy(self) -> Path:
-        """The file; while rows wait, one in memory that has them too (Linux only): no checkpoint lacks a row."""
-        self._flush()
-        if not self._waiting:
+        """The file; while rows wait, one in memory that has them too (Linux only): no checkpoint lacks a row.
+
+        Where checkpoints have their metrics in the file itself, always the file: a copy would take its place when the
+        checkpoint is committed, and the rows that were written meanwhile would be gone.
+        """
+        self.flush()
+        if self._is_published or (not self._waiting and self._whole is None):
             return self.path
         self._in_memory.append(os.memfd_create(METRICS_FILE))
         for descriptor in self._in_memory[:-2]:
@@ -169,8 +184,15 @@ def append_all(path: Path, text: str) -> bool:
     return True
 
 
-def _replace(path: Path, text: str) -> None:
-    """Whole or not at all, whenever the process is killed."""
+def replace_all(path: Path, text: str) -> bool:
+    """Whole or not at all, whenever the process is killed; False where the disk is too full for it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    try:
+        partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        partial.unlink(missing_ok=True)
+        return False
     partial.replace(path)
+    return True
