@@ -13,7 +13,7 @@ from typing import Any
 
 from trainyard.hardware import PriceBook, gpu, instance
 from trainyard.planner import plan, predict
-from trainyard.planner.communication import Fabric, all_reduce_seconds, fabric_of, group
+from trainyard.planner.communication import EFA, Fabric, all_reduce_seconds, fabric_of, group
 from trainyard.planner.families import shape_of_known
 from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.layout import Layout
@@ -89,9 +89,9 @@ def _planned(found: Plan) -> str:
 
 def _collectives() -> Iterator[Row]:
     device, bytes_ = gpu("H100"), 14e9
-    inside = all_reduce_seconds(bytes_, group(8, 1, 8), Fabric(8, device.link_gb_per_second, 400.0))
+    inside = all_reduce_seconds(bytes_, group(8, 1, 8), Fabric(8, device.link_gb_per_second, 400.0, EFA))
     # One GPU of each of eight nodes, each with its own card of 400 Gb/s.
-    across = all_reduce_seconds(bytes_, group(8, 1, 1), Fabric(1, device.link_gb_per_second, 50.0))
+    across = all_reduce_seconds(bytes_, group(8, 1, 1), Fabric(1, device.link_gb_per_second, 50.0, EFA))
     yield (
         "all-reduce of 14 GB, 8 H100 on NVLink",
         f"{1000 * inside:.0f} ms",

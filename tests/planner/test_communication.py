@@ -55,7 +55,7 @@ def test_textbook_figures_of_14_gb() -> None:
 
 def test_all_reduce_over_infiniband_is_near_what_was_measured() -> None:
     """24 A100 in 3 nodes of 4 HDR cards (github.com/NVIDIA/nccl-tests/issues/119): large ones, and the mean of all."""
-    members, links = group(24, 1, 8), fabric(gpu("A100"), 8, 100)
+    members, links = group(24, 1, 8), fabric(gpu("A100"), 8, 100, INFINIBAND)
     assert all_reduce_seconds(133169160, members, links) == pytest.approx(2666e-6, rel=0.1)
     sizes = [2**20 * count for count in range(1, 128)]
     bus = [2 * 23 / 24 * size / all_reduce_seconds(size, members, links) / 1e9 for size in sizes]
@@ -65,7 +65,7 @@ def test_all_reduce_over_infiniband_is_near_what_was_measured() -> None:
 def test_a_ring_of_two_nodes_sends_nearly_all_of_a_buffer_and_a_tree_half_of_it() -> None:
     """Of 16 GPUs in two nodes a ring leaves 15/16 to the network; switches that add send on what a node has summed."""
     members, size = group(16, 1, 8), 2**34
-    ring, tree = fabric(gpu("A100"), 8, 100), fabric(gpu("H100"), 8, 100)
+    ring, tree = fabric(gpu("A100"), 8, 100, INFINIBAND), fabric(gpu("H100"), 8, 100, INFINIBAND)
     bandwidth = 0.95 * 100e9
     assert all_gather_seconds(size, members, ring) == pytest.approx(15 / 16 * size / bandwidth, rel=0.01)
     assert all_reduce_seconds(size, members, ring) == pytest.approx(2 * 15 / 16 * size / bandwidth, rel=0.01)
@@ -76,8 +76,8 @@ def test_a_ring_of_two_nodes_sends_nearly_all_of_a_buffer_and_a_tree_half_of_it(
 @given(st.integers(0, 34), st.sampled_from([2, 8, 16, 64, 1024]), st.floats(0.1, 1.0))
 def test_slower_links_and_larger_messages_take_longer(power: int, ranks: int, node: float) -> None:
     members, device = group(ranks, 1, 8), gpu("A100")
-    fast = fabric(device, 8, 200)
-    slow = fabric(device, 8, 200 * node)
+    fast = fabric(device, 8, 200, INFINIBAND)
+    slow = fabric(device, 8, 200 * node, INFINIBAND)
     assert all_reduce_seconds(2**power, members, slow) >= all_reduce_seconds(2**power, members, fast)
     assert all_reduce_seconds(2 ** (power + 1), members, fast) > all_reduce_seconds(2**power, members, fast)
     assert all_to_all_seconds(2**power, members, slow) >= all_to_all_seconds(2**power, members, fast)

@@ -8,7 +8,7 @@ import pytest
 from trainyard.errors import InputError
 from trainyard.hardware import gpu
 from trainyard.planner import plan, search
-from trainyard.planner.communication import Fabric
+from trainyard.planner.communication import EFA, Fabric
 from trainyard.planner.convolutions import convolutional_memory, convolutional_step, shape_of_resnet
 from trainyard.planner.elastic import smaller
 from trainyard.planner.layout import Layout
@@ -18,7 +18,7 @@ from trainyard.spec.job import JobSpec, load_job
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 RESNET_18 = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"}
-A100, LINKS = gpu("A100"), Fabric(8, 300, 50)
+A100, LINKS = gpu("A100"), Fabric(8, 300, 50, EFA)
 
 
 def resnet(*overrides: str) -> JobSpec:
@@ -56,7 +56,9 @@ def test_a_step_grows_with_the_batch_and_never_beats_the_peak() -> None:
     assert times == sorted(times)
     assert 256 * shape.flops_per_image / times[-1] < A100.bf16_tflops * 1e12
     slow = Layout(micro_batch=32, data_parallel=8, precision="bf16", optimizer="sgd")
-    fast_links, slow_links = (convolutional_step(shape, slow, A100, Fabric(1, 300, rate)).total for rate in (50, 0.5))
+    fast_links, slow_links = (
+        convolutional_step(shape, slow, A100, Fabric(1, 300, rate, EFA)).total for rate in (50, 0.5)
+    )
     assert slow_links > fast_links
 
 

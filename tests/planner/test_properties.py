@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainyard.hardware import Price, gpu
-from trainyard.planner.communication import Fabric, all_reduce_seconds, group
+from trainyard.planner.communication import EFA, Fabric, all_reduce_seconds, group
 from trainyard.planner.constants import DEFAULT_MEMORY
 from trainyard.planner.goodput import goodput
 from trainyard.planner.layout import Engine, Layout
@@ -125,8 +125,8 @@ def test_slower_links_never_save_time(
     shape: ModelShape, layout: Layout, link: float, node: float, slower_link: float, slower_node: float
 ) -> None:
     device = gpu("H100")
-    fast = step_time(shape, layout, device, Fabric(8, link, node)).total
-    slow = step_time(shape, layout, device, Fabric(8, link * slower_link, node * slower_node)).total
+    fast = step_time(shape, layout, device, Fabric(8, link, node, EFA)).total
+    slow = step_time(shape, layout, device, Fabric(8, link * slower_link, node * slower_node, EFA)).total
     assert slow >= fast * (1 - 1e-9)
 
 
@@ -134,7 +134,7 @@ def test_slower_links_never_save_time(
 @given(shapes(), layouts())
 def test_a_step_is_the_sum_of_its_parts_and_never_beats_the_peak(shape: ModelShape, layout: Layout) -> None:
     device = gpu("H100")
-    time = step_time(shape, layout, device, Fabric(8, 450, 400))
+    time = step_time(shape, layout, device, Fabric(8, 450, 400, EFA))
     assert math.isclose(time.total, sum(time.breakdown().values()))
     assert all(part >= 0 for part in time.breakdown().values())
     tokens = layout.global_batch * layout.sequence_length
@@ -144,7 +144,7 @@ def test_a_step_is_the_sum_of_its_parts_and_never_beats_the_peak(shape: ModelSha
 
 @given(st.floats(1, 1e11), st.integers(2, 512), st.floats(1, 900), st.floats(1, 900))
 def test_all_reduce_grows_with_the_buffer(size: float, ranks: int, link: float, node: float) -> None:
-    links = Fabric(8, link, node)
+    links = Fabric(8, link, node, EFA)
     members = group(ranks, 1, 8)
     assert 0 < all_reduce_seconds(size, members, links) < all_reduce_seconds(size * 2, members, links)
 
@@ -210,7 +210,7 @@ def test_weights_that_stay_gathered_cost_memory_and_spare_a_message(shape: Model
     layout = dataclasses.replace(layout, engine="torch", zero_stage=3, pipeline=1)
     kept = dataclasses.replace(layout, keeps_gathered=True)
     assert not_more(memory(shape, layout), memory(shape, kept))
-    device, links = gpu("H100"), Fabric(8, 450, 400)
+    device, links = gpu("H100"), Fabric(8, 450, 400, EFA)
     if layout.shard_degree > 1:
         assert memory(shape, kept).buffers >= memory(shape, layout).buffers
         dropped_seconds, kept_seconds = (step_time(shape, each, device, links).total for each in (layout, kept))
@@ -229,5 +229,5 @@ def test_weights_in_the_hosts_memory_free_the_gpu_of_them_alone_and_cost_time(
     here_memory, away_memory = memory(shape, layout), memory(shape, away)
     assert away_memory.parameters < here_memory.parameters
     assert away_memory.gradients == here_memory.gradients
-    device, links = gpu("H100"), Fabric(8, 450, 400)
+    device, links = gpu("H100"), Fabric(8, 450, 400, EFA)
     assert step_time(shape, away, device, links).total >= step_time(shape, layout, device, links).total

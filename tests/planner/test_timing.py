@@ -8,13 +8,13 @@ import pytest
 from trainyard.errors import InputError
 from trainyard.hardware import gpu
 from trainyard.planner import predict
-from trainyard.planner.communication import Fabric, all_gather_seconds, all_reduce_seconds, group
+from trainyard.planner.communication import EFA, Fabric, all_gather_seconds, all_reduce_seconds, group
 from trainyard.planner.families import shape_of_known
 from trainyard.planner.layout import Engine, Layout, Precision, Recompute
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.timing import DEFAULT_CONSTANTS, _Rank, bubble_passes, matmul_ceiling_tflops, step_time
 
-LINKS = Fabric(8, 450, 400)
+LINKS = Fabric(8, 450, 400, EFA)
 DENSE = Layout(engine="megatron", micro_batch=2, num_micro_batches=16, sequence_length=4096, precision="bf16")
 
 
@@ -93,7 +93,7 @@ def test_selective_recomputation_charges_products_only_where_they_are_not_kept()
 def test_context_parallelism_pays_for_its_keys_and_values_where_the_network_is_slow() -> None:
     split = dataclasses.replace(DENSE, context=16, sequence_length=32768, micro_batch=1)
     shape, device = shape_of_known("llama-2-7b"), gpu("H100")
-    fast, slow = (step_time(shape, split, device, Fabric(8, 450, rate)) for rate in (400, 0.4))
+    fast, slow = (step_time(shape, split, device, Fabric(8, 450, rate, EFA)) for rate in (400, 0.4))
     assert slow.context_communication > fast.context_communication
     assert slow.context_communication > 0.5 * slow.forward
     assert step_time(shape, DENSE, device, LINKS).context_communication == 0
@@ -129,7 +129,7 @@ def test_an_exchange_of_experts_that_nothing_hides_stands_alone() -> None:
     assert predict(elsewhere | {"expert_exchange": "deepep"})["step_seconds"] == predict(elsewhere)["step_seconds"]
     # Of AWS's own runs (p6-b300, 8 nodes; a group of experts over two): 10.5 s overlapped, 12.2 s without.
     assert usual == pytest.approx(10.5, rel=0.1)
-    assert alone == pytest.approx(12.2, rel=0.12)
+    assert alone == pytest.approx(12.2, rel=0.1)
     with pytest.raises(InputError, match="expert_exchange: must be one of nccl, deepep"):
         predict(QWEN_MOE | {"expert_exchange": "mpi"})
 
@@ -153,7 +153,8 @@ def test_deepep_over_efa_is_not_known_better_than_aws_own_runs_say() -> None:
     near = predict(QWEN_MOE | {"expert_exchange": "deepep"})["step_seconds"]
     far = predict(QWEN_MOE | {"expert_exchange": "deepep", "pp": 2, "ep": 32})["step_seconds"]
     assert all(0.8 < measured / near < 1.0 for measured in two)
-    # What four nodes cost more is modelled in part: docs/planner.md says by how much it falls short.
+    # What four nodes cost more is modelled in part: docs/planner.md says by how much it falls short. Since what a peer
+    # pays is fitted (18 us, 15 before) the nearest is 9% longer, 11% before; the lower limit leaves the next fit room.
     assert all(1.05 < measured / far < 1.35 for measured in four)
 
 
@@ -186,7 +187,7 @@ def early(**changes: Any) -> Any:
     shape = ModelShape(
         layers=24, hidden=4096, ffn=16384, heads=32, kv_heads=32, head_dim=128, vocab=51200, gated_mlp=False
     )
-    return step_time(shape, dataclasses.replace(EARLY_RUN, **changes), gpu("A100"), Fabric(8, 300, 100))
+    return step_time(shape, dataclasses.replace(EARLY_RUN, **changes), gpu("A100"), Fabric(8, 300, 100, EFA))
 
 
 def test_collectives_that_are_waited_for_stand_alone_whatever_overlaps_today() -> None:
@@ -222,10 +223,10 @@ def test_updated_parameters_come_back_behind_the_forward_pass() -> None:
     layout = dataclasses.replace(EARLY_RUN, year=2024.5, **sharded)
 
     def exposed(node_gb_per_second: float) -> float:
-        links = Fabric(8, 300, node_gb_per_second)
+        links = Fabric(8, 300, node_gb_per_second, EFA)
         return step_time(shape, layout, device, links, slow).data_communication
 
-    once = step_time(shape, layout, device, Fabric(8, 300, 1.0), slow)
+    once = step_time(shape, layout, device, Fabric(8, 300, 1.0, EFA), slow)
     # Far below either pass's rate, halving the bandwidth adds the whole traffic once more.
     assert exposed(0.5) - exposed(1.0) == pytest.approx(exposed(1.0) + once.forward + once.backward, rel=1e-3)
     assert exposed(1e6) == 0
@@ -240,7 +241,7 @@ def test_before_2023_gradients_and_parameters_stand_alone() -> None:
                 shape_of_known("llama-2-7b"),
                 dataclasses.replace(EARLY_RUN, year=year, **changes),
                 gpu("A100"),
-                Fabric(8, 300, 400),
+                Fabric(8, 300, 400, EFA),
                 dataclasses.replace(DEFAULT_CONSTANTS, data_exposed=0.1, data_overlap=1.0, jitter_per_doubling=0.0),
             ).data_communication
             for year in (2022.0, 2024.5)
@@ -250,12 +251,18 @@ def test_before_2023_gradients_and_parameters_stand_alone() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "recompute", "gathers"),
-    [("megatron", "none", 10), ("megatron", "full", 14), ("torch", "none", 8), ("torch", "selective", 11)],
+    [
+        ("megatron", "none", 10),
+        ("megatron", "full", 14),
+        ("torch", "none", 8),
+        ("torch", "selective", 11),
+        ("torch", "full", 11),
+    ],
 )
-def test_sequence_parallelism_gathers_and_scatters_as_often_as_a_trace_counts(
+def test_sequence_parallelism_pays_for_each_of_a_layers_gatherings_and_scatterings(
     engine: Engine, recompute: Recompute, gathers: int
 ) -> None:
-    """Of a layer; in 32 the dry run counts of torch 128 gatherings and 128 scatterings, recomputing 194 and 160."""
+    """How many they are of torch, tests/trainer/test_dry_run_agreement.py counts in our own trainer's traces."""
     shape, device = shape_of_known("llama-2-7b"), gpu("H100")
     split = dataclasses.replace(DENSE, tensor=8, year=2022.0, engine=engine, recompute=recompute)
     each = all_gather_seconds(2 * 4096 * 4096 * 2, group(8, 1, 8), LINKS)
@@ -297,6 +304,7 @@ def test_words_that_begin_nowhere_even_slow_the_output_projection_until_they_are
         layout = dataclasses.replace(DENSE, tensor=tensor, **more)
         return step_time(few, layout, gpu("H100"), LINKS).total - step_time(none, layout, gpu("H100"), LINKS).total
 
+    # The product itself takes 1.9 times as long (a speed of 0.53); the loss beside it takes what it took.
     assert head(50257) > 1.5 * head(50304)
     assert head(50257, tensor=2) == pytest.approx(head(50304, tensor=2), rel=0.01)
     assert head(50257, pads_vocabulary=True) == pytest.approx(head(50304), rel=0.01)

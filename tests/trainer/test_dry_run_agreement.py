@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from trainer.dry_run.trace import OF_THE_MODEL, trace
 from trainer.models import build
-from trainer_testing.tiny import MODEL, tiny_job
+from trainer_testing.tiny import GLOBAL_BATCH, MODEL, tiny_job
 
 from trainyard.planner import resolve
+from trainyard.planner.layout import Layout, Recompute
+from trainyard.planner.timing import _gathers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,6 +65,28 @@ def test_what_is_on_its_way_agrees_too(name: str) -> None:
 
 def _peak(parallelism: dict[str, Any], rank: int = 0, world_size: int = 8, **training: Any) -> dict[str, Any]:
     return trace(resolve(CASES.few_layers(parallelism, **training), world_size=world_size), rank)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_tensor_ranks_exchange_as_often_a_layer_as_the_planner_says(recompute: Recompute) -> None:
+    """Gatherings and scatterings of a layer's two blocks. What the model's ends send is the same at any depth."""
+
+    def exchanges(layers: int) -> int:
+        job = tiny_job(
+            "tensor",
+            2,
+            model=MODEL | {"num_hidden_layers": layers},
+            parallelism={"tensor": 2},
+            activation_checkpointing=recompute,
+            micro_batch_size=GLOBAL_BATCH,
+        )
+        messages = trace(job, 0)["messages"]
+        return sum(item["count"] for item in messages if item["name"] in ("all_gather", "reduce_scatter"))
+
+    layout = Layout(
+        engine="torch", micro_batch=1, num_micro_batches=1, sequence_length=64, precision="bf16", recompute=recompute
+    )
+    assert exchanges(5) - exchanges(2) == 3 * 2 * _gathers(layout)
 
 
 @pytest.mark.parametrize("parallelism", [{"data_shard": 8}, {"data_replicate": 8}])

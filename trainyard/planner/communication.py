@@ -69,7 +69,7 @@ class Fabric:
     """Of one GPU, to the others of its node."""
     node_gb_per_second: float
     """Of one node, to the others."""
-    network: Network = EFA
+    network: Network
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def fabric_of(machine: Instance) -> Fabric:
     return fabric(machine.gpu, machine.num_gpus, machine.network_gb_per_second, EFA)
 
 
-def fabric(device: Gpu, gpus_per_node: int, node_gb_per_second: float, network: Network = INFINIBAND) -> Fabric:
+def fabric(device: Gpu, gpus_per_node: int, node_gb_per_second: float, network: Network) -> Fabric:
     """The fabric of nodes of `gpus_per_node` GPUs."""
     return Fabric(gpus_per_node, device.link_gb_per_second, node_gb_per_second, network)
 
