@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import re
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from trainyard.launch.launcher import new_record
 from trainyard.launch.record import JobRecord, RecordedChannel
 from trainyard.launch.session import Account
 from trainyard.launch.slurm_backend import LOG_BYTES, SlurmBackend, read_looks
-from trainyard.launch.slurm_script import batch_script, limit_minutes
+from trainyard.launch.slurm_script import ClusterPlace, batch_script, limit_minutes
 from trainyard.spec.base import parse
 from trainyard.spec.job import JobSpec
 from trainyard.spec.platform import TenantContract
@@ -93,6 +95,82 @@ def test_the_batch_script_is_the_golden_one() -> None:
     if os.environ.get("TRAINYARD_RENEW"):
         GOLDEN.write_text(script)
     assert script == GOLDEN.read_text()
+
+
+SRUN = 'exit "$TASK_CODE"'
+SCONTROL = """
+case "$*" in
+  "show hostnames"*) echo node1 ;;
+  "--oneliner show node"*) echo "NodeName=node1 NodeAddr=10.0.0.9 Port=1" ;;
+  "--oneliner show job"*) echo "JobId=12 JobState=RUNNING PreemptTime=None x" ;;
+  ping)
+    said=$(sed -n 1p "$PINGS")
+    sed -i 1d "$PINGS"
+    for state in $said; do echo "Slurmctld($state) at x is ${state#*=}"; done
+    ;;
+  requeue*)
+    echo requeue >&2
+    if [ ! -s "$PINGS" ]; then kill -9 "$PPID"; fi
+    exit 1
+    ;;
+esac
+"""
+"""What the batch script asks of Slurm. A requeue is refused as long as PINGS has answers, then it ends the script."""
+
+
+def run_script(folder: Path, code: int, *, pings: str | None = None, limits: str = "") -> tuple[str, int]:
+    """The batch script in `folder`/job, its task ended with `code`: what it said, and its own exit code."""
+    job, programs = folder / "job", folder / "programs"
+    for one in (job, programs):
+        one.mkdir()
+    commands = {"srun": SRUN, "scontrol": SCONTROL, "squeue": "", "sleep": "exec /bin/sleep 0.01"}
+    for name, text in commands.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    if pings is not None:
+        (folder / "pings").write_text(pings)
+    place = ClusterPlace(directory=str(job), partition=None, comment="", python="python")
+    (folder / "job.sbatch").write_text(batch_script(record_of(cluster_job()), place))
+    settings = {"PATH": f"{programs}:{os.environ['PATH']}", "PINGS": str(folder / "pings"), "TASK_CODE": str(code)}
+    settings |= {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1"}
+    command = ["bash", "-c", f"{limits} exec bash {folder}/job.sbatch"]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
+    return done.stderr, done.returncode
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "Completed"), (1, "Failed"), (3, "Failed")])
+def test_the_job_ends_as_its_task_did(code: int, state: str, tmp_path: Path) -> None:
+    assert run_script(tmp_path, code)[1] == code
+    outcome = (tmp_path / "job/outcome").read_text()
+    assert f"\nstate={state}\n" in outcome
+    assert (f"ended with exit code {code};" in outcome) == bool(code)
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_disk_that_takes_nothing_changes_no_exit_code(code: int, tmp_path: Path) -> None:
+    """Not a byte may be written: a job that saved is requeued, one that is done is not said to have failed."""
+    said, ended = run_script(tmp_path, code, limits="trap '' XFSZ; ulimit -f 0;")
+    assert ("requeue" in said.splitlines()) == (code == 75)
+    assert ended == (-signal.SIGKILL if code == 75 else 0), "Slurm ends what it requeues"
+
+
+@pytest.mark.parametrize(
+    ("pings", "num_requests"),
+    [
+        # It comes back between a request and the question whether it is up.
+        ("primary=DOWN\nprimary=UP\n", 2),
+        ("primary=UP\nprimary=DOWN\nprimary=UP\n", 2),
+        # A backup that is up has not taken over yet.
+        ("primary=DOWN backup=UP\nprimary=DOWN backup=UP\n", 2),
+        ("primary=UP backup=DOWN\nprimary=UP backup=DOWN\n", 1),
+    ],
+)
+def test_a_requeue_is_given_up_where_a_controller_that_was_up_refuses_it(
+    pings: str, num_requests: int, tmp_path: Path
+) -> None:
+    said, _ = run_script(tmp_path, 75, pings=pings)
+    assert said.splitlines().count("requeue") == num_requests
+    assert ("Slurm did not requeue it" in (tmp_path / "job/events").read_text()) == (num_requests == 1)
 
 
 def test_a_container_sees_the_shared_folder_and_what_the_job_names() -> None:

@@ -43,14 +43,19 @@ finish() {
   done
   exit "$$code"
 }
+# The first of the controllers: a backup that is up beside it answers nothing until it has taken over.
+is_up() { scontrol ping | head -n 1 | grep -q ' \(is\|are\) UP'; }
 requeue() {
   event Interrupted "$$1"
   trap - TERM
   for _ in {1..60}; do
+    was_up=""
+    if is_up; then was_up=yes; fi
     # Slurm ends this script as a part of it; in short sleeps, as the one that runs then is left behind.
     scontrol requeue "$$SLURM_JOB_ID" && for _ in {1..120}; do sleep 1; done
-    # A controller that is down, or moves to another machine, is asked again; what one refuses stays refused.
-    scontrol ping | grep -q -w UP && break
+    # A controller that is down, or moves to another machine, is asked again; what one refuses that was up before the
+    # question and after it stays refused.
+    [ -n "$$was_up" ] && is_up && break
     sleep 5
   done
   finish Stopped "$$1; Slurm did not requeue it" ""
@@ -76,7 +81,7 @@ is_past() { [ -n "$$1" ] && [ $$(( SECONDS - $$1 )) -ge "$$2" ]; }
 is_loss() { case "$$1" in "host "*" is gone"* | "the first host "*" is gone"*) true ;; *) false ;; esac; }
 # In the background, as bash hears no signal while a command runs in front.
 run() {
-  { "$$@"; echo "$$?" > code; } &
+  "$$@" &
   child=$$!
   gone=""
   while kill -0 "$$child" 2> /dev/null; do
@@ -88,14 +93,15 @@ run() {
       kill_tasks
     fi
   done
-  code=$$(cat code 2> /dev/null)
-  code=$${code:-1}
+  # bash remembers it, even where the loop has waited already. Through no file: the disk may be full.
+  wait "$$child"
+  code=$$?
 }
 
 first=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
 address=$$(scontrol --oneliner show node "$$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 export TRAINYARD_HOST_ADDRESSES="{\"$$first\": \"$${address:-$$first}\"}"
-rm -rf code told host/failure hosts
+rm -rf told host/failure hosts
 trap on_stop TERM
 # Slurm may requeue a job before its save is done, but whoever stopped it wants no further start. After the trap: who
 # stops it writes the file first, so a stop is either seen here or heard there.
