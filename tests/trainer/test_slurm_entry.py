@@ -4,6 +4,7 @@ The whole of it on a real Slurm is tests/launch/test_slurm_trainer.py.
 """
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -103,6 +104,18 @@ def test_what_a_killed_start_left_on_the_machine_goes_with_the_next_one_of_the_j
     assert len(list(disk.iterdir())) == 1
     assert slurm.run(tmp_path / "job-a", {**STEP, "SLURM_JOB_ID": "8", "TRAINYARD_SKIP_EFA_CHECK": "1"}) == 0
     assert seen == [[], []] and list(disk.iterdir()) == []
+
+
+def test_scratch_is_the_users_own_and_what_cant_be_removed_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(slurm, "read_job", lambda *_: SimpleNamespace(spec=None))
+    monkeypatch.setattr(slurm, "first_address", lambda *_: "127.0.0.1")
+    (tmp_path / f"trainyard-{os.getuid()}-job-a-gpu10").touch()  # in a folder's place: not removed as one
+    assert slurm.run(tmp_path / "job-a", {**STEP, "TRAINYARD_SKIP_EFA_CHECK": "1"}) == 1
+    (told,) = (tmp_path / "job-a/hosts/gpu10/failure").read_text().splitlines()
+    assert f"-{os.getuid()}-job-a-gpu10 on gpu10: can't be made anew" in told and told.endswith("remove it there")
 
 
 def test_a_wrong_job_folder_is_the_first_machines_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from trainer.host.rank import RESUME_EXIT_CODE
 from trainer.host.recovery import Ending
 from trainer.host.run import Folders, HostRun, Place, finish
 from trainer.inputs import bring_inputs
-from trainyard.errors import InputError, TrainyardError
+from trainyard.errors import InputError, JobFailedError, TrainyardError
 
 TOLD = "told"
 """In the job's folder: the job was told to stop, by a signal that came before this task."""
@@ -61,10 +61,7 @@ def run(directory: Path, settings: Mapping[str, str]) -> int:
             check_efa(job.spec.compute.instance_type or "")
         address = first_address(place, settings)
         data = directory / "output" if place.index == 0 else output / "data"
-        # Not by Slurm's number, which a resume changes: a start before this one may have been killed here.
-        work = Path(tempfile.gettempdir()) / f"trainyard-{directory.resolve().name}-{place.host}"
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        work = _scratch(directory, place.host)
         hosts = join_hosts(place, job, address, settings)
         try:
             module = settings.get("TRAINYARD_RANK_MODULE", "trainer")
@@ -77,6 +74,18 @@ def run(directory: Path, settings: Mapping[str, str]) -> int:
             shutil.rmtree(work, ignore_errors=True)
     except TrainyardError as error:
         return finish(Ending(error.exit_code, str(error)), output)
+
+
+def _scratch(directory: Path, host: str) -> Path:
+    """This machine's folder of the job, empty: a start before this one may have been killed here. Not named by Slurm's
+    number, which a resume changes; named by the user, as nobody else's can be removed from a /tmp that all share."""
+    path = Path(tempfile.gettempdir()) / f"trainyard-{os.getuid()}-{directory.resolve().name}-{host}"
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise JobFailedError(f"{path} on {host}: can't be made anew ({error.strerror}); remove it there") from None
+    return path
 
 
 def ranks_settings(settings: Mapping[str, str]) -> dict[str, str]:
