@@ -347,6 +347,8 @@ def test_the_stand_in_for_docker_pushes_what_was_judged_where_ecr_says_and_is_no
     destination = f"{REGISTRY}/{NAME}:one"
     code, said = program("push", destination)
     assert code == 2 and said.startswith("trainyard: ") and "scripts/publish_image ENV" in said and "\n" not in said
+    code, said = program("push", destination, folder=desk)
+    assert code == 2 and "has no 'tag' yet" in said and "\n" not in said, "out of order"
     assert program("load", digest, folder=desk) == (0, digest)
     assert program("tag", digest, destination, folder=desk)[0] == 0
     code, said = program("push", f"{REGISTRY}/somebodys:one", folder=desk)

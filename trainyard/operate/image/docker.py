@@ -87,7 +87,13 @@ class Desk:
         path.write_text(json.dumps(content), encoding="utf-8")
 
     def _read(self, name: str) -> dict[str, Any]:
-        return dict(json.loads((self.folder / name).read_text(encoding="utf-8")))
+        try:
+            return dict(json.loads((self.folder / name).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise InputError(
+                f"{FOLDER} {self.folder}: has no {name!r} yet; publishing goes login, load, tag, push, "
+                "and scripts/publish_image ENV begins it"
+            ) from None
 
 
 def push(layout: Path, destination: str, secrets: Path, *options: str) -> None:
