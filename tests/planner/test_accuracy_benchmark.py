@@ -25,7 +25,7 @@ from planner_accuracy import (  # noqa: E402
     unscored,
 )
 from planner_cross_validation import Case, held_out, loss, refit  # noqa: E402
-from planner_fit import GUESSES, TimeCase, constants_table  # noqa: E402
+from planner_fit import GUESSES, TimeCase, constants_table, without_each  # noqa: E402
 
 from trainyard.planner.predict import understand  # noqa: E402
 from trainyard.planner.timing import (  # noqa: E402
@@ -190,17 +190,30 @@ def test_both_tables_are_printed(printed: tuple[str, list[dict[str, str]]]) -> N
     assert "table A" in table and "table B" in table and "shipped held out" in table
 
 
-def test_no_constant_stands_outside_the_fit_and_the_page_counts_them() -> None:
+def test_the_page_counts_the_fitted_constants_and_names_those_on_their_bounds_and_the_one_that_is_not_fitted() -> None:
     names = {field.name for field in dataclasses.fields(Constants)}
     assert names - set(GUESSES) == {"bandwidth_efficiency"} and not set(GUESSES) - names
     page = (REPOSITORY / "docs" / "planner.md").read_text(encoding="utf-8")
-    assert f"{len(GUESSES)} constants are fitted" in page
+    assert f"{len(GUESSES)} constants are fitted" in page and "(`bandwidth_efficiency`)" in page
     for name, (guess, least, most) in GUESSES.items():
         assert least < guess < most and least <= getattr(Constants(), name) <= most, name
         if getattr(Constants(), name) in (least, most):
             assert f"`{name}`" in page, "a constant on its bound is named"
     for factor in (SPREAD_DENSE, SPREAD_NEW, SPREAD_LAUNCH):
         assert f"| {factor:g} |" in page
+
+
+def test_files_of_one_program_are_left_out_together() -> None:
+    """Two sources of V100s, and one that knows of none: who leaves out one of the two must not learn of the other."""
+    rows = {"layers": 24, "hidden": 2048, "heads": 16, "seq": 1024, "gpus": 8, "micro_batch": 8, "global_batch": 64}
+    old, new = (understand(rows | {"gpu": name, "precision": "fp16"}) for name in ("V100", "A100"))
+    together = [TimeCase(name, old, 1.0, left_out_with="both") for name in ("one", "two")]
+    apart = [dataclasses.replace(case, left_out_with="") for case in together]
+    guess = GUESSES["ceiling_volta"][0]
+    for cases, unseen in ((together, True), (apart, False)):
+        found = without_each([*cases, TimeCase("three", new, 1.0)])
+        assert set(found) == {"one", "two", "three"}
+        assert all((found[name].ceiling_volta == pytest.approx(guess)) is unseen for name in ("one", "two"))
 
 
 def test_the_table_of_constants_says_what_one_source_decides_alone() -> None:
