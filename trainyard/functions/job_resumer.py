@@ -17,7 +17,8 @@ HOST_MEMORY = (
 """What a kernel, or a host of ours, says where a host's memory was full."""
 HOST_KILLED = r"[Ee]xit [Cc]ode: (?=(?:\S+ -?\d+, )*\S+ 75\b)(?=(?:\S+ -?\d+, )*\S+ (?:137|-9)\b)"
 """How a failure reason goes on with a host that was killed without a word, beside others that saved and ask to be
-resumed. Where all were killed (137 alone), the kernel did it for memory."""
+resumed. Where all were killed (137 alone), the kernel did it for memory. Codes by host are the emulator's form: that it
+is SageMaker's too is unverified (docs/recovery.md)."""
 MOST_KILLED = 2
 """How often a job is resumed after that, whatever steps it made: a kernel that kills for memory says no more."""
 _KILLED = "a host was killed"
