@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Faults:
 
         def next_batch(session: Session) -> GlobalBatch:
             self._hold(is_last=session.step + 1 == session.num_steps)
+            self._await_checkpoint(session)
             self._at("step", session.step + 1)
             if self._slow_steps:
                 self._slow_steps -= 1
@@ -117,6 +119,17 @@ class Faults:
         if self._rank == 0:
             self._tell({"start": True})
             sys.stdout = _Tee(sys.stdout, lambda line: self._tell({"line": line}))
+
+    def _await_checkpoint(self, session: Session) -> None:
+        """Before a fault whose restore meets the next one: quick steps come there before the first save is committed."""
+        follows = any(
+            fault["rank"] == self._rank and fault.get("step") == session.step + 1 and after.get("moment") == "restore"
+            for fault, after in pairwise(self._faults)
+        )
+        until = time.monotonic() + _LONGEST_HOLD_SECONDS
+        while follows and session._checkpointer.last_committed_step is None and time.monotonic() < until:
+            heartbeat.beat()
+            time.sleep(0.02)
 
     def _at(self, moment: str, step: int) -> None:
         for number, fault in enumerate(self._faults):
