@@ -121,7 +121,7 @@ class Faults:
             sys.stdout = _Tee(sys.stdout, lambda line: self._tell({"line": line}))
 
     def _await_checkpoint(self, session: Session) -> None:
-        """Before a fault whose restore meets the next one: quick steps come there before the first save is committed."""
+        """Before a fault whose restore meets the next one: quick steps come there before the first commit."""
         follows = any(
             fault["rank"] == self._rank and fault.get("step") == session.step + 1 and after.get("moment") == "restore"
             for fault, after in pairwise(self._faults)
