@@ -242,7 +242,7 @@ def _huge_page() -> _Bytes:
     """Memory that is one huge page.
 
     A request to the disk lists its memory piece by piece, one for every page that doesn't lie beside the one before. Of
-    512 pages it becomes several requests: the disk of a virtual machine brought 0.9 GiB/s to those, 2.4 to one page.
+    512 pages it becomes several requests, which a virtual machine's disk feels (`benchmarks/direct_reads.py`).
     """
     memory = mmap.mmap(-1, 2 * _SCRATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them gives small pages
