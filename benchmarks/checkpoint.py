@@ -336,10 +336,7 @@ def _training_speed(contender: Contender, folder: Path, step: Callable[[], None]
 def _forget(folder: Path) -> None:
     """Make the disk, not the page cache, answer for these files."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)  # a page that isn't written can't be dropped
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        machine.drop_from_page_cache(path)
 
 
 def _timed(action: Callable[[], Any]) -> tuple[float, Any]:

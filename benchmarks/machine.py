@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""What a result was measured on, and that its disk was really asked."""
 
 import os
 import platform
@@ -28,6 +28,14 @@ def describe() -> dict[str, Any]:
         "versions": {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
     }
+
+
+def drop_from_page_cache(path: Path) -> None:
+    """Make the disk, not the page cache, answer for a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)  # a page that isn't written can't be dropped
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
 
 
 def file_name(description: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ Layout under the destination (a folder or an s3:// prefix):
 
     metrics.jsonl                         attachments, as of the last commit
     checkpoints/step-00000010/__0_0.distcp, ...   shards, one per rank (torch.distributed.checkpoint)
-                              __0_0.distcp.blocks where in it tensors lie, and SHA-256 of their blocks
+                              __0_0.distcp.blocks where in it tensors lie, and hashes of their blocks
                               .metadata           its index
                               manifest.json       sizes and SHA-256 of all files, step, and `extra`
                               COMMITTED           written last, removed first; holds the manifest's SHA-256
