@@ -1,13 +1,15 @@
 """What the ranks lay together: stragglers by their own time, memory that grows, percentiles; without processes."""
 
-import gc
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from trainer.__main__ import expected_of
-from trainer.observe.memory_use import FloorHistory, Growth, MemoryUse, growth
+from trainer.observe.memory_use import FloorHistory, Growth, growth, host_bytes
 from trainer.observe.observer import Figures, largest_tensor, percentile, summary
 from trainer.observe.step_clock import StepClock
 from trainer.observe.stragglers import find_stragglers
@@ -107,20 +109,42 @@ def test_only_what_stays_counts_and_the_warm_up_does_not() -> None:
     assert history.growth() is None
 
 
-def test_a_real_leak_of_this_process_is_found() -> None:
-    gc.collect()  # or it happens in between, and gives back what others left
-    kept = []
-    use = MemoryUse(torch.device("cpu"))
-    found: list[Growth] = []
-    for window in range(8):
-        # Above 32 MiB malloc takes fresh pages whatever was freed before: tests that ran earlier left much to reuse.
-        kept.append(torch.ones(12 * 2**20))  # 48 MiB, touched
-        use.sample()
-        peaks = use.close_window(window)
-        found += use.news_of_growth().values()
-    assert found
-    assert found[0].total_bytes > 32 * MIB
-    assert peaks["host_peak"] > sum(tensor.nbytes for tensor in kept)
+_LEAKING = """
+import mmap
+import sys
+
+import torch
+from trainer.observe.memory_use import MemoryUse
+
+MIB = 2**20
+file = open(sys.argv[1], "r+b")
+file.truncate(8 * 48 * MIB)
+view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+sum(view[place] for place in range(0, len(view), 4096))
+kept, found, use = [], [], MemoryUse(torch.device("cpu"))
+for window in range(8):
+    kept.append(torch.ones(12 * MIB))  # 48 MiB, touched; above 32 MiB malloc takes fresh pages
+    view.madvise(mmap.MADV_DONTNEED, window * 48 * MIB, 48 * MIB)  # as the kernel does where memory is short
+    use.sample()
+    peaks = use.close_window(window)
+    found += use.news_of_growth().values()
+assert found
+assert found[0].total_bytes > 32 * MIB
+assert peaks["host_peak"] > sum(tensor.nbytes for tensor in kept)
+"""
+
+
+def test_a_real_leak_is_found_while_the_kernel_drops_views_of_files(tmp_path: Path) -> None:
+    # A process of its own: what earlier tests left in this one may be given back in between.
+    (tmp_path / "views").touch()
+    command = [sys.executable, "-c", _LEAKING, str(tmp_path / "views")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_views_of_files_come_and_go_and_are_no_leak() -> None:
+    status = "VmRSS:\t  2048 kB\nRssAnon:\t  512 kB\nRssFile:\t  1472 kB\nRssShmem:\t  64 kB\nVmSwap:\t  16 kB\n"
+    assert host_bytes(status) == (2 * MIB, 592 * 1024)
 
 
 def test_percentiles_are_values_that_were_there() -> None:

@@ -70,31 +70,45 @@ def growth(floors: Sequence[tuple[int, float]]) -> Growth | None:
     return Growth(slope, first_step, last_step, last - first)
 
 
+def host_bytes(status: str) -> tuple[float, float]:
+    """(bytes resident, bytes the kernel cannot drop) by the text of /proc/PID/status (man proc_pid_status)."""
+    kibibytes = dict.fromkeys(("VmRSS", "RssAnon", "RssShmem", "VmSwap"), 0.0)
+    for line in status.splitlines():
+        name, _, value = line.partition(":")
+        if name in kibibytes:
+            kibibytes[name] = float(value.split()[0])
+    resident = kibibytes.pop("VmRSS")
+    return resident * 1024, sum(kibibytes.values()) * 1024
+
+
 class MemoryUse:
     """Host and device memory of this process, sampled once a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_device = device.type == "cuda"
         # Kept open: opening it costs more than reading it.
-        self._statm = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else None
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._status = os.open("/proc/self/status", os.O_RDONLY) if sys.platform == "linux" else None
         self._histories = {"host": FloorHistory()} | ({"device": FloorHistory()} if self._has_device else {})
         self._host_peak = 0.0
         self._told: dict[str, float] = {}
 
     def sample(self) -> None:
-        """After a step: reads two counters, waits for nothing."""
-        host = self._host_bytes()
-        self._host_peak = max(self._host_peak, host)
-        self._histories["host"].sample(host)
+        """After a step: reads counters, waits for nothing."""
+        resident, own = self._host_bytes()
+        self._host_peak = max(self._host_peak, resident)
+        self._histories["host"].sample(own)
         if self._has_device:
             self._histories["device"].sample(float(torch.cuda.memory_allocated()))
 
-    def _host_bytes(self) -> float:
-        """Resident set (Linux; elsewhere 0, so that nothing is claimed)."""
-        if self._statm is None:
-            return 0.0
-        return float(os.pread(self._statm, 128, 0).split()[1]) * self._page_bytes
+    def _host_bytes(self) -> tuple[float, float]:
+        """Resident set, and what of this process the kernel cannot drop (Linux; elsewhere 0: nothing is claimed).
+
+        Views of files (torch's own libraries, cached shards) come and go with the memory that others need: where it is
+        short they would hide a leak, and a first touch of them would look like one.
+        """
+        if self._status is None:
+            return 0.0, 0.0
+        return host_bytes(os.pread(self._status, 16_384, 0).decode("ascii", "replace"))
 
     def close_window(self, step: int) -> dict[str, float]:
         """Peaks since the window before, in bytes: `host_peak`, and of a GPU `allocated_peak`, `reserved_peak`."""
