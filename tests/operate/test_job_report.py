@@ -65,6 +65,9 @@ def metrics() -> list[dict[str, Any]]:
         }
         for step in range(1, NUM_STEPS + 1)
     ]
+    for step in range(50, NUM_STEPS + 1, 50):
+        gpu = {"utilization": 0.93, "held_back": 0.0, "memory_peak": 0.8}
+        rows[step - 1]["observed"] = {"throughput": {"mfu_causal": 0.41}, "gpu": gpu}
     rows[-1]["validation_loss"] = 3.2
     return rows
 
@@ -119,8 +122,9 @@ def test_the_page_loads_nothing_runs_nothing_and_believes_nobody(page: str) -> N
 def test_curves_restarts_plan_and_account_are_drawn(page: str) -> None:
     found = pictures(page)
     assert set(found) == {
-        *("loss", "speed", "a step's time", "time line", "the job's time", "gradient norm", "learning rate")
+        *("loss", "speed", "GPU use", "a step's time", "time line", "the job's time", "gradient norm", "learning rate")
     }
+    assert {"in use", "MFU", "held back"} <= set(words_of(found["GPU use"]))
     for name in ("loss", "speed", "gradient norm"):
         assert "start 2" in words_of(found[name]), name
     assert len(found["loss"].findall("circle")) == 1, "one validation"
@@ -183,7 +187,7 @@ def test_a_browser_shows_every_picture_and_no_words_on_other_words(page: str, tm
     assert seen["title"] == JOB_ID and seen["scripts"] == 0
     assert seen["resources"] == [], "nothing is fetched"
     assert 'by <script>alert("x")</script>' in seen["text"], "as words"
-    assert len(seen["pictures"]) == 7
+    assert len(seen["pictures"]) == 8
     for picture in seen["pictures"]:
         left, top, right, bottom = picture["rect"]
         assert right - left > 800 and bottom - top > 60, picture["name"]

@@ -589,6 +589,7 @@ class Session:
         """Frees what the engine and the checkpoints hold."""
         self.stop_flag.uninstall()
         self._profiling.close()
+        self._observer.close()
         if self._meters is not None:
             self._meters.close()
         self._checkpointer.close()

@@ -18,6 +18,7 @@ from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
 from trainyard.launch.spending import Spent, spent
 from trainyard.planner.drawing import COLOURS, WIDTH, Bar, Curve, Mark, Picture, Scale, line_chart, stacked_bars
 from trainyard.planner.page import STYLE
+from trainyard.spec.meters import BY_NAME
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -47,6 +48,7 @@ def report_of(record: JobRecord, s3: Any, *, now: datetime | None = None) -> str
     sections = (
         ("Loss", _loss(rows, restarts), "Pale: each step's; dark: their running mean; dots: validation."),
         ("Speed", _speed(record, rows, restarts), "All ranks together. Red: the plan, with its 80 % interval."),
+        *_gpus(rows, restarts),
         ("Where a step's time goes", _breakdown(found), "Medians of the warm steps."),
         ("Time line", timeline(record.states, now), _restart_words(record, restarts)),
         ("Where the job's time went", _goodput(reached), reached.as_line() if reached else ""),
@@ -134,6 +136,22 @@ def _speed(record: JobRecord, rows: Rows, restarts: Sequence[Mark]) -> str:
         level = (planned, planned * step / time["step_seconds_high"], planned * step / time["step_seconds_low"])
     curve = Curve(f"{unit} a second", points, COLOURS[2])
     return line_chart("speed", "step", [curve], marks=restarts, level=level, level_name="plan")
+
+
+def _gpus(rows: Rows, restarts: Sequence[Mark]) -> list[tuple[str, str, str]]:
+    """Of a job on GPUs, and no picture of any other: a CPU has none of it."""
+    curves = []
+    for name, meter, colour in (("in use", "gpu_utilization", 0), ("MFU", "mfu", 2), ("held back", "gpu_held_back", 3)):
+        read = [(float(row["step"]), BY_NAME[meter].read(row)) for row in rows]
+        points = [(step, value) for step, value in read if value is not None]
+        curves += [Curve(name, points, COLOURS[colour])] if points else []
+    if not curves:
+        return []
+    words = (
+        "Shares of each observed window: of the time in which a kernel ran (mean of the GPUs), of the peak's FLOPs, "
+        "of the time with clocks kept down by heat or power (worst GPU)."
+    )
+    return [("GPU use", line_chart("GPU use", "step", curves, marks=restarts, height=200), words)]
 
 
 def _breakdown(found: Comparison | None) -> str:

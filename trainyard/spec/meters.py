@@ -101,6 +101,24 @@ METERS = (
         "Bytes",
         _observed("peak_bytes", "allocated_peak"),
     ),
+    Meter(
+        "gpu_utilization",
+        "Share of the time in which a kernel ran, mean of the GPUs; a full GPU may still compute little: see mfu",
+        "None",
+        _observed("gpu", "utilization"),
+    ),
+    Meter(
+        "gpu_held_back",
+        "Share of the time in which heat, the power brake or the hardware kept clocks down, worst GPU",
+        "None",
+        _observed("gpu", "held_back"),
+    ),
+    Meter(
+        "gpu_memory_share",
+        "Most of a GPU's memory that was taken, by whomever, over what it has, fullest GPU",
+        "None",
+        _observed("gpu", "memory_peak"),
+    ),
     Meter("peak_host_bytes", "Peak resident memory of the worst rank", "Bytes", _observed("peak_bytes", "host_peak")),
     Meter(
         "network_sent_bytes_per_second",
@@ -169,7 +187,8 @@ METERS = (
         is_event=True,
     ),
 )
-"""Everything that is emitted. Hardware counters of GPUs and cards come from the hosts' own exporters."""
+"""Everything that is emitted. Other counters of GPUs and cards (power, temperatures, NVLink) are the hosts' own
+exporters' affair."""
 
 BY_NAME = {meter.name: meter for meter in METERS}
 
@@ -178,7 +197,7 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Is it on its way?", ("step", "steps_planned", "attempt", "goodput", "throughput_of_plan")),
     ("Was it waited for?", ("queue_seconds", "launch_seconds", "start_seconds", "recovery_seconds")),
     ("Does it learn?", ("loss", "validation_loss", "validation_perplexity", "grad_norm", "learning_rate")),
-    ("Is it fast?", ("tokens_per_second", "mfu", "step_seconds", "stragglers")),
+    ("Is it fast?", ("tokens_per_second", "mfu", "gpu_utilization", "gpu_held_back", "step_seconds", "stragglers")),
     (
         "Where does a step's time go?",
         (
@@ -194,6 +213,7 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Memory and network",
         (
             "peak_device_bytes",
+            "gpu_memory_share",
             "peak_host_bytes",
             "leaks",
             "network_sent_bytes_per_second",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.observe.gpu_use import GpuShares, gpu_use_of
 from trainer.observe.memory_use import Growth, MemoryUse
 from trainer.observe.network_use import NetworkUse
 from trainer.observe.stragglers import find_stragglers
@@ -42,6 +43,8 @@ class Figures:
     growth: dict[str, Growth]
     network: tuple[float, float]
     """(sent, received) bytes a second of the whole host."""
+    gpu: GpuShares | None = None
+    """None without a GPU whose driver answers."""
 
 
 def largest_tensor(batch: object) -> torch.Tensor | None:
@@ -95,6 +98,12 @@ class Observer:
         self.memory = MemoryUse(runtime.device)
         self.copies = CopyProbe(runtime.device)
         self._network = NetworkUse()
+        self._gpu = gpu_use_of(runtime.device, rank=runtime.rank)
+
+    def close(self) -> None:
+        """Ends what samples beside the steps."""
+        if self._gpu is not None:
+            self._gpu.close()
 
     def finish_step(
         self, step: int, step_seconds: float, breakdown: Mapping[str, float], tokens: int
@@ -129,6 +138,7 @@ class Observer:
             peaks=self.memory.close_window(step),
             growth=self.memory.news_of_growth(),
             network=self._network.rates(),
+            gpu=self._gpu.take() if self._gpu is not None else None,
         )
         self._own.clear()
         self._data.clear()
@@ -160,6 +170,24 @@ def summary(step: int, ranks: Sequence[Figures]) -> dict[str, Any]:
         "host_to_device_seconds": _worst(copies) if copies else None,
         "peak_bytes": {name: max(rank.peaks[name] for rank in ranks) for name in ranks[0].peaks},
         "network": _mean_of_hosts(ranks),
+        "gpu": _of_gpus(ranks),
+    }
+
+
+def _of_gpus(ranks: Sequence[Figures]) -> dict[str, Any] | None:
+    """Use is a mean of all GPUs, as a job's is; memory and clocks are of the worst one, which the others wait for."""
+    gpus = [(number, rank.host, rank.gpu) for number, rank in enumerate(ranks) if rank.gpu is not None]
+    if not gpus:
+        return None
+    used = [gpu.utilization for _, _, gpu in gpus if gpu.utilization is not None]
+    held = [(gpu.held_back, number, host) for number, host, gpu in gpus if gpu.held_back is not None]
+    worst, number, host = max(held, key=lambda one: one[0], default=(None, None, None))
+    return {
+        "utilization": statistics.fmean(used) if used else None,
+        "memory_peak": max((gpu.memory_peak for _, _, gpu in gpus if gpu.memory_peak is not None), default=None),
+        "held_back": worst,
+        "held_back_rank": number if worst else None,
+        "held_back_host": host if worst else None,
     }
 
 

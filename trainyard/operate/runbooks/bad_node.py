@@ -69,7 +69,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
 def _harmless(evidence: Evidence, seen: list[XidSeen]) -> Finding:
     if not seen:
-        told = "no Xid in these lines; the driver writes to the kernel's log (dmesg), not to the job's"
+        told = "no Xid in these lines; the driver tells the trainer of some, and the kernel's log (dmesg) of all"
         return clear_or_unknown(evidence, told, "lines")
     code = min(seen, key=lambda one: ORDER.index(one.known.action))
     words = f"Xid {code.code}{_where(code)}: {code.known.meaning}: {ADVICE[code.known.action]}"
@@ -87,7 +87,7 @@ def _lost(evidence: Evidence, lines: tuple[str, ...]) -> Finding:
 
 
 def _where(seen: XidSeen) -> str:
-    return f" of GPU {seen.bus}" if seen.bus else ""
+    return f" of GPU {seen.gpu}" if seen.gpu else ""
 
 
 def _lines(seen: list[XidSeen]) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ CHECKPOINT_SHARE = 0.15
 """Of the window's time: the interval's optimum costs a few percent (docs/checkpoints.md)."""
 MORE_THAN_PLANNED = 0.1
 """Share of a step by which exposed communication may pass the plan's before it is the cause."""
+HELD_BACK_SHARE = 0.25
+"""Of the time with clocks kept down by heat, the power brake or the hardware: a cool GPU has none of it."""
 COMPARISONS = 6
 """Newest ones of the ranks' figures (`training.observe_every_steps` apart) in which a straggler is looked for."""
 OWN_WORK = ("forward", "backward", "optimizer")
@@ -111,11 +113,12 @@ def _causes(
         found.append(Slowness("data", f"{100 * shares['data']:.0f}% of the time is spent waiting for data"))
     if shares.get("checkpoint", 0.0) > CHECKPOINT_SHARE:
         found.append(Slowness("checkpoint", f"{100 * shares['checkpoint']:.0f}% of the time is blocked by saves"))
+    held_back = "" if is_below_plan is False else _held_back(window)
     straggler = _straggler(warm)
     if straggler:
-        # The others' wait for it is exposed communication: one cause, not two.
-        return [*found, Slowness("straggler", straggler)]
-    throttled = _throttled(warm, window)
+        # The others' wait for it is exposed communication: one cause, not two. So are clocks that are held back.
+        return [*found, Slowness("straggler", "; ".join(filter(None, (straggler, held_back))))]
+    throttled = held_back or _throttled(warm, window)
     if throttled:
         found.append(Slowness("throttling", throttled))
     waits = _communication(warm, window, shares, planned, is_below_plan)
@@ -136,6 +139,19 @@ def _straggler(warm: Sequence[Row]) -> str:
     ratios = [float(one["own_seconds"]) / float(one["peers_seconds"]) for one in mine if one["peers_seconds"]]
     ratio = f", {statistics.median(ratios):.1f} times as long as its like" if ratios else ""
     return f"rank {rank} on {host} was the slow one in {count} of the last {len(compared)} comparisons{ratio}"
+
+
+def _held_back(window: Sequence[Row]) -> str:
+    """What the GPUs' driver says of their clocks (`trainer.observe.gpu_use`); empty where it says nothing of the kind,
+    or nothing at all."""
+    share = _number_at(window, BY_NAME["gpu_held_back"].path)
+    if share is None or share < HELD_BACK_SHARE:
+        return ""
+    told = next(row["observed"]["gpu"] for row in reversed(window) if (row.get("observed") or {}).get("gpu"))
+    return (
+        f"heat, the power brake or the hardware kept GPU clocks down {100 * share:.0f}% of the time, by the driver: "
+        f"worst on rank {told.get('held_back_rank')}, {told.get('held_back_host')}"
+    )
 
 
 def _throttled(warm: Sequence[Row], window: Sequence[Row]) -> str:

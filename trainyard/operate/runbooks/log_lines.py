@@ -252,6 +252,8 @@ _START = re.compile(r"\bentrypoint: .+?: .*-m trainer\.torchrun --nnodes (?P<hos
 _STEP = re.compile(r"(?:\S+ )?step=(?P<step>\d+) ")
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+),")
+_XID_TOLD = re.compile(r"\bgpu rank=(?P<rank>\d+) host=(?P<host>\S+) xid=(?P<code>\d+)\b")
+"""The trainer's own words (trainer.observe.gpu_use), as its driver told it: a container sees no kernel's log."""
 _FELL_OFF = re.compile(r"NVRM:.*fallen off the bus and is not responding")
 """Newer drivers tell of it without a number (leptonai/gpud#1209)."""
 
@@ -292,7 +294,8 @@ class XidSeen:
     """One message of the driver."""
 
     code: int
-    bus: str
+    gpu: str
+    """Which one: its bus, or the rank that trains on it. Empty where the line doesn't say."""
     line: str
     number: int
 
@@ -308,6 +311,10 @@ def xids(lines: Iterable[str]) -> list[XidSeen]:
     for number, line in enumerate(lines, start=1):
         if match := _XID.search(line):
             found.append(XidSeen(int(match["code"]), match["bus"], line.strip(), number))
+        elif match := _XID_TOLD.search(line):
+            found.append(
+                XidSeen(int(match["code"]), f"of rank {match['rank']} on {match['host']}", line.strip(), number)
+            )
         elif _FELL_OFF.search(line):
             found.append(XidSeen(79, "", line.strip(), number))
     return found
