@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.errors import InputError
+from trainyard.errors import InputError, JobFailedError
 from trainyard.operate.image import build, context
 from trainyard.operate.image.build import Base, Options
 from trainyard.operate.image.context import Context, Target
@@ -232,3 +232,34 @@ def test_an_earlier_torchs_cuda_wheels_go_before_the_new_ones_come(
     (wheels / "nvidia_cudnn_cu13-9.9.1-py3-none-any.whl").write_text("of another torch")
     with pytest.raises(InputError, match="has two wheels of nvidia-cudnn-cu13"):
         context.write_requirements(tmp_path)
+
+
+def wheel(folder: Path, name: str, version: str, tags: str, needs: str = "") -> None:
+    """One that pip takes, and that holds nothing."""
+    folder.mkdir(exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tags}.whl", "w") as file:
+        file.writestr(f"{name}-{version}.dist-info/METADATA", metadata)
+        file.writestr(f"{name}-{version}.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {tags}\n")
+        file.writestr(f"{name}-{version}.dist-info/RECORD", "")
+
+
+def test_cudas_torch_is_taken_though_there_is_one_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip holds `2.13.0+cpu` for a better 2.13.0: from a local build before, or from an index that has both. With it
+    come its CUDA libraries, whatever glibc they name."""
+    tags = "cp312-cp312-manylinux_2_28_x86_64"
+    for folder in (tmp_path / "wheels", tmp_path / "index"):
+        wheel(folder, "torch", "2.13.0+cpu", tags)
+    wheel(tmp_path / "index", "torch", "2.13.0", tags, "Requires-Dist: nvidia-nccl-cu13==2.29.7\n")
+    wheel(tmp_path / "index", "nvidia_nccl_cu13", "2.29.7", "py3-none-manylinux_2_18_x86_64")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    context.fetch_wheels(["torch==2.13.0"], tmp_path / "wheels", Target("cuda", "3.12"), epoch=0)
+    fetched = {path.name for path in (tmp_path / "wheels").iterdir()}
+    assert fetched == {f"torch-2.13.0-{tags}.whl", "nvidia_nccl_cu13-2.29.7-py3-none-manylinux_2_18_x86_64.whl"}
+
+
+def test_a_pin_that_pip_brought_no_wheel_of_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_pip", lambda arguments, *, epoch: None)
+    with pytest.raises(JobFailedError, match=r"no wheel of torch==2\.13\.0; build with --fresh"):
+        context.fetch_wheels(["torch==2.13.0"], tmp_path, Target("cuda", "3.12"), epoch=0)

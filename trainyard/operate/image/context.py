@@ -32,7 +32,8 @@ ROOMS = ("__init__.py", "errors.py", "spec", "hardware", "planner")
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's own index of CPU builds, where the configured indexes have none."""
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64")
+PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1))
+"""Every glibc up to the one that bases have (docs/image.md), as pip takes tags by name: NCCL's wheels are of 2.18."""
 OLD_PLATFORMS = ("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64")
 
 _PYPROJECT = """\
@@ -170,8 +171,10 @@ def fetch_wheels(pins: Sequence[str], wheels: Path, target: Target, *, epoch: in
         constraints = wheels.parent / "constraints.txt"
         constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("pip==")) + "\n", encoding="utf-8")
         own = ["--find-links", str(wheels), "--constraint", str(constraints)]
+        # `==2.13.0` takes 2.13.0+cpu too, where the folder or a configured index has it; `===` takes no other's build.
+        exactly = [pin.replace("==", "===") for pin in torch]
         try:
-            _pip(["download", "--dest", str(wheels), *own, *_platform(target), *torch], epoch=epoch)
+            _pip(["download", "--dest", str(wheels), *own, *_platform(target), *exactly], epoch=epoch)
         finally:
             constraints.unlink()
     elif torch:
@@ -181,6 +184,8 @@ def fetch_wheels(pins: Sequence[str], wheels: Path, target: Target, *, epoch: in
         except JobFailedError:
             _pip([*command, "--index-url", CPU_INDEX, *torch], epoch=epoch)
     _drop_others(pins, wheels, target)
+    if absent := [pin for pin in pins if _wheel_of(pin, wheels, target) is None]:
+        raise JobFailedError(f"{wheels}: pip brought no wheel of {', '.join(absent)}; build with --fresh")
 
 
 def _drop_others(pins: Sequence[str], wheels: Path, target: Target) -> None:
