@@ -251,9 +251,11 @@ class Campaign:
             self._sites = tuple(site for site in sites if site != "slurm")
         self._has_disks = os.geteuid() == 0
         if not self._has_disks:
-            self.report.left_out.append("disk_full: a file system of its own needs root")
+            self.report.left_out.append("disk_full, kill_host_disk_full: a file system of its own needs root")
         left_out = {"partition"} if self._parted else set()
-        self._deck = Deck(self._sites, left_out=left_out | (set() if self._has_disks else {"disk_full"}))
+        self._deck = Deck(
+            self._sites, left_out=left_out | (set() if self._has_disks else {"disk_full", "kill_host_disk_full"})
+        )
         for row in self.report.rows:
             if row.recovered:
                 self._deck.note(row.kind, row.engine)
@@ -361,7 +363,7 @@ class Campaign:
             elif name == "desk":
                 from desk import DeskSite
 
-                site = DeskSite(folder, job, overrides)
+                site = DeskSite(folder, job, overrides, disk=self._has_disks)
             elif name == "slurm":
                 from slurm import Slurm, SlurmSite
 

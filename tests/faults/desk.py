@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sites import environment_of, left_behind
+from evidence import read_jsonl
+from sites import environment_of, fill_disk, left_behind, mount_disk, unmount_disk
 from trainer_testing.faulty_entrypoint import MODULE
 
 from trainyard.emulator.processes import kill_all
@@ -63,9 +64,14 @@ class DeskSite:
 
     s3: Any = None
 
-    def __init__(self, root: Path, job: Path, overrides: Sequence[str]) -> None:
+    def __init__(self, root: Path, job: Path, overrides: Sequence[str], *, disk: bool) -> None:
+        """`disk`: its folder, with records, logs and checkpoints, on a file system that can be filled."""
         self.root = root
         self._folder = root / "jobs"
+        self._folder.mkdir(parents=True)
+        self._has_disk = disk
+        if disk:
+            mount_disk(self._folder)
         self._store = FolderRecordStore(self._folder)
         self._backend = LocalBackend(self._folder)
         self._spec = load_job(job, overrides)
@@ -109,6 +115,8 @@ class DeskSite:
         return "done" if current.state == "Completed" else f"{current.state}: {current.record.attempt.failure}"
 
     def act(self, kind: str, draw: random.Random) -> bool:
+        if kind == "disk_full":
+            return fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5))
         directory = Path(self.destination)
         self._resumes = 2 if kind == "two_launchers" else 1
         os.kill(json.loads((directory / "process.json").read_text())["pid"], signal.SIGKILL)
@@ -116,6 +124,10 @@ class DeskSite:
         while is_running(directory) and time.monotonic() < until:
             time.sleep(0.02)
         return True
+
+    def _told(self) -> list[str]:
+        """What the first rank said; not by the log, which lies on the disk that is full."""
+        return [row["line"] for row in read_jsonl(self.root / "faults/events.jsonl") if "line" in row]
 
     def leftovers(self) -> list[str]:
         directory = Path(self.destination)
@@ -131,3 +143,5 @@ class DeskSite:
 
     def close(self) -> None:
         kill_all(self._folder, [])
+        if self._has_disk:
+            unmount_disk(self._folder)

@@ -52,7 +52,7 @@ KINDS = (
     Kind("kill_host", (*_HOSTS, "cloud", "slurm"), moments=_ANY_TIME, is_outside=True),
     Kind("freeze_host", ("two_hosts", "slurm"), is_outside=True),
     Kind("partition", ("two_hosts",), is_outside=True),
-    Kind("disk_full", (*_HOSTS, "slurm"), "goes_on", moments=("step", "save"), is_outside=True),
+    Kind("disk_full", (*_HOSTS, "desk", "slurm"), "goes_on", moments=("step", "save"), is_outside=True),
     *(
         Kind(name, (*_HOSTS, "cloud", "slurm"), is_outside=True, is_damage=True, is_punctual=True)
         for name in ("shard_deleted", "shard_truncated", "shard_flipped", "marker_corrupted", "manifest_missing")
@@ -68,7 +68,9 @@ KINDS = (
     # The launcher: at the desk the supervisor, on Slurm the batch script.
     Kind("kill_launcher", ("desk", "slurm"), moments=_ANY_TIME, is_outside=True),
     Kind("two_launchers", ("desk", "slurm"), is_outside=True),
-    # A machine with its daemon; what an administrator, an urgent job, and somebody with `scancel` do; the time limit.
+    # A host while the shared disk is full; a machine with its daemon; what an administrator, an urgent job and people
+    # with `scancel` do; the time limit.
+    Kind("kill_host_disk_full", _SLURM, is_outside=True),
     Kind("node_lost", _SLURM, moments=_ANY_TIME, is_outside=True),
     Kind("requeue", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=2.0),
     Kind("preempted", _SLURM, "stops", moments=("step", "save"), is_outside=True, hold_seconds=2.0),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,18 +80,27 @@ def unmount_disk(folder: Path) -> None:
     subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, check=False)
 
 
-def fill_disk(folder: Path, told: Callable[[], Sequence[str]], seconds: float) -> bool:
-    """Leave no byte free under `folder` for a while: whether a save met it, by what the job has `told` so far."""
-    num_told = len(told())
-    ballast = folder / "ballast"
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """No byte is free under `folder` meanwhile."""
+    ballast = folder / f"ballast-{time.monotonic_ns()}"  # it may be filled a second time meanwhile
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 16))
-    time.sleep(seconds)
-    until = time.monotonic() + MEETING_SECONDS
-    while not (is_met := any(map(_MET_FULL_DISK.search, told()[num_told:]))) and time.monotonic() < until:
-        time.sleep(0.05)
-    ballast.unlink()
+    try:
+        yield
+    finally:
+        ballast.unlink(missing_ok=True)
+
+
+def fill_disk(folder: Path, told: Callable[[], Sequence[str]], seconds: float) -> bool:
+    """Leave no byte free under `folder` for a while: whether a save met it, by what the job has `told` so far."""
+    num_told = len(told())
+    with full_disk(folder):
+        time.sleep(seconds)
+        until = time.monotonic() + MEETING_SECONDS
+        while not (is_met := any(map(_MET_FULL_DISK.search, told()[num_told:]))) and time.monotonic() < until:
+            time.sleep(0.05)
     return is_met
 
 

@@ -8,13 +8,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from desk import resumed
 from evidence import read_jsonl
-from sites import environment_of, fill_disk, left_behind, mount_disk, unmount_disk
+from sites import environment_of, fill_disk, full_disk, left_behind, mount_disk, unmount_disk
 from slurm_testing.machines import NODES, SlurmCluster, free_ports
 from slurm_testing.programs import NoSlurm, programs
 from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE
@@ -110,8 +110,6 @@ class SlurmSite:
         self._resumes = 1
         self._is_to_be_resumed = False
         """By a person: it was cancelled, or its script killed. After anything else it comes back by itself."""
-        self._excused: tuple[int, int] | None = None
-        """`_now` when the disk was full: a host that is lost then leaves no word, which looks like a failure."""
         self._ended = ""
         self._looked_at = 0.0
         self.reasons: list[str] = []
@@ -145,10 +143,10 @@ class SlurmSite:
 
     def start(self) -> None:
         if self._job_id:
-            if not self._is_to_be_resumed and self._excused != self._now():
+            if not self._is_to_be_resumed:
                 self.reasons.append(f"a person had to resume it, as Slurm did not: {self._ended}")
             self.reasons += resumed(self._folder, self._job_id, "slurm", times=self._resumes)
-            self._resumes, self._is_to_be_resumed, self._excused = 1, False, None
+            self._resumes, self._is_to_be_resumed = 1, False
         else:
             self._job_id = launch_on_slurm_here(self._spec, self._folder).job_id
         if not self._recover:
@@ -171,10 +169,7 @@ class SlurmSite:
 
     def act(self, kind: str, draw: random.Random) -> bool:
         if kind == "disk_full":
-            now = self._now()
-            is_met = fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5))
-            self._excused = now if is_met else None
-            return is_met
+            return fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5))
         if kind == "controller_lost":
             self._cluster.stop_controller()
             time.sleep(draw.uniform(0.5, 3.0))
@@ -183,8 +178,8 @@ class SlurmSite:
             return True
         slurm_id, starts = self._slurm_id, self._num_starts()
         node = draw.choice(NODES)
-        if kind == "kill_host":
-            _signal([self._task(node)], signal.SIGKILL)
+        if kind.startswith("kill_host"):
+            self._kill_host(node, is_disk_full=kind == "kill_host_disk_full")
         elif kind == "freeze_host":
             _signal(_below(self._task(node)), signal.SIGSTOP)
         elif kind == "node_lost":
@@ -211,6 +206,13 @@ class SlurmSite:
             raise AssertionError(kind)
         self._wait(lambda: self._num_starts() > starts or self._has_ended(slurm_id), f"{kind} ends this start")
         return True
+
+    def _kill_host(self, node: str, *, is_disk_full: bool) -> None:
+        with full_disk(self._folder) if is_disk_full else nullcontext():
+            _signal([self._task(node)], signal.SIGKILL)
+            if is_disk_full:
+                self._wait(lambda: not self._processes(), "the other host has told of the lost one, and ended")
+                time.sleep(_LOOK_SECONDS)
 
     def _preempt(self) -> None:
         """By a job that takes both machines for a moment."""
@@ -247,10 +249,6 @@ class SlurmSite:
         """How often the job's script has told of a start."""
         events = Path(self.destination, "events")
         return events.read_text().count("\tTraining\t") if events.exists() else 0
-
-    def _now(self) -> tuple[int, int]:
-        """How many starts have told of themselves, and how many faults have had their moment."""
-        return self._num_starts(), len(list((self.root / "faults").glob("done-*")))
 
     def _wait(self, is_so: Any, what: str) -> None:
         until = time.monotonic() + _ANSWER_SECONDS

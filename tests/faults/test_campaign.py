@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 import re
 import tempfile
@@ -82,39 +83,13 @@ def test_a_job_that_slurm_was_to_bring_back_and_a_person_had_to_is_a_problem(
     monkeypatch.setattr(slurm, "resumed", lambda *_, **__: [])
     site = object.__new__(slurm.SlurmSite)
     site.root = site._folder = tmp_path
-    site._job_id, site._resumes, site._recover, site._excused, site.reasons = "job", 1, True, None, []
+    site._job_id, site._resumes, site._recover, site.reasons = "job", 1, True, []
     site._is_to_be_resumed, site._ended = True, "Stopped: scancel took it"
     site.start()
     assert site.reasons == []
     site._ended = "Stopped: a machine was lost"
     site.start()
     assert site.reasons == ["a person had to resume it, as Slurm did not: Stopped: a machine was lost"]
-
-
-@pytest.mark.parametrize("then", ["nothing", "not met", "a start", "a fault"])
-def test_a_disk_that_was_full_excuses_nothing_that_came_after_it(
-    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slurm, "resumed", lambda *_, **__: [])
-    monkeypatch.setattr(slurm, "fill_disk", lambda *_: then != "not met")
-    site = object.__new__(slurm.SlurmSite)
-    site.root = site._folder = tmp_path
-    site._job_id, site._resumes, site._recover, site._excused, site.reasons = "job", 1, True, None, []
-    site._is_to_be_resumed, site._ended = False, "Failed: a task ended"
-    for folder in ("faults", "job"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "faults/done-0").touch()
-    start = "1\tTraining\tnow\tnode[1-2], start\n"
-    (tmp_path / "job/events").write_text(start)
-    assert site.act("disk_full", random.Random(1)) == (then != "not met")
-    if then == "a start":
-        (tmp_path / "job/events").write_text(2 * start)
-    elif then == "a fault":
-        (tmp_path / "faults/done-1").touch()
-    site.start()
-    assert bool(site.reasons) == (then != "nothing")
-    site.start()
-    assert len(site.reasons) == 1 + (then != "nothing"), "once only"
 
 
 def test_a_long_campaign_has_every_kind_with_every_engine_evenly() -> None:
@@ -298,7 +273,6 @@ def test_a_full_disk_that_no_save_met_did_not_happen(
             raise OSError
 
     monkeypatch.setattr(Path, "open", lambda *_, **__: contextlib.nullcontext(Full()))
-    (tmp_path / "ballast").touch()
     assert site._fill_disk(0.0) is is_met
 
 
@@ -387,3 +361,20 @@ def test_the_table_counts_what_was_recovered() -> None:
     parts = [line.split()[:2] for line in lines if line.startswith("  ")]
     assert parts == [["detection_seconds", "0.50"], ["load_seconds", "2.00"], ["seconds_to_next_step", "9.00"]]
     assert not report.is_good
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_slurm")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system that can be filled needs root")
+def test_a_host_that_is_lost_while_the_disk_is_full_is_told_of_and_slurm_requeues(tmp_path: Path) -> None:
+    named = ["kill_host_disk_full"]
+    report = campaign(tmp_path, seeds=[1], sites=["slurm"], engines=["ddp"], named=named, faults=1)
+    assert report.is_good and len(report.rows) == 1, report.table()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system that can be filled needs root")
+def test_a_full_disk_with_the_log_on_it_too_costs_a_job_of_this_machine_nothing(tmp_path: Path) -> None:
+    report = campaign(tmp_path, seeds=[1], sites=["desk"], engines=["ddp"], named=["disk_full"], faults=1)
+    assert report.is_good and len(report.rows) == 1, report.table()
+    assert report.rows[0].steps_lost is None, "nothing was started again"

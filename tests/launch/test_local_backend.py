@@ -1,5 +1,6 @@
 """Jobs on this machine: the supervisor's life, told apart from its death, with a trainer that plays a script."""
 
+import errno
 import json
 import os
 import signal
@@ -10,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch_testing import job_content
 
 from trainyard.errors import InputError
-from trainyard.launch import launch_here, local_backend, watch
+from trainyard.launch import launch_here, local_backend, local_supervisor, watch
 from trainyard.launch.local_backend import LocalBackend, is_running
 from trainyard.launch.local_supervisor import failure_reason
 from trainyard.launch.record import FolderRecordStore
@@ -252,3 +254,23 @@ def test_a_host_that_could_not_say_why_is_told_by_its_end(tmp_path: Path) -> Non
     (tmp_path / "host").mkdir()
     (tmp_path / "host/failure").write_text("rank 0: OSError: no space\nmore\n")
     assert failure_reason(tmp_path, 1) == "rank 0: OSError: no space"
+
+
+def test_how_a_job_ended_is_written_down_once_a_full_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [OSError(errno.ENOSPC, "No space left on device")] * 2
+    honest = Path.write_text
+
+    def written(path: Path, text: str, *rest: Any, **options: Any) -> int:
+        if refusals:
+            raise refusals.pop()
+        return honest(path, text, *rest, **options)
+
+    monkeypatch.setattr(Path, "write_text", written)
+    monkeypatch.setattr(local_supervisor, "_OUTCOME_PAUSE_SECONDS", 0)
+    local_supervisor._write_in_the_end(tmp_path / "outcome.json", {"state": "Completed"})
+    assert json.loads((tmp_path / "outcome.json").read_text()) == {"state": "Completed"}
+    refusals.extend([OSError(errno.ENOSPC, "No space left on device")] * 100)
+    with pytest.raises(OSError, match="No space left"):
+        local_supervisor._write_in_the_end(tmp_path / "outcome.json", {})

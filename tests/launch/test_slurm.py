@@ -118,12 +118,14 @@ esac
 """What the batch script asks of Slurm. A requeue is refused as long as PINGS has answers, then it ends the script."""
 
 
-def run_script(folder: Path, code: int, *, pings: str | None = None, limits: str = "") -> tuple[str, int]:
+def run_script(
+    folder: Path, code: int, *, pings: str | None = None, limits: str = "", task: str = SRUN, restarts: int = 0
+) -> tuple[str, int]:
     """The batch script in `folder`/job, its task ended with `code`: what it said, and its own exit code."""
     job, programs = folder / "job", folder / "programs"
     for one in (job, programs):
         one.mkdir()
-    commands = {"srun": SRUN, "scontrol": SCONTROL, "squeue": "", "sleep": "exec /bin/sleep 0.01"}
+    commands = {"srun": task, "scontrol": SCONTROL, "squeue": "", "sleep": "exec /bin/sleep 0.01"}
     for name, text in commands.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
@@ -132,7 +134,7 @@ def run_script(folder: Path, code: int, *, pings: str | None = None, limits: str
     place = ClusterPlace(directory=str(job), partition=None, comment="", python="python")
     (folder / "job.sbatch").write_text(batch_script(record_of(cluster_job()), place))
     settings = {"PATH": f"{programs}:{os.environ['PATH']}", "PINGS": str(folder / "pings"), "TASK_CODE": str(code)}
-    settings |= {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1"}
+    settings |= {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node1", "SLURM_RESTART_COUNT": str(restarts)}
     command = ["bash", "-c", f"{limits} exec bash {folder}/job.sbatch"]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
     return done.stderr, done.returncode
@@ -152,6 +154,20 @@ def test_a_disk_that_takes_nothing_changes_no_exit_code(code: int, tmp_path: Pat
     said, ended = run_script(tmp_path, code, limits="trap '' XFSZ; ulimit -f 0;")
     assert ("requeue" in said.splitlines()) == (code == 75)
     assert ended == (-signal.SIGKILL if code == 75 else 0), "Slurm ends what it requeues"
+
+
+def test_a_disk_that_takes_no_count_of_requeues_makes_them_no_more_than_the_job_allows(tmp_path: Path) -> None:
+    most = cluster_job().recovery.max_resumes
+    said, ended = run_script(tmp_path, 75, limits="trap '' XFSZ; ulimit -f 0;", restarts=most)
+    assert "requeue" not in said.splitlines() and ended == 75
+
+
+def test_a_word_that_found_room_in_a_name_alone_is_read_there(tmp_path: Path) -> None:
+    """Which is how another host's loss is told on a disk that takes no file's content."""
+    task = 'mkdir host; ln -s "host node2 is gone: its entrypoint was killed" host/failure; exit "$TASK_CODE"'
+    said, _ = run_script(tmp_path, 1, task=task)
+    assert "requeue" in said.splitlines()
+    assert (tmp_path / "job/requeues").read_text() == "host node2 is gone\n"
 
 
 @pytest.mark.parametrize(

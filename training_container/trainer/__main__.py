@@ -87,8 +87,17 @@ def _run(options: argparse.Namespace) -> int:
         session.finish(outcome.value)
         session.close()
         if outcome is Outcome.INTERRUPTED and runtime.is_first:
-            (output_dir / RESUME_FILE).write_text(f"step={session.step}\n", encoding="utf-8")
+            _tell_of_resume(output_dir / RESUME_FILE, session.step)
     return EXIT_RESUME_ME if outcome is Outcome.INTERRUPTED else 0
+
+
+def _tell_of_resume(path: Path, step: int) -> None:
+    """A full disk costs the file, not the exit code: the step is saved, which may be elsewhere."""
+    from trainer.observe.metrics import replace_all
+    from trainer.speech import say
+
+    if not replace_all(path, f"step={step}\n"):
+        say(f"{path}: not written, its disk is full")
 
 
 def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:

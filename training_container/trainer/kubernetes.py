@@ -29,6 +29,7 @@ from trainer.host.hosts import LOST_HOST
 from trainer.host.rank import RESUME_EXIT_CODE
 from trainer.host.recovery import Ending
 from trainer.host.run import finish
+from trainer.host.word import first_line
 from trainer.inputs import bring_inputs
 from trainyard.errors import InputError, TrainyardError
 
@@ -105,9 +106,8 @@ def tell_ending(code: int, opt_ml: Path, message: Path) -> int:
     """The exit code for whoever started this process; why, for people, in `message`."""
     if code in (0, RESUME_EXIT_CODE):
         return code
-    try:
-        reason = (opt_ml / "output/failure").read_text(encoding="utf-8").splitlines()[0]
-    except (OSError, IndexError):
+    reason = first_line(opt_ml / "output/failure")
+    if not reason:
         return code
     with contextlib.suppress(OSError):  # a pod without such a file: the log has it too
         message.write_bytes(reason.encode()[:_MOST_MESSAGE_BYTES])

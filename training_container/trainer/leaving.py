@@ -1,5 +1,6 @@
 """How a rank's process ends. Imports no torch."""
 
+import contextlib
 import os
 import sys
 from typing import NoReturn
@@ -14,6 +15,7 @@ def leave(exit_code: int) -> NoReturn:
     gloo's worker threads outlive destroy_process_group, and while the interpreter goes down they may still ask for it:
     about one run in twenty then aborted ("terminate called without an active exception") after all work was done.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a log whose disk is full changes no exit code
+            stream.flush()
     os._exit(exit_code)

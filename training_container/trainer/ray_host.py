@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from trainer import entrypoint
 from trainer.host.rank import RESUME_EXIT_CODE
+from trainer.host.word import first_line
 from trainer.inputs import bring_inputs
 from trainyard.errors import TrainyardError
 
@@ -112,10 +113,7 @@ class Host:
         }
 
     def _reason(self) -> str:
-        try:
-            return (self._opt_ml / "output/failure").read_text(encoding="utf-8").splitlines()[0]
-        except (OSError, IndexError):
-            return ""
+        return first_line(self._opt_ml / "output/failure")
 
 
 def _free_ports(address: str) -> int:

@@ -4,6 +4,7 @@ The host is the container's own (`trainer.host.here`): it starts the ranks, and 
 `recovery` allows.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -26,6 +27,8 @@ GRACE_SECONDS = 120.0
 """What SageMaker gives between SIGTERM and SIGKILL."""
 _LOCK_SECONDS = 2.0
 """How long a lock may stay taken before whoever holds it is another supervisor."""
+_OUTCOME_TRIES = 24
+_OUTCOME_PAUSE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -95,7 +98,7 @@ def _run(directory: Path, attempt: int) -> int:
         "exit_code": code,
         "failure": failure_reason(directory, code) if state == "Failed" else "",
     }
-    _write(directory / "outcome.json", outcome)
+    _write_in_the_end(directory / "outcome.json", outcome)
     return 0
 
 
@@ -155,6 +158,16 @@ def failure_reason(directory: Path, code: int) -> str:
     if code < 0:
         return f"its host process was killed by {signal.Signals(-code).name}"
     return f"its host process ended with exit code {code}; the end of {directory / 'log.txt'} may say why"
+
+
+def _write_in_the_end(path: Path, content: dict[str, Any]) -> None:
+    """A disk that is full now may have room in a while; without an outcome nobody knows how the job ended."""
+    for _ in range(_OUTCOME_TRIES):
+        with contextlib.suppress(OSError):
+            _write(path, content)
+            return
+        time.sleep(_OUTCOME_PAUSE_SECONDS)
+    _write(path, content)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

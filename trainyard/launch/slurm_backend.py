@@ -101,7 +101,8 @@ _STOP = (
 cd "$1" || exit 1
 id=$(value submitted id)
 state=$(state_of "$id") || exit 1
-touch stop_requested
+# Without the file, on a full disk, the job would save and start again.
+touch stop_requested || exit 1
 case "$state" in
   "" | FORGOTTEN) ;;
   PENDING | SUSPENDED | CONFIGURING | REQUEUED | REQUEUE_HOLD) scancel "$id" ;;

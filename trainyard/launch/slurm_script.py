@@ -71,7 +71,12 @@ on_stop() {
   # Where Slurm ends this start itself, it has told the tasks, and scancel would try in vain until KillWait is over.
   case "$$(of_slurm JobState)" in RUNNING | "") scancel --quiet --signal=TERM "$$SLURM_JOB_ID" ;; esac
 }
-reason_of() { cat host/failure hosts/*/failure 2> /dev/null | head -n 1; }
+# Where a full disk takes no file's content, the word is what a link leads to (trainer.host.word).
+reason_of() {
+  for word in host/failure hosts/*/failure; do
+    if [ -L "$$word" ]; then readlink "$$word"; else cat "$$word"; fi
+  done 2> /dev/null | head -n 1
+}
 # Step by step: with this signal scancel takes a job's number for the wish that it be cancelled.
 kill_tasks() {
   squeue --noheader --steps --jobs="$$SLURM_JOB_ID" --format=%i | grep '\.[0-9][0-9]*$$' \
@@ -134,8 +139,10 @@ if [ -n "$$saved$$lost" ]; then
   case "$$(of_slurm PreemptTime)" in None | "") ;; *) requeue "preempted" ;; esac
   why=$${lost:-$$saved}
   if [ -n "$$saved" ] && [ -n "$$told" ]; then why="its time limit came; $${saved%%, and asks*}"; fi
-  if [ "$$(cat requeues 2> /dev/null | wc -l)" -lt "$$most_requeues" ]; then
-    echo "$$why" >> requeues
+  count=$$(cat requeues 2> /dev/null | wc -l)
+  # A disk that is full takes no count: then Slurm's own bounds it, which has preemptions in it too.
+  if [ "$$count" -lt "$$most_requeues" ] \
+    && { echo "$$why" >> requeues || [ "$${SLURM_RESTART_COUNT:-0}" -lt "$$most_requeues" ]; }; then
     requeue "$$why"
   fi
   if [ -z "$$lost" ]; then finish Stopped "$$why; $$most_requeues requeues are spent (recovery.max_resumes)" ""; fi

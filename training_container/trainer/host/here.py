@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 from trainer.host.hosts import OneHost
-from trainer.host.recovery import RestartPolicy
+from trainer.host.recovery import Ending, RestartPolicy
 from trainer.host.run import Folders, HostRun, Place, finish
+from trainer.leaving import leave
+from trainyard.errors import TrainyardError
 from trainyard.spec.job import ResolvedJob
 
 HOST = "this machine"
@@ -29,7 +31,11 @@ def main(directory: Path) -> int:
     place = Place(HOST, (HOST,), interface="", instance_type="")
     folders = Folders(directory / "host", directory / "output", directory / "host")
     run = HostRun(folders, place, job, ADDRESS, settings, settings.get("TRAINYARD_RANK_MODULE", "trainer"))
-    return finish(run.run(OneHost(RestartPolicy(job.spec.recovery))), folders.output)
+    try:
+        ending = run.run(OneHost(RestartPolicy(job.spec.recovery)))
+    except TrainyardError as error:
+        ending = Ending(error.exit_code, str(error))
+    return finish(ending, folders.output)
 
 
 def _free_port() -> int:
@@ -43,4 +49,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    leave(main(Path(sys.argv[1])))

@@ -6,6 +6,7 @@ torchrun tells neither which rank failed first with which words nor "saved, resu
 take for a crash and print a traceback. Imports no torch: a broken one must end up in the report too.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -16,13 +17,15 @@ import sys
 import time
 import traceback
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from trainer import heartbeat
+from trainer.host.word import keep_room, tell
 from trainer.leaving import leave
+from trainer.speech import FULL
 
 RESUME_EXIT_CODE = 75
 """The trainer's word for "saved; resume me" (EX_TEMPFAIL of sysexits.h)."""
@@ -63,9 +66,19 @@ def stacks_file(folder: Path, rank: int) -> Path:
 def write_report(folder: Path, report: RankReport) -> None:
     """Write or replace a rank's report; a reader sees the old or the new one, whole."""
     path = folder / f"rank-{report.rank}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    partial.replace(path)
+    tell(path, json.dumps(asdict(report)), _room(folder, report.rank))
+
+
+def _room(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.room"
+
+
+def _write_last_report(folder: Path, report: RankReport) -> None:
+    """Without what the rank said, where a full disk has no more room. A report that stays as it was is a death."""
+    for one in (report, replace(report, stderr_tail=tuple(line[:800] for line in report.stderr_tail[-1:]))):
+        with contextlib.suppress(OSError):
+            write_report(folder, one)
+            return
 
 
 class _TailedStream:
@@ -79,7 +92,12 @@ class _TailedStream:
         first, *others = text.split("\n")
         self._lines[-1] += first
         self._lines.extend(others)
-        return self._stream.write(text)
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return len(text)  # a log whose disk is full costs the words, not the rank
 
     @property
     def tail(self) -> tuple[str, ...]:
@@ -102,7 +120,7 @@ def main(arguments: list[str]) -> int:
     sys.stderr = stderr
     exit_code, error = _run(Path(folder), rank, module, module_arguments)
     report = RankReport(rank, os.getpid(), exit_code, time.time(), error, stderr.tail)
-    write_report(Path(folder), report)
+    _write_last_report(Path(folder), report)
     return 0 if exit_code == RESUME_EXIT_CODE else exit_code
 
 
@@ -114,6 +132,7 @@ def _run(folder: Path, rank: int, module: str, arguments: list[str]) -> tuple[in
         signal.signal(signal.SIGTERM, _nothing_to_save)
         # First the report, then the look: the entrypoint does the reverse, so a stop is never missed by both.
         write_report(folder, RankReport(rank, os.getpid()))
+        keep_room(_room(folder, rank))
         if (folder / STOP_FILE).exists():
             _nothing_to_save(signal.SIGTERM, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -24,10 +24,14 @@ from trainer.host.rank import RESUME_EXIT_CODE, STOP_FILE, RankReport, read_repo
 from trainer.host.recovery import Ending, RecoveryLog
 from trainer.host.standings import ANSWER_SECONDS, Standing, asked, mismatch
 from trainer.host.watch import StepWatch, innermost, is_stopped, take_stacks
-from trainer.speech import say
+from trainer.host.word import keep_room, tell_somehow
+from trainer.speech import FULL, say
+from trainyard.errors import JobFailedError
 from trainyard.spec.job import STOP_SECONDS, ResolvedJob
 
 DEFAULT_PORT = 29500
+ROOM = ".room"
+"""In a host's output folder: kept for its last word."""
 _TAIL_LINES = 300
 _POLL_SECONDS = 0.2
 _SURVIVOR_SECONDS = 5.0
@@ -109,12 +113,25 @@ class HostRun:
         self._log = RecoveryLog(self._data, is_first=place.index == 0)
 
     def run(self, hosts: Hosts) -> Ending:
-        """The job's ending, after as many starts as it takes."""
+        """The job's ending, after as many starts as it takes; JobFailedError where a full disk takes no start."""
+        try:
+            return self._run(hosts)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            where = f"{error.filename} on {self._place.host}"
+            raise JobFailedError(f"{where}: its disk is full, so the ranks can't be started: make room there") from None
+
+    def _run(self, hosts: Hosts) -> Ending:
         self._data.mkdir(parents=True, exist_ok=True)
         for leftover in ("failure", "resume_me"):
             (self._output / leftover).unlink(missing_ok=True)
+        keep_room(self._output / ROOM)
         # An attempt's before this one: a signal must not reach processes that have its ranks' pids now.
         shutil.rmtree(self._reports, ignore_errors=True)
+        self._work.mkdir(parents=True, exist_ok=True)
+        # Once: a disk may be full when the ranks are started again.
+        (self._work / "resolved_job.json").write_text(self._job.model_dump_json(indent=1), encoding="utf-8")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
             signal.signal(number, self._on_signal)
         while True:
@@ -167,7 +184,6 @@ class HostRun:
         self._noticed_at, self._quiet_seconds = None, 0.0
         self._killed.clear()
         resolved = self._work / "resolved_job.json"
-        resolved.write_text(self._job.model_dump_json(indent=1), encoding="utf-8")
         say(f"entrypoint: {self._place.host}: {' '.join(self._command(resolved))}")
         self._process = subprocess.Popen(
             self._command(resolved),
@@ -314,8 +330,9 @@ class HostRun:
     def _pump(self, pipe: Any) -> None:
         for line in pipe:
             # A rank killed in the middle of a word leaves no end of line; the next start's first line must not join it.
-            sys.stderr.buffer.write(line if line.endswith(b"\n") else line + b"\n")
-            sys.stderr.buffer.flush()
+            with contextlib.suppress(OSError):  # a log whose disk is full; torchrun has to be heard on
+                sys.stderr.buffer.write(line if line.endswith(b"\n") else line + b"\n")
+                sys.stderr.buffer.flush()
             self._tail.append(line.decode("utf-8", "replace").rstrip())
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -326,9 +343,10 @@ class HostRun:
             self._was_told_to_stop = True
             say(f"entrypoint: told to stop; the ranks have {self._grace_seconds:.0f} s to save")
             signal.setitimer(signal.ITIMER_REAL, self._grace_seconds)
-            # For ranks that are only just being started; before the look at those that run.
-            self._reports.mkdir(parents=True, exist_ok=True)  # before the first start there is none
-            (self._reports / STOP_FILE).touch()
+            # For ranks that are only just being started; before the look at those that run. A full disk may take none.
+            with contextlib.suppress(OSError):
+                self._reports.mkdir(parents=True, exist_ok=True)  # before the first start there is none
+                (self._reports / STOP_FILE).touch()
             # Not torchrun itself, which would kill the ranks 30 s later, in the middle of a save.
             self._tell_ranks(signal.SIGTERM, self._ranks())
         elif number == signal.SIGALRM:
@@ -451,14 +469,17 @@ def _broken_torch(tail: Sequence[str]) -> str | None:
 
 
 def finish(ending: Ending, output: Path) -> int:
-    """Write `output/failure` or `output/resume_me` and say so; the exit code."""
-    output.mkdir(parents=True, exist_ok=True)
+    """Write `output/failure` or `output/resume_me` and say so; the exit code, which no full disk changes."""
+    room = output / ROOM
     if ending.exit_code == RESUME_EXIT_CODE:
-        (output / "resume_me").write_text(f"{ending.reason}\n", encoding="utf-8")
         say(f"entrypoint: {ending.reason}")
+        tell_somehow(output / "resume_me", ending.reason, "", room)
     elif ending.exit_code != 0:
-        (output / "failure").write_text("\n".join((ending.reason, *ending.details)) + "\n", encoding="utf-8")
-        print(f"entrypoint: {ending.reason}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"entrypoint: {ending.reason}", file=sys.stderr, flush=True)
+        tell_somehow(output / "failure", ending.reason, "".join(f"{line}\n" for line in ending.details), room)
+    else:
+        room.unlink(missing_ok=True)
     return ending.exit_code
 
 

@@ -1,6 +1,5 @@
 """metrics.jsonl: one row an optimizer step, and what a resume keeps of it."""
 
-import errno
 import json
 import math
 import os
@@ -8,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.speech import FULL
+
 METRICS_FILE = "metrics.jsonl"
 ATTEMPTS_FILE = "attempts.json"
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What a full disk says."""
 
 
 @dataclass(frozen=True)
