@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,7 @@ def test_without_yes_nothing_is_changed_and_the_calls_are_told(
     doctor: None,
     digests: list[str],
     canary_job: str,
+    environment_path: Path,
 ) -> None:
     upgrade = {"upgrade_image": ("--digest", digests[1], "--canary", canary_job)}
     for name, arguments in {**ACTING, **upgrade}.items():
@@ -195,6 +197,8 @@ def test_without_yes_nothing_is_changed_and_the_calls_are_told(
         for command in commands:
             is_look = tuple(command[:2]) in LOOKS or tuple(command[:1]) in LOOKS
             assert is_look and "--confirm" not in command and ("add" not in command or "--dry-run" in command), command
+        told = [shlex.split(call) for call in words_of(document) if call.startswith("trainyard ")]
+        assert all(str(environment_path) in words for words in told), "typed as it is, it is the same call"
         assert name == "audit_tenant" or any(not step["made"] for step in document["steps"]), f"{name}: calls are told"
 
 

@@ -1,6 +1,7 @@
 """Could a tenant's jobs come back? Their newest checkpoints are fetched, and each byte is held against its manifest."""
 
 import argparse
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -72,7 +73,9 @@ def _fetch(context: Context, record: JobRecord, s3: object, chosen: checkpoints.
         seconds = time.monotonic() - started
         return f"whole, in {seconds:.1f} s ({chosen.size_bytes / seconds / 1e6:.1f} MB/s)"
 
-    return Step(f"trainyard checkpoints copy {record.job_id} {folder} --step {chosen.step}", make)
+    where = ("--environment", context.options.environment)
+    words = ("trainyard", "checkpoints", "copy", record.job_id, str(folder), "--step", str(chosen.step), *where)
+    return Step(shlex.join(words), make)
 
 
 def _tidy(folder: Path, *, keep: bool) -> None:
