@@ -102,7 +102,7 @@ def test_a_file_system_without_such_reads_is_read_all_the_same(tmp_path: Path, m
     def refused(*_: object) -> int:
         raise OSError(number, "no")
 
-    monkeypatch.setattr(disk, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(disk, "is_worth_it", lambda *_: True)
     monkeypatch.setattr(disk, "_read_aligned", refused)
     number = errno.EINVAL
     assert read(path, 5, [2 << 20]) == (2 << 20, content[5 : 5 + (2 << 20)])
@@ -239,7 +239,7 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path, written: list[int], monkeyp
 def test_what_is_asked_of_the_disk_lies_in_one_huge_page_where_there_are_some() -> None:
     scratch = disk._scratch()
     address = int(scratch.ctypes.data)
-    assert len(scratch) == disk._SCRATCH_BYTES and address % len(scratch) == 0
+    assert len(scratch) == disk.REQUEST_BYTES and address % len(scratch) == 0
     smaps = Path("/proc/self/smaps").read_text(encoding="utf-8")
     (flags,) = (
         re.search(r"^VmFlags:(.*)$", entry, re.M)

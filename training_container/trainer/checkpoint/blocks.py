@@ -173,15 +173,26 @@ def unhashed_blocks(shard: Path, archives: Sequence[tuple[int, int]]) -> BlockTa
 def hashed_values(values: memoryview, start: int, whole: "hashlib._Hash") -> HashedValues:
     """The hashes of a box's values that go to `start` of a file; `whole`: the file's own hash, updated on the way."""
     block_bytes = _block_bytes(len(values))
-    digests = []
-    for at in range(0, len(values), block_bytes):
-        block, digest = values[at : at + block_bytes], xxhash.xxh3_128()
-        for begin in range(0, len(block), _HASHED_AT_ONCE_BYTES):
-            piece = block[begin : begin + _HASHED_AT_ONCE_BYTES]
-            digest.update(piece)
-            whole.update(piece)
-        digests.append(digest.digest())
+    digests: list[bytes] = []
+    # Each call lets go of the interpreter and waits for it again, as training beside it does: the fewer, the better.
+    at_once = max(block_bytes, _HASHED_AT_ONCE_BYTES)
+    for at in range(0, len(values), at_once):
+        piece = values[at : at + at_once]
+        digests += _digests(piece, block_bytes, whole)
     return start, len(values), block_bytes, b"".join(digests)
+
+
+def _digests(blocks: memoryview, block_bytes: int, whole: "hashlib._Hash") -> list[bytes]:
+    """Of one large block, or of several small ones."""
+    if len(blocks) <= _HASHED_AT_ONCE_BYTES:
+        whole.update(blocks)
+        return [xxhash.xxh3_128_digest(blocks[at : at + block_bytes]) for at in range(0, len(blocks), block_bytes)]
+    digest = xxhash.xxh3_128()
+    for begin in range(0, len(blocks), _HASHED_AT_ONCE_BYTES):
+        piece = blocks[begin : begin + _HASHED_AT_ONCE_BYTES]
+        whole.update(piece)
+        digest.update(piece)
+    return [digest.digest()]
 
 
 def _hashed(file: BinaryIO, start: int, num_bytes: int) -> HashedValues:

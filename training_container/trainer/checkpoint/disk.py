@@ -24,7 +24,7 @@ _MOST_BUFFERS = 1024
 """Of one system call: Linux's IOV_MAX."""
 _ALIGNMENT = 4096
 """Of places in the file and in memory: the largest logical block that disks have, and a page."""
-_SCRATCH_BYTES = 2 << 20
+REQUEST_BYTES = 2 << 20
 """Of one request to the disk, and a page of memory of the next size: what is asked for it lies in a row there."""
 _NUM_LOOKS = 3
 """Pages of a range that tell whether the cache has it: first, middle, last. Wrong costs time alone."""
@@ -60,18 +60,31 @@ def read_once_at(path: Path, start: int, memory: Sequence[memoryview]) -> int:
 
     Past the page cache where it doesn't have them already, and the file lies on a disk of this machine.
     """
-    with path.open("rb", buffering=0) as file:
-        if _is_worth_it(file.fileno(), start, sum(map(len, memory))):
-            try:
-                direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        descriptor, is_direct = os.open(path, os.O_RDONLY | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # that is how a file system says that it knows no such reads
+            raise
+        descriptor, is_direct = os.open(path, os.O_RDONLY), False
+    try:
+        if is_direct:
+            if is_worth_it(descriptor, start, sum(map(len, memory))):
                 try:
-                    return _read_aligned(direct, start, memory)
-                finally:
-                    os.close(direct)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # that is how a file system says that it knows no such reads
-                    raise
-        return read_at(file.fileno(), start, memory)
+                    return _read_aligned(descriptor, start, memory)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # others say it later
+                        raise
+            _make_plain(descriptor)
+        return read_at(descriptor, start, memory)
+    finally:
+        os.close(descriptor)
+
+
+def _make_plain(descriptor: int) -> bool:
+    """What goes on through the page cache from now on; False: it does already."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
 
 
 class Sink(Protocol):
@@ -150,17 +163,16 @@ class _DirectFile:
             try:
                 num_written = os.pwrite(self._descriptor, left.data, self._num_written)
             except OSError as error:
-                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-                if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                    raise
                 # Some file systems open a file for such writes and then know none, of this size or at all.
-                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                if error.errno != errno.EINVAL or not _make_plain(self._descriptor):
+                    raise
                 continue
             self._num_written += num_written
             left = left[num_written:]
 
 
-def _is_worth_it(descriptor: int, start: int, num_bytes: int) -> bool:
+def is_worth_it(descriptor: int, start: int, num_bytes: int) -> bool:
+    """Whether bytes of a file that are wanted once are better read past the page cache."""
     there = os.fstat(descriptor)
     # Network and stacked file systems (Lustre, NFS, overlay) have no device of their own, and caches that they need.
     if os.major(there.st_dev) == 0 or num_bytes < _LEAST_BYTES or start + num_bytes > there.st_size:
@@ -197,14 +209,14 @@ def _read_aligned(descriptor: int, start: int, memory: Sequence[memoryview]) -> 
     scratch = _scratch()
     left = [np.frombuffer(view, dtype=np.uint8) for view in memory if view]
     at, end = start - start % _ALIGNMENT, start + sum(map(len, left))
-    num_requests = -(-(end - at) // (_SCRATCH_BYTES - _ALIGNMENT))
+    num_requests = -(-(end - at) // (REQUEST_BYTES - _ALIGNMENT))
     most = _rounded_up((end - at) // num_requests)  # all alike: a short last one would wait as long
     num_filled = 0
     while at < end:
         most = min(most, _rounded_up(end - at))
         num_read = os.preadv(descriptor, [scratch[:most].data], at)
         wanted = scratch[max(0, start - at) : min(num_read, end - at)]
-        left = _scattered(wanted, left)
+        left = scattered(wanted, left)
         num_filled += len(wanted)
         if num_read == 0 or (num_read < most and num_read % _ALIGNMENT):
             break  # the file's end
@@ -216,7 +228,7 @@ def _rounded_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _scattered(content: _Bytes, targets: list[_Bytes]) -> list[_Bytes]:
+def scattered(content: _Bytes, targets: list[_Bytes]) -> list[_Bytes]:
     """Copies `content` to the targets, one after the other; what is still to be filled. Holds no lock meanwhile."""
     at = number = 0
     while at < len(content):
@@ -239,16 +251,21 @@ def _scratch() -> _Bytes:
 
 
 def _huge_page() -> _Bytes:
-    """Memory that is one huge page.
+    """One huge page that is there now, and not in the midst of a read."""
+    page = huge_pages(REQUEST_BYTES)
+    page[:: mmap.PAGESIZE] = 0
+    return page
+
+
+def huge_pages(num_bytes: int) -> _Bytes:
+    """Memory in huge pages, for whole requests to a disk; it occupies none until it is used.
 
     A request to the disk lists its memory piece by piece, one for every page that doesn't lie beside the one before. Of
     512 pages it becomes several requests, which a virtual machine's disk feels (`benchmarks/direct_reads.py`).
     """
-    memory = mmap.mmap(-1, 2 * _SCRATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes + REQUEST_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them gives small pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, dtype=np.uint8)
-    first = -whole.ctypes.data % _SCRATCH_BYTES
-    page = whole[first : first + _SCRATCH_BYTES]
-    page[:: mmap.PAGESIZE] = 0  # it is there now, not in the midst of a read
-    return page
+    first = -whole.ctypes.data % REQUEST_BYTES
+    return whole[first : first + num_bytes]

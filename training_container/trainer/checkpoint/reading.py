@@ -21,6 +21,7 @@ from trainer.checkpoint.blocks import BLOCKS_SUFFIX, BlockTable, parse_blocks, u
 from trainer.checkpoint.destination import Destination
 from trainer.checkpoint.disk import read_at
 from trainer.checkpoint.group import cores_a_rank
+from trainer.checkpoint.head_start import HeadStart
 from trainer.checkpoint.manifest import Manifest, ManifestError, NewerFormatError, step_folder
 from trainer.checkpoint.needs import Needs, Placements
 from trainer.checkpoint.ranges import Range, Tables, ranges_of
@@ -29,6 +30,8 @@ from trainer.heartbeat import beat
 INDEX = ".metadata"
 _NUM_READERS = 8
 """Requests at once of a rank: one connection to S3 gives some 100 MB/s, and one core copies and hashes some 3 GB/s."""
+_NUM_BEFORE_BEGUN = 3
+"""Ranges that are asked for before those that are being read already."""
 _ALIGNMENT = 64
 """Of values in a buffer: any type can be looked at there."""
 
@@ -171,6 +174,7 @@ class StepReader:
         self._files = {file.name: file for file in manifest.files}
         self._tables: dict[str, BlockTable] = {}
         self._index: Metadata | None = None
+        self._begun: tuple[str, HeadStart] | None = None
 
     @property
     def has_blocks(self) -> bool:
@@ -194,6 +198,10 @@ class StepReader:
                 raise AlteredError(f"{INDEX} can't be read ({type(error).__name__}: {error})") from None
         return self._index
 
+    def num_bytes(self, shard: str) -> int:
+        """Of a shard file; 0 where the manifest has none of that name."""
+        return self._files[shard].num_bytes if shard in self._files else 0
+
     def table(self, shard: str) -> BlockTable:
         """The blocks of a shard file. AlteredError; InputError where a newer trainer wrote them."""
         if shard not in self._tables:
@@ -216,10 +224,40 @@ class StepReader:
     def read_once_into(self, shard: str, start: int, memory: Sequence[memoryview]) -> int:
         """`read_into`, of bytes that nobody else on this host will want. DestinationError, MissingFileError."""
         full = f"{self._folder}/{shard}"
-        num_read: int = self._retry(
-            f"reading {full}", lambda: self._destination.read_once_into(full, start=start, memory=memory)
-        )
-        return num_read
+
+        def read(at: int, left: Sequence[memoryview]) -> int:
+            num_read: int = self._retry(
+                f"reading {full}", lambda: self._destination.read_once_into(full, start=at, memory=left)
+            )
+            return num_read
+
+        begun, head = self._begun or ("", None)
+        return read(start, memory) if head is None or begun != shard else head.read(start, memory, read)
+
+    def begin(self, shard: str) -> None:
+        """Reads of its first bytes begin, for `read_once_into` to have them; where it lies on this host, else nothing.
+
+        `end_begun` gives their memory back. AlteredError, DestinationError of its table.
+        """
+        folder = self._destination.folder(self._folder)
+        if folder is not None and self._begun is None:
+            self.table(shard)  # small, and soon wanted: it would wait for all that was asked for before it
+            self._begun = shard, HeadStart(folder / shard, self._files[shard].num_bytes)
+
+    def in_turn(self, ranges: Sequence[Range]) -> list[Range]:
+        """The ranges whose bytes `begin` reads behind some others: while they are copied, the disk has what to read."""
+        if self._begun is None:
+            return list(ranges)
+        shard, head = self._begun
+        begun = [one for one in ranges if one.file == shard and one.start < head.most_bytes]
+        others = [one for one in ranges if one.file != shard or one.start >= head.most_bytes]
+        return others[:_NUM_BEFORE_BEGUN] + begun + others[_NUM_BEFORE_BEGUN:]
+
+    def end_begun(self) -> None:
+        """What `begin` read isn't wanted any more."""
+        if self._begun is not None:
+            self._begun[1].wait()
+            self._begun = None
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, on CPU. Reads its bytes alone. AlteredError, DestinationError, MissingFileError."""

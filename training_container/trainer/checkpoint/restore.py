@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.destination import Destination, DestinationError, MissingFileError
 from trainer.checkpoint.group import Group
@@ -48,6 +49,11 @@ Retry = Callable[[str, Callable[[], Any]], Any]
 """`retry(what, operation)`: the operation's result, after as many tries as it takes (destination.with_retries)."""
 
 Tensors = Callable[[], Mapping[str, torch.Tensor]]
+
+_NUM_TELLING = 3
+"""Tensors by which a rank knows its shard: of one alone it could lie there by chance."""
+_LEAST_OF_SHARD = 0.95
+"""The rest is its archives' wrapping."""
 
 
 class SpoiledError(Exception):
@@ -172,7 +178,10 @@ class Restorer:
                 assert candidate.manifest is not None
                 reader = StepReader(self._destination, candidate.manifest, self._retry)
                 if tensors is not None and reader.has_blocks:
-                    problem, started = self._read_needed(candidate.step, reader, tensors(), straight=may_spoil)
+                    try:
+                        problem, started = self._read_needed(candidate.step, reader, tensors(), straight=may_spoil)
+                    finally:
+                        reader.end_begun()
                 else:
                     problem = self._problem_with_files(candidate)
                 if problem is None:
@@ -329,6 +338,7 @@ class Restorer:
             if stranger is not None:
                 refused = f"checkpoint {self._uri(step)}: {stranger}; the job's model is not the one that was saved"
                 return None, ({}, None, refused, None)
+            _begin_early(reader, tensors)
             needs = Needs(reader.index, tensors)
             return needs, (needs.blocks(reader.table), None, None, None)
         except InputError as error:
@@ -357,7 +367,7 @@ class Restorer:
                 devices=() if needs is None else needs.devices,
                 keep_in=keep_in,
                 of_disk=in_place,
-            ).run(ranges_of(extents, reader.table, of_disk=in_place))
+            ).run(reader.in_turn(ranges_of(extents, reader.table, of_disk=in_place)))
 
     def _make_room(self, step: int, reader: StepReader, extents: Extents) -> None:
         """The files with nothing in them yet, if the disk has room for what will be; one rank a host sees to it."""
@@ -442,6 +452,24 @@ class Restorer:
         if self._destination.folder("") is None:
             return AwsRefusedError(f"{error}; {advice}")
         return JobFailedError(f"{error}; {advice}")
+
+
+def _begin_early(reader: StepReader, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Where a rank plainly needs all of one shard, its reads begin now, while the rest of the plan is made.
+
+    Plainly: the shard has the largest tensors, and is as large as all of them together. Such a shard is the rank's own,
+    which nobody else reads. (DeepSpeed's pieces, `FlatShard`, say the whole tensor's size: nothing begins early there.)
+    """
+    bytes_of = {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for name, tensor in tensors.items()
+    }
+    largest = sorted(bytes_of, key=lambda name: bytes_of[name])[-_NUM_TELLING:]
+    shards = Needs(reader.index, {name: tensors[name] for name in largest}).files
+    if len(shards) == 1:
+        (shard,) = shards
+        num_bytes = reader.num_bytes(shard)
+        if _LEAST_OF_SHARD * num_bytes <= sum(bytes_of.values()) <= num_bytes:
+            reader.begin(shard)
 
 
 def _is_the_jobs_first(candidate: Candidate) -> bool:
