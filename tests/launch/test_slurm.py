@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from botocore.stub import Stubber
 from launch_testing import contract_content, job_content
+from trainer.host.losses import _diagnosis
 
 from trainyard import planner
 from trainyard.errors import AwsRefusedError, InputError
@@ -168,6 +169,13 @@ def test_a_word_that_found_room_in_a_name_alone_is_read_there(tmp_path: Path) ->
     said, _ = run_script(tmp_path, 1, task=task)
     assert "requeue" in said.splitlines()
     assert (tmp_path / "job/requeues").read_text() == "host node2 is gone\n"
+
+
+def test_a_loss_too_many_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    reason = _diagnosis("host node2 is gone: its entrypoint was killed, or the network parted", 3, 5).replace("`", "")
+    said, code = run_script(tmp_path, 1, task=f'mkdir host; echo "{reason}" > host/failure; exit "$TASK_CODE"')
+    assert "requeue" not in said.splitlines() and code == 1
+    assert f"failure={reason}\n" in (tmp_path / "job/outcome").read_text()
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ run() {
     sleep 5 &
     wait -n "$$child" "$$!"
     { kill "$$!" && wait "$$!"; } 2> /dev/null
-    if [ -z "$$gone" ] && is_loss "$$(reason_of)"; then gone=$$SECONDS; fi
+    # Also where it is a loss too many, which the reason then begins with.
+    case "$$(reason_of)" in *"host "*" is gone"*) gone=$${gone:-$$SECONDS} ;; esac
     if is_past "$$told" $kill_seconds || is_past "$$gone" $lost_seconds; then
       kill_tasks
     fi

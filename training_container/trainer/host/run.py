@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from trainer.host.hosts import Hosts
+from trainer.host.losses import LostHosts
 from trainer.host.rank import RESUME_EXIT_CODE, STOP_FILE, RankReport, read_reports
 from trainer.host.recovery import Ending, RecoveryLog
 from trainer.host.standings import ANSWER_SECONDS, Standing, asked, mismatch
@@ -111,6 +112,9 @@ class HostRun:
         """Ranks that we killed: their death is no cause."""
         self._is_consequence = False
         self._log = RecoveryLog(self._data, is_first=place.index == 0)
+        self._losses = LostHosts(
+            job.spec.checkpoint.destination or str(folders.data), index=place.index, settings=settings
+        )
 
     def run(self, hosts: Hosts) -> Ending:
         """The job's ending, after as many starts as it takes; JobFailedError where a full disk takes no start."""
@@ -139,7 +143,7 @@ class HostRun:
             order = hosts.conclude(ending)
             if isinstance(order, Ending):
                 self._log.ended()
-                return order
+                return self._losses.judged(order)
             self._log.failed(order, noticed_at=self._noticed_at, quiet_seconds=self._quiet_seconds)
             deadline = time.monotonic() + order.delay_seconds
             while not self._was_told_to_stop and time.monotonic() < deadline:
