@@ -24,6 +24,14 @@ def test_it_takes_bf16s_memory_and_less_time(job: MakeJob) -> None:
     assert 0.5 < narrow.time.step_seconds / wide.time.step_seconds < 0.95
 
 
+def test_beside_an_adapter_too(job: MakeJob) -> None:
+    asked = {"source": "llama-3.1-8b", "adapter": {"kind": "lora", "rank": 16}}
+    narrow, wide = (plan(job(model=asked, training={"precision": precision})).chosen for precision in ("fp8", "bf16"))
+    assert narrow.memory == wide.memory
+    assert narrow.time is not None and wide.time is not None
+    assert 0.5 < narrow.time.step_seconds / wide.time.step_seconds < 0.95
+
+
 def test_no_layout_that_the_trainer_refuses_is_offered(job: MakeJob) -> None:
     small: dict[str, Any] = {"instance_type": "ml.p5.48xlarge", "instance_count": 4}
     large = {"source": "llama-3.1-70b"}

@@ -17,6 +17,7 @@ from trainer.strategies import build_strategy, check_supported, compiled
 from trainer_testing.families import FAMILIES
 from trainer_testing.pool import run_pooled
 from trainer_testing.strategy_worker import MARK, Result, RunRequest, no_clock, run, worst_relative_error
+from trainer_testing.support_table import save_sources, source_of
 from trainer_testing.tiny import VOCAB_SIZE, TinyBatch, global_batch, tiny_job
 
 from trainyard.errors import InputError
@@ -120,6 +121,19 @@ def test_compiled_8_bit_products_are_the_eager_ones() -> None:
     (eager, _), (result, num_graphs) = compile_and_run(2, "aot_eager", cases)
     assert num_graphs > 0
     assert worst_relative_error(result, eager) < 5e-2, "a bf16 rounding elsewhere becomes one of 8 bits"
+
+
+@FULL
+def test_compiled_8_bit_products_beside_an_adapter_are_the_eager_ones(tmp_path: Path) -> None:
+    save_sources(tmp_path, ["Llama"])
+    adapter = {"kind": "lora", "rank": 4, "targets": ("q_proj", "o_proj", "gate_proj", "down_proj")}
+    job = {"source": str(source_of(tmp_path, "Llama")), "adapter": adapter, "precision": "fp8"}
+    runs = [RunRequest("ddp", last_step=STEPS, job=job | {"compile": compiled}) for compiled in (False, True)]
+    (eager, _), (result, num_graphs) = compile_and_run(2, "aot_eager", runs)
+    assert num_graphs > 0
+    assert worst_relative_error(result, eager) < 1e-5
+    ((fused, _),) = compile_and_run(2, "inductor", runs[1:])
+    assert worst_relative_error(fused, eager) < 5e-2, "a bf16 rounding elsewhere becomes one of 8 bits"
 
 
 def test_names_are_kept() -> None:

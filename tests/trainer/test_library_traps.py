@@ -64,6 +64,18 @@ def test_transformers_sums_a_replicated_norms_gradient_once_more_for_every_micro
     torch.testing.assert_close(norm.weight.grad, 3 * of_one_micro_batch)
 
 
+def test_torchao_keeps_the_input_of_a_frozen_layer_for_a_gradient_that_nobody_takes() -> None:
+    """Met by models/float8_frozen.py."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = nn.Sequential(nn.Linear(32, 16, dtype=torch.bfloat16).requires_grad_(False))
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
+        model(torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True))
+    assert torch.Size((64, 32)) in kept
+
+
 def test_torch_clips_no_gradients_of_different_meshes(mesh: DeviceMesh) -> None:
     """Met by `global_grad_norm` of optimizers/build.py."""
     other = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("one", "other"))

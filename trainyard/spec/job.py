@@ -302,9 +302,10 @@ class TrainingSpec(SpecModel):
     precision: Literal["bf16", "fp16", "fp8", "fp32", "fp64"] = "bf16"
     """Matrix products; weights and moments are fp32 beside it. fp8: as bf16, and the products of the blocks' linear
     layers in 8 bits, by torchao, on GPUs from Ada and Hopper on; with compile: true, without which its scaling costs
-    more than it saves. For causal_lm without an adapter and the torch engine without tensor; which layers were
-    converted, and which not, is said at the start and in result.json. fp64: all of it, for proofs of numerics; torch
-    engine only, slow everywhere (an H100 does fp64 at less than a tenth of its bf16 rate)."""
+    more than it saves. For causal_lm, full or with lora (the frozen layers; adapters compute in bf16), and the torch
+    engine without tensor; which layers were converted, and which not, is said at the start and in result.json. fp64:
+    all of it, for proofs of numerics; torch engine only, slow everywhere (an H100 does fp64 at less than a tenth of its
+    bf16 rate)."""
     loss: Literal["auto", "logits", "chunked"] = "auto"
     """How the cross-entropy is computed. logits: from the whole logits, micro-batch x sequence x vocabulary of them.
     chunked: in the model's head, 1,024 positions at a time and with their gradients, so that a long sequence's logits
@@ -798,9 +799,10 @@ class JobSpec(SpecModel):
     def _fp8_obstacle(self) -> str | None:
         if self.task != "causal_lm":
             return f"is not implemented for task {self.task}; use bf16"
-        if self.model.adapter is not None:
+        if self.model.adapter is not None and self.model.adapter.kind == "qlora":
             return (
-                "computes gradients of all weights, also those that model.adapter freezes, and saves nothing; use bf16"
+                "is not implemented with model.adapter: qlora, whose frozen weights are stored in 4 bits and multiplied"
+                " in bf16; use lora, or bf16"
             )
         if self.parallelism == "auto":
             return None

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
 from trainer.models.build import build_model
 from trainer.strategies import check_supported
 from transformers import AutoConfig
@@ -41,6 +42,13 @@ PRODUCTS: dict[str, dict[str, int]] = {
 }
 """Strategy name -> the job's parallelism section, for those that `tiny.LAYOUTS` leaves out."""
 METHODS = ("full", "lora", "qlora")
+FP8 = (
+    "## fp8",
+    "",
+    "`training.precision: fp8` beside the families above, but for GPT-2, which has no layers to convert. What runs is",
+    "held against one process in fp8, emulated on CPU, by `tests/trainer/test_fp8.py` (Llama; Mixtral for expert).",
+)
+"""Its part of the page, above its table."""
 STEPS = 4
 WORLD_SIZE = 2
 TOLERANCE = 1e-5
@@ -114,9 +122,24 @@ def measure(cases: Sequence[Case]) -> dict[Case, float]:
     }
 
 
+def fp8_refusal(method: str, engine: str) -> str | None:
+    """Why a job in fp8 is refused where it is read, whatever its model; None where it isn't."""
+    if method == "full":
+        job: dict[str, Any] = {"model": FAMILIES["Mixtral"]}
+    else:
+        job = {"source": "model", "adapter": adapter("Mixtral", method)}
+    try:
+        tiny_job(engine, WORLD_SIZE, parallelism=PRODUCTS.get(engine), precision="fp8", **job)
+    except ValidationError as error:
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+    return None
+
+
 def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
     """The page's text; every case has to be in one of the two."""
-    reasons = list(dict.fromkeys(reason_of(case, text) for case, text in refusals.items()))
+    narrow = {(method, engine): fp8_refusal(method, engine) for method in METHODS for engine in ENGINES}
+    texts = [reason_of(case, text) for case, text in refusals.items()]
+    reasons = list(dict.fromkeys([*texts, *(text for text in narrow.values() if text)]))
 
     def cell(case: Case) -> str:
         if case in refusals:
@@ -147,6 +170,11 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
         lines += ["", f"## {method}", "", f"| family | {' | '.join(ENGINES.values())} |"]
         lines.append("|---" * (1 + len(ENGINES)) + "|")
         lines += rows({family: [cell(Case(family, method, engine)) for engine in ENGINES] for family in FAMILIES})
+    lines += ["", *FP8, "", f"| method | {' | '.join(ENGINES.values())} |", "|---" * (1 + len(ENGINES)) + "|"]
+    for method in METHODS:
+        given = [narrow[method, engine] for engine in ENGINES]
+        told = [f"refused ({reasons.index(reason) + 1})" if reason else "runs" for reason in given]
+        lines.append(f"| {method} | {' | '.join(told)} |")
     if reasons:
         lines += ["", "## Refusals", "", *(f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1))]
     return "\n".join(lines) + "\n"
@@ -177,7 +205,7 @@ def cells_of(text: str) -> dict[Case, str]:
     for line in text.splitlines():
         if line.startswith("## "):
             method = line.removeprefix("## ")
-        elif line.startswith("| ") and not line.startswith("| family"):
+        elif method in METHODS and line.startswith("| ") and not line.startswith("| family"):
             name, *values = (value.strip() for value in line.strip("|").split("|"))
             for family in FAMILIES if name == "every family" else name.split("; "):
                 cells |= {Case(family, method, engine): value for engine, value in zip(ENGINES, values, strict=True)}

@@ -270,7 +270,8 @@ def to_trained_type(parameters: Iterable[nn.Parameter], precision: str) -> None:
     For parameters that have no values yet: the type is that in which they get them.
     """
     trained_type = torch.float64 if precision == "fp64" else torch.float32
-    frozen_type = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, trained_type)
+    half_types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+    frozen_type = half_types.get(precision, trained_type)
     for parameter in parameters:
         wanted = trained_type if parameter.requires_grad else frozen_type
         if parameter.dtype != wanted and parameter.is_floating_point():
