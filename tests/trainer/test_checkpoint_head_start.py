@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint_disk import forget
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from trainer.checkpoint import Checkpointer, disk, head_start
 from trainer.checkpoint.head_start import HeadStart
 from trainer.checkpoint.ranges import Range
@@ -161,6 +162,25 @@ def test_a_rank_that_needs_its_whole_shard_reads_no_byte_of_it_twice(
     if may_spoil:
         # What is left of a range beside the first bytes may be so little that the page cache reads it.
         assert needed - disk._LEAST_BYTES <= sum(direct_bytes) <= 1.1 * needed
+
+
+def test_what_lies_as_it_was_saved_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = _values(3) | {"optim.step": torch.tensor(7.0), "optim.none": torch.zeros(0, 4)}
+    checkpoints = _checkpointer(tmp_path)
+    checkpoints.save(1, saved, {})
+    checkpoints.close()
+    planned: list[str] = []
+    original = DefaultLoadPlanner.set_up_planner
+
+    def set_up(self: DefaultLoadPlanner, tensors: dict[str, torch.Tensor], *others: Any, **options: Any) -> None:
+        planned.extend(tensors)
+        original(self, tensors, *others, **options)
+
+    monkeypatch.setattr(DefaultLoadPlanner, "set_up_planner", set_up)
+    wanted = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    _restored(tmp_path, wanted)
+    assert all(torch.equal(wanted[name], values) for name, values in saved.items())
+    assert set(planned) == {"optim.none"}
 
 
 def test_what_is_being_read_is_asked_for_behind_some_others() -> None:

@@ -47,7 +47,7 @@ class SharedPlan:
         planned: dict[str, tuple[Hashable, list[WriteItem]]] = {}
         changed: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            layout = _layout_of(tensor)
+            layout = layout_of(tensor)
             if layout is None or name not in self._planned or self._planned[name][0] != layout:
                 changed[name] = tensor
                 planned[name] = layout, []
@@ -169,7 +169,7 @@ def _copy_share(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             buffer.copy_(value)
 
 
-def _layout_of(tensor: torch.Tensor) -> Hashable:
+def layout_of(tensor: torch.Tensor) -> Hashable:
     """Equal as long as a tensor's items are; None of one that doesn't tell. DCP takes some 35 us to plan one.
 
     Other classes that describe their shards to DCP may have `shard_layout`.
