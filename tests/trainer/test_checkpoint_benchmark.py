@@ -14,7 +14,7 @@ def turns(*blocked_and_restore: tuple[float, float]) -> list[dict[str, float]]:
     return [{"blocked": blocked, "saved": 2.0, "restore": restore} for blocked, restore in blocked_and_restore]
 
 
-def judged(monkeypatch: pytest.MonkeyPatch, ours: list[dict[str, float]]) -> dict[str, Any]:
+def judged(monkeypatch: pytest.MonkeyPatch, ours: list[dict[str, float]], *, copy: float = 0.1) -> dict[str, Any]:
     """What the benchmark says of these seconds."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     judge = runpy.run_path(str(BENCHMARKS / "checkpoint.py"))["_judged"]
@@ -24,6 +24,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, ours: list[dict[str, float]]) -> dic
         "torch.save": turns((1.0, 1.0), (2.0, 2.0), (1.0, 1.0)),
         "dcp": turns((3.0, 1.0), (6.0, 2.0), (3.0, 1.0)),
         "dcp async": turns((0.2, 1.0), (0.4, 2.0), (0.2, 1.0)),
+        "copy": turns((copy, 0.0), (2 * copy, 0.0), (copy, 0.0)),
         "disk": turns((1.0, 0.5), (2.0, 1.0), (1.0, 0.5)),
     }
     measured = {"state_mib": 100.0, "seconds": seconds, "has_spare_cores": True}
@@ -40,6 +41,9 @@ def test_ratios_are_of_one_turn_and_goals_are_judged_by_them(monkeypatch: pytest
     assert all(good["goals_met"].values())
     bad = judged(monkeypatch, turns((0.3, 0.6), (0.6, 1.2), (0.3, 0.6)))
     assert list(bad["goals_met"].values()) == [False, False, False, True]
+    bound = judged(monkeypatch, turns((0.3, 0.6), (0.6, 1.2), (0.3, 0.6)), copy=0.25)
+    assert (bound["blocked_to_copy"], bound["copy_to_best_synchronous"]) == (1.2, 0.25)
+    assert list(bound["goals_met"].values()) == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
