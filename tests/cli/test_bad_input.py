@@ -63,6 +63,12 @@ def test_an_unknown_key(refusal: Refusal, write_job: WriteJob, environment_path:
     assert "trainning" in refusal(["plan", write_job(trainning={"steps": 3})], 2)
 
 
+def test_an_option_that_takes_certain_words_alone(refusal: Refusal) -> None:
+    line = refusal(["cost", "--by", "nothing"], 2)
+    assert "Invalid value for '--by': 'nothing' is not one of 'day', 'tenant', 'job'" in line
+    assert line.endswith("(see trainyard cost --help)")
+
+
 def test_a_missing_job_file(refusal: Refusal) -> None:
     assert "nowhere.yaml: no such file" in refusal(["plan", "nowhere.yaml"], 2)
 

@@ -621,7 +621,7 @@ def test_one_process_runs_a_sweep(tmp_path: Path) -> None:
     store = SweepStore("s", tmp_path)
     with store.held(), pytest.raises(InputError, match="is run by another process"), store.held():
         pass
-    with pytest.raises(InputError, match=r"sweep s: there is none in .* \(there: \)"):
+    with pytest.raises(InputError, match=r"sweep s: there is none in .* \(there: none\)"):
         store.read()
     with pytest.raises(InputError, match="lower-case letters"):
         SweepStore("../x")

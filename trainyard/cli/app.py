@@ -101,7 +101,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # An unknown verb, option or value: typer knows the context only of these.
         context = getattr(error, "ctx", None)
         verb = context.command_path if context else "trainyard"
-        report_error(InputError(f"{error.format_message()} (see {verb} --help)"))
+        said = error.format_message().replace("Value error, ", "")
+        report_error(InputError(f"{said} (see {verb} --help)"))
         return InputError.exit_code
     except typer.Abort:
         return INTERRUPTED

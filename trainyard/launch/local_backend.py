@@ -48,7 +48,8 @@ class LocalBackend:
             started = _read(directory / "process.json")
             if is_running(directory) or (started is not None and started.get("attempt") == record.attempt.number):
                 return
-            say(f"starting {record.resolved.world_size} processes on this machine")
+            count = record.resolved.world_size
+            say(f"starting {count} {'process' if count == 1 else 'processes'} on this machine")
             self._start(record, directory)
 
     def _start(self, record: JobRecord, directory: Path) -> None:
