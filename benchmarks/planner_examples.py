@@ -14,6 +14,7 @@ from typing import Any
 from trainyard.hardware import PriceBook, gpu, instance
 from trainyard.planner import plan, predict
 from trainyard.planner.communication import EFA, Fabric, all_reduce_seconds, fabric_of, group
+from trainyard.planner.constants import GIB
 from trainyard.planner.families import shape_of_known
 from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.layout import Layout
@@ -80,11 +81,25 @@ def _planned(found: Plan) -> str:
     assert time is not None
     words = f"{time.step_seconds:.3g} s, MFU {time.mfu:.0%}"
     words += f", {time.tokens_per_second / found.num_gpus:,.0f} {found.unit}/s a GPU"
-    words += f"; {found.chosen.memory.total_gib:.0f} GiB"
+    memory = found.chosen.memory
+    state = memory.parameters_gib + memory.gradients_gib + memory.optimizer_gib
+    words += f"; {memory.total_gib:.0f} GiB, {state:.3g} of them state"
     if cost is not None and cost.planned_usd is not None:
         words += f"; {cost.expected_hours:.3g} h ({cost.expected_hours_low:.3g} to {cost.expected_hours_high:.3g})"
         words += f", ${cost.planned_usd:,.0f}"
     return words
+
+
+def _textbook(found: Plan, each: str, bytes_per_param: float) -> str:
+    """Of a decoder: ZeRO's state (Rajbhandari et al., 2020, section 3.1), and six FLOPs a parameter and token."""
+    time = found.chosen.time
+    assert time is not None and found.steps is not None and found.gpu is not None
+    state = bytes_per_param * found.params / GIB
+    tokens = time.tokens_per_second * time.step_seconds * found.steps
+    peak = found.num_gpus * gpu(found.gpu).peak_tflops("bf16") * 1e12
+    least, most = (6 * found.params * tokens / (share * peak) / 3600 for share in (0.5, 0.4))
+    hours = f"6 FLOPs a parameter and token at 50 to 40% MFU: {least:.3g} to {most:.3g} h"
+    return f"state, {each} a parameter: {state:.3g} GiB; {hours}"
 
 
 def _collectives() -> Iterator[Row]:
@@ -106,18 +121,17 @@ def _collectives() -> Iterator[Row]:
 
 def _jobs() -> Iterator[Row]:
     named = {
-        "llama-70b": ("TP8 x PP4 x FSDP4 on 16 p5.48xlarge, batch 512 x 4096", "MFU 40-50%"),
-        "llama-7b": ("FSDP8 on one p5.48xlarge, batch 256 x 4096", ""),
-        "gpt2-1.3b": ("ZeRO-1 on one p4d.24xlarge, batch 512 x 1024", ""),
-        "gpt-175b": ("TP8 x PP8x2 x FSDP8 on 64 p5.48xlarge, batch 1536 x 2048", "MFU 40-50%"),
+        "llama-70b": ("TP8 x PP4 x FSDP4 on 16 p5.48xlarge, batch 512 x 4096", "16 bytes over 128", 16 / 128),
+        "llama-7b": ("FSDP8 on one p5.48xlarge, batch 256 x 4096", "16 bytes over 8", 16 / 8),
+        "gpt2-1.3b": ("ZeRO-1 on one p4d.24xlarge, batch 512 x 1024", "4 bytes, and 12 over 8", 4 + 12 / 8),
+        "gpt-175b": ("TP8 x PP8x2 x FSDP8 on 64 p5.48xlarge, batch 1536 x 2048", "16 bytes over 512", 16 / 512),
     }
-    for name, (words, textbook) in named.items():
-        yield f"`{name}`: {words}", _planned(_plan(load_job(ROOT / "jobs" / f"{name}.yaml"))), textbook
-    yield (
-        "2B multi-modal (CLIP ViT-L and Qwen2-1.5B, all trained) on 64 H100, batch 512 x 2048",
-        _planned(_plan(parse(JobSpec, MULTI_MODAL, "example"))),
-        "",
-    )
+    for name, (words, each, bytes_) in named.items():
+        found = _plan(load_job(ROOT / "jobs" / f"{name}.yaml"))
+        yield f"`{name}`: {words}", _planned(found), _textbook(found, each, bytes_)
+    found = _plan(parse(JobSpec, MULTI_MODAL, "example"))
+    words = "2B multi-modal (CLIP ViT-L and Qwen2-1.5B, all trained) on 64 H100, batch 512 x 2048"
+    yield words, _planned(found), _textbook(found, "16 bytes over 8", 16 / 8)
     yield (
         "ResNet-50, 90 epochs of ImageNet on 4 H100 (p5.4xlarge), batch 1024",
         _planned(_plan(parse(JobSpec, RESNET, "example"))),

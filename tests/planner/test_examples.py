@@ -40,3 +40,15 @@ def test_the_textbooks_examples_are_all_there(examples: ModuleType) -> None:
     ):
         assert part in words
     assert "on 64 A100" in words and "on 512 H100" in words and examples.TEXTBOOK_SCALING in words
+
+
+def test_every_example_stands_beside_a_textbooks_figure(examples: ModuleType) -> None:
+    rows = [line.strip("| ").split(" | ") for line in examples.table().splitlines()[2:]]
+    assert len(rows) == 11
+    assert [row[0] for row in rows if len(row) != 3 or not any(letter.isdigit() for letter in row[2])] == []
+
+
+def test_the_textbooks_state_is_sixteen_bytes_over_the_ranks(examples: ModuleType) -> None:
+    row = next(line for line in examples.table().splitlines() if "`llama-7b`" in line)
+    # 16 x 6,738,415,616 / 8 bytes; six FLOPs for each of those parameters and 954 x 256 x 4096 tokens, at 8 x 989.4 T.
+    assert "16 bytes over 8 a parameter: 12.6 GiB" in row and "2.84 to 3.55 h" in row
