@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.checkpoint.disk import REQUEST_BYTES, huge_pages, is_worth_it, scattered
 
-MOST_BYTES = 64 << 20
+MOST_BYTES = 32 << 20
 """Of memory that it takes, until it is dropped."""
 
 
