@@ -23,6 +23,7 @@ TENSORS = {
     "columns": torch.randn(300, 40).t(),
     "half": torch.randn(700, 300).bfloat16(),
     "large": torch.randn(9, 1 << 20),
+    "middle": torch.randn(1100, 1000),
     "same": torch.randn(700, 300).bfloat16(),
 }
 
