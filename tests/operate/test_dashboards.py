@@ -98,6 +98,14 @@ def test_the_files_of_an_environment_go_where_they_are_asked_to(
         assert told in said and said.count("\n") == 1, said
 
 
+def test_a_share_is_drawn_in_percent_and_a_loss_is_not() -> None:
+    panels = [panel for panel in json.loads(files()[DASHBOARD])["panels"] if panel["type"] == "timeseries"]
+    units = {panel["title"]: panel["fieldConfig"]["defaults"]["unit"] for panel in panels}
+    percents = {"throughput of plan", "goodput", "mfu", "gpu utilization", "gpu held back", "gpu memory share"}
+    assert {title for title, unit in units.items() if unit == "percentunit"} == percents
+    assert (units["loss"], units["step seconds"], units["peak device bytes"]) == ("none", "s", "bytes")
+
+
 def test_panels_lie_beside_each_other() -> None:
     taken = set()
     for panel in json.loads(files()[DASHBOARD])["panels"]:

@@ -102,7 +102,7 @@ def _panel(meter: Meter) -> dict[str, Any]:
         "title": meter.name.replace("_", " "),
         "description": meter.help,
         "datasource": {"type": "prometheus", "uid": "${datasource}"},
-        "fieldConfig": {"defaults": {"unit": _GRAFANA_UNITS.get(meter.unit, "none")}, "overrides": []},
+        "fieldConfig": {"defaults": {"unit": _grafana_unit(meter)}, "overrides": []},
         "targets": [
             {
                 "refId": "A",
@@ -111,6 +111,10 @@ def _panel(meter: Meter) -> dict[str, Any]:
             }
         ],
     }
+
+
+def _grafana_unit(meter: Meter) -> str:
+    return "percentunit" if meter.is_share else _GRAFANA_UNITS.get(meter.unit, "none")
 
 
 def _place(panel: dict[str, Any], number: int, top: int, left: int, width: int, height: int) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class Meter:
     """Keys from the row down to the number. A row that lacks it leaves the meter as it was."""
     per_tenant: bool = False
     """Also published for the tenant as a whole, for alarms, which can't search among jobs."""
+    is_share: bool = False
+    """Of something whole, which is 1: drawn in percent."""
     is_event: bool = False
     """Of something that happened once: CloudWatch gets it once, and Prometheus has it for no longer than a period, so
     that one bad one is one bad period and not all that follow."""
@@ -93,8 +95,15 @@ METERS = (
         "None",
         _observed("throughput", "of_plan"),
         per_tenant=True,
+        is_share=True,
     ),
-    Meter("mfu", "Model FLOPs over the devices' peak, causal attention", "None", _observed("throughput", "mfu_causal")),
+    Meter(
+        "mfu",
+        "Model FLOPs over the devices' peak, causal attention",
+        "None",
+        _observed("throughput", "mfu_causal"),
+        is_share=True,
+    ),
     Meter(
         "peak_device_bytes",
         "Peak memory of the worst rank's device",
@@ -106,18 +115,21 @@ METERS = (
         "Share of the time in which a kernel ran, mean of the GPUs; a full GPU may still compute little: see mfu",
         "None",
         _observed("gpu", "utilization"),
+        is_share=True,
     ),
     Meter(
         "gpu_held_back",
         "Share of the time in which heat, the power brake or the hardware kept clocks down, worst GPU",
         "None",
         _observed("gpu", "held_back"),
+        is_share=True,
     ),
     Meter(
         "gpu_memory_share",
         "Most of a GPU's memory that was taken, by whomever, over what it has, fullest GPU",
         "None",
         _observed("gpu", "memory_peak"),
+        is_share=True,
     ),
     Meter("peak_host_bytes", "Peak resident memory of the worst rank", "Bytes", _observed("peak_bytes", "host_peak")),
     Meter(
@@ -153,6 +165,7 @@ METERS = (
         "None",
         (LIVE, "goodput"),
         per_tenant=True,
+        is_share=True,
     ),
     Meter(
         "start_seconds",

@@ -170,8 +170,8 @@ class SweepStore:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            names = ", ".join(sorted(found.parent.name for found in self.folder.parent.glob("*/sweep.json")))
-            raise InputError(f"sweep {self.name}: there is none in {self.folder.parent} (there: {names or 'none'})") from None
+            found = ", ".join(sorted(path.parent.name for path in self.folder.parent.glob("*/sweep.json"))) or "none"
+            raise InputError(f"sweep {self.name}: there is none in {self.folder.parent} (there: {found})") from None
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: can't be read: {error}") from None
         if not isinstance(content, dict) or content.get("version", 1) > SWEEP_VERSION:
