@@ -1,10 +1,15 @@
 """Lines as NCCL, aws-ofi-nccl, PyTorch, the NVIDIA driver, the kernel, Lustre, botocore, SageMaker and our own trainer
 write them, a fault each. Formats are the sources'; hosts, numbers and account are made up."""
 
+import tempfile
+from pathlib import Path
+
 from trainer.collectives import Measurement, check_floors
+from trainer.entrypoint import check_efa
 from trainer.preflight import RankSpeed, measured_words, shortfall_words
 
 from trainyard.emulator.training.tree import failure_reason
+from trainyard.errors import JobFailedError
 
 # NVIDIA/nccl#1597 and aws/aws-ofi-nccl#715 (plugin 1.13 and 1.16): once a rank. `Bootstrap` is always TCP.
 GOOD_EFA = (
@@ -161,11 +166,22 @@ FSX_FULL = (
     "[23952.015110] LustreError: 11-0: abcdefgh-OST0003-osc-ffff8801: operation ost_write to node 10.64.1.9@tcp failed:"
     " rc = -28",
 )
+
+
+def _refused(num_cards: int) -> str:
+    """What the entrypoint itself says of a machine with so few."""
+    with tempfile.TemporaryDirectory() as folder:
+        for card in range(num_cards):
+            (Path(folder) / f"rdmap{card}s0").mkdir()
+        try:
+            check_efa("ml.p5.48xlarge", Path(folder))
+        except JobFailedError as error:
+            return f"algo-2 entrypoint: {error}"
+    raise AssertionError(f"{num_cards} cards are enough")
+
+
 # trainer.entrypoint.check_efa and trainer.preflight, as the failure has them; trainer.collectives by hand.
-EFA_REFUSED = (
-    "algo-2 entrypoint: EFA: ml.p5.48xlarge has 32 interfaces, /sys/class/infiniband shows 4; is the container's EFA"
-    " software there, and does the security group let itself in and out? (a job without EFA would crawl)",
-)
+EFA_REFUSED = (_refused(4),)
 _FLOORS = {"across": (20.0, "0.4 of EFA's 50.00 a GPU"), "host": (288.0, "0.6 of AWS' health check")}
 
 
