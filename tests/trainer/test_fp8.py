@@ -193,6 +193,28 @@ def test_a_frozen_layer_is_torchaos_without_the_gradient_of_its_weight() -> None
     assert trained_counts == [3, 64 * 48 + 2 * 32 * 64]
 
 
+def test_torchs_own_8_bit_product_gives_what_the_emulation_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU it has one too. Its operands lie in memory as a GPU's kernels ask: one by rows, the other by columns."""
+    asked: list[tuple[tuple[int, ...], tuple[int, ...], set[torch.dtype]]] = []
+    multiply = torch._scaled_mm
+
+    def scaled_mm(first: torch.Tensor, second: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+        asked.append((first.stride(), second.stride(), {first.dtype, second.dtype}))
+        product: torch.Tensor = multiply(first, second, *more, **options)
+        return product
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    own, own_gradient, *_ = passed(is_trained=False)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    assert asked == [((64, 1), (1, 64), {e4m3}), ((48, 1), (1, 48), {e5m2, e4m3})]
+    monkeypatch.setattr(float8, "EMULATE", True)
+    emulated, gradient, *_ = passed(is_trained=False)
+    assert len(asked) == 2
+    # Sums in another order, then rounded to bf16.
+    torch.testing.assert_close(own, emulated, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(own_gradient, gradient, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.usefixtures("emulated")
 def test_under_an_adapter_the_frozen_layers_are_converted_and_their_names_kept(tmp_path: Path) -> None:
     save_sources(tmp_path, ["Llama"])
