@@ -1,5 +1,6 @@
 """Looking after checkpoints: what is good, what is damaged, and a prune that never takes the last good one."""
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterator
@@ -174,6 +175,22 @@ def test_copy_is_whole_or_not_there(tmp_path: Path, s3: Any, source: str, target
     assert steps(checkpoints.list_checkpoints(to, s3)) == [10], "nothing is left of a copy that failed"
     with pytest.raises(InputError, match="is where the checkpoints are"):
         checkpoints.copy(origin, s3, found[:1], origin)
+
+
+def test_a_copy_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a", 10)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
+    honest = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if target.name == "manifest.json":  # after the shards
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return honest(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(JobFailedError, match=r"can't write .*/manifest\.json: No space left on device"):
+        checkpoints.copy(str(tmp_path / "a"), None, found, str(tmp_path / "b"))
+    assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
 
 
 def test_a_copy_never_costs_a_good_one_at_its_target(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ The layout is the trainer's (`trainer.checkpoint`): `checkpoints/step-<8 digits>
 with their sizes and hashes, and `COMMITTED`, written last, with the manifest's own hash.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainyard.errors import InputError, JobFailedError
+from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.launch.checkpoint_files import Files, open_files, sha256
 from trainyard.spec.retention import Retention
 
@@ -219,10 +220,10 @@ def _in_order_of_removal(names: Iterable[str]) -> list[str]:
 def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: str) -> list[str]:
     """Copy checkpoints, and the metrics beside them, to another prefix or folder; the URIs there.
 
-    Each file is read back there and must be what its manifest promises before the marker is written; otherwise what
-    was copied goes again, and JobFailedError says which side is altered. A step that is there already, whole, stays as
-    it is; one that is broken there is replaced, once the source was read and found whole; InputError, before anything
-    is copied, where another checkpoint of the same step is there.
+    Each file is read back there and must be what its manifest promises before the marker is written; otherwise, or
+    where the target takes no more, what was copied goes again, and JobFailedError says which side is altered, or why.
+    A step that is there already, whole, stays as it is; one that is broken there is replaced, once the source was read
+    and found whole; InputError, before anything is copied, where another checkpoint of the same step is there.
     A resume of a job with `checkpoint.destination: <target>` goes on from there.
     """
     source, sink = open_files(destination.rstrip("/"), s3), open_files(target.rstrip("/"), s3)
@@ -251,22 +252,32 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
             if not found.is_good:
                 raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {found.problem}")
             sink.delete(_in_order_of_removal(sink.sizes(folder)))
-        for name, _, digest in checkpoint.shards:
-            path = f"{folder}/{name}"
-            sink.take(path, source)
-            if sha256(sink, path) != digest:
-                sink.delete(sink.sizes(folder))
-                raise JobFailedError(_why_altered(source, sink, checkpoint, name, digest))
-        sink.take(f"{folder}/{_MANIFEST}", source)
-        marker = source.read(f"{folder}/{_MARKER}")
-        assert marker is not None, "a good checkpoint has its marker"
-        sink.write(f"{folder}/{_MARKER}", marker)
+        try:
+            _bring(source, sink, checkpoint)
+        except TrainyardError:
+            with contextlib.suppress(TrainyardError):  # what says why is the first error
+                sink.delete(_in_order_of_removal(sink.sizes(folder)))
+            raise
         uris.append(f"{sink.root}/{folder}/")
     for name in _BESIDE:
         content = source.read(name)
         if content is not None:
             sink.write(name, content)
     return uris
+
+
+def _bring(source: Files, sink: Files, checkpoint: Checkpoint) -> None:
+    """One checkpoint, each file read back at the sink; its marker last."""
+    folder = _step_folder(checkpoint.step)
+    for name, _, digest in checkpoint.shards:
+        path = f"{folder}/{name}"
+        sink.take(path, source)
+        if sha256(sink, path) != digest:
+            raise JobFailedError(_why_altered(source, sink, checkpoint, name, digest))
+    sink.take(f"{folder}/{_MANIFEST}", source)
+    marker = source.read(f"{folder}/{_MARKER}")
+    assert marker is not None, "a good checkpoint has its marker"
+    sink.write(f"{folder}/{_MARKER}", marker)
 
 
 def _why_altered(source: Files, sink: Files, checkpoint: Checkpoint, name: str, digest: str) -> str:
