@@ -93,7 +93,16 @@ BAD: dict[str, tuple[Change, str, str]] = {
         "efa-is-there",
         "verbs provider",
     ),
-    "no plugin": (drop("opt/amazon/ofi-nccl/lib/libnccl-net.so", 0), "efa-is-there", "aws-ofi-nccl"),
+    "no plugin": (
+        lambda draft: [draft.layers[0].pop(path) for path in list(draft.layers[0]) if "libnccl-net" in path],
+        "efa-is-there",
+        "has no libnccl-net.so (aws-ofi-nccl) where NCCL's loader looks; take a base",
+    ),
+    "plugin beside the loader's way": (
+        drop("usr/lib/libnccl-net.so", 0),
+        "efa-is-there",
+        "where NCCL's loader looks: it has /opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so; link it",
+    ),
     "old advice": (variable("NCCL_PROTO=simple"), "network-is-left-alone", "NCCL_PROTO"),
     "fork safe": (variable("RDMAV_FORK_SAFE=1"), "network-is-left-alone", "RDMAV_FORK_SAFE"),
     "secret variable": (variable("HF_TOKEN=x"), "holds-no-secret", "variable HF_TOKEN"),
@@ -136,6 +145,14 @@ def test_a_bad_image_is_found_by_its_rule_alone(name: str, tmp_path: Path) -> No
     assert {finding.rule for finding in verdict.findings} == {rule}
     assert any(words in str(finding) for finding in verdict.findings), verdict.findings
     assert all("\n" not in str(finding) for finding in verdict.findings)
+
+
+def test_the_plugin_is_found_where_the_images_own_variable_leads(tmp_path: Path) -> None:
+    draft = good()
+    del draft.layers[0]["usr/lib/libnccl-net.so"]
+    draft.layers[0]["opt/amazon/ofi-nccl/lib/libnccl-net.so"] = Entry("elf")
+    draft.config["Env"].append("LD_LIBRARY_PATH=/opt/other/lib:/opt/amazon/ofi-nccl/lib/:")
+    assert verdict_on(draft, tmp_path / "image").findings == ()
 
 
 def test_every_rule_has_a_bad_image() -> None:

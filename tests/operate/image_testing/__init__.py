@@ -90,7 +90,8 @@ def good() -> Draft:
         "tmp": Entry(kind=tarfile.DIRTYPE, mode=0o1777),
         "opt/amazon/efa/lib/libfabric.so.1": Entry("elf"),
         "usr/lib/x86_64-linux-gnu/libibverbs/libefa-rdmav34.so": Entry("elf"),
-        "opt/amazon/ofi-nccl/lib/libnccl-net.so": Entry("elf"),
+        "opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so": Entry("elf"),
+        "usr/lib/libnccl-net.so": Entry("/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so", kind=tarfile.SYMTYPE),
         "usr/local/cuda-13.0/compat/libcuda.so.1": Entry("elf"),
         "usr/bin/su": Entry("elf", mode=0o4755),
     }

@@ -123,16 +123,31 @@ def nccl_versions(image: Image) -> dict[str, tuple[int, ...]]:
     return found
 
 
+PLUGIN = "libnccl-net.so"
+"""What NCCL asks the loader for."""
+LOADER_FOLDERS = ("usr/lib", "usr/lib64", "usr/lib/x86_64-linux-gnu", "lib", "lib64", "lib/x86_64-linux-gnu")
+"""Where it looks by itself, of Debian's kind and of Red Hat's. Its cache (/etc/ld.so.conf.d) doesn't help: that has a
+library by the name that is inside of it, which newer plugins have another of."""
+
+
 def efa_is_there(question: Question) -> Iterator[tuple[str, str]]:
     """Jobs over several hosts would crawl over TCP without it."""
     names = {
         "libfabric": r"/libfabric\.so\.\d",
         "EFA's verbs provider": r"/libefa(-rdmav\d+)?\.so",
-        "aws-ofi-nccl, as NCCL looks for it": r"/libnccl-net\.so$",
     }
     for what, pattern in names.items():
         if not any(re.search(pattern, "/" + path) for path in question.image.files):
             yield f"has no {what}", "take a base with EFA, or build with --efa installer"
+    told = question.image.environment.get("LD_LIBRARY_PATH", "").split(":")
+    places = [*LOADER_FOLDERS, *(folder.strip("/") for folder in told if folder)]
+    if not any(f"{place}/{PLUGIN}" in question.image.files for place in places):
+        there = sorted(path for path in question.image.files if re.search(r"/libnccl-net\b[^/]*\.so$", path))
+        what = f"has no {PLUGIN} (aws-ofi-nccl) where NCCL's loader looks"
+        if there:
+            yield f"{what}: it has /{there[0]}", f"link it into /{LOADER_FOLDERS[0]}, as the Dockerfile does"
+        else:
+            yield what, "take a base with EFA, or build with --efa installer"
 
 
 def network_is_left_alone(question: Question) -> Iterator[tuple[str, str]]:
