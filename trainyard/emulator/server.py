@@ -122,7 +122,7 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
     from trainyard.emulator import backends
-    from trainyard.emulator.authorization.middleware import Authorizer
+    from trainyard.emulator.authorization.middleware import Authorizer, OwnService
     from trainyard.emulator.batch import api as batch_api
     from trainyard.emulator.batch.service_jobs import ServiceJobs
     from trainyard.emulator.cloudformation import engine, registry
@@ -136,6 +136,7 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     from trainyard.emulator.throttling import Throttle
     from trainyard.emulator.training import api
     from trainyard.emulator.training.jobs import TrainingJobs
+    from trainyard.emulator.training.quotas import QuotaService
 
     backends.install()
     engine.install()
@@ -146,15 +147,17 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     registry.use_clients(clients)
     offers, throttle = Offers(), Throttle()
     pricing_api.install(offers)
+    own: dict[str, OwnService] = {"pricing": PriceListService(offers)}
     authorizer = Authorizer(
         moto,
         account=info.account,
         admin_access_key_id=info.admin_access_key_id,
         throttle=throttle,
-        own={"pricing": PriceListService(offers)},
+        own=own,
     )
     jobs = TrainingJobs(info, state_dir / "jobs", authorizer.principals, argv=training_argv)
     api.install(jobs)
+    own["servicequotas"] = QuotaService(jobs)
     functions = Functions(info, state_dir / "functions", authorizer.principals)
     functions_api.install(functions)
     service_jobs = ServiceJobs(info, jobs)

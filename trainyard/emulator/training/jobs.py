@@ -80,13 +80,17 @@ class TrainingJobs:
             for job in self._jobs.values()
             if job.status not in FINAL and instance_type(job.request) == kind
         )
-        limit = self._quota.get(kind, _DEFAULT_QUOTA)
+        limit = self.quota_of(kind)
         if used + count > limit:
             raise ResourceLimitExceeded(
                 f"The account-level service limit '{kind} for training job usage' is {limit} Instances, "
                 f"with current utilization of {used} Instances and a request delta of {count} Instances. "
                 "Please use AWS Service Quotas to request an increase for this quota."
             )
+
+    def quota_of(self, kind: str) -> int:
+        """Instances of a type that jobs may hold together."""
+        return self._quota.get(kind, _DEFAULT_QUOTA)
 
     def get(self, name: str) -> TrainingJob:
         """The job of that name, or ResourceNotFound as SageMaker words it."""
