@@ -166,7 +166,7 @@ def test_the_line_of_an_xid_is_one_that_the_runbook_reads(capsys: pytest.Capture
     ]
     seen = xids(lines)
     assert [one.code for one in seen] == [94, *[31] * MOST_LINES, 79]
-    assert seen[0].gpu.startswith("of rank 3 on ")
+    assert seen[0].gpu.startswith("rank 3's GPU on ")
     assert [hit.name for hit in classify(lines)] == ["xid-79"]
 
 

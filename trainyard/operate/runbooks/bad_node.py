@@ -87,7 +87,7 @@ def _lost(evidence: Evidence, lines: tuple[str, ...]) -> Finding:
 
 
 def _where(seen: XidSeen) -> str:
-    return f" of GPU {seen.gpu}" if seen.gpu else ""
+    return f" of {seen.gpu}" if seen.gpu else ""
 
 
 def _lines(seen: list[XidSeen]) -> tuple[str, ...]:

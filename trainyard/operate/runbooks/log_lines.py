@@ -295,7 +295,7 @@ class XidSeen:
 
     code: int
     gpu: str
-    """Which one: its bus, or the rank that trains on it. Empty where the line doesn't say."""
+    """Which one, by its bus or by the rank that trains on it. Empty where the line doesn't say."""
     line: str
     number: int
 
@@ -310,11 +310,10 @@ def xids(lines: Iterable[str]) -> list[XidSeen]:
     found = []
     for number, line in enumerate(lines, start=1):
         if match := _XID.search(line):
-            found.append(XidSeen(int(match["code"]), match["bus"], line.strip(), number))
+            found.append(XidSeen(int(match["code"]), f"GPU {match['bus']}", line.strip(), number))
         elif match := _XID_TOLD.search(line):
-            found.append(
-                XidSeen(int(match["code"]), f"of rank {match['rank']} on {match['host']}", line.strip(), number)
-            )
+            gpu = f"rank {match['rank']}'s GPU on {match['host']}"
+            found.append(XidSeen(int(match["code"]), gpu, line.strip(), number))
         elif _FELL_OFF.search(line):
             found.append(XidSeen(79, "", line.strip(), number))
     return found
