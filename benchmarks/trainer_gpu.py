@@ -2,7 +2,7 @@
 
     python benchmarks/trainer_gpu.py                  # everything, within 10 minutes
     python benchmarks/trainer_gpu.py --case 1b-full   # one case
-    python benchmarks/trainer_gpu.py --tiny           # the same way on a CPU with tiny models: a test of this file
+    python benchmarks/trainer_gpu.py --tiny           # the same way on a CPU, tiny models, fp8 emulated: a test of this
 
 Llama-3.2-1B and 3B full and Llama-3.1-8B LoRA, sequences of 4096, bf16 and fp8, random weights. Every run is a process
 of its own and contenders alternate: ours, Trainer, Trainer, ours, ... for as many rounds as --minutes allows. What is
@@ -130,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "matmul_ceiling_tflops": ceiling,
         "sequence_length": 64 if options.tiny else SEQUENCE_LENGTH,
         "compile": options.compile,
+        "emulates_fp8": options.tiny,
         "results": results,
     }
     output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
@@ -155,8 +156,9 @@ def _measure(
 ) -> tuple[list[Result], dict[str, float]]:
     """Every run's result, and what matrix products reach on the device, by precision."""
     if options.tiny:
-        requests = [_request(case, run, options, folder) for case in cases for run in RUNS]
-        answers = _child([{"kind": "ceiling", "size": 256}, *requests], timeout_seconds=600)
+        orders = (RUNS, tuple(reversed(RUNS[:2])))
+        requests = [_request(case, run, options, folder) for case in cases for order in orders for run in order]
+        answers = _child([{"kind": "ceiling", "size": 256}, *requests], timeout_seconds=600, threads=1)
         return answers[1:], answers[0]["tflops"]
     ceiling = _child([{"kind": "ceiling", "size": 8192}], timeout_seconds=120)[0].get("tflops", {})
     runs: list[Result] = []
@@ -192,17 +194,22 @@ def _request(case: Case, run: tuple[str, str], options: argparse.Namespace, fold
         "sequence_length": 64 if options.tiny else SEQUENCE_LENGTH,
         "micro_batch_size": 2 if options.tiny else case.micro_batch_size,
         "num_micro_batches": 2 if options.tiny else case.num_micro_batches,
-        "warm_up_steps": 1 if options.tiny else WARM_UP_STEPS,
-        "measured_steps": 2 if options.tiny else MEASURED_STEPS,
+        "warm_up_steps": WARM_UP_STEPS,
+        "measured_steps": 2 * MEASURED_STEPS if options.tiny else MEASURED_STEPS,
         # What fp8 scales by is found in passes over memory that pay only where a compiler fuses them.
-        "compile": options.compile or precision == "fp8",
+        "compile": options.compile or (precision == "fp8" and not options.tiny),
+        "emulates_fp8": options.tiny,
     }
 
 
-def _child(requests: Sequence[Result], *, timeout_seconds: float) -> list[Result]:
-    """The requests' answers from a fresh process; {"failed": why} for those it did not live to answer."""
+def _child(requests: Sequence[Result], *, timeout_seconds: float, threads: int = os.cpu_count() or 1) -> list[Result]:
+    """The requests' answers from a fresh process; {"failed": why} for those it did not live to answer.
+
+    `threads`: on CPU. Several wait for each other in every operation, which on a machine that does other work takes up
+    to a hundred times what they compute.
+    """
     command = [sys.executable, str(HERE / "trainer_gpu.py"), "--child", json.dumps(requests)]
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": str(threads)}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
         output, errors = done.stdout, done.stderr
@@ -235,6 +242,7 @@ def summary(case: Case, runs: Sequence[Result], ceiling: dict[str, float], *, is
         "tokens_per_second": medians,
         "runs": {name: values for name, values in rates.items() if values},
         "ours_to_trainer": round(ours / medians["trainer bf16"], 3) if ours and "trainer bf16" in medians else None,
+        "ours_to_trainer_by_processor_time": _processor_ratio(good) if is_tiny else None,
         "skipped": sorted(
             {f"{run['contender']} {run['precision']}: {run['skipped']}" for run in mine if "skipped" in run}
         ),
@@ -245,6 +253,17 @@ def summary(case: Case, runs: Sequence[Result], ceiling: dict[str, float], *, is
     if good and ours is not None:
         result |= utilization(ours, good[0]["flops_per_token"], ceiling.get("bf16"))
     return result
+
+
+def _processor_ratio(runs: Sequence[Result]) -> float | None:
+    """How many steps ours makes in Trainer's processor time for one: what a neighbour's load changes least."""
+    seconds = {
+        contender: [run["processor_seconds"] for run in runs if _is_of(run, contender, "bf16")]
+        for contender in ("ours", "trainer")
+    }
+    if not all(seconds.values()):
+        return None
+    return round(statistics.median(seconds["trainer"]) / statistics.median(seconds["ours"]), 3)
 
 
 def _is_of(run: Result, contender: str, precision: str) -> bool:
@@ -285,6 +304,8 @@ def _print(result: Result) -> None:
         f" {verdict}; {result['ours_to_trainer']} times Trainer; peak GiB {result['peak_memory_gib']}"
         f" (predicted {result['predicted_peak_memory_gib']})"
     )
+    if result["ours_to_trainer_by_processor_time"] is not None:
+        print(f"  by processor time {result['ours_to_trainer_by_processor_time']} times Trainer")
     for line in (*result["skipped"], *result["failed"]):
         print(f"  {line}")
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from trainer.leaving import leave
 from trainer.loop import train
+from trainer.models import float8
 from trainer.runtime import distributed_runtime
 from trainer.session import Session
 from trainer_gpu import flops_per_token
@@ -43,24 +44,25 @@ class Stopwatch:
     def __init__(self, warm_up_steps: int, measured_steps: int) -> None:
         self._warm_up, self._last = warm_up_steps, warm_up_steps + measured_steps
         self._num_steps = 0
-        self._begin = 0.0
-        self.seconds = 0.0
+        self._begin = self._processor_begin = 0.0
+        self.seconds = self.processor_seconds = 0.0
 
     def __call__(self) -> None:
         """An optimizer step has ended."""
         self._num_steps += 1
         if self._num_steps == self._warm_up:
             _synchronize()
-            self._begin = time.perf_counter()
+            self._begin, self._processor_begin = time.perf_counter(), time.process_time()
         elif self._num_steps == self._last:
             _synchronize()
             self.seconds = time.perf_counter() - self._begin
+            self.processor_seconds = time.process_time() - self._processor_begin
             raise _Measured
 
 
 def run_child(requests: list[Request], mark: str) -> None:
     """Prints each request's answer and ends the process."""
-    with distributed_runtime(cpu_threads=os.cpu_count() or 1) as runtime:
+    with distributed_runtime(cpu_threads=int(os.environ["OMP_NUM_THREADS"])) as runtime:
         # Trainer would take these for a launch of many ranks.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
@@ -107,6 +109,7 @@ def _rate(product: Callable[[], torch.Tensor], size: int) -> float:
 
 def _train(request: Request, runtime: Any) -> dict[str, Any]:
     answer = {name: request[name] for name in ("case", "contender", "precision", "micro_batch_size")}
+    float8.EMULATE = request["emulates_fp8"]
     folder, weights = Path(request["folder"]), Path(request["weights"])
     _write_weights(weights, request["model"])
     tokens = _write_tokens(folder, request)
@@ -127,6 +130,7 @@ def _train(request: Request, runtime: Any) -> dict[str, Any]:
     return answer | {
         "num_micro_batches": request["num_micro_batches"],
         "tokens_per_second": round(num_tokens * request["measured_steps"] / stopwatch.seconds, 1),
+        "processor_seconds": round(stopwatch.processor_seconds, 4),
         "flops_per_token": flops_per_token(shape, length, method=request["method"]),
         "peak_memory_gib": _peak_memory_gib(),
         "predicted_peak_memory_gib": _predicted(request),
