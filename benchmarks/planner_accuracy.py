@@ -765,9 +765,8 @@ def cross_validated_time(folder: Path) -> Iterator[str]:
     held = [score for score, _ in unseen]
     yield from report(held)
     for name in ("vtrain_single", "vtrain_multi"):
-        members = [error(score) for score in held if score.file == name]
-        if members:
-            yield f"{name}: mean error of a time {statistics.fmean(members):.1%}"
+        if any(score.file == name for score in held):
+            yield picking(held, _rows(folder, name), name)
     if rows := _rows(folder, "train_rows"):
         yield from by_kind(held, rows)
     yield "\n" + coverage("sources known", pairs)

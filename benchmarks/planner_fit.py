@@ -43,6 +43,7 @@ GUESSES: dict[str, tuple[float, float, float]] = {
     "fp8_cast_passes": (1.5, 0.2, 4.0),
     "launch_seconds": (600e-6, 100e-6, 2000e-6),
     "launch_moe_seconds": (3000e-6, 500e-6, 8000e-6),
+    "launch_exposed": (0.3, 0.02, 1.0),
     "moe_passes": (5.0, 2.0, 40.0),
     "moe_gain_per_year": (0.2, 0.1, 0.4),
     "imbalance": (1.1, 1.001, 1.25),

@@ -47,74 +47,77 @@ class Constants:
     The rows fitted are those that benchmarks/planner_accuracy.py scores; its --cross-validate refits without a source.
     """
 
-    ceiling_volta: float = 0.8
+    ceiling_volta: float = 0.796
     """Of the dense 16-bit peak, that large matrix products keep up for hours (power and clocks included)."""
-    ceiling_ampere: float = 0.72
-    ceiling_hopper: float = 0.72
+    ceiling_ampere: float = 0.722
+    ceiling_hopper: float = 0.707
     ceiling_blackwell: float = 0.5
-    ceiling_hopper_torch: float = 0.58
+    ceiling_hopper_torch: float = 0.591
     """Of products that aren't Transformer Engine's."""
     fp8_ceiling_hopper: float = 0.75
     """The same for FP8, of its own peak."""
     fp8_ceiling_blackwell: float = 0.8
     fp4_ceiling: float = 0.8
-    half_waves: float = 0.19
+    half_waves: float = 0.193
     """Waves of tiles that a product loses at its end and beginning."""
-    half_depth: float = 191.0
+    half_depth: float = 182.0
     """Length of a product's sum at which it reaches half of its speed."""
-    flash_ampere: float = 0.38
+    flash_ampere: float = 0.385
     """Of the peak, for fused causal attention, its forward pass: FlashAttention-2's kernels on Ampere."""
-    flash_hopper: float = 0.19
+    flash_hopper: float = 0.184
     """The same kernels on Hopper, which they don't fill."""
-    flash_hopper_native: float = 0.7
+    flash_hopper_native: float = 0.669
     """Kernels written for Hopper: Transformer Engine's and FlashAttention-3."""
-    flash_blackwell: float = 0.43
-    half_head: float = 19.0
+    flash_blackwell: float = 0.432
+    half_head: float = 18.4
     """Width of a head at which fused attention reaches half of that."""
-    attention_matrix_passes: float = 2.4
+    attention_matrix_passes: float = 2.42
     """Reads and writes of the scores, forward, where attention keeps its matrix."""
     bandwidth_efficiency: float = 0.85
     """Of the memory bandwidth, for element-wise work."""
-    passes_fused: float = 3.9
+    passes_fused: float = 3.65
     """Element-wise reads and writes in Megatron's layers, in units of those that the formulas name."""
-    passes_compiled: float = 1.3
+    passes_compiled: float = 1.34
     """The same in torch's, compiled or not."""
-    passes_early: float = 0.95
+    passes_early: float = 0.951
     """The same before 2023, in units of a count that today's layers exceed: a fit, no count of its own."""
-    fp8_cast_passes: float = 1.3
+    fp8_cast_passes: float = 1.21
     """Reads and writes of a product's input and output to scale and cast them."""
     launch_seconds: float = 1040e-6
     """What the host needs to launch a layer's kernels, in either direction: a small layer can't be faster."""
-    launch_moe_seconds: float = 4370e-6
+    launch_moe_seconds: float = 4420e-6
     """The same for a layer of routed experts, with its waits for the numbers of tokens."""
-    moe_passes: float = 5.2
+    launch_exposed: float = 0.298
+    """Share of that which stands alone beside the device's own work, in either direction: the host, waiting for
+    numbers that the device computes, launches nothing ahead, and the device has nothing to do until it does."""
+    moe_passes: float = 4.19
     """Reads and writes of every expert's copy of a token: permuting, weighting, gathering back. In 2026."""
-    moe_gain_per_year: float = 0.18
+    moe_gain_per_year: float = 0.195
     """Natural logarithm by which that, and the launching, has fallen a year."""
     imbalance: float = 1.25
     """The fullest rank's share of tokens over the mean."""
-    tensor_exposed_megatron: float = 0.42
+    tensor_exposed_megatron: float = 0.458
     """Share of tensor-parallel communication that stands alone."""
     tensor_exposed_torch: float = 1.2
     """The same factor in torch's; above one, as its collectives are slower than the model of them."""
-    expert_exposed: float = 0.41
-    send_exposed: float = 0.29
+    expert_exposed: float = 0.353
+    send_exposed: float = 0.291
     """Share of an interleaved pipeline's sends that stands alone while it is full."""
-    data_overlap: float = 0.9
+    data_overlap: float = 0.905
     """Share of backward time behind which gradient and parameter traffic hides."""
-    data_exposed: float = 0.06
+    data_exposed: float = 0.0605
     """Share of that traffic that never hides."""
-    unaligned_speed: float = 0.53
+    unaligned_speed: float = 0.529
     """Of a product whose output's rows don't begin at multiples of 16 bytes, over that of one whose do: tensor cores
     read eight numbers of 16 bits at once. GPT-2's 50,257 words, before anybody has padded them. vTrain's runs on one
     tensor rank, layers taken off, have 0.29 to 0.44. The fit is of whole steps: it stays by its first guess,
     0.5, and so makes up for what else the formulas have too slow on one rank (with 0.35 they are 5% too long)."""
-    proxy_peer_seconds: float = 18e-6
+    proxy_peer_seconds: float = 17.1e-6
     """What every rank in another node adds to an exchange whose network half the host drives. AWS's runs with DeepEP
     over EFA are the only ones that know it."""
-    optimizer_passes: float = 1.5
+    optimizer_passes: float = 1.46
     """Reads and writes of gradients and optimizer state per step, over their size."""
-    jitter_per_doubling: float = 0.002
+    jitter_per_doubling: float = 0.00205
     """Share of a step lost for each doubling of the nodes: stragglers, and links that others use too."""
 
 
@@ -188,14 +191,17 @@ class _Work:
     products: float
     scores: float
     elementwise: float
+    idle: float = 0.0
+    """Nothing to do until the host, which waited for the device, has launched something."""
 
     @property
     def forward(self) -> float:
-        return self.products + self.scores + self.elementwise
+        return self.products + self.scores + self.elementwise + self.idle
 
     def backward(self, *, frozen: bool) -> float:
         """Products twice (once for frozen weights), attention 2.5 times: its scores are computed again."""
-        return self.products * (1.0 if frozen else 2.0) + 2.5 * self.scores + 1.5 * self.elementwise
+        products = self.products * (1.0 if frozen else 2.0)
+        return products + 2.5 * self.scores + 1.5 * self.elementwise + self.idle
 
 
 def step_time(
@@ -536,7 +542,8 @@ class _Rank:
         passes = constants.moe_passes * self.moe_era * hidden + (inputs + 1) * shape.moe_ffn
         moved = copies * passes * layout.element_bytes / self.bytes_per_second
         around = self._elementwise(6 * shape.hidden / layout.norm_split)
-        return _Work(products + shared.products, 0.0, moved + around + shared.elementwise)
+        idle = constants.launch_exposed * constants.launch_moe_seconds * self.moe_era
+        return _Work(products + shared.products, 0.0, moved + around + shared.elementwise, idle)
 
     def _mamba(self) -> _Work:
         """Projections in and out, the convolution and the scan, which is bound by memory."""
@@ -562,7 +569,12 @@ class _Rank:
 
 
 def _sum(one: _Work, other: _Work) -> _Work:
-    return _Work(one.products + other.products, one.scores + other.scores, one.elementwise + other.elementwise)
+    return _Work(
+        one.products + other.products,
+        one.scores + other.scores,
+        one.elementwise + other.elementwise,
+        one.idle + other.idle,
+    )
 
 
 def _tensor_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric) -> float:
