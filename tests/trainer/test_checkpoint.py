@@ -1,5 +1,6 @@
 """Checkpoints of one process: committed or not there, whatever breaks."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -201,6 +202,28 @@ def test_attachments_are_as_long_as_they_were(
     assert job.checkpointer.fetch_file("metrics.jsonl", tmp_path / "back")
     assert (tmp_path / "back").read_text() == "1\n2\n3\n"
     assert not job.checkpointer.fetch_file("nothing.json", tmp_path / "back")
+
+
+def test_scratch_without_room_for_an_attachment_costs_no_checkpoint_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Path.open
+
+    def opened(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if mode == "wb" and path.name == "attachment-metrics.jsonl":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return honest(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    job = Job(str(tmp_path / "elsewhere"), tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("1\n2\n")
+    job.checkpointer.save(2, state(2), {"step": 2}, attachments={metrics.name: metrics})
+    assert job.checkpointer.last_error is None
+    assert (tmp_path / "elsewhere/metrics.jsonl").read_text() == "1\n2\n"
+    assert not [
+        path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and "memfd" in str(path.readlink())
+    ]
 
 
 def test_an_attachment_that_lies_at_the_destination_is_left_alone(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from trainer.checkpoint.manifest import (
     step_of,
 )
 from trainer.checkpoint.restore import Retry
+from trainer.speech import FULL
 from trainyard.spec.retention import Retention
 
 _READ_BACK_BYTES = 16 << 20
@@ -126,10 +127,8 @@ class Delivery:
         for name, path, size in attachments:
             if self.is_there(name, path):
                 continue
-            copy = self._staging / f"attachment-{name}"
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            _copy_beginning(path, copy, size)
-            self.upload(name, copy)
+            with _beginning(path, size, self._staging / f"attachment-{name}") as copy:
+                self.upload(name, copy)
 
     def is_there(self, name: str, path: Path) -> bool:
         """Whether `path` itself is the destination's file of that name."""
@@ -208,6 +207,26 @@ def _forget(path: Path) -> None:
     """Have the page cache give up a file that is on the disk: who reads it then reads what the disk has."""
     with suppress(OSError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def _beginning(source: Path, num_bytes: int, copy: Path) -> Iterator[Path]:
+    """So many bytes of a file that grows: in `copy`, or in memory where that disk is full, as the other may not be."""
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        _copy_beginning(source, copy, num_bytes)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        descriptor = os.memfd_create(copy.name)
+        try:
+            in_memory = Path(f"/proc/self/fd/{descriptor}")
+            _copy_beginning(source, in_memory, num_bytes)
+            yield in_memory
+        finally:
+            os.close(descriptor)
+    else:
+        yield copy
 
 
 def _copy_beginning(source: Path, target: Path, num_bytes: int) -> None:
