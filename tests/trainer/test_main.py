@@ -1,5 +1,6 @@
 """The bare trainer as a command: under torchrun, alone, and with wrong input."""
 
+import errno
 import json
 import math
 import os
@@ -8,9 +9,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from trainer.__main__ import main
+from trainer.__main__ import RESUME_FILE, _tell_of_resume, main
 from trainer.checkpoint.provenance import provenance
 from trainer_testing.distributed import TESTS, finish
 from trainer_testing.text_job import bits, read_until, rows_of, run_trainer, start_trainer, write_job
@@ -104,7 +106,8 @@ def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(
 ON_A_FULL_DISK = """
 import errno, sys
 from pathlib import Path
-from trainer.__main__ import main
+from typing import Any
+from trainer.__main__ import RESUME_FILE, _tell_of_resume, main
 
 out, honest = Path(sys.argv[-1]), Path.open
 
@@ -202,6 +205,20 @@ def test_a_last_save_is_tried_again_until_the_destination_takes_it(tmp_path: Pat
     assert [code for code, _ in outputs] == [75, 75], outputs
     stopped_at = rows_of(tmp_path / "out")[-1]["step"]
     assert (tmp_path / f"out/checkpoints/step-{stopped_at:08d}/COMMITTED").exists()
+
+
+def test_who_saved_asks_to_be_resumed_though_a_full_disk_takes_no_file_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / RESUME_FILE
+    _tell_of_resume(path, 7)
+    assert path.read_text() == "step=7\n"
+    monkeypatch.setattr(Path, "write_text", full)
+    _tell_of_resume(path, 8)
+    assert capsys.readouterr().out == f"{path}: not written, its disk is full\n"
 
 
 def test_a_stop_whose_save_fails_never_says_resume_me(tmp_path: Path) -> None:
