@@ -1,4 +1,4 @@
-"""The live meter: every five minutes, what the tenant's jobs have taken of the month's dollars and GPU-hours.
+"""The live meter: every five minutes, and as a job ends, what the tenant's jobs have taken of the month's quotas.
 
 The broker holds a job against the quota before it starts, AWS's budget hears of the bill hours later; this is what is
 between them. It takes the detective's role, which looks at the tenant's jobs and stops them, and nothing else.
@@ -63,8 +63,17 @@ class BudgetMeter(Construct):
         events.Rule(
             self,
             "Schedule",
-            description=f"When the budget of tenant {tenant.name} is looked at",
+            description=f"When the budget of tenant {tenant.name} is looked at: by the clock, and as its jobs end",
             schedule=events.Schedule.rate(EVERY),
+            # By an end at once: what a job has taken is final then, and may be the last of the quota.
+            event_pattern=events.EventPattern(
+                source=["aws.sagemaker"],
+                detail_type=["SageMaker Training Job State Change"],
+                detail={
+                    "TrainingJobStatus": ["Completed", "Failed", "Stopped"],
+                    "TrainingJobName": [{"prefix": prefix} for prefix in tenant.job_prefixes],
+                },
+            ),
             targets=[targets.LambdaFunction(self.function)],
         )
         self._alarms(topic)

@@ -1,7 +1,8 @@
 """A job's new status reaches the functions that EventBridge's rules name; failures that are SageMaker's own."""
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from emulator_testing import ACCOUNT, TRUST_SAGEMAKER, Site, allow, policy, wait_for
@@ -168,6 +169,22 @@ def test_a_rate_is_due_once_a_period_and_a_cron_never() -> None:
     assert [schedule.due(rules, now) for now in (0.0, 299.0, 300.0, 301.0, 600.0)] == [[], [], ["five"], [], ["five"]]
     assert schedule.due(rules, 3600.0) == ["five", "hour"]
     assert schedule.due([], 9000.0) == [] and schedule.due(rules, 9001.0) == [], "gone and back: a new period"
+
+
+def test_a_rule_with_a_rate_and_a_pattern_is_called_by_events_too() -> None:
+    """One with a rate alone is not, though its missing pattern matches everything."""
+    from moto.events.models import EventPattern
+
+    def rule(arn: str, pattern: dict[str, Any] | None, rate: str | None) -> SimpleNamespace:
+        loaded = EventPattern.load(json.dumps(pattern) if pattern else None)
+        return SimpleNamespace(arn=arn, event_pattern=loaded, scheduled_expression=rate, targets=[{"Arn": arn}])
+
+    ends = {"source": ["aws.sagemaker"], "detail": {"TrainingJobStatus": ["Failed"]}}
+    rules = [rule("both", ends, "rate(5 minutes)"), rule("pattern", ends, None), rule("rate", None, "rate(5 minutes)")]
+    bus = cast(EventBus, SimpleNamespace(_enabled=lambda: rules))
+    for status, called in (("Failed", ["both", "pattern"]), ("InProgress", [])):
+        event = {"source": "aws.sagemaker", "detail": {"TrainingJobStatus": status}}
+        assert [arn for arn, _ in EventBus._rules(bus, event)] == called
 
 
 @pytest.mark.full

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from deployed_site import CHECKOUT, Site, access
+from deployed_site import CHECKOUT, Site, access, wait_until
 
+from trainyard import emulator
 from trainyard.launch import watch
 from trainyard.launch.backend import LogLine
 from trainyard.launch.place import TenantAccess
@@ -64,7 +65,7 @@ def wait_for_line(globex: TenantAccess, job_id: str, words: str) -> None:
 
 
 class Meter:
-    """The tenant's function, called as its schedule calls it."""
+    """The tenant's function, called as its schedule and the ends of jobs call it."""
 
     def __init__(self, globex: TenantAccess) -> None:
         self._lambda = globex.account.client("lambda")
@@ -73,6 +74,17 @@ class Meter:
             for item in self._lambda.list_functions(MaxItems=1000)["Functions"]
             if item.get("Description", "").startswith("Meters") and item["Description"].endswith(" globex cost")
         )
+
+    def looks_at_the_end_of(self, site: Site, job_id: str) -> list[dict[str, Any]]:
+        """What it found as it was called by the job's end, and not by the clock or from here."""
+        return [
+            json.loads(item["payload"])
+            for item in emulator.deliveries(site.info)
+            if item["function"].endswith(f":{self._name}")
+            and item.get("event", {}).get("detail", {}).get("TrainingJobName") == job_id
+            and item.get("payload")
+            and not item.get("error")
+        ]
 
     def look(self) -> dict[str, Any]:
         answer = self._lambda.invoke(FunctionName=self._name, Payload=b"{}")
@@ -128,6 +140,8 @@ def test_a_spent_budget_ends_a_job_with_a_checkpoint(site: Site, tmp_path: Path)
         pass  # until it has ended
     status = json.loads(site.trainyard("status", job_id, "--json").stdout)
     assert (status["finished"], status["state"]) == (True, "Stopped"), status["failure"]
+    looks = wait_until(lambda: meter.looks_at_the_end_of(site, job_id), pause_seconds=0.5)
+    assert float(looks[0]["usd"]) > float(first["usd"]), "an end is looked at at once"
     kept = json.loads(site.trainyard("checkpoints", job_id, "--json").stdout)
     assert [item["committed"] for item in kept] == [True] and kept[0]["step"] >= 5, "it saved as it was stopped"
     told = json.loads(site.trainyard("cost", "--by", "job", "--tenant", "globex", "--json").stdout)

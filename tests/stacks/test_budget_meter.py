@@ -19,10 +19,14 @@ def settings(account: Any) -> dict[str, Any]:
     return dict(json.loads(found))
 
 
-def test_every_five_minutes_the_meter_is_called(account: Any) -> None:
+def test_every_five_minutes_and_as_a_job_ends_the_meter_is_called(account: Any) -> None:
     rules = account.resources(TRAINING, "AWS::Events::Rule").values()
     (rule,) = (item for item in rules if "ScheduleExpression" in item)
     assert rule["ScheduleExpression"] == "rate(5 minutes)"
+    assert rule["EventPattern"]["source"] == ["aws.sagemaker"]
+    detail = rule["EventPattern"]["detail"]
+    assert detail["TrainingJobStatus"] == ["Completed", "Failed", "Stopped"]
+    assert {"prefix": "acme-"} in detail["TrainingJobName"] and {"prefix": "globex-"} not in detail["TrainingJobName"]
     (target,) = rule["Targets"]
     assert "BudgetMeter" in target["Arn"] or "budgetmeter" in target["Arn"]
 

@@ -3,7 +3,8 @@
 Rules, patterns and targets are those of moto's EventBridge, where the stacks put them; only targets that are functions
 are called, and only where the function's own policy lets the rule (as on AWS, where the call is refused in silence).
 A call that fails is repeated as Lambda does with asynchronous ones: twice, sooner than there. Rules with a rate are
-called by the clock, the first time a period after they were put there; those with a cron expression never.
+called by the clock, the first time a period after they were put there, and by events too where they have a pattern as
+well; those with a cron expression never by the clock.
 """
 
 import json
@@ -110,7 +111,7 @@ class EventBus:
         return [
             (rule.arn, target)
             for rule in self._enabled()
-            if not rule.scheduled_expression and rule.event_pattern.matches_event(event)
+            if rule.event_pattern.get_pattern() and rule.event_pattern.matches_event(event)
             for target in list(rule.targets)
         ]
 
