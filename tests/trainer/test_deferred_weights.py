@@ -110,6 +110,17 @@ class Kept(nn.Module):
             self.scaled.mul_(0.5)
 
 
+class Derived(nn.Module):
+    """Makes one parameter from another, as Mamba does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.linspace(1, 2, 7))
+        self.second = nn.Parameter(torch.empty(7))
+        with torch.no_grad():
+            self.second.copy_(self.first.log())
+
+
 def test_a_class_that_initializes_itself_oddly_is_built_whole() -> None:
     torch.manual_seed(3)
     odd = fill(outline(Unusual, seed=1), device=CPU)
@@ -118,6 +129,9 @@ def test_a_class_that_initializes_itself_oddly_is_built_whole() -> None:
     bounded = fill(outline(Bounded, seed=1), device=CPU)
     assert isinstance(bounded, Bounded)
     assert 0.02 < bounded.matrix.weight.abs().max().item() < 0.031
+    derived = fill(outline(Derived, seed=1), device=CPU)
+    assert isinstance(derived, Derived)
+    assert torch.equal(derived.second, torch.linspace(1, 2, 7).log())
     model = outline(Kept, seed=1)
     assert isinstance(source_of(model), InitializedWeights)
     fill(model, device=CPU)

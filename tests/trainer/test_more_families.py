@@ -1,11 +1,14 @@
-"""Tensor parallelism of the families that the parity suite doesn't hold: each against one process, at two ranks."""
+"""Families that the parity suite doesn't hold: cut by tensor parallelism as one process computes, built, or refused."""
 
 from typing import Any
 
 import pytest
+import torch
+from trainer.models.build import build_model
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
-from trainer_testing.tiny import VOCAB_SIZE
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
+from trainyard.errors import InputError
 from trainyard.spec.support import OTHER_TENSOR_FAMILIES
 
 TOLERANCE = 1e-5
@@ -32,3 +35,32 @@ def test_families_with_a_plan_of_transformers_are_cut_as_one_process_computes() 
     cut = run(2, [RunRequest("tensor2", last_step=STEPS, job={"model": model} | layout) for model in models], 600)
     errors = {name: worst_relative_error(*pair) for name, *pair in zip(families, cut, alone, strict=True)}
     assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}
+
+
+_OTHERS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def test_a_family_whose_weights_come_of_each_other_is_built() -> None:
+    job = tiny_job("single", 1, model=_OTHERS | {"model_type": "mamba", "state_size": 4})
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    decays = [weight for name, weight in model.named_parameters() if name.endswith("A_log")]
+    assert len(decays) == 2
+    for weight in decays:
+        torch.testing.assert_close(weight.detach().exp(), torch.arange(1.0, 5.0).expand(48, 4))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "glm4", "num_key_value_heads": 2}, r"no glm4 can be built of it \(Padding_idx must be within"),
+        ({"model_type": "phi", "num_attention_heads": 0}, r"no phi can be built of it \(integer division or modulo"),
+        (
+            {"model_type": "stablelm"},
+            r"num_key_value_heads is 32, which must divide num_attention_heads, 4: state both",
+        ),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_one_line(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=rf"^model\.config.*{message}") as caught:
+        build_model(tiny_job("single", 1, model=_OTHERS | config), vocab_size=VOCAB_SIZE)
+    assert "\n" not in str(caught.value)

@@ -69,6 +69,12 @@ def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
         raise InputError(
             f"model.config: {_one_line(error)}; see the Hugging Face configuration of '{model_type}'"
         ) from None
+    except (ArithmeticError, AssertionError, IndexError, RuntimeError) as error:  # of sizes that don't go together
+        raise InputError(
+            f"model.config: no {model_type} can be built of it ({_one_line(error) or type(error).__name__}); what it"
+            " doesn't state is as in a published model: state what has to go with its sizes, like pad_token_id, which"
+            " must be below vocab_size, or null"
+        ) from None
     return _as_pretrained(model)
 
 
@@ -115,6 +121,12 @@ def _check_fits(job: ResolvedJob, model: PreTrainedModel, vocab_size: int) -> No
             f"data.sequence_length is {job.spec.data.sequence_length}, but the model has"
             f" {positions} positions (max_position_embeddings; GPT-2's n_positions): shorten the"
             " sequence, or state more of them for a model that is trained from its configuration"
+        )
+    heads, shared = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    has_groups = any(hasattr(module, "num_key_value_groups") for module in model.modules())
+    if has_groups and isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise InputError(
+            f"model.config.num_key_value_heads is {shared}, which must divide num_attention_heads, {heads}: state both"
         )
 
 

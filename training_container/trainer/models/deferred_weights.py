@@ -346,7 +346,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return result
 
     def _note(self, alias: tuple[int, int | None] | None, func: Any, arguments: Any, options: dict[str, Any]) -> None:
-        if alias is None or func not in _ELEMENTWISE:
+        is_derived = any(isinstance(value, torch.Tensor) and value.is_meta for value in (*arguments, *options.values()))
+        if alias is None or func not in _ELEMENTWISE or is_derived:  # derived: made from what has no values here
             self.is_lost = True
             return
         parameter, row = alias
