@@ -147,7 +147,8 @@ def test_a_window_has_its_means_and_the_next_one_begins_anew() -> None:
     driver.utilization, driver.memory, driver.reasons = 50, (100, 10), 0x40
     use = ended(sampled(driver, lambda use: len(use._readings) > 2))
     assert use.take() == GpuShares(utilization=0.5, memory_peak=0.9, held_back=1.0)
-    assert use.take() is None, "nothing was sampled since"
+    driver.utilization, driver.memory, driver.reasons = 100, (100, 75), 0
+    assert use.take() == GpuShares(utilization=1.0, memory_peak=0.25, held_back=0.0), "too short a window for a sample"
     use._readings = [Reading(1.0, 0.2, False), Reading(0.5, 0.4, True), Reading(None, None, None)]
     assert use.take() == GpuShares(utilization=0.75, memory_peak=0.4, held_back=0.5)
 

@@ -64,12 +64,11 @@ class GpuUse:
         if self._told[xid] <= MOST_LINES:
             say(f"gpu {self._where} xid={xid}" + (", and no more of these" if self._told[xid] == MOST_LINES else ""))
 
-    def take(self) -> GpuShares | None:
-        """Of the time since it was last asked; None where nothing was sampled in it."""
+    def take(self) -> GpuShares:
+        """Of the time since it was last asked; where that was too short for a sample, of this moment."""
         with self._lock:
             readings, self._readings = self._readings, []
-        if not readings:
-            return None
+        readings = readings or [self._gpu.read()]
         used = [one.utilization for one in readings if one.utilization is not None]
         memory = [one.memory for one in readings if one.memory is not None]
         held = [one.is_held_back for one in readings if one.is_held_back is not None]
