@@ -167,9 +167,12 @@ def test_a_log_whose_disk_is_full_costs_lines_and_the_next_one_begins_a_line(
 
 SAVING = """
 import sys
+from pathlib import Path
 from trainer import heartbeat
 from trainer.speech import say
-for step in range(1, 200):
+output = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+(output / "room").write_text(str((output.parent / "host/.room").stat().st_size))
+for step in range(1, 1000):  # more than the pipe to torchrun's stderr holds
     say(f"step={step} " + "x" * 200)
     print("a warning " * 20, file=sys.stderr)
 heartbeat.beat(step)
@@ -187,13 +190,14 @@ def test_a_log_on_a_full_disk_changes_no_exit_code(tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as log:
         done = subprocess.run(
             [sys.executable, "-m", "trainer.host.here", str(tmp_path)],
-            env=os.environ | {"PYTHONPATH": paths, "TRAINYARD_RANK_MODULE": "saving"},
+            env=os.environ | {"PYTHONPATH": paths, "TRAINYARD_RANK_MODULE": "saving", "PYTHONUNBUFFERED": ""},
             stdout=log,
             stderr=subprocess.STDOUT,
             timeout=300,
         )
     assert done.returncode == 75
     assert (tmp_path / "host/resume_me").read_text() == "saved; resume me\n"
+    assert (tmp_path / "output/room").read_text() == str(word.ROOM_BYTES)
 
 
 def test_a_start_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
