@@ -9,7 +9,8 @@ A rank that dies or stands still stops the others, on every host, and all are st
 within what the job's `recovery` allows. What happened is a line each on stdout, and in `output/data/recovery.jsonl`.
 
 Exit codes: 0 done; 75 "saved, resume me" (also a file `output/resume_me`); 2 the job's input is wrong; 1 failed. The
-reason of a failure is in `output/failure`: one line, then the end of what the failing rank said.
+reason of a failure is in `output/failure`: one line, then the end of what the failing rank said. The third loss of a
+host in a row from one checkpoint is told in other words than the first ones (trainer.host.losses).
 
 Imports no torch, so that it can tell of a broken one.
 
