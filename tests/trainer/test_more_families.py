@@ -6,6 +6,7 @@ import pytest
 import torch
 from trainer.models.build import build_model
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
+from trainer_testing.support_table import UNTABLED
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
 from trainyard.errors import InputError
@@ -38,6 +39,16 @@ def test_families_with_a_plan_of_transformers_are_cut_as_one_process_computes() 
 
 
 _OTHERS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.full
+def test_a_family_that_no_table_names_is_one_process_under_data_parallelism() -> None:
+    jobs = [{"model": model | {"model_type": name}, "document_masks": False} for name, model in UNTABLED.items()]
+    alone = run(1, [RunRequest("single", last_step=STEPS, job=job) for job in jobs], 600)
+    for engine in ("ddp", "fsdp", "zero2", "zero3"):
+        results = run(2, [RunRequest(engine, last_step=STEPS, job=job) for job in jobs], 600)
+        errors = {name: worst_relative_error(*pair) for name, *pair in zip(UNTABLED, results, alone, strict=True)}
+        assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}, engine
 
 
 def test_a_family_whose_weights_come_of_each_other_is_built() -> None:

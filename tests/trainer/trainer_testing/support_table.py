@@ -41,6 +41,19 @@ PRODUCTS: dict[str, dict[str, int]] = {
     "expert2-fsdp2": {"data_shard": 2, "expert": 2},
 }
 """Strategy name -> the job's parallelism section, for those that `tiny.LAYOUTS` leaves out."""
+_OTHERS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+UNTABLED: dict[str, dict[str, Any]] = {
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0},
+    "falcon": _OTHERS,
+    "gpt_oss": _OTHERS | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "mamba": _OTHERS | {"state_size": 4},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "opt": _OTHERS | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "phi3": _OTHERS | {"num_key_value_heads": 2, "pad_token_id": 0},
+    "stablelm": _OTHERS | {"num_key_value_heads": 2},
+}
+"""Model types that no table names: older ones, one of state spaces, one of experts."""
 METHODS = ("full", "lora", "qlora")
 FP8 = (
     "## fp8",
@@ -162,6 +175,10 @@ def page(errors: dict[Case, float], refusals: dict[Case, str]) -> str:
         "",
         "`tensor` also takes, each tried at 2 ranks alone (`pytest -m full tests/trainer/test_more_families.py`) and",
         f"none proposed by the planner: {', '.join(sorted(OTHER_TENSOR_FAMILIES))}.",
+        "",
+        "DDP, FSDP2 and ZeRO don't ask for a model type of the tables; where a type's packed documents can't be kept",
+        "apart, `data.document_masks: false` is asked for. Of those that the tables lack these are held against one",
+        f"process (`pytest -m full tests/trainer/test_more_families.py`): {', '.join(sorted(UNTABLED))}.",
         "",
         "Written by `python -m trainer_testing.support_table` in `tests/trainer`; a test holds that the trainer",
         "refuses what the page says, no more and no less.",

@@ -50,6 +50,7 @@ def tiny_job(
     micro_batch_size: int | None = None,
     steps: int = 20,
     sequence_length: int = SEQUENCE_LENGTH,
+    document_masks: bool = True,
     **training: Any,
 ) -> ResolvedJob:
     """The job under one layout: global batch 16, of which two micro-batches accumulate on every rank, or two for each
@@ -78,7 +79,11 @@ def tiny_job(
         {
             "name": "tiny",
             "model": {"source": source, "adapter": adapter} if source else {"config": model or MODEL},
-            "data": {"train": [{"path": "unused", "format": "text"}], "sequence_length": sequence_length},
+            "data": {
+                "train": [{"path": "unused", "format": "text"}],
+                "sequence_length": sequence_length,
+                **({} if document_masks else {"document_masks": False}),
+            },
             "training": settings | training,
             "parallelism": layout,
         }
