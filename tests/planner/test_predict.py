@@ -230,6 +230,10 @@ def test_the_training_state_is_the_frameworks(fields: dict[str, Any], engine: st
         ("3.2 Tb/s", 400),
         ("4x100GbE", 50),
         ("3-layer Clos, 8x200G-class NICs", 200),
+        ("EDR", 100),
+        ("HDR100 InfiniBand", 100),
+        ("NDR200", 200),
+        ("fast", 400),
         ("", 400),
     ],
 )
@@ -295,6 +299,50 @@ def test_a_field_that_nobody_knows_is_named() -> None:
 )
 def test_a_field_that_nothing_reads_is_named(fields: dict[str, Any], ignored: list[str]) -> None:
     assert predict({**LLAMA, **fields}).get("ignored_fields", []) == ignored
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "is_read"),
+    [
+        ("fast", "H100", False),
+        ("Ethernet", "H100", False),
+        ("trn1.32xlarge", "H100", False),
+        ("NVLink", "L4", False),
+        ("PCIe", "H100", False),
+        ("PCIe", "L4", True),
+        ("NVLink", "H100", True),
+        ("InfiniBand", "H100", True),
+        ("400 Gb/s per GPU", "H100", True),
+        ("EFA", "H100", True),
+        ("p5.48xlarge", "H100", True),
+        ("NVL72", "GB200", True),
+        ("EDR", "H100", True),
+        ("", "H100", True),
+    ],
+)
+def test_words_of_a_network_that_say_nothing_are_named(text: str, gpu: str, is_read: bool) -> None:
+    asked = {**LLAMA, "gpu": gpu, "recompute": "full"}
+    answer = predict({**asked, "interconnect": text})
+    assert answer.get("ignored_fields", []) == ([] if is_read else ["interconnect"])
+    if not is_read:
+        assert answer["step_seconds"] == predict(asked)["step_seconds"], "the usual network is taken"
+
+
+def test_recomputation_that_nobody_states_is_said_where_none_does_not_fit() -> None:
+    large = {"model": "llama-3-8b", "gpu": "H100", "gpus": 8, "sharding": "zero3", "micro_batch": 2, "seq": 8192}
+    answer = predict(large)
+    (note,) = answer.pop("notes")
+    assert note.startswith("recompute: not stated, and none is assumed, which needs") and "\n" not in note
+    stated = {level: predict({**large, "recompute": level}) for level in ("none", "selective", "full")}
+    # The prediction stays that of none, which someone who states it isn't told.
+    assert answer == stated["none"] and answer["fits"] is False
+    for level in ("selective", "full"):
+        fits = "fits" if stated[level]["fits"] else "does not fit"
+        assert f"with {level} recomputation {stated[level]['needed_memory_gib']:.1f} GiB ({fits})" in note
+    assert stated["full"]["fits"] and not stated["selective"]["fits"], "both words are seen"
+    assert "notes" not in predict({**large, "micro_batch": 1, "seq": 2048}), "it fits without"
+    tuned = predict({**large, "framework": "transformers", "method": "lora", "micro_batch": 64})
+    assert not tuned["fits"] and "notes" not in tuned, "such scripts recompute: that is assumed"
 
 
 def test_lines_in_lines_out_and_bad_ones_are_answered_too() -> None:

@@ -166,7 +166,8 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         # Frozen weights have no gradients of their own: two thirds of the work.
         flops *= 2 / 3
     spread = time_spread(shape, layout, question.device)
-    ignored = sorted((set(content) - KNOWN_FIELDS) | _without_effect(content, shape, layout))
+    ignored = sorted((set(content) - KNOWN_FIELDS) | _without_effect(content, question))
+    note = _of_recomputation(content, question, use.needed)
     return {
         "peak_memory_gib": use.allocated / GIB,
         "model_state_gib": use.state / GIB,
@@ -189,12 +190,32 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         # A misspelt field, or one that the method has no use for, must not pass unseen, and a caller's own label must
         # not cost the prediction.
         **({"ignored_fields": ignored} if ignored else {}),
+        **({"notes": [note]} if note else {}),
     }
 
 
-def _without_effect(content: Mapping[str, Any], shape: ModelShape, layout: Layout) -> set[str]:
+def _of_recomputation(content: Mapping[str, Any], question: Question, needed: float) -> str:
+    """What to say where recomputation is not stated, none is assumed, and that does not fit; "" elsewhere."""
+    shape, layout, room = question.shape, question.layout, question.device.memory_gib * GIB
+    if content.get("recompute") or layout.recompute != "none" or needed <= room:
+        return ""
+    levels: tuple[Recompute, ...] = ("selective", "full")
+    others = {level: memory(shape, dataclasses.replace(layout, recompute=level)).needed for level in levels}
+    found = ", ".join(
+        f"with {level} recomputation {use / GIB:.1f} GiB ({'fits' if use <= room else 'does not fit'})"
+        for level, use in others.items()
+    )
+    return (
+        f"recompute: not stated, and none is assumed, which needs {needed / GIB:.1f} GiB of {room / GIB:.1f}; {found}"
+    )
+
+
+def _without_effect(content: Mapping[str, Any], question: Question) -> set[str]:
     """Fields that are stated, and that no formula of the layout's method and engine reads."""
+    shape, layout = question.shape, question.layout
     unread: set[str] = set()
+    if not _reads_links(content.get("interconnect") or "", question.device):
+        unread.add("interconnect")
     if layout.method == "full":
         # Not lora_rank, which tables state in every row.
         unread |= {"adapter", "lora_targets", "trains_vocabulary"}
@@ -673,6 +694,22 @@ def _links(fields: _Fields, device: Gpu, gpus: int) -> Fabric:
     return fabric(device, per_node, _stated_gb_per_second(text, per_node) or usual, network)
 
 
+READ_LINKS = r"\befa|nvl\d|\b(?:infiniband|ib|roce|rdma)(?![a-z])"
+"""Words of `interconnect` that say something without a rate: AWS's network, a rack, and what is assumed elsewhere."""
+
+
+def _reads_links(text: str, device: Gpu) -> bool:
+    """Whether a stated `interconnect` says something that counts, or is what is assumed anyway."""
+    lowered = text.lower()
+    within = r"nv-?(?:link|switch)" if device.nvlink else r"pci-?e"
+    return (
+        not text.strip()
+        or re.search(f"{READ_LINKS}|{within}", lowered) is not None
+        or any(name in lowered and instance(name).gpu is not None for name in instance_types())
+        or _stated_gb_per_second(text, 8) is not None
+    )
+
+
 RATE = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[TGM](?:(?:iga)?bits?(?:/s|ps)?|b(?:/s|ps|E)?|E)?)(?![a-z0-9])"
 """A rate: 400 Gb/s, 3.2 Tbps, 50 GB/s, 100GbE, 10G. A capital B counts bytes."""
 
@@ -729,9 +766,11 @@ def _stated_gb_per_second(text: str, gpus_per_node: int) -> float | None:
     adapter = re.search(r"efa\s*(\d{3,5})", lowered)
     if adapter:
         return float(adapter.group(1)) / 8
-    for word, gigabits in (("xdr", 800), ("ndr", 400), ("hdr", 200)):
-        if word in lowered:
-            return gigabits * gpus_per_node / 8
+    # InfiniBand's generations; HDR100 and NDR200 are cards of half of it.
+    card = re.search(r"(?<![a-z])(xdr|ndr|hdr|edr)(\d{2,3})?(?!\d)", lowered)
+    if card:
+        gigabits = {"xdr": 800, "ndr": 400, "hdr": 200, "edr": 100}[card[1]]
+        return int(card[2] or gigabits) * gpus_per_node / 8
     unread = re.search(r"\d[\d.]*\s*[kKmMgGtT](?:i?[bB]|bit)\S*", text)
     if unread:
         raise InputError(
