@@ -95,6 +95,33 @@ def test_nothing_is_recorded_for_a_job_that_is_refused(
     assert len(forced.forced) == 1
 
 
+def test_a_budget_that_no_known_price_holds_the_job_to_is_refused(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    elsewhere = contract.model_copy(update={"region": "af-south-1"})
+    words = r"no on-demand price known for ml\.p5\.4xlarge in af-south-1; .*budget\.max_usd 100\.00 can't be kept"
+    mend = r"prices refresh --region af-south-1 --instances p5\.4xlarge; --force"
+    with pytest.raises(InputError, match=f"refused before anything was spent: .*{words}.*{mend}") as refused:
+        launch(job, elsewhere, account=deployed, launcher=deployed)
+    assert "\n" not in str(refused.value)
+    assert S3RecordStore(deployed.client("s3"), contract.buckets.data).job_ids() == []
+    forced = launch(job, elsewhere, account=deployed, launcher=deployed, force=True)
+    assert len(forced.forced) == 1 and "can't be kept" in forced.forced[0]
+    unlimited = job.model_copy(update={"budget": None})
+    assert launch(unlimited, elsewhere, account=deployed, launcher=deployed).forced == (), "no budget, nothing to keep"
+
+
+def test_the_emulator_bills_nobody_so_a_missing_price_only_warns(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    emulated = contract.model_copy(update={"region": "af-south-1", "emulated": True})
+    said: list[str] = []
+    record = launch(job, emulated, account=deployed, launcher=deployed, say=said.append)
+    assert record.forced == ()
+    (warning,) = (line for line in said if "price" in line)
+    assert warning.startswith("warning: ") and "budget.max_usd 100.00 can't be kept" in warning
+
+
 def test_checkpoints_that_would_lie_elsewhere_than_asked_leave_no_job(
     deployed: Account, job: JobSpec, contract: TenantContract
 ) -> None:

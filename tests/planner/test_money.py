@@ -246,7 +246,8 @@ def test_spot_grows_old_first() -> None:
 def test_a_plan_on_old_prices_has_no_dollars(job: MakeJob) -> None:
     found = plan(job(), book=PriceBook.opened(today=datetime.date(2030, 1, 1)))
     assert found.cost is not None and found.cost.planned_usd is None and found.on_demand is None
-    assert any("days old, and is not quoted after 540" in note for note in found.notes)
+    assert found.price_missing is not None and "days old, and is not quoted after 540; " in found.price_missing
+    assert found.price_missing.count("prices refresh") == 1
     assert found.cost.expected_hours > 0
 
 

@@ -158,7 +158,24 @@ def test_a_plan_survives_json(job: MakeJob) -> None:
 def test_another_region_has_its_own_prices(job: MakeJob) -> None:
     found = plan(job(), region="eu-west-1")
     assert found.on_demand is None and found.cost is not None and found.cost.planned_usd is None
-    assert any("no on-demand price known for ml.p5.48xlarge in eu-west-1" in note for note in found.notes)
+    assert found.price_missing is not None and found.notes[0] == found.price_missing
+    assert found.price_missing == (
+        "no on-demand price known for ml.p5.48xlarge in eu-west-1; known in us-east-1, us-west-2; without a price no "
+        "dollars are quoted and no budget can be kept; get one: trainyard prices refresh --region eu-west-1 "
+        "--instances p5.48xlarge"
+    )
+    limited = plan(job(budget={"max_usd": 5000}), region="eu-west-1")
+    assert limited.affordable is None and limited.price_missing is not None
+    assert "quoted, and budget.max_usd 5,000.00 can't be kept; get one: " in limited.price_missing
+    epochs = plan(job(training={"steps": None, "epochs": 2}), region="eu-west-1")
+    assert epochs.cost is None and epochs.price_missing == found.price_missing
+
+
+def test_a_price_is_missing_only_where_one_would_be_paid(job: MakeJob) -> None:
+    assert plan(job()).price_missing is None
+    no_spot = plan(job(compute={"instance_type": "ml.p5.4xlarge", "instance_count": 128, "spot": True}))
+    assert no_spot.price_missing is None, "counted on demand"
+    assert plan(job(compute={"backend": "local"}), region="eu-west-1").price_missing is None
 
 
 def test_an_unknown_model_is_refused_with_what_would_help(job: MakeJob) -> None:

@@ -160,6 +160,11 @@ def refused_by_plan(plan: Plan) -> list[str]:
     return refusals
 
 
+def refused_without_price(plan: Plan) -> list[str]:
+    """The reason, where the job has a budget that no known price holds it to."""
+    return [plan.price_missing] if plan.price_missing is not None and plan.max_usd is not None else []
+
+
 def warned_by_plan(plan: Plan, job: JobSpec, *, is_on_this_machine: bool = False) -> list[str]:
     """What may not work, by a part of the plan that is assumed or only now and then: no reason to refuse.
 

@@ -57,7 +57,7 @@ def launch(
         checks.check_share(job, contract)
     checks.check_queue(job, contract, backend.running())
     say("planning")
-    plan, refusals = planned(job, region=contract.region, say=say)
+    plan, refusals = planned(job, region=contract.region, needs_price=not contract.emulated, say=say)
     hours = checks.refused_hours(job, contract)
     if hours and contract.broker:  # which holds to it, whatever is forced here
         raise InputError(hours[0])
@@ -91,7 +91,7 @@ def launch_on_machines(
     InputError where the plan, the tenant's hours or its month refuse it (which yield to `force`), or the backend does.
     """
     say("planning")
-    plan, refusals = planned(job, region=contract.region, say=say)
+    plan, refusals = planned(job, region=contract.region, needs_price=not contract.emulated, say=say)
     forced = refuse_or_force([*checks.refused_by_tenant(job, contract, say), *refusals], force)
     say("looking for the data")
     s3 = launcher.client("s3")
@@ -138,7 +138,9 @@ def launch_from_here(
     go into a folder of that one (default: `folder`), unless the job says where.
     """
     say("planning")
-    plan, refusals = planned(job, world_size=num_processes, is_on_this_machine=name == "local", say=say)
+    plan, refusals = planned(
+        job, world_size=num_processes, is_on_this_machine=name == "local", needs_price=True, say=say
+    )
     forced = refuse_or_force(refusals, force)
     job_id = names.new_job_id(job.tenant or "local", job.name)
     destination = job.checkpoint.destination or str((root or folder.resolve()) / job_id)
@@ -164,10 +166,12 @@ def planned(
     region: str = DEFAULT_REGION,
     world_size: int | None = None,
     is_on_this_machine: bool = False,
+    needs_price: bool = False,
     say: Say = say_nothing,
 ) -> tuple[dict[str, Any], list[str]]:
     """The plan as JSON, and what it refuses; what it is only unsure of is said. A model that can't be planned can be
-    launched with a stated layout."""
+    launched with a stated layout. `needs_price`: a budget is refused where no price is known, and not only warned of.
+    """
     planner.resolve(job, world_size=world_size)
     # Outside of what follows: prices that can't be read are no model that can't be planned, which isn't refused.
     book = PriceBook.opened(price_file(), today=datetime.date.today())
@@ -175,10 +179,12 @@ def planned(
         plan = planner.plan(job, region=region, book=book)
     except InputError as error:
         return {"job": job.name, "unplanned": str(error)}, []
+    unpriced = checks.refused_without_price(plan)
     warnings = checks.warned_by_plan(plan, job, is_on_this_machine=is_on_this_machine)
-    for warning in [*warnings, *checks.warned_by_pod(plan, job)]:
+    for warning in [*warnings, *checks.warned_by_pod(plan, job), *([] if needs_price else unpriced)]:
         say(f"warning: {warning}")
-    return plan.model_dump(mode="json"), [*checks.refused_by_plan(plan), *checks.refused_by_pod(plan, job)]
+    refusals = [*checks.refused_by_plan(plan), *checks.refused_by_pod(plan, job), *(unpriced if needs_price else [])]
+    return plan.model_dump(mode="json"), refusals
 
 
 def local_job(job: JobSpec) -> JobSpec:

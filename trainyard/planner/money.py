@@ -82,6 +82,20 @@ def quotes_of(job: JobSpec, machines: Machines, region: str, book: PriceBook) ->
     return Quotes(found, tuple(notes))
 
 
+def unpriced(job: JobSpec, machines: Machines, region: str, quotes: Quotes) -> str | None:
+    """Which price the dollars lack, what that means for the budget, and how to get it; None where they lack none."""
+    rate, _ = _rate(job, quotes)
+    if machines.instance is None or rate is not None or not quotes.notes:
+        return None
+    # A price that is too old brings its own advice, of no region and type.
+    reasons = "; ".join(note.partition("; get today's")[0] for note in quotes.notes)
+    kept = (
+        f", and budget.max_usd {job.budget.max_usd:,.2f} can't be kept" if job.budget else " and no budget can be kept"
+    )
+    how = f"trainyard prices refresh --region {region} --instances {machines.instance.type}"
+    return f"{reasons}; without a price no dollars are quoted{kept}; get one: {how}"
+
+
 def cost_usd(hours: float, instances: int, rate: Price | None) -> float | None:
     """Hours x instances x price, and nothing else; None without a price."""
     return None if rate is None else hours * instances * rate.usd_per_hour

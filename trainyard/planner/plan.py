@@ -15,6 +15,7 @@ from trainyard.planner.money import (
     goodput_of,
     quotes_of,
     todays_book,
+    unpriced,
 )
 from trainyard.planner.reading import Machines, layout_of, machines_of
 from trainyard.planner.resolve import (
@@ -56,6 +57,7 @@ def plan(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None =
             # Images are no sequences of tokens.
             cost = cost.model_copy(update={"usd_per_million_tokens": None})
     documents = quotes.documents()
+    missing = unpriced(job, machines, region, quotes)
     return Plan(
         job=job.name,
         tenant=job.tenant,
@@ -79,7 +81,12 @@ def plan(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None =
         max_hours=job.compute.max_hours,
         fits=chosen.fits,
         affordable=affordable(job, cost),
-        notes=(*quotes.notes, *formulas.notes, *_notes(job, steps, machines, configurations, chosen, checkpoint)),
+        price_missing=missing,
+        notes=(
+            *([missing] if missing else quotes.notes),
+            *formulas.notes,
+            *_notes(job, steps, machines, configurations, chosen, checkpoint),
+        ),
     )
 
 

@@ -188,6 +188,8 @@ class Plan(SpecModel):
     affordable: bool | None
     """Whether it stays within budget.max_usd and compute.max_hours; None where price or length isn't known."""
     notes: tuple[str, ...]
+    price_missing: str | None = None
+    """Among the notes: which price isn't known, so that no budget can be kept, and how to get it."""
 
     @property
     def chosen(self) -> Configuration:
