@@ -23,11 +23,10 @@ training_speed: steps of a small model while a save is on its way, to steps with
 is blocked is not in it. It is judged where a rank has a core more than it trains with, as ranks on a GPU do.
 reshard: what one world wrote, sharded, read by a world of another size (ours and dcp know how to), cold too.
 
-Goals: blocked at most 1/5 of the best synchronous peer's, or no longer than 1.3 times the copy alone (where ranks have
-all cores between them, the copy itself takes more than 1/5 of a peer's save into the page cache, which is a copy too),
-and no more than dcp async's; restore at least 0.9 of the
-disk's read speed, and no longer than dcp's; training keeps 0.95 of its speed. Exit code 1 when one is missed. The
-result is kept in benchmarks/results.
+Goals: blocked at most 1/5 of the best synchronous peer's, or, where the copy alone takes more than that (ranks that
+have all cores between them: a peer's save into the page cache is a copy too), no longer than 1.3 times the copy; and
+no more than dcp async's; restore at least 0.9 of the disk's read speed, and no longer than dcp's; training keeps 0.95
+of its speed. Exit code 1 when one is missed. The result is kept in benchmarks/results.
 """
 
 import argparse
@@ -528,7 +527,8 @@ def _judged(measured: Mapping[str, Any]) -> dict[str, Any]:
     }
     result["goals_met"] = {
         "blocked at most 1/5 of the best synchronous, or hardly longer than a copy": (
-            result["blocked_to_best_synchronous"] <= MOST_OF_SYNCHRONOUS or result["blocked_to_copy"] <= MOST_OF_COPY
+            result["blocked_to_best_synchronous"] <= MOST_OF_SYNCHRONOUS
+            or (result["copy_to_best_synchronous"] > MOST_OF_SYNCHRONOUS and result["blocked_to_copy"] <= MOST_OF_COPY)
         ),
         "blocked no more than dcp async": result["blocked_to_dcp_async"] <= 1,
         "restore at least 0.9 of the disk": result["restore_speed_to_disk"] >= LEAST_OF_DISK,

@@ -44,6 +44,8 @@ def test_ratios_are_of_one_turn_and_goals_are_judged_by_them(monkeypatch: pytest
     bound = judged(monkeypatch, turns((0.3, 0.6), (0.6, 1.2), (0.3, 0.6)), copy=0.25)
     assert (bound["blocked_to_copy"], bound["copy_to_best_synchronous"]) == (1.2, 0.25)
     assert list(bound["goals_met"].values()) == [True, False, False, True]
+    slow = judged(monkeypatch, turns((0.24, 0.6), (0.48, 1.2), (0.24, 0.6)), copy=0.19)
+    assert not next(iter(slow["goals_met"].values())), "a copy that takes less than a fifth excuses nothing"
 
 
 @pytest.mark.parametrize(

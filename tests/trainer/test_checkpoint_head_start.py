@@ -11,8 +11,10 @@ import pytest
 import torch
 from test_checkpoint_disk import forget
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from trainer.checkpoint import Checkpointer, disk, head_start
+from trainer.checkpoint import Checkpointer, SpoiledError, disk, head_start, reading, restore
+from trainer.checkpoint.destination import LocalDestination
 from trainer.checkpoint.head_start import HeadStart
+from trainer.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from trainer.checkpoint.ranges import Range
 from trainer.checkpoint.reading import StepReader
 
@@ -147,21 +149,50 @@ def _restored(root: Path, wanted: dict[str, torch.Tensor], *, may_spoil: bool = 
     checkpoints.close()
 
 
-@pytest.mark.parametrize("may_spoil", [True, False])
 def test_a_rank_that_needs_its_whole_shard_reads_no_byte_of_it_twice(
-    tmp_path: Path, direct_bytes: list[int], begun: list[str], monkeypatch: pytest.MonkeyPatch, may_spoil: bool
+    tmp_path: Path, direct_bytes: list[int], begun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_start, "MOST_BYTES", 6 * MIB)
     saved = _saved(tmp_path)
     wanted = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    _restored(tmp_path, wanted, may_spoil=may_spoil)
+    _restored(tmp_path, wanted)
     assert all(torch.equal(wanted[name], values) for name, values in saved.items())
     needed = sum(tensor.nbytes for tensor in wanted.values())
     assert begun == ["__0_0.distcp"]
     assert 6 * MIB in direct_bytes
-    if may_spoil:
-        # What is left of a range beside the first bytes may be so little that the page cache reads it.
-        assert needed - disk._LEAST_BYTES <= sum(direct_bytes) <= 1.1 * needed
+    # What is left of a range beside the first bytes may be so little that the page cache reads it.
+    assert needed - disk._LEAST_BYTES <= sum(direct_bytes) <= 1.1 * needed
+
+
+def test_what_others_of_the_host_read_too_is_not_begun(tmp_path: Path, begun: list[str]) -> None:
+    saved = _saved(tmp_path)
+    _restored(tmp_path, {name: torch.zeros_like(tensor) for name, tensor in saved.items()}, may_spoil=False)
+    assert begun == [], "it is read into the page cache for whoever loads it then"
+    reader = StepReader(LocalDestination(tmp_path / "shared"), _manifest(tmp_path), lambda what, read: read())
+    restore._begin_early(reader, saved, 1)
+    assert begun == [], "another rank's shard"
+    restore._begin_early(reader, saved, 0)
+    assert begun == ["__0_0.distcp"]
+    restorer = _checkpointer(tmp_path)._restorer
+    restorer._group.world_size = 2  # as where one rank's checkpoint is replicated over two
+    restorer._needed(1, reader, saved, straight=True)
+    assert begun == ["__0_0.distcp"], "what is for two ranks was begun by one"
+    reader.end_begun()
+
+
+def _manifest(root: Path) -> Manifest:
+    return parse_manifest(next((root / "shared").rglob(MANIFEST)).read_bytes())
+
+
+def test_no_room_for_a_head_start_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    saved = _saved(tmp_path)
+    monkeypatch.setattr(reading, "HeadStart", refused)
+    wanted = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    _restored(tmp_path, wanted)
+    assert all(torch.equal(wanted[name], values) for name, values in saved.items())
 
 
 def test_what_lies_as_it_was_saved_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +215,7 @@ def test_what_lies_as_it_was_saved_is_not_planned_again(tmp_path: Path, monkeypa
 
 
 def test_what_is_being_read_is_asked_for_behind_some_others() -> None:
-    manifest: Any = SimpleNamespace(step=1, files=[])
+    manifest: Any = SimpleNamespace(step=1, world_size=1, files=[])
     reader = StepReader(SimpleNamespace(uri="", folder=lambda name: None), manifest, None)  # type: ignore[arg-type]
     ranges = [Range(file, start, start + 5, ()) for file in ("a", "b") for start in range(0, 40, 5)]
     assert reader.in_turn(ranges) == ranges
@@ -214,7 +245,8 @@ def test_a_flipped_bit_among_the_first_bytes_is_found(tmp_path: Path, direct_byt
     checkpoints = _checkpointer(tmp_path)
     told: list[str] = []
     checkpoints._restorer._report = told.append
-    assert checkpoints.latest(_values) is None
+    with pytest.raises(SpoiledError):
+        checkpoints.latest(_values, may_spoil=True)
     assert len(told) == 2 and "__0_0.distcp is altered" in told[0]
     assert direct_bytes, "it was read early"
     checkpoints.close()

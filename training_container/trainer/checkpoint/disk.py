@@ -60,24 +60,38 @@ def read_once_at(path: Path, start: int, memory: Sequence[memoryview]) -> int:
 
     Past the page cache where it doesn't have them already, and the file lies on a disk of this machine.
     """
+    descriptor = opened_direct(path)
+    if descriptor is None:
+        with path.open("rb", buffering=0) as file:
+            return read_at(file.fileno(), start, memory)
     try:
-        descriptor, is_direct = os.open(path, os.O_RDONLY | os.O_DIRECT), True
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # that is how a file system says that it knows no such reads
-            raise
-        descriptor, is_direct = os.open(path, os.O_RDONLY), False
-    try:
-        if is_direct:
-            if is_worth_it(descriptor, start, sum(map(len, memory))):
-                try:
-                    return _read_aligned(descriptor, start, memory)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:  # others say it later
-                        raise
-            _make_plain(descriptor)
+        if is_worth_it(descriptor, start, sum(map(len, memory))):
+            try:
+                return _read_aligned(descriptor, start, memory)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # some say it as late as this
+                    raise
+        _make_plain(descriptor)
         return read_at(descriptor, start, memory)
     finally:
         os.close(descriptor)
+
+
+def opened_direct(path: Path) -> int | None:
+    """A file for direct reads; None where there are none. OSError."""
+    if _is_elsewhere(path.stat()):
+        return None
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # that is how a file system says that it knows no such reads
+            raise
+        return None
+
+
+def _is_elsewhere(there: os.stat_result) -> bool:
+    """Network and stacked file systems (Lustre, NFS, overlay) have no device of their own, but caches they need."""
+    return os.major(there.st_dev) == 0
 
 
 def _make_plain(descriptor: int) -> bool:
@@ -118,7 +132,7 @@ def written_once(path: Path, num_bytes: int, *, durable: bool) -> Iterator[Sink]
 
 def _opened_direct(path: Path) -> int | None:
     """A new file for direct writes; None where there are none."""
-    if os.major(path.parent.stat().st_dev) == 0:  # as for reads
+    if _is_elsewhere(path.parent.stat()):
         return None
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o666)
@@ -174,8 +188,7 @@ class _DirectFile:
 def is_worth_it(descriptor: int, start: int, num_bytes: int) -> bool:
     """Whether bytes of a file that are wanted once are better read past the page cache."""
     there = os.fstat(descriptor)
-    # Network and stacked file systems (Lustre, NFS, overlay) have no device of their own, and caches that they need.
-    if os.major(there.st_dev) == 0 or num_bytes < _LEAST_BYTES or start + num_bytes > there.st_size:
+    if num_bytes < _LEAST_BYTES or start + num_bytes > there.st_size:
         return False
     return not _is_cached(descriptor, start, num_bytes)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.checkpoint.disk import REQUEST_BYTES, huge_pages, is_worth_it, scattered
+from trainer.checkpoint.disk import REQUEST_BYTES, huge_pages, is_worth_it, opened_direct, scattered
 
 MOST_BYTES = 32 << 20
 """Of memory that it takes, until it is dropped."""
@@ -37,7 +37,9 @@ class HeadStart:
     def _read(self) -> None:
         # Who asks for the rest meets the same error, and knows whom to tell.
         with contextlib.suppress(OSError):
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
+            descriptor = opened_direct(self._path)
+            if descriptor is None:
+                return
             try:
                 if is_worth_it(descriptor, 0, self.most_bytes):
                     # All at once: after each of several calls it would wait for the interpreter, which plans.

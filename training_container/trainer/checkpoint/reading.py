@@ -5,6 +5,7 @@ straight into the memory of the tensors where their bytes lie in a row there, an
 other types, other devices. While one range is hashed others are read.
 """
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -170,6 +171,7 @@ class StepReader:
         """`retry`: see `restore.Retry`."""
         self._destination = destination
         self._retry = retry
+        self.world_size = manifest.world_size
         self._folder = step_folder(manifest.step)
         self._files = {file.name: file for file in manifest.files}
         self._tables: dict[str, BlockTable] = {}
@@ -242,7 +244,8 @@ class StepReader:
         folder = self._destination.folder(self._folder)
         if folder is not None and self._begun is None:
             self.table(shard)  # small, and soon wanted: it would wait for all that was asked for before it
-            self._begun = shard, HeadStart(folder / shard, self._files[shard].num_bytes)
+            with contextlib.suppress(OSError, RuntimeError):  # no memory, no thread: then the plan is waited for
+                self._begun = shard, HeadStart(folder / shard, self._files[shard].num_bytes)
 
     def in_turn(self, ranges: Sequence[Range]) -> list[Range]:
         """The ranges whose bytes `begin` reads behind some others: while they are copied, the disk has what to read."""

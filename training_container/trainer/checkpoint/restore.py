@@ -297,7 +297,7 @@ class Restorer:
         What the tensors don't have then is in `_info`'s folder. The second is None as long as no tensor was touched.
         """
         host = self._group.rank - self._local_rank  # ranks of a host are numbered in a row
-        needs, own = self._needed(step, reader, tensors)
+        needs, own = self._needed(step, reader, tensors, straight=straight)
         said = self._group.gather_everywhere((host, *own))
         for _, _, problem, refused, failure in said:
             if failure is not None:
@@ -328,7 +328,7 @@ class Restorer:
         return next((problem for problem, _ in outcomes if problem is not None), None)
 
     def _needed(
-        self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor]
+        self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor], *, straight: bool
     ) -> tuple[Needs | None, tuple[Extents, str | None, str | None, DestinationError | None]]:
         """What this rank needs, and for the others its blocks, or what is wrong with the checkpoint, or why this job
         may not have it, or why it can't be read.
@@ -338,7 +338,8 @@ class Restorer:
             if stranger is not None:
                 refused = f"checkpoint {self._uri(step)}: {stranger}; the job's model is not the one that was saved"
                 return None, ({}, None, refused, None)
-            _begin_early(reader, tensors)
+            if straight and reader.world_size == self._group.world_size:
+                _begin_early(reader, tensors, self._group.rank)
             needs = Needs(reader.index, tensors)
             return needs, (needs.blocks(reader.table), None, None, None)
         except InputError as error:
@@ -454,22 +455,22 @@ class Restorer:
         return JobFailedError(f"{error}; {advice}")
 
 
-def _begin_early(reader: StepReader, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Where a rank plainly needs all of one shard, its reads begin now, while the rest of the plan is made.
+def _begin_early(reader: StepReader, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Where a rank plainly goes on from the shard that it wrote, it is read from now on, while the rest is planned.
 
-    Plainly: the shard has the largest tensors, and is as large as all of them together. Such a shard is the rank's own,
-    which nobody else reads. (DeepSpeed's pieces, `FlatShard`, say the whole tensor's size: nothing begins early there.)
+    Plainly: the shard has the largest tensors, and is as large as all of them together. So of a shard that others need
+    too nothing is read in vain. (DeepSpeed's pieces, `FlatShard`, say the whole tensor's size: nothing begins there.)
     """
     bytes_of = {
         name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for name, tensor in tensors.items()
     }
     largest = sorted(bytes_of, key=lambda name: bytes_of[name])[-_NUM_TELLING:]
     shards = Needs(reader.index, {name: tensors[name] for name in largest}).files
-    if len(shards) == 1:
-        (shard,) = shards
-        num_bytes = reader.num_bytes(shard)
+    own = next((shard for shard in shards if shard.startswith(f"__{rank}_")), None)  # DCP's name for it
+    if own is not None and len(shards) == 1:
+        num_bytes = reader.num_bytes(own)
         if _LEAST_OF_SHARD * num_bytes <= sum(bytes_of.values()) <= num_bytes:
-            reader.begin(shard)
+            reader.begin(own)
 
 
 def _is_the_jobs_first(candidate: Candidate) -> bool:
