@@ -106,8 +106,7 @@ def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(
 ON_A_FULL_DISK = """
 import errno, sys
 from pathlib import Path
-from typing import Any
-from trainer.__main__ import RESUME_FILE, _tell_of_resume, main
+from trainer.__main__ import main
 
 out, honest = Path(sys.argv[-1]), Path.open
 
