@@ -1,7 +1,10 @@
 """How every process of a job speaks: whole lines, so that readers of the log can match on them."""
 
 import errno
+import os
+import select
 import sys
+from typing import TextIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What writing says where a disk, or somebody's share of it, is full."""
@@ -17,14 +20,30 @@ class _Mouth:
     def say(self, line: str) -> None:
         start = "\n" if self._is_torn else ""
         try:
-            sys.stdout.write(f"{start}{line}\n")
-            sys.stdout.flush()
+            _write(sys.stdout, f"{start}{line}\n")
         except OSError as error:
             if error.errno not in FULL:
                 raise
             self._is_torn = True
         else:
             self._is_torn = False
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """All of it, or OSError."""
+    if stream is not sys.__stdout__:  # somebody's own, which may be no file
+        stream.write(text)
+        stream.flush()
+        return
+    # Past Python's layers: an unbuffered one says nothing of what a disk that fills up had no room for, and a buffered
+    # one keeps a line that was refused, to bring it later.
+    stream.flush()
+    descriptor, rest = stream.fileno(), memoryview(text.encode(stream.encoding, stream.errors or "strict"))
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:  # a full pipe or terminal that somebody at its other end made so
+            select.select([], [descriptor], [])
 
 
 _mouth = _Mouth()
