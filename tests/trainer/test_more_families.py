@@ -1,9 +1,13 @@
 """Families that the parity suite doesn't hold: cut by tensor parallelism as one process computes, built, or refused."""
 
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from trainer.models import build
 from trainer.models.build import build_model
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.support_table import UNTABLED
@@ -75,3 +79,34 @@ def test_sizes_that_do_not_go_together_are_one_line(config: dict[str, Any], mess
     with pytest.raises(InputError, match=rf"^model\.config.*{message}") as caught:
         build_model(tiny_job("single", 1, model=_OTHERS | config), vocab_size=VOCAB_SIZE)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["mamba", "llama"])
+def test_memory_that_is_not_there_is_no_wrong_config(family: str) -> None:
+    """More than any address space: of the one that is built whole and of one that is recorded."""
+    sizes = {"mamba": {"state_size": 1 << 50}, "llama": {"vocab_size": 1 << 50}}
+    job = tiny_job("single", 1, model=_OTHERS | {"model_type": family} | sizes[family])
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        build_model(job, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), torch.OutOfMemoryError),
+        (torch.AcceleratorError("an illegal memory access was encountered", 700), torch.AcceleratorError),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), OSError),
+        (RuntimeError("size mismatch for lm_head.weight"), InputError),
+    ],
+)
+def test_a_source_is_not_wrong_where_the_machine_fails(
+    error: Exception, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr(build, "load", fail)
+    with pytest.raises(kind) as caught:
+        build_model(tiny_job("single", 1, source=str(tmp_path)), vocab_size=VOCAB_SIZE)
+    assert type(caught.value) is kind

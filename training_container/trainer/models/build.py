@@ -1,5 +1,6 @@
 """The model: an unmodified Hugging Face class, from a configuration or from a directory."""
 
+import re
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from functools import partial
@@ -70,6 +71,8 @@ def _from_config(job: ResolvedJob, vocab_size: int) -> PreTrainedModel:
             f"model.config: {_one_line(error)}; see the Hugging Face configuration of '{model_type}'"
         ) from None
     except (ArithmeticError, AssertionError, IndexError, RuntimeError) as error:  # of sizes that don't go together
+        if _is_of_the_machine(error):
+            raise
         raise InputError(
             f"model.config: no {model_type} can be built of it ({_one_line(error) or type(error).__name__}); what it"
             " doesn't state is as in a published model: state what has to go with its sizes, like pad_token_id, which"
@@ -95,6 +98,8 @@ def _from_source(job: ResolvedJob) -> PreTrainedModel:
     except InputError:
         raise  # it is a ValueError too, and says already what is wrong where
     except (StrictDataclassError, *LOADING_ERRORS) as error:
+        if _is_of_the_machine(error):
+            raise
         raise InputError(f"model.source: {source}: can't be loaded: {_one_line(error)}") from None
 
 
@@ -199,6 +204,16 @@ def _mark_last_product(block: nn.Module) -> None:
 
     products[-1].register_forward_pre_hook(enter)
     products[-1].register_forward_hook(leave, always_call=True)
+
+
+_MACHINE_ERRORS = re.compile(r"DefaultCPUAllocator|[Cc]annot allocate memory|out of memory|CUDA error")
+"""What torch's plain RuntimeErrors, and the system, say of a lack of memory or of a device."""
+
+
+def _is_of_the_machine(error: BaseException) -> bool:
+    """Whether the host or its device failed: the job's input may be right, and another start may find room."""
+    is_told = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+    return is_told or _MACHINE_ERRORS.search(str(error)) is not None
 
 
 def _one_line(error: BaseException) -> str:
