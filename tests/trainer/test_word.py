@@ -200,13 +200,11 @@ def test_a_log_on_a_full_disk_changes_no_exit_code(tmp_path: Path) -> None:
     assert (tmp_path / "output/room").read_text() == str(word.ROOM_BYTES)
 
 
-def test_a_start_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, *_: Any, **__: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
+def test_a_start_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
     folders = Folders(tmp_path / "output", tmp_path / "data", tmp_path / "work")
     job = ResolvedJob.model_validate(resolved_job(1, 1))
     host = HostRun(folders, Place("algo-1", ("algo-1",), "", ""), job, "127.0.0.1", {}, "nothing")
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(JobFailedError, match=r"resolved_job.json on algo-1: its disk is full, .*: make room there$"):
+    folders.work.mkdir()
+    (folders.work / "resolved_job.json").symlink_to("/dev/full")
+    with pytest.raises(JobFailedError, match=rf"^{folders.work} on algo-1: its disk is full, .*: make room there$"):
         host.run(OneHost(RestartPolicy(job.spec.recovery)))

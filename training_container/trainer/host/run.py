@@ -123,7 +123,8 @@ class HostRun:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            where = f"{error.filename} on {self._place.host}"
+            # A refused open names its file, a refused write none.
+            where = f"{error.filename or self._work} on {self._place.host}"
             raise JobFailedError(f"{where}: its disk is full, so the ranks can't be started: make room there") from None
 
     def _run(self, hosts: Hosts) -> Ending:
