@@ -426,6 +426,31 @@ def test_clocks_that_the_driver_says_are_held_back_are_throttling_from_the_first
     assert "by the driver" in hot.slow[0].words
 
 
+def test_clocks_that_are_held_back_on_another_rank_than_the_slow_one_are_a_second_cause() -> None:
+    """And they are told by one row: a later one may hold other figures of the GPUs alone."""
+    told = observed(0.66, STRAGGLER, held_back=0.6)
+    rows = rows_of(60, seconds=1.5, observed=told | {"gpu": told["gpu"] | {"held_back_rank": 7}})
+    none = {"utilization": 0.9, "held_back": None, "held_back_rank": None, "held_back_host": None}
+    rows[-1]["observed"] = told | {"gpu": none}
+    judged = speed(rows, PLAN)
+    assert judged is not None and [one.cause for one in judged.slow] == ["straggler", "throttling"]
+    assert "by the driver" not in judged.slow[0].words and judged.slow[1].words.endswith("worst on rank 7, algo-2")
+
+
+def test_without_a_plan_clocks_that_are_held_back_count_where_the_job_is_slower_than_it_was() -> None:
+    told = observed(None, held_back=0.6)
+    usual = speed(rows_of(60, observed=told), {})
+    assert usual is not None and usual.is_below_plan is None and usual.slow == ()
+    # A single fast step is no better time.
+    once = [*rows_of(53, seconds=1.5, observed=told), *rows_of(1, first_step=54, observed=told)]
+    lucky = speed(once, {})
+    assert lucky is not None and lucky.slow == ()
+    slower = [*rows_of(40, observed=told), *rows_of(40, first_step=41, seconds=1.5, observed=told)]
+    judged = speed(slower, {})
+    assert judged is not None and [one.cause for one in judged.slow] == ["throttling"]
+    assert "by the driver" in judged.slow[0].words
+
+
 def test_a_job_that_keeps_up_is_not_slow_and_one_unlucky_window_is_no_straggler(record: JobRecord) -> None:
     once = [*rows_of(50, observed=observed(0.97)), *rows_of(9, first_step=51), *rows_of(1, first_step=60)]
     once[-1]["observed"] = observed(0.97, STRAGGLER)

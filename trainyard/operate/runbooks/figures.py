@@ -93,11 +93,13 @@ def speed(
     parts = {name: _total(window, name) for name in _phases(window)}
     total = sum(float(row["step_seconds"]) for row in window) or 1.0
     shares = {name: seconds / total for name, seconds in parts.items()}
-    best = min(_median(warm[begin : begin + WINDOW], "step_seconds") for begin in range(0, len(warm), WINDOW // 2))
+    begins = range(0, max(1, len(warm) - WINDOW + 1), WINDOW // 2)
+    best = min(_median(warm[begin : begin + WINDOW], "step_seconds") for begin in begins)
     # The trainer's own: it knows whether it runs on the machine that was planned.
     of_plan = _number_at(window, ("observed", "throughput", "of_plan"))
     is_below = None if of_plan is None else of_plan < least_of_plan
-    found = _causes(warm, window, shares, planned, is_below)
+    is_slow = step > SLOWER * best if is_below is None else is_below
+    found = _causes(warm, window, shares, planned, is_below, is_slow=is_slow)
     return Speed(len(window), step, of_plan, is_below, min(1.0, best / step if step else 1.0), shares, tuple(found))
 
 
@@ -107,16 +109,21 @@ def _causes(
     shares: Mapping[str, float],
     planned: Mapping[str, float],
     is_below_plan: bool | None,
+    *,
+    is_slow: bool,
 ) -> list[Slowness]:
+    """`is_slow`: below the plan, or below the job's own better times where there is no plan."""
     found = []
     if shares.get("data", 0.0) > DATA_SHARE:
         found.append(Slowness("data", f"{100 * shares['data']:.0f}% of the time is spent waiting for data"))
     if shares.get("checkpoint", 0.0) > CHECKPOINT_SHARE:
         found.append(Slowness("checkpoint", f"{100 * shares['checkpoint']:.0f}% of the time is blocked by saves"))
-    held_back = "" if is_below_plan is False else _held_back(window)
-    straggler = _straggler(warm)
+    hot_rank, held_back = _held_back(window) if is_slow else (None, "")
+    slow_rank, straggler = _straggler(warm)
     if straggler:
-        # The others' wait for it is exposed communication: one cause, not two. So are clocks that are held back.
+        # The others' wait for it is exposed communication: one cause, not two. So are its own clocks, held back.
+        if held_back and hot_rank != slow_rank:
+            return [*found, Slowness("straggler", straggler), Slowness("throttling", held_back)]
         return [*found, Slowness("straggler", "; ".join(filter(None, (straggler, held_back))))]
     throttled = held_back or _throttled(warm, window)
     if throttled:
@@ -125,30 +132,34 @@ def _causes(
     return [*found, Slowness("communication", waits)] if waits else found
 
 
-def _straggler(warm: Sequence[Row]) -> str:
-    """The rank that the newest comparison of the ranks names, and half of the last few; once named is bad luck."""
+def _straggler(warm: Sequence[Row]) -> tuple[int | None, str]:
+    """The rank that the newest comparison of the ranks names, and half of the last few, and words for it; once named
+    is bad luck, and no words."""
     compared = [row["observed"]["stragglers"] for row in warm if "stragglers" in (row.get("observed") or {})]
     compared = compared[-COMPARISONS:]
     named = Counter((int(one["rank"]), str(one["host"])) for found in compared for one in found)
     if not named or not compared[-1]:
-        return ""
+        return None, ""
     (rank, host), count = named.most_common(1)[0]
     mine = [one for found in compared for one in found if int(one["rank"]) == rank]
     if count < max(2, math.ceil(len(compared) / 2)):
-        return ""
+        return None, ""
     ratios = [float(one["own_seconds"]) / float(one["peers_seconds"]) for one in mine if one["peers_seconds"]]
     ratio = f", {statistics.median(ratios):.1f} times as long as its like" if ratios else ""
-    return f"rank {rank} on {host} was the slow one in {count} of the last {len(compared)} comparisons{ratio}"
+    return rank, f"rank {rank} on {host} was the slow one in {count} of the last {len(compared)} comparisons{ratio}"
 
 
-def _held_back(window: Sequence[Row]) -> str:
-    """What the GPUs' driver says of their clocks (`trainer.observe.gpu_use`); empty where it says nothing of the kind,
-    or nothing at all."""
-    share = _number_at(window, BY_NAME["gpu_held_back"].path)
+def _held_back(window: Sequence[Row]) -> tuple[int | None, str]:
+    """What the GPUs' driver says of their clocks (`trainer.observe.gpu_use`): the worst one's rank, and words; none
+    where it says nothing of the kind, or nothing at all."""
+    meter = BY_NAME["gpu_held_back"]
+    # The newest row that has the figure: later ones may tell of other GPU figures alone.
+    row = next((row for row in reversed(window) if _number(meter.read(row)) is not None), {})
+    share = meter.read(row)
     if share is None or share < HELD_BACK_SHARE:
-        return ""
-    told = next(row["observed"]["gpu"] for row in reversed(window) if (row.get("observed") or {}).get("gpu"))
-    return (
+        return None, ""
+    told = row["observed"]["gpu"]
+    return told.get("held_back_rank"), (
         f"heat, the power brake or the hardware kept GPU clocks down {100 * share:.0f}% of the time, by the driver: "
         f"worst on rank {told.get('held_back_rank')}, {told.get('held_back_host')}"
     )
