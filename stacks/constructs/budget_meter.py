@@ -65,7 +65,8 @@ class BudgetMeter(Construct):
             "Schedule",
             description=f"When the budget of tenant {tenant.name} is looked at: by the clock, and as its jobs end",
             schedule=events.Schedule.rate(EVERY),
-            # By an end at once: what a job has taken is final then, and may be the last of the quota.
+            # By an end at once: what a job has taken is final then, but for a warm pool's waiting, and may be the last
+            # of the quota. Of many that end at once each has its look: what one has stopped another stops in vain.
             event_pattern=events.EventPattern(
                 source=["aws.sagemaker"],
                 detail_type=["SageMaker Training Job State Change"],

@@ -236,6 +236,36 @@ def test_a_job_that_cant_be_stopped_leaves_no_other_running(
     assert answer["stopped"] == (["acme-c"] if queues else ["acme-runs"]) and len(answer["failed"]) == 1
 
 
+@pytest.mark.parametrize("queues", [(), ("arn:q",)])
+def test_a_job_that_ended_or_was_stopped_meanwhile_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients, queues: tuple[str, ...]
+) -> None:
+    """Each end of a job starts a look, so that of many that are stopped at once several look together."""
+
+    def refused(name: str) -> None:
+        clients.jobs["acme-runs"] = clients.jobs["acme-runs"] | {"TrainingJobStatus": "Stopping"}
+        clients.queued.clear()
+        raise OSError(f"{name} has ended")
+
+    monkeypatch.setattr(clients, "_check", refused)
+    answer = looked(monkeypatch, clients, queues=queues, monthly_usd=0.000001, when_spent="stop")
+    assert (answer["stopped"], answer["failed"]) == (["acme-b"] if queues else ["acme-runs"], [])
+
+
+@pytest.mark.parametrize("queues", [(), ("arn:q",)])
+def test_a_job_of_which_nobody_knows_whether_it_ended_is_told_as_refused(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients, queues: tuple[str, ...]
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        monkeypatch.setattr(clients, "describe_training_job", refused)
+        monkeypatch.setattr(clients, "_list_service_jobs", refused)
+        raise OSError("no route")
+
+    monkeypatch.setattr(clients, "_check", refused)
+    with pytest.raises(RuntimeError, match=r"not stopped: acme-(runs|b): OSError: no route"):
+        looked(monkeypatch, clients, queues=queues, monthly_usd=0.000001, when_spent="stop")
+
+
 def test_an_ended_job_is_asked_for_again_as_long_as_its_warm_pool_waits(
     monkeypatch: pytest.MonkeyPatch, clients: Clients
 ) -> None:

@@ -104,21 +104,25 @@ def stop_all(
     """Ends what runs, and what waits in training queues: Batch would start it, and again what SageMaker alone ended.
 
     (names of what was told to end, a line for each that couldn't be): one that fails leaves none of the others running.
+    What ended meanwhile, or was stopped by another look (each end of a job starts one), is as good as told; told twice
+    it saves once.
     """
     stopped: list[str] = []
     failed: list[str] = []
 
-    def attempt(name: str, end: Callable[[], Any]) -> None:
+    def attempt(name: str, end: Callable[[], Any], runs: Callable[[], bool]) -> None:
         try:
             end()
         except Exception as error:  # whatever it was, the next one must be tried
-            failed.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
-        else:
-            stopped.append(name)
+            if not _is_over(runs):
+                failed.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
+                return
+        stopped.append(name)
 
     if not settings["queues"]:
         for name in running:
-            attempt(name, partial(sagemaker.stop_training_job, TrainingJobName=name))
+            runs = partial(_runs, sagemaker, name)
+            attempt(name, partial(sagemaker.stop_training_job, TrainingJobName=name), runs)
     for queue in settings["queues"]:
         for state in QUEUE_STATES:
             try:
@@ -127,8 +131,24 @@ def stop_all(
                 failed.append(f"{queue}: {type(error).__name__}: {' '.join(str(error).split())}")
                 continue
             for job in waiting:
-                attempt(job["jobName"], partial(batch.terminate_service_job, jobId=job["jobId"], reason=REASON))
+                end = partial(batch.terminate_service_job, jobId=job["jobId"], reason=REASON)
+                attempt(job["jobName"], end, partial(_is_queued, batch, queue, settings["tenant"], job["jobId"]))
     return stopped, failed
+
+
+def _is_over(runs: Callable[[], bool]) -> bool:
+    try:
+        return not runs()
+    except Exception:  # nobody knows; so the refusal is told
+        return False
+
+
+def _runs(sagemaker: Any, name: str) -> bool:
+    return bool(sagemaker.describe_training_job(TrainingJobName=name)["TrainingJobStatus"] == "InProgress")
+
+
+def _is_queued(batch: Any, queue: str, tenant: str, job_id: str) -> bool:
+    return any(job["jobId"] == job_id for state in QUEUE_STATES for job in _queued(batch, queue, tenant, state))
 
 
 def _queued(batch: Any, queue: str, tenant: str, state: str) -> list[dict[str, Any]]:
