@@ -1,6 +1,7 @@
 """Jobs on this machine: the supervisor's life, told apart from its death, with a trainer that plays a script."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -11,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch_testing import job_content
@@ -209,6 +209,7 @@ def test_a_second_supervisor_leaves_quietly(place: Path, tmp_path: Path) -> None
     wait_until(lambda: (directory / "log.txt").exists() and "step=1" in (directory / "log.txt").read_text())
     supervise(directory)
     assert is_running(directory)
+    assert (directory / "outcome.room").stat().st_size == 16 << 10, "kept while there is room"
     assert sorted((directory / "output" / "starts").read_text().split()) == ["0", "1"]
 
 
@@ -254,23 +255,85 @@ def test_a_host_that_could_not_say_why_is_told_by_its_end(tmp_path: Path) -> Non
     (tmp_path / "host").mkdir()
     (tmp_path / "host/failure").write_text("rank 0: OSError: no space\nmore\n")
     assert failure_reason(tmp_path, 1) == "rank 0: OSError: no space"
+    (tmp_path / "host/failure").unlink()
+    (tmp_path / "host/failure").symlink_to("rank 0: //host/a: no space")
+    assert failure_reason(tmp_path, 1) == "rank 0: //host/a: no space", "on a full disk a link may be all there is"
 
 
-def test_how_a_job_ended_is_written_down_once_a_full_disk_has_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+OUTCOME = {"attempt": 1, "state": "Completed", "note": "", "ended_at": "2026-01-31T12:00:00+00:00", "seconds": 2.0}
+OUTCOME |= {"exit_code": 0, "failure": "x" * 9000}
+
+
+class Disk:
+    """A full one: files keep their blocks and get no more; or it takes no write at all for so many."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refusals: int = 0, error: int = errno.ENOSPC) -> None:
+        self.num_refused = 0
+        honest = os.write
+
+        def written(descriptor: int, content: bytes) -> int:
+            room = os.fstat(descriptor).st_size - os.lseek(descriptor, 0, os.SEEK_CUR)
+            if room <= 0 or self.num_refused < refusals:
+                self.num_refused += 1
+                raise OSError(error, os.strerror(error))
+            return honest(descriptor, content[:room])
+
+        monkeypatch.setattr(os, "write", written)
+        monkeypatch.setattr(local_supervisor, "_OUTCOME_PAUSE_SECONDS", 0)
+
+
+def ended(folder: Path) -> None:
+    local_supervisor._write_in_the_end(folder / "outcome.json", OUTCOME)
+
+
+@pytest.mark.parametrize("refusals", [0, 2])
+def test_how_a_job_ended_finds_room_on_a_full_disk(
+    refusals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusals = [OSError(errno.ENOSPC, "No space left on device")] * 2
-    honest = Path.write_text
+    local_supervisor._keep_room(tmp_path / local_supervisor.ROOM)
+    disk = Disk(monkeypatch, refusals=refusals)
+    ended(tmp_path)
+    assert json.loads((tmp_path / "outcome.json").read_text()) == OUTCOME and disk.num_refused == refusals
+    assert not (tmp_path / local_supervisor.ROOM).exists(), "it became the outcome"
 
-    def written(path: Path, text: str, *rest: Any, **options: Any) -> int:
-        if refusals:
-            raise refusals.pop()
-        return honest(path, text, *rest, **options)
 
-    monkeypatch.setattr(Path, "write_text", written)
-    monkeypatch.setattr(local_supervisor, "_OUTCOME_PAUSE_SECONDS", 0)
-    local_supervisor._write_in_the_end(tmp_path / "outcome.json", {"state": "Completed"})
-    assert json.loads((tmp_path / "outcome.json").read_text()) == {"state": "Completed"}
-    refusals.extend([OSError(errno.ENOSPC, "No space left on device")] * 100)
-    with pytest.raises(OSError, match="No space left"):
-        local_supervisor._write_in_the_end(tmp_path / "outcome.json", {})
+def test_another_refusal_than_a_full_disks_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch, refusals=99, error=errno.EACCES)
+    with pytest.raises(PermissionError):
+        ended(tmp_path)
+    assert disk.num_refused == 1
+
+
+def test_a_job_that_completed_is_no_failed_one_where_a_full_disk_takes_nothing(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalBackend, "submit", lambda *_: None)
+    record = launch_here(local_spec(tmp_path, "fine"), place)
+    directory = place / record.job_id
+    (directory / "process.json").write_text(json.dumps({"attempt": 1, "started_at": "2026-01-31T11:00:00+00:00"}))
+    Disk(monkeypatch, refusals=99)
+    ended(directory)
+    seen = LocalBackend(place).observe(record)
+    assert seen is not None and (seen.state, seen.running_seconds) == ("Completed", 2.0)
+    assert set(seen.failure) == {"x"} and len(seen.failure) < 1000, "as much as a link holds"
+
+
+def test_a_full_disk_keeps_no_job_from_being_stopped(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalBackend, "submit", lambda *_: None)
+    record = launch_here(local_spec(tmp_path, "fine"), place)
+    directory = place / record.job_id
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with subprocess.Popen(["sleep", "600"]) as supervisor, (directory / "running.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (directory / "process.json").write_text(json.dumps({"attempt": 1, "pid": supervisor.pid}))
+            monkeypatch.setattr(Path, "touch", full)
+            LocalBackend(place).stop(record)
+            assert supervisor.wait(timeout=60) == -signal.SIGTERM
+        finally:
+            supervisor.kill()

@@ -4,9 +4,10 @@ A job's directory is its checkpoint destination too: checkpoints/, with metrics.
 Beside them lie record.json, resolved_job.json, output/ (the trainer's own, always up to date, and recovery.jsonl),
 host/ (of the host that runs the ranks: `failure`, and what is of no use afterwards), log.txt, and three files of the
 supervisor: process.json (its pid), running.lock (held while it lives, so that even `kill -9` is noticed) and
-outcome.json (how the attempt ended).
+outcome.json (how the attempt ended; outcome.room until then, so that a full disk has room for it).
 """
 
+import contextlib
 import fcntl
 import importlib.util
 import json
@@ -117,7 +118,8 @@ class LocalBackend:
         process = _read(directory / "process.json")
         if process is None or not is_running(directory):
             return
-        (directory / "stop_requested").touch()
+        with contextlib.suppress(OSError):  # it is for the state's name alone; a full disk must not keep a job running
+            (directory / "stop_requested").touch()
         os.kill(process["pid"], signal.SIGTERM)
 
     def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
@@ -171,8 +173,10 @@ def trainer_environment() -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """A supervisor's file; on a full disk it may be a link that leads to the content. None where there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = os.readlink(path) if path.is_symlink() else path.read_text(encoding="utf-8")  # noqa: PTH115  # as it is
+        content = json.loads(text)
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

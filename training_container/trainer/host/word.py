@@ -41,7 +41,8 @@ def tell_somehow(path: Path, line: str, more: str, room: Path) -> None:
     """Make `path` a file of the line and what follows it, or of the line alone, or at least a link that leads to it.
 
     The link is for file systems that write elsewhere what is written over (ZFS, under FSx for Lustre), where the room
-    may take nothing: names are kept apart there from what files hold. `first_line` reads both.
+    may take nothing: names are kept apart there from what files hold. `first_line` reads both, as
+    do Slurm's script and the supervisor of a local job.
     """
     for text in (f"{line}\n{more}", f"{line}\n"):
         with suppress(OSError):
