@@ -322,6 +322,34 @@ def test_jobs_of_a_partition_that_was_taken_away_can_still_be_seen_and_stopped(
         backend.check(record.with_next_attempt())
 
 
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_on_a_full_disk_what_waits_is_stopped_and_of_what_runs_is_said_what_it_takes(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = record_of(cluster_job())
+    folder, programs = Path(here_directory(tmp_path, record)), tmp_path / "programs"
+    for one in (folder, programs):
+        one.mkdir(parents=True)
+    (folder / "submitted").write_text("attempt=1\nid=12\n")
+    full = "echo \"touch: cannot touch '$1': No space left on device\" >&2; exit 1"
+    for name, text in {"squeue": f"echo {state}", "scancel": f'echo "$@" >> {tmp_path}/told', "touch": full}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    backend = SlurmBackend(HereShell(), here_places(tmp_path), lambda one: here_directory(tmp_path, one))
+    if state == "PENDING":
+        backend.stop(record)
+        assert (tmp_path / "told").read_text() == "12\n"
+        return
+    words = rf"its folder takes no file \(No space left on device\), .*: make room in {folder}, or `scancel 12`"
+    with pytest.raises(InputError, match=words):
+        backend.stop(record)
+    assert not (tmp_path / "told").exists()
+    (programs / "touch").unlink()
+    backend.stop(record)
+    assert (tmp_path / "told").read_text() == "--signal=TERM --batch 12\n" and (folder / "stop_requested").exists()
+
+
 def test_the_folder_that_is_looked_at_is_the_one_that_was_submitted_to(tmp_path: Path) -> None:
     for slurm in ({}, {"directory": "/shared/jobs"}):
         record = record_of(cluster_job(slurm=slurm))

@@ -95,19 +95,29 @@ done
 exit 0
 """
 )
+_NO_ROOM = 4
+"""Exit code of a stop that its folder takes no word of."""
 _STOP = (
     _HELPERS
+    + f"no_room={_NO_ROOM}\n"
     + r"""
 cd "$1" || exit 1
 id=$(value submitted id)
 state=$(state_of "$id") || exit 1
-# Without the file, on a full disk, the job would save and start again.
-touch stop_requested || exit 1
+if said=$(touch stop_requested 2>&1); then is_written=yes; else is_written=""; fi
 case "$state" in
   "" | FORGOTTEN) ;;
   PENDING | SUSPENDED | CONFIGURING | REQUEUED | REQUEUE_HOLD) scancel "$id" ;;
-  # Its script tells the ranks, which save; Slurm alone would kill them after KillWait.
-  *) scancel --signal=TERM --batch "$id" ;;
+  *)
+    # Without the file, on a full disk, the job would save and start again.
+    if [ -z "$is_written" ]; then
+      echo "its folder takes no file (${said##*: }), and it would start again after its save:" \
+        "make room in $PWD, or \`scancel $id\` on the cluster, which leaves it Slurm's KillWait to save" >&2
+      exit "$no_room"
+    fi
+    # Its script tells the ranks, which save; Slurm alone would kill them after KillWait.
+    scancel --signal=TERM --batch "$id"
+    ;;
 esac
 """
 )
@@ -238,6 +248,8 @@ class SlurmBackend:
     def stop(self, record: JobRecord) -> None:
         """A job that runs saves and ends, within the time that SageMaker gives too; one that waits is cancelled."""
         answer = self._shell.run(_STOP, self._directory_of(record))
+        if answer.code == _NO_ROOM:
+            raise InputError(f"job {record.job_id}: not stopped: {answer.words}")
         if answer.code:
             raise InputError(f"job {record.job_id}: Slurm did not stop it: {_without_prefix(answer.words)}")
 
