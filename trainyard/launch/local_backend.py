@@ -103,7 +103,8 @@ class LocalBackend:
             return Observation(state="Stopping" if stopping else "Training", transitions=(started,))
         return Observation(
             state="Failed",
-            failure="its supervisor was killed, or the machine restarted",
+            failure="its supervisor was killed, the machine restarted, or a full disk took no word of the end; log.txt may"
+            " say more",
             transitions=(started,),
         )
 
