@@ -104,7 +104,19 @@ def test_entrypoint_can_report_a_broken_torch() -> None:
     assert len(host) > 4 and names
     assert [name for name in names if name.split(".")[0] in {"torch", "transformers", "deepspeed"}] == []
     inner = {name.split(".")[1] for name in names if name.startswith("trainer.")}
-    assert inner <= {"host", "heartbeat", "leaving", "speech", "entrypoint"}, "what these import loads no torch either"
+    rooms = {"host", "heartbeat", "leaving", "speech", "entrypoint", "checkpoint"}
+    assert inner <= rooms, "what these import loads no torch either"
+    of_checkpoints = {name.split(".")[2] for name in names if name.startswith("trainer.checkpoint.")}
+    assert of_checkpoints == {"destination"}, "held below: the rest of that room has torch"
+
+
+def test_where_checkpoints_lie_is_known_without_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; sys.modules['torch'] = None\nimport trainer.checkpoint.destination, trainer.host.losses"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("forbidden", ["torch", "boto3", "aws_cdk", "sagemaker", "rich", "typer", "moto"])

@@ -1,5 +1,6 @@
 """Hosts that are lost again and again: what the others say at the third time, and to whom it means what."""
 
+import errno
 import json
 import signal
 from pathlib import Path
@@ -9,7 +10,8 @@ import boto3
 import pytest
 from moto import mock_aws
 from test_entrypoint import failure, opt_ml, running, wait_for
-from trainer.host.losses import LOSSES_FILE, MOST_LOSSES, LostHosts
+from trainer.checkpoint import destination as destinations
+from trainer.host.losses import _SECONDS, LOSSES_FILE, MOST_LOSSES, LostHosts
 from trainer.host.recovery import Ending
 from trainer_testing.distributed import free_port
 
@@ -19,6 +21,9 @@ from trainyard.functions.retry_rules import PREFIX, retry_rules
 
 LOST = Ending(1, "host algo-2 is gone: its entrypoint was killed, or the network parted")
 FIRST_LOST = Ending(1, "the first host (10.0.0.9) is gone: its entrypoint was killed, or the network parted")
+
+
+NEW_CLIENT = destinations.s3_client
 
 
 def start(destination: object, *, index: int = 0, **settings: str) -> LostHosts:
@@ -86,6 +91,38 @@ def test_a_place_that_takes_nothing_costs_the_count_alone(tmp_path: Path, capsys
     assert "lost_hosts.jsonl can't be kept at" in capsys.readouterr().out
 
 
+def test_a_folder_that_no_save_has_made_yet_is_made(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs/tiny"
+    said = [start(folder).judged(LOST).reason for _ in range(MOST_LOSSES)]
+    assert said[-2] == LOST.reason and "3 times in a row before the first checkpoint" in said[-1]
+    assert [path.name for path in folder.iterdir()] == [LOSSES_FILE]
+
+
+def test_a_full_disk_keeps_the_rows_so_far_and_no_half_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path).judged(LOST)
+    rows = (tmp_path / LOSSES_FILE).read_text()
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(destinations, "sync", full)
+    assert start(tmp_path).judged(LOST) == LOST
+    assert "No space left on device" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == [LOSSES_FILE]
+    assert (tmp_path / LOSSES_FILE).read_text() == rows
+
+
+def test_another_job_at_the_same_place_counts_its_own(tmp_path: Path) -> None:
+    first, second = ({"TRAINYARD_JOB_ID": f"acme-tiny-{number}", "TRAINYARD_ATTEMPT": "1"} for number in (1, 2))
+    for _ in range(MOST_LOSSES - 1):
+        assert start(tmp_path, **first).judged(LOST) == LOST
+    for _ in range(MOST_LOSSES - 1):
+        assert start(tmp_path, **second).judged(LOST) == LOST
+    assert all(start(tmp_path, **job).judged(LOST) != LOST for job in (first, second))
+
+
 def test_half_a_row_is_passed_over(tmp_path: Path) -> None:
     for _ in range(MOST_LOSSES - 1):
         start(tmp_path).judged(LOST)
@@ -94,7 +131,26 @@ def test_half_a_row_is_passed_over(tmp_path: Path) -> None:
     assert start(tmp_path).judged(LOST) != LOST
 
 
+def as_a_job_may(*, in_haste: bool = False) -> Any:
+    """The client, whose role may list below `jobs/tiny` alone: so S3 names no key that is missing, it refuses."""
+    client = NEW_CLIENT(in_haste=in_haste)
+
+    def get(parsed: dict[str, Any], **_: Any) -> None:
+        if parsed.get("Error", {}).get("Code") == "NoSuchKey":
+            parsed["Error"]["Code"] = "AccessDenied"
+
+    def list_objects(params: dict[str, Any], **_: Any) -> None:
+        if not params.get("Prefix", "").startswith("jobs/tiny/"):
+            raise PermissionError("s3:ListBucket")
+
+    client.meta.events.register("after-call.s3.GetObject", get)
+    client.meta.events.register("before-parameter-build.s3.ListObjectsV2", list_objects)
+    assert client.meta.config.read_timeout < _SECONDS, "the answer would come after the host's end"
+    return client
+
+
 def test_on_s3_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(destinations, "s3_client", as_a_job_may)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -106,6 +162,22 @@ def test_on_s3_too(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = s3.get_object(Bucket="acme", Key=f"jobs/tiny/{LOSSES_FILE}")["Body"].read().splitlines()
     assert said[-2] == LOST.reason and said[-1].startswith("3 times in a row since step 7 was saved")
     assert [json.loads(row)["step"] for row in rows] == [7] * MOST_LOSSES
+
+
+@pytest.mark.parametrize("place", ["folder", "s3"])
+def test_a_file_is_told_from_those_whose_names_begin_so(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    with mock_aws():
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="acme")
+        there = destinations.open_destination(str(tmp_path) if place == "folder" else "s3://acme/jobs/tiny")
+        assert not there.has("rows.jsonl")
+        for name in ("rows.jsonl.old", "rows/jsonl"):
+            there.put_bytes(name, b"")
+            assert there.has(name)
+        assert not there.has("rows.jsonl") and not there.has("rows")
 
 
 def lose_the_second(root: Path, destination: Path) -> tuple[str, int]:
@@ -130,7 +202,6 @@ def lose_the_second(root: Path, destination: Path) -> tuple[str, int]:
 
 
 def test_the_entrypoint_gives_up_at_the_third_loss(tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
     for _ in range(MOST_LOSSES - 1):
         start(tmp_path / "shared").judged(LOST)
     reason, code = lose_the_second(tmp_path, tmp_path / "shared")

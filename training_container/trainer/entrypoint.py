@@ -16,7 +16,7 @@ Imports no torch, so that it can tell of a broken one.
 
 In the environment: TRAINYARD_JOB_ID, the job's id, which ends with the time of its launch, TRAINYARD_ATTEMPT, which
 submission of it this is, and TRAINYARD_ASKED_ATTEMPT, the newest one that a person asked for (absent: this one); for
-the meters of how long it was waited for (trainer.observe.away).
+the meters of how long it was waited for (trainer.observe.away), and for the count of lost hosts.
 
 Flags in the environment, for tests and the emulator, absent on SageMaker:
 - TRAINYARD_OPT_ML: the tree's root instead of /opt/ml.

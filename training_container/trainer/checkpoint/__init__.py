@@ -24,8 +24,27 @@ this host, through the page cache or past it), `delivery` (the way to the destin
 `checkpointer` (the flow).
 """
 
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.interval import Interval, best_interval_seconds
-from trainer.checkpoint.restore import CheckpointInfo, SpoiledError
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.checkpointer import Checkpointer
+    from trainer.checkpoint.interval import Interval, best_interval_seconds
+    from trainer.checkpoint.restore import CheckpointInfo, SpoiledError
 
 __all__ = ["CheckpointInfo", "Checkpointer", "Interval", "SpoiledError", "best_interval_seconds"]
+
+_MODULES = {
+    "CheckpointInfo": "restore",
+    "Checkpointer": "checkpointer",
+    "Interval": "interval",
+    "SpoiledError": "restore",
+    "best_interval_seconds": "interval",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """These bring torch; the entrypoint, which must tell of a broken one, has `destination` without it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder, or a prefix of an S3 bucket. Names are relative, with slashes."""
+"""Where checkpoints lie: a folder, or a prefix of an S3 bucket. Names are relative, with slashes. No torch."""
 
 import errno
 import glob
@@ -91,6 +91,14 @@ class Destination(ABC):
         return self.read_into(name, start=start, memory=memory)
 
     @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name.
+
+        To be asked before a read of what may not be there: to who may list below a prefix alone, as a job's role may,
+        S3 refuses that read, and doesn't say that a key is missing.
+        """
+
+    @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]:
         """Name -> bytes of every file below the folder `prefix`."""
 
@@ -107,10 +115,10 @@ class Destination(ABC):
         return None
 
 
-def open_destination(uri: str) -> Destination:
-    """The destination that `uri` names: s3://bucket/prefix or a local path."""
+def open_destination(uri: str, *, in_haste: bool = False) -> Destination:
+    """The destination that `uri` names: s3://bucket/prefix or a local path. `in_haste`: see s3_client."""
     if uri.startswith("s3://"):
-        return S3Destination(uri)
+        return S3Destination(uri, in_haste=in_haste)
     if "://" in uri:
         raise InputError(f"checkpoint.destination {uri}: must be an s3:// prefix or a folder")
     return LocalDestination(Path(uri))
@@ -180,6 +188,11 @@ class LocalDestination(Destination):
         """See Destination."""
         with _os_errors(f"read {self._root / name}"):
             return read_once_at(self._root / name, start, memory)
+
+    def has(self, name: str) -> bool:
+        """See Destination."""
+        with _os_errors(f"look for {self._root / name}"):
+            return (self._root / name).is_file()
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """See Destination."""
@@ -257,8 +270,11 @@ def _os_errors(what: str) -> Iterator[None]:
         ) from error
 
 
-def s3_client() -> Any:
-    """The SDK's client for S3, as every reader and writer of the trainer uses it; a thread may share it."""
+def s3_client(*, in_haste: bool = False) -> Any:
+    """The SDK's client for S3, as every reader and writer of the trainer uses it; a thread may share it.
+
+    `in_haste`: for who has seconds left, and would rather do without the answer than wait for it.
+    """
     import boto3
     from botocore.config import Config
 
@@ -267,9 +283,9 @@ def s3_client() -> Any:
     return boto3.session.Session().client(
         "s3",
         config=Config(
-            retries={"mode": "standard", "total_max_attempts": 3},
-            connect_timeout=10,
-            read_timeout=60,
+            retries={"mode": "standard", "total_max_attempts": 2 if in_haste else 3},
+            connect_timeout=2 if in_haste else 10,
+            read_timeout=4 if in_haste else 60,
             max_pool_connections=20,
             s3={"addressing_style": "path" if private else "auto"},
         ),
@@ -282,7 +298,7 @@ class S3Destination(Destination):
     Encryption is the bucket's default key. The endpoint is AWS_ENDPOINT_URL where that is set, as for every SDK.
     """
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, *, in_haste: bool = False) -> None:
         from boto3.s3.transfer import TransferConfig
 
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
@@ -291,7 +307,7 @@ class S3Destination(Destination):
         self._bucket = bucket
         self._prefix = prefix.strip("/")
         self.uri = f"s3://{bucket}/{self._prefix}".rstrip("/")
-        self._client: Any = s3_client()
+        self._client: Any = s3_client(in_haste=in_haste)
         self._transfer = TransferConfig(
             multipart_threshold=_MULTIPART_BYTES, multipart_chunksize=_MULTIPART_BYTES, max_concurrency=10
         )
@@ -335,6 +351,14 @@ class S3Destination(Destination):
                         return num_read
                     at, num_read = at + count, num_read + count
         return num_read
+
+    def has(self, name: str) -> bool:
+        """See Destination."""
+        key = self._key(name)
+        with self._s3_errors("list", name):
+            # A key comes before all that begin with it.
+            answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=key, MaxKeys=1)
+        return any(entry["Key"] == key for entry in answer.get("Contents", ()))
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """See Destination."""

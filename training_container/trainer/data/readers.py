@@ -143,7 +143,7 @@ def files_of(source: DataSource, *, streaming: bool = False) -> list[DataFile]:
     `streaming`: s3:// is read where it lies; InputError without.
     """
     if streaming and source.path.startswith("s3://"):
-        from trainer.data.s3_files import list_s3  # brings torch, by way of the checkpoints' room
+        from trainer.data.s3_files import list_s3  # only who streams needs it
 
         return list_s3(source)
     return [LocalFile.at(path) for path in local_files(source)]

@@ -29,7 +29,7 @@ from trainer.data.tokenizer import TextTokenizer
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
-if TYPE_CHECKING:  # it brings torch, by way of the checkpoints' room
+if TYPE_CHECKING:  # only who shares units with other hosts needs it
     from trainer.data.shared_units import SharedUnits
 
 _FORMAT_VERSION = 2

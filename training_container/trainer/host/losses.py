@@ -5,36 +5,39 @@ any further they can't tell. So the hosts that are left say it themselves: at th
 checkpoint they give, in place of the words by which these start a job again, a diagnosis.
 """
 
-import contextlib
 import json
-import os
 import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.host.hosts import LOST_HOST
 from trainer.host.recovery import Ending
 from trainer.speech import say
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.destination import Destination
 
 LOSSES_FILE = "lost_hosts.jsonl"
 MOST_LOSSES = 3
 """As of failures at one step in place: the third is not for want of luck."""
 _SECONDS = 8.0
 """For all that is asked of the destination: a host that SageMaker has told to stop is killed soon."""
-_COMMITTED = re.compile(r"checkpoints/step-(\d+)/COMMITTED$")
+_CHECKPOINTS = "checkpoints"
+_COMMITTED = re.compile(r"step-(\d+)/COMMITTED$")
 
 
 class LostHosts:
     """A host's look at the losses of the job's starts."""
 
     def __init__(self, destination: str, *, index: int, settings: Mapping[str, str]) -> None:
-        """`index`: this host's among the job's. `settings`: the environment, which tells who asked for this start."""
+        """`index`: this host's among the job's. `settings`: the environment, which tells whose start this is and who
+        asked for it."""
         self._destination = destination
         self._index = index
+        self._job = settings.get("TRAINYARD_JOB_ID", "")
         self._asked = settings.get("TRAINYARD_ASKED_ATTEMPT") or settings.get("TRAINYARD_ATTEMPT", "")
         self._began_at = time.time()
 
@@ -61,15 +64,31 @@ class LostHosts:
 
         One host notes it: the first, or the second where it is the first that is gone. All count.
         """
-        place = _S3Place(self._destination) if self._destination.startswith("s3://") else _Folder(self._destination)
-        step = max((int(found[1]) for name in place.names() if (found := _COMMITTED.search(name))), default=0)
-        rows = [row for line in place.read().splitlines() if (row := _row(line))]
+        # Here, since it brings numpy: who is to tell of what can't be imported needs nothing that comes with torch.
+        from trainer.checkpoint.destination import open_destination
+
+        place = open_destination(self._destination, in_haste=True)
+        step = _newest_step(place)
+        text = place.get_bytes(LOSSES_FILE).decode(errors="replace") if place.has(LOSSES_FILE) else ""
+        rows = [row for line in text.splitlines() if (row := _row(line))]
         if self._index == int(ending.reason.startswith("the first host")):
-            rows_now = [*rows, {"at": time.time(), "asked": self._asked, "step": step, "reason": ending.reason}]
-            place.write("".join(json.dumps(row) + "\n" for row in rows_now))
-        # Not what another host has just noted of this very loss; and who resumed the job has mended what was wrong.
-        before = [row for row in rows if row.get("at", 0) < self._began_at and row.get("asked") == self._asked]
+            row = {"at": time.time(), "job": self._job, "asked": self._asked, "step": step, "reason": ending.reason}
+            place.put_bytes(LOSSES_FILE, "".join(json.dumps(one) + "\n" for one in [*rows, row]).encode())
+        # Not what another host has just noted of this very loss; nor of a job that was here before (a destination that
+        # its user names may serve again); and who resumed the job has mended what was wrong.
+        own = {"job": self._job, "asked": self._asked}
+        before = [row for row in rows if row.get("at", 0) < self._began_at and own.items() <= row.items()]
         return 1 + _in_a_row(before, step), step
+
+
+def _newest_step(place: "Destination") -> int:
+    """The newest committed step; 0: there is none."""
+    folder = place.folder(_CHECKPOINTS)
+    if folder is None:
+        names = [*place.sizes(_CHECKPOINTS)]
+    else:  # a look at every shard would take a shared file system too long
+        names = [path.as_posix() for path in folder.glob("step-*/COMMITTED")]
+    return max((int(found[1]) for name in names if (found := _COMMITTED.search(name))), default=0)
 
 
 def _in_a_row(rows: Sequence[Mapping[str, Any]], step: int) -> int:
@@ -95,62 +114,3 @@ def _row(line: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return row if isinstance(row, dict) else {}
-
-
-class _Place(Protocol):
-    def names(self) -> Sequence[str]:
-        """Of files of checkpoints."""
-
-    def read(self) -> str:
-        """The losses so far."""
-
-    def write(self, text: str) -> None:
-        """In their place."""
-
-
-class _Folder:
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-
-    def names(self) -> Sequence[str]:
-        return [path.as_posix() for path in self._path.glob("checkpoints/step-*/COMMITTED")]
-
-    def read(self) -> str:
-        with contextlib.suppress(FileNotFoundError):
-            return (self._path / LOSSES_FILE).read_text(encoding="utf-8")
-        return ""
-
-    def write(self, text: str) -> None:
-        partial = self._path / f"{LOSSES_FILE}.new"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self._path / LOSSES_FILE)
-
-
-class _S3Place:
-    def __init__(self, uri: str) -> None:
-        import boto3
-        from botocore.config import Config
-
-        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-        self._bucket, self._prefix = bucket, f"{prefix.strip('/')}/".lstrip("/")
-        # A private endpoint's bucket host names (bucket.localhost) resolve nowhere.
-        private = "AWS_ENDPOINT_URL" in os.environ or "AWS_ENDPOINT_URL_S3" in os.environ
-        style = {"addressing_style": "path" if private else "auto"}
-        config = Config(connect_timeout=2, read_timeout=4, retries={"total_max_attempts": 2}, s3=style)
-        self._s3 = boto3.client("s3", config=config)
-
-    def names(self) -> Sequence[str]:
-        pages = self._s3.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket, Prefix=f"{self._prefix}checkpoints/step-"
-        )
-        return [item["Key"] for page in pages for item in page.get("Contents", [])]
-
-    def read(self) -> str:
-        try:
-            answer = self._s3.get_object(Bucket=self._bucket, Key=self._prefix + LOSSES_FILE)
-        except self._s3.exceptions.NoSuchKey:
-            return ""
-        return str(answer["Body"].read().decode("utf-8"))
-
-    def write(self, text: str) -> None:
-        self._s3.put_object(Bucket=self._bucket, Key=self._prefix + LOSSES_FILE, Body=text.encode())
