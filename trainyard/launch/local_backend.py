@@ -103,8 +103,7 @@ class LocalBackend:
             return Observation(state="Stopping" if stopping else "Training", transitions=(started,))
         return Observation(
             state="Failed",
-            failure="its supervisor was killed, the machine restarted, or a full disk took no word of the end; log.txt may"
-            " say more",
+            failure="its supervisor was killed, the machine restarted, or a full disk took no word of its end",
             transitions=(started,),
         )
 
