@@ -42,11 +42,17 @@ def test_a_line_waits_for_a_reader_that_made_its_pipe_impatient(monkeypatch: pyt
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     line = "x" * 200_000  # more than a pipe holds
-    with os.fdopen(reader, "rb") as told, os.fdopen(writer, "w") as log:
+
+    def speak() -> None:
+        try:
+            speech.say(line)
+        finally:
+            os.close(writer)
+
+    with os.fdopen(reader, "rb") as told, os.fdopen(writer, "w", closefd=False) as log:
         for name in ("stdout", "__stdout__"):
             monkeypatch.setattr(sys, name, log)
-        speaker = threading.Thread(target=speech.say, args=(line,), daemon=True)
+        speaker = threading.Thread(target=speak, daemon=True)
         speaker.start()
-        assert told.read(len(line) + 1).decode() == f"{line}\n"
+        assert told.read().decode() == f"{line}\n"
         speaker.join(timeout=300)
-        assert not speaker.is_alive()
