@@ -1,6 +1,7 @@
 """Checkpoints of one process: committed or not there, whatever breaks."""
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -207,20 +208,34 @@ def test_attachments_are_as_long_as_they_were(
 def test_scratch_without_room_for_an_attachment_costs_no_checkpoint_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Path.open
+    honest, send = Path.open, LocalDestination.put_file
+    halves: list[Path] = []
+    left: list[Path] = []
+
+    class Half(io.FileIO):
+        def write(self, content: Any) -> int:
+            super().write(content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def opened(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
         if mode == "wb" and path.name == "attachment-metrics.jsonl":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            halves.append(path)
+            return Half(path, "wb")
         return honest(path, mode, *rest, **options)
 
+    def sent(self: LocalDestination, name: str, path: Path) -> None:
+        left.extend(half for half in halves if half.exists())
+        send(self, name, path)
+
     monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(LocalDestination, "put_file", sent)
     job = Job(str(tmp_path / "elsewhere"), tmp_path)
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("1\n2\n")
     job.checkpointer.save(2, state(2), {"step": 2}, attachments={metrics.name: metrics})
     assert job.checkpointer.last_error is None
     assert (tmp_path / "elsewhere/metrics.jsonl").read_text() == "1\n2\n"
+    assert halves and left == [], "the disk's last bytes are free while the copy in memory is sent"
     assert not [
         path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and "memfd" in str(path.readlink())
     ]

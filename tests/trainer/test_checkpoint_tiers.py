@@ -3,6 +3,9 @@
 The file is also the program that each rank runs: `python -m test_checkpoint_tiers FOLDER`. One start plays all cases.
 """
 
+import builtins
+import errno
+import io
 import json
 import os
 import shutil
@@ -130,6 +133,25 @@ def case_cut_off(folder: Path) -> dict[str, Any]:
     return {"before": host.checkpoints.last_committed_step, "first": host.said, **host.restore()}
 
 
+def case_cut_off_with_full_scratch(folder: Path) -> dict[str, Any]:
+    """The same where the metrics find no room in scratch: they go through memory, which is given back."""
+    host = Host(folder)
+    host.save(1)
+    cut_off(host, 2)
+    original = io.open
+
+    def refuse(path: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if mode == "wb" and "/staging/" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(path, mode, *rest, **options)
+
+    io.open = builtins.open = refuse  # however it is opened
+    told = host.restore()
+    io.open = builtins.open = original
+    descriptors = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return {**told, "open": [str(path) for path in descriptors if "metrics" in str(path.readlink())]}
+
+
 def case_away_at_load(folder: Path) -> dict[str, Any]:
     """The destination went away between the search and the load."""
     host = Host(folder)
@@ -244,6 +266,9 @@ def test_a_save_that_was_cut_off_is_resumed_and_sent(played: list[dict[str, Any]
     assert of(played, "cut_off", "step") == [2, 2] and of(played, "cut_off", "near") == [True, True]
     assert of(played, "cut_off", "sent") == [True, True]
     assert of(played, "cut_off", "metrics")[0] == '{"step": 2}\n', "its metrics come along, as they were at the load"
+    full = played[0]["cut_off_with_full_scratch"]
+    assert (full["sent"], full["metrics"], full["open"]) == (True, '{"step": 2}\n', [])
+    assert not [line for line in full["said"] if "without its metrics" in line]
     for key, told in (("step", 2), ("near", True), ("sent", True)):
         assert of(played, "away_at_load", key) == [told, told]
 

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from trainer.checkpoint.blocks import write_blocks
-from trainer.checkpoint.delivery import Attachment, Delivery, Promise, attempted
+from trainer.checkpoint.delivery import Attachment, Delivery, Promise, attempted, beginning
 from trainer.checkpoint.destination import (
     RETRY_DELAYS_SECONDS,
     DestinationError,
@@ -143,6 +144,8 @@ class Checkpointer:
         self._restorer = Restorer(self._destination, self._group, self._local_dir, self._retry, report)
         self._staging = self._local_dir / "staging" / f"rank-{rank:05d}"
         shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed run
+        self._copies = ExitStack()
+        """Of what a save sends beside the checkpoint."""
         self._thread: threading.Thread | None = None
         self._swept: set[str] = set()
         self._attached_names: set[str] = set()
@@ -306,6 +309,7 @@ class Checkpointer:
             error = work(save)
         except Exception as failure:  # a lost peer, or a bug: training decides for itself, a save never ends it
             error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+        self._copies.close()
         shutil.rmtree(self._staging, ignore_errors=True)
         if error is not None:
             self._failed(save.step, error)
@@ -611,15 +615,14 @@ class Checkpointer:
         self._start_behind(save, send)
 
     def _copied(self, attachments: Mapping[str, Path]) -> list[tuple[str, Path, int]]:
-        """Copies in scratch: a start cuts its metrics back to the checkpoint while they are sent."""
+        """Copies, until the save ends: a start cuts its metrics back to the checkpoint while they are sent."""
         files = []
         self._attached_names |= set(attachments)
-        self._staging.mkdir(parents=True, exist_ok=True)
         for name, path in attachments.items():
             if path.is_file() and not self._delivery.is_there(name, path):
-                copy = self._staging / f"sent-later-{name}"
-                shutil.copyfile(path, copy)
-                files.append((name, copy, copy.stat().st_size))
+                size = path.stat().st_size
+                copy = self._copies.enter_context(beginning(path, size, self._staging / f"sent-later-{name}"))
+                files.append((name, copy, size))
         return files
 
     # ------------------------------------------------------------------ single files

@@ -127,7 +127,7 @@ class Delivery:
         for name, path, size in attachments:
             if self.is_there(name, path):
                 continue
-            with _beginning(path, size, self._staging / f"attachment-{name}") as copy:
+            with beginning(path, size, self._staging / f"attachment-{name}") as copy:
                 self.upload(name, copy)
 
     def is_there(self, name: str, path: Path) -> bool:
@@ -210,7 +210,7 @@ def _forget(path: Path) -> None:
 
 
 @contextmanager
-def _beginning(source: Path, num_bytes: int, copy: Path) -> Iterator[Path]:
+def beginning(source: Path, num_bytes: int, copy: Path) -> Iterator[Path]:
     """So many bytes of a file that grows: in `copy`, or in memory where that disk is full, as the other may not be."""
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -218,15 +218,17 @@ def _beginning(source: Path, num_bytes: int, copy: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        descriptor = os.memfd_create(copy.name)
-        try:
-            in_memory = Path(f"/proc/self/fd/{descriptor}")
-            _copy_beginning(source, in_memory, num_bytes)
-            yield in_memory
-        finally:
-            os.close(descriptor)
     else:
         yield copy
+        return
+    copy.unlink(missing_ok=True)  # half of one would keep the disk's last free bytes
+    descriptor = os.memfd_create(copy.name)
+    try:
+        in_memory = Path(f"/proc/self/fd/{descriptor}")
+        _copy_beginning(source, in_memory, num_bytes)
+        yield in_memory
+    finally:
+        os.close(descriptor)
 
 
 def _copy_beginning(source: Path, target: Path, num_bytes: int) -> None:
