@@ -131,6 +131,8 @@ def test_an_exchange_of_experts_that_nothing_hides_stands_alone() -> None:
     assert predict(elsewhere | {"expert_exchange": "deepep"})["step_seconds"] == predict(elsewhere)["step_seconds"]
     # Of AWS's own runs (p6-b300, 8 nodes; a group of experts over two): 10.5 s overlapped, 12.2 s without.
     assert usual == pytest.approx(10.5, rel=0.1)
+    # The second is 13.4 s by today's constants, 10.05% too long: 10% is a goal for the median of AWS's rows, and this
+    # one is named in docs/planner.md. The limit leaves the next fit room.
     assert alone == pytest.approx(12.2, rel=0.12)
     with pytest.raises(InputError, match="expert_exchange: must be one of nccl, deepep"):
         predict(QWEN_MOE | {"expert_exchange": "mpi"})
