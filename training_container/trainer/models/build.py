@@ -128,7 +128,9 @@ def _check_fits(job: ResolvedJob, model: PreTrainedModel, vocab_size: int) -> No
             " sequence, or state more of them for a model that is trained from its configuration"
         )
     heads, shared = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
-    has_groups = any(hasattr(module, "num_key_value_groups") for module in model.modules())
+    # Latent attention (DeepSeek) makes keys and values of every head, whatever this says: 128 unless it is stated.
+    is_shared = getattr(config, "kv_lora_rank", None) is None
+    has_groups = is_shared and any(hasattr(module, "num_key_value_groups") for module in model.modules())
     if has_groups and isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise InputError(
             f"model.config.num_key_value_heads is {shared}, which must divide num_attention_heads, {heads}: state both"
