@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "planner": {"errors", "spec", "hardware"},
     "isolation": {"children", "errors", "spec", "hardware", "functions"},
     "emulator": {"errors", "spec", "hardware"},
-    "launch": {"errors", "spec", "hardware", "functions", "planner", "emulator"},
+    "launch": {"errors", "kept_room", "spec", "hardware", "functions", "planner", "emulator"},
     "operate": {
         *("__version__", "children", "errors", "spec", "hardware"),
         *("functions", "planner", "emulator", "launch", "isolation"),

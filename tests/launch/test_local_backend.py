@@ -17,6 +17,7 @@ import pytest
 from launch_testing import job_content
 
 from trainyard.errors import InputError
+from trainyard.kept_room import keep_room
 from trainyard.launch import launch_here, local_backend, local_supervisor, watch
 from trainyard.launch.local_backend import LocalBackend, is_running
 from trainyard.launch.local_supervisor import failure_reason
@@ -290,7 +291,7 @@ def ended(folder: Path) -> None:
 def test_how_a_job_ended_finds_room_on_a_full_disk(
     refusals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local_supervisor._keep_room(tmp_path / local_supervisor.ROOM)
+    keep_room(tmp_path / local_supervisor.ROOM)
     disk = Disk(monkeypatch, refusals=refusals)
     ended(tmp_path)
     assert json.loads((tmp_path / "outcome.json").read_text()) == OUTCOME and disk.num_refused == refusals

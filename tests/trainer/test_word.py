@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from test_entrypoint import job as resolved_job
 from trainer import speech
-from trainer.host import rank, word
+from trainer.host import rank
 from trainer.host.hosts import OneHost
 from trainer.host.recovery import Ending, RestartPolicy
 from trainer.host.run import ROOM, Folders, HostRun, Place, finish
 from trainer.kubernetes import LOST_EXIT_CODE, tell_ending
 
 from trainyard.errors import JobFailedError
+from trainyard.kept_room import ROOM_BYTES, keep_room
 from trainyard.spec.job import ResolvedJob
 
 LOST = "host algo-2 is gone: its entrypoint was killed, or the network parted"
@@ -54,7 +55,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 def test_a_hosts_last_word_and_exit_code_do_not_depend_on_the_disk(
     code: int, name: str, disk: Disk, tmp_path: Path
 ) -> None:
-    word.keep_room(tmp_path / ROOM)
+    keep_room(tmp_path / ROOM)
     disk.is_full = True
     assert finish(Ending(code, LOST, details=("the end", "of what was said")), tmp_path) == code
     words = (tmp_path / name).read_text().splitlines()
@@ -63,16 +64,16 @@ def test_a_hosts_last_word_and_exit_code_do_not_depend_on_the_disk(
 
 
 def test_of_words_that_the_room_does_not_hold_the_reason_is_told(disk: Disk, tmp_path: Path) -> None:
-    word.keep_room(tmp_path / ROOM)
+    keep_room(tmp_path / ROOM)
     disk.is_full = True
-    finish(Ending(1, LOST, details=("x" * word.ROOM_BYTES,)), tmp_path)
+    finish(Ending(1, LOST, details=("x" * ROOM_BYTES,)), tmp_path)
     assert (tmp_path / "failure").read_text() == f"{LOST}\n"
 
 
 def test_where_nothing_can_be_written_over_a_name_tells_it_and_who_starts_pods_again_reads_it(
     disk: Disk, tmp_path: Path
 ) -> None:
-    word.keep_room(tmp_path / "output" / ROOM)
+    keep_room(tmp_path / "output" / ROOM)
     disk.is_full, disk.takes_writes_over = True, False
     assert finish(Ending(1, LOST), tmp_path / "output") == 1
     assert str((tmp_path / "output/failure").readlink()) == LOST
@@ -122,13 +123,13 @@ def test_a_rank_that_saved_says_so_on_a_full_disk(tmp_path: Path) -> None:
 
 def test_of_a_report_that_is_too_long_the_end_of_what_the_rank_said_is_told(disk: Disk, tmp_path: Path) -> None:
     rank.write_report(tmp_path, rank.RankReport(0, 7))
-    word.keep_room(tmp_path / "rank-0.room")
+    keep_room(tmp_path / "rank-0.room")
     disk.is_full = True
     tail = tuple("x" * 1000 for _ in range(60))
     rank._write_last_report(tmp_path, rank.RankReport(0, 7, 1, 1.0, "ValueError: no", tail))
     report = rank.read_reports(tmp_path)[0]
     assert (report.exit_code, report.error, report.stderr_tail) == (1, "ValueError: no", ["x" * 800])
-    rank._write_last_report(tmp_path, rank.RankReport(0, 7, 1, 1.0, "y" * word.ROOM_BYTES))
+    rank._write_last_report(tmp_path, rank.RankReport(0, 7, 1, 1.0, "y" * ROOM_BYTES))
     assert json.loads((tmp_path / "rank-0.json").read_text())["error"] == "ValueError: no", "whole or not at all"
 
 
@@ -197,7 +198,7 @@ def test_a_log_on_a_full_disk_changes_no_exit_code(tmp_path: Path) -> None:
         )
     assert done.returncode == 75
     assert (tmp_path / "host/resume_me").read_text() == "saved; resume me\n"
-    assert (tmp_path / "output/room").read_text() == str(word.ROOM_BYTES)
+    assert (tmp_path / "output/room").read_text() == str(ROOM_BYTES)
 
 
 def test_a_start_on_a_full_disk_is_one_line(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """How every process of a job speaks: whole lines, so that readers of the log can match on them."""
 
-import errno
 import os
 import select
 import sys
 from typing import TextIO
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What writing says where a disk, or somebody's share of it, is full."""
+from trainyard.kept_room import FULL
 
 
 class _Mouth:

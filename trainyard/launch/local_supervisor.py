@@ -5,7 +5,6 @@ The host is the container's own (`trainer.host.here`): it starts the ranks, and 
 """
 
 import ctypes
-import errno
 import fcntl
 import json
 import os
@@ -13,11 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from trainyard.kept_room import FULL, keep_room, tell
 from trainyard.launch.record import utc_now
 
 RESUME_EXIT_CODE = 75
@@ -30,10 +29,8 @@ GRACE_SECONDS = 120.0
 """What SageMaker gives between SIGTERM and SIGKILL."""
 _LOCK_SECONDS = 2.0
 """How long a lock may stay taken before whoever holds it is another supervisor."""
-_ROOM_BYTES = 16 << 10
 _LONGEST_LINK_FAILURE = 500
 """Of characters of a failure, in an outcome that is a link."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OUTCOME_TRIES = 24
 _OUTCOME_PAUSE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -73,7 +70,7 @@ def _run(directory: Path, attempt: int) -> int:
     started = time.monotonic()
     # What the attempt before left there would be taken for this one's.
     (directory / FAILURE_FILE).unlink(missing_ok=True)
-    _keep_room(directory / ROOM)
+    keep_room(directory / ROOM)
     with (directory / "log.txt").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "trainer.host.here", str(directory)],
@@ -170,21 +167,14 @@ def failure_reason(directory: Path, code: int) -> str:
     return f"its host process ended with exit code {code}; the end of {directory / 'log.txt'} may say why"
 
 
-def _keep_room(room: Path) -> None:
-    with suppress(OSError):
-        if not room.exists() or room.stat().st_size < _ROOM_BYTES:
-            # No zeros: there are file systems that keep none of these.
-            room.write_bytes(os.urandom(_ROOM_BYTES))
-
-
 def _write_in_the_end(path: Path, content: dict[str, Any]) -> None:
     """Without an outcome a job counts as failed, however it ended: over the room that was kept for it; where the file
     system doesn't take that either, once the full disk has room again; at last as what a link leads to."""
     for _ in range(_OUTCOME_TRIES):
         try:
-            _write_over(path.with_name(ROOM), path, json.dumps(content).encode())
+            tell(path, json.dumps(content), path.with_name(ROOM))
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             time.sleep(_OUTCOME_PAUSE_SECONDS)
         else:
@@ -192,19 +182,6 @@ def _write_in_the_end(path: Path, content: dict[str, Any]) -> None:
     short = content | {"failure": content["failure"][:_LONGEST_LINK_FAILURE]}
     path.unlink(missing_ok=True)
     path.symlink_to(json.dumps(short))
-
-
-def _write_over(room: Path, path: Path, content: bytes) -> None:
-    """Make `path` a file of `content`, whole or not at all, in the room's blocks."""
-    descriptor = os.open(room, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        written = 0
-        while written < len(content):
-            written += os.write(descriptor, content[written:])
-        os.ftruncate(descriptor, written)
-    finally:
-        os.close(descriptor)
-    room.replace(path)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

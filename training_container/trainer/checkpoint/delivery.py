@@ -24,7 +24,7 @@ from trainer.checkpoint.manifest import (
     step_of,
 )
 from trainer.checkpoint.restore import Retry
-from trainer.speech import FULL
+from trainyard.kept_room import FULL
 from trainyard.spec.retention import Retention
 
 _READ_BACK_BYTES = 16 << 20

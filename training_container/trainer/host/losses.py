@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.host.hosts import LOST_HOST
-from trainer.host.recovery import Ending
+from trainer.host.recovery import Ending, row_of
 from trainer.speech import say
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class LostHosts:
         place = open_destination(self._destination, in_haste=True)
         step = _newest_step(place)
         text = place.get_bytes(LOSSES_FILE).decode(errors="replace") if place.has(LOSSES_FILE) else ""
-        rows = [row for line in text.splitlines() if (row := _row(line))]
+        rows = [row for line in text.splitlines() if (row := row_of(line))]
         if self._index == int(ending.reason.startswith("the first host")):
             row = {"at": time.time(), "job": self._job, "asked": self._asked, "step": step, "reason": ending.reason}
             place.put_bytes(LOSSES_FILE, "".join(json.dumps(one) + "\n" for one in [*rows, row]).encode())
@@ -106,11 +106,3 @@ def _diagnosis(reason: str, count: int, step: int) -> str:
         f"{count} times in a row {where} a host was lost, so another start may not help: see why (memory, a bad"
         f" machine, saves that are too rare), then `trainyard resume`; the last time: {reason}"
     )
-
-
-def _row(line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}

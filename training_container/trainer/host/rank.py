@@ -23,9 +23,8 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from trainer import heartbeat
-from trainer.host.word import keep_room, tell
 from trainer.leaving import leave
-from trainer.speech import FULL
+from trainyard.kept_room import FULL, keep_room, tell
 
 RESUME_EXIT_CODE = 75
 """The trainer's word for "saved; resume me" (EX_TEMPFAIL of sysexits.h)."""

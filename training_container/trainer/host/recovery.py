@@ -238,7 +238,7 @@ class RecoveryLog:
         assert self._open is not None
         try:
             lines = (self._path.parent / GOODPUT_FILE).read_text(encoding="utf-8").splitlines()
-            start = next(row["start"] for line in reversed(lines) if "start" in (row := _row(line)))
+            start = next(row["start"] for line in reversed(lines) if "start" in (row := row_of(line)))
             if start["at"] < self._open["at"]:
                 return {}
             parts = {f"{name}_seconds": float(start[f"{name}_seconds"]) for name in _PARTS}
@@ -250,8 +250,8 @@ class RecoveryLog:
         return {"schedule_seconds": begun, **parts, "first_step_seconds": max(0.0, left)}
 
 
-def _row(line: str) -> dict[str, Any]:
-    """A row of the account; empty where a killed process left half of one."""
+def row_of(line: str) -> dict[str, Any]:
+    """A row of a file of them; empty where a killed process left half of one."""
     try:
         row = json.loads(line)
     except ValueError:

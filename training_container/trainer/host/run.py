@@ -25,9 +25,10 @@ from trainer.host.rank import RESUME_EXIT_CODE, STOP_FILE, RankReport, read_repo
 from trainer.host.recovery import Ending, RecoveryLog
 from trainer.host.standings import ANSWER_SECONDS, Standing, asked, mismatch
 from trainer.host.watch import StepWatch, innermost, is_stopped, take_stacks
-from trainer.host.word import keep_room, tell_somehow
-from trainer.speech import FULL, say
+from trainer.host.word import tell_somehow
+from trainer.speech import say
 from trainyard.errors import JobFailedError
+from trainyard.kept_room import FULL, keep_room
 from trainyard.spec.job import STOP_SECONDS, ResolvedJob
 
 DEFAULT_PORT = 29500
@@ -396,8 +397,14 @@ class HostRun:
     def _failure(self, reports: Mapping[int, RankReport], torchrun_code: int, *, made_a_step: bool) -> Ending:
         tail = tuple(self._tail)
         died = {int(rank): int(code) for rank, code in _TORCHRUN_FAILURE.findall("\n".join(tail))}
+        # Another rank's end told it to stop, and a second time as it wrote its word: it left none, and caused nothing.
         silent = [
-            rank for rank in died if rank in reports and reports[rank].exit_code is None and rank not in self._killed
+            rank
+            for rank, code in died.items()
+            if rank in reports
+            and reports[rank].exit_code is None
+            and code != RESUME_EXIT_CODE
+            and rank not in self._killed
         ]
         for rank in silent:
             why = _signal_words(died[rank])

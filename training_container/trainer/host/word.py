@@ -7,34 +7,10 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-ROOM_BYTES = 16 << 10
-"""More than most reasons and the end of what a rank said take."""
+from trainyard.kept_room import tell
+
 _LONGEST_LINK = 1000
 """Of characters, in what a link leads to: Linux takes 4095 bytes, and file systems less of them beside the entry."""
-
-
-def keep_room(room: Path) -> None:
-    """Make `room` a file that a word will be written over; without it, a word takes its chance."""
-    with suppress(OSError):
-        room.parent.mkdir(parents=True, exist_ok=True)
-        if not room.exists() or room.stat().st_size < ROOM_BYTES:  # a start's that was killed will do
-            # No zeros: there are file systems that keep none of these.
-            room.write_bytes(os.urandom(ROOM_BYTES))
-
-
-def tell(path: Path, text: str, room: Path) -> None:
-    """Make `path` a file of `text`, whole or not at all, by writing over `room`; OSError where that can't be done."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = text.encode()
-    descriptor = os.open(room, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        written = 0
-        while written < len(content):
-            written += os.write(descriptor, content[written:])
-        os.ftruncate(descriptor, written)
-    finally:
-        os.close(descriptor)
-    room.replace(path)
 
 
 def tell_somehow(path: Path, line: str, more: str, room: Path) -> None:

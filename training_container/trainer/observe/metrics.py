@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.speech import FULL
+from trainyard.kept_room import FULL
 
 METRICS_FILE = "metrics.jsonl"
 ATTEMPTS_FILE = "attempts.json"
