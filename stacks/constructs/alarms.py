@@ -13,6 +13,7 @@ from aws_cdk import aws_sns as sns
 from aws_cdk import aws_sns_subscriptions as subscriptions
 from constructs import Construct
 
+from stacks.constructs.job_events import named, state_changes
 from stacks.constructs.storage import TenantFileSystem
 from stacks.naming import TAG_TENANT, TenantScope
 
@@ -56,14 +57,7 @@ class TenantAlarms(Construct):
             self,
             "FailedJobs",
             description=f"Training jobs of tenant {tenant.name} that failed",
-            event_pattern=events.EventPattern(
-                source=["aws.sagemaker"],
-                detail_type=["SageMaker Training Job State Change"],
-                detail={
-                    "TrainingJobStatus": ["Failed"],
-                    "TrainingJobName": [{"prefix": prefix} for prefix in tenant.job_prefixes],
-                },
-            ),
+            event_pattern=state_changes(["Failed"], named(tenant)),
         )
         self._tell("FailedJobs", rule)
 

@@ -11,6 +11,7 @@ from aws_cdk import aws_sns as sns
 from constructs import Construct
 
 from stacks.constructs.functions import PERIOD, function_code, ring, tenant_function
+from stacks.constructs.job_events import ENDED, named, state_changes
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 from trainyard.errors import InputError
@@ -91,14 +92,7 @@ class Broker(Construct):
             self,
             "EndedJobs",
             description=f"Training jobs of tenant {tenant.name} that have ended: their roles go",
-            event_pattern=events.EventPattern(
-                source=["aws.sagemaker"],
-                detail_type=["SageMaker Training Job State Change"],
-                detail={
-                    "TrainingJobStatus": ["Completed", "Failed", "Stopped"],
-                    "TrainingJobName": [{"prefix": prefix} for prefix in tenant.job_prefixes],
-                },
-            ),
+            event_pattern=state_changes(ENDED, named(tenant)),
             targets=[sweep],
         )
         if tenant.queued:

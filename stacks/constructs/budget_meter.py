@@ -17,6 +17,7 @@ from constructs import Construct
 
 from stacks.constructs.broker import gpus_of, prices_of
 from stacks.constructs.functions import function_code, ring, tenant_function
+from stacks.constructs.job_events import ENDED, named, state_changes
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 
@@ -67,14 +68,7 @@ class BudgetMeter(Construct):
             schedule=events.Schedule.rate(EVERY),
             # By an end at once: what a job has taken is final then, but for a warm pool's waiting, and may be the last
             # of the quota. Of many that end at once each has its look: what one has stopped another stops in vain.
-            event_pattern=events.EventPattern(
-                source=["aws.sagemaker"],
-                detail_type=["SageMaker Training Job State Change"],
-                detail={
-                    "TrainingJobStatus": ["Completed", "Failed", "Stopped"],
-                    "TrainingJobName": [{"prefix": prefix} for prefix in tenant.job_prefixes],
-                },
-            ),
+            event_pattern=state_changes(ENDED, named(tenant)),
             targets=[targets.LambdaFunction(self.function)],
         )
         self._alarms(topic)

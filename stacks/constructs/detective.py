@@ -14,6 +14,7 @@ from constructs import Construct
 
 from stacks.constructs.functions import FUNCTIONS_FOLDER, PERIOD, ring, tenant_function
 from stacks.constructs.identity import TenantRoles
+from stacks.constructs.job_events import named, state_changes
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 
@@ -58,20 +59,12 @@ class JobGuard(Construct):
             timeout=Duration.minutes(1),
             findings=FAILURES,
         )
-        names = [{"prefix": prefix} for prefix in tenant.job_prefixes]
         job_roles = [roles.job.role_arn, {"prefix": tenant.each_job_role_pattern.removesuffix("*")}]
         events.Rule(
             self,
             "StartedJobs",
             description=f"Training jobs of tenant {tenant.name}, by name or by role, that have started",
-            event_pattern=events.EventPattern(
-                source=["aws.sagemaker"],
-                detail_type=["SageMaker Training Job State Change"],
-                detail={
-                    "TrainingJobStatus": ["InProgress"],
-                    "$or": [{"TrainingJobName": names}, {"RoleArn": job_roles}],
-                },
-            ),
+            event_pattern=state_changes(["InProgress"], {"$or": [named(tenant), {"RoleArn": job_roles}]}),
             targets=[
                 targets.LambdaFunction(
                     self.function,

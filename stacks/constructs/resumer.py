@@ -14,6 +14,7 @@ from constructs import Construct
 
 from stacks.constructs.broker import TIME_LIMIT
 from stacks.constructs.functions import PERIOD, function_code, ring, tenant_function
+from stacks.constructs.job_events import named, state_changes
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 
@@ -62,12 +63,7 @@ class JobResumer(Construct):
             self,
             "FailedJobs",
             description=f"Training jobs of tenant {tenant.name} that have failed",
-            event_pattern=events.EventPattern(
-                source=["aws.sagemaker"],
-                detail_type=["SageMaker Training Job State Change"],
-                # Not the jobs of a Batch queue: Batch names its attempts itself, and retries them by its own rules.
-                detail={"TrainingJobStatus": ["Failed"], "TrainingJobName": [{"prefix": f"{tenant.name}-"}]},
-            ),
+            event_pattern=state_changes(["Failed"], named(tenant)),
             targets=[
                 targets.LambdaFunction(
                     self.function,
