@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from trainer.models import rotary
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
 from trainer.models.configuration import configuration_in, states_positions
@@ -41,6 +42,7 @@ def outline_model(job: ResolvedJob, *, vocab_size: int) -> PreTrainedModel:
     model = _from_config(job, vocab_size) if job.spec.model.config is not None else _from_source(job)
     _check_fits(job, model, vocab_size)
     attach(model)
+    rotary.settle(model, job.spec.data.sequence_length)
     if job.spec.training.precision == "fp64":
         model.set_experts_implementation("eager")  # torch's grouped product takes float32 at most
     if job.spec.model.adapter is not None:

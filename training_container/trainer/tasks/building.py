@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.data import JobData, ValidationSet
 from trainer.data.build import sources_by_name
+from trainer.models import rotary
 from trainer.models.configuration import configuration_in
 from trainer.models.deferred_weights import defer, outline, source_of
 from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
@@ -99,6 +100,7 @@ def outlined(
 
 def finished(model: PreTrainedModel, job: ResolvedJob) -> PreTrainedModel:
     """`model`, its parameters an outline in the types that they are trained in."""
+    rotary.settle(model, job.spec.data.sequence_length)
     if source_of(model) is None:
         defer(model)
     precision = job.spec.training.precision
