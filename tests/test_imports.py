@@ -131,3 +131,35 @@ def test_spec_and_planner_load_without(forbidden: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Each module of ours to those that it imports, wherever in its text: a circle is one too where an import is put
+    off into a function, or is for the type checker alone."""
+    paths = [path for folder in (ROOT / "trainyard", ROOT / "stacks", TRAINER) for path in modules(folder)]
+    roots = {path: TRAINER.parent if path.is_relative_to(TRAINER) else ROOT for path in paths}
+    dotted = {path: ".".join(path.relative_to(roots[path]).with_suffix("").parts) for path in paths}
+    names = {path: name.removesuffix(".__init__") for path, name in dotted.items()}
+    known = set(names.values())
+    return {
+        name: {next((one for one in (found, found.rpartition(".")[0]) if one in known), name) for found in imported}
+        - {name}
+        for path, name in names.items()
+        for imported in (set(imported_modules(path)),)
+    }
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    found, todo = set[str](), list(graph[start])
+    while todo:
+        if (name := todo.pop()) not in found:
+            found.add(name)
+            todo += graph[name]
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = module_graph()
+    circle = {name for name in graph if name in reached(graph, name)}
+    # The planner's two sides of a rank's memory, for the type checker alone.
+    assert circle <= {"trainyard.planner.memory", "trainyard.planner.trainer_memory"}

@@ -10,8 +10,8 @@ from launch_testing import JOB_ID
 from rich.console import Console
 
 from trainyard.cli.app import run
-from trainyard.cli.live import Seen
 from trainyard.cli.live_view import SPARKS, duration, sparkline, view
+from trainyard.cli.seen import Seen
 from trainyard.launch.backend import LogLine, Observation
 from trainyard.launch.record import Attempt, JobRecord, StateChange
 from trainyard.launch.spending import billed_seconds, spent

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from trainyard.cli import jobs, live
 from trainyard.cli.app import run
-from trainyard.cli.live import Seen, follow
+from trainyard.cli.live import follow
+from trainyard.cli.seen import Seen
 from trainyard.errors import JobFailedError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine, Observation

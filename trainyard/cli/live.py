@@ -1,85 +1,23 @@
 """Following a job: a live screen on a terminal, plain lines in a pipe or a log."""
 
-import math
 import re
-import statistics
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from trainyard.cli import live_view
 from trainyard.cli.output import console
+from trainyard.cli.seen import Seen
 from trainyard.errors import InputError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogLine
 from trainyard.launch.place import Place
 from trainyard.launch.watch import Status
 
-_STEP = re.compile(r"^step=(?P<step>\d+) loss=(?P<loss>\S+)(?:.* (?P<unit>tokens|images)_per_second=(?P<speed>\S+))?")
-_STEP_SECONDS = re.compile(r" step_seconds=(\S+)")
-_SAVED = re.compile(r"^checkpoint step=(?P<step>\d+) committed ")
 _NOTABLE = re.compile(r"^(checkpoint step=|resumed step=|validation step=)")
-
-
-@dataclass
-class Seen:
-    """What the logs and the record have told so far."""
-
-    step: int = 0
-    loss: str = ""
-    speed: str = ""
-    unit: str = "tokens"
-    reclaims: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
-    """By step; those of steps that are made again are replaced."""
-    step_seconds: list[float] = field(default_factory=list)
-    """Of the last steps."""
-    saved_step: int | None = None
-    """Of the newest committed checkpoint, and with the next when it was said (epoch)."""
-    saved_at: float | None = None
-
-    def read(self, line: LogLine) -> bool:
-        """Take in one line; whether it was a step."""
-        if (saved := _SAVED.match(line.text)) is not None:
-            self.saved_step, self.saved_at = int(saved["step"]), line.at_ms / 1000
-        match = _STEP.match(line.text)
-        if match is None:
-            return False
-        step = int(match["step"])
-        if step <= self.step:
-            self.losses = {known: loss for known, loss in self.losses.items() if known < step}
-        self.step = step
-        self.loss = match["loss"]
-        self.speed = match["speed"] or ""
-        self.unit = match["unit"] or self.unit
-        if (loss := _number(self.loss)) is not None:
-            self.losses[self.step] = loss
-        if (found := _STEP_SECONDS.search(line.text)) and (seconds := _number(found[1])) is not None:
-            self.step_seconds = [*self.step_seconds, seconds][-live_view.RECENT_STEPS :]
-        return True
-
-    def seconds_left(self, total: int | None) -> float | None:
-        """Up to the last step at the pace of the last ones; None where one of both isn't known."""
-        if not total or not self.step_seconds:
-            return None
-        return max(0, total - self.step) * statistics.median(self.step_seconds)
-
-    def new_reclaim(self, current: Status) -> str:
-        """What to say where spot capacity was taken since the last look, else ""; looking alone may miss it."""
-        if current.record.attempt.reclaims <= self.reclaims:
-            return ""
-        self.reclaims = current.record.attempt.reclaims
-        words = {"sagemaker": "spot capacity reclaimed", "slurm": "requeued"}
-        why = words.get(current.record.backend, "started again")
-        return f"{why}: the job comes back by itself, from its newest checkpoint"
-
-    def __str__(self) -> str:
-        speed = f"  {float(self.speed):,.0f} {self.unit}/s" if self.speed else ""
-        return f"step {self.step}  loss {self.loss}{speed}" if self.step else ""
 
 
 def follow(place: Place, job_id: str, *, quiet: bool) -> Status:
@@ -162,12 +100,3 @@ class _Live(_Quiet):
         for text in told:
             self._out.print(text, markup=False, style="dim")
         self._live.refresh()
-
-
-def _number(text: str) -> float | None:
-    """None for what is none, or not finite."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

@@ -4,7 +4,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 from rich.progress_bar import ProgressBar
@@ -12,21 +12,17 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.cli.seen import Seen
 from trainyard.cli.tables import state_text
 from trainyard.launch.queue_backend import QUEUED
 from trainyard.launch.record import CREATED, SUBMITTED
 from trainyard.launch.spending import spent
 from trainyard.launch.watch import Status
 
-if TYPE_CHECKING:
-    from trainyard.cli.live import Seen
-
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
 WAITING = frozenset({CREATED, SUBMITTED, QUEUED, "Pending", "Starting", "Interrupted", "Restarting"})
 """States in which a person wants to know for what."""
-RECENT_STEPS = 20
-"""Whose median is the step's time now: enough that a validation or a save in between doesn't move it."""
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
@@ -53,7 +49,7 @@ def duration(seconds: float) -> str:
     return "0 s"
 
 
-def view(current: Status, seen: "Seen", *, now: datetime | None = None) -> Group:
+def view(current: Status, seen: Seen, *, now: datetime | None = None) -> Group:
     """The screen, from the record, its backend and what the logs have told so far."""
     now = now or datetime.now(UTC)
     record = current.record
@@ -86,7 +82,7 @@ def waits_for(current: Status) -> str:
     return current.observation.note if current.observation and current.observation.note else current.advice
 
 
-def _steps(current: Status, seen: "Seen") -> Table:
+def _steps(current: Status, seen: Seen) -> Table:
     total = current.record.resolved.steps
     words = f"{seen.step:,}" + (f" of {total:,}  {seen.step / total:.0%}" if total else "")
     if (left := seen.seconds_left(total)) is not None and not current.finished:
@@ -97,7 +93,7 @@ def _steps(current: Status, seen: "Seen") -> Table:
     return line
 
 
-def _speed(plan: dict[str, Any], seen: "Seen") -> str:
+def _speed(plan: dict[str, Any], seen: Seen) -> str:
     """Against the plan, where it knows the machine. MFU is proportional to speed: the plan's, times that share."""
     speed = float(seen.speed)
     words = f"{speed:,.0f} {seen.unit}/s"
@@ -111,7 +107,7 @@ def _speed(plan: dict[str, Any], seen: "Seen") -> str:
     return words
 
 
-def _checkpoint(seen: "Seen", now: datetime) -> str:
+def _checkpoint(seen: Seen, now: datetime) -> str:
     if seen.saved_step is None or seen.saved_at is None:
         return "none yet"
     return f"step {seen.saved_step:,}, {duration(now.timestamp() - seen.saved_at)} ago"

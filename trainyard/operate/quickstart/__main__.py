@@ -9,7 +9,8 @@ from rich.console import Console
 
 from trainyard.errors import TrainyardError
 from trainyard.launch.session import checkout_root, state_root
-from trainyard.operate.quickstart.flow import Options, run
+from trainyard.operate.quickstart.flow import run
+from trainyard.operate.quickstart.options import Options
 
 
 def main() -> int:

@@ -6,17 +6,14 @@ import json
 import os
 import platform
 import random
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from trainyard import emulator
-from trainyard.children import output_of, start
 from trainyard.emulator import EmulatorInfo
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.launch.contract import check_tenant
@@ -25,6 +22,7 @@ from trainyard.operate import deploy as deployment
 from trainyard.operate.isolation_probe import ProbeResult, probe
 from trainyard.operate.quickstart import report as reporting
 from trainyard.operate.quickstart.narrator import Narrator, Phase
+from trainyard.operate.quickstart.options import Options, run_quietly
 from trainyard.operate.quickstart.report import usd
 from trainyard.operate.quickstart.training import JobRun, launch_job, stop_own_jobs, watch
 from trainyard.planner import Plan
@@ -32,21 +30,6 @@ from trainyard.spec.job import JobSpec, load_job
 from trainyard.spec.platform import EnvironmentSpec, load_environment
 
 DATASET_PREFIX = "datasets/python-stdlib"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a person may choose."""
-
-    checkout: Path
-    environment: Path
-    job: Path
-    output_dir: Path
-    seed: int
-    """Chooses the step of the spot reclaim."""
-    port: int | None
-    state_dir: Path
-    """Where the emulator is, and all that is kept between runs."""
 
 
 @dataclass(frozen=True)
@@ -333,14 +316,3 @@ def build_report(
         artifacts=(*main_run.artifacts, (options.output_dir / "loss.png").as_uri()),
         machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
     )
-
-
-def run_quietly(options: Options, command: list[str], what: str) -> str:
-    """A command's stdout; JobFailedError with its last line where it fails, and it is ended if we are interrupted."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("AWS_")}
-    process = start(command, cwd=options.checkout, env=inherited, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    output, errors = output_of(process)
-    if process.returncode:
-        last = (errors.strip() or output.strip() or "it printed nothing").splitlines()[-1]
-        raise JobFailedError(f"{what} failed: {last.removeprefix('trainyard: ')}")
-    return output

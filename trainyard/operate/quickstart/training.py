@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainyard.emulator import EmulatorInfo, job_attempts
 from trainyard.errors import JobFailedError
@@ -15,9 +15,7 @@ from trainyard.launch.backend import LogCursor, LogLine
 from trainyard.launch.place import TenantAccess
 from trainyard.launch.record import TERMINAL_STATES
 from trainyard.operate.quickstart.narrator import Phase
-
-if TYPE_CHECKING:
-    from trainyard.operate.quickstart.flow import Options
+from trainyard.operate.quickstart.options import Options, run_quietly
 
 FIRST_HOST = "algo-1"
 """Rank 0's host, whose lines tell the steps."""
@@ -121,10 +119,8 @@ class JobRun:
         return Reclaim(step=before[-1], resumed_step=after[0][0], seconds_to_next_step=seconds, fresh_processes=fresh)
 
 
-def launch_job(options: "Options", overrides: Iterable[str], phase: Phase) -> JobRun:
+def launch_job(options: Options, overrides: Iterable[str], phase: Phase) -> JobRun:
     """`trainyard launch --json`, as a person would run it; the job goes on without us."""
-    from trainyard.operate.quickstart.flow import run_quietly
-
     phase.update("submitting through the SageMaker SDK")
     trainyard = str(options.checkout / ".venv/bin/trainyard")
     command = [trainyard, "launch", str(options.job), "--environment", str(options.environment), "--json"]
