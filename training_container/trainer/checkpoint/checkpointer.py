@@ -5,9 +5,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
-from trainer.checkpoint.blocks import write_blocks
-from trainer.checkpoint.delivery import Attachment, Delivery, Promise, attempted, beginning
+from trainer.checkpoint.delivery import Delivery, Promise, attempted, beginning
 from trainer.checkpoint.destination import (
     RETRY_DELAYS_SECONDS,
     DestinationError,
     MissingFileError,
     open_destination,
-    sync,
     with_retries,
 )
 from trainer.checkpoint.group import Group, Value
@@ -36,16 +32,13 @@ from trainer.checkpoint.manifest import (
     COMMITTED,
     FOLDER,
     PREVIOUS_STEP,
-    Manifest,
-    ShardFile,
-    combine_extra,
-    shard_file,
     step_folder,
     step_of,
 )
 from trainer.checkpoint.needs import Needs
 from trainer.checkpoint.reading import INDEX, AlteredError, mismatch
 from trainer.checkpoint.restore import CheckpointInfo, OpenStep, Restorer
+from trainer.checkpoint.saving import Save, Saver
 from trainer.heartbeat import beat
 from trainer.rendezvous import PATIENT
 from trainer.speech import say
@@ -62,29 +55,6 @@ _PATIENT_SAVES = 3
 _SPACE_MARGIN_BYTES = 16 << 20
 _SPACE_FACTOR = 1.05
 """Shard files are the tensors and a little more; the disk has other users."""
-
-
-@dataclass
-class _Save:
-    """One save on its way."""
-
-    step: int
-    plan: SavePlan
-    extra: dict[str, Any]
-    attachments: list[Attachment]
-    started: float
-    results: list[WriteResult] = field(default_factory=list)
-    files: list[ShardFile] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _RankPart:
-    """What a rank tells the first one about its part of a save."""
-
-    results: list[WriteResult]
-    files: list[ShardFile]
-    extra: dict[str, Any]
-    error: str | None
 
 
 class Checkpointer:
@@ -120,7 +90,6 @@ class Checkpointer:
         assert keep_last >= 1
         self._destination = open_destination(destination)
         self._local_dir = local_dir.absolute()
-        self._retention = Retention(keep_last, keep_every_steps, keep_best)
         self._asynchronous = asynchronous
         self._report = report
         self._delays = retry_delays_seconds
@@ -131,14 +100,8 @@ class Checkpointer:
             self._own_process_group = dist.new_group(backend="gloo", timeout=_LONGEST_UPLOAD, group_desc=PATIENT)
         self._group = Group(process_group, rank, world_size)
         self._behind = Group(self._own_process_group, rank, world_size)
-        self._process_group = process_group
         self._plan = SharedPlan(self._group)
         self._host_copy = HostCopy()
-        self._tier: LocalTier | None = None
-        if local_tier is not None:
-            self._tier = LocalTier(
-                local_tier, self._destination.uri, group=self._group, peer_copy=peer_copy, report=report
-            )
         self._from_tier: LocalCheckpoint | None = None
         """What latest() found there, until it is loaded."""
         self._restorer = Restorer(self._destination, self._group, self._local_dir, self._retry, report)
@@ -147,23 +110,35 @@ class Checkpointer:
         self._copies = ExitStack()
         """Of what a save sends beside the checkpoint."""
         self._thread: threading.Thread | None = None
-        self._swept: set[str] = set()
-        self._attached_names: set[str] = set()
         self._bad_steps: set[int] = set()
         self._delivery = Delivery(
             self._destination,
-            retention=self._retention,
+            retention=Retention(keep_last, keep_every_steps, keep_best),
             retry=self._retry,
             report=report,
             staging=self._staging,
             bad_steps=self._bad_steps,
         )
+        tier = None
+        if local_tier is not None:
+            tier = LocalTier(local_tier, self._destination.uri, group=self._group, peer_copy=peer_copy, report=report)
+        self._saver = Saver(
+            self._destination,
+            self._delivery,
+            group=self._behind,
+            plan=self._plan,
+            host_copy=self._host_copy,
+            tier=tier,
+            staging=self._staging,
+            # The one before goes as soon as a save is committed: it must be good, not only there.
+            reads_back=keep_last == 1,
+            retry=self._retry,
+            report=report,
+        )
         self.last_committed_step: int | None = None
         """Step of the newest checkpoint that this object committed or loaded."""
         self.last_save_seconds: float | None = None
         """From the call of save() to the commit, of the last save that was committed."""
-        self.last_local_seconds: float | None = None
-        """From the call of save() to the commit on the hosts' own disks, of the last save that came so far."""
         self.blocked_seconds = 0.0
         """How long the last save() kept the caller, waiting for the save before it included."""
         self.backpressure_seconds = 0.0
@@ -183,6 +158,11 @@ class Checkpointer:
     def is_saving(self) -> bool:
         """Whether a save is on its way, on this rank."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def last_local_seconds(self) -> float | None:
+        """From the call of save() to the commit on the hosts' own disks, of the last save that came so far."""
+        return self._saver.last_local_seconds
 
     # ------------------------------------------------------------------ save
 
@@ -259,22 +239,22 @@ class Checkpointer:
             self._failed(step, "a disk is too full for it; the one before it is kept")
             return
         self._host_copy.take(self._plan.mine, tensors)
-        self._attached_names |= set(attachments)
+        self._saver.expect(attachments)
         files = [(name, path, path.stat().st_size) for name, path in attachments.items() if path.is_file()]
         # A copy, and at once: what is no JSON is the caller's mistake, and must not show up as a failed upload.
         extra = json.loads(json.dumps(extra))
-        save = _Save(step, self._plan.mine, extra, files, started)
-        self._start_behind(save, self._write_and_commit)
+        save = Save(step, self._plan.mine, extra, files, started, self.last_committed_step)
+        self._start_behind(save, self._saver.write_and_commit)
         if not self._asynchronous:
             self.wait()
 
-    def _start_behind(self, save: _Save, work: Callable[[_Save], str | None]) -> None:
+    def _start_behind(self, save: Save, work: Callable[[Save], str | None]) -> None:
         self._thread = threading.Thread(target=self._finish, args=(save, work), name="checkpoint", daemon=True)
         self._thread.start()
 
     def _make_room(self, step: int) -> None:
         """Remove now what would go once `step` is committed; the newest good one stays until then."""
-        tier = self._tier
+        tier = self._saver.tier
         if tier is not None:
             attempted(lambda: tier.begin(step))  # if that fails, the save itself will tell
         if self._destination.folder("") is not None:
@@ -289,8 +269,8 @@ class Checkpointer:
         places: list[tuple[Path, int, str]] = []
         if in_place is not None:
             places.append((in_place, self._group.world_size, "destination"))
-        if self._tier is not None:
-            places.append((self._tier.folder(step), a_host * self._tier.copies, "local_directory"))
+        if self._saver.tier is not None:
+            places.append((self._saver.tier.folder(step), a_host * self._saver.tier.copies, "local_directory"))
         elif in_place is None:
             places.append((self._staging, a_host, "destination"))
         for folder, sharing, field_name in places:
@@ -303,7 +283,7 @@ class Checkpointer:
                 )
         return None
 
-    def _finish(self, save: _Save, work: Callable[[_Save], str | None]) -> None:
+    def _finish(self, save: Save, work: Callable[[Save], str | None]) -> None:
         """Write, hash, upload, commit. In the thread behind when asynchronous."""
         try:
             error = work(save)
@@ -319,7 +299,7 @@ class Checkpointer:
         self.last_error = None
         self._bad_steps.discard(save.step)
         committed = {"committed_step": save.step, "save_seconds": self.last_save_seconds}
-        if self._tier is not None and self.last_local_seconds is not None:
+        if self._saver.tier is not None and self.last_local_seconds is not None:
             committed["local_seconds"] = self.last_local_seconds
         self._figures |= committed
         if self._group.rank == 0:
@@ -328,130 +308,6 @@ class Checkpointer:
                 f"seconds={self.last_save_seconds:.3f}"
             )
             self._delivery.prune(save.step)
-
-    def _write_and_commit(self, save: _Save) -> str | None:
-        """None when the checkpoint is committed, else why not; the same on every rank."""
-        error = self._begin_folders(save.step)
-        if error is not None:
-            return error
-        error = attempted(lambda: self._write_own_part(save))
-        parts = self._behind.gather(_RankPart(save.results, save.files, save.extra, error))
-        promise = self._promised(save, parts or [])
-        if isinstance(promise, str):
-            if self._tier is not None:
-                self._give_up_tier(promise)
-            return promise
-        if self._tier is not None:
-            self._commit_locally(save, promise)
-        return self._send_and_commit(save, promise)
-
-    def _begin_folders(self, step: int) -> str | None:
-        """Remove what an earlier attempt left of this step, its promise first: why that failed, or None."""
-
-        tier = self._tier
-        if tier is not None:
-            error = _first_of(self._behind.gather_everywhere(attempted(lambda: tier.begin(step))))
-            if error is not None:
-                self._give_up_tier(error)
-        return self._begin_destination(step)
-
-    def _sweep(self, prefixes: Iterable[str]) -> None:
-        """Once a start each, before the first upload there (first rank): what a killed run's uploads left goes."""
-        unswept = sorted(set(prefixes) - self._swept)
-        self._swept |= set(unswept)
-        try:
-            num_found = self._destination.give_up_unfinished(unswept)
-        except (DestinationError, MissingFileError) as error:
-            self._report(f"checkpoint unfinished uploads of an earlier run may be left: {error}")
-            return
-        if num_found:
-            self._report(f"checkpoint unfinished uploads of an earlier run removed: {num_found}")
-
-    def _give_up_tier(self, error: str) -> None:
-        """A host's own disk is broken (told to all ranks alike): it must not keep saves from the destination."""
-        self._tier = None
-        if self._group.rank == 0:
-            self._report(f"checkpoint.local_directory: {error}; saves go to the destination alone from now on")
-
-    def _begin_destination(self, step: int) -> str | None:
-        def clear() -> None:
-            self._retry("clearing", lambda: self._delivery.remove(step))
-            self._sweep([f"{FOLDER}/", *self._attached_names])
-
-        return self._behind.from_first(lambda: attempted(clear))
-
-    def _promised(self, save: _Save, parts: list[_RankPart]) -> Promise | str:
-        """The manifest of what all ranks wrote, or why there is none; known to the first rank, or to all with a tier.
-
-        The first rank writes DCP's index on the way.
-        """
-        promise: list[Promise] = []
-
-        def make() -> str | None:
-            return attempted(lambda: promise.append(self._make_promise(save, parts)))
-
-        error = self._behind.from_first(make)
-        if error is not None:
-            return error
-        if self._tier is not None:
-            return self._behind.from_first(lambda: promise[0])
-        return promise[0] if promise else Promise(Manifest(save.step, 0, (), {}, {}), b"", b"")
-
-    def _make_promise(self, save: _Save, parts: list[_RankPart]) -> Promise:
-        _raise_broken([part.error for part in parts])
-        index = self._plan.write_index(self._written_folder(save.step), [part.results for part in parts])
-        files = [file for part in parts for file in part.files] + [shard_file(index)]
-        extra, extra_by_rank = combine_extra([part.extra for part in parts])
-        extra[PREVIOUS_STEP] = self.last_committed_step
-        manifest = Manifest(save.step, len(parts), tuple(files), extra, extra_by_rank)
-        return Promise(manifest, manifest.to_bytes(), index.read_bytes())
-
-    def _commit_locally(self, save: _Save, promise: Promise) -> None:
-        """Commit on the hosts' own disks; a failure is told, and the destination gets the save all the same."""
-        tier = self._tier
-        assert tier is not None
-        error = attempted(lambda: tier.commit(save.step, promise.content, promise.index))
-        error = _first_of(self._behind.gather_everywhere(error))
-        if error is None:
-            self.last_local_seconds = time.perf_counter() - save.started
-            error = attempted(lambda: tier.copy_to_peer(self._behind, save.step, save.files))
-            error = _first_of(self._behind.gather_everywhere(error))
-            error = error and f"no copy on a peer: {error}"
-        if error is not None and self._group.rank == 0:
-            self._report(f"checkpoint step={save.step} on the hosts' disks: {error}")
-
-    def _send_and_commit(self, save: _Save, promise: Promise) -> str | None:
-        """Bring what the ranks wrote to the destination and commit it: why that failed, or None."""
-        written_to = self._written_folder(save.step)
-        sent: str | None = None
-        if written_to != self._destination.folder(step_folder(save.step)):
-            sent = attempted(lambda: self._delivery.upload_files(save.step, save.files, written_to))
-        if sent is None and self._retention.keep_last == 1:
-            # The one before goes as soon as this one is committed: it must be good, not only there.
-            sent = attempted(lambda: self._delivery.read_back(save.step, save.files))
-        errors = self._behind.gather(sent)
-
-        def commit() -> None:
-            _raise_broken(errors or [])
-            self._delivery.commit(save.step, promise, save.attachments, written_to)
-
-        return self._behind.from_first(lambda: attempted(commit))
-
-    def _written_folder(self, step: int) -> Path:
-        """Where this rank writes its part first: its host's tier, the destination's own folder, or scratch."""
-        if self._tier is not None:
-            return self._tier.folder(step)
-        return self._destination.folder(step_folder(step)) or self._staging
-
-    def _write_own_part(self, save: _Save) -> None:
-        folder = self._written_folder(save.step)
-        is_durable = folder != self._staging
-        save.results, written = self._host_copy.write(save.plan, folder, durable=is_durable)
-        shards = _archives_by_file(save.results)
-        tables = [write_blocks(folder / name, archives, written[name].values) for name, archives in shards.items()]
-        for table in tables if is_durable else ():
-            sync(table)
-        save.files = [*(written[name].shard_file(name) for name in shards), *map(shard_file, tables)]
 
     def _failed(self, step: int, error: str) -> None:
         self.num_failed_saves += 1
@@ -504,8 +360,8 @@ class Checkpointer:
         longer what they were and no checkpoint is whole.
         """
         self.wait()
-        if self._tier is not None:
-            info = self._newest_of_tier(self._tier)
+        if self._saver.tier is not None:
+            info = self._newest_of_tier(self._saver.tier)
             if info is not None:
                 return info
         return self._restorer.newest(self._bad_steps, tensors, may_spoil=may_spoil)
@@ -552,8 +408,8 @@ class Checkpointer:
         """
         needs = self._needs(info, tensors) if info.started is None else info.started.needs
         local, self._from_tier = self._from_tier, None
-        if local is not None and local.folder == info.folder and self._tier is not None:
-            self._tier.bring(local, needs.files)
+        if local is not None and local.folder == info.folder and self._saver.tier is not None:
+            self._saver.tier.bring(local, needs.files)
         self._together(info, lambda: info.fill(needs))
         self._restorer.discard(info)
         if local is None or self._is_committed(info.step):
@@ -602,22 +458,20 @@ class Checkpointer:
         error = attempted(lambda: files.extend(self._copied(attachments)))
         if error is not None:
             self._report(f"checkpoint step={manifest.step} is sent without its metrics: {error}")
-        save = _Save(manifest.step, SavePlan([]), manifest.extra, files, time.perf_counter(), files=mine)
+        save = Save(manifest.step, SavePlan([]), manifest.extra, files, time.perf_counter(), files=mine)
         index = (local.folder / ".metadata").read_bytes()
 
-        def send(save: _Save) -> str | None:
+        def send(save: Save) -> str | None:
             if self._behind.from_first(self._newest_at_destination) == save.step:
                 return None  # it could not be asked when this was loaded: clearing what is good there would be no help
-            return self._begin_destination(save.step) or self._send_and_commit(
-                save, Promise(manifest, local.content, index)
-            )
+            return self._saver.send(save, Promise(manifest, local.content, index))
 
         self._start_behind(save, send)
 
     def _copied(self, attachments: Mapping[str, Path]) -> list[tuple[str, Path, int]]:
         """Copies, until the save ends: a start cuts its metrics back to the checkpoint while they are sent."""
         files = []
-        self._attached_names |= set(attachments)
+        self._saver.expect(attachments)
         for name, path in attachments.items():
             if path.is_file() and not self._delivery.is_there(name, path):
                 size = path.stat().st_size
@@ -629,7 +483,7 @@ class Checkpointer:
 
     def publish_file(self, name: str, path: Path) -> bool:
         """Copy a file to `<destination>/<name>` (call it on one rank); False, with a line on stdout, if that fails."""
-        self._sweep([name])
+        self._saver.sweep([name])
         error = attempted(lambda: self._delivery.upload(name, path))
         if error is not None:
             self._report(f"checkpoint {name} not uploaded: {error}")
@@ -668,23 +522,3 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _first_of(errors: Sequence[str | None]) -> str | None:
-    """The first rank's error that is one, by rank."""
-    return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None), None)
-
-
-def _raise_broken(errors: Sequence[str | None]) -> None:
-    broken = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
-    if broken:
-        raise DestinationError("; ".join(broken[:3]), permanent=True)
-
-
-def _archives_by_file(results: Sequence[WriteResult]) -> dict[str, list[tuple[int, int]]]:
-    """File -> (start, bytes) of each result in it; a rank with nothing to write has none."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for result in results:
-        place = result.storage_data
-        found.setdefault(str(place.relative_path), []).append((int(place.offset), int(place.length)))
-    return dict(sorted(found.items()))
