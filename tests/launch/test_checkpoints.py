@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from moto import mock_aws
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch import checkpoints
+from trainyard.launch.checkpoint_files import open_files
 from trainyard.spec.retention import BestSpec, Retention
 
 
@@ -99,6 +102,61 @@ def test_verify_reads_every_byte(tmp_path: Path, s3: Any) -> None:
     for destination in (str(tmp_path), upload(tmp_path, s3, "one", "a")):
         told = checkpoints.verified(destination, s3, altered)
         assert told.problem == "__1_0.distcp is altered (its SHA-256 is not the manifest's)"
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_what_its_job_removes_meanwhile_is_not_broken(
+    tmp_path: Path, s3: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    destination = str(tmp_path) if kind == "folder" else upload(tmp_path, s3, "one", "jobs/a")
+    found = checkpoints.list_checkpoints(destination, s3)
+    files = open_files(destination.rstrip("/"), s3)
+    held = files.sizes("checkpoints/step-00000010")
+    files.delete(held)
+    told = checkpoints.verified(destination, s3, found[0])
+    assert (told.committed, told.is_good) == (False, False) and told.problem.startswith("it was removed while")
+    honest = type(files).sizes
+
+    def sizes(self: Any, prefix: str) -> dict[str, int]:
+        listed = honest(self, prefix)
+        self.delete([name for name in listed if "step-00000020" in name])
+        return listed
+
+    monkeypatch.setattr(type(files), "sizes", sizes)
+    listed = checkpoints.list_checkpoints(destination, s3)
+    assert [(one.step, one.committed) for one in listed] == [(20, False), (30, True)]
+    assert listed[0].problem == told.problem
+
+
+def test_a_shard_that_is_gone_beside_its_marker_is_told(tmp_path: Path) -> None:
+    shard = save(tmp_path, 10) / "__1_0.distcp"
+    found = checkpoints.list_checkpoints(str(tmp_path), None)
+    shard.unlink()
+    with pytest.raises(JobFailedError, match=r"can't read .*__1_0\.distcp: No such file or directory"):
+        checkpoints.verified(str(tmp_path), None, found[0])
+
+
+def test_a_listing_survives_what_goes_between_its_look_and_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    honest = os.walk
+
+    def walk(top: Path, onerror: Any = None) -> Iterator[Any]:
+        for at, folders, names in honest(top, onerror=onerror):
+            if at.endswith("step-00000010"):
+                shutil.rmtree(at)
+            yield at, folders, names
+
+    monkeypatch.setattr(os, "walk", walk)
+    assert steps(checkpoints.list_checkpoints(str(tmp_path), None)) == [20]
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    with pytest.raises(JobFailedError, match=r"can't list .*/file/checkpoints: Not a directory"):
+        checkpoints.list_checkpoints(str(tmp_path / "file"), None)
 
 
 def test_show_leaves_out_what_nobody_reads(tmp_path: Path) -> None:

@@ -268,6 +268,22 @@ def test_a_job_the_backend_lost_can_be_resumed(store: FolderRecordStore) -> None
     assert backend.submitted == [f"{JOB_ID}-r2"]
 
 
+def test_who_interrupts_a_submission_is_told_what_may_run_now(store: FolderRecordStore) -> None:
+    class Slow(ScriptedBackend):
+        """It has the job when the person's patience ends."""
+
+        def submit(self, record: JobRecord, say: Say) -> None:
+            super().submit(record, say)
+            raise KeyboardInterrupt
+
+    backend, said = Slow(FAILED), list[str]()
+    with pytest.raises(KeyboardInterrupt):
+        watch.resume(store, backend, JOB_ID, say=said.append)
+    assert backend.submitted == [f"{JOB_ID}-r2"]
+    assert said[-1].startswith(f"warning: interrupted while {JOB_ID} was submitted")
+    assert f"`trainyard stop {JOB_ID}`" in said[-1]
+
+
 def test_a_resume_that_the_broker_refused_is_changed_and_submitted_as_the_same_attempt(
     store: FolderRecordStore,
 ) -> None:

@@ -15,7 +15,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Most of a verb's time is imports: of boto3, of the SageMaker SDK. What they make stays, and by Python's own rule
     # (700 new objects) the collector would look through all of it again and again: a tenth to a fifth of the time.
     gc.set_threshold(100_000)
+    try:
+        from trainyard.cli.app import run
 
-    from trainyard.cli.app import run
-
-    sys.exit(run(arguments))
+        sys.exit(run(arguments))
+    except KeyboardInterrupt:  # `run` answers its own; this came while it was imported, or as it ended
+        sys.exit(130)

@@ -1,9 +1,10 @@
 """Files under one root, a folder or a prefix of a bucket: what looking after checkpoints needs of either."""
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,9 +66,13 @@ class _FolderFiles:
 
     def sizes(self, prefix: str) -> dict[str, int]:
         folder = self._root / prefix
+        found: dict[str, int] = {}
         with _os_errors("list", folder):
-            paths = [path for path in folder.rglob("*") if path.is_file()]
-            return {path.relative_to(self._root).as_posix(): path.stat().st_size for path in paths}
+            for at, _, names in os.walk(folder, onerror=_raise_unless_gone):
+                for path in (Path(at, name) for name in names):
+                    with suppress(FileNotFoundError):  # a job that runs removes what it no longer keeps
+                        found[path.relative_to(self._root).as_posix()] = path.stat().st_size
+        return found
 
     def read(self, name: str) -> bytes | None:
         path = self._root / name
@@ -165,6 +170,11 @@ class _S3Files:
         for name in names:
             with aws_errors("removing", f"{self.root}/{name}"):
                 self._s3.delete_object(Bucket=self._bucket, Key=self._key(name))
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 @contextmanager

@@ -20,6 +20,7 @@ _MARKER = "COMMITTED"
 """Written last: a checkpoint without it is torn, and never read."""
 _MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
+_REMOVED = "it was removed while it was looked at (its job no longer keeps it, or somebody prunes)"
 _BESIDE = ("metrics.jsonl", "attempts.json", "goodput.jsonl", "left_out_batches.jsonl")
 """What a resume at another destination wants to find beside the checkpoints: without the last it would learn from
 batches that the job leaves out."""
@@ -97,6 +98,8 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         shards = tuple((str(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in manifest["shards"])
         extra = dict(manifest["extra"])
         world_size = int(manifest["world_size"])
+    except _GoneError as error:
+        return _with(seen, committed=False, problem=str(error))
     except _ManifestError as error:
         return _with(seen, problem=str(error))
     except (KeyError, TypeError, ValueError) as error:
@@ -128,13 +131,19 @@ class _ManifestError(Exception):
     """A manifest or marker that is torn, altered or too new."""
 
 
+class _GoneError(Exception):
+    """A marker that was listed and is no longer there: a promise is taken back before what it promises goes."""
+
+
 def _manifest(files: Files, folder: str) -> tuple[dict[str, Any], str]:
     """The manifest, and its SHA-256, which is the committed one."""
     content, marker = files.read(f"{folder}/{_MANIFEST}"), files.read(f"{folder}/{_MARKER}")
+    if marker is None:
+        raise _GoneError(_REMOVED)
     if content is None:
         raise _ManifestError(f"{_MANIFEST} is missing")
     try:
-        said = json.loads(marker or b"")
+        said = json.loads(marker)
         # While a resume completes a manifest, the one before it is as good.
         promised = (said["manifest_sha256"], said.get("replaced_sha256"))
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -164,13 +173,21 @@ def chosen(destination: str, s3: Any, step: int | None) -> Checkpoint:
 
 
 def verified(destination: str, s3: Any, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint after every shard was read and hashed: `problem` names the first that is not as promised."""
+    """The checkpoint after every shard was read and hashed: `problem` names the first that is not as promised.
+
+    One that is removed meanwhile is no longer committed then, and not broken.
+    """
     if not checkpoint.is_good:
         return checkpoint
-    files = open_files(destination.rstrip("/"), s3)
-    for name, _, digest in checkpoint.shards:
-        if sha256(files, f"{_step_folder(checkpoint.step)}/{name}") != digest:
-            return _with(checkpoint, problem=f"{name} is altered (its SHA-256 is not the manifest's)")
+    files, folder = open_files(destination.rstrip("/"), s3), _step_folder(checkpoint.step)
+    try:
+        for name, _, digest in checkpoint.shards:
+            if sha256(files, f"{folder}/{name}") != digest:
+                return _with(checkpoint, problem=f"{name} is altered (its SHA-256 is not the manifest's)")
+    except TrainyardError:
+        if files.read(f"{folder}/{_MARKER}") is not None:
+            raise
+        return _with(checkpoint, committed=False, problem=_REMOVED)
     return checkpoint
 
 

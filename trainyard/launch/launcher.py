@@ -292,7 +292,21 @@ def new_record(
 
 
 def submit_attempt(store: RecordStore, backend: Backend, job_id: str, say: Say) -> JobRecord:
-    """Submit the newest attempt of a written record, and write down that the backend took it."""
+    """Submit the newest attempt of a written record, and write down that the backend took it.
+
+    Who interrupts this is told the job's name: it may run by then, and cost what it costs.
+    """
+    try:
+        return _submitted(store, backend, job_id, say)
+    except KeyboardInterrupt:
+        say(
+            f"warning: interrupted while {job_id} was submitted: `trainyard status {job_id}` says whether it was;"
+            f" `trainyard stop {job_id}` ends it, `trainyard resume {job_id}` submits what was not"
+        )
+        raise
+
+
+def _submitted(store: RecordStore, backend: Backend, job_id: str, say: Say) -> JobRecord:
     record = store.read(job_id).record
     cluster = backend.submit(record, say) or ""
     number = record.attempt.number
