@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from trainer.losses import token_loss as loss_module
 from trainer.losses.token_loss import IGNORED_LABEL, next_token_loss_sum
-from trainer.optimizers.build import clip_factor, decay_groups, global_grad_norm
+from trainer.models.build import build_model
+from trainer.optimizers.build import build_optimizer, clip_factor, decay_groups, global_grad_norm
 from trainer.optimizers.loss_scaling import (
     GROWTH_INTERVAL_STEPS,
     INITIAL_SCALE,
@@ -22,6 +23,7 @@ from trainer.optimizers.schedule import learning_rate_at
 from trainer.seeds import restore_rng_state, rng_state, seed_everything
 from trainer.strategies.deepspeed_import import load_deepspeed
 from trainer.strategies.mesh import has_same_streams, random_stream
+from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 
 from trainyard.spec.job import ParallelismSpec, ScheduleSpec
 
@@ -157,6 +159,30 @@ def test_decay_pulls_on_matrices_alone() -> None:
     assert kept["weight_decay"] == 0.0
     assert all(p.ndim == 1 for p in kept["params"])
     assert len(kept["params"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "kept"),
+    [
+        ("cohere", {"use_qk_norm": True}, {"q_norm.weight", "k_norm.weight"}),
+        ("gpt_oss", {"num_local_experts": 4}, {"gate_up_proj_bias", "down_proj_bias"}),
+        ("mamba", {"state_size": 4}, {"A_log"}),
+    ],
+)
+def test_some_of_two_dimensions_are_no_matrices(family: str, more: dict[str, Any], kept: set[str]) -> None:
+    """Neither for weight decay nor for Muon, whose step would turn their rows against each other."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    job = tiny_job("single", 1, model=sizes | {"model_type": family} | more, optimizer={"kind": "muon"})
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    flat = {name for parameter, name in names.items() if name.endswith(tuple(kept)) and parameter.ndim == 2}
+    assert {name for name in flat for each in kept if name.endswith(each)} == flat and len(flat) == len(kept)
+    groups = build_optimizer(model, job).param_groups
+    decayed = {names[each] for group in groups if group["weight_decay"] for each in group["params"]}
+    orthogonal = {names[each] for group in groups if group["orthogonal"] for each in group["params"]}
+    assert not flat & (decayed | orthogonal)
+    assert orthogonal < decayed and not [name for name in orthogonal if "conv1d" in name]
 
 
 def test_the_norm_is_over_all_gradients_and_clipping_brings_it_to_the_limit() -> None:

@@ -15,8 +15,24 @@ from trainer.optimizers.matrix import Adafactor, Muon
 from trainer.optimizers.momentum import Momentum
 from trainyard.spec.job import ResolvedJob
 
+_MATRIX_DIMS = 2
+
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+_DECAY_RATES = "A_log"
+"""Of a state-space layer (Mamba): the logarithms of rates, a row a channel; its authors mark them _no_weight_decay."""
+
+
+def is_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay pulls on it, and Muon may take it: by its name too, for some others have two dimensions.
+
+    Norms of heads (Cohere's), packed experts' biases (gpt-oss') and a state-space layer's rates.
+    """
+    owner, _, own = name.rpartition(".")
+    is_norm = "norm" in owner.rpartition(".")[2]
+    return parameter.ndim >= _MATRIX_DIMS and not (is_norm or own.endswith("bias") or own == _DECAY_RATES)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -26,13 +42,13 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     of a group together, and refuses a mixture of meshes, or of plain tensors and DTensors.
     """
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+            groups.setdefault((is_matrix(name, parameter), mesh), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0}
-        for (is_matrix, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        for (decays, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
     ]
 
 
@@ -119,19 +135,20 @@ def _create_moments(optimizer: torch.optim.Optimizer) -> None:
 def _muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """`decay_groups`, the matrices that turn one hidden vector into another apart from embedding and head."""
     ends = {id(parameter) for module in _ends(model) for parameter in module.parameters()}
+    inner = {id(each) for name, each in model.named_parameters() if is_matrix(name, each) and id(each) not in ends}
     groups = []
     for group in decay_groups(model, weight_decay):
-        inside = [parameter for parameter in group["params"] if parameter.ndim >= 2 and id(parameter) not in ends]
-        outside = [parameter for parameter in group["params"] if parameter.ndim < 2 or id(parameter) in ends]
+        inside = [parameter for parameter in group["params"] if id(parameter) in inner]
+        outside = [parameter for parameter in group["params"] if id(parameter) not in inner]
         groups += [group | {"params": inside, "orthogonal": True}, group | {"params": outside, "orthogonal": False}]
     return [group for group in groups if group["params"]]
 
 
 def _ends(model: nn.Module) -> list[nn.Module]:
-    """Embeddings (of positions too) and the head."""
+    """Embeddings (of positions too), the head, and what runs along a sequence (Mamba's convolutions)."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]  # a pipeline's stages
     heads = [head for part in models if isinstance(head := part.get_output_embeddings(), nn.Module)]
-    return [*(module for module in model.modules() if isinstance(module, nn.Embedding)), *heads]
+    return [*(module for module in model.modules() if isinstance(module, nn.Embedding | nn.Conv1d)), *heads]
 
 
 def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
