@@ -128,6 +128,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         job_of(MIXTRAL | {"router_jitter_noise": 0.1}, {"tensor": 2, "data_shard": 4}),
         "router_jitter_noise: 0.1 is not implemented with it",
     ),
+    "norms of each head, cut": (
+        job_of(LLAMA | {"model_type": "cohere", "use_qk_norm": True}, {"tensor": 2, "data_shard": 4}),
+        "use_qk_norm is not implemented with it in cohere",
+    ),
     "experts, compiled": (job_of(MIXTRAL, {"tensor": 2, "data_shard": 4}, training={"compile": True}), "of experts"),
     "mamba, packed": (job_of({"model_type": "mamba"}, FSDP), "document_masks"),
     "unknown type": (job_of(LLAMA | {"model_type": "llamma"}, FSDP), "did you mean llama?"),

@@ -25,6 +25,7 @@ def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
         max_positions=_whole(positions[0]) if positions else None,
         balances_router=bool(config.get("output_router_logits", False)),
         router_noise=_share(config.get("router_jitter_noise")),
+        norms_heads=config.get("use_qk_norm") is True,
     )
     return facts if shape is None else _with_sizes(facts, config, shape)
 

@@ -109,6 +109,8 @@ class ModelFacts:
     """Whether the configuration asks for the router's auxiliary loss."""
     router_noise: float = 0.0
     """router_jitter_noise: what goes into the router is multiplied by 1 give or take as much, in training."""
+    norms_heads: bool = False
+    """use_qk_norm: queries and keys are normalized; in Cohere by weights of each head's own."""
 
 
 def pipeline_obstacle(
@@ -202,6 +204,11 @@ def tensor_obstacle(model: ModelFacts, degree: int, *, is_quantized: bool) -> st
         return (
             f"parallelism.tensor: {degree}: model.config.router_jitter_noise: {model.router_noise} is not implemented"
             " with it, since all tensor ranks would have to draw the same noise; set it to 0, or tensor to 1"
+        )
+    if model.norms_heads and model.model_type == "cohere":
+        return (
+            f"parallelism.tensor: {degree}: model.config.use_qk_norm is not implemented with it in cohere, where each"
+            " head's norm has weights of its own; set tensor to 1 and use data_shard"
         )
     for name, size in model.split_sizes.items():
         if size % degree:

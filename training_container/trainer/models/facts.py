@@ -27,6 +27,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
         max_positions=None if is_open else getattr(config, "max_position_embeddings", None),
         balances_router=bool(getattr(config, "output_router_logits", False)),
         router_noise=float(getattr(config, "router_jitter_noise", None) or 0.0),
+        norms_heads=bool(getattr(config, "use_qk_norm", False)),
     )
 
 
