@@ -222,6 +222,25 @@ def test_tools_dates_and_json_reach_the_template(tmp_path: Path) -> None:
     assert bytes(cache.tokens[:].astype(np.uint8)).decode() == '2024-07-26[{"name": "<ü>"}]x'
 
 
+PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "Hello!"}]},
+]
+"""As some chat services export their conversations."""
+
+
+@pytest.mark.parametrize("printed", ["{{ message.content }}", "{{ message['content'] | trim }}"])
+def test_content_in_parts_is_learnt_as_text_or_not_at_all(printed: str) -> None:
+    """A template for plain text writes a list out as Python does, and nothing in it fails."""
+    every = "{% for message in messages %}|" + printed + "{% endfor %}"
+    for read in (template(every).text, template(every).render):
+        with pytest.raises(BadRecordError, match=r"message 1 \(user\) has its content in parts.*data.chat_template"):
+            read(PARTS)
+    knowing = every.replace(printed, "{{ message.content[0].text }}")
+    assert template(knowing).text(PARTS) == "|Hi|Hello!"
+    assert template("{{ messages[0].content | tojson }}").text(PARTS) == '[{"type": "text", "text": "Hi"}]'
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -95,11 +95,26 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._special_tokens
             )
         except _EVALUATION_ERRORS as error:
             raise BadRecordError(f"the chat template refuses it ({_one_line(error)})") from None
+        _check_parts(messages, text)
+        return text
+
+
+def _check_parts(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """BadRecordError for content in parts that a template, made for plain text, wrote out in Python's notation: a model
+    would learn `[{'type': 'text', ...`."""
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content")
+        if isinstance(content, list | dict) and content and str(content) in text:
+            raise BadRecordError(
+                f"message {number} ({message.get('role')}) has its content in parts, and the chat template takes plain"
+                f" text: it wrote {str(content)[:40]!r}; give content as a string, or a template that knows parts"
+                " (data.chat_template)"
+            )
 
 
 class _GenerationBlock(Extension):
