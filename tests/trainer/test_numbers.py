@@ -59,6 +59,14 @@ def test_a_warm_up_longer_than_the_job_never_passes_the_peak() -> None:
     assert max(rates(kind="cosine", warmup_steps=50)) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("kind", ["constant", "cosine", "linear", "wsd"])
+def test_a_job_of_one_step_that_changes_nothing_is_told_of(kind: str) -> None:
+    for more in ({}, {"final_fraction": 0.1}, {"warmup_steps": 1}):
+        spec = ScheduleSpec.model_validate({"kind": kind, **more})
+        assert bool(spec.notes(1)) == (rates(1, kind=kind, **more) == [0.0])
+        assert not spec.notes(2)
+
+
 def test_loss_is_the_sum_over_counted_next_tokens() -> None:
     logits = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([[1, 2, 3, 4], [0, 1, IGNORED_LABEL, IGNORED_LABEL]])

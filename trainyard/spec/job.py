@@ -240,6 +240,11 @@ class ScheduleSpec(SpecModel):
 
     def notes(self, num_steps: int) -> tuple[str, ...]:
         """What is odd for a job of so many steps, though a short trial of a long job may mean it."""
+        if num_steps == 1 and self.kind != "constant" and not self.warmup_steps and not self.final_fraction:
+            return (
+                f"training.schedule: {self.kind} ends at final_fraction, 0, in the last step, which is the job's only"
+                " one: it changes nothing; give it kind: constant or more steps",
+            )
         if self.warmup_steps <= num_steps:
             return ()
         return (
