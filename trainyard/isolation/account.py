@@ -29,7 +29,7 @@ EACH_JOB = "each job"
 DocumentKey = tuple[str, str, str]
 """Stack, logical id, and which document of the resource."""
 
-_DOCUMENTS = {
+DOCUMENTS = {
     "AWS::IAM::Role": ("AssumeRolePolicyDocument",),
     "AWS::IAM::Policy": ("PolicyDocument",),
     "AWS::IAM::RolePolicy": ("PolicyDocument",),
@@ -224,7 +224,7 @@ class _Reader:
     def _read_documents(self, stack: str, logical_id: str) -> None:
         deployment = self._deployment
         kind, properties = deployment.type_of(stack, logical_id), deployment.properties(stack, logical_id)
-        known = _DOCUMENTS.get(kind, ())
+        known = DOCUMENTS.get(kind, ())
         for name, value in properties.items():
             if name in known:
                 self._add(stack, logical_id, name, deployment.resolve(value, stack))
@@ -245,7 +245,10 @@ class _Reader:
         name = self._environment.contract_parameter(tenant)
         for stack, logical_id in self._resources("AWS::SSM::Parameter"):
             if self._property(stack, logical_id, "Name") == name:
-                return parse_contract(str(self._property(stack, logical_id, "Value")), f"{stack}/{logical_id}")
+                found = parse_contract(str(self._property(stack, logical_id, "Value")), f"{stack}/{logical_id}")
+                if found.tenant != tenant:
+                    raise JobFailedError(f"{stack}/{logical_id} publishes tenant {found.tenant}'s contract as {name}")
+                return found
         raise JobFailedError(f"no stack publishes {name}; tenant {tenant} has no contract")
 
     def _owner(self, stack: str, logical_id: str) -> str | None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from trainyard.isolation.crossings import EVERYWHERE, GUARD_RAIL, Crossings, Que
 from trainyard.isolation.evaluator import Decision, Request, decide
 from trainyard.isolation.needs import Need, Needs
 from trainyard.isolation.templates import Deployment, Template, synthesize
+from trainyard.isolation.wiring import Wire, wires
 from trainyard.spec.platform import EnvironmentSpec, load_environment
 
 
@@ -40,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was asked, and every wrong answer. All four lists empty: isolation is proven, and tenants can work."""
+    """What was asked, and every wrong answer. All five lists empty: isolation is proven, and tenants can work."""
 
     environment: str
     tenants: int
@@ -51,6 +52,8 @@ class Proof:
     denied_own: tuple[Finding, ...]
     open_guard_rails: tuple[Finding, ...]
     """What no tenant's role may do even to its own: raise its rights, start unchecked compute, carry data out."""
+    foreign_wires: tuple[Wire, ...]
+    """What a tenant's resources are connected with, or let in, that isn't its own, whatever the policies say."""
     unknown_keys: tuple[str, ...]
     """Condition keys that a policy reads and of which the proof knows nothing."""
     unscopable: tuple[str, ...] = ()
@@ -60,7 +63,8 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether nothing is wrong."""
-        return not (self.allowed_cross_tenant or self.denied_own or self.open_guard_rails or self.unknown_keys)
+        requests = self.allowed_cross_tenant or self.denied_own or self.open_guard_rails
+        return not (requests or self.foreign_wires or self.unknown_keys)
 
     def document(self) -> dict[str, Any]:
         """For `--json`."""
@@ -73,6 +77,8 @@ class Site:
 
     account: Account
     seconds: Mapping[str, float]
+    wires: tuple[Wire, ...] = ()
+    """What is wrongly connected: it takes the templates, which the account no longer has."""
 
 
 def open_site(environment_file: Path, checkout: Path) -> Site:
@@ -81,13 +87,15 @@ def open_site(environment_file: Path, checkout: Path) -> Site:
     start = time.perf_counter()
     templates = synthesize(environment_file, checkout)
     synthesized = time.perf_counter()
-    account = build(Deployment.of(templates, environment), environment)
-    return Site(account, {"synthesis": synthesized - start, "resolution": time.perf_counter() - synthesized})
+    site = resolve_templates(templates, environment)
+    return replace(site, seconds={"synthesis": synthesized - start, "resolution": time.perf_counter() - synthesized})
 
 
 def resolve_templates(templates: Mapping[str, Template], environment: EnvironmentSpec) -> Site:
     """A site from templates that are there already, by stack name."""
-    return Site(build(Deployment.of(templates, environment), environment), {})
+    deployment = Deployment.of(templates, environment)
+    account = build(deployment, environment)
+    return Site(account, {}, wires(deployment, account))
 
 
 def prove(site: Site) -> Proof:
@@ -105,6 +113,7 @@ def prove(site: Site) -> Proof:
         tuple(answers.crossed),
         tuple(answers.denied),
         tuple(answers.unruly),
+        site.wires,
         tuple(sorted(answers.unknown)),
         unscopable(site.account),
         {name: round(value, 2) for name, value in seconds.items()},

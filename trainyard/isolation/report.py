@@ -5,12 +5,15 @@ from html import escape
 
 from trainyard.isolation.mutants import Survey
 from trainyard.isolation.proof import Finding, Proof
+from trainyard.isolation.wiring import Wire
 
 _LISTS = (
     ("allowed_cross_tenant", "Allowed across tenants", "Requests that touch another tenant or the shared platform."),
     ("denied_own", "Denied to the owner", "Requests that a tenant's own work needs."),
     ("open_guard_rails", "Open guard-rails", "What no tenant's role may do even to its own."),
 )
+
+_WIRES = ("Wired to others", "What a tenant's resources are connected with, or let in, that isn't the tenant's own.")
 
 _LIMITS = (
     "Evaluated offline from the synthesized templates, by this project's own evaluator of IAM policies; the tests "
@@ -31,6 +34,8 @@ def lines(proof: Proof, survey: Survey | None = None) -> Iterator[str]:
         findings: Sequence[Finding] = getattr(proof, name)
         yield f"{title}: {len(findings)}"
         yield from (f"  {finding}" for finding in findings)
+    yield f"{_WIRES[0]}: {len(proof.foreign_wires)}"
+    yield from (f"  {wire}" for wire in proof.foreign_wires)
     if proof.unknown_keys:
         yield f"Condition keys that nobody has stated: {', '.join(proof.unknown_keys)}"
     yield f"Listings that IAM can't scope to a tenant (names show, contents don't): {len(proof.unscopable)}"
@@ -72,7 +77,7 @@ def page(proof: Proof, survey: Survey | None = None) -> str:
         f"<title>Isolation of {escape(proof.environment)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>Environment {escape(proof.environment)}: {verdict}</h1>"
         f'<div class="facts">{"".join(_fact(name, value) for name, value in facts)}</div>'
-        f"{sections}{unknown}"
+        f"{sections}{_wires(proof.foreign_wires)}{unknown}"
         f"{_list('Listings that IAM cannot scope to a tenant: names show, contents do not', proof.unscopable)}"
         f"{_survey_section(survey) if survey else ''}"
         f"{_list('What this page rests on', _LIMITS)}</body></html>\n"
@@ -100,6 +105,13 @@ def _findings(title: str, text: str, findings: Sequence[Finding]) -> str:
         for item in findings
     ]
     return heading + _table(columns, rows)
+
+
+def _wires(wires: Sequence[Wire]) -> str:
+    heading = f"<h2>{_WIRES[0]}: {len(wires)}</h2><p>{_WIRES[1]}</p>"
+    columns = ("Who", "Resource", "Property", "Names", "Whose", "What is wrong")
+    rows = [(item.tenant, item.resource, item.where, item.reaches, item.target, item.why) for item in wires]
+    return heading + (_table(columns, rows) if rows else "")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

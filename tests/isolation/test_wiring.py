@@ -1,0 +1,350 @@
+"""What the templates connect beside their policies: each way that one mistake opens is found, and named."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainyard.errors import JobFailedError
+from trainyard.isolation import Site, prove, resolve_templates
+from trainyard.isolation.report import lines, page
+from trainyard.isolation.templates import Deployment, synthesize
+from trainyard.spec.platform import EnvironmentSpec, load_environment
+
+ROOT = Path(__file__).parents[2]
+Alter = Callable[[Callable[[Any], None]], Site]
+Templates = dict[str, dict[str, Any]]
+Mistake = Callable[[Templates, Deployment], None]
+FOUNDATION, TRAINING = "trainyard-local-acme-foundation", "trainyard-local-acme-training"
+OTHER, OTHERS_TRAINING = "trainyard-local-globex-foundation", "trainyard-local-globex-training"
+STRANGER = "999999999999"
+
+
+@pytest.fixture
+def names(templates: Templates, environment: EnvironmentSpec) -> Deployment:
+    """What the resources are called once deployed."""
+    return Deployment.of(templates, environment)
+
+
+def logical_id(templates: Templates, stack: str, kind: str, beginning: str = "") -> str:
+    resources = templates[stack]["Resources"].items()
+    return str(next(name for name, item in resources if item["Type"] == f"AWS::{kind}" and name.startswith(beginning)))
+
+
+def resource(templates: Templates, stack: str, kind: str, beginning: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = templates[stack]["Resources"][logical_id(templates, stack, kind, beginning)]["Properties"]
+    return found
+
+
+def add(templates: Templates, stack: str, kind: str, **properties: Any) -> None:
+    templates[stack]["Resources"]["Added"] = {"Type": f"AWS::{kind}", "Properties": properties}
+
+
+def others(names: Deployment, kind: str, beginning: str = "", stack: str = OTHER) -> str:
+    return names.physical_id(stack, logical_id(dict(names.templates), stack, kind, beginning))
+
+
+def others_arn(names: Deployment, kind: str, beginning: str = "", stack: str = OTHER) -> str:
+    return names.arn(stack, logical_id(dict(names.templates), stack, kind, beginning))
+
+
+def groups_rule(templates: Templates, names: Deployment) -> None:
+    rule = resource(templates, FOUNDATION, "EC2::SecurityGroupIngress", "NetworkFileSystemGroup")
+    rule["SourceSecurityGroupId"] = others(names, "EC2::SecurityGroup", "NetworkTraining")
+
+
+def addresses(templates: Templates, names: Deployment) -> None:
+    rule = resource(templates, FOUNDATION, "EC2::SecurityGroupIngress", "NetworkFileSystemGroup")
+    del rule["SourceSecurityGroupId"]
+    rule["CidrIp"] = "10.0.0.0/8"
+
+
+def all_ports(templates: Templates, names: Deployment) -> None:
+    rule = resource(templates, FOUNDATION, "EC2::SecurityGroup", "NetworkTraining")["SecurityGroupEgress"][0]
+    rule |= {"IpProtocol": "-1", "FromPort": 0, "ToPort": 65535}
+
+
+def files_in_others_subnet(templates: Templates, names: Deployment) -> None:
+    found = resource(templates, FOUNDATION, "FSx::FileSystem")
+    found["SubnetIds"] = [others(names, "EC2::Subnet", "NetworkTraining")]
+
+
+def files_under_others_key(templates: Templates, names: Deployment) -> None:
+    resource(templates, FOUNDATION, "FSx::FileSystem")["KmsKeyId"] = others_arn(names, "KMS::Key", "KeysData")
+
+
+def link_to_others_bucket(templates: Templates, names: Deployment) -> None:
+    bucket = others(names, "S3::Bucket", "BucketsData")
+    system = {"Ref": logical_id(templates, FOUNDATION, "FSx::FileSystem")}
+    add(
+        templates,
+        FOUNDATION,
+        "FSx::DataRepositoryAssociation",
+        FileSystemId=system,
+        DataRepositoryPath=f"s3://{bucket}/x",
+    )
+
+
+def link_to_anybodys_bucket(templates: Templates, names: Deployment) -> None:
+    system = {"Ref": logical_id(templates, FOUNDATION, "FSx::FileSystem")}
+    add(
+        templates,
+        FOUNDATION,
+        "FSx::DataRepositoryAssociation",
+        FileSystemId=system,
+        DataRepositoryPath="s3://carried-out",
+    )
+
+
+def copied_elsewhere(templates: Templates, names: Deployment) -> None:
+    bucket = resource(templates, FOUNDATION, "S3::Bucket", "BucketsCheckpoints")
+    there = {"Bucket": "arn:aws:s3:::carried-out", "Account": STRANGER}
+    bucket["ReplicationConfiguration"] = {"Rules": [{"Status": "Enabled", "Destination": there}]}
+
+
+def public_bucket(templates: Templates, names: Deployment) -> None:
+    bucket = resource(templates, FOUNDATION, "S3::Bucket", "BucketsData")
+    bucket["PublicAccessBlockConfiguration"]["RestrictPublicBuckets"] = False
+
+
+def listed_bucket(templates: Templates, names: Deployment) -> None:
+    bucket = resource(templates, FOUNDATION, "S3::Bucket", "BucketsData")
+    bucket["OwnershipControls"] = {"Rules": [{"ObjectOwnership": "ObjectWriter"}]}
+
+
+def called_by_anybody(templates: Templates, names: Deployment) -> None:
+    resource(templates, TRAINING, "Lambda::Permission")["Principal"] = STRANGER
+
+
+def called_by_any_rule(templates: Templates, names: Deployment) -> None:
+    del resource(templates, TRAINING, "Lambda::Permission")["SourceArn"]
+
+
+def called_by_others_rule(templates: Templates, names: Deployment) -> None:
+    arn = others_arn(names, "Events::Rule", stack=OTHERS_TRAINING)
+    resource(templates, TRAINING, "Lambda::Permission")["SourceArn"] = arn
+
+
+def hears_of_others(templates: Templates, names: Deployment) -> None:
+    detail = resource(templates, TRAINING, "Events::Rule", "BudgetMeter")["EventPattern"]["detail"]
+    detail["TrainingJobName"].append({"prefix": "globex-"})
+
+
+def hears_of_all(templates: Templates, names: Deployment) -> None:
+    del resource(templates, TRAINING, "Events::Rule", "BudgetMeter")["EventPattern"]["detail"]["TrainingJobName"]
+
+
+def hears_of_all_by_role(templates: Templates, names: Deployment) -> None:
+    heard = resource(templates, TRAINING, "Events::Rule", "JobGuard")["EventPattern"]["detail"]["$or"]
+    heard[1]["RoleArn"] = [{"prefix": "arn:aws:iam::123456789012:role/trainyard/"}]
+
+
+def tells_another_account(templates: Templates, names: Deployment) -> None:
+    rule = resource(templates, TRAINING, "Events::Rule", "BudgetMeter")
+    rule["Targets"].append({"Id": "Out", "Arn": f"arn:aws:events:us-east-1:{STRANGER}:event-bus/theirs"})
+
+
+def tells_others_topic(templates: Templates, names: Deployment) -> None:
+    rule = resource(templates, TRAINING, "Events::Rule", "BudgetMeter")
+    rule["Targets"].append({"Id": "Out", "Arn": others_arn(names, "SNS::Topic", stack=OTHERS_TRAINING)})
+
+
+def alarms_to_a_hook(templates: Templates, names: Deployment) -> None:
+    topic = {"Ref": logical_id(templates, TRAINING, "SNS::Topic")}
+    add(templates, TRAINING, "SNS::Subscription", TopicArn=topic, Protocol="https", Endpoint="https://example.com")
+
+
+def broker_as_other(templates: Templates, names: Deployment) -> None:
+    function = resource(templates, TRAINING, "Lambda::Function", "Broker")
+    function["Role"] = others_arn(names, "IAM::Role", "RolesBroker")
+
+
+def broker_as_platform(templates: Templates, names: Deployment) -> None:
+    platform = "trainyard-local-platform"
+    function = resource(templates, TRAINING, "Lambda::Function", "Broker")
+    function["Role"] = others_arn(names, "IAM::Role", "BudgetActor", stack=platform)
+
+
+def meter_of_other(templates: Templates, names: Deployment) -> None:
+    variables = resource(templates, TRAINING, "Lambda::Function", "BudgetMeter")["Environment"]["Variables"]
+    variables["METER"] = variables["METER"].replace('"tenant": "acme"', '"tenant": "globex"')
+
+
+def meter_of_others_jobs(templates: Templates, names: Deployment) -> None:
+    variables = resource(templates, TRAINING, "Lambda::Function", "BudgetMeter")["Environment"]["Variables"]
+    variables["METER"] = variables["METER"].replace('"acme-"', '"globex-"')
+
+
+def tagged_as_other(templates: Templates, names: Deployment) -> None:
+    tags = resource(templates, FOUNDATION, "S3::Bucket", "BucketsData")["Tags"]
+    next(tag for tag in tags if tag["Key"] == "trainyard:tenant")["Value"] = "globex"
+
+
+def without_a_boundary(templates: Templates, names: Deployment) -> None:
+    del resource(templates, FOUNDATION, "IAM::Role", "RolesAuditor")["PermissionsBoundary"]
+
+
+def under_others_boundary(templates: Templates, names: Deployment) -> None:
+    role = resource(templates, FOUNDATION, "IAM::Role", "RolesAuditor")
+    role["PermissionsBoundary"] = others_arn(names, "IAM::ManagedPolicy", "Boundary")
+
+
+def rights_for_a_user(templates: Templates, names: Deployment) -> None:
+    resource(templates, FOUNDATION, "IAM::Policy", "PermissionsAuditor")["Users"] = ["somebody"]
+
+
+def others_share(templates: Templates, names: Deployment) -> None:
+    add(templates, TRAINING, "Batch::QuotaShare", QuotaShareName="globex", JobQueue="trainyard-local-any")
+
+
+def a_gateway(templates: Templates, names: Deployment) -> None:
+    add(templates, FOUNDATION, "EC2::InternetGateway")
+
+
+def machines_as_other(templates: Templates, names: Deployment) -> None:
+    profile = resource(templates, FOUNDATION, "IAM::InstanceProfile")
+    profile["Roles"] = [others(names, "IAM::Role", "RolesNodes")]
+
+
+def others_parameter(templates: Templates, names: Deployment) -> None:
+    add(templates, TRAINING, "SSM::Parameter", Name="/trainyard/local/globex/image", Value="any")
+
+
+MISTAKES: list[tuple[Mistake, str, str, str]] = [
+    (groups_rule, "SourceSecurityGroupId", "globex", "names another tenant's"),
+    (addresses, "SecurityGroupIngress", "every tenant", "lets in what is no group of the tenant's"),
+    (all_ports, "SecurityGroupEgress", "every tenant", "sends elsewhere than to port 443"),
+    (files_in_others_subnet, "SubnetIds", "globex", "names another tenant's"),
+    (files_under_others_key, "KmsKeyId", "globex", "names another tenant's"),
+    (link_to_others_bucket, "DataRepositoryPath", "globex", "names another tenant's"),
+    (link_to_anybodys_bucket, "DataRepositoryPath", "every tenant", "names a bucket that is none of the tenant's"),
+    (copied_elsewhere, "ReplicationConfiguration.Rules.Destination.Bucket", "every tenant", "names a bucket"),
+    (public_bucket, "RestrictPublicBuckets", "every tenant", "is not shut to the public"),
+    (listed_bucket, "OwnershipControls", "every tenant", "listens to access control lists"),
+    (called_by_anybody, "Principal", "every tenant", "may call the function"),
+    (called_by_any_rule, "Principal", "every tenant", "may call the function (source: None)"),
+    (called_by_others_rule, "Principal", "every tenant", "may call the function"),
+    (hears_of_others, "EventPattern", "every tenant", "hears of other tenants' jobs"),
+    (hears_of_all, "EventPattern", "every tenant", "hears of other tenants' jobs"),
+    (hears_of_all_by_role, "EventPattern", "every tenant", "hears of other tenants' jobs"),
+    (tells_another_account, "Targets.Arn", "another account", "names another account's"),
+    (tells_others_topic, "Targets.Arn", "globex", "names another tenant's"),
+    (alarms_to_a_hook, "Protocol", "every tenant", "they are mailed alone"),
+    (broker_as_other, "Role", "globex", "names another tenant's"),
+    (broker_as_platform, "Role", "platform", "runs as a role that is none of the tenant's"),
+    (meter_of_other, "Environment.METER", "every tenant", "serves another tenant"),
+    (meter_of_others_jobs, "Environment.METER", "every tenant", "serves another tenant"),
+    (tagged_as_other, "Tags", "globex", "is tagged as another's"),
+    (without_a_boundary, "PermissionsBoundary", "every tenant", "stands under no boundary of the tenant's"),
+    (under_others_boundary, "PermissionsBoundary", "globex", "names another tenant's"),
+    (rights_for_a_user, "Users", "every tenant", "gives rights to whom no boundary holds"),
+    (others_share, "QuotaShareName", "globex", "is another tenant's share of a queue"),
+    (a_gateway, "Type", "every tenant", "leads out of a network that has no egress"),
+    (machines_as_other, "Roles", "globex", "names another tenant's"),
+    (others_parameter, "Name", "globex", "names another tenant's"),
+]
+
+
+def test_nothing_is_wired_to_another(site: Site) -> None:
+    assert site.wires == ()
+    assert prove(site).foreign_wires == ()
+
+
+@pytest.mark.parametrize(("mistake", "where", "target", "why"), MISTAKES, ids=[item[0].__name__ for item in MISTAKES])
+def test_a_wrong_connection_is_found_and_named(
+    altered: Alter,
+    names: Deployment,
+    mistake: Callable[[Templates, Deployment], None],
+    where: str,
+    target: str,
+    why: str,
+) -> None:
+    found = altered(lambda templates: mistake(templates, names)).wires
+    assert any((item.tenant, item.where, item.target) == ("acme", where, target) and why in item.why for item in found)
+
+
+def test_a_contract_under_another_tenants_name_stops_it(altered: Alter) -> None:
+    def edit(templates: Templates) -> None:
+        add(templates, TRAINING, "SSM::Parameter", **resource(templates, TRAINING, "SSM::Parameter"))
+        templates[TRAINING]["Resources"]["Added"]["Properties"]["Name"] = "/trainyard/local/globex/contract"
+
+    with pytest.raises(JobFailedError, match=r"Added publishes tenant acme's contract as /trainyard/local/globex/cont"):
+        altered(edit)
+
+
+def test_a_proof_with_a_wrong_connection_does_not_hold(altered: Alter, names: Deployment) -> None:
+    proof = prove(altered(lambda templates: groups_rule(templates, names)))
+    assert not (proof.allowed_cross_tenant or proof.open_guard_rails or proof.denied_own or proof.unknown_keys)
+    assert proof.foreign_wires and not proof.holds
+    assert "Wired to others: 2" in list(lines(proof))
+    assert "SourceSecurityGroupId</td>" in page(proof)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "EC2::VPCPeeringConnection",
+        "EC2::TransitGatewayAttachment",
+        "IAM::User",
+        "RAM::ResourceShare",
+        "S3::AccessPoint",
+    ],
+)
+def test_a_type_that_nobody_has_looked_at_stops_it(altered: Alter, kind: str) -> None:
+    with pytest.raises(JobFailedError, match=f"AWS::{kind} Added is of a type that the isolation proof doesn't know"):
+        altered(lambda templates: add(templates, FOUNDATION, kind))
+
+
+def test_what_a_macro_would_make_stops_it(altered: Alter) -> None:
+    def edit(templates: Templates) -> None:
+        templates[TRAINING]["Transform"] = "AWS::Serverless-2016-10-31"
+
+    with pytest.raises(JobFailedError, match="Transform makes resources that the isolation proof can't see"):
+        altered(edit)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Templates, EnvironmentSpec]:
+    """The production environment, its tenants with every option that makes resources of its own."""
+    content = yaml.safe_load((ROOT / "environments/production.yaml").read_text())
+    machine, login = {"instance_type": "p5.48xlarge", "max_instances": 2}, {"instance_type": "m6i.xlarge"}
+    cluster: dict[str, Any] = {"node_groups": {"train": machine}, "login": login}
+    image = {"slurm_version": "25.05", "ami": "ami-0123456789abcdef0", "root_device": "/dev/xvda", "small_files": {}}
+    language, perception, adapters = (content["tenants"][name] for name in ("language", "perception", "adapters"))
+    language |= {"network": {"egress": {"allowed_domains": ["pypi.org"]}}, "cluster": cluster | image}
+    language["budget"]["anomaly_usd"] = 100
+    perception |= {"cluster": {"engine": "hyperpod", "controller": login, **cluster}}
+    perception |= {"submission": "broker", "job_isolation": "key"}
+    perception["file_system"] = {"storage_gib": 9600, "throughput_mb_per_s_per_tib": 1000, "efa": True}
+    adapters |= {"submission": "direct", "share": {}}
+    language["share"] = {}
+    path = tmp_path_factory.mktemp("everything") / "production.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return synthesize(path, ROOT), load_environment(path)
+
+
+def test_nothing_is_wired_to_another_with_every_option(everything: tuple[Templates, EnvironmentSpec]) -> None:
+    assert resolve_templates(*everything).wires == ()
+
+
+def test_a_way_past_the_firewall_is_found(everything: tuple[Templates, EnvironmentSpec]) -> None:
+    templates, stack = copy.deepcopy(everything[0]), "trainyard-production-language-foundation"
+    route = resource(templates, stack, "EC2::Route", "EgressTrainingToFence")
+    del route["VpcEndpointId"]
+    route["GatewayId"] = {"Ref": logical_id(templates, stack, "EC2::InternetGateway")}
+    add(
+        templates,
+        stack,
+        "EC2::Route",
+        RouteTableId="rtb-1",
+        DestinationCidrBlock="10.0.0.0/8",
+        TransitGatewayId="tgw-1",
+    )
+    found = {(wire.where, wire.why) for wire in resolve_templates(templates, everything[1]).wires}
+    assert found == {
+        ("RouteTableId", "leads jobs out past the firewall"),
+        ("TransitGatewayId", "leads out by another way than the firewall"),
+    }
