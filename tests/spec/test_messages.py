@@ -177,6 +177,35 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         load_job(tmp_path / "job.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"name: 2026-13-45\n", r"job\.yaml: is not valid YAML: holds a date or number that is none: month must be"),
+        (b"name: " + b"9" * 5000, r"job\.yaml: is not valid YAML: holds a date or number that is none"),
+        (b"name: " + b"[" * 3000, r"job\.yaml: is not valid YAML: lists or mappings stand too deep in each other"),
+        (b"name: a\n? [a, b]\n: 1\n", r"job\.yaml: line 2: a key is a list; it must be a setting's name"),
+        (b"name: \xff\n", r"job\.yaml: is no text: its byte 7 is not UTF-8; save it as UTF-8"),
+    ],
+    ids=["date", "number", "depth", "key", "bytes"],
+)
+def test_what_yaml_reads_into_no_value_is_refused(text: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(text)
+    with pytest.raises(InputError, match=told):
+        load_job(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize("value", ["2026-13-45", "[" * 3000, "{? [a]: 1}", "{a: 1, a: 2}"])
+def test_an_override_that_yaml_reads_into_no_value_is_refused(value: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: a\n")
+    with pytest.raises(InputError, match=r"--set training.steps=.* is not a valid YAML value"):
+        load_job(tmp_path / "job.yaml", [f"training.steps={value}"])
+
+
+def test_a_folder_in_the_files_place_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"can't be read: Is a directory$"):
+        load_job(tmp_path)
+
+
 def test_broken_yaml_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: a\ndata: [1, 2\n")
     with pytest.raises(InputError, match=r"job\.yaml: line \d+ is not valid YAML"):

@@ -1,8 +1,9 @@
 """The base of every model here, YAML loading, and validation messages that a person can act on."""
 
+import datetime
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -120,6 +121,8 @@ def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode)
     seen: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
+        if not isinstance(key, Hashable):
+            raise InputError(f"line {key_node.start_mark.line + 1}: a key is {_kind(key)}; it must be a setting's name")
         if key in seen:
             raise InputError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice; keep one")
         seen.add(key)
@@ -129,7 +132,26 @@ def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode)
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
 
 
-_YAML_KINDS: dict[type, str] = {list: "a list", str: "a text", int: "a number", float: "a number"}
+_YAML_KINDS: dict[type, str] = {
+    **{list: "a list", str: "a text", int: "a number", float: "a number", dict: "a mapping"},
+    **{bool: "a truth value", datetime.date: "a date", datetime.datetime: "a date"},
+}
+
+
+def _kind(value: object) -> str:
+    return _YAML_KINDS.get(type(value), type(value).__name__)
+
+
+def _parsed(text: str) -> Any:
+    """What the YAML says; yaml.YAMLError where it isn't any, also where PyYAML lets an error of Python's through."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except InputError:
+        raise
+    except RecursionError:
+        raise yaml.YAMLError("lists or mappings stand too deep in each other") from None
+    except ValueError as error:  # 2026-13-45, which looks like a date; a number of thousands of digits
+        raise yaml.YAMLError(f"holds a date or number that is none: {error}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -138,10 +160,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: can't be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is no text: its byte {error.start + 1} is not UTF-8; save it as UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{path}: can't be read: {error.strerror}") from None
     try:
-        content = yaml.load(text, Loader=_UniqueKeyLoader)
+        content = _parsed(text)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
@@ -150,7 +174,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise InputError(f"{path}:{where} is not valid YAML: {problem}") from None
     if not isinstance(content, dict):
-        holds = "is empty" if content is None else f"holds {_YAML_KINDS.get(type(content), type(content).__name__)}"
+        holds = "is empty" if content is None else f"holds {_kind(content)}"
         raise InputError(f"{path}: must hold a mapping of settings (name: value), {holds}")
     return content
 
@@ -170,8 +194,8 @@ def apply_overrides(content: Mapping[str, Any], overrides: Sequence[str]) -> dic
                 child = target[parent] = {}
             target = child
         try:
-            target[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            target[key] = _parsed(value)
+        except (InputError, yaml.YAMLError):
             raise InputError(f"--set {override}: {value!r} is not a valid YAML value") from None
     return changed
 
