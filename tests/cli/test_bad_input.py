@@ -123,6 +123,27 @@ def test_a_full_disk_may_be_the_outputs() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("closed", "verb", "code", "told"),
+    [
+        (">&-", "plan jobs/tiny.yaml", 0, ""),
+        ("<&- >&- 2>&-", "plan jobs/tiny.yaml", 0, ""),
+        ("<&- 2>&-", "--version", 0, "trainyard "),
+        (">&-", "plan nowhere.yaml", 2, "trainyard: nowhere.yaml: no such file"),
+    ],
+)
+def test_streams_that_are_closed_lead_nowhere(closed: str, verb: str, code: int, told: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m trainyard {verb} {closed}', sys.executable],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr.count("Traceback")) == (code, 0)
+    assert (done.stdout + done.stderr).startswith(told)
+    assert told or not done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("state", ["file/state", "link/state"])
 def test_a_state_folder_that_is_named_otherwise_than_it_is_opened(
     refusal: Refusal, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import gc
     import sys
 
+    _open_closed_streams()
     # Most of a verb's time is imports: of boto3, of the SageMaker SDK. What they make stays, and by Python's own rule
     # (700 new objects) the collector would look through all of it again and again: a tenth to a fifth of the time.
     gc.set_threshold(100_000)
@@ -21,3 +22,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(run(arguments))
     except KeyboardInterrupt:  # `run` answers its own; this came while it was imported, or as it ended
         sys.exit(130)
+
+
+def _open_closed_streams() -> None:
+    """Whoever closed a stream (`trainyard ... >&-`, some service managers) wants none: it leads nowhere, instead of to
+    the first file that is opened, which would get its number."""
+    import os
+    import sys
+
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
