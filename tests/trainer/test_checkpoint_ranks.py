@@ -153,6 +153,23 @@ def scenario_full_disk(rank: Rank) -> dict[str, Any]:
     return {"failed": rank.checkpoints.last_error, "kept": rank.checkpoints.last_committed_step, "said": rank.said}
 
 
+def scenario_more_on_one_rank(rank: Rank) -> dict[str, Any]:
+    """Rank 1 has a tensor more at the second save: the others, who keep their plan, make it anew with it."""
+    for step in (1, 2):
+        tensors = laid_out(whole(step), rank.rank, rank.world_size)
+        if step == 2 and rank.rank == 1:
+            tensors["model.more"] = torch.full((3, 4), 7.0)
+        rank.checkpoints.save(step, tensors, {"step": step})
+    rank.checkpoints.wait()
+    error = rank.checkpoints.last_error
+    rank.load()
+    more = torch.zeros(3, 4)
+    info = rank.checkpoints.latest()
+    assert info is not None
+    rank.checkpoints.load(info, {"model.more": more})
+    return {"error": error, "step": info.step, "more": more.unique().tolist()}
+
+
 def scenario_killed_rank(rank: Rank) -> dict[str, Any]:
     """Rank 1 is killed while it writes the second checkpoint; the others must get out."""
     rank.save(1)
@@ -276,6 +293,11 @@ def test_a_full_disk_on_one_rank_skips_the_save_on_all(tmp_path: Path) -> None:
         assert result["failed"].startswith("a disk is too full") and result["kept"] == 1
     assert any("has 0 MiB free" in line for line in results[1]["said"])
     assert any(line.startswith("checkpoint step=2 not committed") for line in results[0]["said"])
+
+
+def test_a_tensor_that_only_one_rank_has_anew_is_saved(tmp_path: Path) -> None:
+    for result in run("more_on_one_rank", 2, str(tmp_path / "destination"), tmp_path):
+        assert result == {"error": None, "step": 2, "more": [7.0]}
 
 
 def test_a_rank_killed_in_a_save_leaves_the_one_before(tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from trainer.checkpoint.behind import Behind
 from trainer.checkpoint.delivery import Delivery, Promise, attempted, beginning
 from trainer.checkpoint.destination import (
     RETRY_DELAYS_SECONDS,
@@ -109,7 +110,7 @@ class Checkpointer:
         shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed run
         self._copies = ExitStack()
         """Of what a save sends beside the checkpoint."""
-        self._thread: threading.Thread | None = None
+        self._worker = Behind("checkpoint")
         self._bad_steps: set[int] = set()
         self._delivery = Delivery(
             self._destination,
@@ -157,7 +158,7 @@ class Checkpointer:
     @property
     def is_saving(self) -> bool:
         """Whether a save is on its way, on this rank."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._worker.is_busy
 
     @property
     def last_local_seconds(self) -> float | None:
@@ -224,7 +225,10 @@ class Checkpointer:
     ) -> None:
         items = self._plan.local_items(tensors)
         kept = self._plan.holds(items)
-        changed, full = self._group.any(not kept, kept and self._lacks_space(step) is not None)
+        votes = self._group.ask_any(not kept, kept and self._lacks_space(step) is not None)
+        if kept:
+            self._host_copy.take(self._plan.mine, tensors)  # while the ranks tell each other; in vain at worst
+        changed, full = votes()
         if changed:
             self._plan.make(tensors, items)
             (full,) = self._group.any(self._lacks_space(step) is not None)
@@ -238,7 +242,8 @@ class Checkpointer:
             # The rank that lacks it has said so.
             self._failed(step, "a disk is too full for it; the one before it is kept")
             return
-        self._host_copy.take(self._plan.mine, tensors)
+        if changed:
+            self._host_copy.take(self._plan.mine, tensors)
         self._saver.expect(attachments)
         files = [(name, path, path.stat().st_size) for name, path in attachments.items() if path.is_file()]
         # A copy, and at once: what is no JSON is the caller's mistake, and must not show up as a failed upload.
@@ -249,8 +254,7 @@ class Checkpointer:
             self.wait()
 
     def _start_behind(self, save: Save, work: Callable[[Save], str | None]) -> None:
-        self._thread = threading.Thread(target=self._finish, args=(save, work), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._worker.start(partial(self._finish, save, work))
 
     def _make_room(self, step: int) -> None:
         """Remove now what would go once `step` is committed; the newest good one stays until then."""
@@ -320,26 +324,22 @@ class Checkpointer:
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until no save is on its way; False if one still is after `timeout_seconds` (on this rank)."""
-        thread = self._thread
-        if thread is not None:
-            began, patience = time.monotonic(), self._patience_seconds
-            if patience is not None:
-                patience = max(patience, _PATIENT_SAVES * (self.last_save_seconds or 0.0))
-            deadline = None if timeout_seconds is None else began + timeout_seconds
-            while thread.is_alive() and (deadline is None or time.monotonic() < deadline):
-                # A long upload is no hang: who waits for it lives, and says so. One without an end (a disk, a file
-                # system that no longer answers) is one, and the host's to end: nothing here can.
-                thread.join(_BEAT_SECONDS if deadline is None else min(_BEAT_SECONDS, deadline - time.monotonic()))
-                if patience is None or time.monotonic() < began + patience:
-                    beat()
-            if thread.is_alive():
-                return False
-            self._thread = None
-        return True
+        began, patience = time.monotonic(), self._patience_seconds
+        if patience is not None:
+            patience = max(patience, _PATIENT_SAVES * (self.last_save_seconds or 0.0))
+        deadline = None if timeout_seconds is None else began + timeout_seconds
+        while self.is_saving and (deadline is None or time.monotonic() < deadline):
+            # A long upload is no hang: who waits for it lives, and says so. One without an end (a disk, a file
+            # system that no longer answers) is one, and the host's to end: nothing here can.
+            self._worker.wait(_BEAT_SECONDS if deadline is None else min(_BEAT_SECONDS, deadline - time.monotonic()))
+            if patience is None or time.monotonic() < began + patience:
+                beat()
+        return not self.is_saving
 
     def close(self) -> None:
         """Wait for the last save, and leave no scratch behind on this host; what its tier keeps stays there."""
         self.wait()
+        self._worker.close()
         shutil.rmtree(self._staging, ignore_errors=True)
         if self._own_process_group is not None:
             dist.destroy_process_group(self._own_process_group)

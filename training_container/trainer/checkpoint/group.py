@@ -68,11 +68,21 @@ class Group:
 
     def any(self, *flags: bool) -> list[bool]:
         """Each flag: true if it is on any rank."""
+        return self.ask_any(*flags)()
+
+    def ask_any(self, *flags: bool) -> Callable[[], list[bool]]:
+        """`any`, which comes about while the caller does something else; the answer is called for."""
         if self.world_size == 1:
-            return list(flags)
+            return lambda: list(flags)
         votes = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._process_group)
-        return [bool(vote) for vote in votes.tolist()]
+        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._process_group, async_op=True)
+
+        def answer() -> list[bool]:
+            if work is not None:
+                work.wait()
+            return [bool(vote) for vote in votes.tolist()]
+
+        return answer
 
     def send(self, block: torch.Tensor, to: int) -> None:
         """Give a tensor to another rank, which takes it with `receive`."""

@@ -106,17 +106,17 @@ class HostCopy:
         planner = _planner(tensors, False)
         wanted = {item.index for item in plan.items}
         self._buffers = {index: buffer for index, buffer in self._buffers.items() if index in wanted}
+        with torch.no_grad():  # a DTensor's part takes ten times as long where its gradient might be asked for
+            values = [planner.resolve_data(item) for item in plan.items]
         pairs = []
-        for item in plan.items:
-            value = planner.resolve_data(item)
+        for item, value in zip(plan.items, values, strict=True):
             assert isinstance(value, torch.Tensor), f"{item.index.fqn}: only tensors are staged"
-            value = value.detach()
             buffer = self._buffers.get(item.index)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
                 # Page-locked memory makes the copy from a GPU several times faster, and asynchronous.
                 buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
                 self._buffers[item.index] = buffer
-            pairs.append((buffer, value))
+            pairs.append((buffer, value.detach()))
         _copy(pairs)
 
     def write(self, plan: SavePlan, folder: Path, *, durable: bool) -> tuple[list[WriteResult], dict[str, ShardStream]]:
