@@ -1,5 +1,6 @@
 """Which attention runs is chosen, said and refused with a reason; documents by offsets equal documents by a mask."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.support import DOCUMENT_FAMILIES
 
 CPU = torch.device("cpu")
 
@@ -49,7 +51,7 @@ def test_what_runs_is_said_with_its_kernel_and_reason() -> None:
     assert said(job_with(data=apart)) == "sdpa, flash kernel (causal, no mask)"
     assert said(job_with("Mistral", data=apart)) == "sdpa, flash kernel (a mask cuts the window)"
     assert said(job_with(asked="eager")) == "eager (model.attention asks for it)"
-    assert said(job_with("gemma2")) == "eager (gemma2 has no other in transformers)"
+    assert said(job_with("gemma2")) == "eager (gemma2 caps attention's scores, which sdpa leaves out in transformers)"
 
 
 def test_what_packed_documents_cost_with_cut_sequences_is_said() -> None:
@@ -75,6 +77,12 @@ def test_what_packed_documents_cost_with_cut_sequences_is_said() -> None:
         ),
         ("Llama", "varlen", {}, r"varlen can't be had: torch's kernel for it needs an NVIDIA GPU .*; set it to auto"),
         ("Llama", "varlen", {"document_masks": False}, r"varlen can't be had: no packed documents"),
+        (
+            "gemma2",
+            "sdpa",
+            {},
+            r"sdpa can't be had: it leaves out the cap .* gemma2 has .*; set it to auto or eager",
+        ),
         ("bloom", "auto", {}, r"data.document_masks: .* bloom is not verified for it: set .*document_masks to false"),
         ("qwen3_next", "auto", {}, r"data.document_masks: .* layers \(linear_attention\) that see through it"),
     ],
@@ -93,6 +101,7 @@ def test_documents_that_may_see_each_other_need_no_verified_model(data: dict[str
     check_supported(job_with("falcon_mamba", data=data), device_type="cpu")
 
 
+@pytest.mark.skipif(not attention._has_varlen(), reason="torch 2.11 has no varlen attention with windows")
 def test_varlen_is_chosen_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(attention, "varlen_flaw", lambda *_, **__: None)
@@ -102,11 +111,15 @@ def test_varlen_is_chosen_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) 
     assert choose_attention(bf16, config, device_type="cuda").implementation == VARLEN
     for other in (job_with(), job_with(precision="bf16", data={"packing": False}), job_with(asked="sdpa")):
         assert choose_attention(other, config, device_type="cuda").implementation == "sdpa"
+    for family, instead in (("DeepSeek-V3", "sdpa"), ("gemma2", "eager")):
+        theirs = configuration_of(job_with(family))
+        assert theirs is not None
+        assert choose_attention(bf16, theirs, device_type="cuda").implementation == instead, family
     monkeypatch.setattr(attention, "varlen_flaw", lambda *_, **__: "it is wrong here")
     assert choose_attention(bf16, config, device_type="cuda").implementation == "sdpa"
-    deepseek = configuration_of(job_with("DeepSeek-V3"))
-    assert deepseek is not None
-    assert choose_attention(bf16, deepseek, device_type="cuda").implementation == "sdpa"
+
+
+TABLED = {str(model["model_type"]) for model in FAMILIES.values()}
 
 
 class OneByOne(DocumentAttention):
@@ -164,26 +177,52 @@ def logits_and_gradient(model: PreTrainedModel) -> list[torch.Tensor]:
     return [logits.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, VARLEN is OneByOne."""
+    kernel = OneByOne()
+    register(kernel)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_ATTENTION", kernel)
+        yield
+    register(attention._ATTENTION)
+
+
+def check_offsets(job: ResolvedJob) -> None:
+    masked, by_offsets = (build_model(job, vocab_size=VOCAB_SIZE) for _ in range(2))
+    by_offsets.set_attn_implementation(VARLEN)
+    attach(by_offsets)
+    assert masked.config._attn_implementation != VARLEN
+    for ours, theirs in zip(logits_and_gradient(by_offsets), logits_and_gradient(masked), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "GPT-2, tied", "Mixtral"])
-def test_documents_by_offsets_equal_documents_by_a_mask(
-    family: str, recomputed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one_by_one = OneByOne()
-    register(one_by_one)
-    monkeypatch.setattr(attention, "_ATTENTION", one_by_one)
+@pytest.mark.usefixtures("one_by_one")
+def test_documents_by_offsets_equal_documents_by_a_mask(family: str, recomputed: str) -> None:
     model = FAMILIES[family] | {"sliding_window": 5} if family == "Mistral" else FAMILIES[family]
-    job = tiny_job("single", 1, model=model, activation_checkpointing=recomputed)
-    try:
-        masked = build_model(job, vocab_size=VOCAB_SIZE)
-        by_offsets = build_model(job, vocab_size=VOCAB_SIZE)
-        by_offsets.set_attn_implementation(VARLEN)
-        attach(by_offsets)
-        for ours, theirs in zip(logits_and_gradient(by_offsets), logits_and_gradient(masked), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
-    finally:
-        monkeypatch.undo()
-        register(attention._ATTENTION)
+    check_offsets(tiny_job("single", 1, model=model, activation_checkpointing=recomputed))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", sorted(DOCUMENT_FAMILIES - TABLED))
+@pytest.mark.usefixtures("one_by_one")
+def test_every_type_that_may_have_offsets_has_its_window_by_them_too(model_type: str) -> None:
+    dropped = ("attention_dropout", "residual_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
+    without = dict.fromkeys(dropped, 0.0) | {"pad_token_id": 0, "head_dim": 8}
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "experts_implementation": "eager"}
+    number = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
+    # OLMoE has no window, and would tell attention of one that another model's configuration states.
+    window = {} if model_type == "olmoe" else {"sliding_window": 5}
+    model = FAMILIES["Llama"] | without | experts | number | window | {"model_type": model_type}
+    job = tiny_job("single", 1, model=model)
+    config = configuration_of(job)
+    assert config is not None
+    if attention._model_obstacle(config) is None:
+        check_offsets(job)
+    else:
+        assert model_type in ("gemma2", "phimoe"), "another is refused"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's variable-length kernel runs on NVIDIA GPUs alone")

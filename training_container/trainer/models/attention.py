@@ -35,6 +35,10 @@ HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat
 MAX_HEAD_SIZE = 256
 """Of torch's flash kernels."""
 
+_UNTOLD_WINDOWS = frozenset({"phimoe"})
+"""Model types (transformers 5.17 and 5.23) whose mask has the configuration's window, and whose attention isn't told of
+it."""
+
 _PROBED_TOKENS = 256
 """Enough to make torch choose as for a long sequence, and small."""
 
@@ -64,12 +68,18 @@ def choose_attention(job: ResolvedJob, config: PretrainedConfig, *, device_type:
         if obstacle is not None:
             raise InputError(f"model.attention: varlen can't be had: {obstacle}; set it to auto")
         return AttentionChoice(VARLEN, "model.attention asks for it")
+    if asked == "sdpa" and _caps_scores(config):
+        raise InputError(
+            f"model.attention: sdpa can't be had: it leaves out the cap on attention's scores that {config.model_type}"
+            " has (attn_logit_softcapping); set it to auto or eager"
+        )
     if asked != "auto":
         return AttentionChoice(asked, "model.attention asks for it")
     if obstacle is None:
         return AttentionChoice(VARLEN, "packed documents are kept apart by offsets, without a mask")
-    if not _supports(config, "sdpa"):
-        return AttentionChoice("eager", f"{config.model_type} has no other in transformers")
+    if _caps_scores(config) or not _supports(config, "sdpa"):
+        lacks = "caps attention's scores, which sdpa leaves out" if _caps_scores(config) else "has no other"
+        return AttentionChoice("eager", f"{config.model_type} {lacks} in transformers")
     return AttentionChoice("sdpa", _mask_reason(job, config))
 
 
@@ -150,11 +160,21 @@ def _machine_obstacle(device_type: str) -> str | None:
     return None
 
 
+def _caps_scores(config: PretrainedConfig) -> bool:
+    """Whether attention's scores are capped (Gemma 2). transformers' sdpa leaves that out; 5.17 has it for Gemma 2 all
+    the same, and says nothing."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
 def _model_obstacle(config: PretrainedConfig) -> str | None:
     if _head_size(config) > MAX_HEAD_SIZE or getattr(config, "kv_lora_rank", None):
         return f"{config.model_type}'s heads are too large for torch's kernel, or of two sizes"
     if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
         return "torch's kernel for it has no dropout"
+    if _caps_scores(config):
+        return f"{config.model_type} caps attention's scores, which torch's kernel for it doesn't"
+    if config.model_type in _UNTOLD_WINDOWS and getattr(config, "sliding_window", None) is not None:
+        return f"{config.model_type} tells its window to the mask alone"
     if not _supports(config, "flash_attn"):
         return f"{config.model_type}'s attention is more than a causal mask"
     return None

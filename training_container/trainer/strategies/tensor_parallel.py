@@ -53,12 +53,20 @@ _GPT2 = {
     "h.*.mlp.c_fc": COLUMN,
     "h.*.mlp.c_proj": ROW,
 }
+_NEMOTRON = {
+    **{f"layers.*.self_attn.{name}_proj": COLUMN for name in "qkv"},
+    "layers.*.self_attn.o_proj": ROW,
+    "layers.*.mlp.up_proj": COLUMN,
+    "layers.*.mlp.down_proj": ROW,
+}
 OWN_PLANS: dict[str, dict[str, str]] = {
     "deepseek_v2": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
     "gpt2": _GPT2,
+    "nemotron": _NEMOTRON,
 }
-"""By model type, what is missing in transformers' plan: V3's leaves its attention whole, GPT-2 has none."""
+"""By model type, what is missing in transformers' plan: V3's leaves its attention whole, GPT-2 has none, Nemotron's is
+not in 5.17."""
 
 
 def check(config: PretrainedConfig, degree: int) -> None:
