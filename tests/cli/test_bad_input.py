@@ -69,6 +69,11 @@ def test_an_option_that_takes_certain_words_alone(refusal: Refusal) -> None:
     assert line.endswith("(see trainyard cost --help)")
 
 
+def test_a_model_whose_name_no_folder_can_have(refusal: Refusal) -> None:
+    line = refusal(["plan", "jobs/llama-7b.yaml", "--set", f"model.source={'x' * 5000}"], 2)
+    assert "its sizes aren't known here; name a folder with config.json" in line
+
+
 def test_a_missing_job_file(refusal: Refusal) -> None:
     assert "nowhere.yaml: no such file" in refusal(["plan", "nowhere.yaml"], 2)
 

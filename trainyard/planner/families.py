@@ -5,6 +5,7 @@ A key that a configuration leaves out has the default of its family in transform
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -505,7 +506,8 @@ def shape_of_known(name: str) -> ModelShape:
 def config_from_source(source: str) -> Config:
     """The configuration of `model.source`: a local folder's config.json, else of a known name within the path."""
     folder = Path(source)
-    if "://" not in source and (folder / "config.json").is_file():
+    # os.path answers False for a name that no folder can have (too long), where Path raises.
+    if "://" not in source and os.path.isfile(folder / "config.json"):
         try:
             found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:
