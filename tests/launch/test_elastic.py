@@ -116,3 +116,17 @@ def test_limits_that_would_change_an_adapted_batch_are_refused(job: JobSpec, res
     kept = elastic(record_of(job, resolved))
     with pytest.raises(InputError, match="are stated for max_instances, so a resume keeps both"):
         revised(kept, ["recovery.elastic.batch=adapt"], None)
+
+
+def test_a_budget_that_no_price_holds_it_to_is_refused_as_by_a_launch(job: JobSpec, resolved: ResolvedJob) -> None:
+    nowhere = record_of(job, resolved).model_copy(update={"plan": {"region": "af-south-1"}})
+    budget = ["budget={max_usd: 5}"]
+    with pytest.raises(InputError, match=r"no on-demand price known for .* in af-south-1.*--force goes on"):
+        revised(nowhere, budget, None)
+    forced = revised(nowhere, budget, None, force=True)
+    assert "af-south-1" in forced.forced[-1] and forced.spec.budget is not None
+    # Once forced is forced; who has no budget, or is billed by nobody, needs no price.
+    assert revised(forced, ["checkpoint.keep_last=9"], None).forced == forced.forced
+    assert revised(nowhere, ["budget=null"], None).forced == ()
+    on_the_emulator = reviser(budget, None, needs_price=False)
+    assert on_the_emulator is not None and on_the_emulator(nowhere).forced == ()

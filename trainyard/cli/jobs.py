@@ -287,7 +287,7 @@ def resume(
 
     with console(stderr=True).status("resuming") as spinner:
         place, job_id = place_and_id(job, environment, tenant)
-        revise = reviser(overrides or [], processes, force=force)
+        revise = reviser(overrides or [], processes, force=force, needs_price=not place.emulated)
         record = watch.resume(place.store, place.backend, job_id, revise=revise, force=force, say=teller(spinner))
         begin_tracking(record, place, environment)
     if wait:

@@ -26,12 +26,13 @@ _FIXED_FIELDS = ("checkpoint.destination", "compute.backend")
 
 
 def reviser(
-    overrides: Sequence[str], num_processes: int | None, *, force: bool = False
+    overrides: Sequence[str], num_processes: int | None, *, force: bool = False, needs_price: bool = True
 ) -> Callable[[JobRecord], JobRecord] | None:
     """What changes a record before its next attempt; None where nothing is asked for.
 
     InputError names a setting that would make another run of it (data, model, batch, learning rate, seed). `force`: go
-    on although the new plan refuses (memory, hours, budget), as `launch --force` does.
+    on although the new plan refuses (memory, hours, budget), as `launch --force` does. `needs_price`: as of `planned`;
+    a launch asks for none where AWS is emulated.
     """
     for override in overrides:
         key = override.partition("=")[0]
@@ -44,11 +45,16 @@ def reviser(
             )
     if not overrides and num_processes is None:
         return None
-    return lambda record: revised(record, overrides, num_processes, force=force)
+    return lambda record: revised(record, overrides, num_processes, force=force, needs_price=needs_price)
 
 
 def revised(
-    record: JobRecord, overrides: Sequence[str], num_processes: int | None, *, force: bool = False
+    record: JobRecord,
+    overrides: Sequence[str],
+    num_processes: int | None,
+    *,
+    force: bool = False,
+    needs_price: bool = True,
 ) -> JobRecord:
     """The record with its spec changed, resolved and planned again; InputError where that can't run or be paid."""
     if num_processes is not None and record.backend != "local":
@@ -66,7 +72,8 @@ def revised(
     resolved = planner.resolve(absolute, world_size=num_processes)
     region = str(record.plan.get("region") or DEFAULT_REGION)
     # As the launch planned it: without a tenant paths may be relative to another folder than today's.
-    plan, refusals = planned(absolute if record.environment is None else spec, region=region, world_size=num_processes)
+    asked = absolute if record.environment is None else spec
+    plan, refusals = planned(asked, region=region, world_size=num_processes, needs_price=needs_price)
     refusals = [reason for reason in refusals if reason not in record.forced]
     forced = (*record.forced, *refuse_or_force(refusals, force))
     fewer = smaller(resolved.spec) if record.backend == "sagemaker" else ()

@@ -35,6 +35,9 @@ class Place:
     tracking_server: str = ""
     """ARN of the tenant's own MLflow server; empty where it has none."""
 
+    emulated: bool = False
+    """Whether AWS is emulated there: nobody is billed."""
+
     @property
     def variables(self) -> dict[str, str]:
         """What a process of our own needs in its environment to read the jobs' files, for an hour."""
@@ -70,6 +73,7 @@ class TenantAccess:
             has_resumer=resumes and not queued,
             has_queue=queued,
             tracking_server=self.contract.tracking.server if self.contract.tracking else "",
+            emulated=self.contract.emulated,
         )
 
 

@@ -35,10 +35,11 @@ def resume_steps(
     if not good:
         bad = "; ".join(f"step {one.step}: {one.problem}" for one in evidence.checkpoints) or "none was saved"
         raise JobFailedError(f"job {record.job_id}: has no whole checkpoint to go on from ({bad}); nothing was changed")
-    revise = reviser(overrides, processes)
+    place = context.place(record.job_id)
+    revise = reviser(overrides, processes, needs_price=not place.emulated)
     if revise is not None:
         revise(record)  # refused here, and not when the job is stopped already
-    where = context.where(context.place(record.job_id))
+    where = context.where(place)
     steps = [command("stop", record.job_id, "--wait", *where)] if not record.finished else []
     settings = [word for one in overrides for word in ("--set", one)]
     settings += ["--processes", str(processes)] if processes is not None else []
