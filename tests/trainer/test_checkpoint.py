@@ -602,6 +602,36 @@ def test_a_refusal_is_not_tried_again(s3_endpoint: str, tmp_path: Path) -> None:
     assert "NoSuchBucket" in str(job.checkpointer.last_error)
 
 
+@pytest.mark.parametrize(("code", "is_final"), [(errno.EROFS, True), (errno.EACCES, True), (errno.ENOSPC, False)])
+def test_a_start_at_a_destination_that_nobody_can_write_is_refused(
+    code: int, is_final: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("trainer.checkpoint.destination.shutil.copyfile", refuse)
+    (tmp_path / "attempts.json").write_text("{}")
+    job = Job(str(tmp_path / "destination"), tmp_path)
+    if is_final:
+        with pytest.raises(InputError, match=rf"can't write .*: {os.strerror(code)}; no checkpoint could be saved"):
+            job.checkpointer.publish_first("attempts.json", tmp_path / "attempts.json")
+        return
+    job.checkpointer.publish_first("attempts.json", tmp_path / "attempts.json")
+    assert job.said[-1].startswith("checkpoint attempts.json not uploaded: can't write")
+
+
+def test_on_s3_too(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert s3_endpoint
+    (tmp_path / "attempts.json").write_text("{}")
+    job = Job("s3://no-such-bucket-here/x", tmp_path)
+    with pytest.raises(AwsRefusedError, match=r"NoSuchBucket.*; no checkpoint could be saved: mend the access"):
+        job.checkpointer.publish_first("attempts.json", tmp_path / "attempts.json")
+    there = Job(f"s3://{BUCKET}/{tmp_path.name}", tmp_path)
+    monkeypatch.setattr(S3Destination, "put_file", _failing(99, permanent=False))
+    there.checkpointer.publish_first("attempts.json", tmp_path / "attempts.json")
+    assert there.said[-1] == "checkpoint attempts.json not uploaded: can't upload: SlowDown", "it may come back"
+
+
 def test_an_unreachable_destination_never_means_starting_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{free_port()}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")

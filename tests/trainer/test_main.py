@@ -182,12 +182,39 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert not (tmp_path / "out").exists()
 
 
+def test_so_is_an_output_folder_that_nobody_can_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    # Root may write where the rights say no; a read-only file system says so by the same call.
+    monkeypatch.setattr("trainer.__main__.os.access", lambda path, mode: path != tmp_path / "out")
+    assert main(["--job", str(write_job(tmp_path, "single")), "--output-dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error
+        == f"trainyard: --output-dir {tmp_path / 'out'}: can't be written (its rights, or a read-only file system)\n"
+    )
+
+
 def test_only_the_first_rank_of_a_host_speaks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["--job", str(tmp_path / "nowhere.yaml"), "--output-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_nothing_is_learnt_where_nothing_can_be_saved(tmp_path: Path) -> None:
+    (tmp_path / "there/attempts.json").mkdir(parents=True)  # to be written over: refused to root too
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/attempts.json").write_text('{"attempts": 1}')
+    job = write_job(tmp_path, "ddp")
+    ranks = start_trainer(2, job, tmp_path / "out", "--set", f"checkpoint.destination={tmp_path}/there")
+    outputs = finish(ranks, timeout_seconds=600)
+    assert outputs[0][0] == 2, outputs
+    assert f"can't write {tmp_path}/there/attempts.json: Is a directory; no checkpoint" in outputs[0][1]
+    assert "step=1 " not in outputs[0][1]
 
 
 def test_a_last_save_is_tried_again_until_the_destination_takes_it(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def _run(options: argparse.Namespace) -> int:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output-dir {output_dir}: can't be made: {error.strerror or error}") from None
+    if not os.access(output_dir, os.W_OK | os.X_OK):
+        raise InputError(f"--output-dir {output_dir}: can't be written (its rights, or a read-only file system)")
 
     # torch takes seconds to import: a wrong job is refused before that.
     with importing():

@@ -233,7 +233,7 @@ class Session:
             "load": time.perf_counter() - began,
         }
         self._goodput.begin(rows, attempt=attempt, resumed_step=self.step, seconds=seconds, written_at=written_at)
-        self._checkpointer.publish_file(ATTEMPTS_FILE, self._metrics.attempts_path)
+        self._checkpointer.publish_first(ATTEMPTS_FILE, self._metrics.attempts_path)
         return attempt
 
     def _load(self, info: CheckpointInfo, tensors: dict[str, torch.Tensor]) -> None:

@@ -43,7 +43,7 @@ from trainer.checkpoint.saving import Save, Saver
 from trainer.heartbeat import beat
 from trainer.rendezvous import PATIENT
 from trainer.speech import say
-from trainyard.errors import InputError, JobFailedError
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.spec.retention import BestSpec, Retention
 
 _LONGEST_UPLOAD = timedelta(hours=2)
@@ -481,10 +481,34 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ single files
 
-    def publish_file(self, name: str, path: Path) -> bool:
-        """Copy a file to `<destination>/<name>` (call it on one rank); False, with a line on stdout, if that fails."""
+    def publish_first(self, name: str, path: Path) -> None:
+        """`publish_file`, as a start's first word to the destination.
+
+        InputError or AwsRefusedError where that lets nobody write, which only a person can mend: the job would train on
+        and never save. What is full may get room, and what isn't reached may come back: those cost a line.
+        """
+        refusals: list[DestinationError] = []
+        self.publish_file(name, path, refusals)
+        for error in refusals:
+            what = f"{error}; no checkpoint could be saved: mend the access or set checkpoint.destination"
+            raise AwsRefusedError(what) if self._destination.folder("") is None else InputError(what)
+
+    def publish_file(self, name: str, path: Path, refusals: list[DestinationError] | None = None) -> bool:
+        """Copy a file to `<destination>/<name>` (call it on one rank); False, with a line on stdout, if that fails.
+
+        `refusals` gets the error where the destination refused it.
+        """
+
+        def upload() -> None:
+            try:
+                self._delivery.upload(name, path)
+            except DestinationError as error:
+                if refusals is not None and error.is_refusal:
+                    refusals.append(error)
+                raise
+
         self._saver.sweep([name])
-        error = attempted(lambda: self._delivery.upload(name, path))
+        error = attempted(upload)
         if error is not None:
             self._report(f"checkpoint {name} not uploaded: {error}")
         return error is None

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from trainer.checkpoint.disk import read_at, read_once_at
 from trainyard.errors import InputError
+from trainyard.kept_room import FULL
 
 RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before each further try: about 15 s in all, longer than S3's usual 'slow down' and a network blip."""
@@ -42,6 +43,11 @@ class DestinationError(Exception):
     def __init__(self, message: str, *, permanent: bool) -> None:
         super().__init__(message)
         self.permanent = permanent
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether it stays until a person mends the access: a full disk may get room by itself."""
+        return self.permanent and getattr(self.__cause__, "errno", None) not in FULL
 
     def __reduce__(self) -> tuple[Any, ...]:
         # It travels between ranks, and pickle would forget a keyword-only argument.
