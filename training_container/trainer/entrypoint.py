@@ -28,6 +28,7 @@ Flags in the environment, for tests and the emulator, absent on SageMaker:
 - TRAINYARD_ANSWER_SECONDS: how long ranks have to tell their collectives when one hangs, and live on for the other
   hosts' answers, at most (3).
 - TRAINYARD_STOP_GRACE_SECONDS: how long the ranks have after SIGTERM (110 of SageMaker's 120 s).
+- TRAINYARD_RANK_MODULE: what the ranks run instead of the trainer.
 """
 
 import json
@@ -52,8 +53,8 @@ RESOLVE_SECONDS = 600.0
 """How long a host's name may take to appear in DNS: hosts of one job don't start together."""
 
 
-def main(environment: Mapping[str, str] | None = None, module: str = "trainer") -> int:
-    """Run the job's share of this host; the exit code. `module`: what every rank runs."""
+def main(environment: Mapping[str, str] | None = None, module: str | None = None) -> int:
+    """Run the job's share of this host; the exit code. `module`: what every rank runs, if not what the flags say."""
     settings = dict(os.environ if environment is None else environment)
     opt_ml = Path(settings.get("TRAINYARD_OPT_ML", "/opt/ml"))
     output = opt_ml / "output"
@@ -66,7 +67,8 @@ def main(environment: Mapping[str, str] | None = None, module: str = "trainer") 
         hosts = join_hosts(place, job, address, settings)
         try:
             folders = Folders(output, output / "data", opt_ml / "trainyard")
-            return finish(HostRun(folders, place, job, address, settings, module).run(hosts), output)
+            run = module or settings.get("TRAINYARD_RANK_MODULE", "trainer")
+            return finish(HostRun(folders, place, job, address, settings, run).run(hosts), output)
         finally:
             hosts.close()
     except TrainyardError as error:

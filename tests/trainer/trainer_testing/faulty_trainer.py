@@ -10,7 +10,9 @@ TRAINYARD_TEST_FAULTS names a folder with `faults.json`: a list of faults, each 
   says that it is over.
 
 `kind` is one of `KINDS`, which happen to this process, or else something that whoever watches the folder does when
-`done-N` appears; with `then_kill` the rank waits for `over-N` and dies. N is the fault's place in the list.
+`done-N` appears; with `then_kill` the rank waits for `over-N` and dies. N is the fault's place in the list. Of kind
+"await_stop": the rank begins that step once any was told to stop, so a job that every rank awaits it in can't be done
+before its stop has come, however quick its steps are.
 
 The folder also gets what campaigns compare: `events.jsonl` (rank 0's lines, with the true time) and, per rank,
 `samples-R.jsonl` (which sequences each step read).
@@ -37,6 +39,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.ranges import Range
 from trainer.checkpoint.reading import Transfer
 from trainer.session import GlobalBatch, Session
+from trainer.signals import StopFlag
 from trainer.strategies.pipelined import PipelineStrategy
 from trainer.tasks.causal_lm import CausalLM
 
@@ -62,6 +65,7 @@ class Faults:
         """Before this process began: a restore meets what follows on a fault that an earlier start met."""
         self._first_range = threading.Lock()
         self._has_read = False
+        self._stop_flag: StopFlag | None = None
 
     def install(self) -> None:
         """Into the trainer's classes."""
@@ -70,6 +74,7 @@ class Faults:
         honest_loss, honest_scaled = CausalLM.loss_sum, PipelineStrategy._scaled_loss
 
         def next_batch(session: Session) -> GlobalBatch:
+            self._stop_flag = session.stop_flag
             self._hold(is_last=session.step + 1 == session.num_steps)
             self._await_checkpoint(session)
             self._at("step", session.step + 1)
@@ -166,12 +171,22 @@ class Faults:
             self._slow_steps = SLOW_STEPS
         elif kind == "clock":
             (self._folder / shifted_clock.FILE).write_text(str(fault["seconds"]))
+        elif kind == "await_stop":
+            self._await_stop(self._folder / "told")
         elif kind in KINDS:
             KINDS[kind]()
         if fault.get("then_kill"):
             while not (self._folder / f"over-{number}").exists():
                 time.sleep(0.01)
             _signal(signal.SIGKILL)
+
+    def _await_stop(self, told: Path) -> None:
+        """Until this rank was told, or another one, which tells it at the step's end."""
+        assert self._stop_flag is not None, "it is of a step"
+        while not self._stop_flag._wanted and not told.exists():
+            heartbeat.beat()
+            time.sleep(0.02)
+        told.touch()
 
     def _hold(self, *, is_last: bool) -> None:
         """Slow steps while a fault that takes a while goes on; no last step before all that has begun is over."""
