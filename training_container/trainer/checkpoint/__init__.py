@@ -21,7 +21,8 @@ Inside: `destination` (where bytes go), `manifest` (what is promised), `host_cop
 hashed as they are written), `restore` (which one is good), `blocks` (hashes of parts of files), `needs` (which of them
 tensors need, and where in these they go), `ranges` (who reads what), `reading` (the reading itself), `disk` (files of
 this host, through the page cache or past it), `delivery` (the way to the destination, and what stays there), `saving`
-(one save's way from host memory to its commit), `behind` (the thread that goes it), `checkpointer` (when, and the load).
+(one save's way from host memory to its commit), `behind` (the thread that goes it), `checkpointer` (when, and the
+load).
 """
 
 import importlib
