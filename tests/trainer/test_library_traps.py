@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trainer import lean_imports
+from trainer import collective_names, lean_imports
 from trainer.strategies.deepspeed_import import load_deepspeed
 from transformers import GPT2Config
 
@@ -319,6 +319,24 @@ def test_deepspeed_calls_collectives_that_torch_has_renamed() -> None:
     renamed = [str(one.message) for one in caught if issubclass(one.category, FutureWarning)]
     # Older ones of torch (2.11 is supported) don't warn yet.
     assert renamed or torch.__version__ < "2.13"
+
+
+def test_torch_warns_of_two_collectives_older_names() -> None:
+    """Met by collective_names.py, which takes the names that this torch has: with 2.11 gone, there are no others."""
+    own, out = torch.ones(2), torch.empty(2)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            collective_names.all_gather_single(out, own)
+            collective_names.reduce_scatter_single(out, own)
+        if hasattr(dist, "all_gather_single"):
+            for older in (dist.all_gather_into_tensor, dist.reduce_scatter_tensor):
+                with pytest.warns(FutureWarning, match="is deprecated"):
+                    older(out, own)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(out, own)
 
 
 @older_torch_is_silent

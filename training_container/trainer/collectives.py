@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainer.collective_names import all_gather_single, reduce_scatter_single
 from trainer.leaving import leave
 from trainer.runtime import Runtime, distributed_runtime
 from trainer.speech import say
@@ -99,11 +100,11 @@ class Bench:
 
     def all_gather(self) -> None:
         """Every rank's first part."""
-        dist.all_gather_into_tensor(self.out, self.own[: self.part], group=self.group)
+        all_gather_single(self.out, self.own[: self.part], group=self.group)
 
     def reduce_scatter(self) -> None:
         """This rank's part of the sum, into the first part of `out`."""
-        dist.reduce_scatter_tensor(self.out[: self.part], self.own, group=self.group)
+        reduce_scatter_single(self.out[: self.part], self.own, group=self.group)
 
     def all_to_all(self) -> None:
         """Part p of every rank's buffer to rank p."""

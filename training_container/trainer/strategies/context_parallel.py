@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
+from trainer.collective_names import all_gather_single, reduce_scatter_single
 from trainer.losses.token_loss import IGNORED_LABEL
 from trainer.strategies.base import Batch
 
@@ -278,7 +279,7 @@ def _ranges(tokens: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> list[tor
 def _all_gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Every rank's tensor, stacked: (ranks, ...). gloo wants them one after the other in the first dimension."""
     flat = own.new_empty((group.size() * own.size(0), *own.shape[1:]))
-    dist.all_gather_into_tensor(flat, own.contiguous(), group=group)
+    all_gather_single(flat, own.contiguous(), group=group)
     return flat.view(group.size(), *own.shape)
 
 
@@ -297,5 +298,5 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,) = gradients
         own = gradient.new_empty(gradient.shape[1:])
-        dist.reduce_scatter_tensor(own, gradient.contiguous().flatten(0, 1), group=ctx.group)
+        reduce_scatter_single(own, gradient.contiguous().flatten(0, 1), group=ctx.group)
         return own, None
