@@ -82,6 +82,12 @@ def test_a_broken_shard_is_named_in_one_line(tmp_path: Path) -> None:
     write_shard(whole, [("a.jpg", b"x" * 5000), ("b.jpg", b"y" * 5000)])
     cases = {
         "cut.tar": (whole.read_bytes()[:9000], "is cut off inside b.jpg"),
+        # b.jpg's header is the block at 5632, the end of the tar that at 11264.
+        **{
+            f"cut{end}.tar": (whole.read_bytes()[:end], f"at byte 5632 of {end}: it is cut off") for end in (5632, 5900)
+        },
+        "open.tar": (whole.read_bytes()[:11264], "no end of a tar at byte 11264 of 11264"),
+        "damaged.tar": (whole.read_bytes().replace(b"b.jpg", b"c.jpg"), "at byte 5632 of .* or damaged there"),
         "text.tar": (b"no tar at all" * 100, "is not a plain tar file"),
         "none.tar": (b"\0" * 10240, "holds no sample"),
     }

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -231,6 +231,20 @@ def _index_shard(shard: DataFile, columns: _Columns, digest: Any) -> None:
         digest.update(json.dumps([key, extension, member.size]).encode())
 
 
+def _check_end(shard: DataFile, file: BinaryIO, offset: int) -> None:
+    """InputError unless an empty block at `offset`, after the last member, closes the tar.
+
+    tarfile takes whatever is no header for the end, so that a shard cut off or damaged there would be a shorter one.
+    """
+    file.seek(offset)
+    block = file.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE or any(block):
+        raise InputError(
+            f"{shard.where}: has no member and no end of a tar at byte {offset} of {shard.size}: it is cut off or"
+            " damaged there: copy it again"
+        )
+
+
 def _members(shard: DataFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """(key, extension, header) of each file in the tar. Reads headers alone: what lies between is skipped."""
     try:
@@ -245,6 +259,7 @@ def _members(shard: DataFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
                 if not stem or not dot or (name.startswith("__") and name.endswith("__")):
                     continue  # no KEY.EXTENSION: a tool's own notes
                 yield folder + slash + stem, extension.lower(), member
+            _check_end(shard, file, tar.offset)
     except tarfile.TarError as error:
         packed = shard.where.endswith((".gz", ".tgz", ".zst", ".bz2"))
         hint = "samples are read at random, so shards must not be compressed: unpack it once" if packed else str(error)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from trainer.data.bad_records import BadRecordError
 from trainyard.errors import InputError
@@ -69,6 +69,8 @@ def decoded(content: bytes) -> Image.Image:
             return image.convert("RGB")
     except Image.DecompressionBombError:
         raise BadRecordError("the image has more pixels than Pillow decodes") from None
+    except UnidentifiedImageError:  # its own words name an object in memory
+        raise BadRecordError("the image can't be decoded (it is of no format that Pillow knows)") from None
     except (OSError, SyntaxError, ValueError, TypeError, EOFError, IndexError, struct.error) as error:
         # What Pillow's decoders raise on broken files: no one kind of error.
         raise BadRecordError(f"the image can't be decoded ({_one_line(error)})") from None
