@@ -277,6 +277,29 @@ def test_what_may_be_spoiled_is_read_once_and_straight(tmp_path: Path, monkeypat
     assert job.checkpoints.latest(lambda: tensors, may_spoil=True) is None
 
 
+def test_older_checkpoints_are_looked_at_only_where_the_newest_is_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With keep_every_steps there are many, and S3 takes some 30 ms for each look.
+    job = Job(str(tmp_path), tmp_path, keep_last=5)
+    for step in range(1, 6):
+        job.checkpoints.save(step, {"a": torch.full((1000, 1000), float(step))}, {"step": step})
+    looked_at: list[str] = []
+    original = LocalDestination.get_bytes
+
+    def noted(self: LocalDestination, name: str) -> bytes:
+        looked_at.append(name.split("/")[1])
+        return original(self, name)
+
+    monkeypatch.setattr(LocalDestination, "get_bytes", noted)
+    assert Job(str(tmp_path), tmp_path).load("a")[0] == 5 and set(looked_at) == {"step-00000005"}
+    (tmp_path / "checkpoints/step-00000005/COMMITTED").unlink()
+    looked_at.clear()
+    assert Job(str(tmp_path), tmp_path).load("a")[0] == 4 and set(looked_at) == {"step-00000004"}
+    opened = job.checkpoints.open_step(2)
+    assert opened is not None and opened.manifest.step == 2
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp.blocks", ".metadata"])
 def test_an_index_is_not_believed_either(tmp_path: Path, name: str) -> None:
     saved(str(tmp_path), tmp_path)
@@ -416,7 +439,7 @@ def test_room_is_looked_for_once_a_host_and_what_a_killed_run_left_is_no_lack(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     other = Job(s3, tmp_path).checkpoints._restorer
-    candidate = other._candidates()[0]
+    candidate = next(other._candidates())
     assert candidate.manifest is not None
     reader = StepReader(other._destination, candidate.manifest, other._retry)
     needs = Needs(reader.index, {name: torch.zeros(1000, 1000) for name in "ab"})

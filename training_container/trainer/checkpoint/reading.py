@@ -175,6 +175,8 @@ class StepReader:
         self._folder = step_folder(manifest.step)
         self._files = {file.name: file for file in manifest.files}
         self._tables: dict[str, BlockTable] = {}
+        self._kept_tables: dict[str, bytes] = {}
+        """Not parsed yet."""
         self._index: Metadata | None = None
         self._begun: tuple[str, HeadStart] | None = None
 
@@ -208,7 +210,7 @@ class StepReader:
         """The blocks of a shard file. AlteredError; InputError where a newer trainer wrote them."""
         if shard not in self._tables:
             try:
-                self._tables[shard] = parse_blocks(self._whole(shard + BLOCKS_SUFFIX))
+                self._tables[shard] = parse_blocks(self._unparsed(shard))
             except NewerFormatError as error:
                 raise error.refusal(f"{self._destination.uri}/{self._folder}") from None
             except ManifestError as error:
@@ -243,7 +245,8 @@ class StepReader:
         """
         folder = self._destination.folder(self._folder)
         if folder is not None and self._begun is None:
-            self.table(shard)  # small, and soon wanted: it would wait for all that was asked for before it
+            # Small, and soon wanted: it would wait for all that was asked for before it. Parsed it can be meanwhile.
+            self._kept_tables[shard] = self._unparsed(shard)
             with contextlib.suppress(OSError, RuntimeError):  # no memory, no thread: then the plan is waited for
                 self._begun = shard, HeadStart(folder / shard, self._files[shard].num_bytes)
 
@@ -271,6 +274,9 @@ class StepReader:
         transfer = Transfer(self.read_into, self.table, verifies=True, placements=needs.placements)
         transfer.run(ranges_of(needs.blocks(self.table), self.table))
         return values
+
+    def _unparsed(self, shard: str) -> bytes:
+        return self._kept_tables.pop(shard, None) or self._whole(shard + BLOCKS_SUFFIX)
 
     def _whole(self, name: str) -> bytes:
         if name not in self._files:

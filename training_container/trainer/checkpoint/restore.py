@@ -12,7 +12,7 @@ it once more: from the page cache in place, and by way of the scratch folder fro
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -167,12 +167,9 @@ class Restorer:
         begin anew because the network was down would lose the job's work in silence. InputError when a checkpoint is
         not of these tensors or a newer trainer's, and where several were committed and none is whole any more.
         """
-        try:
-            candidates = self._group.from_first(self._candidates)
-        except DestinationError as error:
-            raise self.unreachable(error) from None
-        is_spoiled = False
-        for candidate in candidates:
+        is_spoiled, candidates = False, []
+        for candidate in self._candidates():
+            candidates.append(candidate)
             problem, started = candidate.problem, None
             if problem is None:
                 assert candidate.manifest is not None
@@ -218,9 +215,7 @@ class Restorer:
 
         Its tensors are verified as they are read; only those of the first trainers have to be read whole before.
         """
-        for candidate in self._candidates():
-            if step is not None and candidate.step != step:
-                continue
+        for candidate in self._looked_at(step):
             problem, manifest = candidate.problem, candidate.manifest
             if problem is None:
                 assert manifest is not None
@@ -239,10 +234,20 @@ class Restorer:
             self._group.wait_for_all()
             self._discard(info.step)
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> Iterator[Candidate]:
+        """Newest first, on every rank; the first one looks at each when its turn comes, and few have more than one."""
+        found = self._looked_at()
+        try:
+            while (candidate := self._group.from_first(lambda: next(found, None))) is not None:
+                yield candidate
+        except DestinationError as error:
+            raise self.unreachable(error) from None
+
+    def _looked_at(self, only: int | None = None) -> Iterator[Candidate]:
         names = self._retry("listing", lambda: self._destination.sizes(FOLDER))
-        steps = sorted({step for step in map(step_of, names) if step is not None}, reverse=True)
-        return [self._candidate(step, names) for step in steps]
+        for step in sorted({step for step in map(step_of, names) if step is not None}, reverse=True):
+            if only in (None, step):
+                yield self._candidate(step, names)
 
     def _candidate(self, step: int, names: dict[str, int]) -> Candidate:
         folder = step_folder(step)
