@@ -1,6 +1,7 @@
 """The bad inputs that people really give: one line that says what, where and how to mend it, and the right code."""
 
 import errno
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 from launch_testing import environment_content, job_content
 
 from trainyard.cli.app import run
+from trainyard.cli.output import write_page
 from trainyard.launch.checks import RunningJob
 from trainyard.launch.record import S3RecordStore
 from trainyard.launch.sagemaker_backend import SageMakerBackend
@@ -147,6 +149,38 @@ def test_streams_that_are_closed_lead_nowhere(closed: str, verb: str, code: int,
     assert (done.returncode, done.stderr.count("Traceback")) == (code, 0)
     assert (done.stdout + done.stderr).startswith(told)
     assert told or not done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("interrupt", [signal.SIG_DFL, signal.SIG_IGN])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_whoever_ends_a_verb_ends_it_as_ctrl_c_does(number: signal.Signals, interrupt: signal.Handlers) -> None:
+    if (number, interrupt) == (signal.SIGINT, signal.SIG_IGN):
+        return  # then nobody asks it to end
+    code = f"import os, signal, sys; signal.signal(signal.SIGINT, signal.{interrupt.name})\n"
+    code += "os.execv(sys.executable, [sys.executable, '-m', 'trainyard', 'predict', '--jsonl'])"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("{}\n")
+    process.stdin.flush()
+    assert "error" in process.stdout.readline()  # it is at work, and waits for the next line
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.count("Traceback")) == (130, 0), errors
+
+
+def test_a_page_that_a_full_disk_cuts_short_is_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_short(self: Path, text: str, encoding: str) -> int:
+        with self.open("w", encoding=encoding) as file:
+            file.write(text[:3])
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    (tmp_path / "old.html").touch()
+    for name, left in (("new.html", False), ("old.html", True)):
+        with pytest.raises(OSError, match="full"):
+            write_page(tmp_path / name, "<!doctype html>")
+        assert (tmp_path / name).exists() == left
 
 
 @pytest.mark.parametrize("state", ["file/state", "link/state"])

@@ -9,12 +9,14 @@ import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
 import pytest
 from emulator_testing import FAKE_IMAGE, Site, wait_for
 
 from trainyard import emulator
+from trainyard.emulator import daemon
 from trainyard.emulator.info import ADMIN_HEADER, CONTROL_PREFIX, INFO_FILE
 from trainyard.emulator.processes import processes_under
 from trainyard.errors import InputError
@@ -125,6 +127,15 @@ def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
     assert served.returncode == 2
     assert served.stderr.strip().splitlines()[-1].startswith(f"trainyard: port {port} ")
     assert "Traceback" not in served.stderr
+
+
+@pytest.mark.parametrize(("free", "told"), [(0, "is full; make room there"), (1 << 20, "it said nothing")])
+def test_a_daemon_that_a_full_disk_silences_is_spoken_for(
+    free: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "emulator.log").touch()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    assert told in daemon._last_line(tmp_path / "emulator.log")
 
 
 def test_it_ends_itself_when_idle(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainyard.cli.options import JsonOption
-from trainyard.cli.output import console, print_json
+from trainyard.cli.output import console, print_json, write_page
 from trainyard.errors import InputError
 
 
@@ -49,7 +49,7 @@ def isolation(
         spinner.stop()
     if html is not None:
         try:
-            html.write_text(page(proof, broken), encoding="utf-8")
+            write_page(html, page(proof, broken))
         except OSError as error:
             raise InputError(f"--html {html}: can't be written ({error.strerror}); name another file") from None
     if as_json:

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainyard.errors import TrainyardError
@@ -24,6 +26,18 @@ def report_error(error: TrainyardError) -> None:
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     print(json.dumps(value, indent=2, default=str))
+
+
+def write_page(path: Path, text: str) -> None:
+    """A page that a verb was asked for; OSError where it can't be written. What a full disk cut short is no page."""
+    was_there = path.is_symlink() or path.exists()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        if not was_there:
+            with suppress(OSError):
+                path.unlink()
+        raise
 
 
 def console(*, stderr: bool = False) -> "Console":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.options import JobFile, JsonOption, SetOption
-from trainyard.cli.output import console
+from trainyard.cli.output import console, write_page
 from trainyard.errors import InputError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _write_page(file: Path, spec: "JobSpec", region: str, book: "PriceBook", fou
 
     text = page_of(spec, planner.plan(spec, region=region, book=book), book=book, search=found)
     try:
-        file.write_text(text, encoding="utf-8")
+        write_page(file, text)
     except (OSError, ValueError) as error:
         raise InputError(f"--html {_cut(file)}: can't be written ({_reason(error)})") from None
     print(f"{file}: written", file=sys.stderr)

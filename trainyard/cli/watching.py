@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
-from trainyard.cli.output import console, print_json
+from trainyard.cli.output import console, print_json, write_page
 from trainyard.errors import InputError
 
 TRACK_SECONDS = 15.0
@@ -79,7 +79,7 @@ def report(
         return
     path = out or Path(f"{job_id}.html")
     try:
-        path.write_text(page, encoding="utf-8")
+        write_page(path, page)
     except OSError as error:
         raise InputError(
             f"--out {path}: can't be written: {error.strerror}; name a file in a folder that is there"

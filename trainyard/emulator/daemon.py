@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +32,8 @@ _START_SECONDS = 180.0
 _STOP_SECONDS = 15.0
 _ANSWER_SECONDS = 60.0
 """For a daemon that holds its lock: it is there, however busy. Taken for dead, it would lose its jobs."""
+_FULL_BYTES = 4096
+"""Less room than that takes no line of a log."""
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
@@ -171,7 +174,10 @@ def _last_line(log_path: Path) -> str:
     lines = [
         line.strip() for line in log_path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
     ]
-    return f"the emulator did not start: {lines[-1] if lines else 'it said nothing'} (see {log_path})"
+    # On a full disk it has nowhere to say so.
+    is_full = shutil.disk_usage(log_path.parent).free < _FULL_BYTES
+    nothing = f"the disk of {log_path.parent} is full; make room there" if is_full else "it said nothing"
+    return f"the emulator did not start: {lines[-1] if lines else nothing} (see {log_path})"
 
 
 def _require_free(port: int) -> None:
