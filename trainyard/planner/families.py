@@ -507,7 +507,7 @@ def config_from_source(source: str) -> Config:
     """The configuration of `model.source`: a local folder's config.json, else of a known name within the path."""
     folder = Path(source)
     # os.path answers False for a name that no folder can have (too long), where Path raises.
-    if "://" not in source and os.path.isfile(folder / "config.json"):
+    if "://" not in source and os.path.isfile(folder / "config.json"):  # noqa: PTH113
         try:
             found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:
