@@ -53,6 +53,7 @@ GUESSES: dict[str, tuple[float, float, float]] = {
     "send_exposed": (0.3, 0.05, 1.0),
     "data_overlap": (0.8, 0.5, 1.0),
     "data_exposed": (0.05, 0.005, 0.2),
+    "sharding_exposed": (0.15, 0.01, 1.0),
     "unaligned_speed": (0.5, 0.15, 1.0),
     "proxy_peer_seconds": (15e-6, 2e-6, 40e-6),
     "optimizer_passes": (1.5, 1.0, 4.0),

@@ -13,6 +13,7 @@ from trainyard.planner.communication import (
     all_to_all_seconds,
     fabric,
     fabric_of,
+    forwarded_all_to_all_seconds,
     group,
 )
 
@@ -81,3 +82,19 @@ def test_slower_links_and_larger_messages_take_longer(power: int, ranks: int, no
     assert all_reduce_seconds(2**power, members, slow) >= all_reduce_seconds(2**power, members, fast)
     assert all_reduce_seconds(2 ** (power + 1), members, fast) > all_reduce_seconds(2**power, members, fast)
     assert all_to_all_seconds(2**power, members, slow) >= all_to_all_seconds(2**power, members, fast)
+
+
+def test_a_forwarded_exchange_crosses_the_network_once_for_a_node_and_goes_on_by_its_links() -> None:
+    links = fabric(gpu("H100"), 8, 400, INFINIBAND)
+    two_nodes, size = group(16, 1, 8), 2**34
+    # Of 16 GiB for either node, half leaves it, at an eighth of a node's 400 GB/s for a GPU.
+    across = forwarded_all_to_all_seconds(size, size, two_nodes, links)
+    assert across == pytest.approx(size / 2 / (400e9 * 0.95 / 8), rel=0.01)
+    # Copies for many ranks of few nodes take their node's links: 7 of 8, at 80% of 450 GB/s.
+    within = forwarded_all_to_all_seconds(64 * size, size, two_nodes, links)
+    assert within == pytest.approx(64 * size * 7 / 8 / (0.8 * 450e9), rel=0.01)
+    # Each copy to a rank of its own, it is NCCL's exchange in one node; over two it spares the network.
+    one_node = group(8, 1, 8)
+    assert forwarded_all_to_all_seconds(size, size, one_node, links) == all_to_all_seconds(size, one_node, links)
+    assert forwarded_all_to_all_seconds(size, size / 4, two_nodes, links) < all_to_all_seconds(size, two_nodes, links)
+    assert forwarded_all_to_all_seconds(size, size, group(1, 1, 8), links) == 0

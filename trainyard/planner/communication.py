@@ -159,6 +159,22 @@ def all_to_all_seconds(total_bytes: float, members: Group, links: Fabric) -> flo
     return latency + max(inside / within, outside / _network_bandwidth(links))
 
 
+def forwarded_all_to_all_seconds(to_ranks: float, to_nodes: float, members: Group, links: Fabric) -> float:
+    """All-to-all of DeepEP: a token crosses the network once for each node and goes on from there by the node's links.
+
+    Bytes of a rank's tokens, as often as there are ranks and nodes that each goes to. What comes home is added up
+    in the node first (github.com/deepseek-ai/DeepEP), so that the way back is as long.
+    """
+    if members.size <= 1:
+        return 0.0
+    inside = to_ranks * (members.per_node - 1) / members.per_node
+    outside = to_nodes * (members.num_nodes - 1) / members.num_nodes
+    within = links.link_gb_per_second * LINK_EFFICIENCY * 1e9
+    peers = PEER_SECONDS * (members.size - members.per_node)
+    latency = _latency_seconds(to_ranks, members, links.network) / 2 + peers
+    return latency + max(inside / within, outside / _network_bandwidth(links))
+
+
 def send_seconds(total_bytes: float, *, between_nodes: bool, links: Fabric) -> float:
     """One rank to one other (pipeline stages); every GPU of the node sends at once."""
     within = links.link_gb_per_second * LINK_EFFICIENCY * 1e9

@@ -96,8 +96,10 @@ class Layout:
     """Each expert gets its even share of tokens times this, padded to it, and drops the others; None: drops none."""
     expert_overlap: bool | None = None
     """Whether the experts' exchange runs behind another micro-batch's computing; None: nobody says."""
+    forwards_tokens: bool = False
+    """Tokens go to experts by DeepEP: once to each node, however many of their experts lie there."""
     host_exchange: bool = False
-    """Tokens go to experts by DeepEP over EFA: without GPU-initiated RDMA, threads of the host drive the network."""
+    """That over EFA: without GPU-initiated RDMA, threads of the host drive the network."""
     last_stage_layers: int | None = None
     """Layers of the last pipeline rank where the split is uneven; None: as many as the others."""
     transformer_engine: bool = True

@@ -572,6 +572,7 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "gathers_tokens": fields.flag("gathers_tokens", False),
         "expert_overlap": fields.flag("expert_overlap", False) if fields.given("expert_overlap") else None,
         "capacity_factor": fields.number("capacity_factor"),
+        "forwards_tokens": fields.choice("expert_exchange", "nccl", ("nccl", "deepep")) == "deepep",
         "host_exchange": _host_exchange(fields),
         "last_stage_layers": fields.whole("last_stage_layers", 1) if fields.given("last_stage_layers") else None,
         "flash_attention": attention == "flash",

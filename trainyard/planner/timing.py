@@ -20,6 +20,7 @@ from trainyard.planner.communication import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    forwarded_all_to_all_seconds,
     group,
     send_seconds,
 )
@@ -47,77 +48,80 @@ class Constants:
     The rows fitted are those that benchmarks/planner_accuracy.py scores; its --cross-validate refits without a source.
     """
 
-    ceiling_volta: float = 0.796
+    ceiling_volta: float = 0.791
     """Of the dense 16-bit peak, that large matrix products keep up for hours (power and clocks included)."""
-    ceiling_ampere: float = 0.722
-    ceiling_hopper: float = 0.707
+    ceiling_ampere: float = 0.717
+    ceiling_hopper: float = 0.702
     ceiling_blackwell: float = 0.5
-    ceiling_hopper_torch: float = 0.591
+    ceiling_hopper_torch: float = 0.574
     """Of products that aren't Transformer Engine's."""
     fp8_ceiling_hopper: float = 0.75
     """The same for FP8, of its own peak."""
     fp8_ceiling_blackwell: float = 0.8
     fp4_ceiling: float = 0.8
-    half_waves: float = 0.193
+    half_waves: float = 0.191
     """Waves of tiles that a product loses at its end and beginning."""
-    half_depth: float = 182.0
+    half_depth: float = 172.0
     """Length of a product's sum at which it reaches half of its speed."""
-    flash_ampere: float = 0.385
+    flash_ampere: float = 0.369
     """Of the peak, for fused causal attention, its forward pass: FlashAttention-2's kernels on Ampere."""
     flash_hopper: float = 0.184
     """The same kernels on Hopper, which they don't fill."""
-    flash_hopper_native: float = 0.669
+    flash_hopper_native: float = 0.658
     """Kernels written for Hopper: Transformer Engine's and FlashAttention-3."""
-    flash_blackwell: float = 0.432
-    half_head: float = 18.4
+    flash_blackwell: float = 0.431
+    half_head: float = 18.2
     """Width of a head at which fused attention reaches half of that."""
-    attention_matrix_passes: float = 2.42
+    attention_matrix_passes: float = 2.4
     """Reads and writes of the scores, forward, where attention keeps its matrix."""
     bandwidth_efficiency: float = 0.85
     """Of the memory bandwidth, for element-wise work."""
-    passes_fused: float = 3.65
+    passes_fused: float = 3.59
     """Element-wise reads and writes in Megatron's layers, in units of those that the formulas name."""
-    passes_compiled: float = 1.34
+    passes_compiled: float = 1.23
     """The same in torch's, compiled or not."""
-    passes_early: float = 0.951
+    passes_early: float = 0.939
     """The same before 2023, in units of a count that today's layers exceed: a fit, no count of its own."""
-    fp8_cast_passes: float = 1.21
+    fp8_cast_passes: float = 1.18
     """Reads and writes of a product's input and output to scale and cast them."""
     launch_seconds: float = 1040e-6
     """What the host needs to launch a layer's kernels, in either direction: a small layer can't be faster."""
-    launch_moe_seconds: float = 4420e-6
+    launch_moe_seconds: float = 4820e-6
     """The same for a layer of routed experts, with its waits for the numbers of tokens."""
-    launch_exposed: float = 0.298
+    launch_exposed: float = 0.269
     """Share of that which stands alone beside the device's own work, in either direction: the host, waiting for
     numbers that the device computes, launches nothing ahead, and the device has nothing to do until it does."""
-    moe_passes: float = 4.19
+    moe_passes: float = 4.12
     """Reads and writes of every expert's copy of a token: permuting, weighting, gathering back. In 2026."""
-    moe_gain_per_year: float = 0.195
+    moe_gain_per_year: float = 0.202
     """Natural logarithm by which that, and the launching, has fallen a year."""
     imbalance: float = 1.25
     """The fullest rank's share of tokens over the mean."""
-    tensor_exposed_megatron: float = 0.458
+    tensor_exposed_megatron: float = 0.472
     """Share of tensor-parallel communication that stands alone."""
     tensor_exposed_torch: float = 1.2
     """The same factor in torch's; above one, as its collectives are slower than the model of them."""
-    expert_exposed: float = 0.353
-    send_exposed: float = 0.291
+    expert_exposed: float = 0.346
+    send_exposed: float = 0.293
     """Share of an interleaved pipeline's sends that stands alone while it is full."""
-    data_overlap: float = 0.905
+    data_overlap: float = 1.0
     """Share of backward time behind which gradient and parameter traffic hides."""
-    data_exposed: float = 0.0605
-    """Share of that traffic that never hides."""
-    unaligned_speed: float = 0.529
+    data_exposed: float = 0.0527
+    """Share of what travels once a step that never hides."""
+    sharding_exposed: float = 0.223
+    """The same of ZeRO-3's traffic, which is under way in every layer: NCCL's kernels take 16 to 32 of a GPU's
+    processors, and of its memory's bandwidth, from the products that they run beside."""
+    unaligned_speed: float = 0.528
     """Of a product whose output's rows don't begin at multiples of 16 bytes, over that of one whose do: tensor cores
     read eight numbers of 16 bits at once. GPT-2's 50,257 words, before anybody has padded them. vTrain's runs on one
     tensor rank, layers taken off, have 0.29 to 0.44. The fit is of whole steps: it stays by its first guess,
     0.5, and so makes up for what else the formulas have too slow on one rank (with 0.35 they are 5% too long)."""
-    proxy_peer_seconds: float = 17.1e-6
+    proxy_peer_seconds: float = 20.3e-6
     """What every rank in another node adds to an exchange whose network half the host drives. AWS's runs with DeepEP
     over EFA are the only ones that know it."""
     optimizer_passes: float = 1.46
     """Reads and writes of gradients and optimizer state per step, over their size."""
-    jitter_per_doubling: float = 0.00205
+    jitter_per_doubling: float = 0.00209
     """Share of a step lost for each doubling of the nodes: stragglers, and links that others use too."""
 
 
@@ -193,6 +197,8 @@ class _Work:
     elementwise: float
     idle: float = 0.0
     """Nothing to do until the host, which waited for the device, has launched something."""
+    last: float = 0.0
+    """Of the products, the last one: its result is the layer's, which no backward pass reads."""
 
     @property
     def forward(self) -> float:
@@ -216,14 +222,13 @@ def step_time(
     hides = _data_overlap(layout, constants)
     sharding = 0.0
     if not layout.gathers_once:
-        exposed_each = _beyond(slowest.sharding, hides * slowest.compute, constants)
-        sharding = exposed_each * count
+        sharding = _beyond(slowest.sharding, hides * slowest.compute, constants.sharding_exposed) * count
     once = slowest.sharding if layout.gathers_once else 0.0
     gradients, parameters = _replica_seconds(shape, layout, links)
     # Replicated gradients travel once a step, behind the backward pass of the last micro-batch; what is updated comes
     # back behind the forward pass of the first.
-    exposed = _beyond(gradients + once, hides * slowest.backward, constants)
-    exposed += _beyond(parameters, hides * slowest.forward, constants)
+    exposed = _beyond(gradients + once, hides * slowest.backward, constants.data_exposed)
+    exposed += _beyond(parameters, hides * slowest.forward, constants.data_exposed)
     tensor, expert = slowest.tensor * count, slowest.expert * count
     rhythm = slowest.occupied + sharding / count
     # A pipeline fills and drains through the other stages, of which most are like the first.
@@ -249,16 +254,16 @@ def _data_overlap(layout: Layout, constants: Constants) -> float:
     return 0.0 if layout.year < EARLY else constants.data_overlap
 
 
-def _beyond(seconds: float, hidden: float, constants: Constants) -> float:
-    """Of traffic of gradients or parameters, what stands alone if the computing behind it hides so much."""
-    return max(constants.data_exposed * seconds, seconds - hidden)
+def _beyond(seconds: float, hidden: float, least: float) -> float:
+    """Of traffic of gradients or parameters, what stands alone if computing hides so much: at least a share."""
+    return max(least * seconds, seconds - hidden)
 
 
-SPREAD_DENSE = 1.18
+SPREAD_DENSE = 1.16
 """Factor up and down of the 80% interval for dense models in 16 bits on GPUs up to Hopper: it holds somewhat over
 80% of the rows of sources that a fit has not seen (docs/planner.md: Interval)."""
 
-SPREAD_NEW = 1.23
+SPREAD_NEW = 1.2
 """The same for experts, FP8 and FP4, and Blackwell, whose software still changes from release to release."""
 
 SPREAD_LAUNCH = 1.83
@@ -408,7 +413,9 @@ class _Rank:
 
     def _recomputed(self, work: _Work, launch: float) -> float:
         if self.layout.recompute == "full":
-            return max(work.forward, launch)
+            # torch's checkpoints compute again until the last tensor is there that the backward pass asks for.
+            stops = self.layout.engine == "torch" and self.layout.year >= EARLY
+            return max(work.forward - (work.last if stops else 0.0), launch)
         if self.layout.recompute == "none":
             return 0.0
         if self.layout.engine == "torch":
@@ -468,9 +475,9 @@ class _Rank:
             products = self._latent_products()
         else:
             products = self.product(self.tokens, width / split, shape.hidden)
-        products += self.product(self.tokens, shape.hidden, shape.query_dim / split)
+        last = self.product(self.tokens, shape.hidden, shape.query_dim / split)
         around = 6 * shape.hidden / self.layout.norm_split + 3 * width / split
-        return _Work(products, self._score_seconds(), self._elementwise(around))
+        return _Work(products + last, self._score_seconds(), self._elementwise(around), last=last)
 
     def _latent_products(self) -> float:
         """DeepSeek's projections down to the latents and up from them."""
@@ -518,9 +525,9 @@ class _Rank:
             return _Work(0.0, 0.0, 0.0)
         inputs = 2 if shape.gated_mlp else 1
         products = self.product(self.tokens, inputs * width / split, shape.hidden)
-        products += self.product(self.tokens, shape.hidden, width / split)
+        last = self.product(self.tokens, shape.hidden, width / split)
         around = 6 * shape.hidden / self.layout.norm_split + (inputs + 1) * width / split
-        return _Work(products, 0.0, self._elementwise(around))
+        return _Work(products + last, 0.0, self._elementwise(around), last=last)
 
     def _fullest(self) -> float:
         """The tokens of the fullest rank's experts over the mean; with a capacity all have as many."""
@@ -550,9 +557,9 @@ class _Rank:
         shape, split = self.shape, self.layout.tensor
         mixed = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
         products = self.product(self.tokens, (shape.mamba_inner + mixed) / split, shape.hidden)
-        products += self.product(self.tokens, shape.hidden, shape.mamba_inner / split)
+        last = self.product(self.tokens, shape.hidden, shape.mamba_inner / split)
         around = 6 * shape.hidden / self.layout.norm_split + 12 * mixed / split
-        return _Work(products, 0.0, self._elementwise(around))
+        return _Work(products + last, 0.0, self._elementwise(around), last=last)
 
     def _head_seconds(self) -> float:
         """The output projection and the loss."""
@@ -569,11 +576,13 @@ class _Rank:
 
 
 def _sum(one: _Work, other: _Work) -> _Work:
+    """One after the other."""
     return _Work(
         one.products + other.products,
         one.scores + other.scores,
         one.elementwise + other.elementwise,
         one.idle + other.idle,
+        other.last,
     )
 
 
@@ -619,10 +628,24 @@ def _expert_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabr
     tokens = layout.tokens_per_micro_batch * shape.experts_per_token / layout.tensor
     members = _expert_group(layout, links)
     bytes_ = tokens * (shape.latent or shape.hidden) * layout.element_bytes
-    each = all_to_all_seconds(bytes_, members, links)
+    if layout.forwards_tokens:
+        ranks, nodes = (
+            _distinct(groups, shape.experts, shape.experts_per_token) / shape.experts_per_token
+            for groups in (members.size, members.num_nodes)
+        )
+        each = forwarded_all_to_all_seconds(bytes_ * ranks, bytes_ * nodes, members, links)
+    else:
+        each = all_to_all_seconds(bytes_, members, links)
     if layout.host_exchange:
         each += constants.proxy_peer_seconds * (members.size - members.per_node)
     return each * stage.layers * shape.moe_layers / shape.layers * (6 if layout.recompute == "full" else 4)
+
+
+def _distinct(groups: int, experts: int, chosen: int) -> float:
+    """Of groups that share the experts evenly, how many a token's chosen ones lie in, if all are as likely."""
+    others = experts - experts / groups
+    missed = math.prod(max(0.0, others - index) / (experts - index) for index in range(min(chosen, experts)))
+    return groups * (1.0 - missed)
 
 
 def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric) -> float:
