@@ -1,6 +1,7 @@
 """A tenant's entry goes into and out of an environment file without touching another character; what it costs."""
 
 import json
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,21 @@ def test_add_writes_the_entry_and_says_what_it_makes(local: Path, capsys: pytest
     assert (added.network_index, added.budget.monthly_usd) == (2, 900)
     assert added.queues["gpu"].instance_types == ("ml.p5.4xlarge", "ml.p5.48xlarge")
     assert "# stated, so that adding or removing a tenant moves nobody's addresses" in local.read_text()
+
+
+PRINTED = re.compile(r"(?:tenant add environments/dev.yaml|onboard --tenant) vision((?:\s+--[a-z-]+\s+[^\s#]+)+)")
+
+
+@pytest.mark.usefixtures("local")
+@pytest.mark.parametrize("page", ["docs/tenants.md", "docs/runbooks/onboard.md", "trainyard/cli/tenants.py"])
+def test_the_commands_that_pages_print_add_a_tenant(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[2]
+    text = (root / page).read_text().replace("\\\n", " ").replace("--environment environments/dev.yaml", "")
+    commands = [arguments.split() for arguments in PRINTED.findall(text)]
+    assert commands and all("--queue" in words or "--like" in words for words in commands)
+    for words in commands:
+        assert run(["tenant", "add", str(root / "environments/dev.yaml"), "vision", *words, "--dry-run"]) == 0
+        assert "new stack trainyard-dev-vision-foundation" in capsys.readouterr().out
 
 
 def test_like_copies_what_is_not_given(local: Path, capsys: pytest.CaptureFixture[str]) -> None:

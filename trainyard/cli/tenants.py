@@ -53,7 +53,7 @@ def add(
 
     The file keeps its comments and order. Nothing is deployed: trainyard deploy ENV.yaml --tenant NAME does that.
 
-    Example: trainyard tenant add environments/dev.yaml vision --queue gpu=ml.p5.4xlarge:2 --monthly-usd 900 --notify
+    Example: trainyard tenant add environments/dev.yaml vision --queue gpu=ml.g6e.12xlarge:1 --monthly-usd 900 --notify
     vision@example.com
     """
     from trainyard.launch.place import environment_file
