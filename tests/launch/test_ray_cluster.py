@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray_testing import RayCluster
@@ -29,7 +30,9 @@ from trainyard.spec.job import JobSpec, load_job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 
-from trainer_testing.text_job import write_job  # after the path is set
+from trainer_testing.distributed import TESTS  # after the path is set
+from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE, MODULE
+from trainer_testing.text_job import write_job
 
 pytestmark = pytest.mark.full
 
@@ -45,8 +48,8 @@ class RayDesk:
         self.file = write_job(folder / "job", "ddp", steps=STEPS)
         self.store, self.backend = FolderRecordStore(self.folder), here_backend(self.folder)
 
-    def spec(self, *changes: str) -> JobSpec:
-        ray = f'{{"address":"{self.cluster.address}","python":"{self.cluster.python}"}}'
+    def spec(self, *changes: str, python: Path | None = None) -> JobSpec:
+        ray = f'{{"address":"{self.cluster.address}","python":"{python or self.cluster.python}"}}'
         return load_job(
             self.file,
             [
@@ -55,6 +58,23 @@ class RayDesk:
                 *changes,
             ],
         )
+
+    @property
+    def faults(self) -> Path:
+        """What becomes of the `python_with` orders."""
+        return self.file.parent / "faults"
+
+    def python_with(self, *orders: dict[str, Any]) -> Path:
+        """An interpreter whose ranks keep to these (`faulty_trainer`): nothing comes too late for a quick job."""
+        self.faults.mkdir()
+        (self.faults / "faults.json").write_text(json.dumps(orders))
+        python = self.file.parent / "python"
+        python.write_text(
+            f"#!/bin/sh\nexport TRAINYARD_RANK_MODULE={MODULE} {FOLDER_VARIABLE}='{self.faults}'"
+            f' PYTHONPATH="{TESTS}:$PYTHONPATH"\nexec \'{self.cluster.python}\' "$@"\n'
+        )
+        python.chmod(0o755)
+        return python
 
     def status(self, record: JobRecord) -> Status:
         return watch.status(self.store, self.backend, record.job_id)
@@ -102,8 +122,9 @@ def test_a_killed_worker_costs_no_step_and_the_losses_are_this_machines(desk: Ra
     expected = trajectory(tmp_path / "local" / local.job_id / "metrics.jsonl")
     assert [step for step, _, _ in expected] == list(range(1, STEPS + 1))
 
-    record = launch_on_ray_here(desk.spec("recovery.max_resumes=1"), desk.folder)
-    desk.until(record, lambda _: desk.rows(record, LIVE) > 25, "step 25")
+    python = desk.python_with({"rank": 0, "kind": "worker_killed", "step": 27, "holds": 0.2})
+    record = launch_on_ray_here(desk.spec("recovery.max_resumes=1", python=python), desk.folder)
+    desk.until(record, lambda _: desk.rows(record, LIVE) > 25, "step 26")
     # Saves are made beside training: on a busy machine none may be whole by then, and the job would begin anew.
     saved = Path(record.checkpoint_destination, "checkpoints")
     desk.until(record, lambda _: any(saved.glob("*/COMMITTED")), "a checkpoint")
@@ -111,6 +132,7 @@ def test_a_killed_worker_costs_no_step_and_the_losses_are_this_machines(desk: Ra
     log = HttpJobServer().driver_log(desk.cluster.address, record.job_id)
     started = [json.loads(line.removeprefix(EVENT)) for line in log.splitlines() if '"Training"' in line]
     os.kill(started[0]["pids"][1], signal.SIGKILL)
+    (desk.faults / "over-0").touch()
     status = desk.ended(record)
     assert (status.state, status.record.attempt.reclaims) == ("Completed", 1), desk.lines(record)
     told = ("Training", "Interrupted", "Completed", "Failed")
@@ -128,17 +150,19 @@ def test_a_killed_worker_costs_no_step_and_the_losses_are_this_machines(desk: Ra
 
 
 def test_stop_saves_and_resume_goes_on_with_the_same_steps(desk: RayDesk) -> None:
-    record = launch_on_ray_here(desk.spec(), desk.folder)
-    desk.until(record, lambda _: desk.rows(record, LIVE) > 12, "step 12")
+    python = desk.python_with(*({"rank": rank, "kind": "await_stop", "step": 14} for rank in range(2)))
+    record = launch_on_ray_here(desk.spec(python=python), desk.folder)
+    desk.until(record, lambda _: desk.rows(record, LIVE) > 12, "step 13")
     watch.stop(desk.store, desk.backend, record.job_id)
     status = desk.ended(record)
     assert (status.state, status.observation and status.observation.note) == ("Stopped", "")
     saved = len(desk.trajectory(record))
-    assert 12 <= saved < STEPS
+    assert saved == 14, "the step that was under way when the stop came"
     watch.resume(desk.store, desk.backend, record.job_id)
     status = desk.ended(record)
     assert (status.state, status.record.attempt.number) == ("Completed", 2)
-    assert any(f"node-0 resumed step={saved} " in line for line in desk.lines(status.record))
+    lines = desk.lines(status.record)
+    assert any(f"node-0 resumed step={saved} " in line for line in lines), lines
     assert [step for step, _, _ in desk.trajectory(record)] == list(range(1, STEPS + 1))
 
 

@@ -4,10 +4,12 @@ Ray is no part of the checkout's environment (79 MB, for these tests alone): at 
 versions of `requirements.txt` here, into `.trainyard/ray`, an environment that sees the checkout and its packages.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import site
@@ -16,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +88,7 @@ class RayCluster:
         deadline = time.monotonic() + START_SECONDS
         before = len(self._nodes)
         self._nodes.append(self._started(options))
-        while self._num_alive() <= before:
+        while self._num_answering() <= before:
             assert time.monotonic() < deadline, (self.folder / "nodes.txt").read_text()
             if self._nodes[-1].poll() is not None:
                 self._nodes[-1] = self._started(options)
@@ -92,6 +96,8 @@ class RayCluster:
 
     def _started(self, options: list[str]) -> "subprocess.Popen[bytes]":
         common = ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000"]
+        # Of two nodes of one machine the second finds Ray's own choice taken, and has no agent then.
+        common.append(f"--dashboard-agent-listen-port={_free_port()}")
         command = [str(self.python), "-m", "ray.scripts.scripts", "start", *common, "--disable-usage-stats", "--block"]
         with (self.folder / "nodes.txt").open("ab") as log:
             return subprocess.Popen(
@@ -103,13 +109,23 @@ class RayCluster:
                 env=os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": "", "RAY_AUTH_MODE": "disabled"},
             )
 
-    def _num_alive(self) -> int:
+    def _num_answering(self) -> int:
+        """Nodes that live and whose agent does: it comes later, and without it Ray has no log of what runs there."""
         try:
-            with urllib.request.urlopen(f"{self.address}/api/v0/nodes", timeout=10) as answer:
-                nodes = json.load(answer)["data"]["result"]["result"]
+            nodes = self._asked("nodes")["result"]
+            return sum(node["state"] == "ALIVE" and self._has_agent(node["node_id"]) for node in nodes)
         except (OSError, ValueError, KeyError, TypeError):
             return 0
-        return sum(node["state"] == "ALIVE" for node in nodes)
+
+    def _has_agent(self, node_id: str) -> bool:
+        try:
+            return bool(self._asked(f"logs?node_id={node_id}"))
+        except urllib.error.HTTPError:
+            return False
+
+    def _asked(self, what: str) -> Any:
+        with urllib.request.urlopen(f"{self.address}/api/v0/{what}", timeout=10) as answer:
+            return json.load(answer)["data"]["result"]
 
     def close(self) -> None:
         """End our own nodes; `ray stop` would end everybody's on this machine."""
@@ -125,9 +141,12 @@ class RayCluster:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Above those that Ray gives its workers, below those that the system gives to outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="module")
