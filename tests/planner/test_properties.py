@@ -12,9 +12,10 @@ from trainyard.planner.communication import EFA, Fabric, all_reduce_seconds, gro
 from trainyard.planner.constants import DEFAULT_MEMORY
 from trainyard.planner.goodput import goodput
 from trainyard.planner.layout import Engine, Layout
-from trainyard.planner.memory import Memory, memory, micro_batches_in_flight
+from trainyard.planner.memory import Memory, memory
 from trainyard.planner.money import cost_usd
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import micro_batches_in_flight
 from trainyard.planner.timing import step_time
 
 degrees = st.sampled_from([1, 2, 4, 8])

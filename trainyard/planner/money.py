@@ -18,10 +18,11 @@ from trainyard.planner.goodput import (
     spread_of_failures,
 )
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import Stage, lora_params
+from trainyard.planner.memory import lora_params
 from trainyard.planner.reading import Machines
 from trainyard.planner.results import CheckpointPlan, Cost, PriceQuote, TierPlan, TimePlan
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import Stage
 from trainyard.spec.job import JobSpec
 
 ONE_IN_TEN = 1.2816

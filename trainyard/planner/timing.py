@@ -25,8 +25,9 @@ from trainyard.planner.communication import (
     send_seconds,
 )
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import Stage, stage_params, stages, state_bytes
+from trainyard.planner.memory import state_bytes
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import Stage, stage_params, stages
 
 PCIE_BYTES_PER_SECOND = 24e9
 """One way between a host's memory and a GPU: what 16 lanes of PCIe 4 give in practice."""

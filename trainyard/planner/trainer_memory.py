@@ -8,15 +8,11 @@ one it is depends on the sizes, so each is reckoned, and the largest is the answ
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import Stage, StageParams
 from trainyard.planner.trainer_layers import NORM_BACKWARD_BYTES, TrainerLayers
-
-if TYPE_CHECKING:
-    from trainyard.planner.memory import Stage, StageParams
-
 
 WEIGHING = 3.0
 """Of a hidden state of every choice of a token, while the weighted sum of its experts is differentiated in float32:
@@ -41,7 +37,7 @@ class Moment:
         return self.activations + self.loss + self.buffers + self.gradients
 
 
-def worst_moment(shape: ModelShape, layout: Layout, stage: "Stage", params: "StageParams") -> Moment:
+def worst_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> Moment:
     """The moment of a step at which a rank of the stage holds most."""
     return max(_Step(shape, layout, stage, params).moments(), key=lambda moment: moment.total)
 
@@ -49,7 +45,7 @@ def worst_moment(shape: ModelShape, layout: Layout, stage: "Stage", params: "Sta
 class _Step:
     """The moments of one rank."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, stage: "Stage", params: "StageParams") -> None:
+    def __init__(self, shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> None:
         self._shape, self._layout, self._stage = shape, layout, stage
         self._layers = TrainerLayers(shape, layout)
         vocabulary = self._layers.head_weight

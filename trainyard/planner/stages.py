@@ -1,0 +1,109 @@
+"""What a pipeline rank holds: its layers and ends, the micro-batches in flight there, and its parameters.
+
+Micro-batches in flight per schedule: Narayanan et al. (arXiv:2104.04473, section 2.2).
+"""
+
+import math
+from dataclasses import dataclass
+
+from trainyard.planner.layout import Layout
+from trainyard.planner.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline rank holds."""
+
+    layers: int
+    embedding: bool
+    head: bool
+    in_flight: float
+    """Micro-batches whose activations it holds at its peak, as full passes through its layers."""
+
+
+def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
+    """The first and the last pipeline rank: one of them is the worst."""
+    count = layout.pipeline
+    layers = math.ceil(shape.layers / count)
+    first = Stage(layers, True, count == 1, micro_batches_in_flight(layout, 0))
+    if count == 1:
+        return (first,)
+    last = layers if layout.last_stage_layers is None else layout.last_stage_layers
+    return first, Stage(last, False, True, micro_batches_in_flight(layout, count - 1))
+
+
+def micro_batches_in_flight(layout: Layout, rank: int) -> float:
+    """Micro-batches that pipeline rank `rank` holds at once, in units of its whole part of the model."""
+    ranks, count = layout.pipeline, layout.num_micro_batches
+    if layout.schedule == "gpipe":
+        return count
+    if layout.schedule == "zero_bubble":
+        # Down and up again: every rank has both an early and a late stage.
+        return min(ranks, count)
+    if layout.chunks > 1:
+        # Warm-up passes of Megatron's interleaved schedule, each through one chunk, and the one in steady state.
+        passes = 2 * (ranks - rank - 1) + (layout.chunks - 1) * ranks + 1
+        return min(passes, count * layout.chunks) / layout.chunks
+    return min(ranks - rank, count)
+
+
+def stage_at(shape: ModelShape, layout: Layout, place: int) -> Stage:
+    """What the rank at one place along the trainer's pipeline holds: one stage, or two of twice as many.
+
+    interleaved_1f1b goes through the ranks twice; zero_bubble there and back, so that its first rank has both ends
+    (Qi et al., arXiv:2405.15362, section 3).
+    """
+    ranks = layout.pipeline
+    seconds = {"interleaved_1f1b": place + ranks, "zero_bubble": 2 * ranks - 1 - place}
+    mine = [place, seconds[layout.schedule]] if layout.schedule in seconds and ranks > 1 else [place]
+    count = ranks * len(mine)
+    layers = sum((index + 1) * shape.layers // count - index * shape.layers // count for index in mine)
+    return Stage(layers, 0 in mine, count - 1 in mine, micro_batches_in_flight(layout, place))
+
+
+@dataclass(frozen=True)
+class StageParams:
+    """Parameters on one rank of a stage before data-parallel sharding."""
+
+    dense: float
+    """Split by tensor and pipeline parallelism."""
+    expert: float
+    """Routed experts: split by expert parallelism too, and replicated over fewer ranks."""
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.dense + self.expert
+
+
+def stage_params(shape: ModelShape, layout: Layout, stage: Stage) -> StageParams:
+    """Parameters of a stage's rank: tensor parallelism splits projections and vocabulary, norms it copies."""
+    blocks = shape.num_attentions * shape.attention_params + shape.mamba_layers * shape.mamba_params
+    blocks += shape.num_mlps * shape.mlp_params(shape.ffn) + shape.moe_layers * shape.moe_dense_params
+    norms = stage.layers * (1 if shape.is_hybrid else shape.norms_per_layer) * shape.norm_params
+    dense = blocks / shape.layers * stage.layers / layout.tensor + norms
+    if layout.library == "trainyard":
+        # Every tensor rank has them whole: the way down to the latents, and routers.
+        whole = shape.num_attentions * shape.latent_down_params + shape.moe_layers * shape.hidden * shape.experts
+        dense += whole / shape.layers * stage.layers * (1 - 1 / layout.tensor)
+    if stage.embedding:
+        dense += shape.encoder_params / layout.tensor
+    if stage.head:
+        dense += shape.mtp_layers * (2 * shape.hidden**2 + blocks / shape.layers) / layout.tensor
+        # Not split.
+        dense += shape.head_products * shape.hidden * (shape.hidden + 1)
+    if stage.head and shape.mtp_layers and not stage.embedding and not shape.tied_embeddings:
+        # Layers that predict further tokens look the last ones up, in a copy of the embedding.
+        dense += shape.vocab * shape.hidden / layout.tensor
+    if stage.embedding:
+        dense += shape.embedding_params / layout.tensor
+        if layout.library != "trainyard":
+            # Only words are split over tensor ranks.
+            dense += shape.learned_positions * shape.hidden * (1 - 1 / layout.tensor)
+    # A tied head on the last of several stages is a second copy of the embedding.
+    if stage.head and not (shape.tied_embeddings and stage.embedding):
+        dense += shape.vocab * shape.hidden / layout.tensor
+    moe_layers = stage.layers * shape.moe_layers / shape.layers
+    if stage.head and shape.moe_layers:
+        moe_layers += shape.mtp_layers
+    return StageParams(dense, moe_layers * shape.expert_params / layout.expert_split)
