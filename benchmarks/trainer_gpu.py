@@ -281,22 +281,6 @@ def utilization(rate: float, flops: dict[str, float], ceiling: float | None) -> 
     }
 
 
-def flops_per_token(shape: dict[str, Any], sequence_length: int, *, method: str) -> dict[str, float]:
-    """Model FLOPs a trained token, without recomputation, in both conventions in use.
-
-    full: 6 N + 12 L H S, N without the input embedding (torchtitan's); causal: half of the attention scores (NeMo's).
-    LoRA leaves out a third: frozen weights have no gradients of their own.
-    """
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    inner = shape["head_dim"] * shape["num_attention_heads"]
-    keys = shape["head_dim"] * shape["num_key_value_heads"]
-    block = 2 * hidden * inner + 2 * hidden * keys + 3 * hidden * shape["intermediate_size"]
-    weights = layers * block + hidden * shape["vocab_size"]
-    scores = 12 * layers * inner * sequence_length
-    share = 1.0 if method == "full" else 2 / 3
-    return {"full": share * (6 * weights + scores), "causal": share * (6 * weights + scores / 2)}
-
-
 def _print(result: Result) -> None:
     verdict = {None: "not measured", True: "pass", False: "MISSED"}[result["passed"]]
     print(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from contenders import Sequences, run_trainer
+from model_flops import flops_per_token
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,7 +21,6 @@ from trainer.loop import train
 from trainer.models import float8
 from trainer.runtime import distributed_runtime
 from trainer.session import Session
-from trainer_gpu import flops_per_token
 
 from trainyard.errors import InputError
 from trainyard.planner import resolve

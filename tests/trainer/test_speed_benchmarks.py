@@ -14,6 +14,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import trainer_cpu  # noqa: E402
 import trainer_gpu  # noqa: E402
+from model_flops import flops_per_token  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -22,14 +23,14 @@ import trainer_gpu  # noqa: E402
 )
 def test_flops_per_token_are_the_published_ones(model: str, full: float, causal: float) -> None:
     """Both conventions, GFLOP a token at 4096: a public card's figures for the three shapes."""
-    flops = trainer_gpu.flops_per_token(trainer_gpu.SHAPES[model], 4096, method="full")
+    flops = flops_per_token(trainer_gpu.SHAPES[model], 4096, method="full")
     assert flops["full"] / 1e9 == pytest.approx(full, abs=0.06)
     assert flops["causal"] / 1e9 == pytest.approx(causal, abs=0.06)
 
 
 def test_lora_leaves_out_the_gradients_of_frozen_weights() -> None:
     """12,473 tokens/s of an 8B at 4096 are published as 402 TFLOP/s (NeMo Automodel), in the causal convention."""
-    flops = trainer_gpu.flops_per_token(trainer_gpu.SHAPES["8b"], 4096, method="lora")
+    flops = flops_per_token(trainer_gpu.SHAPES["8b"], 4096, method="lora")
     assert 12_473 * flops["causal"] / 1e12 == pytest.approx(402, rel=0.01)
 
 
