@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from trainer.observe.anomalies import LEAST_STEPS, WINDOW, AnomalyGuard, AnomalyWatch
+from trainer.observe.anomalies import LEAST_STEPS, MOST_OVERFLOWS, WINDOW, AnomalyGuard, AnomalyWatch
 from trainer.strategies import OptimizerStep, check_supported
 from trainer_testing.distributed import finish
 from trainer_testing.pool import start_pooled
@@ -66,19 +66,57 @@ def test_what_cannot_skip_says_so_before_anything_is_read() -> None:
         check_supported(job, device_type="cpu")
 
 
-@pytest.mark.parametrize(("precision", "is_found"), [("fp32", True), ("bf16", True), ("fp16", False)])
+def guard_of(precision: str, on_anomaly: str, folder: Path) -> AnomalyGuard:
+    runtime: Any = SimpleNamespace(is_first=True, sum_over_ranks=lambda *values: list(values))
+    job = tiny_job("ddp", 1)
+    training = job.spec.training.model_copy(update={"precision": precision, "on_anomaly": on_anomaly})
+    return AnomalyGuard(
+        job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})}), runtime, folder, list
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss", "is_found"),
+    [
+        ("fp32", math.nan, True),
+        ("bf16", math.nan, True),
+        ("bf16", 2.0, True),
+        ("fp16", 2.0, False),
+        ("fp16", math.nan, True),
+    ],
+)
 def test_an_update_that_the_engine_left_out_passes_in_silence_only_where_a_loss_scale_explains_it(
-    precision: str, is_found: bool, tmp_path: Path
+    precision: str, loss: float, is_found: bool, tmp_path: Path
 ) -> None:
     """DeepSpeed leaves out what is no number by itself: without a verdict the job would learn nothing any more."""
-    runtime = SimpleNamespace(is_first=True, sum_over_ranks=lambda *values: list(values))
-    job = tiny_job("ddp", 1)
-    training = job.spec.training.model_copy(update={"precision": precision, "on_anomaly": "rollback"})
-    job = job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
-    guard = AnomalyGuard(job, runtime, tmp_path, list)
+    guard = guard_of(precision, "rollback", tmp_path)
     assert guard.gate(torch.tensor(1.0), 1) is None, "an engine that can't be asked can go back too"
-    guard.check(3, math.nan, OptimizerStep(grad_norm=math.nan, was_applied=False), math.nan)
+    guard.check(3, loss, OptimizerStep(grad_norm=math.inf, was_applied=False), loss)
     assert guard.wants_rollback is is_found
+
+
+@pytest.mark.parametrize("on_anomaly", ["rollback", "skip"])
+def test_overflows_without_an_end_are_no_longer_the_loss_scales(on_anomaly: str, tmp_path: Path) -> None:
+    guard, overflow = guard_of("fp16", on_anomaly, tmp_path), OptimizerStep(grad_norm=math.inf, was_applied=False)
+    for _ in range(2):
+        for step in range(MOST_OVERFLOWS):
+            guard.begin({})
+            guard.check(step, 2.0, overflow, 2.0)
+            assert guard.found is None
+        guard.begin({})
+        guard.check(MOST_OVERFLOWS, 2.0, OptimizerStep(grad_norm=1.0, was_applied=True), 2.0)
+    for step in range(MOST_OVERFLOWS + 1):
+        guard.begin({})
+        guard.check(step, 2.0, overflow, 2.0)
+    assert guard.found == "grad_norm is inf"
+
+
+def test_a_loss_that_is_no_number_counts_where_the_loss_scale_had_refused_the_update(tmp_path: Path) -> None:
+    guard = guard_of("fp16", "skip", tmp_path)
+    for number in (1, 2):
+        guard.begin({})
+        guard.check(number, math.nan, OptimizerStep(grad_norm=math.inf, was_applied=False), math.nan)
+        assert guard.found == "loss is nan" and guard.watch.num_in_a_row == number
 
 
 def test_a_rank_that_cannot_write_its_snapshot_still_tells_the_others(

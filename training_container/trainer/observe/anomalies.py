@@ -30,6 +30,11 @@ ROBUST_SIGMAS = 8.0
 which for normally distributed values is their standard deviation."""
 
 
+MOST_OVERFLOWS = 64
+"""In a row, of fp16's loss scale, which each one halves: by then it has long been at its smallest, 1, and what still
+overflows is no longer its doing."""
+
+
 class AnomalyWatch:
     """Judges each step by its loss and gradient norm. Its memory is in the checkpoint: a resume judges alike."""
 
@@ -126,6 +131,7 @@ class AnomalyGuard:
         self._recent_rows = recent_rows
         self._data: dict[str, Any] = {}
         self._random: dict[str, torch.Tensor] = {}
+        self._num_overflows = 0
         self.watch = AnomalyWatch(self._settings.spike_factor)
         self.found: str | None = None
         """What was wrong with the step that is being made, or was made last."""
@@ -156,10 +162,10 @@ class AnomalyGuard:
 
     def check(self, step: int, loss: float, update: OptimizerStep, own_loss_sum: float) -> None:
         """After the update: JobFailedError where the job has to end, with a snapshot named in it."""
-        # In fp16 the loss scale's overflow is no anomaly. Elsewhere an engine that left the update out (DeepSpeed does
-        # where a gradient is no number, whatever the precision) had a reason that must not pass in silence.
-        is_judged = update.was_applied or self._settings.precision != "fp16"
-        if self._settings.on_anomaly != "skip" and is_judged:
+        is_overflow = self._is_overflow(loss, update)
+        # Who skips was asked before the update, but where the loss scale had refused it already.
+        is_unjudged = self._settings.on_anomaly != "skip" or (not update.was_applied and self.found is None)
+        if is_unjudged and not is_overflow:
             self.found = self.watch.judge(loss, update.grad_norm)
         if self._settings.on_anomaly == "rollback":
             self._agree()
@@ -171,6 +177,17 @@ class AnomalyGuard:
                 say(f"anomaly step={step} skipped: {self.found}")
             return
         raise JobFailedError(self._words(step, loss, update, own_loss_sum))
+
+    def _is_overflow(self, loss: float, update: OptimizerStep) -> bool:
+        """Whether fp16's loss scale explains why the update was left out: then it is no anomaly.
+
+        It doesn't explain a loss that is no number, which is taken before it is scaled, nor overflows without an end: a
+        job that had diverged would go on to its last step, and be told completed. In another precision an engine that
+        left the update out (DeepSpeed does where a gradient is no number) had a reason that must not pass in silence.
+        """
+        is_explained = self._settings.precision == "fp16" and not update.was_applied and math.isfinite(loss)
+        self._num_overflows = self._num_overflows + 1 if is_explained else 0
+        return is_explained and self._num_overflows <= MOST_OVERFLOWS
 
     def _agree(self) -> None:
         """One verdict for all ranks: those that went back would wait for ever for one that did not."""
