@@ -370,7 +370,14 @@ def place_and_id(job: str, environment: str, tenant: str | None) -> "tuple[Place
 def _follow(place: "Place", job_id: str, *, quiet: bool) -> "Status":
     from trainyard.cli.live import follow
 
-    return follow(place, job_id, quiet=quiet)
+    try:
+        return follow(place, job_id, quiet=quiet)
+    except KeyboardInterrupt:  # nothing else here says which job it is that costs money without being watched
+        print(
+            f"interrupted: {job_id} is watched no longer and goes on (trainyard watch {job_id}; trainyard stop {job_id})",
+            file=sys.stderr,
+        )
+        raise
 
 
 def summary(record: "JobRecord", current: "Status | None" = None, *, state: str | None = None) -> dict[str, Any]:
