@@ -374,7 +374,8 @@ def _follow(place: "Place", job_id: str, *, quiet: bool) -> "Status":
         return follow(place, job_id, quiet=quiet)
     except KeyboardInterrupt:  # nothing else here says which job it is that costs money without being watched
         print(
-            f"interrupted: {job_id} is watched no longer and goes on (trainyard watch {job_id}; trainyard stop {job_id})",
+            f"interrupted: {job_id} goes on, not watched from here (`trainyard watch {job_id}`, `trainyard stop"
+            f" {job_id}`)",
             file=sys.stderr,
         )
         raise
