@@ -376,10 +376,11 @@ def _inferred_fields(row: Row) -> dict[str, Any]:
     }
 
 
-def megatron_fields(row: Row, *, inferred: bool = True) -> dict[str, Any]:
+def megatron_fields(row: Row, *, inferred: bool = True, options: bool = False) -> dict[str, Any]:
     """A row of megatron_ci_memory.csv as `predict` reads it.
 
-    Without `inferred`, the row's columns alone: what a user states of sizes, layout and precision.
+    Without `inferred` and `options`, the row's columns alone: what a user states of sizes, layout and precision. With
+    `options`, Megatron's own that decide over memory too, which stand on a user's command line and in no column here.
     """
     fields: dict[str, Any] = {
         key: whole(row[key])
@@ -408,17 +409,17 @@ def megatron_fields(row: Row, *, inferred: bool = True) -> dict[str, Any]:
         "recompute": _megatron_recompute(row, inferred=inferred),
         "dropout": not row["dropout"].startswith("0.0"),
         "rank": "last",
-        **(_inferred_fields(row) if inferred else {}),
+        **(_inferred_fields(row) if inferred or options else {}),
         **_family_fields(row, inferred=inferred),
         "framework": "Megatron-Core",
         "gpu": "H100" if "h100" in row["platform"] + row["suffix"] else "A100",
     }
 
 
-def megatron_scores(rows: Iterable[Row], name: str, *, inferred: bool = True) -> Iterator[Score]:
+def megatron_scores(rows: Iterable[Row], name: str, *, inferred: bool = True, options: bool = False) -> Iterator[Score]:
     """megatron_ci_memory.csv: static and peak bytes of the last rank."""
     for index, row in enumerate(rows):
-        result = answer(megatron_fields(row, inferred=inferred))
+        result = answer(megatron_fields(row, inferred=inferred, options=options))
         static = result["resting_memory_gib"] * GIB if result else None
         peak = result["peak_memory_gib"] * GIB if result else None
         for metric, predicted in (("mem_allocated_bytes_last", static), ("mem_max_allocated_bytes_final", peak)):
@@ -428,10 +429,12 @@ def megatron_scores(rows: Iterable[Row], name: str, *, inferred: bool = True) ->
 
 
 def megatron_alone(rows: list[Row], name: str) -> Iterator[str]:
-    """The lines of megatron_ci_memory.csv with nothing inferred from a case's name; such scores are not dumped."""
-    scores = list(megatron_scores(rows, name, inferred=False))
-    for metric in dict.fromkeys(score.metric for score in scores):
-        yield line(f"{name}: {metric}, names unread", [score for score in scores if score.metric == metric])
+    """The lines of megatron_ci_memory.csv with nothing inferred from a case's name, and with its options alone, as who
+    runs it knows them; such scores are not dumped."""
+    for words, options in (("names unread", False), ("options stated", True)):
+        scores = list(megatron_scores(rows, name, inferred=False, options=options))
+        for metric in dict.fromkeys(score.metric for score in scores):
+            yield line(f"{name}: {metric}, {words}", [score for score in scores if score.metric == metric])
 
 
 WIDE_OFF = 0.15

@@ -135,9 +135,18 @@ def test_with_names_unread_a_case_is_what_its_columns_say() -> None:
     assert megatron_fields(MEGATRON) != megatron_fields(renamed)
     assert megatron_fields(MEGATRON, inferred=False) == megatron_fields(renamed, inferred=False)
     lines = list(megatron_alone([MEGATRON, renamed], "megatron_ci_memory"))
-    assert [line.split(":")[1].split(",")[0].strip() for line in lines] == [
-        "mem_allocated_bytes_last", "mem_max_allocated_bytes_final",
+    assert [line.split(":")[1].split("  ")[0].strip() for line in lines] == [
+        "mem_allocated_bytes_last, names unread", "mem_max_allocated_bytes_final, names unread",
+        "mem_allocated_bytes_last, options stated", "mem_max_allocated_bytes_final, options stated",
     ]  # fmt: skip
+
+
+def test_who_states_megatrons_options_states_no_layout_that_a_name_alone_tells() -> None:
+    uneven = MEGATRON | {"case": "gpt3_mcore_tp2_pp2_uneven_pipeline_defer_embedding_wgrad"}
+    columns, told = (megatron_fields(uneven, inferred=False, options=stated) for stated in (False, True))
+    assert set(told) - set(columns) >= {"attention", "loss_fusion", "deterministic", "deferred_head"}
+    assert "last_stage_layers" in megatron_fields(uneven) and "last_stage_layers" not in told
+    assert {key: told[key] for key in columns} == columns
 
 
 def test_cases_that_are_far_off_are_named_worst_first() -> None:

@@ -282,6 +282,15 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
         predict({**LLAMA, **fields})
 
 
+@pytest.mark.parametrize(("place", "gpu", "taken"), [("p5.48xlarge", "H100", 8), ("NVL72", "GB200", 72)])
+def test_gpus_per_node_that_give_way_to_the_named_machine_are_told(place: str, gpu: str, taken: int) -> None:
+    asked = {**LLAMA, "gpu": gpu, "interconnect": place, "recompute": "full"}
+    answer = predict({**asked, "gpus_per_node": 4})
+    assert answer.pop("notes") == [f"gpus_per_node: 4 gives way to interconnect {place!r}, which is of {taken}"]
+    assert answer == predict(asked) == predict({**asked, "gpus_per_node": taken})
+    assert "notes" not in predict({**asked, "interconnect": "400 Gb/s per GPU", "gpus_per_node": 4})
+
+
 def test_a_field_that_nobody_knows_is_named() -> None:
     assert predict({**LLAMA, "micro_bach": 2})["ignored_fields"] == ["micro_bach"]
 

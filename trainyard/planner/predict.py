@@ -167,7 +167,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         flops *= 2 / 3
     spread = time_spread(shape, layout, question.device)
     ignored = sorted((set(content) - KNOWN_FIELDS) | _without_effect(content, question))
-    note = _of_recomputation(content, question, use.needed)
+    notes = [note for note in (_of_recomputation(content, question, use.needed), _of_nodes(content, question)) if note]
     return {
         "peak_memory_gib": use.allocated / GIB,
         "model_state_gib": use.state / GIB,
@@ -190,7 +190,7 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         # A misspelt field, or one that the method has no use for, must not pass unseen, and a caller's own label must
         # not cost the prediction.
         **({"ignored_fields": ignored} if ignored else {}),
-        **({"notes": [note]} if note else {}),
+        **({"notes": notes} if notes else {}),
     }
 
 
@@ -208,6 +208,15 @@ def _of_recomputation(content: Mapping[str, Any], question: Question, needed: fl
     return (
         f"recompute: not stated, and none is assumed, which needs {needed / GIB:.1f} GiB of {room / GIB:.1f}; {found}"
     )
+
+
+def _of_nodes(content: Mapping[str, Any], question: Question) -> str:
+    """What to say where a stated `gpus_per_node` gives way to the machine or rack that `interconnect` names."""
+    taken = question.links.gpus_per_node
+    stated = _Fields(content).whole("gpus_per_node", taken)
+    if stated == taken:
+        return ""
+    return f"gpus_per_node: {stated} gives way to interconnect {_shown(content['interconnect'])}, which is of {taken}"
 
 
 def _without_effect(content: Mapping[str, Any], question: Question) -> set[str]:
