@@ -13,8 +13,9 @@ from launch_testing import JOB_ID
 from operate_browser import NoBrowserError, look_at
 
 from trainyard.cli.app import run
+from trainyard.launch.compare import Line
 from trainyard.launch.record import Attempt, FolderRecordStore, JobRecord, StateChange
-from trainyard.operate.job_report import report_of
+from trainyard.operate.job_report import compared, figure, report_of
 from trainyard.planner.drawing import Curve, between, line_chart, thinned
 from trainyard.spec.job import JobSpec, ResolvedJob
 
@@ -150,6 +151,28 @@ def test_a_job_that_has_told_nothing_has_a_page_too(ended: JobRecord) -> None:
     page = report_of(fresh, None, now=BEGIN + timedelta(minutes=3))
     assert set(pictures(page)) == {"time line"}
     assert page.count("The job has told nothing of this yet") == 6
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (None, "-"),
+        (163_412.0, "163,400"),
+        (1000.4, "1,000"),
+        (999.96, "1000"),
+        (0.01253, "0.01253"),
+        (2.69e-06, "2.69e-06"),
+    ],
+)
+def test_a_large_figure_has_no_exponent(value: float | None, told: str) -> None:
+    assert figure(value) == told
+
+
+@pytest.mark.parametrize(
+    ("planned", "told"), [(157.5, "32 times as high"), (9.0, "80% too high"), (2.5, "50% too low"), (5.0, "0% too low")]
+)
+def test_how_far_a_plan_is_off(planned: float, told: str) -> None:
+    assert compared(Line("throughput", "tokens/s", planned, 5.0)) == (figure(planned), "-", "5", told)
 
 
 def test_a_long_curve_keeps_its_spikes() -> None:

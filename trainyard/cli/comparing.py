@@ -56,14 +56,7 @@ def _shown(found: "Comparison") -> "Group":
 
 
 def _cells(line: "Line", *, is_part: bool) -> tuple[str, ...]:
-    between = "-" if line.low is None or line.high is None else f"{line.low:,.4g} to {line.high:,.4g}"
-    words = line.verdict
-    if line.error is not None:
-        off = f"{abs(line.error):.0%} too {'high' if line.error > 0 else 'low'}"
-        words = f"{off}, {line.verdict}" if line.verdict else off
+    from trainyard.operate.job_report import compared
+
     name = f"  of a step: {line.name}, {line.unit}" if is_part else f"{line.name}, {line.unit}"
-    return (name, _figure(line.planned), between, _figure(line.measured), words)
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.4g}"
+    return (name, *compared(line))

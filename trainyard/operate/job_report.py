@@ -238,12 +238,26 @@ def _comparison(found: Comparison | None) -> str:
     return f"<table>{head}{body}</table><p class=note>Medians of {found.num_steps} steps.</p>{notes}"
 
 
-def _compared(line: Line) -> str:
-    interval = "-" if line.low is None or line.high is None else f"{line.low:,.4g} to {line.high:,.4g}"
+def compared(line: Line) -> tuple[str, str, str, str]:
+    """A line for people: planned, its interval, measured, and how far the plan is off."""
+    interval = "-" if line.low is None or line.high is None else f"{figure(line.low)} to {figure(line.high)}"
     words = line.verdict
     if line.error is not None:
-        words = f"{abs(line.error):.0%} too {'high' if line.error > 0 else 'low'}" + (f", {words}" if words else "")
-    figures = ["-" if value is None else f"{value:,.4g}" for value in (line.planned, line.measured)]
-    cells = (figures[0], interval, figures[1])
+        off = f"{abs(line.error):.0%} too {'high' if line.error > 0 else 'low'}"
+        if line.error >= 9:  # 3,047 % too high says less
+            off = f"{line.error + 1:,.0f} times as high"
+        words = f"{off}, {words}" if words else off
+    return figure(line.planned), interval, figure(line.measured), words
+
+
+def figure(value: float | None) -> str:
+    """Four digits that count, and no exponent where a number is large."""
+    if value is None:
+        return "-"
+    return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _compared(line: Line) -> str:
+    *cells, words = compared(line)
     numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
     return f"<tr><td>{escape(line.name)}, {escape(line.unit)}</td>{numbers}<td>{escape(words)}</td></tr>"
