@@ -263,6 +263,9 @@ def test_no_credentials(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     assert "no AWS credentials found" in refusal(["launch", write_job(), "-e", str(environment_path)], 3)
+    # Before synthesis, which takes up to a minute: no CDK is there to do it.
+    monkeypatch.setattr("trainyard.operate.deploy.prepare", lambda *_: pytest.fail("it synthesizes first"))
+    assert "no AWS credentials found" in refusal(["deploy", str(environment_path)], 3)
 
 
 def test_an_unknown_profile(

@@ -110,10 +110,11 @@ def deploy(
     The emulator's account is bootstrapped; a real one is, once, by whoever may make its deployment roles.
     """
     log, assembly = work / "cdk.log", work / "cdk.out"
+    access = open_account(environment)  # who may not in is told before the minute that synthesis can take
     progress("synthesizing")
     wanted = prepare(checkout, environment_file, assembly)
     progress("comparing with what is deployed")
-    first = check_losses(open_account(environment), wanted, stacks, accepted_losses, say)
+    first = check_losses(access, wanted, stacks, accepted_losses, say)
     if environment.emulated:
         progress("bootstrapping")
         account = f"aws://{environment.account}/{environment.region}"
