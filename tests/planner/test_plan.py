@@ -8,6 +8,7 @@ from rich.console import Console
 
 from trainyard.errors import InputError
 from trainyard.hardware import gpu, price
+from trainyard.launch.checks import warned_by_plan
 from trainyard.planner import Plan, plan, resolve
 from trainyard.planner.render import print_plan
 from trainyard.spec.job import JobSpec
@@ -191,3 +192,15 @@ def test_the_table_marks_the_chosen_one_and_names_price_and_date(job: MakeJob) -
     assert "as of 2026-11-09" in text
     assert "NOT AFFORDABLE" in text
     assert "does not fit: " in text
+
+
+@pytest.mark.parametrize(
+    ("backend", "stated", "told"), [("slurm", 4, True), ("slurm", 8, False), ("sagemaker", 4, False)]
+)
+def test_gpus_of_slurm_that_are_not_the_machines_are_told(job: MakeJob, backend: str, stated: int, told: bool) -> None:
+    asked = job(compute={"backend": backend, "slurm": {"gpus_per_node": stated}})
+    found = plan(asked)
+    words = "compute.slurm.gpus_per_node 4: the job is planned and started with the 8 GPUs that compute.instance_type "
+    assert any(note.startswith(words) for note in found.notes) is told
+    assert any(note.startswith(words) for note in warned_by_plan(found, asked)) is told
+    assert found.num_gpus == plan(job()).num_gpus

@@ -15,6 +15,7 @@ from trainyard.launch.session import price_file
 from trainyard.planner.host_memory import counted_gib
 from trainyard.planner.money import destination_tier
 from trainyard.planner.plan import Plan
+from trainyard.planner.reading import warned_of_slurm
 from trainyard.planner.results import Configuration
 from trainyard.spec.job import STOP_SECONDS, JobSpec
 from trainyard.spec.platform import QueueContract, TenantContract
@@ -170,7 +171,8 @@ def warned_by_plan(plan: Plan, job: JobSpec, *, is_on_this_machine: bool = False
 
     `is_on_this_machine`: nobody takes it away, and where the job saves is a folder of its own.
     """
-    chosen, warnings = plan.chosen, [] if is_on_this_machine else _warned_of_stops(plan, job)
+    chosen = plan.chosen
+    warnings = [*warned_of_slurm(job), *([] if is_on_this_machine else _warned_of_stops(plan, job))]
     if plan.fits is not False or not _is_of_the_host(chosen) or not _is_assumed(chosen):
         return warnings
     assumed = f"{chosen.layout}: {chosen.verdict}, which is assumed; where the host runs out of memory: {_HOST_MEND}"

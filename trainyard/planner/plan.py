@@ -17,7 +17,7 @@ from trainyard.planner.money import (
     todays_book,
     unpriced,
 )
-from trainyard.planner.reading import Machines, layout_of, machines_of
+from trainyard.planner.reading import Machines, layout_of, machines_of, warned_of_slurm
 from trainyard.planner.resolve import (
     data_parallel_layouts,
     levels,
@@ -152,7 +152,7 @@ def _notes(
     chosen: Configuration,
     checkpoint: CheckpointPlan | None,
 ) -> list[str]:
-    notes = [] if steps is None else [*job.training.schedule.notes(steps)]
+    notes = [*warned_of_slurm(job), *([] if steps is None else job.training.schedule.notes(steps))]
     if chosen.time is None:
         notes.append("compute names no known machine: memory only, no time and no cost")
     elif chosen.time.hours is None:

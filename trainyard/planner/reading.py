@@ -118,6 +118,21 @@ def machines_of(job: JobSpec, world_size: int | None = None) -> Machines:
     )
 
 
+def warned_of_slurm(job: JobSpec) -> list[str]:
+    """In one line, where Slurm is asked for other GPUs a machine than its type has, on which the ranks count."""
+    compute = job.compute
+    stated = compute.slurm.gpus_per_node
+    if compute.backend != "slurm" or stated is None or compute.instance_type is None:
+        return []
+    has = instance(compute.instance_type).num_gpus
+    if stated == has:
+        return []
+    return [
+        f"compute.slurm.gpus_per_node {stated}: the job is planned and started with the {has} GPUs that "
+        f"compute.instance_type {compute.instance_type} has, a rank each; make the two equal, or leave it out"
+    ]
+
+
 def _processes_per_host(job: JobSpec, machine: Instance | None, hosts: int) -> int:
     if machine is not None:
         return machine.num_gpus
