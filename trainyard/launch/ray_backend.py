@@ -134,7 +134,8 @@ class RayBackend:
         lines: list[LogLine] = []
         for event in read_events(driver):
             for host, actor in event.logs.items():
-                lines += _new_lines(host, actor, self._server.actor_log(address, actor), cursor)
+                content = self._server.actor_log(address, actor)
+                lines += _unseen(host, actor, cursor) if content is None else _new_lines(host, actor, content, cursor)
         own = "".join(line for line in driver.splitlines(keepends=True) if not line.startswith(EVENT))
         cursor.more = False
         return [*lines, *_new_lines("driver", "driver", own.encode(), cursor)]
@@ -261,6 +262,15 @@ def _iso(milliseconds: int | None) -> str:
 
 def _seconds_between(start: str, end: str) -> float:
     return max(0.0, (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds())
+
+
+def _unseen(host: str, actor: str, cursor: LogCursor) -> Iterable[LogLine]:
+    """A line in place of a log that nobody gives, once: who reads none would take the host for silent."""
+    if actor in cursor.positions:
+        return []
+    cursor.positions[actor] = "0"
+    words = "Ray gives no log of this start here: the machine, or Ray's own agent on it, is gone"
+    return [LogLine(host, f"({words})", int(time.time() * 1000))]
 
 
 def _new_lines(host: str, key: str, content: bytes, cursor: LogCursor) -> Iterable[LogLine]:

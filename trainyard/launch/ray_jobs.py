@@ -42,8 +42,8 @@ class JobServer(Protocol):
     def driver_log(self, address: str, submission_id: str) -> str:
         """All that the driver has printed."""
 
-    def actor_log(self, address: str, actor_id: str) -> bytes:
-        """All that an actor has printed; empty where its machine is gone."""
+    def actor_log(self, address: str, actor_id: str) -> bytes | None:
+        """All that an actor has printed; None where its machine, or Ray's agent there, is gone."""
 
 
 class HttpJobServer:
@@ -77,13 +77,13 @@ class HttpJobServer:
         answer = self._call(address, f"/api/jobs/{submission_id}/logs", missing_is_none=True)
         return "" if answer is None else str(_json(address, answer, dict).get("logs") or "")
 
-    def actor_log(self, address: str, actor_id: str) -> bytes:
+    def actor_log(self, address: str, actor_id: str) -> bytes | None:
         """See JobServer."""
         query = urllib.parse.urlencode({"actor_id": actor_id, "suffix": "out", "lines": -1})
         try:
             return self._call(address, f"/api/v0/logs/file?{query}") or b""
         except _Refused:
-            return b""
+            return None
 
     def _call(
         self, address: str, path: str, body: bytes | None = None, *, missing_is_none: bool = False
