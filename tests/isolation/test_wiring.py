@@ -178,6 +178,11 @@ def meter_of_others_jobs(templates: Templates, names: Deployment) -> None:
     variables["METER"] = variables["METER"].replace('"acme-"', '"globex-"')
 
 
+def a_higher_budget(templates: Templates, names: Deployment) -> None:
+    variables = resource(templates, TRAINING, "Lambda::Function", "BudgetMeter")["Environment"]["Variables"]
+    variables["METER"] = variables["METER"].replace('"monthly_usd": ', '"monthly_usd": 9')
+
+
 def tagged_as_other(templates: Templates, names: Deployment) -> None:
     tags = resource(templates, FOUNDATION, "S3::Bucket", "BucketsData")["Tags"]
     next(tag for tag in tags if tag["Key"] == "trainyard:tenant")["Value"] = "globex"
@@ -237,6 +242,7 @@ MISTAKES: list[tuple[Mistake, str, str, str]] = [
     (broker_as_platform, "Role", "platform", "runs as a role that is none of the tenant's"),
     (meter_of_other, "Environment.METER", "every tenant", "serves another tenant"),
     (meter_of_others_jobs, "Environment.METER", "every tenant", "serves another tenant"),
+    (a_higher_budget, "Environment.METER", "every tenant", "is not"),
     (tagged_as_other, "Tags", "globex", "is tagged as another's"),
     (without_a_boundary, "PermissionsBoundary", "every tenant", "stands under no boundary of the tenant's"),
     (under_others_boundary, "PermissionsBoundary", "globex", "names another tenant's"),
@@ -348,3 +354,17 @@ def test_a_way_past_the_firewall_is_found(everything: tuple[Templates, Environme
         ("RouteTableId", "leads jobs out past the firewall"),
         ("TransitGatewayId", "leads out by another way than the firewall"),
     }
+
+
+def test_a_share_that_takes_more_than_the_file_says_is_found(everything: tuple[Templates, EnvironmentSpec]) -> None:
+    templates, stack = copy.deepcopy(everything[0]), "trainyard-production-language-training"
+    share = resource(templates, stack, "Batch::QuotaShare", "Sharesp548xlarge")
+    share["CapacityLimits"][0]["MaxCapacity"] += 1
+    share["ResourceSharingConfiguration"] |= {"Strategy": "LEND_AND_BORROW", "BorrowLimit": 10}
+    share["Tags"]["trainyard:tenant"] = "adapters"
+    found = [(wire.where, wire.reaches, wire.target) for wire in resolve_templates(templates, everything[1]).wires]
+    assert sorted(found) == [
+        ("CapacityLimits", "17 ml.p5.48xlarge", "every tenant"),
+        ("ResourceSharingConfiguration", "10 %", "every tenant"),
+        ("Tags", "adapters", "adapters"),
+    ]

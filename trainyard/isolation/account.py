@@ -253,7 +253,7 @@ class _Reader:
 
     def _owner(self, stack: str, logical_id: str) -> str | None:
         """By its tag, else by its stack's name."""
-        tag = _tags(self._property(stack, logical_id, "Tags")).get(TENANT_TAG)
+        tag = tags_of(self._property(stack, logical_id, "Tags")).get(TENANT_TAG)
         if tag in self._environment.tenants:
             return tag
         prefix = f"trainyard-{self._environment.name}-"
@@ -267,7 +267,7 @@ class _Reader:
                 arn,
                 self._owner(stack, logical_id),
                 self._labels.get(arn, logical_id),
-                _tags(self._property(stack, logical_id, "Tags")),
+                tags_of(self._property(stack, logical_id, "Tags")),
                 tuple(self._identity(stack, logical_id, arn)),
                 (stack, logical_id, "AssumeRolePolicyDocument"),
                 self._managed(stack, logical_id, self._property(stack, logical_id, "PermissionsBoundary")),
@@ -342,7 +342,7 @@ class _Reader:
             if kind is None:
                 continue
             arn, owner = self._deployment.arn(stack, logical_id), self._owner(stack, logical_id)
-            tags = _tags(self._property(stack, logical_id, "Tags"))
+            tags = tags_of(self._property(stack, logical_id, "Tags"))
             context = {f"aws:resourcetag/{key.lower()}": value for key, value in tags.items()}
             document = self._policy_of.get(arn)
             base = arn.removesuffix(":*") if kind == "log group" else arn
@@ -444,7 +444,8 @@ def _many(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _tags(value: Any) -> dict[str, str]:
+def tags_of(value: Any) -> dict[str, str]:
+    """Tags as the templates have them: most types list them, some map them."""
     if isinstance(value, dict):
         return {str(key): str(text) for key, text in value.items()}
     return {str(tag["Key"]): str(tag["Value"]) for tag in _many(value) if isinstance(tag, dict) and "Key" in tag}

@@ -15,11 +15,11 @@ from functools import cached_property
 from typing import Any
 
 from trainyard.errors import JobFailedError
-from trainyard.isolation.account import DOCUMENTS, PLATFORM, TENANT_TAG, Account
+from trainyard.isolation.account import DOCUMENTS, PLATFORM, TENANT_TAG, Account, tags_of
 from trainyard.isolation.catalogue import KIND_OF_TYPE
 from trainyard.isolation.templates import Deployment
 from trainyard.spec.platform import TenantContract
-from trainyard.spec.shares import BATCH_PREFIX
+from trainyard.spec.shares import BATCH_PREFIX, borrow_percent
 
 EVERYBODY = "every tenant"
 """Whom a finding hurts where it is not one tenant."""
@@ -205,10 +205,9 @@ class _Wiring:
 
     def _tags(self, place: _Place) -> Iterator[Wire]:
         """By its tag a thing is told to be a tenant's, to policies and to the bill."""
-        tags = place.properties.get("Tags")
-        for tag in tags if isinstance(tags, list) else []:
-            if isinstance(tag, dict) and tag.get("Key") == TENANT_TAG and tag.get("Value") != place.tenant:
-                yield place.wire("Tags", tag.get("Value"), str(tag.get("Value")), "is tagged as another's")
+        owner = tags_of(place.properties.get("Tags")).get(TENANT_TAG, place.tenant)
+        if owner != place.tenant:
+            yield place.wire("Tags", owner, owner, "is tagged as another's")
 
     def _runs_as(self, place: _Place) -> Iterator[Wire]:
         """As a role of its own tenant; only AWS Budgets acts as one of the platform's, which can do nothing else."""
@@ -293,6 +292,10 @@ class _Wiring:
             wrong += [prefix for prefix in content.get("prefixes", []) if not self._is_heard(place.tenant, prefix)]
             for found in wrong:
                 yield place.wire(f"Environment.{name}", found, EVERYBODY, "serves another tenant")
+            budget = self._environment.tenant(place.tenant).budget.model_dump(mode="json")
+            for key, value in content.get("budget", {}).items():
+                if value != budget.get(key):
+                    yield place.wire(f"Environment.{name}", f"{key} {value}", EVERYBODY, f"is not {budget.get(key)}")
 
     def _permission(self, place: _Place) -> Iterator[Wire]:
         """Called by EventBridge, for a rule of the tenant's: people's rights are their roles' policies' to give."""
@@ -310,9 +313,19 @@ class _Wiring:
             yield place.wire("OwnershipControls", owner, EVERYBODY, "listens to access control lists")
 
     def _share(self, place: _Place) -> Iterator[Wire]:
-        name = place.properties.get("QuotaShareName")
+        """Under its own name, and with no more of a queue than the environment file guarantees and lets it borrow."""
+        name, sharing = place.properties.get("QuotaShareName"), "ResourceSharingConfiguration"
         if name != place.tenant:
             yield place.wire("QuotaShareName", name, str(name), "is another tenant's share of a queue")
+        guaranteed, most = self._environment.guaranteed(place.tenant), self._environment.most(place.tenant)
+        for limit in place.properties.get("CapacityLimits", []):
+            kind, count = limit.get("CapacityUnit"), limit.get("MaxCapacity")
+            own = guaranteed.get(kind, 0)
+            if count > own:
+                yield place.wire("CapacityLimits", f"{count} {kind}", EVERYBODY, f"takes more than its {own}")
+            borrowed = place.properties.get(sharing, {}).get("BorrowLimit", 0)
+            if borrowed > (borrow_percent(own, most[kind]) if own else 0):
+                yield place.wire(sharing, f"{borrowed} %", EVERYBODY, "borrows more than its queues may hold")
 
     def _subscription(self, place: _Place) -> Iterator[Wire]:
         protocol = place.properties.get("Protocol")
