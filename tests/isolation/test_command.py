@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from trainyard.cli.app import run
+from trainyard.errors import JobFailedError
 from trainyard.isolation import open_site, proof, prove
+from trainyard.isolation.templates import synthesize
 
 ROOT = Path(__file__).parents[2]
 LOCAL = ROOT / "environments" / "local.yaml"
@@ -28,8 +30,21 @@ def test_json_holds_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["pairs"] == 2
     assert document["requests"] > 10_000
     assert document["allowed_cross_tenant"] == []
-    assert document["denied_own"] == []
+    assert document["denied_own"] == document["foreign_wires"] == []
     assert document["holds"] is True
+
+
+def test_a_synthesis_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, checkout = tmp_path / "left", tmp_path / "checkout"
+    left.mkdir()
+    checkout.mkdir()
+    (checkout / "cdk.json").write_text('{"context": {}}')
+    (checkout / "app.py").write_text("import os, tempfile; tempfile.mkdtemp(); os.kill(os.getpid(), 9)\n")
+    monkeypatch.setattr("tempfile.tempdir", str(left))
+    monkeypatch.setenv("TMPDIR", str(left))
+    with pytest.raises(JobFailedError, match="synthesis failed"):
+        synthesize(LOCAL, checkout)
+    assert list(left.iterdir()) == []
 
 
 def test_a_limit_that_is_no_whole_number_of_seconds_in_binary_is_the_same_everywhere(tmp_path: Path) -> None:

@@ -48,14 +48,16 @@ def synthesize_into(
     # The CDK's own rules are told by the environment; by context they could only be made warnings.
     fast = {"CDK_VALIDATION": "false"} if (context or {}).get("checks") == "off" else {}
     whole = json.dumps({**settings, "environment": str(environment.resolve()), **(context or {})})
-    process = start(
-        [sys.executable, str(app)],
-        cwd=checkout,
-        env={**inherited, **fast, "CDK_OUTDIR": str(folder), "CDK_CONTEXT_JSON": whole},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    _, errors = output_of(process, SYNTHESIS_SECONDS)
+    # Node and the app each leave what they keep for themselves where they are killed.
+    with tempfile.TemporaryDirectory(prefix="trainyard-synthesis-") as scratch:
+        process = start(
+            [sys.executable, str(app)],
+            cwd=checkout,
+            env={**inherited, **fast, "CDK_OUTDIR": str(folder), "CDK_CONTEXT_JSON": whole, "TMPDIR": scratch},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        _, errors = output_of(process, SYNTHESIS_SECONDS)
     if process.returncode:
         said = (errors.strip() or "it printed nothing").splitlines()[-1]
         if process.returncode == InputError.exit_code:
