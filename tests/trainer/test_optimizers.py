@@ -1,5 +1,6 @@
 """Adafactor, Muon and the running average: torch's own numbers, equal under every layout, resumed bit for bit."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from trainer.checkpoint.manifest import step_folder
+from trainer.checkpoint.reading import mismatch
 from trainer.models.build import build_model
 from trainer.optimizers.build import build_optimizer, describe, moments_of
 from trainer.optimizers.matrix import MUON_RMS, Adafactor, Muon, orthogonalized
@@ -125,6 +127,29 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_the_other_layout(
             assert result["loss"] == expected["loss"][HALF:], (name, source)
             assert result["validation"] == expected["validation"], (name, source)
         assert worst_relative_error(result, expected) < TOLERANCES.get(name, 1e-5), (name, source, target)
+
+
+def test_another_optimizer_than_the_checkpoints_is_named_and_not_the_model(
+    folder: Path, two_ranks: dict[tuple[str, str], Result]
+) -> None:
+    saved = FileSystemReader(folder / "average-ddp" / step_folder(HALF)).read_metadata()
+    job, deeper = job_of("average"), MODEL | {"num_hidden_layers": 3}
+    for change, cause in (
+        ({"optimizer": {"kind": "muon"}}, r"training.optimizer \(kind, average_decay\) is not the one .*model.source"),
+        (
+            {"optimizer": {"kind": "sgd"}, "model": deeper},
+            "model is not the one that was saved",
+        ),
+        ({"model": MODEL | {"hidden_size": 32}}, "has shape .*; the job's model is not the one"),
+    ):
+        changed = tiny_job("single", 1, **job | change)
+        model = build_model(changed, vocab_size=VOCAB_SIZE)
+        optimizer = build_optimizer(model, changed)
+        tensors = {f"model.{name}": weight for name, weight in model.named_parameters()}
+        for name, weight in model.named_parameters():
+            tensors |= {f"optim.{name}.{moment}": kept for moment, kept in moments_of(optimizer, weight).items()}
+        told = mismatch(saved, tensors)
+        assert told is not None and re.search(cause, told), told
 
 
 def test_the_average_is_saved_under_the_weights_names(folder: Path, two_ranks: dict[tuple[str, str], Result]) -> None:

@@ -425,7 +425,7 @@ class Checkpointer:
         problems = self._group.gather_everywhere(mismatch(index, tensors))
         problem = next((found for found in problems if found is not None), None)
         if problem is not None:
-            raise InputError(f"checkpoint {info.uri}: {problem}; the job's model is not the one that was saved")
+            raise InputError(f"checkpoint {info.uri}: {problem}")
         return Needs(index, tensors)
 
     def _together(self, info: CheckpointInfo, read: Callable[[], Value]) -> Value:

@@ -324,17 +324,27 @@ def fill_from(folder: Path, ranges: Sequence[Range], tables: Tables, needs: Need
     Transfer(read, tables, verifies=False, placements=needs.placements, devices=needs.devices, of_disk=True).run(ranges)
 
 
+_OTHER_MODEL = "the job's model is not the one that was saved"
+_OTHER_OPTIMIZER = (
+    "the job's training.optimizer (kind, average_decay) is not the one that it was saved with: restore it, or train on"
+    " from its export as model.source, with another checkpoint.destination"
+)
+
+
 def mismatch(index: Metadata, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Why a checkpoint doesn't hold these tensors: one phrase, or None."""
+    """Why a checkpoint doesn't hold these tensors, and what of the job is another: one line, or None."""
     saved = index.state_dict_metadata
     missing = [name for name in tensors if name not in saved]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        return f"it holds no {', '.join(missing[:3])}{more}"
+        # Weights are told of first: another model's optimizer keeps other averages too.
+        is_optimizer = all(name.startswith("optim.") for name in missing)
+        return f"it holds no {', '.join(missing[:3])}{more}; {_OTHER_OPTIMIZER if is_optimizer else _OTHER_MODEL}"
     for name, tensor in tensors.items():
         stored = saved[name]
         if isinstance(stored, TensorStorageMetadata) and stored.size != tensor.shape:
-            return f"{name} has shape {list(stored.size)} in it and {list(tensor.shape)} in the job"
+            shapes = f"{list(stored.size)} in it and {list(tensor.shape)} in the job"
+            return f"{name} has shape {shapes}; {_OTHER_MODEL}"
     return None
 
 

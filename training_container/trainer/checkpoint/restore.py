@@ -341,7 +341,7 @@ class Restorer:
         try:
             stranger = mismatch(reader.index, tensors)
             if stranger is not None:
-                refused = f"checkpoint {self._uri(step)}: {stranger}; the job's model is not the one that was saved"
+                refused = f"checkpoint {self._uri(step)}: {stranger}"
                 return None, ({}, None, refused, None)
             if straight and reader.world_size == self._group.world_size:
                 _begin_early(reader, tensors, self._group.rank)
