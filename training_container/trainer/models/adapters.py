@@ -5,6 +5,7 @@ by 7e-3 in the loss after four steps. Frozen weights come from the model's sourc
 they are stored in 4 bits (`quantized`).
 """
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,10 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int, comp
     from peft import inject_adapter_in_model  # seconds to import: only jobs that use it pay
 
     seed_everything(seed)
-    inject_adapter_in_model(adapter_configuration(adapter), model)
+    with warnings.catch_warnings():
+        # peft says of each of GPT-2's layers, whose matrices are transposed, that it takes them as they are.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but the target module is `Conv1D`")
+        inject_adapter_in_model(adapter_configuration(adapter), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_adapter(name))
     for module in model.modules():
