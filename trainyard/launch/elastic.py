@@ -64,10 +64,11 @@ def revised(
         parse(JobSpec, apply_overrides(given.model_dump(mode="json"), overrides), where)
         for given in (record.spec, record.resolved.spec)
     )
-    if record.backend == "local" and num_processes is None:
+    if record.backend == "local":
+        _check_same_machine(record.spec, spec)
         # Compute says nothing about this machine: as many as before, unless a stated layout asks for its own.
         stated = None if absolute.parallelism == "auto" else absolute.parallelism.world_size
-        num_processes = stated or record.resolved.world_size
+        num_processes = num_processes or stated or record.resolved.world_size
     _check_same_batch(record.spec, spec, where)
     resolved = planner.resolve(absolute, world_size=num_processes)
     region = str(record.plan.get("region") or DEFAULT_REGION)
@@ -80,6 +81,16 @@ def revised(
     return record.model_copy(
         update={"spec": spec, "resolved": resolved, "smaller": fewer, "plan": plan, "forced": forced}
     )
+
+
+def _check_same_machine(before: JobSpec, after: JobSpec) -> None:
+    """InputError where a job of this machine is to get others: it went on as before, and its record said otherwise."""
+    for name in ("instance_count", "instance_type", "spot"):
+        if (asked := getattr(after.compute, name)) != getattr(before.compute, name):
+            raise InputError(
+                f"--set compute.{name}={asked}: the job runs on this machine, which is one; --processes N, or"
+                " parallelism.*, says how many ranks it has; for other machines launch it there"
+            )
 
 
 def _check_same_batch(before: JobSpec, after: JobSpec, where: str) -> None:
