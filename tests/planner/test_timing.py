@@ -47,12 +47,27 @@ def test_full_recomputation_adds_a_forward_pass_of_the_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "year", "stops"), [("torch", 2024.0, True), ("torch", 2022.0, False), ("megatron", 2024.0, False)]
+    ("engine", "year", "norms", "stops"),
+    [
+        ("torch", 2024.0, 2, True),
+        ("torch", 2022.0, 2, False),
+        ("megatron", 2024.0, 2, False),
+        # Gemma 2 and 3: a norm follows, and reads it.
+        ("torch", 2024.0, 4, False),
+    ],
 )
-def test_torch_recomputes_no_layers_last_product(engine: Engine, year: float, stops: bool) -> None:
+def test_torch_recomputes_no_layers_last_product(engine: Engine, year: float, norms: int, stops: bool) -> None:
     """Its result is the layer's own, which nothing reads again: of a GPT block a third of the products."""
     shape = ModelShape(
-        layers=8, hidden=8192, ffn=32768, heads=64, kv_heads=64, head_dim=128, vocab=512, gated_mlp=False
+        layers=8,
+        hidden=8192,
+        ffn=32768,
+        heads=64,
+        kv_heads=64,
+        head_dim=128,
+        vocab=512,
+        gated_mlp=False,
+        norms_per_layer=norms,
     )
     layout = dataclasses.replace(DENSE, engine=engine, year=year, recompute="full", sequence_length=512, micro_batch=16)
     time = step_time(shape, layout, gpu("H100"), LINKS)

@@ -414,8 +414,9 @@ class _Rank:
 
     def _recomputed(self, work: _Work, launch: float) -> float:
         if self.layout.recompute == "full":
-            # torch's checkpoints compute again until the last tensor is there that the backward pass asks for.
-            stops = self.layout.engine == "torch" and self.layout.year >= EARLY
+            # torch's checkpoints compute again until the last tensor is there that the backward pass asks for: of four
+            # norms a layer the last one reads the last product.
+            stops = self.layout.engine == "torch" and self.layout.year >= EARLY and self.shape.norms_per_layer < 4
             return max(work.forward - (work.last if stops else 0.0), launch)
         if self.layout.recompute == "none":
             return 0.0
