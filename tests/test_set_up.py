@@ -44,3 +44,21 @@ def test_a_moved_checkout_or_other_packages_do(
 
 def test_an_environment_whose_interpreter_is_gone_is_made_anew(setup: ModuleType) -> None:
     assert setup.VENV / "bin/python" in setup.COMMANDS
+
+
+def test_who_may_not_write_runs_what_is_set_up_and_is_told_where_it_is_not(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file in the folder's place stops root too."""
+    (tmp_path / ".trainyard").write_text("")
+    (tmp_path / "stamp").write_text("made")
+    monkeypatch.setattr(setup, "digest", lambda: "made")
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.setattr(setup, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(setup, "COMMANDS", ())
+    monkeypatch.setattr(sys, "argv", ["setup"])
+    assert setup.main() == 0
+    (tmp_path / "stamp").unlink()
+    assert setup.main() == 2
+    told = capsys.readouterr().err
+    assert told.startswith("trainyard: the checkout can't be set up (") and told.count("\n") == 1

@@ -57,12 +57,18 @@ def main() -> int:
         unknown = [part for part in parts if part not in DEBIAN_PACKAGES]
         if unknown:
             raise SetupError(f"--with {','.join(unknown)}: unknown part; allowed: {', '.join(DEBIAN_PACKAGES)}")
-        with one_at_a_time():
-            set_up(force=options.force)
-            for part in parts:
-                install_debian(part)
+        # Who finds all done needs no lock, and so no right to write: a checkout may be its owner's, for all to run.
+        if options.force or parts or not is_up_to_date():
+            with one_at_a_time():
+                set_up(force=options.force)
+                for part in parts:
+                    install_debian(part)
     except SetupError as error:
         print(f"trainyard: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        why = f"{error.filename or ROOT}: {error.strerror}"
+        print(f"trainyard: the checkout can't be set up ({why}); make room, or set it up as its owner", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ntrainyard: set-up stopped; run scripts/setup again to finish it", file=sys.stderr)
@@ -72,9 +78,9 @@ def main() -> int:
 
 def set_up(*, force: bool) -> None:
     """Make or mend .venv and node_modules where the stamp differs from the inputs."""
-    wanted = digest()
-    if not force and STAMP.exists() and STAMP.read_text() == wanted and all(path.exists() for path in COMMANDS):
+    if not force and is_up_to_date():
         return
+    wanted = digest()
     started = time.monotonic()
     print("Setting up the checkout (Python packages, torch, Node, the CDK CLI): minutes on the first run, then kept.")
     LOG.parent.mkdir(exist_ok=True)
@@ -93,6 +99,11 @@ def set_up(*, force: bool) -> None:
     )
     STAMP.write_text(wanted)
     print(f"Set up in {time.monotonic() - started:.0f} s (log: {LOG.relative_to(ROOT)}).")
+
+
+def is_up_to_date() -> bool:
+    """Whether a set-up with these inputs has ended here, and its commands are there."""
+    return STAMP.exists() and STAMP.read_text() == digest() and all(path.exists() for path in COMMANDS)
 
 
 def digest() -> str:

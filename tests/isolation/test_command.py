@@ -11,6 +11,7 @@ import yaml
 from trainyard.cli.app import run
 from trainyard.errors import JobFailedError
 from trainyard.isolation import open_site, proof, prove
+from trainyard.isolation import templates as templates_module
 from trainyard.isolation.templates import synthesize
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,16 @@ def test_a_synthesis_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(JobFailedError, match="synthesis failed"):
         synthesize(LOCAL, checkout)
     assert list(left.iterdir()) == []
+
+
+def test_a_home_that_takes_nothing_keeps_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rights don't stop root: what a system without them for us says is asked of os.access."""
+    asked = []
+    for answer, wanted in ((True, {}), (False, {"JSII_RUNTIME_PACKAGE_CACHE": "disabled"})):
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setattr("os.access", lambda place, _, answer=answer: asked.append(place) or answer)
+        assert templates_module._package_cache() == wanted
+    assert asked == [tmp_path, tmp_path]  # the nearest folder that is there
 
 
 def test_a_limit_that_is_no_whole_number_of_seconds_in_binary_is_the_same_everywhere(tmp_path: Path) -> None:

@@ -48,12 +48,20 @@ def synthesize_into(
     # The CDK's own rules are told by the environment; by context they could only be made warnings.
     fast = {"CDK_VALIDATION": "false"} if (context or {}).get("checks") == "off" else {}
     whole = json.dumps({**settings, "environment": str(environment.resolve()), **(context or {})})
+    told = {**fast, **_package_cache(), "CDK_OUTDIR": str(folder), "CDK_CONTEXT_JSON": whole}
     # Node and the app each leave what they keep for themselves where they are killed.
     with tempfile.TemporaryDirectory(prefix="trainyard-synthesis-") as scratch:
         process = start(
             [sys.executable, str(app)],
             cwd=checkout,
-            env={**inherited, **fast, "CDK_OUTDIR": str(folder), "CDK_CONTEXT_JSON": whole, "TMPDIR": scratch},
+            env={
+                **inherited,
+                **fast,
+                **_package_cache(),
+                "CDK_OUTDIR": str(folder),
+                "CDK_CONTEXT_JSON": whole,
+                "TMPDIR": scratch,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -68,6 +76,17 @@ def synthesize_into(
         path.name.removesuffix(suffix): json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(folder.glob(f"*{suffix}"))
     }
+
+
+def _package_cache() -> dict[str, str]:
+    """jsii keeps its packages below the home folder, and ends where it may not write there: it then goes without."""
+    try:
+        folder = Path.home() / ".cache/aws/jsii"
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        is_writable = os.access(there, os.W_OK)
+    except (OSError, RuntimeError):  # a folder that may not be looked into; nobody's home
+        is_writable = False
+    return {} if is_writable else {"JSII_RUNTIME_PACKAGE_CACHE": "disabled"}
 
 
 _OPAQUE = {
