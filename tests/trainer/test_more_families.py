@@ -9,6 +9,7 @@ import pytest
 import torch
 from trainer.models import build
 from trainer.models.build import build_model
+from trainer.strategies import check_supported
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.support_table import UNTABLED
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
@@ -79,6 +80,28 @@ def test_sizes_that_do_not_go_together_are_one_line(config: dict[str, Any], mess
     with pytest.raises(InputError, match=rf"^model\.config.*{message}") as caught:
         build_model(tiny_job("single", 1, model=_OTHERS | config), vocab_size=VOCAB_SIZE)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "meant"),
+    [
+        ("llama", "hidden_sise", "hidden_size"),
+        ("gpt2", "n_layers", "n_layer"),
+        ("mixtral", "num_local_expert", "num_local_experts"),
+        ("llama", "num_hidden_layer", None),
+        ("llama", "num_experts", None),
+        ("qwen3", "experts_implementation", None),
+    ],
+)
+def test_a_name_with_a_slip_is_no_field_that_is_passed_over(family: str, name: str, meant: str | None) -> None:
+    """Unless the right one is stated too, or it is like none: configurations of other families' fields are common."""
+    sizes = {size: 4 for size in _OTHERS if meant != size}
+    job = tiny_job("single", 1, model=sizes | {"model_type": family, name: 4})
+    if meant is None:
+        check_supported(job, device_type="cpu")
+        return
+    with pytest.raises(InputError, match=rf"^model\.config\.{name}: .* of {family} .*; did you mean {meant}\?$"):
+        check_supported(job, device_type="cpu")
 
 
 @pytest.mark.parametrize("family", ["mamba", "llama"])

@@ -1,5 +1,6 @@
 """The model's configuration, known before the model is."""
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,11 @@ from trainyard.spec.job import ResolvedJob
 
 _WRONG = (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError)
 """What transformers raises for a configuration that is no good."""
+
+
+_NEARLY = 0.88
+"""Likeness (difflib's) of two names of which one is meant for the other: hidden_sise and hidden_size have 0.91. Fields
+that another family has, which people leave in, are farther off: num_experts and num_local_experts have 0.79."""
 
 
 def folder_of(source: str) -> Path:
@@ -60,6 +66,27 @@ def check_source(source: str) -> None:
         raise
     except _WRONG:
         return
+
+
+def check_names(stated: Mapping[str, Any]) -> None:
+    """InputError for a field of a new model's configuration that is not one of its type's, but nearly is.
+
+    transformers takes any name: for one wrong letter of hidden_size it would build a Llama of 7 billion weights.
+    """
+    model_type = str(stated["model_type"])
+    try:
+        known = AutoConfig.for_model(model_type)
+    except _WRONG:
+        return  # said where the model is built
+    names = {*known.to_dict(), *known.attribute_map}
+    for name in stated:
+        if name not in names and not hasattr(known, name):
+            close = difflib.get_close_matches(name, sorted(names - stated.keys()), n=1, cutoff=_NEARLY)
+            if close:
+                raise InputError(
+                    f"model.config.{name}: the configuration of {model_type} has no such field, and would take it for"
+                    f" nothing; did you mean {close[0]}?"
+                )
 
 
 def states_positions(config: PretrainedConfig, stated: Mapping[str, Any]) -> bool:
