@@ -54,14 +54,7 @@ def synthesize_into(
         process = start(
             [sys.executable, str(app)],
             cwd=checkout,
-            env={
-                **inherited,
-                **fast,
-                **_package_cache(),
-                "CDK_OUTDIR": str(folder),
-                "CDK_CONTEXT_JSON": whole,
-                "TMPDIR": scratch,
-            },
+            env={**inherited, **told, "TMPDIR": scratch},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
