@@ -176,7 +176,7 @@ class SlurmSite:
             self._cluster.start_controller()
             self._wait(self._job_now, "the controller answers again")
             return True
-        slurm_id, starts = self._slurm_id, self._num_starts()
+        slurm_id, starts, is_met = self._slurm_id, self._num_starts(), True
         node = draw.choice(NODES)
         if kind.startswith("kill_host"):
             self._kill_host(node, is_disk_full=kind == "kill_host_disk_full")
@@ -191,7 +191,7 @@ class SlurmSite:
         elif kind == "preempted":
             self._preempt()
         elif kind == "time_limit":
-            self._let_the_limit_come(slurm_id, starts)
+            is_met = self._let_the_limit_come(slurm_id, starts)
         elif kind == "scancel_signal":
             # Not --full, which ends srun, and that kills its tasks at once.
             to = draw.choice((["--batch"], []))
@@ -205,7 +205,7 @@ class SlurmSite:
         else:
             raise AssertionError(kind)
         self._wait(lambda: self._num_starts() > starts or self._has_ended(slurm_id), f"{kind} ends this start")
-        return True
+        return is_met
 
     def _kill_host(self, node: str, *, is_disk_full: bool) -> None:
         with full_disk(self._folder) if is_disk_full else nullcontext():
@@ -220,17 +220,26 @@ class SlurmSite:
         urgent = self._cluster.command("sbatch", *arguments, "--wrap", "sleep 1").strip()
         self._wait(lambda: not self._cluster.command("squeue", "--noheader", f"--jobs={urgent}"), "the urgent job")
 
-    def _let_the_limit_come(self, slurm_id: str, starts: int) -> None:
-        """The limit is moved to where the job's signal is due, and back when the job waits for its next start."""
+    def _let_the_limit_come(self, slurm_id: str, starts: int) -> bool:
+        """The limit is moved to where the job's signal is due, and back when the job waits for its next start.
+
+        False where the job had just been ended by another fault, so that it has no limit any more.
+        """
         ran = self._job_now().get("RunTime", "00:00:00").rpartition("-")[2].split(":")
         minutes = 60 * int(ran[0]) + int(ran[1]) + _LEAD_MINUTES
-        self._cluster.command("scontrol", "update", f"JobId={slurm_id}", f"TimeLimit={minutes}")
+        try:
+            self._cluster.command("scontrol", "update", f"JobId={slurm_id}", f"TimeLimit={minutes}")
+        except AssertionError as error:
+            if "already finished" in str(error):
+                return False
+            raise
         self._wait(
             lambda: self._job_now().get("JobState") not in ("RUNNING", "COMPLETING") or self._num_starts() > starts,
             "the limit's signal",
         )
         with suppress(AssertionError):  # another fault may have ended it meanwhile
             self._cluster.command("scontrol", "update", f"JobId={slurm_id}", f"TimeLimit={_LIMIT_MINUTES}")
+        return True
 
     def _job_now(self) -> dict[str, str]:
         """What Slurm says of the job; empty where it says nothing."""

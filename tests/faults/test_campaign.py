@@ -378,3 +378,18 @@ def test_a_full_disk_with_the_log_on_it_too_costs_a_job_of_this_machine_nothing(
     report = campaign(tmp_path, seeds=[1], sites=["desk"], engines=["ddp"], named=["disk_full"], faults=1)
     assert report.is_good and len(report.rows) == 1, report.table()
     assert report.rows[0].steps_lost is None, "nothing was started again"
+
+
+def test_a_limit_of_a_job_that_another_fault_has_ended_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = object.__new__(slurm.SlurmSite)
+    said = "Job has already finished for job 2"
+
+    def refused(*_: str) -> str:
+        raise AssertionError(f"scontrol update JobId=2 TimeLimit=3: {said}")
+
+    monkeypatch.setattr(site, "_cluster", SimpleNamespace(command=refused), raising=False)
+    monkeypatch.setattr(site, "_job_now", dict[str, str])
+    assert not site._let_the_limit_come("2", 1)
+    said = "Access denied"
+    with pytest.raises(AssertionError, match="Access denied"):
+        site._let_the_limit_come("2", 1)
