@@ -18,6 +18,7 @@ from typing import Any
 import boto3
 import pytest
 import torch
+from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
 from moto.server import ThreadedMotoServer
 from trainer.checkpoint import Checkpointer, checkpointer, delivery
 from trainer.checkpoint.destination import (
@@ -25,6 +26,7 @@ from trainer.checkpoint.destination import (
     LocalDestination,
     S3Destination,
     open_destination,
+    s3_errors,
     with_retries,
 )
 from trainer_testing.distributed import free_port
@@ -609,7 +611,7 @@ def test_a_start_at_a_destination_that_nobody_can_write_is_refused(
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("trainer.checkpoint.destination.shutil.copyfile", refuse)
+    monkeypatch.setattr("trainer.checkpoint.destination.sync", refuse)
     (tmp_path / "attempts.json").write_text("{}")
     job = Job(str(tmp_path / "destination"), tmp_path)
     if is_final:
@@ -618,6 +620,32 @@ def test_a_start_at_a_destination_that_nobody_can_write_is_refused(
         return
     job.checkpointer.publish_first("attempts.json", tmp_path / "attempts.json")
     assert job.said[-1].startswith("checkpoint attempts.json not uploaded: can't write")
+
+
+def test_a_file_that_is_refused_alone_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As by a policy for checkpoints/ alone.
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("trainer.checkpoint.destination.shutil.copyfile", refuse)
+    (tmp_path / "attempts.json").write_text("{}")
+    job = Job(str(tmp_path / "destination"), tmp_path)
+    job.checkpointer.publish_first("attempts.json", tmp_path / "attempts.json")
+    assert job.said[-1].startswith("checkpoint attempts.json not uploaded: can't write")
+    assert [path for path in (tmp_path / "destination").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (NoCredentialsError(), True),
+        (CredentialRetrievalError(provider="container-role", error_msg="Connect timeout"), False),
+    ],
+)
+def test_credentials_that_cannot_be_asked_for_now_may_come(error: Exception, is_final: bool) -> None:
+    with pytest.raises(DestinationError, match="can't write it: ") as caught, s3_errors("can't write it"):
+        raise error
+    assert caught.value.permanent == caught.value.is_refusal == is_final
 
 
 def test_on_s3_too(s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 
+import pytest
 from trainer.checkpoint.behind import Behind
 
 PATIENCE_SECONDS = 30.0
@@ -52,6 +53,36 @@ def test_an_idle_thread_keeps_nothing_of_what_it_did() -> None:
         assert time.monotonic() < deadline
         gc.collect()
         time.sleep(0.01)
+    behind.close()
+
+
+def test_an_action_that_raises_is_told_and_holds_up_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda raised: told.append(raised.exc_type))
+    behind, done = Behind("test"), threading.Event()
+
+    def fail() -> None:
+        raise OSError("stdout is closed")
+
+    behind.start(fail)
+    assert behind.wait(PATIENCE_SECONDS) and told == [OSError]
+    behind.start(done.set)
+    assert behind.wait(PATIENCE_SECONDS) and done.is_set()
+    behind.close()
+
+
+def test_where_no_thread_is_to_be_had_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    behind, done = Behind("test"), threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            behind.start(done.set)
+    assert not behind.is_busy and behind.wait(0.0)
+    behind.start(done.set)
+    assert behind.wait(PATIENCE_SECONDS) and done.is_set()
     behind.close()
 
 

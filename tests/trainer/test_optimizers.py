@@ -135,7 +135,7 @@ def test_another_optimizer_than_the_checkpoints_is_named_and_not_the_model(
     saved = FileSystemReader(folder / "average-ddp" / step_folder(HALF)).read_metadata()
     job, deeper = job_of("average"), MODEL | {"num_hidden_layers": 3}
     for change, cause in (
-        ({"optimizer": {"kind": "muon"}}, r"training.optimizer \(kind, average_decay\) is not the one .*model.source"),
+        ({"optimizer": {"kind": "muon"}}, r"training.optimizer \(kind, momentum, average_decay\) .*model.source"),
         (
             {"optimizer": {"kind": "sgd"}, "model": deeper},
             "model is not the one that was saved",

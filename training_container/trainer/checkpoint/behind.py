@@ -26,13 +26,17 @@ class Behind:
         return not self._done.is_set()
 
     def start(self, action: Action) -> None:
-        """Returns at once. `action` may not raise; the one before it has to be done."""
+        """Returns at once; the action before it has to be done. What it raises is told as a thread's end would be.
+
+        RuntimeError where no thread is to be had.
+        """
         assert not self.is_busy
+        if self._thread is None:
+            thread = threading.Thread(target=_work, args=(self._asked,), name=self._name, daemon=True)
+            thread.start()  # before anything is asked for: where there is none, nobody waits for it
+            self._thread = thread
         self._done = threading.Event()
         self._asked.put((action, self._done))
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._asked,), name=self._name, daemon=True)
-            self._thread.start()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Whether it is idle, at the latest after so long."""
@@ -51,6 +55,10 @@ def _work(asked: "queue.SimpleQueue[tuple[Action, threading.Event] | None]") -> 
         action, done = one
         try:
             action()
+        except BaseException as error:  # the thread lives on: who asked next would wait for ever
+            told = (type(error), error, error.__traceback__, threading.current_thread())
+            threading.excepthook(threading.ExceptHookArgs(told))
+            del error, told
         finally:
             done.set()
         del one, action  # what it holds (a save's plan, its caller) may go while nothing is asked for

@@ -53,6 +53,9 @@ _BEAT_SECONDS = 1.0
 _PATIENT_SAVES = 3
 """A save may take as many times as long as the last one, before who waits for it no longer says that it lives."""
 
+_PROBE = f"{FOLDER}/.probe"
+"""Is written where it isn't known whether anything can be."""
+
 _SPACE_MARGIN_BYTES = 16 << 20
 _SPACE_FACTOR = 1.05
 """Shard files are the tensors and a little more; the disk has other users."""
@@ -484,14 +487,26 @@ class Checkpointer:
     def publish_first(self, name: str, path: Path) -> None:
         """`publish_file`, as a start's first word to the destination.
 
-        InputError or AwsRefusedError where that lets nobody write, which only a person can mend: the job would train on
-        and never save. What is full may get room, and what isn't reached may come back: those cost a line.
+        InputError or AwsRefusedError where that refuses checkpoints too, which only a person can mend: the job would
+        train on and never save. What is full may get room, and what isn't reached may come back: those cost a line, and
+        so does a file that is refused alone.
         """
         refusals: list[DestinationError] = []
         self.publish_file(name, path, refusals)
-        for error in refusals:
+        if refusals and (error := self._refuses_checkpoints()) is not None:
             what = f"{error}; no checkpoint could be saved: mend the access or set checkpoint.destination"
             raise AwsRefusedError(what) if self._destination.folder("") is None else InputError(what)
+
+    def _refuses_checkpoints(self) -> DestinationError | None:
+        """Why the destination lets nobody write where checkpoints go; None: it does, or may later."""
+        try:
+            self._destination.put_bytes(_PROBE, b"")
+        except DestinationError as error:
+            return error if error.is_refusal else None
+        except MissingFileError:
+            return None
+        attempted(lambda: self._destination.delete([_PROBE]))
+        return None
 
     def publish_file(self, name: str, path: Path, refusals: list[DestinationError] | None = None) -> bool:
         """Copy a file to `<destination>/<name>` (call it on one rank); False, with a line on stdout, if that fails.

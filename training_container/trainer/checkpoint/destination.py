@@ -424,7 +424,7 @@ class S3Destination(Destination):
 def s3_errors(what: str) -> Iterator[None]:
     """The SDK's errors as DestinationError, or MissingFileError: `what` failed, and why."""
     from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
     try:
         yield
@@ -436,7 +436,9 @@ def s3_errors(what: str) -> Iterator[None]:
     except (BotoCoreError, Boto3Error) as error:
         text = " ".join(str(error).split())[:300]
         # upload_file wraps the service's answer in text alone.
-        permanent = any(f"({code})" in text for code in _PERMANENT_S3_CODES) or "credentials" in text.lower()
+        # Where there are none at all; who can't be asked for them now may answer later.
+        has_none = isinstance(error, (NoCredentialsError, PartialCredentialsError))
+        permanent = any(f"({code})" in text for code in _PERMANENT_S3_CODES) or has_none
         raise DestinationError(f"{what}: {text}", permanent=permanent) from error
     except OSError as error:
         raise DestinationError(

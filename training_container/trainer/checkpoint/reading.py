@@ -326,8 +326,8 @@ def fill_from(folder: Path, ranges: Sequence[Range], tables: Tables, needs: Need
 
 _OTHER_MODEL = "the job's model is not the one that was saved"
 _OTHER_OPTIMIZER = (
-    "the job's training.optimizer (kind, average_decay) is not the one that it was saved with: restore it, or train on"
-    " from its export as model.source, with another checkpoint.destination"
+    "the job's training.optimizer (kind, momentum, average_decay) is not the one that it was saved with: restore it, or"
+    " train on from its export as model.source, with another checkpoint.destination"
 )
 
 
