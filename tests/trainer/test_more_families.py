@@ -9,10 +9,12 @@ import pytest
 import torch
 from trainer.models import build
 from trainer.models.build import build_model
+from trainer.models.configuration import _changes_anything, check_names
 from trainer.strategies import check_supported
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.support_table import UNTABLED
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
+from transformers import CONFIG_MAPPING
 
 from trainyard.errors import InputError
 from trainyard.spec.support import OTHER_TENSOR_FAMILIES
@@ -86,15 +88,18 @@ def test_sizes_that_do_not_go_together_are_one_line(config: dict[str, Any], mess
     ("family", "name", "meant"),
     [
         ("llama", "hidden_sise", "hidden_size"),
-        ("gpt2", "n_layers", "n_layer"),
+        ("gpt2", "n_positons", "n_positions"),
         ("mixtral", "num_local_expert", "num_local_experts"),
         ("llama", "num_hidden_layer", None),
+        ("gpt2", "n_layers", None),
+        ("llama", "moe_intermediate_size", None),
+        ("llama", "tie_encoder_decoder", None),
         ("llama", "num_experts", None),
         ("qwen3", "experts_implementation", None),
     ],
 )
 def test_a_name_with_a_slip_is_no_field_that_is_passed_over(family: str, name: str, meant: str | None) -> None:
-    """Unless the right one is stated too, or it is like none: configurations of other families' fields are common."""
+    """Unless the right one is stated too, it is like none, or a field of another family: such are common."""
     sizes = {size: 4 for size in _OTHERS if meant != size}
     job = tiny_job("single", 1, model=sizes | {"model_type": family, name: 4})
     if meant is None:
@@ -102,6 +107,41 @@ def test_a_name_with_a_slip_is_no_field_that_is_passed_over(family: str, name: s
         return
     with pytest.raises(InputError, match=rf"^model\.config\.{name}: .* of {family} .*; did you mean {meant}\?$"):
         check_supported(job, device_type="cpu")
+
+
+def _is_refused(config: dict[str, Any]) -> bool:
+    try:
+        check_names(config)
+    except InputError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "gemma3_text", "mixtral", "deepseek_v3", "mamba"])
+def test_no_types_field_is_taken_for_a_slip_in_another_type(family: str) -> None:
+    """Nor a name with an underscore proposed, and yet a slip is one."""
+    every = {name for other in CONFIG_MAPPING.values() for name in getattr(other, "__dataclass_fields__", ())}
+    assert len(every) > 1000
+    assert not [name for name in sorted(every) if _is_refused({"model_type": family, name: None})]
+    own = "num_hidden_layer" if family in ("llama", "mixtral", "mamba") else "initializer_rang"
+    assert family == "gemma3" or _is_refused({"model_type": family, own: 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "stated"),
+    [
+        ("gemma3_text", {"sliding_window_pattern": 3}),
+        ("gemma3_text", {"sliding_window_pattern": 6}),
+        ("deepseek_v4", {"compress_ratios": [0, 4], "num_hidden_layers": 2}),
+        ("deepseek_v4", {"compress_ratios": [128], "num_hidden_layers": 1}),
+    ],
+)
+def test_what_a_type_reads_beside_its_fields_is_no_slip(family: str, stated: dict[str, Any]) -> None:
+    """A default too, and without asking all types, of which some other may have it as a field."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    assert _changes_anything(next(iter(stated)), {"model_type": family} | stated)
+    check_names({"model_type": family} | stated)
 
 
 @pytest.mark.parametrize("family", ["mamba", "llama"])

@@ -1,13 +1,16 @@
 """The model's configuration, known before the model is."""
 
+import contextlib
 import difflib
+import inspect
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
@@ -18,7 +21,16 @@ _WRONG = (StrictDataclassError, OSError, ValueError, TypeError, KeyError, Attrib
 
 _NEARLY = 0.88
 """Likeness (difflib's) of two names of which one is meant for the other: hidden_sise and hidden_size have 0.91. Fields
-that another family has, which people leave in, are farther off: num_experts and num_local_experts have 0.79."""
+that another family has may be as near (moe_intermediate_size and intermediate_size): they are passed over by name."""
+
+_ONCE_OF_ALL = frozenset(
+    {
+        *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "is_decoder", "pruned_heads"),
+        *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype"),
+        *("torchscript", "use_bfloat16"),
+    }
+)
+"""Fields that transformers' configurations had before 5.0, whatever their type: published ones state them still."""
 
 
 def folder_of(source: str) -> Path:
@@ -80,13 +92,47 @@ def check_names(stated: Mapping[str, Any]) -> None:
         return  # said where the model is built
     names = {*known.to_dict(), *known.attribute_map}
     for name in stated:
-        if name not in names and not hasattr(known, name):
-            close = difflib.get_close_matches(name, sorted(names - stated.keys()), n=1, cutoff=_NEARLY)
-            if close:
-                raise InputError(
-                    f"model.config.{name}: the configuration of {model_type} has no such field, and would take it for"
-                    f" nothing; did you mean {close[0]}?"
-                )
+        if name in names or hasattr(known, name):
+            continue
+        meant = sorted(each for each in names - stated.keys() if not each.startswith("_"))
+        close = difflib.get_close_matches(name, meant, n=1, cutoff=_NEARLY)
+        # In this order, since looking at all types costs seconds: only a name that will be refused comes so far.
+        if close and not _changes_anything(name, stated) and name not in _names_anywhere():
+            raise InputError(
+                f"model.config.{name}: the configuration of {model_type} has no such field, and would take it for"
+                f" nothing; did you mean {close[0]}?"
+            )
+
+
+def _changes_anything(name: str, stated: Mapping[str, Any]) -> bool:
+    """Whether the configuration is another for this name, beside having it: some types read names that are no fields
+    of theirs (Gemma 3's text sliding_window_pattern, DeepSeek V4 compress_ratios).
+
+    Asked with a value that means nothing too: the stated one may be the default.
+    """
+
+    def built(settings: Mapping[str, Any]) -> Any:
+        try:
+            config = AutoConfig.for_model(str(stated["model_type"]), **settings)
+        except _WRONG as error:  # what is wrong without it too is said where the model is built
+            return str(error)
+        return {key: value for key, value in config.to_dict().items() if key != name}
+
+    others = {key: value for key, value in stated.items() if key not in ("model_type", name)}
+    without = built(others)
+    return any(built(others | {name: value}) != without for value in (stated[name], object()))
+
+
+@cache
+def _names_anywhere() -> frozenset[str]:
+    """Fields of any type's configuration: people copy them from one type to another, and transformers lets them."""
+    found = {*_ONCE_OF_ALL, *vars(GenerationConfig())}
+    for model_type in CONFIG_MAPPING:
+        with contextlib.suppress(Exception):  # a type whose packages are not installed
+            known = CONFIG_MAPPING[model_type]
+            found |= {*getattr(known, "__dataclass_fields__", ()), *inspect.signature(known.__init__).parameters}
+            found |= {*known.attribute_map}
+    return frozenset(found)
 
 
 def states_positions(config: PretrainedConfig, stated: Mapping[str, Any]) -> bool:
