@@ -119,6 +119,21 @@ def test_varlen_is_chosen_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) 
     assert choose_attention(bf16, config, device_type="cuda").implementation == "sdpa"
 
 
+def test_a_window_that_only_the_mask_is_told_of_matters_where_it_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_machine_obstacle", lambda _: None)
+    monkeypatch.setattr(attention, "varlen_flaw", lambda *_, **__: None)
+    for window, instead in ((SEQUENCE_LENGTH - 1, "sdpa"), (SEQUENCE_LENGTH, VARLEN), (None, VARLEN)):
+        job = job_with("phimoe", precision="bf16")
+        config = configuration_of(job)
+        assert config is not None
+        config.sliding_window = window
+        assert choose_attention(job, config, device_type="cuda").implementation == instead, window
+        asked = job_with("phimoe", asked="flash_attention_3", precision="bf16")
+        cut = rf"phimoe tells its window of {window} tokens to the mask alone.*; set it to auto"
+        with pytest.raises(InputError, match=cut if instead == "sdpa" else "this machine has none"):
+            choose_attention(asked, config, device_type="cpu")
+
+
 TABLED = {str(model["model_type"]) for model in FAMILIES.values()}
 
 
@@ -219,7 +234,7 @@ def test_every_type_that_may_have_offsets_has_its_window_by_them_too(model_type:
     job = tiny_job("single", 1, model=model)
     config = configuration_of(job)
     assert config is not None
-    if attention._model_obstacle(config) is None:
+    if attention._model_obstacle(job, config) is None:
         check_offsets(job)
     else:
         assert model_type in ("gemma2", "phimoe"), "another is refused"

@@ -61,7 +61,7 @@ def choose_attention(job: ResolvedJob, config: PretrainedConfig, *, device_type:
     """The job's attention for a model of this configuration; InputError for one that can't be had here."""
     asked = job.spec.model.attention
     if asked == "flash_attention_3":
-        _check_flash_attention_3(job, device_type)
+        _check_flash_attention_3(job, config, device_type)
         return AttentionChoice(asked, "model.attention asks for it")
     obstacle = _varlen_obstacle(job, config, device_type)
     if asked == "varlen":
@@ -125,7 +125,12 @@ def describe_attention(
     return f"sdpa, {kernel} kernel ({choice.reason})"
 
 
-def _check_flash_attention_3(job: ResolvedJob, device_type: str) -> None:
+def _check_flash_attention_3(job: ResolvedJob, config: PretrainedConfig, device_type: str) -> None:
+    if _hides_window(job, config):
+        raise InputError(
+            f"model.attention: flash_attention_3 can't be had: {config.model_type} tells its window of"
+            f" {config.sliding_window} tokens to the mask alone, and flash_attention_3 has none; set it to auto"
+        )
     if device_type != "cuda":
         reason = "runs on Hopper GPUs, and this machine has none"
     elif torch.cuda.get_device_capability()[0] != 9:
@@ -145,7 +150,7 @@ def _varlen_obstacle(job: ResolvedJob, config: PretrainedConfig, device_type: st
         return "parallelism.context has its own"
     if job.spec.training.precision not in HALF_TYPES:
         return f"torch's kernel for it computes in bf16 and fp16, not in {job.spec.training.precision}"
-    obstacle = _machine_obstacle(device_type) or _model_obstacle(config)
+    obstacle = _machine_obstacle(device_type) or _model_obstacle(job, config)
     if obstacle is not None:
         return obstacle
     dtype = HALF_TYPES[job.spec.training.precision]
@@ -166,14 +171,25 @@ def _caps_scores(config: PretrainedConfig) -> bool:
     return getattr(config, "attn_logit_softcapping", None) is not None
 
 
-def _model_obstacle(config: PretrainedConfig) -> str | None:
+def _cuts_window(job: ResolvedJob, config: PretrainedConfig) -> bool:
+    """Whether a sequence of the job is longer than the model's window: with it a token sees itself and those before."""
+    window = getattr(config, "sliding_window", None)
+    return window is not None and window < job.spec.data.sequence_length
+
+
+def _hides_window(job: ResolvedJob, config: PretrainedConfig) -> bool:
+    """Whether a kernel without a mask would leave out a window that matters here."""
+    return config.model_type in _UNTOLD_WINDOWS and _cuts_window(job, config)
+
+
+def _model_obstacle(job: ResolvedJob, config: PretrainedConfig) -> str | None:
     if _head_size(config) > MAX_HEAD_SIZE or getattr(config, "kv_lora_rank", None):
         return f"{config.model_type}'s heads are too large for torch's kernel, or of two sizes"
     if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
         return "torch's kernel for it has no dropout"
     if _caps_scores(config):
         return f"{config.model_type} caps attention's scores, which torch's kernel for it doesn't"
-    if config.model_type in _UNTOLD_WINDOWS and getattr(config, "sliding_window", None) is not None:
+    if _hides_window(job, config):
         return f"{config.model_type} tells its window to the mask alone"
     if not _supports(config, "flash_attn"):
         return f"{config.model_type}'s attention is more than a causal mask"
