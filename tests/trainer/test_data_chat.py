@@ -241,6 +241,14 @@ def test_content_in_parts_is_learnt_as_text_or_not_at_all(printed: str) -> None:
     assert template("{{ messages[0].content | tojson }}").text(PARTS) == '[{"type": "text", "text": "Hi"}]'
 
 
+@pytest.mark.parametrize("content", [[1, 2], [], {"sum": 3}, [[1.5], [2]]])
+def test_a_tools_answer_that_is_data_has_no_parts(content: Any) -> None:
+    """Written as JSON, numbers in lists read as in Python; and another turn may say the same."""
+    turns = [{"role": "user", "content": f"what is {content}?"}, {"role": "tool", "content": content}]
+    every = template("{% for message in messages %}{{ message.content | tojson }}{% endfor %}")
+    assert every.text(turns) == "".join(json.dumps(turn["content"]) for turn in turns)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

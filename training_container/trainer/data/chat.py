@@ -29,7 +29,8 @@ RENDERED_ON = datetime.datetime(2024, 7, 26)
 """The day that `strftime_now` tells. Some templates write today's date into the system turn; training text must not
 depend on when it was tokenized. It is what Llama 3.1's template falls back to."""
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+"""Also of what is refused: units that were made before content in parts was looked for are made again."""
 _BEGIN, _END = "\x00\x01generation\x02", "\x00\x03generation\x02"
 """Stand in the rendered text where a generation block begins and ends; control characters that no text has."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -106,10 +107,16 @@ class ChatTemplate:
 
 def _check_parts(messages: Sequence[Mapping[str, Any]], text: str) -> None:
     """BadRecordError for content in parts that a template, made for plain text, wrote out in Python's notation: a model
-    would learn `[{'type': 'text', ...`."""
+    would learn `[{'type': 'text', ...`.
+
+    Other lists are data, such as a tool's answer, which may read alike in JSON, as `tojson` writes it. What names its
+    type doesn't: JSON has other quotes.
+    """
     for number, message in enumerate(messages, start=1):
         content = message.get("content")
-        if isinstance(content, list | dict) and content and str(content) in text:
+        parts = content if isinstance(content, list) else [content]
+        is_in_parts = any(isinstance(part, Mapping) and "type" in part for part in parts)
+        if is_in_parts and str(content) in text:
             raise BadRecordError(
                 f"message {number} ({message.get('role')}) has its content in parts, and the chat template takes plain"
                 f" text: it wrote {str(content)[:40]!r}; give content as a string, or a template that knows parts"
