@@ -84,9 +84,19 @@ def test_a_broken_shard_is_named_in_one_line(tmp_path: Path) -> None:
         "cut.tar": (whole.read_bytes()[:9000], "is cut off inside b.jpg"),
         # b.jpg's header is the block at 5632, the end of the tar that at 11264.
         **{
-            f"cut{end}.tar": (whole.read_bytes()[:end], f"at byte 5632 of {end}: it is cut off") for end in (5632, 5900)
+            f"cut{end}.tar": (
+                whole.read_bytes()[:end],
+                f"at byte {start} of {end}: it is cut off or damaged there: copy",
+            )
+            for start, end in ((5632, 5900), (11264, 11300))
         },
-        "open.tar": (whole.read_bytes()[:11264], "no end of a tar at byte 11264 of 11264"),
+        **{
+            f"open{end}.tar": (
+                whole.read_bytes()[:end],
+                f"no end of a tar at byte {end}, .* writer left out the end: copy it again, or append 1024 zero bytes",
+            )
+            for end in (5632, 11264)
+        },
         "damaged.tar": (whole.read_bytes().replace(b"b.jpg", b"c.jpg"), "at byte 5632 of .* or damaged there"),
         "text.tar": (b"no tar at all" * 100, "is not a plain tar file"),
         "none.tar": (b"\0" * 10240, "holds no sample"),
@@ -101,6 +111,18 @@ def test_a_broken_shard_is_named_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no file that ends in"):
         (tmp_path / "empty").mkdir()
         ShardIndex.open(DataSource(path=str(tmp_path / "empty"), format="webdataset"), tmp_path / "cache")
+
+
+def test_a_tar_without_its_end_is_read_once_that_is_appended(tmp_path: Path) -> None:
+    """As the refusal advises."""
+    write_shard(tmp_path / "a.tar", [("a.jpg", b"x" * 5000), ("b.jpg", b"y" * 5000)])
+    (tmp_path / "a.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:11264])
+    source = DataSource(path=str(tmp_path / "a.tar"), format="webdataset")
+    with pytest.raises(InputError, match="append 1024 zero bytes"):
+        ShardIndex.open(source, tmp_path / "cache")
+    with (tmp_path / "a.tar").open("ab") as file:
+        file.write(bytes(1024))
+    assert ShardIndex.open(source, tmp_path / "cache").read_sample(1) == {"jpg": b"y" * 5000}
 
 
 def test_labels_of_any_kind_come_as_bytes(tmp_path: Path) -> None:

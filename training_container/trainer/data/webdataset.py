@@ -29,7 +29,8 @@ from trainer.data.s3_files import PartCache, S3File
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+"""Also of what is refused: an index that was made before the tar's end was looked at is made again."""
 _MAX_OPEN_SHARDS = 64
 _MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("extension", "<u2")])
 
@@ -238,6 +239,11 @@ def _check_end(shard: DataFile, file: BinaryIO, offset: int) -> None:
     """
     file.seek(offset)
     block = file.read(tarfile.BLOCKSIZE)
+    if not block and offset == shard.size:
+        raise InputError(
+            f"{shard.where}: has no end of a tar at byte {offset}, where its last member ends: it is cut off there, or"
+            f" its writer left out the end: copy it again, or append {2 * tarfile.BLOCKSIZE} zero bytes"
+        )
     if len(block) < tarfile.BLOCKSIZE or any(block):
         raise InputError(
             f"{shard.where}: has no member and no end of a tar at byte {offset} of {shard.size}: it is cut off or"
