@@ -111,6 +111,23 @@ def test_overflows_without_an_end_are_no_longer_the_loss_scales(on_anomaly: str,
     assert guard.found == "grad_norm is inf"
 
 
+def test_a_resume_goes_on_counting_overflows(tmp_path: Path) -> None:
+    """Where each attempt was shorter than the count, a job that learns nothing would go on for ever."""
+    overflow = OptimizerStep(grad_norm=math.inf, was_applied=False)
+    guard = guard_of("fp16", "stop", tmp_path)
+    for step in range(MOST_OVERFLOWS):
+        guard.begin({})
+        guard.check(step, 2.0, overflow, 2.0)
+    state = json.loads(json.dumps(guard.watch.state()))
+    resumed, older = guard_of("fp16", "rollback", tmp_path), guard_of("fp16", "rollback", tmp_path)
+    resumed.watch.load_state(state)
+    older.watch.load_state({name: value for name, value in state.items() if name != "num_overflows"})
+    for each, found in ((resumed, "grad_norm is inf"), (older, None)):
+        each.begin({})
+        each.check(MOST_OVERFLOWS, 2.0, overflow, 2.0)
+        assert each.found == found
+
+
 def test_a_loss_that_is_no_number_counts_where_the_loss_scale_had_refused_the_update(tmp_path: Path) -> None:
     guard = guard_of("fp16", "skip", tmp_path)
     for number in (1, 2):

@@ -121,14 +121,15 @@ def test_the_batch_is_noted_before_the_long_read(tmp_path: Path, found: int | No
     session.step, session._output_dir = 5, tmp_path
     session._runtime = SimpleNamespace(is_first=True, world_size=1)
     session._job = SimpleNamespace(spec=SimpleNamespace(training=SimpleNamespace(max_skips=2)))
-    session.anomalies = SimpleNamespace(found="loss is nan", data={"sequences_consumed": 40})
+    watch = SimpleNamespace(num_overflows=0)
+    session.anomalies = SimpleNamespace(found="loss is nan", data={"sequences_consumed": 40}, watch=watch)
     session.strategy = SimpleNamespace(state_tensors=dict)
     session.clock = SimpleNamespace(excluded=nullcontext)
     session._patience = SimpleNamespace(as_at_start=nullcontext)
     session._goodput = SimpleNamespace(went_back=lambda *_: None)
     session._metrics = SimpleNamespace(rows=list, drop_after=lambda step: None)
     session._left_out = LeftOutBatches(tmp_path, session._runtime)
-    session._load = lambda info, tensors: None
+    session._load = lambda info, tensors: setattr(watch, "num_overflows", 60)  # as the checkpoint has it
     published = []
 
     def latest(*_: Any, **__: Any) -> Any:
@@ -148,3 +149,4 @@ def test_the_batch_is_noted_before_the_long_read(tmp_path: Path, found: int | No
     session.roll_back()
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     assert [(row["first_sequence"], row["rolled_back_to"]) for row in rows] == [(40, found)]
+    assert watch.num_overflows == 0

@@ -286,6 +286,7 @@ class Session:
                 self._metrics.drop_after(info.step)
                 say(f"anomaly step={step} rolled back to step={info.step}: {anomaly}; its batch is left out")
             self._load(info, tensors())
+        self.anomalies.watch.num_overflows = 0  # other batches follow than those that were counted
         self._upcoming = None
 
     def _leave_out(self, step: int, anomaly: str, checkpoint_step: int) -> bool:

@@ -31,8 +31,8 @@ which for normally distributed values is their standard deviation."""
 
 
 MOST_OVERFLOWS = 64
-"""In a row, of fp16's loss scale, which each one halves: by then it has long been at its smallest, 1, and what still
-overflows is no longer its doing."""
+"""In a row, of fp16's loss scale, which each one halves: by then it has long been at its smallest, 1, and what
+overflows after them is no longer its doing."""
 
 
 class AnomalyWatch:
@@ -43,6 +43,8 @@ class AnomalyWatch:
         self._seen: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in ("loss", "grad_norm")}
         self.num_in_a_row = 0
         """Anomalies since the last good step."""
+        self.num_overflows = 0
+        """Updates in a row that fp16's loss scale left out."""
 
     def judge(self, loss: float, grad_norm: float) -> str | None:
         """What is wrong with a step, in a few words; None: nothing. Either way the step is remembered."""
@@ -68,11 +70,13 @@ class AnomalyWatch:
 
     def state(self) -> dict[str, Any]:
         """JSON values, for the checkpoint."""
-        return {"num_in_a_row": self.num_in_a_row, **{name: list(seen) for name, seen in self._seen.items()}}
+        counts = {"num_in_a_row": self.num_in_a_row, "num_overflows": self.num_overflows}
+        return {**counts, **{name: list(seen) for name, seen in self._seen.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Puts back what `state` gave."""
         self.num_in_a_row = int(state["num_in_a_row"])
+        self.num_overflows = int(state.get("num_overflows", 0))  # not in checkpoints of the first trainers
         for name, seen in self._seen.items():
             seen.clear()
             seen.extend(state[name])
@@ -131,7 +135,6 @@ class AnomalyGuard:
         self._recent_rows = recent_rows
         self._data: dict[str, Any] = {}
         self._random: dict[str, torch.Tensor] = {}
-        self._num_overflows = 0
         self.watch = AnomalyWatch(self._settings.spike_factor)
         self.found: str | None = None
         """What was wrong with the step that is being made, or was made last."""
@@ -186,8 +189,8 @@ class AnomalyGuard:
         left the update out (DeepSpeed does where a gradient is no number) had a reason that must not pass in silence.
         """
         is_explained = self._settings.precision == "fp16" and not update.was_applied and math.isfinite(loss)
-        self._num_overflows = self._num_overflows + 1 if is_explained else 0
-        return is_explained and self._num_overflows <= MOST_OVERFLOWS
+        self.watch.num_overflows = self.watch.num_overflows + 1 if is_explained else 0
+        return is_explained and self.watch.num_overflows <= MOST_OVERFLOWS
 
     def _agree(self) -> None:
         """One verdict for all ranks: those that went back would wait for ever for one that did not."""
