@@ -183,10 +183,14 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         (b"name: 2026-13-45\n", r"job\.yaml: is not valid YAML: holds a date or number that is none: month must be"),
         (b"name: " + b"9" * 5000, r"job\.yaml: is not valid YAML: holds a date or number that is none"),
         (b"name: " + b"[" * 3000, r"job\.yaml: is not valid YAML: lists or mappings stand too deep in each other"),
+        (b"name: !!bool foo\n", r"job\.yaml: is not valid YAML: holds a value that is not of the type \(!!bool, "),
+        (b"name: !!timestamp foo\n", r"job\.yaml: is not valid YAML: holds a value that is not of the type"),
+        (b"name: !!int ''\n", r"job\.yaml: is not valid YAML: holds a value that is not of the type"),
+        (b"name: !!float ''\n", r"job\.yaml: is not valid YAML: holds a value that is not of the type"),
         (b"name: a\n? [a, b]\n: 1\n", r"job\.yaml: line 2: a key is a list; it must be a setting's name"),
         (b"name: \xff\n", r"job\.yaml: is no text: its byte 7 is not UTF-8; save it as UTF-8"),
     ],
-    ids=["date", "number", "depth", "key", "bytes"],
+    ids=["date", "number", "depth", "truth", "time", "empty", "sum", "key", "bytes"],
 )
 def test_what_yaml_reads_into_no_value_is_refused(text: bytes, told: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_bytes(text)
@@ -194,11 +198,25 @@ def test_what_yaml_reads_into_no_value_is_refused(text: bytes, told: str, tmp_pa
         load_job(tmp_path / "job.yaml")
 
 
-@pytest.mark.parametrize("value", ["2026-13-45", "[" * 3000, "{? [a]: 1}", "{a: 1, a: 2}"])
-def test_an_override_that_yaml_reads_into_no_value_is_refused(value: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("2026-13-45", "holds a date or number that is none: month must be"),
+        ("[" * 3000, "lists or mappings stand too deep in each other"),
+        ("!!bool foo", r"holds a value that is not of the type \(!!bool, !!int, ...\) stated before it"),
+        ("{? [a]: 1}", "line 1: a key is a list; it must be a setting's name"),
+        ("{a: 1, a: 2}", "line 1: the key 'a' stands twice; keep one"),
+        ("[1", "expected ',' or ']', but got '<stream end>'"),
+    ],
+    ids=["date", "depth", "type", "key", "twice", "open"],
+)
+def test_an_override_that_yaml_reads_into_no_value_is_refused_with_the_reason(
+    value: str, why: str, tmp_path: Path
+) -> None:
     (tmp_path / "job.yaml").write_text("name: a\n")
-    with pytest.raises(InputError, match=r"--set training.steps=.* is not a valid YAML value"):
+    with pytest.raises(InputError, match=rf"^--set training.steps=.* is not a valid YAML value: {why}") as caught:
         load_job(tmp_path / "job.yaml", [f"training.steps={value}"])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_in_the_files_place_is_said(tmp_path: Path) -> None:

@@ -152,6 +152,13 @@ def _parsed(text: str) -> Any:
         raise yaml.YAMLError("lists or mappings stand too deep in each other") from None
     except ValueError as error:  # 2026-13-45, which looks like a date; a number of thousands of digits
         raise yaml.YAMLError(f"holds a date or number that is none: {error}") from None
+    except (KeyError, IndexError, AttributeError, TypeError):  # !!bool foo, !!int '', !!timestamp foo
+        raise yaml.YAMLError("holds a value that is not of the type (!!bool, !!int, ...) stated before it") from None
+
+
+def _problem(error: InputError | yaml.YAMLError) -> str:
+    """In one line, without PyYAML's picture of the place."""
+    return getattr(error, "problem", None) or " ".join(str(error).split())
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -171,8 +178,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise InputError(f"{path}:{where} is not valid YAML: {problem}") from None
+        raise InputError(f"{path}:{where} is not valid YAML: {_problem(error)}") from None
     if not isinstance(content, dict):
         holds = "is empty" if content is None else f"holds {_kind(content)}"
         raise InputError(f"{path}: must hold a mapping of settings (name: value), {holds}")
@@ -195,8 +201,8 @@ def apply_overrides(content: Mapping[str, Any], overrides: Sequence[str]) -> dic
             target = child
         try:
             target[key] = _parsed(value)
-        except (InputError, yaml.YAMLError):
-            raise InputError(f"--set {override}: {value!r} is not a valid YAML value") from None
+        except (InputError, yaml.YAMLError) as error:
+            raise InputError(f"--set {override}: {value!r} is not a valid YAML value: {_problem(error)}") from None
     return changed
 
 
