@@ -69,7 +69,7 @@ def test_on_this_machine_the_layout_or_processes_says_how_many(job: JobSpec, res
     assert revised(record, ["checkpoint.keep_last=9"], None).resolved.world_size == 2
     assert isinstance(revised(record, [], 2).spec.parallelism, ParallelismSpec)
     for asked in ("instance_count=3", "instance_type=ml.p4d.24xlarge"):
-        with pytest.raises(InputError, match=rf"--set compute.{asked}: the job runs on this machine, which is one; "):
+        with pytest.raises(InputError, match=rf"^compute.{asked}: the job runs on this machine, which is one; "):
             revised(record, [f"compute.{asked}"], None)
 
 

@@ -88,7 +88,7 @@ def _check_same_machine(before: JobSpec, after: JobSpec) -> None:
     for name in ("instance_count", "instance_type", "spot"):
         if (asked := getattr(after.compute, name)) != getattr(before.compute, name):
             raise InputError(
-                f"--set compute.{name}={asked}: the job runs on this machine, which is one; --processes N, or"
+                f"compute.{name}={asked}: the job runs on this machine, which is one; --processes N, or"
                 " parallelism.*, says how many ranks it has; for other machines launch it there"
             )
 
