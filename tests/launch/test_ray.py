@@ -70,6 +70,8 @@ class Server(ThreadingHTTPServer):
         self.jobs: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
         self.stopped: list[str] = []
+        self.refusal: tuple[int, str] | None = None
+        """What a proxy before it says of whoever asks for an actor's log."""
         self.session: str | None = "session_2026-01-31_12-00-00_000000_1"
         self.address = f"http://127.0.0.1:{self.server_port}"
 
@@ -86,7 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.strip("/").split("/")
         if parts[:3] == ["api", "v0", "logs"]:
             actor = query.split("actor_id=")[1].split("&")[0]
-            self._answer(200 if actor in self.server.logs else 500, self.server.logs.get(actor, "Node is gone"))
+            known = (200, self.server.logs[actor]) if actor in self.server.logs else (500, "Node is gone")
+            self._answer(*(self.server.refusal or known))
         elif path == "/api/version" and self.server.session is not None:
             self._answer(200, json.dumps({"version": "4", "session_name": self.server.session}))
         elif path == "/api/version":
@@ -236,13 +239,20 @@ def test_logs_are_every_hosts_and_the_drivers_own_words(contract: TenantContract
     cursor = LogCursor()
     lines = backend.read_logs(record, cursor)
     (gone,) = (line for line in lines if line.host == "node-1")
-    assert gone.text.startswith("(Ray gives no log of this start here")
+    assert gone.text.startswith("(Ray gives no log of this start here: Node is gone (HTTP 500); is its machine")
     seen = [(line.host, line.text) for line in lines if line is not gone]
     assert seen == [("node-0", "step=1"), ("driver", "INFO connected")]
     server.logs["aa"] += "p=2\n"
     assert [line.text for line in backend.read_logs(record, cursor)] == ["step=2"]
     server.logs["gone"] = "its agent is back\n"
     assert [line.text for line in backend.read_logs(record, cursor)] == ["its agent is back"]
+    del server.logs["aa"]
+    (lost,) = backend.read_logs(record, cursor)
+    assert lost.host == "node-0" and lost.text.startswith("(Ray gives no further log of this start here: Node is gone")
+    assert backend.read_logs(record, cursor) == [], "said once"
+    server.refusal = 403, "<html>\n<h1>403</h1>\n</html>"
+    (refused,) = backend.read_logs(record, cursor)
+    assert refused.host == "node-1" and "here: Forbidden (HTTP 403); is its machine" in refused.text
 
 
 def test_a_job_without_a_tenant_is_launched_stopped_and_resumed(

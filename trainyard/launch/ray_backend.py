@@ -19,7 +19,7 @@ from trainyard.errors import InputError
 from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say
 from trainyard.launch.channels import job_files
 from trainyard.launch.machines import common_variables, efa_interfaces
-from trainyard.launch.ray_jobs import JobServer, address_of, is_tunnel
+from trainyard.launch.ray_jobs import JobServer, RefusedError, address_of, is_tunnel
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, StateChange
 
 EVENT = "trainyard event "
@@ -134,8 +134,10 @@ class RayBackend:
         lines: list[LogLine] = []
         for event in read_events(driver):
             for host, actor in event.logs.items():
-                content = self._server.actor_log(address, actor)
-                lines += _unseen(host, actor, cursor) if content is None else _new_lines(host, actor, content, cursor)
+                try:
+                    lines += _new_lines(host, actor, self._server.actor_log(address, actor), cursor)
+                except RefusedError as error:
+                    lines += _unseen(host, actor, error.words, cursor)
         own = "".join(line for line in driver.splitlines(keepends=True) if not line.startswith(EVENT))
         cursor.more = False
         return [*lines, *_new_lines("driver", "driver", own.encode(), cursor)]
@@ -264,12 +266,15 @@ def _seconds_between(start: str, end: str) -> float:
     return max(0.0, (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds())
 
 
-def _unseen(host: str, actor: str, cursor: LogCursor) -> Iterable[LogLine]:
-    """A line in place of a log that nobody gives, once: who reads none would take the host for silent."""
-    if actor in cursor.positions:
+def _unseen(host: str, actor: str, why: str, cursor: LogCursor) -> Iterable[LogLine]:
+    """A line in place of a log that nobody gives: who reads none would take the host for silent. Once, and once more
+    where lines came since. Why, the server says: an agent that isn't up yet and one that is gone look alike."""
+    mark, here = f"{actor} unseen", cursor.positions.get(actor, "")
+    if cursor.positions.get(mark) == here:
         return []
-    cursor.positions[actor] = "0"
-    words = "Ray gives no log of this start here: the machine, or Ray's own agent on it, is gone"
+    cursor.positions[mark] = here
+    which = "log" if here in ("", "0") else "further log"
+    words = f"Ray gives no {which} of this start here: {why}; is its machine, and Ray's own agent on it, up?"
     return [LogLine(host, f"({words})", int(time.time() * 1000))]
 
 

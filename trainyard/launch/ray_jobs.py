@@ -42,8 +42,9 @@ class JobServer(Protocol):
     def driver_log(self, address: str, submission_id: str) -> str:
         """All that the driver has printed."""
 
-    def actor_log(self, address: str, actor_id: str) -> bytes | None:
-        """All that an actor has printed; None where its machine, or Ray's agent there, is gone."""
+    def actor_log(self, address: str, actor_id: str) -> bytes:
+        """All that an actor has printed; RefusedError where the server gives none, whatever the reason: its machine or
+        Ray's agent there is gone or not up yet, or a proxy lets nobody in."""
 
 
 class HttpJobServer:
@@ -77,13 +78,10 @@ class HttpJobServer:
         answer = self._call(address, f"/api/jobs/{submission_id}/logs", missing_is_none=True)
         return "" if answer is None else str(_json(address, answer, dict).get("logs") or "")
 
-    def actor_log(self, address: str, actor_id: str) -> bytes | None:
+    def actor_log(self, address: str, actor_id: str) -> bytes:
         """See JobServer."""
         query = urllib.parse.urlencode({"actor_id": actor_id, "suffix": "out", "lines": -1})
-        try:
-            return self._call(address, f"/api/v0/logs/file?{query}") or b""
-        except _Refused:
-            return None
+        return self._call(address, f"/api/v0/logs/file?{query}") or b""
 
     def _call(
         self, address: str, path: str, body: bytes | None = None, *, missing_is_none: bool = False
@@ -96,7 +94,7 @@ class HttpJobServer:
         except urllib.error.HTTPError as error:
             if error.code == 404 and missing_is_none:
                 return None
-            raise _Refused(f"compute.ray.address {address}: {_words(error)}") from None
+            raise RefusedError(f"compute.ray.address {address}", _words(error)) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or f"{type(error).__name__}: {str(error).strip()}"
             raise AwayError(
@@ -135,13 +133,19 @@ def _json(address: str, answer: bytes, kind: type[_Kind]) -> _Kind:
     return content
 
 
-class _Refused(InputError):
+class RefusedError(InputError):
     """The server answers, and says no."""
+
+    def __init__(self, where: str, words: str) -> None:
+        super().__init__(f"{where}: {words}")
+        self.words = words
+        """The server's own."""
 
 
 def _words(error: urllib.error.HTTPError) -> str:
-    """The last line of what the server says: of a traceback, its error."""
+    """The last line of what the server says: of a traceback, its error; of a proxy's page in HTML, nothing."""
     lines = [line.strip() for line in error.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("<")]
     return f"{lines[-1][:_MOST_WORDS] if lines else error.reason} (HTTP {error.code})"
 
 
