@@ -11,9 +11,9 @@ import pytest
 
 from trainyard.cli.app import run
 from trainyard.planner import plan, search
-from trainyard.planner.drawing import WIDTH, Bar, Scale, stacked_bars, ticks
+from trainyard.planner.drawing import CHARACTER_WIDTH, WIDTH, Bar, Picture, Scale, stacked_bars, ticks
 from trainyard.planner.money import todays_book
-from trainyard.planner.page import apart, decades, page_of
+from trainyard.planner.page import _label, apart, decades, page_of
 from trainyard.spec.job import JobSpec
 
 MakeJob = Callable[..., JobSpec]
@@ -99,6 +99,29 @@ def test_nothing_leaves_the_picture_and_no_words_lie_on_others(page: str, name: 
         apart_across = one[2] <= other[0] or other[2] <= one[0]
         apart_down = one[3] <= other[1] or other[3] <= one[1]
         assert apart_across or apart_down, f"{one[4]!r} lies on {other[4]!r}"
+
+
+def covered_by(picture: Picture, dots: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those dots that lie under a picture's one text."""
+    text = ElementTree.fromstring(picture.svg()).find("text")
+    assert text is not None
+    width = len(text.text or "") * CHARACTER_WIDTH
+    left = float(text.attrib["x"]) - {"start": 0.0, "middle": 0.5, "end": 1.0}[text.attrib["text-anchor"]] * width
+    below = float(text.attrib["y"])
+    assert left >= 0 and left + width <= WIDTH and 0 < below < 360
+    return [(x, y) for x, y in dots if left - 4 < x < left + width + 4 and below - 14 < y < below + 4]
+
+
+@pytest.mark.parametrize("place", [(500.0, 200.0), (104.0, 200.0), (945.0, 200.0), (500.0, 34.0), (500.0, 355.0)])
+def test_the_chosen_machines_name_lies_on_no_point(place: tuple[float, float]) -> None:
+    """Also at the frame's edges, with points on all sides but one."""
+    words, (x, y) = "8 x ml.p5.48xlarge", place
+    sides = [(x - 30, y - 16), (x + 30, y - 16), (x - 30, y + 16), (x + 30, y + 16), (x + 40, y), (x - 40, y)]
+    for free in range(len(sides)):
+        dots = [place, *sides[:free], *sides[free + 1 :]]
+        picture = Picture(430, "dollars against hours")
+        _label(picture, words, x, y, dots)
+        assert covered_by(picture, dots) == []
 
 
 def test_bars_are_as_long_as_their_values() -> None:

@@ -47,12 +47,14 @@ class Picture:
         size: int = 12,
         colour: str = "#222",
         most: float = 0,
+        halo: bool = False,
     ) -> None:
-        """Words at a place, cut to `most` units of width where that is given."""
+        """Words at a place, cut to `most` units of width where that is given; `halo`: legible over lines."""
         fits = int(most / (CHARACTER_WIDTH * size / 12)) if most else 0
         shown = words if not fits or len(words) <= fits else words[: max(1, fits - 1)] + "…"
+        behind = ' stroke="#fff" stroke-width="4" paint-order="stroke"' if halo else ""
         self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">'
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}"{behind}>'
             f"{escape(shown)}</text>"
         )
 

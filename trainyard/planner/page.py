@@ -9,7 +9,7 @@ from html import escape
 
 from trainyard.errors import InputError
 from trainyard.hardware import PriceBook
-from trainyard.planner.drawing import COLOURS, WIDTH, Bar, Picture, Scale, legend, stacked_bars
+from trainyard.planner.drawing import CHARACTER_WIDTH, COLOURS, WIDTH, Bar, Picture, Scale, legend, stacked_bars
 from trainyard.planner.render import UNFINISHED, count_of, hours_of, usd_of
 from trainyard.planner.results import Configuration, Option, Plan, Search
 from trainyard.planner.scaling import Point, scaling
@@ -247,6 +247,10 @@ def _money(found: Search | None) -> str:
         picture.path(places, colour="#3b6fb6", dash="4 3")
     for item in shown:
         _option(picture, item, across, up)
+    dots = [(across.at(item.expected_hours or 0.0), up.at(item.usd or 0.0)) for item in shown]
+    for item, (x, y) in zip(shown, dots, strict=True):
+        if item.chosen:
+            _label(picture, _machines(item), x, y, dots)
     legend(picture, ("chosen or on the front", "beaten by another"), 424)
     return picture.svg()
 
@@ -268,11 +272,37 @@ def _option(picture: Picture, item: Option, across: Scale, up: Scale) -> None:
         low, high = across.at(item.expected_hours_low), across.at(item.expected_hours_high)
         picture.line(low, y, high, y, colour="#bbb")
         picture.line(x, up.at(item.usd_low), x, up.at(item.usd_high), colour="#bbb")
-    name = f"{item.instance_count} x {item.instance_type}"
-    tip = f"{name}: {item.expected_hours:,.4g} h, {usd_of(item.usd)}; {item.verdict}"
+    tip = f"{_machines(item)}: {item.expected_hours:,.4g} h, {usd_of(item.usd)}; {item.verdict}"
     picture.dot(x, y, 7 if item.chosen else 4, colour, tip)
-    if item.chosen:
-        picture.text(x, y - 12, name, anchor="middle")
+
+
+def _machines(item: Option) -> str:
+    return f"{item.instance_count} x {item.instance_type}"
+
+
+_ANCHORS = {"start": 0.0, "middle": 0.5, "end": 1.0}
+
+
+def _label(picture: Picture, words: str, x: float, y: float, dots: Sequence[tuple[float, float]]) -> None:
+    """Words at a point, on that side of it, and as near, where no dot lies under them; else where the fewest do."""
+    width = len(words) * CHARACTER_WIDTH
+    sides = [
+        (x + across * away, y + down * away + (8 if down > 0 else 0 if down else 4), anchor)
+        for away in (12, 26, 40)
+        for across, down, anchor in (
+            *((0, -1, "middle"), (0, 1, "middle"), (1, 0, "start"), (-1, 0, "end")),
+            *((1, -1, "start"), (-1, -1, "end"), (1, 1, "start"), (-1, 1, "end")),
+        )
+    ]
+
+    def covered(side: tuple[float, float, str]) -> int:
+        left, below = side[0] - width * _ANCHORS[side[2]], side[1]
+        if left < 100 or left + width > WIDTH - 10 or below < 24 or below > 358:
+            return len(dots) + 1  # beyond the frame
+        return sum(left - 5 < one < left + width + 5 and below - 15 < other < below + 7 for one, other in dots)
+
+    at, line, anchor = min(sides, key=covered)
+    picture.text(at, line, words, anchor=anchor, halo=True)
 
 
 def _table(found: Search) -> str:
