@@ -47,34 +47,61 @@ def test_full_recomputation_adds_a_forward_pass_of_the_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "year", "norms", "stops"),
+    ("changes", "shape_changes", "stops"),
     [
-        ("torch", 2024.0, 2, True),
-        ("torch", 2022.0, 2, False),
-        ("megatron", 2024.0, 2, False),
+        ({}, {}, True),
+        ({"year": 2022.0}, {}, False),
+        ({"engine": "megatron"}, {}, False),
+        ({"engine": "deepspeed"}, {}, False),
+        # Our own trainer's are torch's checkpoints under each engine.
+        ({"engine": "deepspeed", "library": "trainyard"}, {}, True),
         # Gemma 2 and 3: a norm follows, and reads it.
-        ("torch", 2024.0, 4, False),
+        ({}, {"norms_per_layer": 4}, False),
+        ({"dropout": True}, {}, False),
+        ({}, {"dropout": True}, False),
+        # What an adapter keeps, it keeps after the product beside it.
+        ({"method": "lora", "lora_targets": ("q_proj", "up_proj")}, {}, True),
+        ({"method": "lora", "lora_targets": ("q_proj", "o_proj")}, {}, True),
+        ({"method": "lora", "lora_targets": ("q_proj", "down_proj")}, {}, False),
+        ({"method": "lora", "lora_targets": ("c_proj",)}, {}, False),
+        # Four bits, and eight: the product itself keeps something, when it is done.
+        ({"method": "qlora", "lora_targets": ("q_proj",)}, {}, False),
+        ({"precision": "fp8", "library": "trainyard"}, {}, False),
     ],
 )
-def test_torch_recomputes_no_layers_last_product(engine: Engine, year: float, norms: int, stops: bool) -> None:
+def test_torch_recomputes_no_layers_last_product(
+    changes: dict[str, Any], shape_changes: dict[str, Any], stops: bool
+) -> None:
     """Its result is the layer's own, which nothing reads again: of a GPT block a third of the products."""
-    shape = ModelShape(
-        layers=8,
-        hidden=8192,
-        ffn=32768,
-        heads=64,
-        kv_heads=64,
-        head_dim=128,
-        vocab=512,
-        gated_mlp=False,
-        norms_per_layer=norms,
-    )
-    layout = dataclasses.replace(DENSE, engine=engine, year=year, recompute="full", sequence_length=512, micro_batch=16)
+    sizes = {"layers": 8, "hidden": 8192, "ffn": 32768, "heads": 64, "kv_heads": 64, "head_dim": 128, "vocab": 512}
+    shape = ModelShape(**{**sizes, "gated_mlp": False, **shape_changes})
+    recomputed = {"engine": "torch", "year": 2024.0, "recompute": "full", "sequence_length": 512, "micro_batch": 16}
+    layout = dataclasses.replace(DENSE, **(recomputed | changes))
     time = step_time(shape, layout, gpu("H100"), LINKS)
     head = _Rank(shape, layout, gpu("H100"), LINKS, DEFAULT_CONSTANTS)._head_seconds()
     layers = time.forward - layout.num_micro_batches * max(head, DEFAULT_CONSTANTS.launch_seconds)
     again = time.recompute / layers
     assert again == pytest.approx(2 / 3, abs=0.04) if stops else again == pytest.approx(1.0, abs=1e-9)
+
+
+def test_the_last_product_of_a_hybrids_layers_is_each_ones_own() -> None:
+    """Layers that are attention or a state space model alone end in their own projection."""
+    shape = shape_of_known("nemotron-3-nano")
+    assert shape.is_hybrid
+    adapted = dataclasses.replace(DENSE, engine="torch", recompute="full", method="lora", lora_targets=("o_proj",))
+    rank = _Rank(shape, adapted, gpu("H100"), LINKS, DEFAULT_CONSTANTS)
+    assert not rank._stops_before_last
+    plain = dataclasses.replace(adapted, lora_targets=("q_proj",))
+    assert _Rank(shape, plain, gpu("H100"), LINKS, DEFAULT_CONSTANTS)._stops_before_last
+
+
+def test_our_trainers_selection_by_operator_is_torchs_under_deepspeed_too() -> None:
+    shape, own = shape_of_known("llama-2-7b"), dataclasses.replace(DENSE, library="trainyard", recompute="selective")
+    torchs, deepspeeds = (
+        step_time(shape, dataclasses.replace(own, engine=engine), gpu("H100"), LINKS).recompute
+        for engine in ("torch", "deepspeed")
+    )
+    assert torchs == deepspeeds > 0
 
 
 def test_what_zero_3_sends_in_every_layer_slows_the_products_it_runs_beside() -> None:

@@ -28,6 +28,7 @@ from trainyard.planner.layout import Layout
 from trainyard.planner.memory import state_bytes
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, stage_params, stages
+from trainyard.planner.trainer_layers import MLP_OUTPUTS
 
 PCIE_BYTES_PER_SECOND = 24e9
 """One way between a host's memory and a GPU: what 16 lanes of PCIe 4 give in practice."""
@@ -37,6 +38,12 @@ PROCESSORS = {"volta": 80, "turing": 40, "ampere": 108, "ada": 142, "hopper": 13
 
 EARLY = 2023.0
 """Frameworks before this year waited for their collectives to end, data parallelism's too, and fused fewer kernels."""
+
+LAYER_OUTPUTS = MLP_OUTPUTS | {"c_proj"}
+"""Names of a layer's last projection: GPT-2's attention has one of that name too."""
+
+ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj"})
+"""The same of layers that are attention or a state space model alone."""
 
 TILE = 128
 """Rows and columns of the output that one processor computes at a time."""
@@ -412,15 +419,35 @@ class _Rank:
         again = forward if layout.recompute == "full" else 0.0
         return (forward + backward + again) * stage.layers * shape.num_attentions / shape.layers
 
+    @property
+    def _has_torchs_checkpoints(self) -> bool:
+        """Our own trainer's jobs have them under DeepSpeed too (training_container/trainer/models/build.py)."""
+        return self.layout.engine == "torch" or self.layout.library == "trainyard"
+
+    @property
+    def _stops_before_last(self) -> bool:
+        """Whether full recomputation leaves out a layer's last product.
+
+        torch's checkpoints compute again until the last tensor is there that the backward pass asks for. Of four norms
+        a layer the last one reads the last product; dropout keeps its mask, and an adapter what lies between its two
+        matrices, after the product beside it; products of four and of eight bits keep what they read when they are
+        done (tests/trainer/test_recomputation.py counts them all in our own trainer; in torchtitan's compiled FP8
+        nobody has).
+        """
+        shape, layout = self.shape, self.layout
+        outputs = LAYER_OUTPUTS | ATTENTION_OUTPUTS if shape.is_hybrid else LAYER_OUTPUTS
+        is_adapted = layout.method == "lora" and not outputs.isdisjoint(layout.lora_targets)
+        is_narrow = layout.method == "qlora" or (layout.precision == "fp8" and layout.library == "trainyard")
+        is_read = shape.norms_per_layer >= 4 or shape.dropout or layout.dropout
+        stops = not (is_adapted or is_narrow or is_read)
+        return stops and self._has_torchs_checkpoints and layout.year >= EARLY
+
     def _recomputed(self, work: _Work, launch: float) -> float:
         if self.layout.recompute == "full":
-            # torch's checkpoints compute again until the last tensor is there that the backward pass asks for: of four
-            # norms a layer the last one reads the last product.
-            stops = self.layout.engine == "torch" and self.layout.year >= EARLY and self.shape.norms_per_layer < 4
-            return max(work.forward - (work.last if stops else 0.0), launch)
+            return max(work.forward - (work.last if self._stops_before_last else 0.0), launch)
         if self.layout.recompute == "none":
             return 0.0
-        if self.layout.engine == "torch":
+        if self._has_torchs_checkpoints:
             # All that is element-wise; torchtitan's selection by operator also computes half of the products again.
             return work.elementwise + (0.4 * work.products if self.layout.saves_every_second_product else 0.0)
         # Megatron's: the core of attention, which fused kernels compute again anyway.
