@@ -1,6 +1,9 @@
 """What the templates connect beside their policies: each way that one mistake opens is found, and named."""
 
 import copy
+import json
+import re
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ Templates = dict[str, dict[str, Any]]
 Mistake = Callable[[Templates, Deployment], None]
 FOUNDATION, TRAINING = "trainyard-local-acme-foundation", "trainyard-local-acme-training"
 OTHER, OTHERS_TRAINING = "trainyard-local-globex-foundation", "trainyard-local-globex-training"
-STRANGER = "999999999999"
+PLATFORM, STRANGER = "trainyard-local-platform", "999999999999"
 
 
 @pytest.fixture
@@ -163,9 +166,8 @@ def broker_as_other(templates: Templates, names: Deployment) -> None:
 
 
 def broker_as_platform(templates: Templates, names: Deployment) -> None:
-    platform = "trainyard-local-platform"
     function = resource(templates, TRAINING, "Lambda::Function", "Broker")
-    function["Role"] = others_arn(names, "IAM::Role", "BudgetActor", stack=platform)
+    function["Role"] = others_arn(names, "IAM::Role", "BudgetActor", stack=PLATFORM)
 
 
 def meter_of_other(templates: Templates, names: Deployment) -> None:
@@ -201,6 +203,11 @@ def rights_for_a_user(templates: Templates, names: Deployment) -> None:
     resource(templates, FOUNDATION, "IAM::Policy", "PermissionsAuditor")["Users"] = ["somebody"]
 
 
+def rights_for_the_platform(templates: Templates, names: Deployment) -> None:
+    roles = resource(templates, FOUNDATION, "IAM::Policy", "PermissionsAuditor")["Roles"]
+    roles.append(others(names, "IAM::Role", "BudgetActor", stack=PLATFORM))
+
+
 def others_share(templates: Templates, names: Deployment) -> None:
     add(templates, TRAINING, "Batch::QuotaShare", QuotaShareName="globex", JobQueue="trainyard-local-any")
 
@@ -212,6 +219,94 @@ def a_gateway(templates: Templates, names: Deployment) -> None:
 def machines_as_other(templates: Templates, names: Deployment) -> None:
     profile = resource(templates, FOUNDATION, "IAM::InstanceProfile")
     profile["Roles"] = [others(names, "IAM::Role", "RolesNodes")]
+
+
+def cluster_as_platform(templates: Templates, names: Deployment) -> None:
+    group = resource(templates, TRAINING, "PCS::ComputeNodeGroup")
+    group["IamInstanceProfileArn"] = "arn:aws:iam::123456789012:instance-profile/administrators"
+
+
+def machines_as_platform(templates: Templates, names: Deployment) -> None:
+    profile = resource(templates, FOUNDATION, "IAM::InstanceProfile")
+    profile["Roles"] = [others(names, "IAM::Role", "BudgetActor", stack=PLATFORM)]
+
+
+def template_as_anybody(templates: Templates, names: Deployment) -> None:
+    data = resource(templates, TRAINING, "EC2::LaunchTemplate")["LaunchTemplateData"]
+    data["IamInstanceProfile"] = {"Name": "administrators"}
+
+
+def runs(templates: Templates, command: str) -> None:
+    data = resource(templates, TRAINING, "EC2::LaunchTemplate")["LaunchTemplateData"]
+    text = data["UserData"]["Fn::Base64"]
+    data["UserData"]["Fn::Base64"] = {"Fn::Join": ["", [text, command]]}
+
+
+def mounts_others_files(templates: Templates, names: Deployment) -> None:
+    runs(templates, f"mount -t lustre {others(names, 'FSx::FileSystem')}.fsx.us-east-1.amazonaws.com@tcp:/x /theirs\n")
+
+
+def carries_out(templates: Templates, names: Deployment) -> None:
+    runs(templates, "aws s3 sync /fsx s3://carried-out\n")
+
+
+def carries_out_in_base64(templates: Templates, names: Deployment) -> None:
+    data = resource(templates, TRAINING, "EC2::LaunchTemplate")["LaunchTemplateData"]
+    data["UserData"] = b64encode(b"#!/bin/bash\naws s3 sync /fsx s3://carried-out\n").decode()
+
+
+def contract(templates: Templates, old: str, new: str) -> None:
+    parameter = resource(templates, TRAINING, "SSM::Parameter", "Contract")
+    text = json.dumps(parameter["Value"])
+    assert re.search(old, text), f"no {old} in {text}"
+    parameter["Value"] = json.loads(re.sub(old, new, text))
+
+
+def contract_of_more_machines(templates: Templates, names: Deployment) -> None:
+    contract(templates, r'max_instances\\":\d+', r'max_instances\\":9999')
+
+
+def contract_of_more_money(templates: Templates, names: Deployment) -> None:
+    contract(templates, r'monthly_usd\\":[\d.]+', r'monthly_usd\\":9e9')
+
+
+def contract_of_more_hours(templates: Templates, names: Deployment) -> None:
+    contract(templates, r'max_job_hours\\":[\d.]+', r'max_job_hours\\":9999')
+
+
+def settings(templates: Templates, function: str, name: str, **changes: Any) -> None:
+    variables = resource(templates, TRAINING, "Lambda::Function", function)["Environment"]["Variables"]
+    content = json.loads(variables[name]) | changes
+    variables[name] = json.dumps({key: value for key, value in content.items() if value is not None})
+
+
+def meter_without_a_budget(templates: Templates, names: Deployment) -> None:
+    settings(templates, "BudgetMeter", "METER", budget=None)
+
+
+def meter_of_no_jobs(templates: Templates, names: Deployment) -> None:
+    settings(templates, "BudgetMeter", "METER", prefixes=[])
+
+
+def meter_without_prices(templates: Templates, names: Deployment) -> None:
+    settings(templates, "BudgetMeter", "METER", rates={})
+
+
+def meter_without_gpus(templates: Templates, names: Deployment) -> None:
+    settings(templates, "BudgetMeter", "METER", gpus={})
+
+
+def broker_without_prices(templates: Templates, names: Deployment) -> None:
+    settings(templates, "Broker", "BROKER", prices={})
+
+
+def a_group_without_rules(templates: Templates, names: Deployment) -> None:
+    add(templates, FOUNDATION, "EC2::SecurityGroup", GroupDescription="any", VpcId="any")
+
+
+def alarms_to_a_hook_at_once(templates: Templates, names: Deployment) -> None:
+    topic = resource(templates, TRAINING, "SNS::Topic")
+    topic["Subscription"] = [{"Protocol": "https", "Endpoint": "https://example.com"}]
 
 
 def others_parameter(templates: Templates, names: Deployment) -> None:
@@ -251,6 +346,23 @@ MISTAKES: list[tuple[Mistake, str, str, str]] = [
     (a_gateway, "Type", "every tenant", "leads out of a network that has no egress"),
     (machines_as_other, "Roles", "globex", "names another tenant's"),
     (others_parameter, "Name", "globex", "names another tenant's"),
+    (cluster_as_platform, "IamInstanceProfileArn", "platform", "runs as a role that is none of the tenant's"),
+    (machines_as_platform, "Roles", "platform", "runs as a role that is none of the tenant's"),
+    (rights_for_the_platform, "Roles", "platform", "gives rights to a role that is none of the tenant's"),
+    (template_as_anybody, "LaunchTemplateData.IamInstanceProfile.Name", "platform", "runs as a role"),
+    (mounts_others_files, "LaunchTemplateData.UserData", "globex", "names another tenant's"),
+    (carries_out, "LaunchTemplateData.UserData", "every tenant", "names a bucket that is none of the tenant's"),
+    (carries_out_in_base64, "LaunchTemplateData.UserData", "every tenant", "names a bucket"),
+    (contract_of_more_machines, "Value.queues", "every tenant", "is not"),
+    (contract_of_more_money, "Value.monthly_usd", "every tenant", "is not"),
+    (contract_of_more_hours, "Value.max_job_hours", "every tenant", "is not"),
+    (meter_without_a_budget, "Environment.METER", "every tenant", "is not"),
+    (meter_of_no_jobs, "Environment.METER", "every tenant", "is not"),
+    (meter_without_prices, "Environment.METER", "every tenant", "is not"),
+    (meter_without_gpus, "Environment.METER", "every tenant", "is not"),
+    (broker_without_prices, "Environment.BROKER", "every tenant", "is not"),
+    (a_group_without_rules, "SecurityGroupEgress", "every tenant", "EC2 lets everything out"),
+    (alarms_to_a_hook_at_once, "Protocol", "every tenant", "they are mailed alone"),
 ]
 
 
@@ -312,10 +424,9 @@ def test_what_a_macro_would_make_stops_it(altered: Alter) -> None:
         altered(edit)
 
 
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Templates, EnvironmentSpec]:
+def with_every_option() -> dict[str, Any]:
     """The production environment, its tenants with every option that makes resources of its own."""
-    content = yaml.safe_load((ROOT / "environments/production.yaml").read_text())
+    content: dict[str, Any] = yaml.safe_load((ROOT / "environments/production.yaml").read_text())
     machine, login = {"instance_type": "p5.48xlarge", "max_instances": 2}, {"instance_type": "m6i.xlarge"}
     cluster: dict[str, Any] = {"node_groups": {"train": machine}, "login": login}
     image = {"slurm_version": "25.05", "ami": "ami-0123456789abcdef0", "root_device": "/dev/xvda", "small_files": {}}
@@ -326,17 +437,165 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Templates, Env
     perception |= {"submission": "broker", "job_isolation": "key"}
     perception["file_system"] = {"storage_gib": 9600, "throughput_mb_per_s_per_tib": 1000, "efa": True}
     adapters |= {"submission": "direct", "share": {}}
-    language["share"] = {}
-    path = tmp_path_factory.mktemp("everything") / "production.yaml"
+    return content
+
+
+Whole = tuple[Templates, EnvironmentSpec]
+
+
+def made(content: dict[str, Any], folder: Path) -> Whole:
+    path = folder / "production.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return synthesize(path, ROOT), load_environment(path)
 
 
-def test_nothing_is_wired_to_another_with_every_option(everything: tuple[Templates, EnvironmentSpec]) -> None:
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Synthesized once."""
+    return made(with_every_option(), tmp_path_factory.mktemp("everything"))
+
+
+def test_nothing_is_wired_to_another_with_every_option(everything: Whole) -> None:
     assert resolve_templates(*everything).wires == ()
 
 
-def test_a_way_past_the_firewall_is_found(everything: tuple[Templates, EnvironmentSpec]) -> None:
+def test_a_tenant_may_be_called_as_what_all_share_begins(tmp_path: Path) -> None:
+    """A queue's name begins as a tenant p5's things do, those in the platform's stack as a tenant platform's."""
+    content = with_every_option()
+    content["tenants"] = dict(zip(("p5", "platform", "p5en"), content["tenants"].values(), strict=True))
+    assert resolve_templates(*made(content, tmp_path)).wires == ()
+
+
+def test_what_a_policy_refuses_is_no_connection(altered: Alter, names: Deployment) -> None:
+    def edit(templates: Templates) -> None:
+        bucket = others_arn(names, "S3::Bucket", "BucketsData")
+        refused = {"Sid": "Extra", "Effect": "Deny", "Action": "s3:*", "Resource": bucket}
+        resource(templates, FOUNDATION, "IAM::Policy")["PolicyDocument"]["Statement"].append(refused)
+        policy = {"PolicyName": "Extra", "PolicyDocument": {"Version": "2012-10-17", "Statement": [refused]}}
+        resource(templates, FOUNDATION, "IAM::Role")["Policies"] = [policy]
+
+    assert altered(edit).wires == ()
+
+
+@pytest.mark.parametrize("text", ["not base64!", b64encode(b"\x1f\x8b\x08\x00\xff").decode()], ids=["word", "gzip"])
+def test_what_machines_run_unreadably_stops_it(altered: Alter, text: str) -> None:
+    def edit(templates: Templates) -> None:
+        resource(templates, TRAINING, "EC2::LaunchTemplate")["LaunchTemplateData"]["UserData"] = text
+
+    with pytest.raises(JobFailedError, match=r"EC2::LaunchTemplate \w+: UserData is no text in base64"):
+        altered(edit)
+
+
+LARGE, LARGE_TRAINING = "trainyard-production-language-foundation", "trainyard-production-language-training"
+
+
+def sharing(templates: Templates, kind: str, **changes: Any) -> None:
+    resource(templates, LARGE_TRAINING, "Batch::QuotaShare", kind)["ResourceSharingConfiguration"] = changes
+
+
+def fence(templates: Templates, **changes: Any) -> None:
+    resource(templates, LARGE, "NetworkFirewall::FirewallPolicy")["FirewallPolicy"] |= changes
+
+
+def hosts(templates: Templates, source: dict[str, Any]) -> None:
+    resource(templates, LARGE, "NetworkFirewall::RuleGroup")["RuleGroup"]["RulesSource"] = source
+
+
+def any_host(templates: Templates) -> None:
+    listed = {"GeneratedRulesType": "ALLOWLIST", "TargetTypes": ["TLS_SNI"], "Targets": [".com", "pypi.org"]}
+    hosts(templates, {"RulesSourceList": listed})
+
+
+def anothers_fence(templates: Templates) -> None:
+    firewall = resource(templates, LARGE, "NetworkFirewall::Firewall")
+    firewall["FirewallPolicyArn"] = "arn:aws:network-firewall:us-east-1:777788889999:firewall-policy/open"
+
+
+def anothers_hosts(templates: Templates) -> None:
+    listed = {"ResourceArn": "arn:aws:network-firewall:us-east-1:aws-managed:stateful-rulegroup/any", "Priority": 1}
+    fence(templates, StatefulRuleGroupReferences=[listed])
+
+
+def open_log(templates: Templates) -> None:
+    del resource(templates, "trainyard-production-platform", "S3::Bucket")["PublicAccessBlockConfiguration"]
+
+
+def a_share_without_limits(templates: Templates) -> None:
+    resource(templates, LARGE_TRAINING, "Batch::QuotaShare", "Sharesp548xlarge")["CapacityLimits"] = []
+
+
+def calls_the_platform(templates: Templates) -> None:
+    rights = {"Action": "lambda:InvokeFunction", "FunctionName": "any", "Principal": "*"}
+    add(templates, "trainyard-production-platform", "Lambda::Permission", **rights)
+
+
+def hooks_the_platform(templates: Templates) -> None:
+    told = [{"Protocol": "https", "Endpoint": "https://example.com"}]
+    add(templates, "trainyard-production-platform", "SNS::Topic", Subscription=told)
+
+
+SHARING, FENCE = "ResourceSharingConfiguration", "FirewallPolicy"
+LARGER: dict[str, tuple[Callable[[Templates], None], str, str, str, str]] = {
+    "borrows without a limit": (
+        lambda templates: sharing(templates, "Sharesp54xlarge", Strategy="LEND_AND_BORROW"),
+        *("language", SHARING, "no limit", "borrows more"),
+    ),
+    "borrows below nothing": (
+        lambda templates: sharing(templates, "Sharesp548xlarge", Strategy="LEND_AND_BORROW", BorrowLimit=-1),
+        *("language", SHARING, "no limit", "borrows more"),
+    ),
+    "doesn't lend": (
+        lambda templates: sharing(templates, "Sharesp548xlarge", Strategy="RESERVE"),
+        *("language", SHARING, "RESERVE", "is not LEND"),
+    ),
+    "has no limits": (a_share_without_limits, "language", "CapacityLimits", "None", "takes without a limit"),
+    "lets all packets through": (
+        lambda templates: fence(templates, StatelessDefaultActions=["aws:pass"]),
+        *("language", f"{FENCE}.StatelessDefaultActions", "['aws:pass']", "aws:forward_to_sfe"),
+    ),
+    "drops nothing": (
+        lambda templates: fence(templates, StatefulDefaultActions=[]),
+        *("language", f"{FENCE}.StatefulDefaultActions", "[]", "aws:drop_established_app_layer"),
+    ),
+    "asks other rules first": (
+        lambda templates: fence(templates, StatelessRuleGroupReferences=[{"Priority": 1, "ResourceArn": "any"}]),
+        *(
+            "language",
+            f"{FENCE}.StatelessRuleGroupReferences",
+            "[{'Priority': 1, 'ResourceArn': 'any'}]",
+            "nothing that a firewall of ours says",
+        ),
+    ),
+    "asks others' rules": (
+        anothers_hosts,
+        *("language", f"{FENCE}.StatefulRuleGroupReferences", "aws-managed", "by rules of others"),
+    ),
+    "stands by another policy": (anothers_fence, "language", "FirewallPolicyArn", "open", "not the tenant's"),
+    "passes everything": (
+        lambda templates: hosts(templates, {"RulesString": "pass ip any any -> any any (sid:1;)"}),
+        *("language", "RuleGroup.RulesSource", "pass ip any any", "is not the list of ['pypi.org']"),
+    ),
+    "passes other hosts": (any_host, "language", "RuleGroup.RulesSource", ".com", "is not the list of ['pypi.org']"),
+    "opens the log": (open_log, "platform", "BlockPublicAcls", "None", "is not shut to the public"),
+    "calls the platform": (calls_the_platform, "platform", "Principal", "*", "may call the function"),
+    "hooks the platform": (hooks_the_platform, "platform", "Protocol", "https", "mailed alone"),
+}
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_a_wrong_connection_of_an_option_is_found_and_named(everything: Whole, name: str) -> None:
+    mistake, tenant, where, reaches, why = LARGER[name]
+    templates = copy.deepcopy(everything[0])
+    mistake(templates)
+    found = [
+        wire
+        for wire in resolve_templates(templates, everything[1]).wires
+        if (wire.where, wire.tenant) == (where, tenant)
+    ]
+    assert any(reaches in wire.reaches and why in wire.why for wire in found)
+
+
+def test_a_way_past_the_firewall_is_found(everything: Whole) -> None:
     templates, stack = copy.deepcopy(everything[0]), "trainyard-production-language-foundation"
     route = resource(templates, stack, "EC2::Route", "EgressTrainingToFence")
     del route["VpcEndpointId"]
@@ -356,7 +615,7 @@ def test_a_way_past_the_firewall_is_found(everything: tuple[Templates, Environme
     }
 
 
-def test_a_share_that_takes_more_than_the_file_says_is_found(everything: tuple[Templates, EnvironmentSpec]) -> None:
+def test_a_share_that_takes_more_than_the_file_says_is_found(everything: Whole) -> None:
     templates, stack = copy.deepcopy(everything[0]), "trainyard-production-language-training"
     share = resource(templates, stack, "Batch::QuotaShare", "Sharesp548xlarge")
     share["CapacityLimits"][0]["MaxCapacity"] += 1
