@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,7 @@ from trainyard.cli.options import (
     JsonOption,
     SetOption,
     TenantOption,
+    as_given,
 )
 from trainyard.cli.output import console, print_json, teller
 from trainyard.errors import InputError, JobFailedError, TrainyardError
@@ -63,24 +66,27 @@ def launch(
     starts_again = place.has_resumer or place.has_queue
     if record.backend == "sagemaker" and record.spec.recovery.max_resumes and not starts_again:
         print(f"recovery.max_resumes: tenant {record.tenant} submits directly and has no resumer", file=sys.stderr)
+    options = as_given(environment)
     if wait:
-        record = _follow(place, record.job_id, quiet=as_json).record
+        record = _follow(place, record.job_id, quiet=as_json, options=options).record
     if as_json:
         print_json(summary(record))
     else:
-        _say_launched(record)
+        _say_launched(record, options)
     if wait:
-        require_completed(place, record)
+        require_completed(place, record, options)
 
 
-def require_completed(place: "Place", record: "JobRecord") -> None:
+def require_completed(place: "Place", record: "JobRecord", options: str = "") -> None:
     """JobFailedError where a job that was followed to its end did not get there; --wait looks no further than one."""
     from trainyard.launch.watch import may_be_resumed
 
     if record.state == "Completed":
         return
     comes_back = place.has_resumer and record.backend == "sagemaker" and may_be_resumed(record)
-    after = f"; the tenant's resumer may start it again: trainyard status {record.job_id}" if comes_back else ""
+    after = (
+        f"; the tenant's resumer may start it again: trainyard status {record.job_id}{options}" if comes_back else ""
+    )
     raise JobFailedError(f"job {record.job_id}: {record.state}: {record.attempt.failure or 'see its logs'}{after}")
 
 
@@ -103,7 +109,8 @@ def launch_job(spec: "JobSpec", environment: str, *, processes: int | None, forc
     from trainyard.operate.following import check_tracking
 
     check_tracking(spec)
-    place, record = _launched(spec, environment, processes=processes, force=force)
+    with _told_what_to_do(as_given(environment)):
+        place, record = _launched(spec, environment, processes=processes, force=force)
     begin_tracking(record, place, environment)
     return place, record
 
@@ -119,7 +126,7 @@ def begin_tracking(record: "JobRecord", place: "Place", environment: str) -> Non
         why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print(
             f"warning: job {record.job_id} is {record.state}, but its trackers aren't told of it from here ({why}); "
-            f"mend that, then trainyard status {record.job_id}",
+            f"mend that, then trainyard status {record.job_id}{as_given(environment)}",
             file=sys.stderr,
         )
 
@@ -164,7 +171,7 @@ def _launched(spec: "JobSpec", environment: str, *, processes: int | None, force
         return access.place, record
 
 
-def _say_launched(record: "JobRecord") -> None:
+def _say_launched(record: "JobRecord", options: str) -> None:
     print(f"{record.job_id}: {record.state}")
     for reason in record.forced:
         print(f"  forced: {reason}")
@@ -173,8 +180,8 @@ def _say_launched(record: "JobRecord") -> None:
         print(f"  without capacity for {record.resolved.num_hosts} instances it goes on with {counts}")
     print(f"  checkpoints {record.checkpoint_destination}")
     if not record.finished:
-        print(f"  trainyard logs {record.job_id} --follow")
-        print(f"  trainyard status {record.job_id}")
+        print(f"  trainyard logs {record.job_id}{options} --follow")
+        print(f"  trainyard status {record.job_id}{options}")
 
 
 def status(
@@ -255,13 +262,13 @@ def stop(
         place, job_id = place_and_id(job, environment, tenant)
         current = watch.stop(place.store, place.backend, job_id)
     if wait:
-        current = _follow(place, job_id, quiet=as_json)
+        current = _follow(place, job_id, quiet=as_json, options=as_given(environment, tenant))
     if as_json:
         print_json(summary(current.record, current))
     else:
         print(f"{job_id}: {current.state}")
         if current.state != "Completed":
-            print(f"  trainyard resume {job_id}")
+            print(f"  trainyard resume {job_id}{as_given(environment, tenant)}")
     if wait and current.state == "Failed":
         raise JobFailedError(f"job {job_id}: Failed: {current.record.attempt.failure or 'see its logs'}")
 
@@ -285,19 +292,20 @@ def resume(
     from trainyard.launch import watch
     from trainyard.launch.elastic import reviser
 
-    with console(stderr=True).status("resuming") as spinner:
+    options = as_given(environment, tenant)
+    with _told_what_to_do(options), console(stderr=True).status("resuming") as spinner:
         place, job_id = place_and_id(job, environment, tenant)
         revise = reviser(overrides or [], processes, force=force, needs_price=not place.emulated)
         record = watch.resume(place.store, place.backend, job_id, revise=revise, force=force, say=teller(spinner))
         begin_tracking(record, place, environment)
     if wait:
-        record = _follow(place, job_id, quiet=as_json).record
+        record = _follow(place, job_id, quiet=as_json, options=options).record
     if as_json:
         print_json(summary(record))
     else:
         print(f"{record.job_id}: {record.state}, attempt {record.attempt.number}")
     if wait:
-        require_completed(place, record)
+        require_completed(place, record, options)
 
 
 def jobs(
@@ -367,15 +375,32 @@ def place_and_id(job: str, environment: str, tenant: str | None) -> "tuple[Place
     return place_of(job_id, environment, tenant), job_id
 
 
-def _follow(place: "Place", job_id: str, *, quiet: bool) -> "Status":
+@contextmanager
+def _told_what_to_do(options: str) -> Iterator[None]:
+    """Who interrupts a submission is told how to find out, and how to mend, what became of it."""
+    from trainyard.launch.launcher import SubmissionInterruptedError
+
+    try:
+        yield
+    except SubmissionInterruptedError as interrupted:
+        job = f"{interrupted.job_id}{options}"
+        print(
+            f"`trainyard status {job}` says whether it was submitted; `trainyard stop {job}` ends it,"
+            f" `trainyard resume {job}` submits what was not",
+            file=sys.stderr,
+        )
+        raise
+
+
+def _follow(place: "Place", job_id: str, *, quiet: bool, options: str) -> "Status":
     from trainyard.cli.live import follow
 
     try:
         return follow(place, job_id, quiet=quiet)
     except KeyboardInterrupt:  # nothing else here says which job it is that costs money without being watched
         print(
-            f"interrupted: {job_id} goes on, not watched from here (`trainyard watch {job_id}`, `trainyard stop"
-            f" {job_id}`)",
+            f"interrupted: {job_id} goes on, not watched from here (`trainyard watch {job_id}{options}`,"
+            f" `trainyard stop {job_id}{options}`)",
             file=sys.stderr,
         )
         raise

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
+from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption, as_given
 from trainyard.cli.output import console, print_json, write_page
 from trainyard.errors import InputError
 
@@ -52,7 +52,7 @@ def watch(job: JobId, environment: EnvironmentOption = DEFAULT_ENVIRONMENT, tena
         begin_tracking(place.store.read(job_id).record, place, environment)
     last = follow(place, job_id, quiet=False)
     print(f"{job_id}: {last.state}")
-    require_completed(place, last.record)
+    require_completed(place, last.record, as_given(environment, tenant))
 
 
 def report(

@@ -291,19 +291,25 @@ def new_record(
     )
 
 
+class SubmissionInterruptedError(KeyboardInterrupt):
+    """Ctrl-C while a job was handed over."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(job_id)
+        self.job_id = job_id
+
+
 def submit_attempt(store: RecordStore, backend: Backend, job_id: str, say: Say) -> JobRecord:
     """Submit the newest attempt of a written record, and write down that the backend took it.
 
-    Who interrupts this is told the job's name: it may run by then, and cost what it costs.
+    Who interrupts this is told the job's name: it may run by then, and cost what it costs. What to do about it the verb
+    says, which knows where it was told to look for the job.
     """
     try:
         return _submitted(store, backend, job_id, say)
     except KeyboardInterrupt:
-        say(
-            f"warning: interrupted while {job_id} was submitted: `trainyard status {job_id}` says whether it was;"
-            f" `trainyard stop {job_id}` ends it, `trainyard resume {job_id}` submits what was not"
-        )
-        raise
+        say(f"warning: interrupted while {job_id} was submitted: it may run")
+        raise SubmissionInterruptedError(job_id) from None
 
 
 def _submitted(store: RecordStore, backend: Backend, job_id: str, say: Say) -> JobRecord:
