@@ -1,6 +1,8 @@
 """Every `auto` decided alike each time, and contradictions refused in one line that says how to mend them."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +10,11 @@ import pytest
 from trainyard.errors import InputError
 from trainyard.hardware import instance
 from trainyard.planner import resolve
+from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.memory import memory
-from trainyard.planner.reading import machines_of
+from trainyard.planner.reading import layout_of, machines_of, required_shape
 from trainyard.planner.resolve import fits, micro_batch_sizes
+from trainyard.planner.trainer_layers import TrainerLayers
 from trainyard.spec.job import JobSpec, ParallelismSpec
 
 MakeJob = Callable[..., JobSpec]
@@ -78,8 +82,6 @@ def test_micro_batch_on_an_unknown_machine_divides(job: MakeJob, batch: int, ran
 
 
 def test_the_chosen_micro_batch_fits_and_twice_as_much_does_not(job: MakeJob) -> None:
-    from trainyard.planner.reading import layout_of, required_shape
-
     spec = job(compute={"instance_count": 1}, model={"source": "llama-2-7b"}, training={"global_batch_size": 1024})
     resolved, machines, shape = resolve(spec), machines_of(spec), required_shape(spec)
     for factor, expected in ((1, True), (2, False)):
@@ -91,6 +93,32 @@ def test_the_chosen_micro_batch_fits_and_twice_as_much_does_not(job: MakeJob) ->
             recompute=resolved.activation_checkpointing,
         )
         assert fits(memory(shape, layout), machines) is expected
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_capped_scores_are_written_out_and_kept(job: MakeJob, tmp_path: Path, precision: str) -> None:
+    """The trainer takes no fused kernel for Gemma 2: 16 heads of 8192 x 8192 scores a layer that a GPU holds."""
+    capped = KNOWN_CONFIGS["gemma-2-9b"]
+    (tmp_path / "config.json").write_text(json.dumps(capped))
+    here, known = {"config": None, "source": str(tmp_path)}, {"config": None, "source": "gemma-2-9b"}
+    found = {}
+    for name, model in {
+        "folder": here,
+        "known": known,
+        "stated": {"source": None, "config": capped},
+        "uncapped": {"source": None, "config": capped | {"attn_logit_softcapping": None}},
+        "asked": {"source": None, "config": capped | {"attn_logit_softcapping": None}, "attention": "eager"},
+    }.items():
+        spec = job(model=model, data={"sequence_length": 8192}, training={"precision": precision})
+        layout = layout_of(
+            *(spec, ParallelismSpec(data_shard=128)), micro_batch=1, num_micro_batches=4, recompute="none"
+        )
+        found[name] = TrainerLayers(required_shape(spec), layout).attention_bytes
+    assert found["folder"] == found["known"] == found["stated"]
+    element = 2 if precision == "bf16" else 4
+    softmax = element + (4 if element < 4 else 0)
+    assert found["asked"] - found["uncapped"] == softmax * 16 * 8192**2
+    assert found["stated"] - found["uncapped"] == (softmax + element) * 16 * 8192**2
 
 
 def test_micro_batch_candidates_fill_the_pipeline() -> None:

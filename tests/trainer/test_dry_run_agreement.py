@@ -38,6 +38,12 @@ SHORT = ("fsdp", "fsdp-full", "ddp", "tiny:0", "quickstart:0", "hsdp", "mixtral-
 """A second or two each."""
 
 
+GEMMA_2 = {
+    **{"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "head_dim": 256, "vocab_size": 32000},
+}
+
+
 @cache
 def _agreement(name: str) -> Any:
     return CASES.agreement(CASES.CASES[name])
@@ -54,6 +60,30 @@ def test_closed_form_and_trace_agree(name: str) -> None:
     else:
         assert found.static is not None and abs(found.static) < STATIC
     assert abs(found.activations) < ACTIVATIONS
+
+
+def _grown(model: dict[str, Any], attention: str, precision: str) -> tuple[float, float]:
+    """Bytes that a layer keeps, by trace and by formula: what a third one adds to two."""
+    found = []
+    for layers in (2, 3):
+        job = CASES.few_layers({"data_shard": 8}, model | {"num_hidden_layers": layers}, precision=precision)
+        job = job.model_copy(update={"model": job.model.model_copy(update={"attention": attention})})
+        agreed = CASES.agreement(CASES.Case("", job, 5))
+        found.append((agreed.traced["activations"], agreed.planned["activations"]))
+    return found[1][0] - found[0][0], found[1][1] - found[0][1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_scores_that_are_written_out_are_counted(precision: str) -> None:
+    """Where the job asks for it, and for Gemma 2, which the trainer runs so unasked: its tanh is kept too."""
+    traced, planned = _grown(CASES.SEVEN_BILLION, "eager", precision)
+    assert planned == pytest.approx(traced, rel=0.01)
+    heads, length, element = 8, 2048, 2 if precision == "bf16" else 4
+    scores = heads * length * length * (element + element + (4 if element < 4 else 0))
+    traced, planned = _grown(GEMMA_2, "auto", precision)
+    _, uncapped = _grown(GEMMA_2 | {"attn_logit_softcapping": None}, "auto", precision)
+    assert planned - uncapped == pytest.approx(scores, rel=0.01)
+    assert planned == pytest.approx(traced, rel=0.2), "its four norms are counted short"
 
 
 @pytest.mark.parametrize("name", ["hsdp", "mixtral-full", "deepseek-v3"])

@@ -178,7 +178,15 @@ def _gemma2(config: Config) -> ModelShape:
     }
     bias = bool(config.get("attention_bias", False))
     sizes = _common({"tie_word_embeddings": True, **config}, defaults)
-    return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, norms_per_layer=4)
+    return ModelShape(
+        **sizes, qkv_bias=bias, output_bias=bias, norms_per_layer=4, has_capped_scores=caps_scores(config)
+    )
+
+
+def caps_scores(config: Config) -> bool:
+    """Whether attention's scores are capped, which no fused kernel of the trainer's does; Gemma 2's are by default."""
+    default = 50.0 if config.get("model_type") == "gemma2" else None
+    return config.get("attn_logit_softcapping", default) is not None
 
 
 def _phi3(config: Config) -> ModelShape:

@@ -9,6 +9,7 @@ from trainyard.planner.constants import has_hopper_workspaces
 from trainyard.planner.families import (
     FAMILIES,
     Config,
+    caps_scores,
     config_from_source,
     shape_from_config,
     shape_from_source,
@@ -215,6 +216,7 @@ def layout_of(
     interleaved = parallelism.pipeline_schedule == "interleaved_1f1b" and parallelism.pipeline > 1
     adapter = job.model.adapter
     machine = instance(job.compute.instance_type) if job.compute.instance_type else None
+    is_eager = _is_eager(job)
     return Layout(
         hopper=machine is not None and machine.gpu is not None and has_hopper_workspaces(machine.gpu.name),
         tensor=parallelism.tensor,
@@ -239,12 +241,27 @@ def layout_of(
         library="trainyard",
         offload=parallelism.offload,
         offloads_parameters=parallelism.zero.offload_parameters != "none",
-        flash_attention=job.model.attention != "eager",
+        flash_attention=not is_eager,
+        fp32_softmax=is_eager and model_type_of(job) != "gpt2",  # by transformers' modeling files
         keeps_gathered=parallelism.fsdp.reshard_after_forward is False,
         optimizer=job.training.optimizer.kind,
         keeps_average=job.training.optimizer.average_decay is not None,
         loss_chunk_tokens=_loss_chunk_tokens(job, parallelism),
     )
+
+
+def _is_eager(job: JobSpec) -> bool:
+    """Whether attention is written out, its scores kept: where the job asks for it, and where the trainer has no other
+    choice (`trainer/models/attention.py`)."""
+    if job.task != "causal_lm" or job.model.attention != "auto":
+        return job.model.attention == "eager"
+    if job.model.config is not None:
+        return caps_scores(job.model.config)
+    assert job.model.source is not None
+    try:
+        return caps_scores(config_from_source(job.model.source))
+    except InputError:
+        return False
 
 
 def _loss_chunk_tokens(job: JobSpec, parallelism: ParallelismSpec) -> int | None:

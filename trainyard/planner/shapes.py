@@ -64,6 +64,8 @@ class ModelShape:
     """Positions that half of the layers attend to (gpt-oss); 0: all attend to all."""
     attention_sinks: bool = False
     """A learned logit per head that takes the attention nobody else wants."""
+    has_capped_scores: bool = False
+    """Attention's scores pass through a tanh (Gemma 2)."""
     mamba_layers: int = 0
     """Of a hybrid, layers that are a Mamba-2 block and nothing else. In a hybrid every layer has one block."""
     attention_layers: int = 0

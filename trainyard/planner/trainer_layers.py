@@ -161,9 +161,16 @@ class TrainerLayers:
         statistics = 4.0 * shape.heads
         scores = 0.0
         if not layout.flash_attention:
-            scores = self.element * shape.heads * layout.sequence_length
+            scores = self._score_bytes * shape.heads * layout.sequence_length
         masks = self.hidden * shape.dropout
         return self.tokens * (self.element * width + statistics + scores) / layout.tensor + masks
+
+    @property
+    def _score_bytes(self) -> float:
+        """Kept of one score where attention is written out: the softmax, in fp32 and as values are multiplied with it,
+        and of capped ones the tanh."""
+        kept = self.element + (4 if self.layout.fp32_softmax and self.element < 4 else 0)
+        return kept + self.element * self.shape.has_capped_scores
 
     @property
     def _latent_norms(self) -> float:
