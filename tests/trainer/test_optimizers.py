@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from trainer.checkpoint.manifest import step_folder
 from trainer.checkpoint.reading import mismatch
 from trainer.models.build import build_model
@@ -150,6 +151,28 @@ def test_another_optimizer_than_the_checkpoints_is_named_and_not_the_model(
             tensors |= {f"optim.{name}.{moment}": kept for moment, kept in moments_of(optimizer, weight).items()}
         told = mismatch(saved, tensors)
         assert told is not None and re.search(cause, told), told
+
+
+def test_what_an_earlier_muon_took_for_a_matrix_is_named() -> None:
+    """Momentum of Mamba's rates and convolutions, of which AdamW's averages are kept now: no setting brings it back."""
+    tensors, saved = {}, {}
+    for name, is_matrix, was_matrix in (("in_proj", True, True), ("A_log", False, True), ("norm", False, False)):
+        for kept, into in ((is_matrix, tensors), (was_matrix, saved)):
+            moments = ("momentum_buffer",) if kept else ("exp_avg", "exp_avg_sq")
+            into |= {f"optim.{name}.weight.{moment}": torch.zeros(2, 2) for moment in moments}
+    told = mismatch(metadata_of(saved), tensors)
+    assert told is not None and "no optim.A_log.weight.exp_avg," in told, told
+    assert re.search(r"; an earlier trainer's Muon took .* image, .* model.source, with another checkpoint", told), told
+    as_adamw = {f"optim.{name}.weight.exp_avg": torch.zeros(2, 2) for name in ("in_proj", "A_log", "norm")}
+    of_sgd = {f"optim.{name}.weight.momentum_buffer": torch.zeros(2, 2) for name in ("in_proj", "A_log", "norm")}
+    for held, wanted in ((saved, as_adamw), (of_sgd, tensors), (of_sgd, as_adamw)):
+        told = mismatch(metadata_of(held), wanted)
+        assert told is not None and "training.optimizer (kind" in told, told
+
+
+def metadata_of(tensors: dict[str, torch.Tensor]) -> Metadata:
+    properties = TensorProperties(dtype=torch.float32)
+    return Metadata({name: TensorStorageMetadata(properties, held.size(), []) for name, held in tensors.items()})
 
 
 def test_the_average_is_saved_under_the_weights_names(folder: Path, two_ranks: dict[tuple[str, str], Result]) -> None:

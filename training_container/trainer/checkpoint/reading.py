@@ -10,7 +10,7 @@ import hashlib
 import os
 import pickle
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -324,10 +324,16 @@ def fill_from(folder: Path, ranges: Sequence[Range], tables: Tables, needs: Need
     Transfer(read, tables, verifies=False, placements=needs.placements, devices=needs.devices, of_disk=True).run(ranges)
 
 
+_MOMENTUM = "momentum_buffer"
+"""Muon's of a matrix, and SGD's of every parameter."""
 _OTHER_MODEL = "the job's model is not the one that was saved"
 _OTHER_OPTIMIZER = (
     "the job's training.optimizer (kind, momentum, average_decay) is not the one that it was saved with: restore it, or"
     " train on from its export as model.source, with another checkpoint.destination"
+)
+_OTHER_MATRICES = (
+    "an earlier trainer's Muon took these for matrices, which they are not: go on with that trainer's image, or train"
+    " on from its export as model.source, with another checkpoint.destination"
 )
 
 
@@ -339,13 +345,24 @@ def mismatch(index: Metadata, tensors: Mapping[str, torch.Tensor]) -> str | None
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         # Weights are told of first: another model's optimizer keeps other averages too.
         is_optimizer = all(name.startswith("optim.") for name in missing)
-        return f"it holds no {', '.join(missing[:3])}{more}; {_OTHER_OPTIMIZER if is_optimizer else _OTHER_MODEL}"
+        cause = _other_optimizer(saved, tensors, missing) if is_optimizer else _OTHER_MODEL
+        return f"it holds no {', '.join(missing[:3])}{more}; {cause}"
     for name, tensor in tensors.items():
         stored = saved[name]
         if isinstance(stored, TensorStorageMetadata) and stored.size != tensor.shape:
             shapes = f"{list(stored.size)} in it and {list(tensor.shape)} in the job"
             return f"{name} has shape {shapes}; {_OTHER_MODEL}"
     return None
+
+
+def _other_optimizer(saved: Mapping[str, Any], wanted: Iterable[str], missing: Iterable[str]) -> str:
+    """Why averages are missing. Muon's earlier checkpoints have a matrix's momentum for state-space rates, norms of
+    heads and packed biases, of which it keeps AdamW's averages now; SGD's have momentum alone."""
+    owners = [name.rpartition(".") for name in missing]
+    took_others = all(own in ("exp_avg", "exp_avg_sq") and f"{owner}.{_MOMENTUM}" in saved for owner, _, own in owners)
+    were_both = any(name.endswith(".exp_avg") for name in saved)
+    is_muon = any(name.endswith(f".{_MOMENTUM}") for name in wanted)
+    return _OTHER_MATRICES if took_others and were_both and is_muon else _OTHER_OPTIMIZER
 
 
 def _rows(blocks: Sequence[int], table: BlockTable) -> Iterator[Sequence[int]]:
