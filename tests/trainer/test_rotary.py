@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from trainer.losses.head import choices_of, plan_loss
 from trainer.models.build import build_model
 from trainer.tasks.causal_lm import CausalLM
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import SEQUENCE_LENGTH, VOCAB_SIZE, TinyBatch, document_positions, global_batch, tiny_job
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from trainyard.spec.job import ResolvedJob
 
 CPU = torch.device("cpu")
 HEAD_SIZE = 8
@@ -45,6 +48,28 @@ def test_whole_sequences_are_computed_as_transformers_does(original: int) -> Non
     plain.load_state_dict(model.state_dict())
     assert tokens.size(1) == SEQUENCE_LENGTH
     torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=0, atol=1e-12)
+
+
+def test_which_set_runs_is_told() -> None:
+    """Of a model that has longrope, and by what it was really settled for."""
+
+    def said(job: ResolvedJob) -> tuple[PreTrainedModel, str | None]:
+        model = build_model(job, vocab_size=VOCAB_SIZE)
+        return model, choices_of(model, job, plan_loss(model, job), CPU).get("positions")
+
+    shares = {16: torch.tensor([1.0, 2.0, 3.0, 4.0]), 32: torch.ones(HEAD_SIZE // 2)}
+    words = {
+        16: f"longrope's long set (data.sequence_length {SEQUENCE_LENGTH} is above its original 16 positions), for",
+        32: f"longrope's short set (data.sequence_length {SEQUENCE_LENGTH} is within its original 32 positions)",
+    }
+    plain, none = said(tiny_job("single", 1, model=model_of(16) | {"rope_parameters": {"rope_type": "default"}}))
+    assert none is None
+    for original, share in shares.items():
+        model, told = said(tiny_job("single", 1, model=model_of(original)))
+        frequencies, usual = (each.get_submodule("model.rotary_emb").inv_freq for each in (model, plain))
+        assert isinstance(frequencies, torch.Tensor) and isinstance(usual, torch.Tensor)
+        torch.testing.assert_close(frequencies, usual / share)
+        assert told is not None and told.startswith(words[original])
 
 
 def test_a_sequence_is_computed_alike_whatever_shares_its_micro_batch() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trainer.losses import linear as linear_loss
+from trainer.models import rotary
 from trainer.models.attention import attention_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
@@ -58,11 +59,13 @@ def plan_loss(model: nn.Module, job: ResolvedJob) -> LossPlan:
 
 
 def choices_of(model: nn.Module, job: ResolvedJob, plan: LossPlan, device: torch.device) -> dict[str, str]:
-    """What a language model's engine runs, for `Strategy.choices`; other tasks choose nothing."""
+    """What an engine runs, for `Strategy.choices`; other tasks than language models choose no loss and no attention."""
+    positions = rotary.described(model, job.spec.data.sequence_length)
+    chosen = {} if positions is None else {"positions": positions}
     if job.spec.task != "causal_lm":
-        return {}
+        return chosen
     assert isinstance(model, PreTrainedModel)
-    return {"loss": str(plan), "attention": attention_of(model, job, device)}
+    return {"loss": str(plan), "attention": attention_of(model, job, device), **chosen}
 
 
 def install(model: nn.Module, plan: LossPlan) -> None:
