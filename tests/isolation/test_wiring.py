@@ -511,6 +511,10 @@ def anothers_fence(templates: Templates) -> None:
     firewall["FirewallPolicyArn"] = "arn:aws:network-firewall:us-east-1:777788889999:firewall-policy/open"
 
 
+def anothers_endpoint(templates: Templates) -> None:
+    resource(templates, LARGE, "EC2::Route", "EgressTrainingToFence")["VpcEndpointId"] = "vpce-0123456789abcdef0"
+
+
 def anothers_hosts(templates: Templates) -> None:
     listed = {"ResourceArn": "arn:aws:network-firewall:us-east-1:aws-managed:stateful-rulegroup/any", "Priority": 1}
     fence(templates, StatefulRuleGroupReferences=[listed])
@@ -569,6 +573,10 @@ LARGER: dict[str, tuple[Callable[[Templates], None], str, str, str, str]] = {
     "asks others' rules": (
         anothers_hosts,
         *("language", f"{FENCE}.StatefulRuleGroupReferences", "aws-managed", "by rules of others"),
+    ),
+    "goes by another endpoint": (
+        anothers_endpoint,
+        *("language", "RouteTableId", "vpce-0123456789abcdef0", "leads jobs out past the firewall"),
     ),
     "stands by another policy": (anothers_fence, "language", "FirewallPolicyArn", "open", "not the tenant's"),
     "passes everything": (

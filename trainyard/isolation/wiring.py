@@ -285,8 +285,9 @@ class _Wiring:
             yield place.wire("Type", place.kind, EVERYBODY, "leads out of a network that has no egress")
         for name in sorted(set(properties) - _WAYS_OUT[place.kind]):
             yield place.wire(name, properties[name], EVERYBODY, "leads out by another way than the firewall")
-        if place.kind == "AWS::EC2::Route" and self._serves_jobs(place) and "VpcEndpointId" not in properties:
-            target = properties.get("GatewayId") or properties.get("NatGatewayId")
+        fence = properties.get("VpcEndpointId")
+        if place.kind == "AWS::EC2::Route" and self._serves_jobs(place) and fence not in self._fences(place.tenant):
+            target = fence or properties.get("GatewayId") or properties.get("NatGatewayId")
             yield place.wire("RouteTableId", target, EVERYBODY, "leads jobs out past the firewall")
 
     def _firewall(self, place: _Place) -> Iterator[Wire]:
@@ -315,6 +316,14 @@ class _Wiring:
         said = place.properties.get("RuleGroup", {}).get("RulesSource", {})
         if said != {"RulesSourceList": allowed}:
             yield place.wire("RuleGroup.RulesSource", json.dumps(said), EVERYBODY, f"is not the list of {hosts}")
+
+    def _fences(self, tenant: str) -> set[str]:
+        """The endpoints of the tenant's own firewall: another's may lead anywhere."""
+        return {
+            f"vpce-{self._deployment.physical_id(place.stack, place.logical_id)}"
+            for place in self._places
+            if (place.tenant, place.kind) == (tenant, "AWS::NetworkFirewall::Firewall")
+        }
 
     def _serves_jobs(self, route: _Place) -> bool:
         """Whether it is in the table of a subnet that the contract gives to jobs."""
