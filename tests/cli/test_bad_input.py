@@ -156,7 +156,9 @@ def test_streams_that_are_closed_lead_nowhere(closed: str, verb: str, code: int,
 def test_whoever_ends_a_verb_ends_it_as_ctrl_c_does(number: signal.Signals, interrupt: signal.Handlers) -> None:
     if (number, interrupt) == (signal.SIGINT, signal.SIG_IGN):
         return  # then nobody asks it to end
-    code = f"import os, signal, sys; signal.signal(signal.SIGINT, signal.{interrupt.name})\n"
+    # Whoever runs the tests with nohup has a lost terminal ignored, and so would the verb, as it should.
+    code = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+    code += f"signal.signal(signal.SIGINT, signal.{interrupt.name})\n"
     code += "os.execv(sys.executable, [sys.executable, '-m', 'trainyard', 'predict', '--jsonl'])"
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)

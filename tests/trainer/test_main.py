@@ -206,14 +206,15 @@ def test_only_the_first_rank_of_a_host_speaks(
 
 
 def test_nothing_is_learnt_where_nothing_can_be_saved(tmp_path: Path) -> None:
-    (tmp_path / "there/attempts.json").mkdir(parents=True)  # to be written over: refused to root too
+    for name in ("attempts.json", "checkpoints/.probe"):
+        (tmp_path / "there" / name).mkdir(parents=True)  # to be written over: refused to root too
     (tmp_path / "out").mkdir()
     (tmp_path / "out/attempts.json").write_text('{"attempts": 1}')
     job = write_job(tmp_path, "ddp")
     ranks = start_trainer(2, job, tmp_path / "out", "--set", f"checkpoint.destination={tmp_path}/there")
     outputs = finish(ranks, timeout_seconds=600)
     assert outputs[0][0] == 2, outputs
-    assert f"can't write {tmp_path}/there/attempts.json: Is a directory; no checkpoint" in outputs[0][1]
+    assert f"can't write {tmp_path}/there/checkpoints/.probe: Is a directory; no checkpoint" in outputs[0][1]
     assert "step=1 " not in outputs[0][1]
 
 
