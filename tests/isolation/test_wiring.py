@@ -79,27 +79,19 @@ def files_under_others_key(templates: Templates, names: Deployment) -> None:
     resource(templates, FOUNDATION, "FSx::FileSystem")["KmsKeyId"] = others_arn(names, "KMS::Key", "KeysData")
 
 
-def link_to_others_bucket(templates: Templates, names: Deployment) -> None:
-    bucket = others(names, "S3::Bucket", "BucketsData")
+def link_to(templates: Templates, path: str) -> None:
+    """The tenant's file system linked to a bucket."""
     system = {"Ref": logical_id(templates, FOUNDATION, "FSx::FileSystem")}
-    add(
-        templates,
-        FOUNDATION,
-        "FSx::DataRepositoryAssociation",
-        FileSystemId=system,
-        DataRepositoryPath=f"s3://{bucket}/x",
-    )
+    kind = "FSx::DataRepositoryAssociation"
+    add(templates, FOUNDATION, kind, FileSystemId=system, DataRepositoryPath=path)
+
+
+def link_to_others_bucket(templates: Templates, names: Deployment) -> None:
+    link_to(templates, f"s3://{others(names, 'S3::Bucket', 'BucketsData')}/x")
 
 
 def link_to_anybodys_bucket(templates: Templates, names: Deployment) -> None:
-    system = {"Ref": logical_id(templates, FOUNDATION, "FSx::FileSystem")}
-    add(
-        templates,
-        FOUNDATION,
-        "FSx::DataRepositoryAssociation",
-        FileSystemId=system,
-        DataRepositoryPath="s3://carried-out",
-    )
+    link_to(templates, "s3://carried-out")
 
 
 def copied_elsewhere(templates: Templates, names: Deployment) -> None:

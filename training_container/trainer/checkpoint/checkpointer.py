@@ -126,19 +126,8 @@ class Checkpointer:
         tier = None
         if local_tier is not None:
             tier = LocalTier(local_tier, self._destination.uri, group=self._group, peer_copy=peer_copy, report=report)
-        self._saver = Saver(
-            self._destination,
-            self._delivery,
-            group=self._behind,
-            plan=self._plan,
-            host_copy=self._host_copy,
-            tier=tier,
-            staging=self._staging,
-            # The one before goes as soon as a save is committed: it must be good, not only there.
-            reads_back=keep_last == 1,
-            retry=self._retry,
-            report=report,
-        )
+        # With one alone, it goes as soon as the next is committed: that must be good, not only there.
+        self._saver = self._new_saver(tier, reads_back=keep_last == 1)
         self.last_committed_step: int | None = None
         """Step of the newest checkpoint that this object committed or loaded."""
         self.last_save_seconds: float | None = None
@@ -152,6 +141,20 @@ class Checkpointer:
         """Saves that were skipped or not committed."""
         self.last_error: str | None = None
         """Why the last save was not committed; None after a good one."""
+
+    def _new_saver(self, tier: LocalTier | None, *, reads_back: bool) -> Saver:
+        return Saver(
+            self._destination,
+            self._delivery,
+            group=self._behind,
+            plan=self._plan,
+            host_copy=self._host_copy,
+            tier=tier,
+            staging=self._staging,
+            reads_back=reads_back,
+            retry=self._retry,
+            report=self._report,
+        )
 
     @property
     def uri(self) -> str:
