@@ -2,23 +2,19 @@
 
 import json
 import logging
-import math
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.models.build import build_model, outline_model
 from trainer.models.deferred_weights import source_of
-from trainer.runtime import Runtime
-from trainer.strategies import build_strategy, check_supported
+from trainer.strategies import check_supported
 from trainer_testing.distributed import run_ranks
 from trainer_testing.families import FAMILIES, adapter
-from trainer_testing.source_worker import MARK, Peak, allocate_freely, give_back
+from trainer_testing.source_worker import MARK
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 from transformers import AutoModelForCausalLM
@@ -95,7 +91,10 @@ def test_lora_in_bf16_keeps_the_frozen_weights_as_they_are_stored(sources: dict[
         assert 0 < worst_relative_error(result, exact) < 0.02, result["strategy"]
 
 
-LAYOUTS: list[tuple[str, dict[str, Any] | None]] = [
+Layout = tuple[str, dict[str, Any] | None]
+"""Strategy and parallelism."""
+
+LAYOUTS: list[Layout] = [
     ("fsdp", None),
     ("tensor4", {"tensor": 4}),
     ("pipeline4", {"pipeline": 4}),
@@ -105,7 +104,7 @@ MOST = 0.9
 """Of the whole model's float32 weights: on one of four ranks, a quarter of them and of both moments is 0.75."""
 
 
-MIXTURE_LAYOUTS: list[tuple[str, dict[str, Any] | None]] = [
+MIXTURE_LAYOUTS: list[Layout] = [
     ("tensor4", {"tensor": 4}),
     ("expert4-fsdp4", {"data_shard": 4, "expert": 4}),
 ]
@@ -119,59 +118,38 @@ def origins_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {"files": {"source": str(source)}, "configuration": {"model": FAMILIES["Llama"] | LARGE}}
 
 
-def share_of_one_of_four(strategy: str, layout: dict[str, Any] | None, changes: dict[str, Any]) -> float:
-    """Memory that building a model takes on rank 2, over the model's float32 weights; its process group sends nothing.
-
-    Building is each rank's own work.
-    """
-    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
-    try:
-        runtime = Runtime(
-            rank=2, world_size=4, local_rank=2, device=torch.device("cpu"), control_group=dist.new_group()
-        )
-        job = tiny_job(strategy, 4, parallelism=layout, micro_batch_size=1, **changes)
-        give_back()
-        with Peak() as peak:
-            model = outline_model(job, vocab_size=VOCAB_SIZE)
-            whole = 4 * sum(parameter.numel() for parameter in model.parameters())
-            built = build_strategy(job, model=model, runtime=runtime)
-        del built, model
-        return peak.num_bytes / whole
-    finally:
-        dist.destroy_process_group()
-        allocate_freely()
+def growth_of_each(num_ranks: int, cases: list[dict[str, Any]], *arguments: str) -> list[dict[str, int]]:
+    """What the first of some processes saw; of their own, where nothing that came before is freed meanwhile."""
+    worker = "trainer_testing.source_worker"
+    output = run_ranks(num_ranks, worker, *arguments, json.dumps(cases), timeout_seconds=900)[0]
+    return [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
 
 
-def least_share(strategy: str, layout: dict[str, Any] | None, changes: dict[str, Any]) -> float:
-    """Measured again where it is too much: what else goes on in this process is seen too, but hardly every time."""
-    share = math.inf
-    for _ in range(3):
-        share = min(share, share_of_one_of_four(strategy, layout, changes))
-        if share < MOST:
-            break
-    return share
+def building(strategy: str, layout: dict[str, Any] | None, origin: dict[str, Any]) -> dict[str, Any]:
+    return {"strategy": strategy, "job": {**origin, "parallelism": layout, "micro_batch_size": 1}}
+
+
+def check_one_of_four(layouts: list[Layout], origins: list[dict[str, Any]], small: dict[str, Any]) -> None:
+    """Each case after the same of a small model, which is forgotten: it imports, and makes what stays."""
+    cases = [(strategy, layout, origin) for strategy, layout in layouts for origin in origins]
+    asked = [building(strategy, layout, of) for strategy, layout, origin in cases for of in (small, origin)]
+    seen = growth_of_each(1, asked, "--one-of", "4")[1::2]
+    shares = [growth["peak"] / (4 * growth["elements"]) for growth in seen]
+    assert len(shares) == len(cases)
+    # A measurement that sees nothing would say less than half.
+    assert [(share, case) for share, case in zip(shares, cases, strict=True) if not 0.5 < share < MOST] == [], shares
 
 
 @pytest.mark.slow
 def test_one_of_four_ranks_never_holds_the_whole_model(tmp_path: Path) -> None:
-    origins = origins_of(tmp_path)
-    for strategy, layout in LAYOUTS:
-        # Imports, and makes what stays.
-        share_of_one_of_four(strategy, layout, {"model": FAMILIES["Llama"] | SMALL})
-        for origin, changes in origins.items():
-            share = least_share(strategy, layout, changes)
-            # A measurement that sees nothing would say less than half.
-            assert 0.5 < share < MOST, (strategy, origin, share)
+    check_one_of_four(LAYOUTS, list(origins_of(tmp_path).values()), {"model": FAMILIES["Llama"] | SMALL})
 
 
 @pytest.mark.slow
 def test_one_of_four_ranks_reads_its_part_of_packed_experts(tmp_path: Path) -> None:
     small = save(tmp_path / "small", "Mixtral", **SMALL)
     large = save(tmp_path / "large", "Mixtral", **LARGE_MIXTURE)
-    for strategy, layout in MIXTURE_LAYOUTS:
-        share_of_one_of_four(strategy, layout, {"source": str(small)})
-        share = least_share(strategy, layout, {"source": str(large)})
-        assert 0.5 < share < MOST, (strategy, share)
+    check_one_of_four(MIXTURE_LAYOUTS, [{"source": str(large)}], {"source": str(small)})
 
 
 @pytest.mark.full
@@ -181,15 +159,11 @@ def test_no_rank_holds_a_model_that_is_split(tmp_path: Path) -> None:
     buckets = {"zero": {"reduce_bucket_elements": 1_000_000}}
     layouts = [*((strategy, layout, MOST) for strategy, layout in LAYOUTS), ("zero3", buckets, 1.9)]
     cases = [(strategy, layout, origin, most) for origin in origins for strategy, layout, most in layouts]
-    asked = [
-        {"strategy": strategy, "job": {**origins[origin], "parallelism": layout, "micro_batch_size": 1}}
-        for strategy, layout, origin, _ in cases
-    ]
+    asked = [building(strategy, layout, origins[origin]) for strategy, layout, origin, _ in cases]
     # The first runs are forgotten: they import, compile and make what stays.
     small = FAMILIES["Llama"] | SMALL
     warm = [{**case, "job": {**case["job"], "model": small}} for case in asked[len(layouts) :]]
-    output = run_ranks(4, "trainer_testing.source_worker", json.dumps(warm + asked), timeout_seconds=900)[0]
-    seen = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+    seen = growth_of_each(4, warm + asked)
     shares = {
         (strategy, origin): (growth["loaded"] / (4 * growth["elements"]), growth["peak"] / (4 * growth["elements"]))
         for (strategy, _, origin, _), growth in zip(cases, seen[len(warm) :], strict=True)

@@ -1,6 +1,7 @@
 """One rank: builds a job's model under one strategy after the other, and prints how much private memory each took.
 
-`python -m trainer_testing.source_worker '[{"strategy": ..., "job": {...}}, ...]'`; only rank 0 prints.
+`python -m trainer_testing.source_worker '[{"strategy": ..., "job": {...}}, ...]'`; only rank 0 prints. With `--one-of 4`
+before them, it is one of four ranks of which the others are not there.
 """
 
 import ctypes
@@ -8,13 +9,17 @@ import gc
 import json
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.leaving import leave
 from trainer.models.build import outline_model
-from trainer.runtime import distributed_runtime
+from trainer.runtime import Runtime, distributed_runtime
 from trainer.strategies import build_strategy
 
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
@@ -62,31 +67,52 @@ def give_back() -> None:
     libc.malloc_trim(0)
 
 
-def allocate_freely() -> None:
-    """After `give_back`, where the process goes on: new tensors may be given what freed ones have left again."""
-    ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most to which glibc raises it by itself
+@contextmanager
+def one_of(world_size: int) -> Iterator[Runtime]:
+    """A rank in the middle, whose process group sends nothing: building a model is each rank's own work."""
+    rank = world_size // 2
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield Runtime(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            device=torch.device("cpu"),
+            control_group=dist.new_group(),
+        )
+    finally:
+        dist.destroy_process_group()
 
 
-def main(cases: list[dict[str, Any]]) -> None:
+def measure(cases: list[dict[str, Any]], runtime: Runtime, *, prints: bool) -> None:
     """Each case; the first one also imports everything, so it is run to be forgotten."""
-    with distributed_runtime(cpu_threads=1) as runtime:
-        for case in cases:
-            job = tiny_job(case["strategy"], runtime.world_size, **case["job"])
-            give_back()
-            with Peak() as peak:
-                model = outline_model(job, vocab_size=VOCAB_SIZE)
-                num_elements = sum(parameter.numel() for parameter in model.parameters())
-                loaded = peak.num_bytes
-                # The moments of AdamW, made at the end, are counted too.
-                strategy = build_strategy(job, model=model, runtime=runtime)
-            strategy.close()
-            del strategy, model
-            if runtime.is_first:
-                seen = {"elements": num_elements, "loaded": loaded, "peak": peak.num_bytes}
-                print(MARK + json.dumps(seen), flush=True)
+    for case in cases:
+        job = tiny_job(case["strategy"], runtime.world_size, **case["job"])
+        give_back()
+        with Peak() as peak:
+            model = outline_model(job, vocab_size=VOCAB_SIZE)
+            num_elements = sum(parameter.numel() for parameter in model.parameters())
+            loaded = peak.num_bytes
+            # The moments of AdamW, made at the end, are counted too.
+            strategy = build_strategy(job, model=model, runtime=runtime)
+        strategy.close()
+        del strategy, model
+        if prints:
+            seen = {"elements": num_elements, "loaded": loaded, "peak": peak.num_bytes}
+            print(MARK + json.dumps(seen), flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    cases = json.loads(arguments[-1])
+    if arguments[0] == "--one-of":
+        with one_of(int(arguments[1])) as runtime:
+            measure(cases, runtime, prints=True)
+    else:
+        with distributed_runtime(cpu_threads=1) as runtime:
+            measure(cases, runtime, prints=runtime.is_first)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(json.loads(sys.argv[1]))
+    main(sys.argv[1:])
     leave(0)
