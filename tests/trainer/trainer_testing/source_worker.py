@@ -1,7 +1,7 @@
 """One rank: builds a job's model under one strategy after the other, and prints how much private memory each took.
 
-`python -m trainer_testing.source_worker '[{"strategy": ..., "job": {...}}, ...]'`; only rank 0 prints. With `--one-of 4`
-before them, it is one of four ranks of which the others are not there.
+`python -m trainer_testing.source_worker '[{"strategy": ..., "job": {...}}, ...]'`; only rank 0 prints.
+`--one-of 4` before them makes it one of four ranks of which the others are not there.
 """
 
 import ctypes
