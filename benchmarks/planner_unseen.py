@@ -1,0 +1,116 @@
+"""How wrong the planner is on published runs that nobody here had seen when its formulas and constants were made.
+
+    python benchmarks/planner_unseen.py [--rows FILE] [--dump FILE]
+
+FILE (benchmarks/data/planner_unseen.csv) has a line per published figure: where it stands, what the page says, the
+request as `trainyard predict --jsonl` reads it, and the figure. No constant is fitted to these lines, and nothing is
+inferred from a source: what a page doesn't say is not in the request.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner_accuracy import Answer, Score, answer, fits_line, line
+
+ROWS = Path(__file__).resolve().parent / "data" / "planner_unseen.csv"
+
+PREDICTED: dict[str, Callable[[Answer], float]] = {
+    "tokens_per_second_per_gpu": lambda result: result["tokens_per_second_per_gpu"],
+    "step_seconds": lambda result: result["step_seconds"],
+    "mfu": lambda result: result["mfu"] * 100,
+    # Narayanan's formula counts what full recomputation does again: the forward pass, a third of the model's work.
+    "hw_tflops_per_gpu": lambda result: result["model_tflops_per_gpu"] * 4 / 3,
+    "peak_memory_gib": lambda result: result["peak_memory_gib"],
+    "reserved_memory_gib": lambda result: result["reserved_memory_gib"],
+    "device_memory_gib": lambda result: result["device_memory_gib"],
+    "fits": lambda result: float(result["fits"]),
+}
+"""The metrics of the rows' file, as the planner's answer has them."""
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A published figure, what is predicted for it, and whether the 80% interval of time holds it (None: no time)."""
+
+    score: Score
+    held: bool | None
+    page: str
+    request: dict[str, Any]
+
+
+def scores(rows: Iterable[dict[str, str]]) -> Iterator[Unseen]:
+    """Each line of the file with its prediction."""
+    for index, row in enumerate(rows):
+        request = json.loads(row["request"])
+        result = answer(request)
+        metric, measured = row["metric"], float(row["value"])
+        predicted = PREDICTED[metric](result) if result is not None else None
+        held = None
+        if "memory" not in metric and metric != "fits":
+            # One factor up and down, whichever figure it is of.
+            spread = result["step_seconds_high"] / result["step_seconds"] if result else 0.0
+            held = predicted is not None and predicted / spread <= measured <= predicted * spread
+        yield Unseen(
+            Score("unseen", index, row["source"], metric, measured, predicted), held, row["page_says"], request
+        )
+
+
+def kind(metric: str) -> str:
+    """Time (throughput and utilization are times too), memory, or whether it fits."""
+    return "fits" if metric == "fits" else "memory" if "memory" in metric else "time"
+
+
+def report(found: list[Unseen]) -> Iterator[str]:
+    """A line for each kind, then for each source."""
+    header = f"{'':72} {'rows':>5} {'refused':>8} {'median':>7} {'p90':>7} {'worst':>8} {'bias':>7}"
+    for name in ("time", "memory"):
+        members = [item for item in found if kind(item.score.metric) == name]
+        if not members:
+            continue
+        yield header
+        yield line(f"{name}, all", [item.score for item in members])
+        for source in dict.fromkeys(item.score.source for item in members):
+            yield line(source, [item.score for item in members if item.score.source == source])
+        held = [item.held for item in members if item.held is not None]
+        if held:
+            yield f"{sum(held) / len(held):.1%} of {len(held)} inside the 80% interval"
+        yield ""
+    verdicts = [item.score for item in found if kind(item.score.metric) == "fits"]
+    if verdicts:
+        yield fits_line("whether it fits", verdicts)
+
+
+def main() -> int:
+    """Prints the tables, and writes each prediction where --dump says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rows", type=Path, default=ROWS, help="CSV with source,address,page_says,request,metric,value"
+    )
+    parser.add_argument("--dump", type=Path, help="CSV to write: source,metric,measured,predicted,held,page_says")
+    arguments = parser.parse_args()
+    if not arguments.rows.is_file():
+        print(f"{arguments.rows}: is not there", file=sys.stderr)
+        return 2
+    with arguments.rows.open(newline="", encoding="utf-8") as file:
+        found = list(scores(csv.DictReader(file)))
+    print("\n".join(report(found)))
+    if arguments.dump:
+        with arguments.dump.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["source", "metric", "measured", "predicted", "held", "page_says"])
+            for item in found:
+                said = "" if item.score.predicted is None else f"{item.score.predicted:.6g}"
+                held = "" if item.held is None else str(item.held).lower()
+                score = item.score
+                writer.writerow([score.source, score.metric, f"{score.measured:g}", said, held, item.page])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
