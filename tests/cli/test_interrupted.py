@@ -51,7 +51,7 @@ def test_who_leaves_a_job_that_is_waited_for_is_told_that_it_goes_on(
     place = SimpleNamespace(store=None, backend=None)
     monkeypatch.setattr("trainyard.cli.live.follow", interrupted)
     monkeypatch.setattr("trainyard.cli.jobs.place_and_id", lambda *_: (place, JOB))
-    monkeypatch.setattr("trainyard.launch.watch.stop", lambda *_: SimpleNamespace(state="Stopped", record=None))
+    monkeypatch.setattr("trainyard.launch.watch.stop", lambda *_, **__: SimpleNamespace(state="Stopped", record=None))
     with pytest.raises(KeyboardInterrupt):
         jobs.stop(JOB, environment, tenant, wait=True)
     told = capsys.readouterr().err

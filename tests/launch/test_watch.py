@@ -131,6 +131,37 @@ def test_a_failed_job_says_why_and_what_to_do(store: FolderRecordStore) -> None:
     assert f"trainyard resume {JOB_ID}" in status.advice
 
 
+OPTIONS = " --environment 'my production.yaml' --tenant acme"
+
+
+@pytest.mark.parametrize("observation", [FAILED, None])
+def test_what_is_advised_looks_where_the_job_is(store: FolderRecordStore, observation: Observation | None) -> None:
+    backend = ScriptedBackend(observation)
+    resume = f"`trainyard resume {JOB_ID}{OPTIONS}`"
+    assert resume in watch.status(store, backend, JOB_ID, options=OPTIONS).advice
+    (*_, (last, _)) = watch.watch(store, backend, JOB_ID, sleep=lambda _: None, options=OPTIONS)
+    assert resume in last.advice
+    with pytest.raises(InputError) as refused:
+        watch.stop(store, backend, JOB_ID, options=OPTIONS)
+    assert observation is FAILED or resume in str(refused.value)
+
+
+def test_who_may_not_resume_is_sent_to_where_the_job_is(store: FolderRecordStore) -> None:
+    with pytest.raises(InputError) as refused:
+        watch.resume(store, ScriptedBackend(TRAINING), JOB_ID, options=OPTIONS)
+    assert str(refused.value).endswith(f"trainyard stop {JOB_ID}{OPTIONS}")
+
+    class Raced(ScriptedBackend):
+        """Somebody else resumes while this one asks whether it may."""
+
+        def check(self, record: JobRecord) -> None:
+            watch.resume(store, ScriptedBackend(FAILED), JOB_ID)
+
+    with pytest.raises(InputError, match="somebody else has just resumed it") as refused:
+        watch.resume(store, Raced(FAILED), JOB_ID, options=OPTIONS)
+    assert str(refused.value).endswith(f"trainyard status {JOB_ID}{OPTIONS}")
+
+
 def test_following_ends_with_the_job_and_shows_its_last_lines(store: FolderRecordStore) -> None:
     backend = ScriptedBackend(STARTING, TRAINING, COMPLETED)
     backend.lines = [LogLine("algo-1", f"line {index}", index) for index in range(3)]

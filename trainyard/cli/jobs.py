@@ -199,7 +199,7 @@ def status(
 
     with console(stderr=True).status("asking"):
         place, job_id = place_and_id(job, environment, tenant)
-        current = watch.status(place.store, place.backend, job_id)
+        current = watch.status(place.store, place.backend, job_id, options=as_given(environment, tenant))
         begin_tracking(current.record, place, environment)
         reached = goodput(current.record, place.s3)
     if as_json:
@@ -258,17 +258,18 @@ def stop(
     """
     from trainyard.launch import watch
 
+    options = as_given(environment, tenant)
     with console(stderr=True).status("asking"):
         place, job_id = place_and_id(job, environment, tenant)
-        current = watch.stop(place.store, place.backend, job_id)
+        current = watch.stop(place.store, place.backend, job_id, options=options)
     if wait:
-        current = _follow(place, job_id, quiet=as_json, options=as_given(environment, tenant))
+        current = _follow(place, job_id, quiet=as_json, options=options)
     if as_json:
         print_json(summary(current.record, current))
     else:
         print(f"{job_id}: {current.state}")
         if current.state != "Completed":
-            print(f"  trainyard resume {job_id}{as_given(environment, tenant)}")
+            print(f"  trainyard resume {job_id}{options}")
     if wait and current.state == "Failed":
         raise JobFailedError(f"job {job_id}: Failed: {current.record.attempt.failure or 'see its logs'}")
 
@@ -296,7 +297,9 @@ def resume(
     with _told_what_to_do(options), console(stderr=True).status("resuming") as spinner:
         place, job_id = place_and_id(job, environment, tenant)
         revise = reviser(overrides or [], processes, force=force, needs_price=not place.emulated)
-        record = watch.resume(place.store, place.backend, job_id, revise=revise, force=force, say=teller(spinner))
+        record = watch.resume(
+            place.store, place.backend, job_id, revise=revise, force=force, say=teller(spinner), options=options
+        )
         begin_tracking(record, place, environment)
     if wait:
         record = _follow(place, job_id, quiet=as_json, options=options).record
@@ -396,7 +399,7 @@ def _follow(place: "Place", job_id: str, *, quiet: bool, options: str) -> "Statu
     from trainyard.cli.live import follow
 
     try:
-        return follow(place, job_id, quiet=quiet)
+        return follow(place, job_id, quiet=quiet, options=options)
     except KeyboardInterrupt:  # nothing else here says which job it is that costs money without being watched
         print(
             f"interrupted: {job_id} goes on, not watched from here (`trainyard watch {job_id}{options}`,"

@@ -20,13 +20,16 @@ from trainyard.launch.watch import Status
 _NOTABLE = re.compile(r"^(checkpoint step=|resumed step=|validation step=)")
 
 
-def follow(place: Place, job_id: str, *, quiet: bool) -> Status:
-    """Show the job's progress until it ends; its last status. `quiet` prints nothing (a program reads the JSON)."""
+def follow(place: Place, job_id: str, *, quiet: bool, options: str = "") -> Status:
+    """Show the job's progress until it ends; its last status. `quiet` prints nothing (a program reads the JSON).
+
+    `options`: as of Status.
+    """
     out = console(stderr=True)
     last: Status | None = None
     shown = _Quiet() if quiet else _Live(out) if sys.stderr.isatty() else _Plain(out)
     with shown:
-        for current, lines in watch.watch(place.store, place.backend, job_id, sleep=time.sleep):
+        for current, lines in watch.watch(place.store, place.backend, job_id, sleep=time.sleep, options=options):
             last = current
             shown.show(current, lines)
     if last is None or not last.finished:

@@ -50,9 +50,10 @@ def watch(job: JobId, environment: EnvironmentOption = DEFAULT_ENVIRONMENT, tena
         job_id = job_id_of(job)
         place = place_of(job_id, environment, tenant)
         begin_tracking(place.store.read(job_id).record, place, environment)
-    last = follow(place, job_id, quiet=False)
+    options = as_given(environment, tenant)
+    last = follow(place, job_id, quiet=False, options=options)
     print(f"{job_id}: {last.state}")
-    require_completed(place, last.record, as_given(environment, tenant))
+    require_completed(place, last.record, options)
 
 
 def report(

@@ -26,6 +26,8 @@ class Status:
     record: JobRecord
     observation: Observation | None
     """None: the backend has never heard of the newest attempt."""
+    options: str = ""
+    """With which a verb finds the job where this one did (--environment, --tenant): for commands that are printed."""
 
     @property
     def state(self) -> str:
@@ -40,16 +42,16 @@ class Status:
     @property
     def advice(self) -> str:
         """What a person can do now; "" where nothing needs doing."""
-        job_id = self.record.job_id
+        job = f"{self.record.job_id}{self.options}"
         if self.observation is None and self.record.attempt.submitted_at is None:
             return (
                 f"the record was written at {self.record.attempt.created_at}, but the job isn't submitted: unless its "
-                f"launcher is still at work, `trainyard resume {job_id}` submits it"
+                f"launcher is still at work, `trainyard resume {job}` submits it"
             )
         if self.observation is None:
-            return f"the backend no longer knows it: `trainyard resume {job_id}` starts it from its newest checkpoint"
+            return f"the backend no longer knows it: `trainyard resume {job}` starts it from its newest checkpoint"
         if self.state in {"Failed", "Stopped"}:
-            return f"`trainyard resume {job_id}` starts it from its newest checkpoint"
+            return f"`trainyard resume {job}` starts it from its newest checkpoint"
         return ""
 
 
@@ -65,16 +67,16 @@ def merged(record: JobRecord, observation: Observation) -> JobRecord:
     return current.with_attempt(reclaims=observation.reclaims, failure=observation.failure)
 
 
-def status(store: RecordStore, backend: Backend, job_id: str) -> Status:
-    """The job as it is now; what is new goes into its record."""
+def status(store: RecordStore, backend: Backend, job_id: str, *, options: str = "") -> Status:
+    """The job as it is now; what is new goes into its record. `options`: as of Status."""
     while True:
         record = store.read(job_id).record
         observation = backend.observe(record)
         if observation is None:
-            return Status(record, None)
+            return Status(record, None, options)
         refreshed = _refreshed(store, record, observation)
         if refreshed.attempt.number == record.attempt.number:
-            return Status(refreshed, observation)
+            return Status(refreshed, observation, options)
         # Somebody resumed the job in between: what was seen is of the attempt before.
 
 
@@ -94,7 +96,7 @@ def _refreshed(store: RecordStore, record: JobRecord, observation: Observation) 
 
 
 def watch(
-    store: RecordStore, backend: Backend, job_id: str, *, sleep: Callable[[float], None]
+    store: RecordStore, backend: Backend, job_id: str, *, sleep: Callable[[float], None], options: str = ""
 ) -> Iterator[tuple[Status, list[LogLine]]]:
     """The job's state and its new log lines, again and again, until it has ended and its logs are read.
 
@@ -104,7 +106,7 @@ def watch(
     attempt, away = 0, MOST_AWAY_LOOKS
     while True:
         try:
-            current = status(store, backend, job_id)
+            current = status(store, backend, job_id, options=options)
             if current.record.attempt.number != attempt:
                 attempt, cursor = current.record.attempt.number, LogCursor()
             # Asked before the logs are read: lines written before the end are then always seen.
@@ -132,15 +134,15 @@ def may_be_resumed(record: JobRecord) -> bool:
     return why is not None and spent < record.resolved.spec.recovery.max_resumes
 
 
-def stop(store: RecordStore, backend: Backend, job_id: str) -> Status:
-    """Ask a running job to save and stop; InputError where it has ended already."""
-    current = status(store, backend, job_id)
+def stop(store: RecordStore, backend: Backend, job_id: str, *, options: str = "") -> Status:
+    """Ask a running job to save and stop; InputError where it has ended already. `options`: as of Status."""
+    current = status(store, backend, job_id, options=options)
     if current.observation is None:
         raise InputError(f"job {job_id}: there is nothing to stop: {current.advice}")
     if current.finished:
         raise InputError(f"job {job_id}: has ended already ({current.state}); there is nothing to stop")
     backend.stop(current.record)
-    return status(store, backend, job_id)
+    return status(store, backend, job_id, options=options)
 
 
 def resume(
@@ -151,6 +153,7 @@ def resume(
     revise: Callable[[JobRecord], JobRecord] | None = None,
     force: bool = False,
     say: Say = say_nothing,
+    options: str = "",
 ) -> JobRecord:
     """Start a stopped, failed or never-submitted job again: same record, same inputs, newest checkpoint.
 
@@ -158,9 +161,10 @@ def resume(
     was written and never submitted (a broker's rule refused it, say) is submitted, changed so, and gets no successor.
     The checkpoint destination is the record's, so the trainer finds its newest valid checkpoint there by itself.
     InputError where the job runs or has completed, or (unless `force`) where nobody can say that it does not.
+    `options`: as of Status.
     """
     try:
-        current = status(store, backend, job_id)
+        current = status(store, backend, job_id, options=options)
     except AwayError as error:
         if not force:
             if revise is None:
@@ -172,12 +176,13 @@ def resume(
         current = Status(store.read(job_id).record, None)
     if current.observation is None and current.record.attempt.submitted_at is None:
         if revise is not None:
-            _revise_unsubmitted(store, backend, current.record, revise)
+            _revise_unsubmitted(store, backend, current, revise)
         return submit_attempt(store, backend, job_id, say)
     if current.state == "Completed":
         raise InputError(f"job {job_id}: has completed; there is nothing to resume (launch it again for a new run)")
     if not current.finished and current.observation is not None:
-        raise InputError(f"job {job_id}: is still going ({current.state}); stop it first: trainyard stop {job_id}")
+        advice = f"stop it first: trainyard stop {job_id}{options}"
+        raise InputError(f"job {job_id}: is still going ({current.state}); {advice}")
     if current.observation is None and not current.finished and not force:
         _refuse_behind_a_tunnel(current.record)
     number = current.record.attempt.number
@@ -186,7 +191,7 @@ def resume(
 
     def next_attempt(record: JobRecord) -> JobRecord:
         if record.attempt.number != number:
-            raise InputError(f"job {job_id}: somebody else has just resumed it; trainyard status {job_id}")
+            raise _resumed_meanwhile(current)
         return (revise(record) if revise else record).with_next_attempt()
 
     record = update(store, job_id, next_attempt).record
@@ -208,14 +213,19 @@ def _refuse_behind_a_tunnel(record: JobRecord) -> None:
 
 
 def _revise_unsubmitted(
-    store: RecordStore, backend: Backend, seen: JobRecord, revise: Callable[[JobRecord], JobRecord]
+    store: RecordStore, backend: Backend, seen: Status, revise: Callable[[JobRecord], JobRecord]
 ) -> None:
     """Change the newest attempt before it is submitted; InputError where somebody went on with it meanwhile."""
-    backend.check(revise(seen))
+    backend.check(revise(seen.record))
 
     def revised(record: JobRecord) -> JobRecord:
-        if record.attempt != seen.attempt:
-            raise InputError(f"job {seen.job_id}: somebody else has just resumed it; trainyard status {seen.job_id}")
+        if record.attempt != seen.record.attempt:
+            raise _resumed_meanwhile(seen)
         return revise(record)
 
-    update(store, seen.job_id, revised)
+    update(store, seen.record.job_id, revised)
+
+
+def _resumed_meanwhile(seen: Status) -> InputError:
+    job_id = seen.record.job_id
+    return InputError(f"job {job_id}: somebody else has just resumed it; trainyard status {job_id}{seen.options}")
