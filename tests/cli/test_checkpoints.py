@@ -1,5 +1,6 @@
 """`trainyard checkpoints` on a folder of the bare trainer: output, JSON and exit codes."""
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -68,6 +69,34 @@ def test_each_verb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "kept": [20, 30],
         "dry_run": False,
     }
+
+
+def test_one_that_cant_be_read_hides_no_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    honest = Path.read_bytes
+
+    def refused(path: Path) -> bytes:
+        if path.name == "manifest.json" and "step-00000010" in path.parts:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return honest(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    told = "1 of 3 checkpoints can't be read (step 10): can't read"
+    assert run(["checkpoints", "list", str(folder), "--json"]) == 1
+    answer = capsys.readouterr()
+    assert [one["readable"] for one in json.loads(answer.out)] == [False, True, True]
+    assert told in answer.err and answer.err.count("\n") == 1
+    assert run(["checkpoints", "list", str(folder)]) == 1
+    answer = capsys.readouterr()
+    assert "can't be read: can't read" in answer.out and answer.out.count("committed") == 2
+    (folder / "checkpoints/step-00000030/__0_0.distcp").write_bytes(b"weights!")
+    assert run(["checkpoints", "verify", str(folder)]) == 1
+    answer = capsys.readouterr()
+    assert told in answer.err and answer.out.count(": whole") == 2
+    assert run(["checkpoints", "copy", str(folder), str(tmp_path / "copy"), "--all"]) == 1
+    answer = capsys.readouterr()
+    assert told in answer.err and answer.out.count("step-") == 2
 
 
 @pytest.mark.parametrize(

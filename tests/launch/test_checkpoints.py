@@ -11,9 +11,10 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from trainyard.errors import InputError, JobFailedError
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch import checkpoints
 from trainyard.launch.checkpoint_files import open_files
 from trainyard.spec.retention import BestSpec, Retention
@@ -157,6 +158,55 @@ def test_a_listing_survives_what_goes_between_its_look_and_its_names(
     (tmp_path / "file").touch()
     with pytest.raises(JobFailedError, match=r"can't list .*/file/checkpoints: Not a directory"):
         checkpoints.list_checkpoints(str(tmp_path / "file"), None)
+
+
+@pytest.fixture
+def refused(tmp_path: Path, s3: Any) -> str:
+    """Steps 10, 20, 30 and 40 in a bucket; S3 refuses the manifests of 10 and 40, and a shard of 20."""
+    for step in (10, 20, 30, 40):
+        save(tmp_path / "whole", step)
+    where = upload(tmp_path / "whole", s3, "one", "jobs/a")
+    keys = ("step-00000010/manifest.json", "step-00000040/manifest.json", "step-00000020/__1_0.distcp")
+
+    def refuse(params: dict[str, Any], **_: Any) -> None:
+        if params["Key"].endswith(keys):
+            answer = {"Error": {"Code": "AccessDenied", "Message": "kms:Decrypt"}}
+            raise ClientError(answer, "GetObject")  # type: ignore[arg-type]
+
+    s3.meta.events.register("before-parameter-build.s3.GetObject", refuse)
+    return where
+
+
+def test_what_s3_refuses_hides_nothing_else_and_is_never_removed(refused: str, s3: Any, tmp_path: Path) -> None:
+    found = checkpoints.list_checkpoints(refused, s3)
+    assert [(one.step, one.is_good, one.is_readable) for one in found] == [
+        (10, False, False),
+        (20, True, True),
+        (30, True, True),
+        (40, False, False),
+    ]
+    assert "step-00000040/manifest.json: AWS refused: AccessDenied: kms:Decrypt" in found[-1].problem
+    with pytest.raises(AwsRefusedError, match=r"^2 of 4 checkpoints can't be read \(step 10, 40\): reading s3:"):
+        checkpoints.refuse_unreadable(refused, found)
+    read = checkpoints.looked_through(refused, s3, found[1])
+    assert not read.is_readable and "__1_0.distcp: AWS refused" in read.problem
+    # The newest may be the good one that was asked for; a step that is named and can be read is given.
+    for step in (None, 10):
+        with pytest.raises(AwsRefusedError, match="can't be read"):
+            checkpoints.chosen(refused, s3, step)
+    assert checkpoints.chosen(refused, s3, 30).is_good
+    done = checkpoints.prune(refused, s3, rules=Retention(1, None, None), dry_run=False)
+    assert (steps(done.removed), steps(done.kept)) == ([20], [10, 30, 40])
+    assert steps(checkpoints.list_checkpoints(refused, s3)) == [10, 30, 40]
+
+
+def test_a_copy_replaces_nothing_that_it_may_not_look_at(refused: str, s3: Any, tmp_path: Path) -> None:
+    save(tmp_path / "another", 40)
+    (asked,) = checkpoints.list_checkpoints(str(tmp_path / "another"), None)
+    before = s3.list_objects_v2(Bucket="one")["KeyCount"]
+    with pytest.raises(AwsRefusedError, match=r"1 of 1 checkpoints can't be read \(step 40\)"):
+        checkpoints.copy(str(tmp_path / "another"), s3, [asked], refused)
+    assert s3.list_objects_v2(Bucket="one")["KeyCount"] == before
 
 
 def test_show_leaves_out_what_nobody_reads(tmp_path: Path) -> None:

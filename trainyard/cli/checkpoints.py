@@ -56,19 +56,22 @@ def list_(
 ) -> None:
     """List a job's checkpoints: step, size, and whether a resume would take it (it takes the newest good one).
 
+    Exit code 3 where S3 refuses to show some (1 where a folder does): all are listed, those with the reason.
+
     Example: trainyard checkpoints list acme-stdlib-llama-20260131120000-1a2b
     """
-    from trainyard.launch.checkpoints import list_checkpoints
+    from trainyard.launch.checkpoints import list_checkpoints, refuse_unreadable
 
     with console(stderr=True).status("asking"):
         destination, s3, *_ = destination_of(job, environment, tenant)
         found = list_checkpoints(destination, s3)
     if as_json:
         print_json([checkpoint.as_json() for checkpoint in found])
-        return
-    from trainyard.cli.tables import checkpoints_table
+    else:
+        from trainyard.cli.tables import checkpoints_table
 
-    console().print(checkpoints_table(found) if found else "no checkpoint yet")
+        console().print(checkpoints_table(found) if found else "no checkpoint yet")
+    refuse_unreadable(destination, found)
 
 
 @app.command()
@@ -112,11 +115,12 @@ def verify(
 ) -> None:
     """Read every shard again and compare it with its manifest; exit code 1 where a committed one is not whole.
 
-    A save that was interrupted (no marker) is told, but no failure: a resume never reads it. Without --step: all.
+    A save that was interrupted (no marker) is told, but no failure: a resume never reads it. Without --step: all. Exit
+    code 3 where all that can be read are whole, and S3 refuses others.
 
     Example: trainyard checkpoints verify acme-stdlib-llama-20260131120000-1a2b
     """
-    from trainyard.launch.checkpoints import chosen, list_checkpoints, verified
+    from trainyard.launch.checkpoints import chosen, list_checkpoints, looked_through, refuse_unreadable
 
     with console(stderr=True).status("reading") as spinner:
         destination, s3, *_ = destination_of(job, environment, tenant)
@@ -124,8 +128,8 @@ def verify(
         found = []
         for checkpoint in asked:
             spinner.update(f"reading step {checkpoint.step}")
-            found.append(verified(destination, s3, checkpoint))
-    broken = [one for one in found if one.problem and (one.committed or step is not None)]
+            found.append(looked_through(destination, s3, checkpoint))
+    broken = [one for one in found if one.problem and one.is_readable and (one.committed or step is not None)]
     if as_json:
         print_json([checkpoint.as_json() for checkpoint in found])
     else:
@@ -134,6 +138,7 @@ def verify(
     if broken:
         steps = ", ".join(str(one.step) for one in broken)
         raise JobFailedError(f"{job}: {len(broken)} of {len(found)} checkpoints are broken (step {steps})")
+    refuse_unreadable(destination, found)
 
 
 @app.command()
@@ -220,16 +225,15 @@ def copy(
         destination, s3, *_ = destination_of(job, environment, tenant)
         if s3 is None and to.startswith("s3://") and tenant is not None:
             s3 = _client_of(tenant, environment, to)
-        if every:
-            asked = [one for one in checkpoints.list_checkpoints(destination, s3) if one.is_good]
-        else:
-            asked = [checkpoints.chosen(destination, s3, step)]
+        found = checkpoints.list_checkpoints(destination, s3) if every else []
+        asked = [one for one in found if one.is_good] if every else [checkpoints.chosen(destination, s3, step)]
         uris = checkpoints.copy(destination, s3, asked, to)
     if as_json:
         print_json({"copied": uris})
-        return
-    for uri in uris:
-        print(uri)
+    else:
+        for uri in uris:
+            print(uri)
+    checkpoints.refuse_unreadable(destination, found)
 
 
 class Where(NamedTuple):

@@ -82,6 +82,8 @@ def checkpoints_table(found: Sequence[Checkpoint]) -> Table:
     for item in found:
         if not item.committed:
             state = Text("torn: never read", style="yellow")
+        elif not item.is_readable:
+            state = Text(f"can't be read: {item.problem}", style="yellow")
         elif item.problem:
             state = Text(f"broken: {item.problem}", style="red")
         else:

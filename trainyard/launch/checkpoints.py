@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainyard.errors import InputError, JobFailedError, TrainyardError
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.checkpoint_files import Files, open_files, sha256
 from trainyard.spec.retention import Retention
 
@@ -45,6 +45,8 @@ class Checkpoint:
     """What the trainer saved beside the tensors."""
     manifest_sha256: str = ""
     """Of the manifest, which has the hashes of all else; empty where it can't be read."""
+    is_readable: bool = True
+    """False: who looked is refused it, or can't reach it; `problem` says why. It may be whole, and is never removed."""
 
     @property
     def is_good(self) -> bool:
@@ -54,7 +56,7 @@ class Checkpoint:
     def as_json(self) -> dict[str, Any]:
         """For --json."""
         names = ("step", "uri", "num_files", "size_bytes", "committed", "problem", "world_size", "strategy")
-        return {name: getattr(self, name) for name in names}
+        return {**{name: getattr(self, name) for name in names}, "readable": self.is_readable}
 
     def details(self) -> dict[str, Any]:
         """For `show --json`: with every shard, and where the run stood (not the random numbers' long states)."""
@@ -64,7 +66,7 @@ class Checkpoint:
 
 
 def list_checkpoints(destination: str, s3: Any) -> list[Checkpoint]:
-    """The checkpoints under an s3:// prefix or a folder, oldest step first."""
+    """The checkpoints under an s3:// prefix or a folder, oldest step first; one that can't be read hides no other."""
     files = open_files(destination.rstrip("/"), s3)
     by_step = _by_step(files.sizes(_FOLDER))
     return [_look_at(files, step, by_step[step]) for step in sorted(by_step)]
@@ -102,6 +104,8 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         return _with(seen, committed=False, problem=str(error))
     except _ManifestError as error:
         return _with(seen, problem=str(error))
+    except TrainyardError as error:
+        return _unreadable(seen, error)
     except (KeyError, TypeError, ValueError) as error:
         return _with(seen, problem=f"{_MANIFEST} can't be read ({type(error).__name__}: {error})")
     problem = ""
@@ -121,6 +125,21 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         extra=extra,
         manifest_sha256=digest,
     )
+
+
+def _unreadable(checkpoint: Checkpoint, error: TrainyardError) -> Checkpoint:
+    return _with(checkpoint, is_readable=False, problem=str(error))
+
+
+def refuse_unreadable(destination: str, found: Sequence[Checkpoint]) -> None:
+    """AwsRefusedError (of a folder JobFailedError) that names those that can't be read, where there are some."""
+    unreadable = [one for one in found if not one.is_readable]
+    if unreadable:
+        kind = AwsRefusedError if destination.startswith("s3://") else JobFailedError
+        steps = ", ".join(str(one.step) for one in unreadable)
+        raise kind(
+            f"{len(unreadable)} of {len(found)} checkpoints can't be read (step {steps}): {unreadable[-1].problem}"
+        )
 
 
 def _with(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
@@ -158,15 +177,20 @@ def _manifest(files: Files, folder: str) -> tuple[dict[str, Any], str]:
 
 
 def chosen(destination: str, s3: Any, step: int | None) -> Checkpoint:
-    """The checkpoint of a step, whatever its state, or the newest good one; InputError lists the steps there are."""
+    """The checkpoint of a step, whatever its state, or the newest good one; InputError lists the steps there are.
+
+    One that can't be read is refused, and so is the newest good one while a newer one that can't be read may be it.
+    """
     found = list_checkpoints(destination, s3)
     if step is None:
         good = [checkpoint for checkpoint in found if checkpoint.is_good]
+        refuse_unreadable(destination, [one for one in found if not good or one.step >= good[-1].step])
         if not good:
             raise InputError(f"{destination}: has no good checkpoint (of {len(found)}); `trainyard checkpoints list`")
         return good[-1]
     for checkpoint in found:
         if checkpoint.step == step:
+            refuse_unreadable(destination, [checkpoint])
             return checkpoint
     steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
     raise InputError(f"--step {step}: {destination} has no checkpoint of that step (there: {steps})")
@@ -200,11 +224,19 @@ class Pruning:
     freed_bytes: int
 
 
+def looked_through(destination: str, s3: Any, checkpoint: Checkpoint) -> Checkpoint:
+    """`verified`, where one that can't be read is told in its `problem`: it keeps nobody from the others."""
+    try:
+        return verified(destination, s3, checkpoint)
+    except TrainyardError as error:
+        return _unreadable(checkpoint, error)
+
+
 def prune(destination: str, s3: Any, *, rules: Retention, dry_run: bool) -> Pruning:
     """Remove the good checkpoints that `rules` don't keep, and broken ones that are older than the newest good one.
 
     Nothing is removed before a checkpoint that stays was read and found whole; those that turn out altered don't count
-    as kept. A folder newer than the newest good one may be a save on its way, and stays.
+    as kept. A folder newer than the newest good one may be a save on its way, and stays; so does what can't be read.
     JobFailedError where not one is whole.
     """
     found = list_checkpoints(destination, s3)
@@ -219,7 +251,8 @@ def prune(destination: str, s3: Any, *, rules: Retention, dry_run: bool) -> Prun
             return Pruning((), (), 0)
         raise JobFailedError(f"{destination}: not one of {len(found)} checkpoints is whole, so nothing was removed")
     kept_steps = rules.kept({checkpoint.step: rules.value_of(checkpoint.extra) for checkpoint in good})
-    removed = tuple(one for one in found if one.step < good[-1].step and one.step not in kept_steps)
+    older = [one for one in found if one.step < good[-1].step and one.is_readable]
+    removed = tuple(one for one in older if one.step not in kept_steps)
     if not dry_run:
         files = open_files(destination.rstrip("/"), s3)
         for checkpoint in removed:
@@ -247,6 +280,8 @@ def copy(destination: str, s3: Any, checkpoints: Sequence[Checkpoint], target: s
     if source.root == sink.root:
         raise InputError(f"--to {target}: is where the checkpoints are; give another prefix or folder")
     there = {one.step: one for one in list_checkpoints(target, s3)}
+    # What is there and can't be looked at may be whole, and another's.
+    refuse_unreadable(target, [there[one.step] for one in checkpoints if one.step in there])
     for checkpoint in checkpoints:
         if not checkpoint.is_good:
             raise JobFailedError(f"checkpoint of step {checkpoint.step} is not copied: {checkpoint.problem}")

@@ -16,7 +16,7 @@ from typing import Any
 from trainyard.errors import InputError, TrainyardError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine
-from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, verified
+from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, refuse_unreadable, verified
 from trainyard.launch.compare import compare
 from trainyard.launch.goodput import jsonl_rows
 from trainyard.launch.place import Place
@@ -203,6 +203,7 @@ def _beside(place: Place, record: JobRecord, name: str) -> list[dict[str, Any]]:
 def _checkpoints(place: Place, record: JobRecord, missing: dict[str, str]) -> list[Checkpoint]:
     try:
         found = list_checkpoints(record.checkpoint_destination, place.s3)
+        refuse_unreadable(record.checkpoint_destination, found)
         good = [number for number, one in enumerate(found) if one.is_good]
         if good:
             # One may be removed meanwhile by the job's own retention: then the next look tells.
