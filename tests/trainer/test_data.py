@@ -15,14 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from trainer.data import IGNORED_LABEL, BatchStream, JobData, build_data
+from trainer.data import IGNORED_LABEL, BatchStream, JobData, TextData, build_data
 from trainer.data import readers as readers_module
 from trainer.data.stream import Permutation, SequenceTable
 from trainer.data.token_cache import TokenCache, entropy_nats, open_token_cache
 from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer
 
 from trainyard.errors import InputError
-from trainyard.spec.job import DataSource, JobSpec, ParallelismSpec, ResolvedJob
+from trainyard.spec.job import DataSource, JobSpec, ModelSpec, ParallelismSpec, ResolvedJob
 
 SEQUENCE_LENGTH = 16
 
@@ -353,6 +353,26 @@ def test_ready_made_tokens_of_a_small_vocabulary_need_no_more_than_theirs(tmp_pa
         build(resolved({"train": [letters]}), tmp_path)
 
 
+def test_a_model_without_a_tokenizer_beside_it_reads_ready_made_tokens(tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    np.save(tmp_path / "letters/a.npy", np.asarray([1, 2, 32] * 20, dtype=np.uint8))
+    (tmp_path / "model").mkdir()
+
+    def vocab_size(*sources: dict[str, Any]) -> int:
+        job = resolved({"train": [source(tmp_path / "letters", "tokens")], "validation": list(sources)})
+        model = ModelSpec(source=str(tmp_path / "model"))
+        job = job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})})
+        data = build(job, tmp_path)
+        assert isinstance(data, TextData)
+        return data.vocab_size
+
+    assert vocab_size() == 33
+    with pytest.raises(InputError, match=r"^model.source .*/model: holds no tokenizer.json; save the tokenizer"):
+        vocab_size(source(corpus(tmp_path)))
+    json_tokenizer(tmp_path / "model")
+    assert vocab_size() == 268, "the tokenizer's own, where there is one"
+
+
 def json_tokenizer(folder: Path, text: str = "hello world " * 50) -> Path:
     """A small BPE tokenizer with a BOS template."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
@@ -385,6 +405,30 @@ def test_a_tokenizers_own_bos_and_eos_frame_each_document_and_nothing_is_truncat
     assert [(document[0], document[-1]) for document in documents] == [(0, 1), (0, 1)]
     assert len(documents[0]) >= 6
     assert cache.tokens[:].dtype == np.uint16
+
+
+def test_a_token_that_begins_and_ends_documents_does_both(tmp_path: Path) -> None:
+    """OPT's </s>: a text has it in front, by the tokenizer's own template, and a document has it at its end."""
+    from tokenizers import Tokenizer, processors
+
+    path = json_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"
+    inner = Tokenizer.from_file(str(path))
+    inner.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 1)])
+    inner.save(str(path))
+    tokenizer = JsonTokenizer(path)
+    assert (tokenizer.prefix_ids, tokenizer.eos_id) == ((1,), 1)
+    inner.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 1)])
+    inner.save(str(path))
+    assert JsonTokenizer(path).prefix_ids == ()
+
+
+@pytest.mark.parametrize("stated", [{"eos_token": "<|im_end|>"}, {"added_tokens_decoder": {"9": {"content": "<|a|>"}}}])
+def test_a_token_that_the_tokenizer_lacks_is_not_cut_up_as_text(tmp_path: Path, stated: dict[str, Any]) -> None:
+    """transformers adds such tokens as it loads the tokenizer; here another would end the documents."""
+    folder = json_tokenizer(tmp_path / "tokenizer")
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    with pytest.raises(InputError, match=r"tokenizer.json: has no token '<\|(im_end|a)\|>', which a configuration"):
+        JsonTokenizer(folder / "tokenizer.json")
 
 
 @pytest.mark.parametrize(

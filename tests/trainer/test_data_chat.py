@@ -249,6 +249,39 @@ def test_a_tools_answer_that_is_data_has_no_parts(content: Any) -> None:
     assert every.text(turns) == "".join(json.dumps(turn["content"]) for turn in turns)
 
 
+CALLING = """{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}|\
+{{ call.function.name }} WRITTEN{% endfor %}{% endfor %}"""
+
+
+def test_a_tool_call_is_not_learnt_as_json_inside_json() -> None:
+    """Chat services export the arguments as a string; templates that use `tojson` on them would write it out quoted."""
+
+    def turns(arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    writing = template(CALLING.replace("WRITTEN", "{{ call.function.arguments | tojson }}"))
+    assert writing.text(turns({"city": "Bern"})) == '?|weather {"city": "Bern"}'
+    with pytest.raises(BadRecordError, match=r"message 2 \(assistant\) calls .* give the arguments as an object"):
+        writing.text(turns('{"city": "Bern"}'))
+    plain = template(CALLING.replace("WRITTEN", "{{ call.function.arguments }}"))
+    assert plain.text(turns('{"city": "Bern"}')) == '?|weather {"city": "Bern"}'
+
+
+@pytest.mark.parametrize("text", [CHATML, MARKED])
+def test_a_turn_of_weight_0_is_read_and_not_learnt(tmp_path: Path, text: str) -> None:
+    """OpenAI's fine-tuning files say so of an assistant's turn."""
+    turns = [*TURNS[:2], TURNS[2] | {"weight": 0}, TURNS[3], TURNS[4] | {"weight": 1}]
+    every = learnt_text(cache_of(chats(tmp_path, TURNS), text, messages_field="messages"))
+    assert len(every) == 2
+    assert learnt_text(cache_of(chats(tmp_path, turns), text, messages_field="messages")) == every[1:]
+    with pytest.raises(BadRecordError, match=r"weight must be 0 \(not learnt\) or 1, is '0.5'"):
+        template(text).render([*TURNS[:2], TURNS[2] | {"weight": 0.5}])
+    twice = MARKED.replace("{% endgeneration %}", "{% endgeneration %}{% generation %}!{% endgeneration %}")
+    with pytest.raises(BadRecordError, match="has 4 generation blocks for 2 turns of the assistant"):
+        template(twice).render(turns)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -297,6 +330,18 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
     path = chats(tmp_path, TURNS)
     with pytest.raises(InputError, match="messages_field needs a chat template, and none is beside the tokenizer"):
         build(resolved({"train": [source(path, messages_field="messages")]}), tmp_path)
+
+
+def test_special_tokens_of_older_tokenizers_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = json_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"
+    template_text = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    tokenizer.with_name("tokenizer_config.json").write_text(json.dumps({"chat_template": template_text}))
+    assert JsonTokenizer(tokenizer).eos_id is None
+    special = {"bos_token": "<s>", "eos_token": {"content": "<end>"}}
+    tokenizer.with_name("special_tokens_map.json").write_text(json.dumps(special))
+    found = chat_template_of(None, tokenizer)
+    assert found is not None and found.text(TURNS[1:2]) == "<s>Hi<end>"
+    assert JsonTokenizer(tokenizer).eos_id == 1
 
 
 def test_fields_of_records_are_checked_in_the_spec() -> None:

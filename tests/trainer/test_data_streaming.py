@@ -154,15 +154,21 @@ def test_streamed_tokens_give_the_batches_of_a_copy_bit_by_bit(
 def test_without_a_tokenizer_the_models_own_vocabulary_is_that_of_streamed_tokens(s3: Any, tmp_path: Path) -> None:
     train = [{"path": upload(s3, token_shards(tmp_path / "tokens"), tmp_path.name), "format": "tokens"}]
 
-    def data_of(vocab_size: int) -> JobData:
+    def data_of(vocab_size: int, *, is_stored: bool = False) -> JobData:
         job = resolved({"train": train, "streaming": True})
-        model = job.spec.model.model_copy(update={"config": {"model_type": "llama", "vocab_size": vocab_size}})
+        config: dict[str, Any] = {"model_type": "llama", "vocab_size": vocab_size}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        origin = {"source": str(tmp_path), "config": None} if is_stored else {"config": config}
+        model = job.spec.model.model_copy(update=origin)
         return build(job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})}), tmp_path)
 
     data = data_of(256)
     assert isinstance(data, TextData) and data.vocab_size == 256
     assert steps_of(data, 1)[0]
     data.close()
+    stored = data_of(256, is_stored=True)
+    assert isinstance(stored, TextData) and stored.vocab_size == 256
+    stored.close()
     data = data_of(200)
     with pytest.raises(InputError, match=r"holds id 2\d\d, the vocabulary's ids are 0 to 199"):
         steps_of(data, 8)

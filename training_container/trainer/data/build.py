@@ -15,10 +15,10 @@ from trainer.data.stream import BatchStream, SequenceTable, ValidationStream
 from trainer.data.streamed_tokens import are_streamed, open_streamed_tokens
 from trainer.data.token_cache import TokenCache, open_token_cache
 from trainer.data.token_units import Vocabulary
-from trainer.data.tokenizer import TextTokenizer, tokenizer_file_of, tokenizer_of
+from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
 from trainer.speech import say
 from trainyard.errors import InputError
-from trainyard.spec.job import DataSource, DataSpec, JobSpec, ResolvedJob, ValidationSource
+from trainyard.spec.job import DataSource, DataSpec, ResolvedJob, ValidationSource
 from trainyard.spec.obstacles import stated_vocabulary
 
 
@@ -81,41 +81,14 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
 
     Every rank may call it at once (one of a host builds, the others wait). InputError names the file or field.
     """
-    spec = job.spec
-    tokenizer = tokenizer_of(spec)
-    template = chat_template_of(spec.data.chat_template, tokenizer_file_of(spec))
-
-    where_shared = spec.checkpoint.destination if spec.data.shared_tokens else None
-    shared = None if where_shared is None else SharedUnits(where_shared)
-    vocab_is_open = spec.data.tokenizer is None and spec.model.source is None
-
-    def tokens(sources: Sequence[DataSource], field: str) -> TokenCache:
-        if field == "train" and are_streamed(sources, streaming=spec.data.streaming):
-            return open_streamed_tokens(
-                sources,
-                _vocabulary_of_streamed(spec, tokenizer),
-                cache_dir,
-                cache_bytes=_cache_bytes(job),
-            )
-        return open_token_cache(
-            sources,
-            tokenizer,
-            cache_dir,
-            vocab_is_open=vocab_is_open,
-            chat_template=template,
-            max_bad_records=spec.data.max_bad_records,
-            where=f"data.{field}",
-            streaming=spec.data.streaming,
-            shared=shared,
-        )
-
+    spec, sets = job.spec, _TokenSets(job, cache_dir)
     place = {
         "global_batch_size": spec.global_batch_size,
         "micro_batch_size": job.micro_batch_size,
         "data_parallel_rank": data_parallel_rank,
         "data_parallel_size": data_parallel_size,
     }
-    caches = {"train": tokens(spec.data.train, "train")}
+    caches = {"train": sets.open(spec.data.train, "train")}
     stream = BatchStream(
         _table(caches["train"], "train", spec.data),
         dataset_digest=caches["train"].digest,
@@ -126,7 +99,7 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
     validation: dict[str | None, ValidationSet] = {}
     for name, sources in sources_by_name(spec.data.validation).items():
         field = "validation" if name is None else f"validation ({name})"
-        caches[field] = tokens(sources, field)
+        caches[field] = sets.open(sources, field)
         max_steps = sources[0].batches or spec.training.validation_batches
         of_name = ValidationStream(_table(caches[field], field, spec.data), max_steps=max_steps, **place)
         validation[name] = ValidationSet(name, of_name, sources[0].every_steps)
@@ -137,17 +110,60 @@ def build_data(job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size:
         named_validation=tuple(validation.values()),
         vocab_size=max(cache.vocab_size for cache in caches.values()),
         unigram_entropy_nats=caches["train" if own is None else "validation"].unigram_entropy_nats,
-        tokenizer_digest=tokenizer.digest,
+        tokenizer_digest=sets.tokenizer.digest,
         bad_records=_told(caches),
     )
 
 
-def _vocabulary_of_streamed(spec: JobSpec, tokenizer: TextTokenizer) -> Vocabulary:
-    """Nobody has counted their ids: without a tokenizer they are those that the new model has a place for."""
-    has_own = spec.data.tokenizer is not None or spec.model.source is not None
-    size = tokenizer.vocab_size if has_own else stated_vocabulary(spec)
-    assert size is not None, "refused by spec.obstacles"
-    return Vocabulary(size, is_open=False)
+class _TokenSets:
+    """Opens a job's data sets, all with one tokenizer and template."""
+
+    def __init__(self, job: ResolvedJob, cache_dir: Path) -> None:
+        self._job = job
+        self._cache_dir = cache_dir
+        spec = job.spec
+        file = tokenizer_file_of(spec)
+        self.tokenizer = tokenizer_of(spec)
+        self._template = chat_template_of(spec.data.chat_template, file)
+        self._vocab_is_open = file is None
+        where = spec.checkpoint.destination if spec.data.shared_tokens else None
+        self._shared = None if where is None else SharedUnits(where)
+
+    def open(self, sources: Sequence[DataSource], field: str) -> TokenCache:
+        """One set's tokens, made now if nobody has; those of training may stay in S3. `field`: of `data`."""
+        data = self._job.spec.data
+        if field == "train" and are_streamed(sources, streaming=data.streaming):
+            vocabulary = Vocabulary(self._known_vocabulary(), is_open=False)
+            return open_streamed_tokens(sources, vocabulary, self._cache_dir, cache_bytes=_cache_bytes(self._job))
+        return open_token_cache(
+            sources,
+            self.tokenizer,
+            self._cache_dir,
+            vocab_is_open=self._vocab_is_open,
+            chat_template=self._template,
+            max_bad_records=data.max_bad_records,
+            where=f"data.{field}",
+            streaming=data.streaming,
+            shared=self._shared,
+        )
+
+    def _known_vocabulary(self) -> int:
+        """Nobody has counted streamed ids: without a tokenizer they are those that the model has a place for."""
+        if not self._vocab_is_open:
+            return self.tokenizer.vocab_size
+        if self._job.spec.model.source is None:
+            size = stated_vocabulary(self._job.spec)
+            assert size is not None, "refused by spec.obstacles"
+            return size
+        from trainer.models.configuration import configuration_of  # transformers, which nothing else here needs
+
+        config = configuration_of(self._job)
+        if config is None:
+            raise InputError(
+                f"model.source: {self._job.spec.model.source}: streamed tokens need a vocabulary, and no configuration"
+                " can be read there; set data.tokenizer, or correct the path"
+            )
+        return int(config.vocab_size)
 
 
 def _table(cache: TokenCache, field: str, data: DataSpec) -> SequenceTable:

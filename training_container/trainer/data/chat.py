@@ -23,14 +23,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.data.bad_records import BadRecordError
+from trainer.data.tokenizer import settings_beside, token_text
 from trainyard.errors import InputError
 
 RENDERED_ON = datetime.datetime(2024, 7, 26)
 """The day that `strftime_now` tells. Some templates write today's date into the system turn; training text must not
 depend on when it was tokenized. It is what Llama 3.1's template falls back to."""
 
-_FORMAT_VERSION = 2
-"""Also of what is refused: units that were made before content in parts was looked for are made again."""
+_FORMAT_VERSION = 3
+"""Also of what is refused and learnt: units that were made before content in parts, arguments in strings and weights of
+turns were looked for are made again."""
 _BEGIN, _END = "\x00\x01generation\x02", "\x00\x03generation\x02"
 """Stand in the rendered text where a generation block begins and ends; control characters that no text has."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -47,7 +49,7 @@ class Rendered:
 
     text: str
     learnt: tuple[Span, ...]
-    """The assistant's stretches, in order, none empty."""
+    """The assistant's stretches, in order; of what `render` gives, none is empty."""
 
 
 class ChatTemplate:
@@ -74,8 +76,9 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Rendered:
         """The whole conversation; BadRecordError with the reason where the template refuses it or no mask is exact."""
         marked = self._render(messages, tools)
+        counts = _turns_that_count(messages)
         if self._has_markers:
-            return _without_marks(marked)
+            return _counted(_without_marks(marked), counts)
         spans = []
         for turn, message in enumerate(messages):
             if message.get("role") == "assistant":
@@ -88,7 +91,7 @@ class ChatTemplate:
                         " {% generation %} markers (data.chat_template), or set learn: all"
                     )
                 spans.append((len(before), len(after)))
-        return Rendered(marked, tuple(span for span in spans if span[0] < span[1]))
+        return _counted(Rendered(marked, tuple(spans)), counts)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
         """The whole conversation where no mask is wanted."""
@@ -102,6 +105,7 @@ class ChatTemplate:
         except _EVALUATION_ERRORS as error:
             raise BadRecordError(f"the chat template refuses it ({_one_line(error)})") from None
         _check_parts(messages, text)
+        _check_arguments(messages, text)
         return text
 
 
@@ -124,6 +128,44 @@ def _check_parts(messages: Sequence[Mapping[str, Any]], text: str) -> None:
             )
 
 
+def _check_arguments(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """BadRecordError for a tool call's arguments that are JSON in a string, as chat services export them, where the
+    template writes them as JSON once more: a model would learn to call with `"{\\"city\\": ...`.
+    """
+    for number, message in enumerate(messages, start=1):
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            called = call.get("function", call) if isinstance(call, Mapping) else None
+            arguments = called.get("arguments") if isinstance(called, Mapping) else None
+            if isinstance(arguments, str) and '"' in arguments and _to_json(arguments) in text:
+                raise BadRecordError(
+                    f"message {number} ({message.get('role')}) calls a tool with arguments in a string, which the chat"
+                    f" template writes as JSON once more: {_to_json(arguments)[:40]}; give the arguments as an object"
+                )
+
+
+def _turns_that_count(messages: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Of the assistant's turns, which are learnt: all but those of `weight` 0 (OpenAI's fine-tuning files)."""
+    weights = [message.get("weight") for message in messages if message.get("role") == "assistant"]
+    for weight in weights:
+        if weight not in (None, 0, 1):
+            raise BadRecordError(f"a message's weight must be 0 (not learnt) or 1, is {str(weight)[:40]!r}")
+    return [weight != 0 for weight in weights]
+
+
+def _counted(rendered: Rendered, counts: Sequence[bool]) -> Rendered:
+    """With the stretches of the turns that count, of stretches that may be empty."""
+    spans = rendered.learnt
+    if not all(counts):
+        if len(spans) != len(counts):
+            raise BadRecordError(
+                f"the chat template has {len(spans)} generation blocks for {len(counts)} turns of the assistant, so"
+                " which of them a weight of 0 means can't be told; leave weight out"
+            )
+        spans = tuple(span for span, is_learnt in zip(spans, counts, strict=True) if is_learnt)
+    return Rendered(rendered.text, tuple(span for span in spans if span[0] < span[1]))
+
+
 class _GenerationBlock(Extension):
     """`{% generation %} ... {% endgeneration %}`: what the assistant writes."""
 
@@ -144,7 +186,7 @@ def _without_marks(marked: str) -> Rendered:
         learnt, end, rest = stretch.partition(_END)
         if bool(end) != bool(number) or _END in rest:
             raise BadRecordError("the chat template's generation blocks lie inside each other")
-        if number and learnt:
+        if number:
             spans.append((length, length + len(learnt)))
         parts += [learnt, rest]
         length += len(learnt) + len(rest)
@@ -169,10 +211,8 @@ def chat_template_of(stated: str | None, tokenizer_file: Path | None) -> ChatTem
 
     Beside it: `chat_template.jinja`, else the `chat_template` of tokenizer_config.json (its "default" one of several).
     """
-    config: dict[str, Any] = {}
-    if tokenizer_file is not None and (path := tokenizer_file.with_name("tokenizer_config.json")).is_file():
-        config = _read_config(path)
-    tokens = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(config.get(name))) is not None}
+    config = {} if tokenizer_file is None else settings_beside(tokenizer_file)
+    tokens = {name: token for name in _SPECIAL_TOKENS if (token := token_text(config.get(name))) is not None}
     if stated is not None:
         return ChatTemplate(
             _read_template(Path(stated), "data.chat_template "),
@@ -192,19 +232,6 @@ def chat_template_of(stated: str | None, tokenizer_file: Path | None) -> ChatTem
         return None
     where = f"{tokenizer_file.with_name('tokenizer_config.json')}: chat_template"
     return ChatTemplate(source, special_tokens=tokens, where=where)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: can't be read as JSON ({error})") from None
-    return config if isinstance(config, dict) else {}
-
-
-def _token_text(stated: Any) -> str | None:
-    text = stated.get("content") if isinstance(stated, dict) else stated
-    return text if isinstance(text, str) else None
 
 
 def _read_template(path: Path, field: str) -> str:

@@ -141,8 +141,7 @@ class _Chats:
         rendered = self._template.render(messages, value.get("tools"))
         if not rendered.learnt:
             raise BadRecordError(
-                f"field {self._field!r} has no turn of the assistant: there is nothing to learn; leave it out, or set"
-                " learn: all"
+                f"field {self._field!r} has no turn of the assistant to be learnt; leave it out, or set learn: all"
             )
         borders = [border for span in rendered.learnt for border in span]
         # What lies before the end is the whole: no need to tokenize it again.

@@ -18,6 +18,8 @@ BYTE_VOCAB_SIZE = 257
 _COMMON_EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """Asked in this order where no tokenizer_config.json says which token ends a document."""
 
+_FILE = "tokenizer.json"
+
 TokenIds = npt.NDArray[np.uint32]
 
 
@@ -73,10 +75,18 @@ class JsonTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if not self.vocab_size:
             raise InputError(f"tokenizer {path}: has an empty vocabulary")
-        self.eos_id = vocabulary.get(_eos_token(path, vocabulary) or "")
-        template = self._tokenizer.encode("", add_special_tokens=True).ids
-        self.prefix_ids = tuple(template[:-1] if template and template[-1] == self.eos_id else template)
+        settings = settings_beside(path)
+        _check_added_tokens(path, settings, vocabulary)
+        self.eos_id = vocabulary.get(_eos_token(settings, vocabulary) or "")
+        self.prefix_ids = self._begin()
         self.digest = hashlib.sha256(content + repr((self.prefix_ids, self.eos_id)).encode()).hexdigest()
+
+    def _begin(self) -> tuple[int, ...]:
+        """What the tokenizer's own template puts before a text: of an empty one nobody could tell it from what comes
+        after, where one token is both (OPT's </s>)."""
+        framed = self._tokenizer.encode("a", add_special_tokens=True)
+        own = next((place for place, part in enumerate(framed.sequence_ids) if part is not None), 0)
+        return tuple(framed.ids[:own])
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Ids of each text; the library encodes a batch on all cores."""
@@ -84,17 +94,47 @@ class JsonTokenizer:
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
-def _eos_token(path: Path, vocabulary: dict[str, int]) -> str | None:
-    config = path.with_name("tokenizer_config.json")
-    if config.is_file():
-        try:
-            stated = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        except (json.JSONDecodeError, UnicodeDecodeError, OSError, AttributeError) as error:
-            raise InputError(f"{config}: can't be read as JSON ({error})") from None
-        stated = stated.get("content") if isinstance(stated, dict) else stated
-        if isinstance(stated, str) and stated in vocabulary:
-            return stated
-    return next((token for token in _COMMON_EOS_TOKENS if token in vocabulary), None)
+def settings_beside(tokenizer_file: Path) -> dict[str, Any]:
+    """tokenizer_config.json; one that doesn't list its added tokens is an older one, whose special tokens are in
+    special_tokens_map.json: so transformers reads them."""
+    settings = _json_object(tokenizer_file.with_name("tokenizer_config.json"))
+    if "added_tokens_decoder" in settings:
+        return settings
+    return settings | _json_object(tokenizer_file.with_name("special_tokens_map.json"))
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: can't be read as JSON ({error})") from None
+    return content if isinstance(content, dict) else {}
+
+
+def token_text(stated: Any) -> str | None:
+    """A special token as a configuration states it: its text, or an object that has it."""
+    text = stated.get("content") if isinstance(stated, dict) else stated
+    return text if isinstance(text, str) else None
+
+
+def _check_added_tokens(path: Path, settings: dict[str, Any], vocabulary: dict[str, int]) -> None:
+    """InputError for tokens that transformers would add when it loads the tokenizer: here they would be cut up as
+    text, and another token end the documents."""
+    added = settings.get("added_tokens_decoder")
+    stated = [token_text(token) for token in added.values()] if isinstance(added, dict) else []
+    stated.append(token_text(settings.get("eos_token")))
+    if lacking := [token for token in stated if token is not None and token not in vocabulary]:
+        raise InputError(
+            f"tokenizer {path}: has no token {lacking[0]!r}, which a configuration beside it states; let"
+            " transformers load the tokenizer and save it anew (save_pretrained), or correct the configuration"
+        )
+
+
+def _eos_token(settings: dict[str, Any], vocabulary: dict[str, int]) -> str | None:
+    stated = token_text(settings.get("eos_token"))
+    return stated or next((token for token in _COMMON_EOS_TOKENS if token in vocabulary), None)
 
 
 def tokenizer_of(job: JobSpec) -> TextTokenizer:
@@ -104,19 +144,27 @@ def tokenizer_of(job: JobSpec) -> TextTokenizer:
 
 
 def tokenizer_file_of(job: JobSpec) -> Path | None:
-    """The tokenizer.json that `tokenizer_of` reads; None for bytes."""
+    """The tokenizer.json that `tokenizer_of` reads; None for bytes, and where ready-made ids need none."""
     if job.data.tokenizer is not None:
         return _tokenizer_file(job.data.tokenizer, "data.tokenizer")
-    return None if job.model.source is None else _tokenizer_file(job.model.source, "model.source")
+    source = job.model.source
+    if source is None or (is_ready_made(job) and not (Path(source) / _FILE).is_file()):
+        return None
+    return _tokenizer_file(source, "model.source")
+
+
+def is_ready_made(job: JobSpec) -> bool:
+    """Whether all that the job reads is token ids."""
+    return all(source.format == "tokens" for source in (*job.data.train, *job.data.validation))
 
 
 def _tokenizer_file(location: str, field: str) -> Path:
     path = Path(location)
     if "://" in location or not path.exists():
         raise InputError(f"{field} {location}: the tokenizer must be a local tokenizer.json or a folder that holds one")
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / _FILE if path.is_dir() else path
     if not file.is_file():
         raise InputError(
-            f"{field} {location}: holds no tokenizer.json; save the tokenizer in its fast form, or set data.tokenizer"
+            f"{field} {location}: holds no {_FILE}; save the tokenizer in its fast form, or set data.tokenizer"
         )
     return file

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from transformers import PreTrainedModel
 
-from trainer.data.tokenizer import tokenizer_of
+from trainer.data.tokenizer import tokenizer_file_of, tokenizer_of
 from trainer.dry_run.watch import Answers
 from trainer.models.build import outline_model
 from trainer.models.configuration import configuration_in
@@ -125,6 +125,8 @@ class _TorchPart(TorchStrategy):
 def _model_of(job: ResolvedJob) -> PreTrainedModel:
     if job.spec.task != "causal_lm":
         return task_of(job).build_model(job, None)
+    if job.spec.model.config is None and tokenizer_file_of(job.spec) is None:
+        return outline_model(job, vocab_size=0)  # of ready-made ids, which nobody has counted
     config = job.spec.model.config or {}
     return outline_model(job, vocab_size=config.get("vocab_size") or tokenizer_of(job.spec).vocab_size)
 
