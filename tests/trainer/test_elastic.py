@@ -208,6 +208,16 @@ def test_hosts_beyond_the_limits_are_refused_in_a_line(tmp_path: Path) -> None:
     assert (alone.world_size, alone.gradient_accumulation_steps, alone.spec.compute.instance_count) == (1, 4, 1)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "sequences", "steps"), [(3, 10, 4), (3, 16, 6), (1.1, 80, 11), (0.5, 3, 1), (90, 9, 102)]
+)
+def test_epochs_are_rounded_up_to_whole_steps_once(tmp_path: Path, epochs: float, sequences: int, steps: int) -> None:
+    """Of 8 sequences each: rounded up in each epoch, three epochs of 10 sequences would read them five times."""
+    job, settings = elastic_job(tmp_path, "keep", "training.steps=null", f"training.epochs={epochs}")
+    course = Course(resolve(load_job(job, settings)), sequences_per_epoch=sequences)
+    assert course.num_steps == steps
+
+
 @pytest.mark.parametrize("length", [["training.steps=12"], ["training.steps=null", "training.epochs=1.5"]])
 def test_a_course_counts_samples_whatever_the_batches_were(tmp_path: Path, length: list[str]) -> None:
     job, settings = elastic_job(tmp_path, "adapt", *length)

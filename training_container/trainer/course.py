@@ -4,6 +4,7 @@ Where the batch stays as stated (all jobs but those with `recovery.elastic.batch
 """
 
 import math
+from fractions import Fraction
 
 from trainer.optimizers.schedule import learning_rate_at
 from trainyard.spec.job import ResolvedJob
@@ -60,4 +61,5 @@ def _stated_steps(job: ResolvedJob, sequences_per_epoch: int) -> int:
     if job.spec.num_sequences is not None:
         return job.spec.num_sequences // batch
     assert epochs is not None, "a job without steps or tokens is stated in epochs"
-    return max(1, math.ceil(epochs * math.ceil(sequences_per_epoch / batch)))
+    # A batch may reach over an epoch's end: rounded up once, not in each epoch. As written: 1.1 is no binary fraction.
+    return math.ceil(Fraction(str(epochs)) * sequences_per_epoch / batch)

@@ -287,6 +287,8 @@ class TrainingSpec(SpecModel):
     tokens: PositiveInt | None = None
     """Total training tokens, rounded up to whole steps."""
     epochs: float | None = Field(default=None, gt=0)
+    """Passes over train's sequences (packed ones: of sequence_length tokens), all together rounded up to whole
+    steps."""
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks and accumulation."""
     micro_batch_size: PositiveInt | Auto = "auto"
