@@ -318,7 +318,7 @@ def test_an_export_that_arrives_short_is_told_in_a_line() -> None:
     s3 = types.SimpleNamespace(
         get_paginator=lambda _: types.SimpleNamespace(paginate=lambda **_: [page]),
         get_object=lambda **_: {"Body": None, "ContentLength": 5},
-        upload_fileobj=lambda *_: None,
+        upload_fileobj=lambda *_, **__: None,
         head_object=lambda **_: stored,
     )
     account: Any = types.SimpleNamespace(client=lambda _: s3)
@@ -326,6 +326,45 @@ def test_an_export_that_arrives_short_is_told_in_a_line() -> None:
     stored["ContentLength"] = 4
     with pytest.raises(AwsRefusedError, match="s3://to/from/a holds 4 bytes instead of 5; nothing was deleted"):
         storage.export(account, account, "from", "s3://to", lambda _: None)
+
+
+@pytest.mark.parametrize("size_gib", [0, 0.001, 77, 79, 1024, 45 * 1024])
+def test_no_object_has_more_parts_than_s3_takes(size_gib: float) -> None:
+    """A stream tells no size, so boto3 chooses no parts for it; and each of them waits in memory."""
+    size_bytes, seen = int(size_gib * 2**30), []
+    page = {"Contents": [{"Key": "a", "Size": size_bytes, "ETag": "e"}]}
+    s3 = types.SimpleNamespace(
+        get_paginator=lambda _: types.SimpleNamespace(paginate=lambda **_: [page]),
+        get_object=lambda **_: {"Body": None, "ContentLength": size_bytes},
+        upload_fileobj=lambda *_, Config: seen.append(Config),
+        head_object=lambda **_: {"ContentLength": size_bytes},
+    )
+    account: Any = types.SimpleNamespace(client=lambda _: s3)
+    assert storage.export(account, account, "from", "s3://to", lambda _: None) == (1, size_bytes)
+    (config,) = seen
+    part_bytes = config.multipart_chunksize
+    assert 5 * 2**20 <= part_bytes <= 5 * 2**30 and size_bytes / part_bytes < 9_500, "S3 takes 10,000 of 5 MiB to 5 GiB"
+    waiting = config.max_in_memory_upload_chunks
+    assert waiting >= 1 and (waiting == 1 or waiting * part_bytes <= 2**30)
+    if size_gib < 70:
+        assert (part_bytes, waiting) == (8 * 2**20, 10), "as boto3 has it"
+
+
+def test_a_stream_is_uploaded_in_parts_of_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By boto3 itself: 25 MiB in at most 3 parts are parts of more than 8 MiB."""
+    import boto3
+    from moto import mock_aws
+
+    monkeypatch.setattr(storage, "MOST_PARTS", 3)
+    with mock_aws():
+        s3 = boto3.client("s3", region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+        for bucket in ("source", "target"):
+            s3.create_bucket(Bucket=bucket)
+        s3.put_object(Bucket="source", Key="a", Body=b"x" * (25 * 2**20))
+        account: Any = types.SimpleNamespace(client=lambda _: s3)
+        assert storage.export(account, account, "source", "s3://target", lambda _: None) == (1, 25 * 2**20)
+        # An object of parts is told by its ETag, which ends with their number.
+        assert s3.head_object(Bucket="target", Key="source/a")["ETag"].strip('"').endswith("-3")
 
 
 def test_show_and_remove_without_an_account(

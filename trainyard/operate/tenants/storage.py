@@ -1,6 +1,7 @@
 """A tenant's buckets on the way out: counted, copied elsewhere, emptied with all their versions."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,14 @@ from trainyard.launch.session import Account
 Say = Callable[[str], None]
 BATCH = 1000
 """Keys that one DeleteObjects takes."""
+PART_BYTES = 8 * 2**20
+"""Of an upload in parts, where the object is no larger than MOST_PARTS of them."""
+MOST_PARTS = 9000
+"""S3 takes 10,000 of an upload."""
+MOST_PART_BYTES = 5 * 2**30
+"""Of a part, for S3."""
+MEMORY_BYTES = 512 * 2**20
+"""That parts on their way may hold, one at least: of a stream, each waits in memory until it is sent."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +64,9 @@ def export(launcher: Account, writer: Account, bucket: str, target: str, say: Sa
             for item in page.get("Contents", []):
                 read = reader.get_object(Bucket=bucket, Key=item["Key"])
                 copied = f"{folder}/{item['Key']}"
-                store.upload_fileobj(read["Body"], target_bucket, copied)
-                written = int(store.head_object(Bucket=target_bucket, Key=copied)["ContentLength"])
                 wanted = int(read["ContentLength"])
+                store.upload_fileobj(read["Body"], target_bucket, copied, Config=_transfer(wanted))
+                written = int(store.head_object(Bucket=target_bucket, Key=copied)["ContentLength"])
                 if written != wanted:
                     raise AwsRefusedError(
                         f"s3://{target_bucket}/{copied} holds {written} bytes instead of {wanted}; nothing was "
@@ -66,6 +75,18 @@ def export(launcher: Account, writer: Account, bucket: str, target: str, say: Sa
                 objects, size = objects + 1, size + written
                 say(f"copied {objects} objects of {bucket}")
     return objects, size
+
+
+def _transfer(size_bytes: int) -> Any:
+    """How a stream of that size is uploaded. It can't be asked for its size: left alone, boto3 sends parts of 8 MiB
+    until S3 takes no more of them, after 78 GiB."""
+    from boto3.s3.transfer import TransferConfig
+
+    part_bytes = min(MOST_PART_BYTES, max(PART_BYTES, math.ceil(size_bytes / MOST_PARTS)))
+    config = TransferConfig(multipart_threshold=part_bytes, multipart_chunksize=part_bytes)
+    most = MEMORY_BYTES // part_bytes
+    config.max_in_memory_upload_chunks = max(1, min(config.max_in_memory_upload_chunks, most))
+    return config
 
 
 def fingerprint(account: Account, bucket: str) -> str:
