@@ -11,6 +11,7 @@ import pytest
 from moto import mock_aws
 from test_entrypoint import failure, opt_ml, running, wait_for
 from trainer.checkpoint import destination as destinations
+from trainer.host import losses
 from trainer.host.losses import _SECONDS, LOSSES_FILE, MOST_LOSSES, LostHosts
 from trainer.host.recovery import Ending
 from trainer_testing.distributed import free_port
@@ -72,6 +73,17 @@ def test_hosts_that_are_left_say_the_same_and_one_of_them_notes_it(tmp_path: Pat
         hosts = [start(tmp_path, index=index) for index in (1, 2, 3)]
         said = {host.judged(FIRST_LOST).reason for host in hosts}
         assert len(said) == 1 and (said == {FIRST_LOST.reason}) == (number < MOST_LOSSES - 1)
+        assert len((tmp_path / LOSSES_FILE).read_text().splitlines()) == number + 1
+
+
+def test_a_clock_that_is_set_back_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start's machines are an hour behind those of the one before; hosts of one start differ by a minute."""
+    for number in range(MOST_LOSSES):
+        said = set()
+        for index in (1, 2, 3):
+            monkeypatch.setattr(losses.time, "time", lambda at=1e9 - 3600 * number + 60 * index: at)
+            said.add(start(tmp_path, index=index).judged(FIRST_LOST, start=f"start {number}").reason)
+        assert len(said) == 1 and (said == {FIRST_LOST.reason}) == (number < MOST_LOSSES - 1), number
         assert len((tmp_path / LOSSES_FILE).read_text().splitlines()) == number + 1
 
 
@@ -207,4 +219,5 @@ def test_the_entrypoint_gives_up_at_the_third_loss(tmp_path: Path) -> None:
     reason, code = lose_the_second(tmp_path, tmp_path / "shared")
     assert code == 1 and not is_retried(reason), reason
     assert "before the first checkpoint a host was lost" in reason
-    assert len((tmp_path / "shared" / LOSSES_FILE).read_text().splitlines()) == MOST_LOSSES
+    rows = [json.loads(line) for line in (tmp_path / "shared" / LOSSES_FILE).read_text().splitlines()]
+    assert len(rows) == MOST_LOSSES and len(rows[-1]["start"]) == 16, "the first host named the start for all"

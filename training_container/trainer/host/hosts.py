@@ -9,6 +9,7 @@ import contextlib
 import json
 import queue
 import re
+import secrets
 import socket
 import threading
 import time
@@ -32,6 +33,10 @@ Stop = Literal["failed", "hang", "told", "lost"]
 
 class Hosts(Protocol):
     """What a host knows of the others."""
+
+    @property
+    def start(self) -> str:
+        """A name that all hosts have for this start of the job, and no other start has; empty where none was told."""
 
     def wants_stop(self) -> Stop | None:
         """Whether the ranks that run here now have to stop."""
@@ -57,6 +62,7 @@ class OneHost:
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
+        self.start = ""
 
     def wants_stop(self) -> Stop | None:
         """See Hosts."""
@@ -102,6 +108,7 @@ class Judge:
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         self._silence_seconds = silence_seconds
+        self._start = secrets.token_hex(8)
         self._hosts = frozenset(hosts)
         self._policy = policy
         self._lock = threading.Lock()
@@ -136,6 +143,7 @@ class Judge:
                 connection.close()
                 return
             self._connections[host] = connection
+            connection.send({"start": self._start})
         while (message := connection.receive()) is not None:
             with self._lock:
                 if "ending" in message:
@@ -201,6 +209,7 @@ class ManyHosts:
         self._connection = _Connection(_connect(address, port, patience_seconds), silence_seconds)
         self._connection.send({"host": host})
         self._first = address
+        self.start = ""
         self._stop: Stop | None = None
         self._have_answered = False
         self._orders: queue.Queue[Restart | Ending] = queue.Queue()
@@ -210,6 +219,8 @@ class ManyHosts:
         while (message := self._connection.receive()) is not None:
             if "stop" in message:
                 self._stop = message["stop"]
+            elif "start" in message:
+                self.start = str(message["start"])
             elif "answered" in message:
                 self._have_answered = True
             elif "restart" in message:

@@ -41,15 +41,18 @@ class LostHosts:
         self._asked = settings.get("TRAINYARD_ASKED_ATTEMPT") or settings.get("TRAINYARD_ATTEMPT", "")
         self._began_at = time.time()
 
-    def judged(self, ending: Ending) -> Ending:
-        """The ending; of a host that is lost for the third time in a row from one checkpoint, with a diagnosis."""
+    def judged(self, ending: Ending, *, start: str = "") -> Ending:
+        """The ending; of a host that is lost for the third time in a row from one checkpoint, with a diagnosis.
+
+        `start`: the hosts' common name for this start of the job (Hosts.start).
+        """
         if not LOST_HOST.match(ending.reason):
             return ending
         found: list[tuple[int, int]] = []
 
         def look() -> None:
             try:
-                found.append(self._noted(ending))
+                found.append(self._noted(ending, start))
             except Exception as error:  # of S3, of a disk: the job has ended, and says why all the same
                 say(f"entrypoint: {LOSSES_FILE} can't be kept at {self._destination}: {' '.join(str(error).split())}")
 
@@ -59,7 +62,7 @@ class LostHosts:
         count, step = found[0] if found else (0, 0)
         return replace(ending, reason=_diagnosis(ending.reason, count, step)) if count >= MOST_LOSSES else ending
 
-    def _noted(self, ending: Ending) -> tuple[int, int]:
+    def _noted(self, ending: Ending, start: str) -> tuple[int, int]:
         """Losses in a row from the newest checkpoint, this one included, and that checkpoint's step; 0: there is none.
 
         One host notes it: the first, or the second where it is the first that is gone. All count.
@@ -72,13 +75,18 @@ class LostHosts:
         text = place.get_bytes(LOSSES_FILE).decode(errors="replace") if place.has(LOSSES_FILE) else ""
         rows = [row for line in text.splitlines() if (row := row_of(line))]
         if self._index == int(ending.reason.startswith("the first host")):
-            row = {"at": time.time(), "job": self._job, "asked": self._asked, "step": step, "reason": ending.reason}
-            place.put_bytes(LOSSES_FILE, "".join(json.dumps(one) + "\n" for one in [*rows, row]).encode())
-        # Not what another host has just noted of this very loss; nor of a job that was here before (a destination that
-        # its user names may serve again); and who resumed the job has mended what was wrong.
+            row = {"at": time.time(), "job": self._job, "asked": self._asked, "start": start, "step": step}
+            lines = [json.dumps(one) + "\n" for one in [*rows, {**row, "reason": ending.reason}]]
+            place.put_bytes(LOSSES_FILE, "".join(lines).encode())
+        # Not of a job that was here before (a destination that its user names may serve again); and who resumed the
+        # job has mended what was wrong.
         own = {"job": self._job, "asked": self._asked}
-        before = [row for row in rows if row.get("at", 0) < self._began_at and own.items() <= row.items()]
+        before = [row for row in rows if own.items() <= row.items() and not self._is_of_this_start(row, start)]
         return 1 + _in_a_row(before, step), step
+
+    def _is_of_this_start(self, row: Mapping[str, Any], start: str) -> bool:
+        """Whether another host has just noted this very loss. By its start's name: clocks are set back, and differ."""
+        return bool(row.get("start") == start if start else row.get("at", 0) >= self._began_at)
 
 
 def _newest_step(place: "Destination") -> int:

@@ -145,7 +145,7 @@ class HostRun:
             order = hosts.conclude(ending)
             if isinstance(order, Ending):
                 self._log.ended()
-                return self._losses.judged(order)
+                return self._losses.judged(order, start=hosts.start)
             self._log.failed(order, noticed_at=self._noticed_at, quiet_seconds=self._quiet_seconds)
             deadline = time.monotonic() + order.delay_seconds
             while not self._was_told_to_stop and time.monotonic() < deadline:
