@@ -151,13 +151,14 @@ def _say_what_next(verdict: "Verdict", image: str | None) -> None:
 
 def _table(verdict: "Verdict") -> "Table":
     from rich.table import Table
+    from rich.text import Text
 
     title = f"{verdict.candidate or 'candidate'} against {verdict.baseline or 'baseline'}"
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="bold")
     for heading in ("", "candidate", "baseline", "limit", ""):
         table.add_column(heading, overflow="fold")
     for check in verdict.checks:
-        word = "[green]ok[/green]" if check.is_good else "[red]FAIL[/red]"
+        word = Text("ok", style="green") if check.is_good else Text("FAIL", style="red")
         table.add_row(check.name, check.candidate, check.baseline, check.limit, word)
     for line in verdict.differs_in:
         table.add_row("differs in", line, style="dim")

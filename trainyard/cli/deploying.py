@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.options import DEFAULT_ENVIRONMENT
-from trainyard.cli.output import console, teller
+from trainyard.cli.output import console, teller, turner
 
 if TYPE_CHECKING:
     from trainyard.spec.platform import EnvironmentSpec
@@ -64,7 +64,7 @@ def deploy(
                 spec,
                 credentials(spec),
                 work=work,
-                progress=spinner.update if sys.stderr.isatty() else lambda _: None,
+                progress=turner(spinner) if sys.stderr.isatty() else lambda _: None,
                 stacks=stacks,
                 accepted_losses=accept_loss or (),
                 say=teller(spinner),

@@ -13,7 +13,7 @@ import typer
 
 from trainyard.cli.checkpoints import CheckpointsOf, StepOption, destination_of
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
-from trainyard.cli.output import console, print_json
+from trainyard.cli.output import console, print_json, turner
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def export(
                 f"--to {to}: {job} is on this machine, and nothing says whose role may write there; export to a "
                 "folder, and copy that (aws s3 cp --recursive)"
             )
-        spinner.update(f"writing {to}")
+        turner(spinner)(f"writing {to}")
         written = run_export(place.destination, arguments, place.variables)
     if as_json:
         print_json(written)
@@ -163,6 +163,7 @@ def promote(
     check_trainer()
     variant = _variant(merge=merge, base=base, tokenizer=tokenizer, dtype=dtype)
     with console(stderr=True).status("asking") as spinner:
+        turn = turner(spinner)
         promotion, launcher = _promotion(job, environment, tenant, step=step, model=model, variant=variant, image=image)
         s3, record, taken = launcher.client("s3"), promotion.record, promotion.checkpoint.step
         metrics = registry.metrics_at(record.checkpoint_destination, s3, taken)
@@ -170,12 +171,12 @@ def promote(
         known = registry.Registry(launcher, promotion.contract)
         listing, found = registry.exported(promotion, s3), known.find(promotion)
         if listing is None:
-            spinner.update(f"writing {promotion.uri}")
+            turn(f"writing {promotion.uri}")
             arguments = _arguments(promotion.uri, taken, False, merge, base, tokenizer, dtype, max_shard_gib)
             run_export(record.checkpoint_destination, [*arguments, "--continue"], launcher.variables())
             listing = registry.check_listing(registry.exported(promotion, s3), promotion)
         if found is None:
-            spinner.update(f"registering {promotion.group}")
+            turn(f"registering {promotion.group}")
             source = registry.record_reason(promotion, s3, gates, metrics, listing)
             request = registry.package_request(promotion, listing, source, approve=approve)
             registered = known.register(promotion, request)

@@ -41,20 +41,34 @@ def write_page(path: Path, text: str) -> None:
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """A rich console; in a pipe it prints plain lines, breaks none and cuts no id short."""
+    """A rich console; in a pipe it prints plain lines, breaks none and cuts no id short.
+
+    Text is printed as it is: most of it is somebody else's (a failure, a setting, a path), and rich would take
+    `[rank0]` and `[q_proj,v_proj]` for styles, which print nothing, and `[/opt/ml]` for a mistake. Our own colours are
+    a `Text` or a style.
+    """
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
+    width = None if stream.isatty() else PIPE_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+
+
+def turner(spinner: "Status") -> "Say":
+    """What is being done now, beside the spinner; as it is, too: rich reads a spinner's plain words as markup."""
+    from rich.text import Text
+
+    return lambda words: spinner.update(Text(words))
 
 
 def teller(spinner: "Status") -> "Say":
     """What is being done turns the spinner; a warning is a line that stays."""
+    turn = turner(spinner)
 
     def say(words: str) -> None:
         if words.startswith("warning: "):
-            spinner.console.print(words, markup=False, style="yellow")
+            spinner.console.print(words, style="yellow")
         else:
-            spinner.update(words)
+            turn(words)
 
     return say

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainyard.cli.options import JsonOption
-from trainyard.cli.output import console, print_json
+from trainyard.cli.output import console, print_json, turner
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _spinner(text: str) -> "Any":
         yield lambda _: None
         return
     with status:
-        yield status.update
+        yield turner(status)
 
 
 def _document(report: Any) -> dict[str, Any]:

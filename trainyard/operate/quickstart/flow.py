@@ -248,8 +248,9 @@ def probe_isolation(site: Site, main_run: JobRun, phase: Phase) -> ProbeResult:
     shown = {"s3:GetObject": "a checkpoint", "kms:Decrypt": "the key", "sts:AssumeRole": "the launcher role"}
     for action, thing in shown.items():
         attempt = next(item for item in result.attempts if item.action == action)
-        outcome = f"denied: {attempt.reason}" if attempt.denied else "[red]ALLOWED[/]"
-        phase.note(f"{site.intruder.contract.tenant} asks for {thing} of {site.owner.contract.tenant}: {outcome}")
+        outcome = f"denied: {attempt.reason}" if attempt.denied else "ALLOWED"
+        asked = f"{site.intruder.contract.tenant} asks for {thing} of {site.owner.contract.tenant}"
+        phase.note(f"{asked}: {outcome}", style="" if attempt.denied else "red")
     phase.summary = f"{result.num_denied} of {len(result.attempts)} attempts denied by the deployed policies"
     return result
 

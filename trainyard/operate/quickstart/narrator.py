@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 HEARTBEAT_SECONDS = 10.0
 """Where there is no terminal to animate (CI, a log file): a line at least this often."""
@@ -30,11 +31,13 @@ class Narrator:
             yield phase
         self.seconds[key] = self.seconds.get(key, 0.0) + time.monotonic() - started
         summary = f": {phase.summary}" if phase.summary else ""
-        self.console.print(f"[green]✓[/] {title}{summary} [dim]({self.seconds[key]:.1f} s)[/]", highlight=False)
+        seconds = (f" ({self.seconds[key]:.1f} s)", "dim")
+        self.console.print(Text.assemble(("✓", "green"), f" {title}{summary}", seconds))
 
 
 class Phase:
-    """The running phase: `update` replaces its line, `note` leaves a line behind."""
+    """The running phase: `update` replaces its line, `note` leaves a line behind. What they are told is often the CDK's
+    or the trainer's, so it is printed as it is, brackets too."""
 
     def __init__(self, console: Console, title: str) -> None:
         self.summary = ""
@@ -51,21 +54,21 @@ class Phase:
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], description=self._line())
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, style: str = "") -> None:
         """Leave a line on the screen."""
         self._last_line = time.monotonic()
-        self._console.print(f"  {text}", highlight=False)
+        self._console.print(Text(f"  {text}", style=style))
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Animate on a terminal; elsewhere print the title now and a heartbeat later."""
         if self._console.is_terminal:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
             with Progress(*columns, console=self._console, transient=True) as self._progress:
                 self._progress.add_task(self._line(), total=None)
                 yield
             return
-        self._console.print(f"… {self._title}", highlight=False)
+        self._console.print(Text(f"… {self._title}"))
         done = threading.Event()
         heart = threading.Thread(target=self._beat, args=(done,), daemon=True)
         heart.start()
@@ -81,4 +84,4 @@ class Phase:
     def _beat(self, done: threading.Event) -> None:
         while not done.wait(1.0):
             if time.monotonic() - self._last_line >= HEARTBEAT_SECONDS:
-                self.note(f"[dim]{self._text or 'working'}[/]")
+                self.note(self._text or "working", style="dim")

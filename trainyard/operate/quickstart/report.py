@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from trainyard.spec.base import SpecModel
 
@@ -190,13 +191,14 @@ def print_summary(console: Console, report: QuickstartReport, folder: Path) -> N
     table.add_row("time", f"{report.seconds['total']:.0f} s: {times}")
     table.add_row(
         "look next",
-        "\n".join(
-            [
+        Text("\n").join(
+            Text(line)
+            for line in (
                 str(folder / "report.json"),
                 str(folder / "loss.png"),
                 f".venv/bin/trainyard status {job.name}",
                 f".venv/bin/trainyard logs {job.name}",
-            ]
+            )
         ),
     )
     console.print(table, highlight=False)
