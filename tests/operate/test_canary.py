@@ -4,7 +4,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from launch_testing import job_content
 from runbook_testing import record_of, rows_of
 
 from trainyard.cli.app import run
-from trainyard.errors import AwsRefusedError, InputError
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.operate import canary
 from trainyard.operate.canary import Limits, Ran, Release, Verdict, judge, tried
 from trainyard.spec.base import parse
@@ -118,6 +118,22 @@ class Parameter:
         return Release(lambda: self.now, self.make, lambda _: None, self.said.append)
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Whoever runs the tests under nohup, or in a shell's background, has signals ignored, and so would a canary."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("heard")
 def test_the_old_image_comes_back_whatever_came_in_between() -> None:
     parameter = Parameter()
     verdict = tried(parameter.release, "old", "new", lambda: verdict_of(rows_of(40)))
@@ -136,6 +152,76 @@ def test_the_old_image_comes_back_whatever_came_in_between() -> None:
             tried(parameter.release, "old", "new", lambda kind=ending: end(kind))  # type: ignore[misc]
         assert parameter.seen == ["new", "old"]
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+
+
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.parametrize("first", [*SIGNALS, None])
+def test_no_second_signal_leaves_an_untried_image_released(
+    first: signal.Signals | None, second: signal.Signals
+) -> None:
+    """Nor a first one that comes while a worse image is taken back."""
+    parameter = Parameter()
+    taken_back: list[str] = []
+
+    def make(digest: str) -> None:
+        if digest == "old":
+            signal.raise_signal(second)
+            taken_back.append(digest)
+        parameter.make(digest)
+
+    def try_it() -> Verdict:
+        if first is not None:
+            signal.raise_signal(first)
+            pytest.fail("it went on")
+        return verdict_of(rows_of(40, seconds=2.0))
+
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    release = replace(parameter.release, make=make)
+    if first is None:
+        assert tried(release, "old", "new", try_it).image_now == "old"
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            tried(release, "old", "new", try_it)
+    assert (parameter.seen, taken_back) == (["new", "old"], ["old"])
+    assert handlers == [signal.getsignal(number) for number in SIGNALS]
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """A canary of hours under nohup goes on where its terminal goes away."""
+    parameter = Parameter()
+
+    def hung_up() -> Verdict:
+        signal.raise_signal(signal.SIGHUP)
+        return verdict_of(rows_of(40))
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert tried(parameter.release, "old", "new", hung_up).image_now == "new"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("ending", [None, AwsRefusedError("no"), InputError("no"), KeyboardInterrupt()])
+def test_an_image_that_could_not_be_taken_back_is_named(ending: BaseException | None) -> None:
+    """Credentials that end during a canary of hours must not leave everybody with it in silence."""
+    parameter = Parameter()
+
+    def make(digest: str) -> None:
+        if digest == "old":
+            raise AwsRefusedError("writing SSM parameter /x: AWS refused: ExpiredToken; sign in again")
+        parameter.make(digest)
+
+    def try_it() -> Verdict:
+        if ending is not None:
+            raise ending
+        return verdict_of(rows_of(40, seconds=2.0))
+
+    with pytest.raises(JobFailedError) as failed:
+        tried(replace(parameter.release, make=make), "old", "new", try_it)
+    told = str(failed.value)
+    assert "new was tried and is not kept, but may still be what new jobs run" in told and "ExpiredToken" in told
+    assert told.endswith("bring it back: scripts/publish_image ENV --digest old")
 
 
 def test_what_somebody_else_released_meanwhile_stays() -> None:

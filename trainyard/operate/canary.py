@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.backend import Say
 from trainyard.launch.place import environment_file, place_of
@@ -36,6 +36,8 @@ POINTS = 4
 """Places of the losses' course that are compared, evenly spaced: a quarter, a half, three quarters, the end."""
 NOT_A_SETTING = ("name", "checkpoint.destination")
 """What differs between any two jobs."""
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command."""
 LOCAL = "--image: jobs of this machine run in no image; try it on another compute.backend"
 
 
@@ -323,7 +325,7 @@ class Release:
 
 def tried(release: Release, old: str, digest: str, try_it: Callable[[], Verdict]) -> Verdict:
     """Release an image, try it, and take it back where it is not as good or anything came in between."""
-    with _ended_by_signals():
+    with _signals(_end):
         try:
             release.make(digest)
             try:
@@ -339,33 +341,43 @@ def tried(release: Release, old: str, digest: str, try_it: Callable[[], Verdict]
 
 
 def _take_back(release: Release, old: str, digest: str) -> None:
-    """The old image again, unless somebody has released another one since."""
-    now = release.current()
-    if now == digest:
-        release.make(old)
-    elif now != old:
-        release.say(f"{now} was released meanwhile, by somebody else: it stays, and {old} is not brought back")
+    """The old image again, unless somebody has released another one since; nobody's signal cuts that short.
+    JobFailedError where it can't be had: all new jobs then run what was tried."""
+    with _signals(signal.SIG_IGN):
+        try:
+            now = release.current()
+            if now == digest:
+                release.make(old)
+            elif now != old:
+                release.say(f"{now} was released meanwhile, by somebody else: it stays, and {old} is not brought back")
+        except TrainyardError as error:
+            raise JobFailedError(
+                f"{digest} was tried and is not kept, but may still be what new jobs run: {old} could not be brought "
+                f"back ({error}); mend that, and bring it back: scripts/publish_image ENV --digest {old}"
+            ) from error
+
+
+def _end(*_: object) -> None:
+    """The first signal's way out; a second one does not cut it short."""
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a terminal that goes away take the same way out as Ctrl-C; a second signal does not cut it short."""
+def _signals(handler: Callable[..., object] | signal.Handlers) -> Iterator[None]:
+    """What ends a command goes to `handler`: Ctrl-C, SIGTERM and a terminal that goes away take the same way. One that
+    is ignored (nohup's, a shell's background's) stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets nobody else hear signals
         return
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-
-    def end(*_: object) -> None:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, end) for number in numbers}
+    heard = [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def run_job(job: Path, options: Sequence[str], folder: Path, name: str, environment: str, tenant: str | None) -> Ran:
