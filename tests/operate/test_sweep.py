@@ -402,6 +402,30 @@ def test_at_the_budget_what_runs_is_saved_and_stopped(begun: Any) -> None:
     assert found.usd is not None and 8.0 <= found.usd < 8.0 + 2 * 12 * 10 / 90 + 0.1, "within one look"
 
 
+def test_a_budget_is_held_though_the_first_look_of_who_goes_on_failed(
+    begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on with a sweep knows of no job's place yet: it is asked for again, and the job stopped, later."""
+    runner, machines = begun(parallel=1, stop_rule="none")
+    runner._start()
+    machines.tick()
+    runner.look()
+    again, away = go_on(runner, max_cost_usd=0.5), [2]
+    known = runner.launcher.place
+
+    def place(job_id: str) -> Place:
+        if away[0]:
+            away[0] -= 1
+            raise AwsRefusedError("the network is away")
+        there: Place = known(job_id)
+        return there
+
+    monkeypatch.setattr(again.launcher, "place", place)
+    found = again.run(machines.tick)
+    assert found.lines[0].state == "Stopped" and found.lines[0].why.startswith("budget: ")
+    assert machines.stopped == [found.lines[0].job_id] and away == [0], "the look and the stop both failed"
+
+
 class GoneError(Exception):
     """The launcher dies."""
 

@@ -187,7 +187,7 @@ class Runner:
 
     def _look_at(self, trial: Trial, job_id: str) -> None:
         try:
-            place = self._places.get(job_id) or self._places.setdefault(job_id, self.launcher.place(job_id))
+            place = self._place(job_id)
             current = watch.status(place.store, place.backend, job_id)
         except TrainyardError as error:
             self._failed_looks[trial.number] = self._failed_looks.get(trial.number, 0) + 1
@@ -208,6 +208,12 @@ class Runner:
         is_asked = seen.stopped_attempt == current.record.attempt.number
         if is_asked and not current.finished and current.state != "Stopping":
             self._ask_to_stop(job_id)  # whoever wrote down that it stops was gone before it was asked to
+
+    def _place(self, job_id: str) -> Place:
+        """Where it lives, asked for once; TrainyardError where that can't be told now."""
+        if job_id not in self._places:
+            self._places[job_id] = self.launcher.place(job_id)
+        return self._places[job_id]
 
     def _with_figures(self, trial: Trial, record: JobRecord, state: str) -> Trial:
         """The trial as it is now."""
@@ -256,8 +262,8 @@ class Runner:
 
     def _stop(self, trial: Trial, why: str) -> None:
         assert trial.job_id is not None
-        place = self._places[trial.job_id]
         try:
+            place = self._place(trial.job_id)  # not yet known where the first look at a job failed
             attempt = place.store.read(trial.job_id).record.attempt.number
         except TrainyardError as error:
             self.say(f"trial {trial.number} is to stop ({why}), and can't be asked now: {error}")
@@ -270,7 +276,7 @@ class Runner:
     def _ask_to_stop(self, job_id: str) -> None:
         if self.read_only:
             return
-        place = self._places[job_id]
+        place = self._place(job_id)
         try:
             watch.stop(place.store, place.backend, job_id)
         except InputError:
