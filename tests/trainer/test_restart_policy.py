@@ -55,6 +55,25 @@ def test_the_budget_is_of_a_window_and_comes_back_with_time() -> None:
     assert isinstance(again, Restart) and (again.number, again.delay_seconds) == (3, 2)
 
 
+def test_time_gives_no_restart_back_that_came_no_further() -> None:
+    """A job that fails an hour and more after each start, somewhere before its next checkpoint, never at one step."""
+    clock = Clock()
+    judge = policy(clock, max_restarts=3, window_minutes=60)
+
+    def failed(step: int) -> Restart | Ending:
+        clock.now += 3601
+        return judge(died(step))
+
+    assert all(isinstance(failed(step), Restart) for step in (100, 104, 103, 101, 105, 102, 104))
+    ended = failed(103)
+    assert isinstance(ended, Ending)
+    assert ended.reason.endswith(
+        "; 3 restarts in a row came no further than step 105, and are spent (recovery.max_restarts)"
+    )
+    judge = policy(clock, max_restarts=3, window_minutes=60)
+    assert all(isinstance(failed(step), Restart) for step in range(100, 2000, 50)), "a month's job may fail each day"
+
+
 @pytest.mark.parametrize("step", [0, 6])
 def test_the_same_error_at_the_same_step_is_the_programs(step: int) -> None:
     judge = policy(max_restarts=9)

@@ -87,6 +87,9 @@ class RestartPolicy:
         self._num_restarts = 0
         self._in_a_row: list[Ending] = []
         """Failures at one and the same step."""
+        self._furthest_step = 0
+        self._num_in_vain = 0
+        """Restarts since then that came no further."""
 
     def judge(self, failure: Ending) -> Restart | Ending:
         """A restart, or the job's ending with the reason why there is none."""
@@ -99,19 +102,36 @@ class RestartPolicy:
         diagnosis = self._crash_loop()
         if diagnosis:
             return _with_words(failure, diagnosis)
+        self._note_progress(failure)
         now = self._clock()
-        while self._restarted_at and now - self._restarted_at[0] > 60 * self._spec.window_minutes:
-            self._restarted_at.popleft()
-        if len(self._restarted_at) >= self._spec.max_restarts:
-            return _with_words(
-                failure,
-                f"{len(self._restarted_at)} restarts within {self._spec.window_minutes:g} minutes are spent"
-                " (recovery.max_restarts)",
-            )
+        if spent := self._spent(now):
+            return _with_words(failure, f"{spent} (recovery.max_restarts)")
         delay = min(self._spec.backoff_seconds * 2 ** len(self._restarted_at), LONGEST_BACKOFF_SECONDS)
         self._restarted_at.append(now)
         self._num_restarts += 1
         return Restart(delay, self._num_restarts, failure)
+
+    def _note_progress(self, failure: Ending) -> None:
+        if failure.step > self._furthest_step or not self._restarted_at:
+            self._furthest_step, self._num_in_vain = max(failure.step, self._furthest_step), 0
+        else:
+            self._num_in_vain += 1
+
+    def _spent(self, now: float) -> str:
+        """Why there is no restart left, in words; empty while there is.
+
+        Time gives back what a long job lost now and then, and not what came no further: a job that fails somewhere
+        before its next checkpoint, each time elsewhere and after more than the window's share, would go on for ever.
+        """
+        window, made = 60 * self._spec.window_minutes, self._restarted_at
+        in_window = sum(now - at <= window for at in made)
+        while len(made) > max(in_window, self._num_in_vain):
+            made.popleft()
+        if len(made) < self._spec.max_restarts:
+            return ""
+        if in_window >= self._spec.max_restarts:
+            return f"{in_window} restarts within {self._spec.window_minutes:g} minutes are spent"
+        return f"{len(made)} restarts in a row came no further than step {self._furthest_step}, and are spent"
 
     def _crash_loop(self) -> str:
         last = self._in_a_row[-1]
