@@ -187,7 +187,7 @@ class SlurmSite:
             self._wait(lambda: "down" in self._cluster.node_states().get(node, ""), f"{node} is found to be lost")
             self._cluster.start_node(node)
         elif kind == "requeue":
-            self._cluster.command("scontrol", "requeue", slurm_id)
+            is_met = self._told_of(slurm_id, "scontrol", "requeue")
         elif kind == "preempted":
             self._preempt()
         elif kind == "time_limit":
@@ -195,7 +195,7 @@ class SlurmSite:
         elif kind == "scancel_signal":
             # Not --full, which ends srun, and that kills its tasks at once.
             to = draw.choice((["--batch"], []))
-            self._cluster.command("scancel", "--signal=TERM", *to, slurm_id)
+            is_met = self._told_of(slurm_id, "scancel", "--signal=TERM", *to)
         elif kind == "scancel":
             self._is_to_be_resumed = True
             self._cluster.command("scancel", slurm_id)
@@ -239,6 +239,16 @@ class SlurmSite:
         )
         with suppress(AssertionError):  # another fault may have ended it meanwhile
             self._cluster.command("scontrol", "update", f"JobId={slurm_id}", f"TimeLimit={_LIMIT_MINUTES}")
+        return True
+
+    def _told_of(self, slurm_id: str, *command: str) -> bool:
+        """Whether Slurm took the command for the job; False where another fault had just ended it."""
+        try:
+            self._cluster.command(*command, slurm_id)
+        except AssertionError:
+            if slurm_id != self._slurm_id or self._has_ended(slurm_id):
+                return False
+            raise
         return True
 
     def _job_now(self) -> dict[str, str]:

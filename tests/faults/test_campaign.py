@@ -393,3 +393,27 @@ def test_a_limit_of_a_job_that_another_fault_has_ended_is_not_met(monkeypatch: p
     said = "Access denied"
     with pytest.raises(AssertionError, match="Access denied"):
         site._let_the_limit_come("2", 1)
+
+
+@pytest.mark.parametrize(
+    ("now", "state", "is_excused"), [("2", "CANCELLED", True), ("3", "RUNNING", True), ("2", "RUNNING", False)]
+)
+def test_a_command_for_a_job_that_another_fault_has_ended_is_not_met(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, now: str, state: str, is_excused: bool
+) -> None:
+    """`now`: the job's number; a person has resumed it where that is another one."""
+    site = object.__new__(slurm.SlurmSite)
+
+    def refused(*_: str) -> str:
+        raise AssertionError("scancel: error: Kill job error on job id 2: Invalid job id specified")
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/submitted").write_text(f"id={now}\n")
+    site._folder, site._job_id = tmp_path, "mine"
+    monkeypatch.setattr(site, "_cluster", SimpleNamespace(command=refused), raising=False)
+    monkeypatch.setattr(site, "_job_now", lambda: {"JobState": state})
+    if is_excused:
+        assert not site._told_of("2", "scancel", "--signal=TERM")
+    else:
+        with pytest.raises(AssertionError, match="Invalid job id"):
+            site._told_of("2", "scancel", "--signal=TERM")
