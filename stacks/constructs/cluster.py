@@ -17,38 +17,9 @@ from stacks.constructs.permissions import TenantResources
 from stacks.naming import TAG_COST_CENTER, TAG_ENVIRONMENT, TAG_NODE, TAG_TENANT, TenantScope
 from trainyard.hardware import NetworkInterface, instance, network_interfaces
 from trainyard.spec.cluster import LOGIN_GROUP, ClusterSpec, NodeGroupSpec
+from trainyard.spec.machine_start import SmallFilesMount, machine_start
 
 PURCHASE = {"on_demand": "ONDEMAND", "spot": "SPOT", "capacity_block": "CAPACITY_BLOCK"}
-
-MOUNT = """\
-MIME-Version: 1.0
-Content-Type: multipart/mixed; boundary="==TRAINYARD=="
-
---==TRAINYARD==
-Content-Type: text/x-shellscript; charset="us-ascii"
-
-#!/bin/bash
-# Nobody may enter the folder while nothing is mounted there: a job on a machine without the files fails at once.
-install -d -m 000 /fsx
-for try in $(seq 30); do
-  mount -t lustre -o noatime,flock {dns}@tcp:/{mount} /fsx && break
-  sleep 10
-done
-mountpoint -q /fsx && install -d -m 1777 /fsx/cluster
-{small}
---==TRAINYARD==--
-"""
-"""PCS joins it with user data of its own, so that it must be MIME; it runs before Slurm's daemon starts (PCS user
-guide, "Working with Amazon EC2 user data")."""
-
-MOUNT_SMALL_FILES = """\
-install -d -m 000 /efs
-for try in $(seq 30); do
-  mount -t efs -o tls,iam,accesspoint={folder} {files}:/ /efs && break
-  sleep 10
-done
-"""
-"""By amazon-efs-utils, which brings the TLS and the machine's role that the file system's policy asks for."""
 
 
 class TenantCluster(Construct):
@@ -238,14 +209,11 @@ class TenantCluster(Construct):
         return ec2.CfnLaunchTemplate.PlacementProperty(group_name=group.ref)
 
     def _user_data(self) -> str:
-        files = self._resources.file_system.resource
-        dns, mount = files.attr_dns_name, files.attr_lustre_mount_name
-        text = MOUNT.replace("{dns}", dns).replace("{mount}", mount)
-        wanted, small = self._spec.small_files, self._resources.small_files
-        if wanted is None or not wanted.mounted or small is None:
-            return text.replace("{small}", "")
-        mounted = MOUNT_SMALL_FILES.replace("{folder}", small.folder.ref).replace("{files}", small.resource.ref)
-        return text.replace("{small}", mounted)
+        files, small = self._resources.file_system.resource, self._resources.small_files
+        wanted, mounted = self._spec.small_files, None
+        if wanted is not None and wanted.mounted and small is not None:
+            mounted = SmallFilesMount(small.resource.ref, small.folder.ref)
+        return machine_start(files.attr_dns_name, files.attr_lustre_mount_name, mounted)
 
 
 def _ami(ami: str | None) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import yaml
 
 from trainyard.isolation import Site, resolve_templates
-from trainyard.isolation.templates import synthesize
+from trainyard.isolation.templates import Deployment, synthesize
 from trainyard.spec.platform import EnvironmentSpec, load_environment
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 ROOT = Path(__file__).parents[2]
 LOCAL = ROOT / "environments" / "local.yaml"
@@ -70,3 +73,9 @@ def altered(templates: Templates, environment: EnvironmentSpec) -> Callable[[Cal
         return resolve_templates(changed, environment)
 
     return run
+
+
+@pytest.fixture
+def names(templates: Templates, environment: EnvironmentSpec) -> Deployment:
+    """What the resources are called once deployed."""
+    return Deployment.of(templates, environment)

@@ -19,14 +19,14 @@ LOCAL = ROOT / "environments" / "local.yaml"
 
 
 @pytest.fixture
-def synthesized(monkeypatch: pytest.MonkeyPatch, templates: Any) -> None:
-    """The local templates at hand: the command's own synthesis is another test's."""
+def synthesized(monkeypatch: pytest.MonkeyPatch, templates: Any, environment_path: Path) -> Path:
+    """The environment's file, and its templates at hand: the command's own synthesis is another test's."""
     monkeypatch.setattr(proof, "synthesize", lambda environment, checkout: templates)
+    return environment_path
 
 
-@pytest.mark.usefixtures("synthesized")
-def test_json_holds_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["isolation", str(LOCAL), "--json"]) == 0
+def test_json_holds_the_contract(synthesized: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["isolation", str(synthesized), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["pairs"] == 2
     assert document["requests"] > 10_000
@@ -69,10 +69,9 @@ def test_a_limit_that_is_no_whole_number_of_seconds_in_binary_is_the_same_everyw
     assert prove(open_site(path, ROOT)).holds
 
 
-@pytest.mark.usefixtures("synthesized")
-def test_the_page_says_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_it_all(synthesized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "isolation.html"
-    assert run(["isolation", "local", "--html", str(page)]) == 0
+    assert run(["isolation", str(synthesized), "--html", str(page)]) == 0
     text = page.read_text()
     assert '<span class="holds">isolated</span>' in text
     assert "sagemaker:ListTrainingJobs" in text

@@ -12,8 +12,9 @@ from trainyard.isolation.conditions import Context
 from trainyard.isolation.crossings import EVERYWHERE, GUARD_RAIL, Crossings, Question, Scope
 from trainyard.isolation.evaluator import Decision, Request, decide
 from trainyard.isolation.needs import Need, Needs
+from trainyard.isolation.places import Wire
 from trainyard.isolation.templates import Deployment, Template, synthesize
-from trainyard.isolation.wiring import Wire, wires
+from trainyard.isolation.wiring import wires
 from trainyard.spec.platform import EnvironmentSpec, load_environment
 
 

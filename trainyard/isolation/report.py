@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from trainyard.isolation.mutants import Survey
+from trainyard.isolation.places import Wire
 from trainyard.isolation.proof import Finding, Proof
-from trainyard.isolation.wiring import Wire
 
 _LISTS = (
     ("allowed_cross_tenant", "Allowed across tenants", "Requests that touch another tenant or the shared platform."),

@@ -19,6 +19,7 @@ from typing import Any
 
 from trainyard.children import output_of, start
 from trainyard.errors import InputError, JobFailedError
+from trainyard.isolation.packages import look_at_packages
 from trainyard.spec.platform import EnvironmentSpec
 
 Template = dict[str, Any]
@@ -29,10 +30,13 @@ SYNTHESIS_SECONDS = 600
 def synthesize(environment: Path, checkout: Path) -> dict[str, Template]:
     """Templates by stack name, from the checkout's app.py in a process of its own: nothing here imports the CDK.
 
-    Without the checks, which take half of the time: for looking at templates that somebody else deploys.
+    Without the checks, which take half of the time: for looking at templates that somebody else deploys. The functions'
+    code, which stands beside them and not in them, is looked at here.
     """
     with tempfile.TemporaryDirectory(prefix="trainyard-isolation-") as folder:
-        return synthesize_into(Path(folder), environment, checkout, {"checks": "off"})
+        templates = synthesize_into(Path(folder), environment, checkout, {"checks": "off"})
+        look_at_packages(Path(folder), templates, checkout)
+    return templates
 
 
 def synthesize_into(

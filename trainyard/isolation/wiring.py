@@ -7,26 +7,24 @@ function's permission, a bucket's public access) must be as it is listed here. A
 the proof: whatever it opens would be seen by nobody.
 """
 
-import binascii
 import json
 import math
 import re
-from base64 import b64decode
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from trainyard.errors import InputError, JobFailedError
-from trainyard.hardware import instance, price
-from trainyard.isolation.account import DOCUMENTS, PLATFORM, TENANT_TAG, Account, tags_of
+from trainyard.errors import JobFailedError
+from trainyard.isolation.account import DOCUMENTS, PLATFORM, TENANT_TAG, Account
 from trainyard.isolation.catalogue import KIND_OF_TYPE
+from trainyard.isolation.measures import Measures
+from trainyard.isolation.places import EVERYBODY, Place, Wire, in_clear, strings
+from trainyard.isolation.shapes import leaves, shortcomings
 from trainyard.isolation.templates import Deployment
+from trainyard.isolation.watchers import Watchers
+from trainyard.spec.machine_start import SmallFilesMount, machine_start
 from trainyard.spec.platform import TenantContract, parse_contract
 from trainyard.spec.shares import BATCH_PREFIX, borrow_percent, strategy
-
-EVERYBODY = "every tenant"
-"""Whom a finding hurts where it is not one tenant."""
 
 WIRES = frozenset(
     {
@@ -41,16 +39,49 @@ WIRES = frozenset(
 """Types that are nothing by themselves and connect others. With the things of the catalogue and the policies, all that
 the proof has looked at."""
 
-_WAYS_OUT = {
-    "AWS::EC2::EIP": frozenset({"Domain", "Tags"}),
-    "AWS::EC2::InternetGateway": frozenset({"Tags"}),
-    "AWS::EC2::NatGateway": frozenset({"AllocationId", "SubnetId", "Tags"}),
-    "AWS::EC2::Route": frozenset(
-        {"RouteTableId", "DestinationCidrBlock", "GatewayId", "NatGatewayId", "VpcEndpointId"}
-    ),
-    "AWS::EC2::VPCGatewayAttachment": frozenset({"InternetGatewayId", "VpcId"}),
+_WAYS_OUT = frozenset(
+    {
+        *("AWS::EC2::EIP", "AWS::EC2::InternetGateway", "AWS::EC2::NatGateway", "AWS::EC2::Route"),
+        "AWS::EC2::VPCGatewayAttachment",
+    }
+)
+"""Only for a tenant with `egress`."""
+
+_OWN = {
+    "AWS::Budgets::BudgetsAction": "BudgetName Definition.IamActionDefinition.PolicyArn",
+    "AWS::CE::AnomalySubscription": "MonitorArnList",
+    "AWS::CloudWatch::Alarm": "AlarmActions OKActions",
+    "AWS::EC2::FlowLog": "LogGroupName ResourceId",
+    "AWS::EC2::LaunchTemplate": """
+        LaunchTemplateData.BlockDeviceMappings.Ebs.KmsKeyId LaunchTemplateData.NetworkInterfaces.Groups
+        LaunchTemplateData.NetworkInterfaces.SubnetId""",
+    "AWS::EC2::SubnetRouteTableAssociation": "RouteTableId SubnetId",
+    "AWS::EC2::VPCEndpoint": "RouteTableIds SecurityGroupIds SubnetIds VpcId",
+    "AWS::EFS::FileSystem": "KmsKeyId",
+    "AWS::EFS::MountTarget": "SecurityGroups SubnetId",
+    "AWS::Events::Rule": "Targets.Arn",
+    "AWS::FSx::FileSystem": "KmsKeyId SecurityGroupIds SubnetIds",
+    "AWS::Lambda::Function": "LoggingConfig.LogGroup",
+    "AWS::Lambda::Permission": "FunctionName",
+    "AWS::Logs::LogGroup": "KmsKeyId",
+    "AWS::Logs::MetricFilter": "LogGroupName",
+    "AWS::NetworkFirewall::LoggingConfiguration": """
+        FirewallArn LoggingConfiguration.LogDestinationConfigs.LogDestination.logGroup""",
+    "AWS::PCS::Cluster": "Networking.SecurityGroupIds Networking.SubnetIds",
+    "AWS::PCS::ComputeNodeGroup": "CustomLaunchTemplate.TemplateId SubnetIds",
+    "AWS::S3::Bucket": """
+        BucketEncryption.ServerSideEncryptionConfiguration.ServerSideEncryptionByDefault.KMSMasterKeyID""",
+    "AWS::SNS::Subscription": "TopicArn",
+    "AWS::SNS::Topic": "KmsMasterKeyId",
+    "AWS::SageMaker::Cluster": """
+        InstanceGroups.InstanceStorageConfigs.EbsVolumeConfig.VolumeKmsKeyId VpcConfig.SecurityGroupIds
+        VpcConfig.Subnets""",
 }
-"""Only for a tenant with `egress`, and by these properties alone: no peering, no transit gateway, no other network."""
+"""Properties that name a thing of the tenant's own, or, where they name nothing, must not be there; of what lies open
+without a key of the tenant's they must."""
+
+_NEEDED = frozenset({"KmsKeyId", "KMSMasterKeyID", "KmsMasterKeyId", "LogGroup", "LogGroupName"})
+"""Their last words, where AWS would take a key of its own, or a group that everybody has."""
 
 _ROLES = frozenset(
     {
@@ -68,49 +99,28 @@ _FENCE = {
 }
 """A firewall that reads every packet, and drops what no rule of its own group lets through."""
 
-_KNOWN_BY_NAME = frozenset({"AWS::IAM::InstanceProfile", "AWS::IAM::Role", "AWS::S3::Bucket"})
+_KNOWN_BY_NAME = frozenset(
+    {
+        *("AWS::Budgets::Budget", "AWS::EC2::LaunchTemplate", "AWS::IAM::InstanceProfile", "AWS::IAM::Role"),
+        *("AWS::Logs::LogGroup", "AWS::S3::Bucket"),
+    }
+)
 """Types that others name without their ARN."""
 
 _PUBLIC = ("BlockPublicAcls", "BlockPublicPolicy", "IgnorePublicAcls", "RestrictPublicBuckets")
 _NOWHERE = "255.255.255.255/32"
 """What the CDK writes where a group may send nothing: without a rule EC2 would let everything out."""
 
-_OPAQUE = re.compile(r"\b(?:[a-z]{2,6}-[0-9a-f]{17}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b")
+_ARN = re.compile(r"\barn:aws[a-z-]*:[^\s\"',;<>\\]+")
+_RESOLVED_LATER = re.compile(r"\{\{resolve:[^}]*\}\}")
+_NAMESPACE = re.compile(r"(?<![\w./-])trainyard/([A-Za-z0-9-]+)(?![\w/-])")
+_SECTIONS = frozenset({"AWSTemplateFormatVersion", "Description", "Metadata", "Outputs", "Resources"})
+_ATTRIBUTES = frozenset({"DeletionPolicy", "DependsOn", "Metadata", "Properties", "Type", "UpdateReplacePolicy"})
+_OPAQUE = re.compile(
+    r"\b(?:[a-z]{2,6}-[0-9a-f]{17}|(?:eni|fs|rtb|sg|subnet|vpc|vpce)-[0-9a-f]{8}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b"
+)
 _ACCOUNT = re.compile(r"\barn:aws[a-z-]*:[a-z0-9-]+:[a-z0-9-]*:(\d{12}):")
 _BUCKET = re.compile(r"(?:\barn:aws[a-z-]*:s3:::|\bs3://)([a-z0-9][a-z0-9.-]*)")
-
-
-@dataclass(frozen=True)
-class Wire:
-    """A connection that leads out of its tenant, or lets somebody in."""
-
-    tenant: str
-    resource: str
-    """Stack and logical id."""
-    where: str
-    """The property."""
-    reaches: str
-    """What it names."""
-    target: str
-    """Whose that is: a tenant, the platform, or everybody's."""
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.tenant}'s {self.resource} {self.where}: {self.reaches} of {self.target}: {self.why}"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A resource of a tenant, resolved."""
-
-    tenant: str
-    stack: str
-    logical_id: str
-    kind: str
-    properties: Mapping[str, Any]
-
-    def wire(self, where: str, reaches: object, target: str, why: str) -> Wire:
-        return Wire(self.tenant, f"{self.stack}/{self.logical_id}", where, str(reaches), target, why)
 
 
 def wires(deployment: Deployment, account: Account) -> tuple[Wire, ...]:
@@ -125,8 +135,18 @@ def _look_at_kinds(stack: str, template: Mapping[str, Any]) -> None:
         raise JobFailedError(
             f"stack {stack}: Transform makes resources that the isolation proof can't see; leave it out"
         )
+    if hidden := sorted(set(template) - _SECTIONS):
+        raise JobFailedError(
+            f"stack {stack}: {hidden[0]} is decided at deployment, where the isolation proof can't see "
+            "it; decide at synth"
+        )
     for logical_id, resource in template.get("Resources", {}).items():
         kind = resource["Type"]
+        if hidden := sorted(set(resource) - _ATTRIBUTES):
+            raise JobFailedError(
+                f"stack {stack}: {kind} {logical_id} has {hidden[0]}: the isolation proof can't see whether or how "
+                "it is made then; leave it out"
+            )
         if kind not in WIRES and kind not in KIND_OF_TYPE and kind not in DOCUMENTS:
             raise JobFailedError(
                 f"stack {stack}: {kind} {logical_id} is of a type that the isolation proof doesn't know; add it to "
@@ -149,12 +169,22 @@ class _Wiring:
         for place in self._places:
             for check in self._checks(place.kind):
                 yield from check(place)
+        yield from self._watchers.missing()
         for place in self._shared:
+            yield from self._shape(place)
+            yield from self._later(place)
             if place.kind in self._shared_checks:
                 yield from self._shared_checks[place.kind](place)
 
     @cached_property
-    def _places(self) -> list[_Place]:
+    def _watchers(self) -> Watchers:
+        return Watchers(self._account, self._places, self._is_own, self._arn)
+
+    def _arn(self, place: Place) -> str:
+        return self._deployment.arn(place.stack, place.logical_id)
+
+    @cached_property
+    def _places(self) -> list[Place]:
         return [
             place
             for stack in self._deployment.templates
@@ -163,15 +193,15 @@ class _Wiring:
         ]
 
     @cached_property
-    def _shared(self) -> list[_Place]:
+    def _shared(self) -> list[Place]:
         stacks = [stack for stack in self._deployment.templates if self._tenant_of(stack) is None]
         return [place for stack in stacks for place in self._resources(stack, PLATFORM)]
 
-    def _resources(self, stack: str, tenant: str) -> Iterator[_Place]:
+    def _resources(self, stack: str, tenant: str) -> Iterator[Place]:
         for logical_id, resource in self._deployment.templates[stack].get("Resources", {}).items():
             properties = self._deployment.resolve(resource.get("Properties", {}), stack)
-            clear = _in_clear(properties, f"stack {stack}: {resource['Type']} {logical_id}")
-            yield _Place(tenant, stack, logical_id, resource["Type"], clear)
+            clear = in_clear(properties, f"stack {stack}: {resource['Type']} {logical_id}")
+            yield Place(tenant, stack, logical_id, resource["Type"], clear)
 
     def _tenant_of(self, stack: str) -> str | None:
         prefix = f"trainyard-{self._environment.name}-"
@@ -193,17 +223,21 @@ class _Wiring:
                 if is_ours or _OPAQUE.fullmatch(name) or resource["Type"] in _KNOWN_BY_NAME:
                     yield owner, name
 
-    def _checks(self, kind: str) -> list[Callable[[_Place], Iterator[Wire]]]:
-        special: dict[str, Callable[[_Place], Iterator[Wire]]] = {
+    def _checks(self, kind: str) -> list[Callable[[Place], Iterator[Wire]]]:
+        special: dict[str, Callable[[Place], Iterator[Wire]]] = {
             "AWS::Batch::QuotaShare": self._share,
+            "AWS::Budgets::Budget": self._watchers.bill,
+            "AWS::CE::AnomalyMonitor": self._watchers.bill,
+            "AWS::EC2::LaunchTemplate": self._start,
             "AWS::EC2::SecurityGroup": self._group,
             "AWS::EC2::SecurityGroupEgress": lambda place: self._out(place, place.properties),
             "AWS::EC2::SecurityGroupIngress": lambda place: self._in(place, place.properties),
+            "AWS::EC2::VPCEndpoint": self._service,
             "AWS::Events::Rule": self._rule,
             "AWS::IAM::ManagedPolicy": self._holders,
             "AWS::IAM::Policy": self._holders,
             "AWS::IAM::Role": self._boundary,
-            "AWS::Lambda::Function": self._settings,
+            "AWS::Lambda::Function": self._function,
             "AWS::Lambda::Permission": self._permission,
             "AWS::NetworkFirewall::Firewall": self._firewall,
             "AWS::NetworkFirewall::FirewallPolicy": self._fence,
@@ -214,10 +248,11 @@ class _Wiring:
             "AWS::SSM::Parameter": self._published,
         }
         ways = [self._way_out] if kind in _WAYS_OUT else []
-        return [self._foreign, self._tags, self._runs_as, *ways, *([special[kind]] if kind in special else [])]
+        all_kinds = [self._shape, self._later, self._foreign, self._unknown, self._owned, self._tags, self._runs_as]
+        return [*all_kinds, self._mailed, *ways, *([special[kind]] if kind in special else [])]
 
     @cached_property
-    def _shared_checks(self) -> dict[str, Callable[[_Place], Iterator[Wire]]]:
+    def _shared_checks(self) -> dict[str, Callable[[Place], Iterator[Wire]]]:
         """What may be no other way in a stack that is no tenant's. The rest of the platform's is everybody's by intent:
         its queues and its repository, and what it lets tenants do with them the policies say."""
         return {
@@ -227,15 +262,59 @@ class _Wiring:
             "AWS::SNS::Topic": self._topic,
         }
 
-    def _is_own(self, place: _Place, name: object) -> bool:
+    def _is_own(self, place: Place, name: object) -> bool:
         return str(name) in self._owners and self._owners[str(name)] == self._tenant_of(place.stack)
 
-    def _foreign(self, place: _Place) -> Iterator[Wire]:
-        """Names of other tenants' things, of other accounts, and of buckets that are none of the tenant's own."""
+    def _shape(self, place: Place) -> Iterator[Wire]:
+        for where, said, why in shortcomings(place.kind, place.properties):
+            yield place.wire(where, said, EVERYBODY, why)
+
+    def _texts(self, place: Place) -> Iterator[tuple[str, str]]:
+        """All but what the evaluator reads: a name there may be a pattern, or what is refused."""
         policies = {*DOCUMENTS.get(place.kind, ()), *(("Policies",) if place.kind == "AWS::IAM::Role" else ())}
-        for where, text in _strings(place.properties):
-            if where.partition(".")[0] in policies:
-                continue  # the evaluator's: a name there may be a pattern, or what is refused
+        for where, text in strings(place.properties):
+            if where.partition(".")[0] not in policies:
+                yield where, text
+
+    def _later(self, place: Place) -> Iterator[Wire]:
+        """What CloudFormation reads somewhere else when it deploys, policies included, but for a machine's image."""
+        outside = self._measures(place).outside if place.tenant != PLATFORM else frozenset()
+        for where, text in strings(place.properties):
+            for found in _RESOLVED_LATER.findall(text):
+                if (place.kind, where) != ("AWS::PCS::ComputeNodeGroup", "AmiId") or found not in outside:
+                    yield place.wire(where, found, EVERYBODY, "is read at deployment, where no proof sees it")
+
+    def _unknown(self, place: Place) -> Iterator[Wire]:
+        """Names of things that no template makes, and the environment file doesn't state."""
+        measures = self._measures(place)
+        known = {*measures.outside, *measures.plans}
+        for where, text in self._texts(place):
+            names = [name.removesuffix(":*") for name in _ARN.findall(text)] + _OPAQUE.findall(text)
+            for name in names:
+                buckets = name.startswith("arn:aws:s3:::")  # _foreign's
+                ours = name in self._owners or f"{name}:*" in self._owners or name in known
+                if not (buckets or ours or name.startswith(measures.own_roles)):
+                    yield place.wire(where, name, EVERYBODY, "names what no template makes")
+
+    def _owned(self, place: Place) -> Iterator[Wire]:
+        said: dict[str, list[object]] = {}
+        for where, value in leaves(place.properties):
+            said.setdefault(where, []).append(value)
+        for where in _OWN.get(place.kind, "").split():
+            values = said.get(where, [None] if where.split(".")[-1] in _NEEDED else [])
+            for value in values:
+                if not self._is_own(place, value):
+                    yield place.wire(where, value, EVERYBODY, "is not of the tenant's own things")
+
+    def _mailed(self, place: Place) -> Iterator[Wire]:
+        """Whom a budget and its kin tell; a topic's subscriptions have their own check."""
+        for where, text in strings(place.properties):
+            if where.split(".")[-2:] in (["Subscribers", "Address"], ["Subscribers", "address"]):
+                yield from self._watchers.mail(place, where, text)
+
+    def _foreign(self, place: Place) -> Iterator[Wire]:
+        """Names of other tenants' things, of other accounts, and of buckets that are none of the tenant's own."""
+        for where, text in self._texts(place):
             if (owner := self._other(place.tenant, text)) is not None:
                 yield place.wire(where, text, owner, "names another tenant's")
             if any(account != self._environment.account for account in _ACCOUNT.findall(text)):
@@ -260,17 +339,19 @@ class _Wiring:
             found = next((name for name in self._tenants if rest.startswith(f"{name}-")), tenant)
             if found != tenant:
                 return found
-        return None
+        spaces = (name for name in _NAMESPACE.findall(text) if name in self._tenants and name != tenant)
+        return next(spaces, None)
 
-    def _tags(self, place: _Place) -> Iterator[Wire]:
-        """By its tag a thing is told to be a tenant's, to policies and to the bill."""
-        owner = tags_of(place.properties.get("Tags")).get(TENANT_TAG, place.tenant)
-        if owner != place.tenant:
-            yield place.wire("Tags", owner, owner, "is tagged as another's")
+    def _tags(self, place: Place) -> Iterator[Wire]:
+        """By its tag a thing, or a machine that is started, is told to be a tenant's, to policies and to the bill."""
+        for where, owner in _tagged(place.properties):
+            if owner != place.tenant:
+                target = owner if owner in self._tenants else EVERYBODY
+                yield place.wire(where, owner, target, "is tagged as another's")
 
-    def _runs_as(self, place: _Place) -> Iterator[Wire]:
+    def _runs_as(self, place: Place) -> Iterator[Wire]:
         """As a role of its own tenant; only AWS Budgets acts as one of the platform's, which can do nothing else."""
-        for where, text in _strings(place.properties):
+        for where, text in strings(place.properties):
             is_budgets = (place.kind, where) == ("AWS::Budgets::BudgetsAction", "ExecutionRoleArn")
             names = where.split(".")
             is_role = names[-1] in _ROLES or "IamInstanceProfile" in names
@@ -278,24 +359,22 @@ class _Wiring:
                 does = "gives rights to" if place.kind in DOCUMENTS else "runs as"
                 yield place.wire(where, text, PLATFORM, f"{does} a role that is none of the tenant's")
 
-    def _way_out(self, place: _Place) -> Iterator[Wire]:
+    def _way_out(self, place: Place) -> Iterator[Wire]:
         properties = place.properties
         network = self._environment.tenant(place.tenant).network
         if network.egress is None:
             yield place.wire("Type", place.kind, EVERYBODY, "leads out of a network that has no egress")
-        for name in sorted(set(properties) - _WAYS_OUT[place.kind]):
-            yield place.wire(name, properties[name], EVERYBODY, "leads out by another way than the firewall")
         fence = properties.get("VpcEndpointId")
         if place.kind == "AWS::EC2::Route" and self._serves_jobs(place) and fence not in self._fences(place.tenant):
             target = fence or properties.get("GatewayId") or properties.get("NatGatewayId")
             yield place.wire("RouteTableId", target, EVERYBODY, "leads jobs out past the firewall")
 
-    def _firewall(self, place: _Place) -> Iterator[Wire]:
+    def _firewall(self, place: Place) -> Iterator[Wire]:
         policy = place.properties.get("FirewallPolicyArn")
         if not self._is_own(place, policy):
             yield place.wire("FirewallPolicyArn", policy, EVERYBODY, "lets through by a policy not the tenant's")
 
-    def _fence(self, place: _Place) -> Iterator[Wire]:
+    def _fence(self, place: Place) -> Iterator[Wire]:
         """Only its own group of hosts lets through, and nothing is said that nobody has looked at."""
         policy = place.properties.get("FirewallPolicy", {})
         for group in policy.get("StatefulRuleGroupReferences", []):
@@ -308,7 +387,7 @@ class _Wiring:
                 why = f"is not {json.dumps(right)}" if right else "is nothing that a firewall of ours says"
                 yield place.wire(f"FirewallPolicy.{name}", policy.get(name), EVERYBODY, why)
 
-    def _hosts(self, place: _Place) -> Iterator[Wire]:
+    def _hosts(self, place: Place) -> Iterator[Wire]:
         """The hosts that the environment file allows, by the names that TLS states."""
         egress = self._environment.tenant(place.tenant).network.egress
         hosts = sorted(egress.allowed_domains) if egress is not None else []
@@ -325,7 +404,7 @@ class _Wiring:
             if (place.tenant, place.kind) == (tenant, "AWS::NetworkFirewall::Firewall")
         }
 
-    def _serves_jobs(self, route: _Place) -> bool:
+    def _serves_jobs(self, route: Place) -> bool:
         """Whether it is in the table of a subnet that the contract gives to jobs."""
         subnets = self._contract(route).subnet_ids
         return any(
@@ -334,10 +413,39 @@ class _Wiring:
             if other.kind == "AWS::EC2::SubnetRouteTableAssociation" and other.properties.get("SubnetId") in subnets
         )
 
-    def _contract(self, place: _Place) -> TenantContract:
+    def _contract(self, place: Place) -> TenantContract:
         return self._account.contracts[place.tenant]
 
-    def _group(self, place: _Place) -> Iterator[Wire]:
+    def _measures(self, place: Place) -> Measures:
+        return self._watchers.measures(place.tenant)
+
+    def _service(self, place: Place) -> Iterator[Wire]:
+        """AWS's own, of this region: an endpoint can as well lead to a service that anybody offers."""
+        name = str(place.properties.get("ServiceName"))
+        if not re.fullmatch(rf"(com\.amazonaws|aws\.sagemaker)\.{self._environment.region}\.[a-z0-9.-]+", name):
+            yield place.wire("ServiceName", name, EVERYBODY, "leads to no service of AWS's in this region")
+
+    def _start(self, place: Place) -> Iterator[Wire]:
+        """What machines run as root, letter by letter."""
+        files, small = self._contract(place).file_system.id, None
+        cluster = self._environment.tenant(place.tenant).cluster
+        if cluster is not None and cluster.small_files is not None and cluster.small_files.mounted:
+            ids = {
+                other.kind: self._deployment.physical_id(other.stack, other.logical_id)
+                for other in self._places
+                if other.tenant == place.tenant and other.kind.startswith("AWS::EFS::")
+            }
+            small = SmallFilesMount(ids.get("AWS::EFS::FileSystem", ""), ids.get("AWS::EFS::AccessPoint", ""))
+        said = place.properties.get("LaunchTemplateData", {}).get("UserData")
+        if said != machine_start(f"{files}.DNSName", f"{files}.LustreMountName", small):
+            where = "LaunchTemplateData.UserData"
+            yield place.wire(where, said, EVERYBODY, "is not what the machines of such a cluster run at their start")
+
+    def _function(self, place: Place) -> Iterator[Wire]:
+        yield from self._watchers.settings(place)
+        yield from self._watchers.code(place)
+
+    def _group(self, place: Place) -> Iterator[Wire]:
         for rule in place.properties.get("SecurityGroupIngress", []):
             yield from self._in(place, rule)
         for rule in place.properties.get("SecurityGroupEgress", []):
@@ -345,20 +453,20 @@ class _Wiring:
         if not place.properties.get("SecurityGroupEgress") and not self._has_rule_out(place):
             yield place.wire("SecurityGroupEgress", None, EVERYBODY, "has no rule, so that EC2 lets everything out")
 
-    def _has_rule_out(self, group: _Place) -> bool:
+    def _has_rule_out(self, group: Place) -> bool:
         own = self._deployment.physical_id(group.stack, group.logical_id)
         return any(
             other.kind == "AWS::EC2::SecurityGroupEgress" and other.properties.get("GroupId") == own
             for other in self._places
         )
 
-    def _in(self, place: _Place, rule: Mapping[str, Any]) -> Iterator[Wire]:
+    def _in(self, place: Place, rule: Mapping[str, Any]) -> Iterator[Wire]:
         """Nobody is let in but by an own group."""
         if not self._is_own(place, rule.get("SourceSecurityGroupId")):
             source = {name: value for name, value in rule.items() if name.startswith(("Cidr", "Source"))}
             yield place.wire("SecurityGroupIngress", source, EVERYBODY, "lets in what is no group of the tenant's")
 
-    def _out(self, place: _Place, rule: Mapping[str, Any]) -> Iterator[Wire]:
+    def _out(self, place: Place, rule: Mapping[str, Any]) -> Iterator[Wire]:
         """To own groups, and to port 443 of the endpoints (and of the firewall, where there is one)."""
         port = (rule.get("IpProtocol"), rule.get("FromPort"), rule.get("ToPort"))
         if rule.get("CidrIp") == _NOWHERE or self._is_own(place, rule.get("DestinationSecurityGroupId")):
@@ -366,7 +474,7 @@ class _Wiring:
         if "CidrIp" not in rule or port != ("tcp", 443, 443):
             yield place.wire("SecurityGroupEgress", dict(rule), EVERYBODY, "sends elsewhere than to port 443")
 
-    def _rule(self, place: _Place) -> Iterator[Wire]:
+    def _rule(self, place: Place) -> Iterator[Wire]:
         """Hears of the tenant's jobs and roles, and of nobody else's."""
         pattern = place.properties.get("EventPattern")
         for heard in _alternatives(pattern.get("detail", {})) if pattern is not None else ():
@@ -381,66 +489,17 @@ class _Wiring:
         own = (f"{tenant}-", f"{BATCH_PREFIX}{tenant}-", f"{BATCH_PREFIX.lower()}{tenant}-")
         return isinstance(text, str) and (text.startswith(own) or path in text)
 
-    def _holders(self, place: _Place) -> Iterator[Wire]:
+    def _holders(self, place: Place) -> Iterator[Wire]:
         for name in ("Users", "Groups"):
             if place.properties.get(name):
                 yield place.wire(name, place.properties[name], EVERYBODY, "gives rights to whom no boundary holds")
 
-    def _boundary(self, place: _Place) -> Iterator[Wire]:
+    def _boundary(self, place: Place) -> Iterator[Wire]:
         boundary = place.properties.get("PermissionsBoundary")
         if not self._is_own(place, boundary):
             yield place.wire("PermissionsBoundary", boundary, EVERYBODY, "stands under no boundary of the tenant's")
 
-    def _settings(self, place: _Place) -> Iterator[Wire]:
-        """A function's settings are JSON: whom it serves, how that one's jobs are called, what they may cost."""
-        for name, text in place.properties.get("Environment", {}).get("Variables", {}).items():
-            content = _json(text)
-            wrong = [] if content.get("tenant", place.tenant) == place.tenant else [content["tenant"]]
-            wrong += [prefix for prefix in content.get("prefixes", []) if not self._is_heard(place.tenant, prefix)]
-            for found in wrong:
-                yield place.wire(f"Environment.{name}", found, EVERYBODY, "serves another tenant")
-            for key, value in self._measures(place.tenant).get(name, {}).items():
-                if content.get(key) != value:
-                    said = f"{key} {json.dumps(content.get(key))}"
-                    yield place.wire(f"Environment.{name}", said, EVERYBODY, f"is not {json.dumps(value)}")
-
-    def _measures(self, tenant: str) -> dict[str, dict[str, Any]]:
-        """By what a tenant's functions measure, by their variables: one that hears of no job, or knows no price, would
-        hold nobody to a quota."""
-        spec, queued = self._environment.tenant(tenant), self._environment.queued(tenant)
-        batch = [f"{prefix}{tenant}-" for prefix in (BATCH_PREFIX, BATCH_PREFIX.lower()) if queued]
-        own = sorted(self._environment.most(tenant))
-        kinds = sorted({*own, *self._environment.max_instances})
-        rates: dict[str, dict[str, str]] = {}
-        for way, spot in (("on_demand", False), ("spot", True)):
-            for kind, usd in self._prices(kinds, spot=spot).items():
-                rates.setdefault(kind, {})[way] = str(usd)
-        return {
-            "METER": {
-                "prefixes": [f"{tenant}-", *batch],
-                "budget": spec.budget.model_dump(
-                    mode="json", include={"monthly_usd", "monthly_gpu_hours", "when_spent"}
-                ),
-                "rates": {kind: rates.get(kind, {}) for kind in kinds},
-                "gpus": {kind: instance(kind).num_gpus for kind in kinds},
-            },
-            "BROKER": {
-                "contract": self._environment.contract_parameter(tenant),
-                "prices": self._prices(own, spot=False),
-                "gpus": {kind: instance(kind).num_gpus for kind in own},
-            },
-        }
-
-    def _prices(self, kinds: Iterable[str], *, spot: bool) -> dict[str, float]:
-        known = {}
-        for kind in kinds:
-            try:
-                known[kind] = price(kind, self._environment.region, spot=spot).usd_per_hour
-            except InputError:  # none is known: it is no part of the settings then
-                continue
-        return known
-
-    def _published(self, place: _Place) -> Iterator[Wire]:
+    def _published(self, place: Place) -> Iterator[Wire]:
         """The contract, to which the broker holds jobs, allows what the environment file does."""
         if place.properties.get("Name") != self._environment.contract_parameter(place.tenant):
             return
@@ -449,32 +508,25 @@ class _Wiring:
         for queue in said["queues"].values():
             del queue["arn"]
         said["shares"] = {kind: (share["guaranteed"], share["most"]) for kind, share in said["shares"].items()}
-        for name, value in self._allowances(place.tenant).items():
+        for name, value in self._measures(place).allowances().items():
             if said[name] != value:
                 yield place.wire(f"Value.{name}", json.dumps(said[name]), EVERYBODY, f"is not {json.dumps(value)}")
-
-    def _allowances(self, tenant: str) -> dict[str, Any]:
-        environment, spec = self._environment, self._environment.tenant(tenant)
-        most, guaranteed = environment.most(tenant), environment.guaranteed(tenant)
-        budget = {"monthly_usd", "monthly_gpu_hours", "when_spent", "warn_at_percent"}
-        return {
-            "queues": {
-                name: queue.model_dump(mode="json", include={"instance_types", "max_instances", "multi_node"})
-                for name, queue in spec.queues.items()
-            },
-            "shares": {kind: (guaranteed[kind], most[kind]) for kind in most} if environment.queued(tenant) else {},
-            **spec.budget.model_dump(mode="json", include=budget),
-            "max_job_hours": spec.max_job_hours,
-            "warm_pool_minutes": spec.warm_pool_minutes,
+        things = {
+            name: said[name] for name in ("buckets", "keys", "roles", "subnet_ids", "security_group_ids", "vpc_id")
         }
+        for where, name in strings(
+            {**things, "file_system": said["file_system"]["id"], "log_group": said["log_group"]}
+        ):
+            if name and not self._is_own(place, name):
+                yield place.wire(f"Value.{where}", name, EVERYBODY, "is not of the tenant's own things")
 
-    def _permission(self, place: _Place) -> Iterator[Wire]:
+    def _permission(self, place: Place) -> Iterator[Wire]:
         """Called by EventBridge, for a rule of the tenant's: people's rights are their roles' policies' to give."""
         principal, source = place.properties.get("Principal"), place.properties.get("SourceArn")
         if principal != "events.amazonaws.com" or not self._is_own(place, source):
             yield place.wire("Principal", principal, EVERYBODY, f"may call the function (source: {source})")
 
-    def _bucket(self, place: _Place) -> Iterator[Wire]:
+    def _bucket(self, place: Place) -> Iterator[Wire]:
         block = place.properties.get("PublicAccessBlockConfiguration", {})
         for name in _PUBLIC:
             if str(block.get(name)).lower() != "true":
@@ -483,7 +535,7 @@ class _Wiring:
         if owner != ["BucketOwnerEnforced"] or "AccessControl" in place.properties:
             yield place.wire("OwnershipControls", owner, EVERYBODY, "listens to access control lists")
 
-    def _share(self, place: _Place) -> Iterator[Wire]:
+    def _share(self, place: Place) -> Iterator[Wire]:
         """Under its own name, and with no more of a queue than the environment file guarantees and lets it borrow."""
         name, sharing = place.properties.get("QuotaShareName"), "ResourceSharingConfiguration"
         if name != place.tenant:
@@ -506,14 +558,16 @@ class _Wiring:
             elif own and way != (right := strategy(self._environment.tenant(place.tenant).share, own, most[kind])):
                 yield place.wire(sharing, way, EVERYBODY, f"is not {right}")
 
-    def _topic(self, place: _Place) -> Iterator[Wire]:
+    def _topic(self, place: Place) -> Iterator[Wire]:
         for listed in place.properties.get("Subscription", []):
             yield from self._subscription(place, listed)
 
-    def _subscription(self, place: _Place, subscription: Mapping[str, Any]) -> Iterator[Wire]:
+    def _subscription(self, place: Place, subscription: Mapping[str, Any]) -> Iterator[Wire]:
         protocol = subscription.get("Protocol")
         if protocol != "email":
             yield place.wire("Protocol", protocol, EVERYBODY, "hands the tenant's alarms on; they are mailed alone")
+        elif place.tenant != PLATFORM:
+            yield from self._watchers.mail(place, "Endpoint", subscription.get("Endpoint"))
 
 
 def _alternatives(detail: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -524,40 +578,15 @@ def _alternatives(detail: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield {**{name: value for name, value in detail.items() if name != "$or"}, **one}
 
 
-def _strings(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a property, with its place; the texts in a list stand where the list does."""
-    if isinstance(value, str):
-        yield where, value
-    elif isinstance(value, dict):
+def _tagged(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Whose each thing is said to be, by a tag in whatever form, with its place."""
+    if isinstance(value, dict):
+        if value.get("Key") == TENANT_TAG and "Value" in value:
+            yield where, str(value["Value"])
         for name, item in value.items():
-            yield from _strings(item, f"{where}.{name}" if where else str(name))
+            if name == TENANT_TAG:
+                yield where, str(item)
+            yield from _tagged(item, f"{where}.{name}" if where else str(name))
     elif isinstance(value, list):
         for item in value:
-            yield from _strings(item, where)
-
-
-def _json(text: object) -> Mapping[str, Any]:
-    """Settings that are written as JSON; nothing where they aren't."""
-    try:
-        content = json.loads(str(text))
-    except json.JSONDecodeError:
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _in_clear(value: Any, where: str) -> Any:
-    """The same with what machines run as root in plain text, which EC2 takes in base64."""
-    if isinstance(value, list):
-        return [_in_clear(item, where) for item in value]
-    if not isinstance(value, dict):
-        return value
-    clear = {name: _in_clear(item, where) for name, item in value.items()}
-    if isinstance(clear.get("UserData"), str):
-        try:
-            clear["UserData"] = b64decode(clear["UserData"], validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError):
-            raise JobFailedError(
-                f"{where}: UserData is no text in base64, so that the isolation proof can't read what machines run; "
-                "write it with Fn::Base64"
-            ) from None
-    return clear
+            yield from _tagged(item, where)
