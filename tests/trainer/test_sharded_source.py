@@ -214,6 +214,17 @@ def test_experts_stored_in_several_types_lose_no_digits(tmp_path: Path) -> None:
     assert torch.equal(down[1], tensors[f"{experts}.1.w2.weight"].float())
 
 
+def test_what_no_weight_belongs_to_may_lie_in_the_files(tmp_path: Path) -> None:
+    """Masks and positions, which older versions of transformers wrote; and a layer more than the configuration has."""
+    source = save(tmp_path, "Llama")
+    names = ("self_attn.bias", "self_attn.rotary_emb.inv_freq", "self_attn.q_proj.position_ids")
+    more = {f"model.layers.0.{name}": torch.ones(3) for name in names} | {"model.layers.9.mlp.bias": torch.ones(3)}
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | more, source / "model.safetensors", metadata={"format": "pt"})
+    built = build_model(tiny_job("single", 1, source=str(source)), vocab_size=VOCAB_SIZE)
+    assert all(torch.equal(value, tensors[name].float()) for name, value in built.named_parameters())
+
+
 def changed(folder: Path, change: str) -> str:
     """A base model of which something is wrong."""
     source = save(folder, "DeepSeek-V3" if change == "buffer" else "Mixtral")
@@ -232,6 +243,14 @@ def changed(folder: Path, change: str) -> str:
     elif change == "quantized":
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    elif change == "bias":
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
+    elif change == "scale":
+        tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"] = torch.ones(1)
+    elif change == "fp8":
+        tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones((32, 32), dtype=torch.float8_e4m3fn)
+    elif change == "adapter":
+        (source / "adapter_config.json").write_text("{}")
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     return str(source)
 
@@ -244,6 +263,10 @@ def changed(folder: Path, change: str) -> str:
         ("buffer", "have no model.layers.1.mlp.gate.e_score_correction_bias, which"),
         ("shape", r"model.norm.weight is \(7,\) in its files, but \(32,\) by its config.json"),
         ("ragged", r"experts.gate_up_proj is made of matrices that don't fit together in its files, but \(4, 96, 32\)"),
+        ("bias", "its files have model.layers.0.self_attn.q_proj.bias, for which MixtralForCausalLM has no place"),
+        ("scale", "its files have model.layers.0.self_attn.q_proj.weight_scale_inv, for which MixtralForCausalLM has"),
+        ("fp8", "model.layers.0.self_attn.q_proj.weight is stored as float8_e4m3fn; give the model in bf16"),
+        ("adapter", r"an adapter lies beside the model's weights \(adapter_config.json\)"),
         ("quantized", "stored quantized .quantization_config: fp8.; give the model in bf16"),
     ],
 )

@@ -21,7 +21,7 @@ from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer.tasks.batch_norm import BatchNorm
 from trainer.tasks.building import config_of
-from trainer.tasks.images import ImageTransform, Pixels, centre_box, decoded, random_box
+from trainer.tasks.images import IMAGENET_MEAN, ImageTransform, Pixels, Preprocessing, centre_box, decoded, random_box
 from trainer.tasks.samples import SampleStream, SampleTable
 from trainer_testing.distributed import finish
 from trainer_testing.faulty_trainer import FOLDER_VARIABLE
@@ -185,6 +185,32 @@ def test_a_source_brings_its_averages_and_its_normalization_and_may_get_a_new_he
     resolved = resolve(parse(JobSpec, same_head, "job"), world_size=1)
     kept = fill(task_of(resolved).build_model(resolved, None), device=torch.device("cpu")).state_dict()
     assert all(torch.equal(kept[name], theirs[name]) for name in theirs)
+
+
+def test_what_a_models_files_say_of_its_images_is_found_wherever_it_stands(shards: Path, tmp_path: Path) -> None:
+    """LLaVA's is inside processor_config.json, as transformers 5 writes it; some models take values as they are."""
+    spec = parse(JobSpec, image_job(shards, model={"source": str(tmp_path)}, images={"size": None}), "job")
+    job = resolve(spec, world_size=1)
+    known = Preprocessing.of(job, model_size=None)
+    assert (known.size, known.mean, known.resample) == (224, IMAGENET_MEAN, Image.Resampling.BILINEAR)
+    stated = {"crop_size": {"height": 24}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 3}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": stated, "patch_size": 14}))
+    known = Preprocessing.of(job, model_size=None)
+    assert known == Preprocessing(24, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), Image.Resampling.BICUBIC)
+    (tmp_path / "processor_config.json").unlink()
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(stated | {"do_normalize": False, "resample": "?"}))
+    known = Preprocessing.of(job, model_size=None)
+    assert known == Preprocessing(24, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), Image.Resampling.BILINEAR)
+
+
+def test_an_image_is_scaled_by_the_models_own_filter() -> None:
+    target = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(target, format="PNG")
+    kinds = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
+    found = [ImageTransform(8, None, 1.0, kind)(target.getvalue(), seed=1, position=0) for kind in kinds]
+    for ours, kind in zip(found, kinds, strict=True):
+        assert np.array_equal(ours.permute(1, 2, 0), np.asarray(Image.open(target).resize((8, 8), kind)))
+    assert not torch.equal(*found)
 
 
 @pytest.mark.parametrize("num_classes", [None, 7])

@@ -185,9 +185,10 @@ class ImageSpec(SpecModel):
     text. image_classification reads the class from `cls` (a number or a name) or from `json`'s `label`;
     vision_language reads `json`: `messages`, or `question` and `answer`, or `caption`; or `txt`, a caption.
 
-    Scaling is bilinear with support over all source pixels. A sample that can't be learnt from (a torn image, a class
-    that the model doesn't have) is found when it is read: each rank counts those it meets against
-    data.max_bad_records, and the next sample of the shards stands in for it.
+    Scaling is bilinear, or by the filter that the model's preprocessor_config.json names, with support over all source
+    pixels. A sample that can't be learnt from (a torn image, a class that the model doesn't have) is found when it is
+    read: each rank counts those it meets against data.max_bad_records, and the next sample of the shards stands in for
+    it.
     """
 
     size: PositiveInt | None = None
@@ -200,7 +201,8 @@ class ImageSpec(SpecModel):
     resize_ratio: float = Field(default=0.875, gt=0, le=1)
     """Without augmentation, and in validation: the shorter side becomes size / this, then the centre is cut out."""
     mean: Channels | None = None
-    """Subtracted from values in 0..1; default: the model's preprocessor_config.json, else ImageNet's."""
+    """Subtracted from values in 0..1; default: the model's preprocessor_config.json or processor_config.json,
+    else ImageNet's."""
     std: Channels | None = None
     """Divided by, after mean; default: as mean's."""
     num_classes: PositiveInt | None = None

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ _UNEVEN = torch.Size((0,))
 
 _NAMED = 3
 """Weights that a message names of many."""
+
+_PLAIN_TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""Types whose numbers are the weights; those of fewer bits are nothing without their scales."""
 
 
 class Stacked:
@@ -233,6 +237,12 @@ def _report_of_the_usable() -> Iterator[None]:
 
 
 def _check_stored_plainly(config: PretrainedConfig, source: str) -> None:
+    if (Path(source) / "adapter_config.json").is_file():
+        # transformers would put it in, and its matrices would be trained among the model's own weights.
+        raise InputError(
+            f"model.source: {source}: an adapter lies beside the model's weights (adapter_config.json); give a folder"
+            " with the model alone, or with the adapter merged into it"
+        )
     settings = getattr(config, "quantization_config", None)
     if settings is not None:
         method = settings.get("quant_method", "") if isinstance(settings, dict) else settings.quant_method
@@ -255,6 +265,17 @@ def _check_whole(model: nn.Module, report: dict[str, Any], source: str, new_head
             f"model.source: {source}: its files have no {', '.join(lacking[:_NAMED])}{more}, which"
             f" {type(model).__name__} needs; give a directory with all weights of such a model"
         )
+    if strays := sorted(name for name in report["unexpected_keys"] if is_needed(name) and _belongs(model, name)):
+        raise InputError(
+            f"model.source: {source}: its files have {strays[0]}, for which {type(model).__name__} has no place by its"
+            " config.json: it would be left out; give a directory whose files belong together"
+        )
+    for name, weight in model.named_parameters():
+        if weight.dtype not in _PLAIN_TYPES:
+            raise InputError(
+                f"model.source: {source}: {name} is stored as {str(weight.dtype).removeprefix('torch.')}; give the"
+                " model in bf16, fp16 or fp32"
+            )
     for name, stored, wanted in sorted(item for item in report["mismatched_keys"] if is_needed(item[0])):
         found = "is made of matrices that don't fit together" if stored == _UNEVEN else f"is {tuple(stored)}"
         raise InputError(
@@ -276,6 +297,14 @@ def to_trained_type(parameters: Iterable[nn.Parameter], precision: str) -> None:
         wanted = trained_type if parameter.requires_grad else frozen_type
         if parameter.dtype != wanted and parameter.is_floating_point():
             parameter.data = parameter.data.to(wanted)
+
+
+def _belongs(model: nn.Module, name: str) -> bool:
+    """Whether a weight that the model didn't take is a bias or a scale of a module that it has: without it the module
+    computes something else. Other strangers are harmless (masks, positions), or told by transformers."""
+    owner, _, own = name.rpartition(".")
+    module = dict(model.named_modules()).get(owner)
+    return module is not None and (own == "bias" or "scale" in own) and any(True for _ in module.parameters(False))
 
 
 def _type_for_all(tensors: Sequence["Stored"]) -> torch.dtype:

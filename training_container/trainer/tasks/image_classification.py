@@ -148,7 +148,7 @@ class ImageClassification(Task):
                 max_bad_records=job.spec.data.max_bad_records,
                 parts=part_cache(job, cache_dir),
                 where=field,
-                transform=ImageTransform(known.size, crop_area, images.resize_ratio),
+                transform=ImageTransform(known.size, crop_area, images.resize_ratio, known.resample),
                 job=job,
                 classes=classes,
             )

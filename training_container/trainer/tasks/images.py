@@ -41,6 +41,7 @@ class ImageTransform:
     crop_area: tuple[float, float] | None
     """A random crop's share of the image; None: none, the centre."""
     resize_ratio: float
+    resample: Image.Resampling = Image.Resampling.BILINEAR
 
     def __call__(self, content: bytes, *, seed: int, position: int) -> torch.Tensor:
         """(3, size, size) uint8, red first. BadRecordError says why the bytes are no picture.
@@ -54,8 +55,8 @@ class ImageTransform:
             flip = _uniforms(seed, position, _ATTEMPTS)[0] < 0.5
         else:
             box = centre_box(image.size, self.resize_ratio)
-        # Cut and scaled in one go; bilinear with support over all source pixels, as torchvision does on images.
-        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+        # Cut and scaled in one go, with support over all source pixels, as torchvision does on images.
+        image = image.resize((self.size, self.size), self.resample, box=box)
         pixels = np.asarray(image, dtype=np.uint8)
         if flip:
             pixels = pixels[:, ::-1]
@@ -135,6 +136,7 @@ class Preprocessing:
     size: int
     mean: Channels
     std: Channels
+    resample: Image.Resampling
 
     @classmethod
     def of(cls, job: ResolvedJob, *, model_size: int | None) -> "Preprocessing":
@@ -144,23 +146,42 @@ class Preprocessing:
         size = spec.size or model_size or _side(stated) or DEFAULT_SIZE
         if model_size is not None and size != model_size:
             raise InputError(f"images.size: {size}: the model takes {model_size}; leave size out, or set it to that")
+        mean, std = _channels(stated.get("image_mean")) or IMAGENET_MEAN, _channels(stated.get("image_std"))
+        if stated.get("do_normalize") is False:
+            mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
         return cls(
             size=size,
-            mean=spec.mean or _channels(stated.get("image_mean")) or IMAGENET_MEAN,
-            std=spec.std or _channels(stated.get("image_std")) or IMAGENET_STD,
+            mean=spec.mean or mean,
+            std=spec.std or std or IMAGENET_STD,
+            resample=_filter(stated.get("resample")),
         )
 
 
 def _preprocessor_config(source: str | None) -> dict[str, Any]:
-    """preprocessor_config.json beside the model, {} where there is none."""
-    path = Path(source or "") / "preprocessor_config.json"
-    if source is None or not path.is_file():
+    """What the files beside the model say of its images, {} where there are none. Since transformers 5 a model that
+    reads text too has it inside processor_config.json."""
+    if source is None:
+        return {}
+    inside = _json_object(Path(source) / "processor_config.json").get("image_processor")
+    return inside if isinstance(inside, dict) else _json_object(Path(source) / "preprocessor_config.json")
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: can't be read as JSON ({_one_line(error)})") from None
     return content if isinstance(content, dict) else {}
+
+
+def _filter(stated: Any) -> Image.Resampling:
+    """By its number, which is Pillow's."""
+    try:
+        return Image.Resampling(stated)
+    except ValueError:
+        return Image.Resampling.BILINEAR
 
 
 def _side(stated: dict[str, Any]) -> int | None:

@@ -257,7 +257,7 @@ class VisionLanguage(Task):
                 parts=part_cache(job, cache_dir),
                 where=field,
                 # The centre square, as CLIP's own processor cuts it; a random crop might lose what the text names.
-                transform=ImageTransform(known.size, None, 1.0),
+                transform=ImageTransform(known.size, None, 1.0, known.resample),
                 known=known,
                 conversations=conversations,
                 image=image,
