@@ -21,7 +21,9 @@ from pydantic import ValidationError
 from test_checkpoint_ranks import is_same, laid_out, whole
 from trainer.checkpoint import Checkpointer, local_tier, restore
 from trainer.checkpoint.destination import DestinationError, LocalDestination
+from trainer_testing.distributed import finish
 from trainer_testing.pool import run_pooled
+from trainer_testing.text_job import run_trainer, start_faulty_trainer, write_job
 
 from trainyard.spec.job import CheckpointSpec
 
@@ -213,6 +215,21 @@ def case_broken_disk(folder: Path) -> dict[str, Any]:
     return {"step": host.checkpoints.last_committed_step, "error": host.checkpoints.last_error, "said": host.said}
 
 
+def case_done(folder: Path) -> dict[str, Any]:
+    """The last save came to the destination, or did not: what the hosts' disks keep once the job is done."""
+    host = Host(folder, peer_copy=True)
+    host.save(1)
+    cut_off(host, 2)
+    host.checkpoints.leave_hosts_disks()
+    dist.barrier()
+    kept = [path.name for path in host.disk.glob("*/checkpoints/*")]
+    host.save(3)
+    host.checkpoints.leave_hosts_disks()
+    dist.barrier()
+    left = [path.name for path in host.disk.iterdir()]
+    return {"kept": sorted(kept), "left": left, **host.restore()}
+
+
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     name.removeprefix("case_"): value for name, value in list(globals().items()) if name.startswith("case_")
 }
@@ -300,6 +317,23 @@ def test_an_older_step_is_not_taken_for_being_near(played: list[dict[str, Any]])
 def test_a_broken_disk_keeps_nothing_from_the_destination(played: list[dict[str, Any]]) -> None:
     assert of(played, "broken_disk", "step") == [1, 1] and of(played, "broken_disk", "error") == [None, None]
     assert "saves go to the destination alone from now on" in played[0]["broken_disk"]["said"][0]
+
+
+def test_a_job_that_is_done_leaves_nothing_on_its_hosts_disks(played: list[dict[str, Any]]) -> None:
+    assert of(played, "done", "kept") == [["step-00000001", "step-00000002"]] * 2, "the destination lacks the newest"
+    assert of(played, "done", "left") == [[], []]
+    assert of(played, "done", "step") == [3, 3] and of(played, "done", "near") == [False, False]
+
+
+def test_a_job_that_was_stopped_keeps_what_is_near_and_one_that_is_done_does_not(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=3)
+    near = ("--set", f"checkpoint.local_directory={tmp_path / 'near'}")
+    stop = [{"rank": 0, "step": 2, "kind": "terminate"}]
+    ((code, output),) = finish(start_faulty_trainer(1, job, tmp_path / "out", stop, *near), timeout_seconds=600)
+    assert code == 75, output[-3000:]
+    assert [path.parent.name for path in (tmp_path / "near").rglob("COMMITTED")] == ["step-00000002"]
+    run_trainer(1, job, tmp_path / "out", *near)
+    assert [*(tmp_path / "near").iterdir()] == []
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,13 @@ def test_two_hosts_with_checkpoints_on_their_own_and_each_others_disks_restart_f
     undisturbed: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     job, expected = undisturbed
-    faults = [{"rank": 1, "step": 8, "kind": "kill"}]
+    # The stop ends it before it is done, when the copies would go.
+    faults = [{"rank": 1, "step": 8, "kind": "kill"}, {"rank": 0, "step": 11, "kind": "terminate"}]
     settings = ("checkpoint.local_directory=near", "checkpoint.asynchronous=false")  # each host's, by its own folder
     codes, output, trees = run(tmp_path, job, faults, *settings, num_hosts=2, forked="ddp", peer_copy=True)
-    assert codes == [0, 0], output[-6000:]
-    assert bits(rows_of(trees[0] / "output/data")) == expected
+    assert codes == [75, 75], output[-6000:]
+    rows = bits(rows_of(trees[0] / "output/data"))
+    assert 8 < len(rows) < STEPS and rows == expected[: len(rows)]
     assert re.findall(r"resumed step=(\d+) uri=(\S+)/near/", output) == [("6", str(trees[0]))], output[-6000:]
     copies = [{path.name for path in (tree / "near").rglob("*.distcp")} for tree in trees]
     assert copies[0] == copies[1] and len(copies[0]) >= 2, "each host has the other one's part too"

@@ -538,6 +538,8 @@ class Session:
                 f"{ran}, but the last checkpoint could not be saved: {self._checkpointer.last_error}; mend it and start"
                 f" the job again: it continues from step {self._checkpointer.last_committed_step or 0}"
             )
+        if status == "completed":
+            self._checkpointer.leave_hosts_disks()
         self.data.gather(self._runtime.control_group)
         if self._runtime.is_first:
             path = self._output_dir / RESULT_FILE

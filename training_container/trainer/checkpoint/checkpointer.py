@@ -342,6 +342,18 @@ class Checkpointer:
                 beat()
         return not self.is_saving
 
+    def leave_hosts_disks(self) -> None:
+        """The job is done: what its hosts keep of it on their own disks goes, where the destination has its last step.
+
+        All ranks call it after the last save. On machines that stay, each job would leave two checkpoints for good.
+        """
+        self.wait()
+        tier = self._saver.tier
+        if tier is None or self.is_anywhere(self.last_error is not None or self.last_committed_step is None):
+            return
+        if (error := attempted(tier.clear)) is not None:
+            self._report(f"checkpoint.local_directory: {tier.root} is left: {error}")
+
     def close(self) -> None:
         """Wait for the last save, and leave no scratch behind on this host; what its tier keeps stays there."""
         self.wait()

@@ -112,6 +112,13 @@ class LocalTier:
         self._files.delete([f"{step_folder(step)}/{name}" for name in (COMMITTED, MANIFEST)])
         shutil.rmtree(self.folder(step), ignore_errors=True)
 
+    def clear(self) -> None:
+        """Remove all that this host keeps of the job, promises first."""
+        if self.is_first_of_host:
+            for step in self._steps(0):
+                self._remove(step)
+            shutil.rmtree(self.root, ignore_errors=True)
+
     def copy_to_peer(self, behind: Group, step: int, own: Sequence[ShardFile]) -> None:
         """Give this rank's files to the same rank of the next host, and take those of the host before."""
         if self.copies == 1:
