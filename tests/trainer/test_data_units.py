@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from test_data import build, resolved, source
+from trainer.checkpoint.destination import DestinationError, MissingFileError
 from trainer.data import readers, token_cache, token_units
+from trainer.data.bad_records import BadRecords
+from trainer.data.documents import encoder_of
 from trainer.data.readers import units_of
 from trainer.data.shared_units import SharedUnits
 from trainer.data.token_cache import TokenCache, open_token_cache
+from trainer.data.token_units import Vocabulary, write_unit
 from trainer.data.tokenizer import ByteTokenizer
 
 from trainyard.errors import InputError
@@ -199,6 +204,39 @@ def test_hosts_find_each_others_units_beside_the_checkpoints(
     assert len(made) == num_units
 
 
+class _RefusingWhatIsMissing(SharedUnits):
+    """S3 to a job's own role, which may list below its prefix alone: a read of what isn't there is a 403."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri)
+        for name in ("get_bytes", "get_file"):
+            setattr(self._destination, name, self._refusing(getattr(self._destination, name)))
+
+    @staticmethod
+    def _refusing(read: Any) -> Any:
+        def refused(*given: Any) -> Any:
+            try:
+                return read(*given)
+            except MissingFileError:
+                raise DestinationError(f"can't read {given[0]}: AccessDenied", permanent=True) from None
+
+        return refused
+
+
+@pytest.mark.parametrize("kind", ["text", "prompts"])
+def test_a_role_that_is_not_told_what_is_missing_shares_units_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{number}", "p": "?" * (number % 5)}) + "\n" for number in range(60)))
+    one = DataSource(path=str(path), format="jsonl", **({} if kind == "text" else {"prompt_field": "p"}))
+    shared = _RefusingWhatIsMissing(str(tmp_path / "destination"))
+    first = open_token_cache([one], ByteTokenizer(), tmp_path / "first", shared=shared)
+    monkeypatch.setattr(token_cache, "write_unit", None)
+    assert open_token_cache([one], ByteTokenizer(), tmp_path / "second", shared=shared).digest == first.digest
+    assert capsys.readouterr().out == ""
+
+
 def test_a_destination_that_takes_nothing_only_costs_the_sharing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +308,45 @@ def test_broken_records_are_left_out_up_to_the_limit_and_told(tmp_path: Path, mo
             assert f"{path}:2: is not JSON" in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(InputError, match=r"data.train: .*a.jsonl:2: is not JSON .* or allow some with"):
         opened(path, tmp_path / "strict", where="data.train")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_only_records_that_are_named_are_looked_up_and_what_lies_before_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join("\n" * (number % 3) + f"[{number}]\n" for number in range(200)))
+        places = [f"{path}:{number + 1}" for number, line in enumerate(path.read_text().splitlines()) if line]
+    else:
+        parquet.write_table(pyarrow.table({"text": [1] * 200}), path, row_group_size=7)
+        places = [f"{path}: row {number + 1}" for number in range(200)]
+    monkeypatch.setattr(readers, "UNIT_BYTES", 100)
+    one = DataSource(path=str(path), format=kind)  # type: ignore[arg-type]
+    units, read = units_of(one), Counter[str]()
+    assert len(units) > 8
+    counted, opened_parquet = readers._line_ends, readers._parquet_file
+
+    def counting(file: Any, begin: int, end: int) -> int:
+        read["bytes"] += end - begin
+        return counted(file, begin, end)
+
+    monkeypatch.setattr(readers, "_line_ends", counting)
+    monkeypatch.setattr(readers, "_parquet_file", lambda file: read.update(["files"]) or opened_parquet(file))
+    named = []
+    for unit in units:
+        bad = BadRecords(1000, "data")
+        (tmp_path / "units").mkdir(exist_ok=True)
+        key = f"{unit.begin}"
+        write_unit(tmp_path / "units", key, unit, encoder_of(one, ByteTokenizer(), None), Vocabulary(257, False), bad)
+        assert len(bad.named) == min(5, bad.count) > 0
+        named.append((bad.count, [told.partition(": is" if kind == "jsonl" else ": field")[0] for told in bad.named]))
+    assert sum(count for count, _ in named) == 200
+    for count, names in named:
+        assert names == places[:5][: len(names)]
+        places = places[count:]
+    # Of a file no byte is counted twice; a footer is opened for the records, and for the first of the names.
+    assert read["bytes"] < path.stat().st_size and read["files"] <= 2 * len(units)
 
 
 def test_a_text_file_that_is_no_text_is_one_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

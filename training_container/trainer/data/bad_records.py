@@ -1,6 +1,6 @@
 """Broken records: counted, named with their place, left out up to a limit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trainyard.errors import InputError
@@ -24,9 +24,9 @@ class BadRecords:
     named: list[str] = field(default_factory=list)
     """`place: reason` of the first few."""
 
-    def add(self, place: str, reason: str) -> None:
-        """One more, unless the limit is reached."""
-        self.extend(1, [f"{place}: {reason}"])
+    def add(self, place: Callable[[], str], reason: str) -> None:
+        """One more, unless the limit is reached. Its place is asked for if it is named: it may cost a reading."""
+        self.extend(1, [f"{place()}: {reason}"] if len(self.named) < NUM_NAMED else [])
 
     def extend(self, count: int, named: Sequence[str]) -> None:
         """Those that another part of the data set has counted."""

@@ -9,7 +9,8 @@ import io
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -25,6 +26,8 @@ TEXT_BLOCK_CHARACTERS = 1 << 20
 
 UNIT_BYTES = 64 << 20
 """A jsonl or parquet file larger than this is cut: a killed job loses no more than one unit's tokenization a rank."""
+
+_COUNTED_BYTES = 1 << 20
 
 _UNREADABLE = (OSError, EOFError, zlib.error)
 
@@ -43,6 +46,21 @@ class Record:
     """Whether its document ends with it."""
 
 
+class LineCount:
+    """How many lines of a file begin before a byte of it; a count goes on from the nearest one that was made."""
+
+    def __init__(self) -> None:
+        self._known = {0: 0, 1: 1}
+        """Lines by byte: the first line begins at byte 0."""
+
+    def before(self, file: DataFile, begin: int) -> int:
+        """Lines that begin before byte `begin`."""
+        if begin not in self._known:
+            nearest = max(known for known in self._known if known < begin)
+            self._known[begin] = self._known[nearest] + _line_ends(file, nearest - 1, begin - 1)
+        return self._known[begin]
+
+
 @dataclass(frozen=True)
 class Unit:
     """A stretch of one file: what one process tokenizes at a time."""
@@ -53,6 +71,8 @@ class Unit:
     """jsonl: first byte; parquet: first row group. A line belongs to the unit in which it begins."""
     end: int | None = None
     """Exclusive; None: to the end of the file."""
+    lines: LineCount = field(default_factory=LineCount, compare=False, repr=False)
+    """Of its file, which all units of a file share: who names records in many of them reads it once."""
 
     def records(self) -> Iterator[Record]:
         """Its records in order. A broken one is handed on as BadRecordError; InputError for a broken file.
@@ -75,10 +95,8 @@ class Unit:
         if self.source.format == "text":
             return self.file.where
         if self.source.format == "parquet":
-            metadata = _parquet_file(self.file).metadata
-            before = sum(metadata.row_group(group).num_rows for group in range(self.begin))
-            return f"{self.file.where}: row {before + number + 1}"
-        return f"{self.file.where}:{self._lines_before() + number + 1}"
+            return f"{self.file.where}: row {self._rows_before + number + 1}"
+        return f"{self.file.where}:{self.lines.before(self.file, self.begin) + number + 1}"
 
     def _jsonl_records(self) -> Iterator[Record]:
         with self.file.open() as file, _plain(file, self.file.where) as handle:
@@ -94,16 +112,11 @@ class Unit:
                 if line.strip():
                     yield Record(number, _json_row(line))
 
-    def _lines_before(self) -> int:
-        """Lines of the file that begin before this unit's first."""
-        if not self.begin:
-            return 0
-        lines, position = 0, 0
-        with self.file.open() as handle:
-            while position < self.begin and (line := handle.readline()):
-                position += len(line)
-                lines += 1
-        return lines
+    @cached_property
+    def _rows_before(self) -> int:
+        """Rows of the row groups before this unit's."""
+        metadata = _parquet_file(self.file).metadata
+        return sum(metadata.row_group(group).num_rows for group in range(self.begin))
 
     def _parquet_records(self) -> Iterator[Record]:
         table = _parquet_file(self.file)
@@ -153,8 +166,9 @@ def units_of(source: DataSource, *, streaming: bool = False) -> list[Unit]:
     """A source cut into units, in order; InputError names what can't be read."""
     units = []
     for file in files_of(source, streaming=streaming):
-        borders = _borders(source, file)
-        units += [Unit(source, file, begin, end) for begin, end in zip(borders, [*borders[1:], None], strict=True)]
+        borders, lines = _borders(source, file), LineCount()
+        ends = [*borders[1:], None]
+        units += [Unit(source, file, begin, end, lines) for begin, end in zip(borders, ends, strict=True)]
     return units
 
 
@@ -233,6 +247,17 @@ class TokenFile:
                     yield ids
         except (ValueError, *_UNREADABLE) as error:
             raise InputError(f"{self.file.where}: can't be read: {_reason(error)}") from None
+
+
+def _line_ends(file: DataFile, begin: int, end: int) -> int:
+    """Line ends in a stretch of a file's bytes."""
+    found = 0
+    with file.open() as handle:
+        handle.seek(begin)
+        while begin < end and (content := handle.read(min(end - begin, _COUNTED_BYTES))):
+            found += content.count(b"\n")
+            begin += len(content)
+    return found
 
 
 def _plain(file: BinaryIO, name: str) -> Any:

@@ -4,6 +4,7 @@ A unit's description goes up last, so that what is found is whole. Sharing never
 fetched is tokenized here, one that can't be put is said and kept on this host alone.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -37,13 +38,11 @@ class SharedUnits:
     def fetch(self, folder: Path, key: str) -> UnitTokens | None:
         """The unit, copied into `folder`; None if nobody has put it there."""
         try:
+            if not self._destination.has(f"{_FOLDER}/{key}.json"):
+                return None
             description = self._destination.get_bytes(f"{_FOLDER}/{key}.json")
-            for kind in KINDS[:-1]:
-                try:
-                    self._destination.get_file(f"{_FOLDER}/{key}.{kind}", folder / f"{key}.{kind}")
-                except MissingFileError:
-                    if kind != "learnt":
-                        raise
+            for kind in _kinds_of(description):
+                self._destination.get_file(f"{_FOLDER}/{key}.{kind}", folder / f"{key}.{kind}")
         except MissingFileError:
             return None
         except DestinationError as error:
@@ -68,3 +67,12 @@ class SharedUnits:
                     )
         except DestinationError as error:
             say(f"tokens of {unit.key} stay on this host: {error}")
+
+
+def _kinds_of(description: bytes) -> list[str]:
+    """The unit's other files: one that isn't there must not be asked for (`Destination.has`)."""
+    try:
+        all_learnt = bool(json.loads(description)["all_learnt"])
+    except (ValueError, KeyError, TypeError):
+        raise MissingFileError("no unit's description") from None
+    return [kind for kind in KINDS[:-1] if kind != "learnt" or not all_learnt]

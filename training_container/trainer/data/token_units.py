@@ -129,12 +129,12 @@ def _encode(unit: Unit, encoder: DocumentEncoder, writer: "_Writer", bad: BadRec
         for batch in _batches(unit.records()):
             for record, encoded in zip(batch, encoder.encode(batch), strict=True):
                 if isinstance(encoded, BadRecordError):
-                    bad.add(unit.place(record.number), str(encoded))
+                    bad.add(lambda number=record.number: unit.place(number), str(encoded))  # type: ignore[misc]
                 elif encoded is not None:
                     writer.add(encoded)
     except BadRecordError as error:  # the whole file is one bad record
         writer.restart()
-        bad.add(unit.file.where, str(error))
+        bad.add(lambda: unit.file.where, str(error))
 
 
 class _Writer:

@@ -111,7 +111,7 @@ class SampleTable(ABC):
             with self._lock:
                 if row not in self.bad_rows:
                     self.bad_rows.add(row)
-                    self.bad.add(index.place(number), str(error))
+                    self.bad.add(lambda: index.place(number), str(error))
             return None
 
     @abstractmethod
