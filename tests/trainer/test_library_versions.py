@@ -1,8 +1,8 @@
 """The trainer runs with transformers 5.17 and torch 2.11 as well as with the pinned versions.
 
 Verified with torch 2.11.0 and transformers 5.17.0 (which takes huggingface-hub below 2) together in front of the pinned
-ones on PYTHONPATH, with what lean_imports leaves out: the whole table of parity with its golden losses, fp8, adapters,
-the families that no table names; and before it products, families, 4 bits, optimizers, losses, compiled blocks, images,
+ones on PYTHONPATH, with what lean_imports leaves out: the whole table of parity with its golden losses, fp8, adapters
+(QLoRA under FSDP2 and spread experts too), the families that no table names; and before it products, families, 4 bits, optimizers, losses, compiled blocks, images,
 checkpoints, dry runs, collectives and the command itself (tests/trainer, but for full and slow cases), and the GPU
 benchmark's --tiny. torch 2.11 lacks a kernel: there packed documents take SDPA and a mask on GPUs, and that is said.
 What stood in the way were parts that differ between versions of transformers, which this holds out, and the places that
@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from trainer.models.build import outline_model, transformer_blocks
+from trainer.strategies import fsdp
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
 from transformers import PreTrainedModel
 
@@ -52,3 +55,20 @@ def test_recomputation_is_asked_for_by_the_name_that_the_library_has(monkeypatch
             monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", older)
         model = outline_model(job, vocab_size=VOCAB_SIZE)
         assert all(block.gradient_checkpointing for block in transformer_blocks(model)), is_old
+
+
+def test_shards_of_integers_are_made_where_torch_wants_gradients_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.11 does: QLoRA under FSDP2 ended in a RuntimeError there."""
+    codes = torch.zeros(4, dtype=torch.uint8)
+    made: list[torch.nn.Parameter] = []
+
+    def shards_as_before(module: torch.nn.Module, **_: object) -> None:
+        made.append(_fsdp_param.nn.Parameter(codes).requires_grad_(False))
+        assert isinstance(_fsdp_param.nn.Linear(1, 1), torch.nn.Module)
+
+    monkeypatch.setattr(fsdp, "fully_shard", shards_as_before)
+    with pytest.raises(RuntimeError, match="floating point"):
+        shards_as_before(torch.nn.Module())
+    fsdp.shard(torch.nn.Module())
+    assert len(made) == 1 and not made[0].requires_grad
+    assert _fsdp_param.nn is torch.nn

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from trainer.strategies.fsdp import shard
 from trainyard.errors import InputError
 from trainyard.spec.job import ParallelismSpec
 
@@ -62,7 +63,7 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy
     for module in modules:
         _split(module, mesh)
         placements = {weight: _shard_placement(weight, mesh["expert_shard"].size()) for weight in module.parameters()}
-        fully_shard(module, mesh=copies, mp_policy=policy, shard_placement_fn=placements.get)
+        shard(module, mesh=copies, mp_policy=policy, shard_placement_fn=placements.get)
     return modules
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from trainer.models.build import transformer_blocks
 from trainer.models.deferred_weights import fill_parameters, source_of
@@ -78,8 +79,8 @@ def shard_weights(
     is_dropped = not keep_gathered if stated == "auto" else stated
     units = [list(blocks[begin:end]) for begin, end in unit_bounds(blocks, settings)]
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=is_dropped)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+        shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=is_dropped)
+    shard(root, mesh=mesh, mp_policy=policy)
     _prefetch([unit[0] for unit in units], settings.prefetch_units)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -88,6 +89,32 @@ def shard_weights(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def shard(module: nn.Module | list[nn.Module], **settings: Any) -> None:
+    """`fully_shard`, of weights in integers (QLoRA's codes) too.
+
+    torch 2.11 makes every shard a parameter that wants a gradient, and asks only then whether it should: no integer can
+    want one. 2.13 asks first.
+    """
+    theirs = vars(_fsdp_param)["nn"]
+    setattr(_fsdp_param, "nn", _IntegersWantNoGradient())  # noqa: B010  # mypy: it is a module's name
+    try:
+        fully_shard(module, **settings)
+    finally:
+        setattr(_fsdp_param, "nn", theirs)  # noqa: B010
+
+
+class _IntegersWantNoGradient:
+    """torch.nn, but for what a parameter of integers is made with."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+    @staticmethod
+    def Parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:  # torch's name
+        """See nn.Parameter."""
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
 
 
 def synchronization(root: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
