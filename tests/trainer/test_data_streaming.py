@@ -4,9 +4,11 @@ import io
 import json
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep as pause  # of tests: the readers' own is patched away
 from typing import Any
 
 import boto3
@@ -18,10 +20,12 @@ from moto.server import ThreadedMotoServer
 from pyarrow import parquet
 from test_data import build, json_tokenizer, resolved, rows_of, source
 from test_data_webdataset import shards
-from trainer.data import JobData, TextData, s3_files
+from trainer.data import BatchStream, JobData, TextData, s3_files, stream
 from trainer.data.readers import files_of
 from trainer.data.s3_files import PartCache, S3File
+from trainer.data.streamed_tokens import open_streamed_tokens
 from trainer.data.token_cache import open_token_cache
+from trainer.data.token_units import Vocabulary
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.data.webdataset import ShardIndex
 from trainer.tasks import task_of
@@ -193,6 +197,79 @@ def test_what_is_read_next_is_there_and_a_second_epoch_costs_nothing(s3: Any, fl
     assert parts.num_fetched == flaky.tries.total() == -(-1100 // 256)
     assert not list((tmp_path / "parts").iterdir()), "the cache has no name, so that nothing stays behind"
     parts.close()
+
+
+def _wait_until_idle(parts: PartCache) -> None:
+    deadline = time.monotonic() + 120
+    while parts._under_way or parts._wanted:
+        assert time.monotonic() < deadline
+        pause(0.002)
+
+
+def test_steps_of_more_parts_than_are_fetched_at_once_are_there_when_they_are_wanted(
+    s3: Any, flaky: Flaky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flaky.failures_of_a_range = 0
+    monkeypatch.setattr(s3_files, "_MOST_UNDER_WAY", 2)
+    draw = np.random.default_rng(5)
+    (tmp_path / "a.bin").write_bytes(draw.integers(0, 256, 40_000).astype("<u2").tobytes())
+    s3.upload_file(str(tmp_path / "a.bin"), BUCKET, f"{tmp_path.name}.bin")
+    train = [{"path": f"s3://{BUCKET}/{tmp_path.name}.bin", "format": "tokens"}]
+    settings = {"tokenizer": str(json_tokenizer(tmp_path / "tokenizer"))}
+    expected = build(resolved({"train": [source(tmp_path / "a.bin", "tokens")], **settings}), tmp_path)
+    data = build(resolved({"train": train, "streaming": True, **settings}), tmp_path)
+    parts = data.train._table._tokens._parts  # type: ignore[union-attr]
+    assert steps_of(data, 1) == steps_of(expected, 1)
+    _wait_until_idle(parts)
+    monkeypatch.setattr(BatchStream, "_announce", lambda _: None)
+    fetched = flaky.tries.total()
+    assert fetched > 20
+    assert steps_of(data, stream.STEPS_AHEAD) == steps_of(expected, stream.STEPS_AHEAD)
+    assert flaky.tries.total() == fetched
+    data.close()
+
+
+def test_a_small_cache_is_not_filled_beyond_what_is_read_next(s3: Any, flaky: Flaky, tmp_path: Path) -> None:
+    flaky.failures_of_a_range = 0
+    uri = upload(s3, token_shards(tmp_path / "tokens"), tmp_path.name)
+    first = files_of(DataSource(path=uri, format="tokens"), streaming=True)[0]
+    assert isinstance(first, S3File)
+    content = (tmp_path / "tokens" / "a.npy").read_bytes()
+    parts = PartCache(tmp_path / "parts", max_bytes=6 * 256)
+    num_parts = -(-len(content) // 256)
+    assert num_parts > 9
+    parts.will_read(first, 0, len(content))
+    for part in range(num_parts):
+        deadline = time.monotonic() + 120
+        while parts._under_way and time.monotonic() < deadline:  # each has come when it is read
+            pause(0.002)
+        assert parts.num_fetched == min(num_parts, part + 3)
+        assert parts.read(first, 256 * part, min(256, len(content) - 256 * part))
+    parts.close()
+    assert flaky.tries.total() == num_parts
+
+
+def test_of_a_file_of_ids_its_header_alone_is_read(
+    s3: Any, flaky: Flaky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flaky.failures_of_a_range = 0
+    (tmp_path / "tokens").mkdir()
+    for name in "ab":
+        np.save(tmp_path / "tokens" / f"{name}.npy", np.zeros(30_000, dtype=np.uint16))
+    uri = upload(s3, tmp_path / "tokens", tmp_path.name)
+    vocabulary = Vocabulary(257, is_open=False)
+    sources = [DataSource(path=uri, format="tokens")]
+    cache = open_streamed_tokens(sources, vocabulary, tmp_path / "cache", cache_bytes=1 << 20)
+    assert len(cache.tokens) == 60_000
+    assert sorted(range_ for _, range_ in flaky.tries) == ["bytes=0-16383"] * 2
+    # Who reads on from the beginning is read ahead for, but not before.
+    monkeypatch.setattr(s3_files, "FRONT_TO_BACK_BYTES", 5000)
+    with s3_files._FrontToBack(files_of(sources[0], streaming=True)[0]) as file:  # type: ignore[arg-type]
+        file.read(10)
+        assert list(file._parts) == [0]
+        assert len(file.read()) == 60_118
+        assert max(file._parts) == 60_128 // 5000
+    cache.tokens.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("written", [OSError(28, "No space left on device"), 100])

@@ -33,6 +33,10 @@ class DataFile(ABC):
         """Its bytes, seekable; OSError when it can't be read."""
 
     @abstractmethod
+    def head(self, size: int) -> bytes:
+        """Its first bytes and no more, as many as it has; OSError when it can't be read."""
+
+    @abstractmethod
     def is_unchanged(self) -> bool:
         """Whether it still is what was listed."""
 
@@ -52,6 +56,11 @@ class LocalFile(DataFile):
     def open(self) -> BinaryIO:
         """See DataFile."""
         return self.path.open("rb")
+
+    def head(self, size: int) -> bytes:
+        """See DataFile."""
+        with self.open() as handle:
+            return handle.read(size)
 
     def is_unchanged(self) -> bool:
         """See DataFile."""

@@ -27,6 +27,8 @@ TEXT_BLOCK_CHARACTERS = 1 << 20
 UNIT_BYTES = 64 << 20
 """A jsonl or parquet file larger than this is cut: a killed job loses no more than one unit's tokenization a rank."""
 
+_HEADER_BYTES = 16 << 10
+"""Of an .npy file: NumPy takes none of more than 10,000 characters."""
 _COUNTED_BYTES = 1 << 20
 
 _UNREADABLE = (OSError, EOFError, zlib.error)
@@ -215,15 +217,11 @@ class TokenFile:
                     f"{file.where}: {file.size} bytes are no whole number of uint16 ids; use .npy for wider ids"
                 )
             return cls(file, np.dtype("<u2"), 0, file.size // 2)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         try:
-            with file.open() as handle:
-                version = np.lib.format.read_magic(handle)
-                read_header = {
-                    (1, 0): np.lib.format.read_array_header_1_0,
-                    (2, 0): np.lib.format.read_array_header_2_0,
-                }
-                shape, _, dtype = read_header[version](handle)
-                offset = handle.tell()
+            handle = io.BytesIO(file.head(_HEADER_BYTES))
+            shape, _, dtype = read_header[np.lib.format.read_magic(handle)](handle)
+            offset = handle.tell()
         except (ValueError, KeyError, *_UNREADABLE) as error:
             raise InputError(f"{file.where}: is not a NumPy array file ({_reason(error)})") from None
         if len(shape) != 1 or dtype.kind not in "iu":

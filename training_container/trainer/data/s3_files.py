@@ -36,8 +36,9 @@ PARTS_AHEAD = 4
 AT_RANDOM_BYTES = 256 << 10
 """A part of a file that is read at random: a sequence of 4,096 tokens is 8 or 16 KiB, an image some 100."""
 _NUM_THREADS = 16
-_MOST_UNDER_WAY = 256
-"""Parts asked for and not there yet, at most: 64 MiB of memory."""
+_MOST_UNDER_WAY = 2 * _NUM_THREADS
+"""Announced parts that are begun and not there yet, at most: enough for all threads, and what is wanted at once doesn't
+wait behind more."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class S3File(DataFile):
     def open(self) -> BinaryIO:
         """See DataFile: fetched some parts ahead of the reader."""
         return io.BufferedReader(_FrontToBack(self), buffer_size=1 << 20)
+
+    def head(self, size: int) -> bytes:
+        """See DataFile: one request."""
+        return self.read(0, min(size, self.size)) if self.size else b""
 
     def is_unchanged(self) -> bool:
         """See DataFile: every request has asked for this version."""
@@ -138,7 +143,7 @@ class _FrontToBack(io.RawIOBase):
         self._position = 0
         self._parts: OrderedDict[int, Future[bytes]] = OrderedDict()
         self._threads = ThreadPoolExecutor(PARTS_AHEAD, thread_name_prefix="s3-ahead")
-        self._last_part = -1
+        self._last_part = -2  # none, and part 0 doesn't go on from it
 
     def readable(self) -> bool:
         return True
@@ -206,6 +211,11 @@ class PartCache:
         self._free_slots: list[int] = []
         """Slots below the highest one in use that hold nothing: a write to them failed."""
         self._under_way: dict[tuple[S3File, int], Future[bytes]] = {}
+        self._wanted: OrderedDict[tuple[S3File, int], None] = OrderedDict()
+        """Announced and not begun, in the order in which they will be read."""
+        self._ahead: set[tuple[S3File, int]] = set()
+        """Announced, begun, and not read yet."""
+        self._is_beginning = False
         self._lock = RLock()  # a part that is there at once is kept in the thread that asked for it
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="s3-parts")
         self.num_fetched = 0
@@ -218,15 +228,35 @@ class PartCache:
             for part in _parts(offset, size):
                 begin = max(0, offset - part * AT_RANDOM_BYTES)
                 stretch = slice(begin, min(AT_RANDOM_BYTES, offset + size - part * AT_RANDOM_BYTES))
+                self._wanted.pop((file, part), None)
+                self._ahead.discard((file, part))
                 pending.append((self._kept((file, part), stretch) or self._begin((file, part)), stretch))
+            self._begin_wanted()
         return b"".join(part if isinstance(part, bytes) else part.result()[where] for part, where in pending)
 
     def will_read(self, file: S3File, offset: int, size: int) -> None:
-        """Fetches these bytes in the background, unless much is under way already."""
+        """Fetches these bytes in the background, after what was announced before."""
         with self._lock:
             for part in _parts(offset, size):
-                if (file, part) not in self._slots and len(self._under_way) < _MOST_UNDER_WAY:
-                    self._begin((file, part))
+                if (file, part) in self._slots:
+                    self._slots.move_to_end((file, part))
+                elif (file, part) not in self._under_way:
+                    self._wanted.setdefault((file, part))
+            self._begin_wanted()
+
+    def _begin_wanted(self) -> None:
+        """Begins what was announced, as far as threads and slots go. The lock is held.
+
+        Half of the slots: between a part's arrival and its turn no more are read, and so touched later, than that.
+        """
+        if self._is_beginning:  # a part that is there at once comes by here again
+            return
+        self._is_beginning = True
+        while self._wanted and len(self._under_way) < _MOST_UNDER_WAY and len(self._ahead) < self._num_slots // 2:
+            part, _ = self._wanted.popitem(last=False)
+            self._ahead.add(part)
+            self._begin(part)
+        self._is_beginning = False
 
     def _kept(self, part: tuple[S3File, int], stretch: slice) -> bytes | None:
         """These bytes of a part that is on the disk. The lock is held: another thread may need the room."""
@@ -253,6 +283,9 @@ class PartCache:
                 if not fetched.cancelled() and fetched.exception() is None:
                     self.num_fetched += 1
                     self._write(part, fetched.result())
+                else:
+                    self._ahead.discard(part)
+                self._begin_wanted()
 
         return keep
 
@@ -267,6 +300,7 @@ class PartCache:
             self._slots[part] = slot
         else:
             self._free_slots.append(slot)
+            self._ahead.discard(part)
             if not self._told_that_full:
                 say(f"data.stream_cache_gib: no room left on the disk of {self._folder}; parts are read from S3 again")
             self._told_that_full = True
@@ -275,7 +309,9 @@ class PartCache:
         if self._free_slots:
             return self._free_slots.pop()
         if len(self._slots) >= self._num_slots:
-            return self._slots.popitem(last=False)[1]
+            unwanted, slot = self._slots.popitem(last=False)
+            self._ahead.discard(unwanted)
+            return slot
         return len(self._slots)
 
     @staticmethod
@@ -285,5 +321,7 @@ class PartCache:
 
     def close(self) -> None:
         """Ends the threads; what is under way is waited for, the rest dropped."""
+        with self._lock:
+            self._wanted.clear()
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._disk.close()
