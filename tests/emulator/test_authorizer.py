@@ -114,6 +114,24 @@ def test_conditions_count(site: Site, tenants: Tenants) -> None:
     assert "s3:ListBucket" in refusal(lambda: acme.s3.list_objects_v2(Bucket=acme.bucket))
 
 
+def test_that_a_key_is_missing_is_told_to_who_may_list_the_whole_bucket(tenants: Tenants) -> None:
+    acme, globex = tenants
+    arn = f"arn:aws:s3:::{acme.bucket}"
+    put(acme, acme.bucket, "jobs/there")
+    put(acme, acme.bucket, "jobs/deleted")
+    acme.s3.delete_object(Bucket=acme.bucket, Key="jobs/deleted")
+    globex.grant("read", allow("s3:GetObject", f"{arn}/jobs/*"), allow("kms:Decrypt", acme.key_arn))
+    globex.grant("list", allow("s3:ListBucket", arn, Condition={"StringLike": {"s3:prefix": "jobs/*"}}))
+    for key in ("jobs/missing", "jobs/deleted"):
+        assert get(acme, acme.bucket, key).startswith("NoSuchKey")
+        assert f"s3:ListBucket on resource: {arn} " in get(globex, acme.bucket, key)
+        assert "403" in refusal(lambda key=key: globex.s3.head_object(Bucket=acme.bucket, Key=key))  # type: ignore[misc]
+    assert "s3:ListBucket" not in get(globex, acme.bucket, "jobs/there")
+    assert refusal(lambda: globex.s3.list_objects_v2(Bucket=acme.bucket, Prefix="jobs/missing")) == ""
+    globex.grant("list", allow("s3:ListBucket", arn))
+    assert get(globex, acme.bucket, "jobs/missing").startswith("NoSuchKey")
+
+
 def test_a_bucket_policys_denials_hold_and_its_tls_rule_spares_loopback(site: Site, tenants: Tenants) -> None:
     acme, globex = tenants
     arns = [f"arn:aws:s3:::{acme.bucket}", f"arn:aws:s3:::{acme.bucket}/*"]

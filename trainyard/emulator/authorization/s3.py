@@ -142,6 +142,13 @@ class S3State:
         upload = bucket.multiparts.get(upload_id) if bucket is not None else None
         return None if upload is None else str(upload.key_name)
 
+    def holds(self, bucket_name: str, key: str) -> bool:
+        """Whether the bucket has an object of that key, and no marker that it was deleted."""
+        from moto.s3.models import FakeKey
+
+        bucket = self.bucket(bucket_name)
+        return bucket is not None and isinstance((bucket.keys.getlist(key, []) or [None])[-1], FakeKey)
+
     def encryption_of(self, bucket_name: str, key: str, version: str | None) -> Encryption | None:
         """The KMS encryption of a stored object; None: not stored, or not by KMS."""
         bucket = self.bucket(bucket_name)
@@ -330,7 +337,7 @@ def _object_extras(
         encryption = state.encryption_of(bucket, key, request.query.get("versionId", [""])[0] or None)
         if encryption:
             checks.append(_kms("kms:Decrypt", encryption, bucket, key, request, key_arn))
-        return checks
+        return checks + (_absence(bucket, key, context, state) if action == "GetObject" else [])
     if action != "PutObject":
         return checks
     encryption = _encryption_asked(request) or state.default_encryption(bucket)
@@ -342,6 +349,13 @@ def _object_extras(
     ):  # S3 reads the encrypted parts back to join them (S3 user guide, "Uploading ... with SSE-KMS")
         checks.append(_kms("kms:Decrypt", encryption, bucket, key, request, key_arn))
     return checks + _copy_source(request, context, state, key_arn)
+
+
+def _absence(bucket: str, key: str, context: Mapping[str, Any], state: S3State) -> list[Check]:
+    """S3 tells that a key is missing (404) to who may list the bucket; others get 403. No prefix is asked for, so a
+    right to list that a condition binds to one doesn't count (S3 API reference, GetObject, "Permissions")."""
+    is_missing = state.bucket(bucket) is not None and not state.holds(bucket, key)
+    return [Check("s3:ListBucket", f"arn:aws:s3:::{bucket}", context)] if is_missing else []
 
 
 def _copy_source(request: AwsRequest, context: Mapping[str, Any], state: S3State, key_arn: KeyLookup) -> list[Check]:
