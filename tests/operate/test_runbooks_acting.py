@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,19 @@ def test_a_storm_is_many_jobs_hit_and_moves_only_those(
     assert commands[1][-1] == "compute.spot=false"
 
 
+def test_a_record_that_cannot_be_read_hides_no_storm(
+    tenant: TenantContract, run: Any, commands: list[list[str]], deployed: Account
+) -> None:
+    later = "acme-tiny-20990131120000-1a2b"
+    deployed.client("s3").put_object(
+        Bucket=tenant.buckets.data, Key=f"jobs/{later}/record.json", Body=b'{"version": 99}'
+    )
+    code, document, _ = run("spot_storm", "--tenant", "acme", "--yes")
+    assert [one["kind"] for one in document["findings"]] == ["unknown", "fault"] and code == 1
+    assert f"job {later}: is not counted: " in document["findings"][0]["words"]
+    assert [command[:2] for command in commands] == [["stop", JOB_ID], ["resume", JOB_ID]]
+
+
 def test_a_restore_is_checked_before_the_job_is_stopped(
     tenant: TenantContract, run: Any, commands: list[list[str]], deployed: Account
 ) -> None:
@@ -412,8 +426,9 @@ def test_a_dry_run_refuses_what_would_be_refused(
         (digests[1], str(tmp_path / "none.yaml"), 2, "none.yaml"),
         (digests[1], "jobs/tiny.yaml", 2, "jobs of this machine run in no image"),
     ):
-        refused = run("upgrade_image", "--digest", digest, "--canary", job)
-        assert (refused[0], refused[1]) == (code, {}) and words in refused[2]
+        for more in ((), ("--yes",)):
+            refused = run("upgrade_image", "--digest", digest, "--canary", job, *more)
+            assert (refused[0], refused[1]) == (code, {}) and words in refused[2]
     unknown = f"{JOB_ID[:-4]}ffff"
     assert run("upgrade_image", "--digest", digests[1], "--canary", canary_job, "--baseline", unknown)[0] == 2
     for name, *options in (
@@ -463,10 +478,78 @@ def test_a_step_that_fails_ends_the_runbook_and_later_ones_are_not_made(
         raise AwsRefusedError("stopping: AWS refused")
 
     monkeypatch.setattr(framework, "_run", refuse)
-    code, _, said = run("restore_at_another_size", JOB_ID, "--instances", "1", "--yes")
-    assert (code, len(commands)) == (3, 1) and said.splitlines()[-1] == "trainyard: stopping: AWS refused"
+    code, document, said = run("restore_at_another_size", JOB_ID, "--instances", "1", "--yes")
+    assert (code, len(commands)) == (1, 1) and said.splitlines()[-1] == "trainyard: stopping: AWS refused"
     kept = json.loads((evidence / "report.json").read_text())
     assert [step["made"] for step in kept["steps"]] == [False] and "AWS refused" in kept["error"]
+    assert document == kept, "what was begun is told"
+
+
+@pytest.mark.parametrize(("failing", "code"), [("--confirm", 1), ("remove", 3)])
+def test_a_removal_that_is_refused_half_way_does_not_end_as_if_nothing_was_changed(
+    tenant: TenantContract,
+    failing: str,
+    code: int,
+    evidence: Path,
+    environment_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 3 says that no step was begun: one that only looks is none."""
+
+    def refuse(argv: Sequence[str]) -> str:
+        if failing in argv:
+            raise AwsRefusedError("s3://acme-data: versions can't be deleted; repeat the command")
+        return "the plan"
+
+    monkeypatch.setattr(framework, "_run", refuse)
+    arguments = ["--tenant", "acme", "--keep-data", "-e", str(environment_path), "--evidence", str(evidence), "--yes"]
+    assert main(["offboard", *arguments]) == code
+    said = capsys.readouterr()
+    assert "versions can't be deleted" in said.err and "nothing was changed" not in said.out
+    assert ("failed: trainyard tenant remove" in said.out) == (code == 1)
+
+
+def test_paths_are_those_of_the_caller_wherever_the_steps_run(
+    tenant: TenantContract,
+    commands: list[list[str]],
+    tmp_path: Path,
+    environment_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They run in the checkout's folder: another file of that name may lie there, or none."""
+    away = tmp_path / "away"
+    away.mkdir()
+    monkeypatch.chdir(away)
+    (away / "mine.yaml").write_text(environment_path.read_text())
+    where = ["-e", "./mine.yaml", "--evidence", "seen", "--yes"]
+    for words in (
+        ["offboard", "--tenant", "acme", "--keep-data"],
+        ["onboard", "--tenant", "vision", "--like", "acme"],
+        ["spot_storm", "--tenant", "acme"],
+        ["restore_at_another_size", JOB_ID, "--instances", "1"],
+        ["move_job", JOB_ID, "--to", "local", "--folder", "moved"],
+    ):
+        commands.clear()
+        main([*words, *where])
+        told = [word for command in commands for word in command]
+        assert told and "./mine.yaml" not in told and "mine.yaml" not in told, words
+        named = [word for word in told if "mine.yaml" in word or word.endswith("job.yaml")]
+        assert named and all(Path(word).is_absolute() and Path(word).is_file() for word in named), words
+        assert f"evidence: {away}/seen" in capsys.readouterr().out
+    for words in (["disaster_drill", "--tenant", "acme"],):
+        main([*words, *where])
+        (call,) = [line for line in capsys.readouterr().out.splitlines() if "checkpoints copy" in line]
+        assert f" --environment {away}/mine.yaml" in call and f" {away}/seen/fetched/" in call
+
+
+def test_a_steps_command_looks_into_the_callers_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", "state")
+    seen = framework._run([sys.executable, "-c", "import os; print(os.environ['TRAINYARD_STATE_DIR'], os.getcwd())"])
+    assert seen == f"{tmp_path}/state {framework.checkout_root()}"
+    assert framework.evidence_folder("any", None).parent == tmp_path / "state" / "runbooks"
 
 
 def test_a_commands_own_error_and_exit_code_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

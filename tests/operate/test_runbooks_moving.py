@@ -61,7 +61,7 @@ def test_a_bad_machine_is_drained_and_its_job_goes_on_with_another(
     code, document = run(*arguments, bad)
     assert code == 1 and [step["made"] for step in document["steps"]] == [False] * 3
     assert "drain" not in desk.cluster.node_states()[bad], "a dry run changes nothing"
-    assert main([*arguments, "node9", "--yes"]) == 3, "Slurm's own refusal"
+    assert main([*arguments, "node9", "--yes"]) == 1, "Slurm's own refusal"
     assert desk.status(record).state == "Training", "and the job was left alone"
     try:
         code, document = run(*arguments, bad, "--yes")

@@ -17,7 +17,7 @@ DEFAULT_ENVIRONMENT = "local"
 
 
 EXIT_CODES = """exit codes: 0 nothing is wrong, or done (or only printed); 1 the fault is there, or a step failed; 2 the
-input was wrong; 3 AWS refused (2 and 3: no step that changes something was made)"""
+input was wrong; 3 AWS refused (2 and 3: no step that changes something was begun)"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.error = error
             with contextlib.suppress(InputError):  # where nothing can be kept, that is the error
                 keep(report.folder, "report.json", report.document())
-            if report.has_changed:
+            if report.may_have_changed:
                 _print(report, is_json)
         print(f"trainyard: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code if report is None else report.exit_code

@@ -42,7 +42,10 @@ def run(context: Context) -> None:
     elif context.options.verb == "close":
         context.perform([_close(access, role)])
     else:
-        context.perform([_open(context, access, role)])
+        step = _open(context, access, role)
+        if not context.dry_run:
+            _credentials_file(context.report.folder).close()  # where there can be none, nothing is begun
+        context.perform([step])
 
 
 def _open(context: Context, access: TenantAccess, role: str) -> Step:

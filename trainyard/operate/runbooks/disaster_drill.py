@@ -73,7 +73,7 @@ def _fetch(context: Context, record: JobRecord, s3: object, chosen: checkpoints.
         seconds = time.monotonic() - started
         return f"whole, in {seconds:.1f} s ({chosen.size_bytes / seconds / 1e6:.1f} MB/s)"
 
-    where = ("--environment", context.options.environment)
+    where = ("--environment", context.environment_words)
     words = ("trainyard", "checkpoints", "copy", record.job_id, str(folder), "--step", str(chosen.step), *where)
     return Step(shlex.join(words), make)
 

@@ -1,11 +1,12 @@
 """What every runbook is made of: findings with what decided them, steps that are printed or made, and one report.
 
 Exit codes: 0, nothing is wrong (diagnosing), or all steps are made or only printed (acting); 1, the runbook's fault is
-there, or a step failed; 2, the input was wrong; 3, AWS refused. What fails after a step that changed something is 1
-whoever refused it, and the steps made are printed.
+there, or a step failed; 2, the input was wrong; 3, AWS refused. What fails once a step that changes something was begun
+is 1 whoever refused it, as a refused one may have been made in part, and the steps are printed.
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -68,15 +69,15 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     """Each with `call`, `made` and `answer`."""
-    has_changed: bool = False
-    """Whether a step that changes something was made."""
+    may_have_changed: bool = False
+    """Whether a step that changes something was begun: one that was refused half-way has changed something, too."""
     error: TrainyardError | None = None
     """What ended it early."""
 
     @property
     def exit_code(self) -> int:
-        """1 where the runbook's own fault is there, or something failed after a change; else the error's own."""
-        if self.error is not None and not self.has_changed:
+        """1 where the runbook's own fault is there, or something failed once a change was begun; else the error's."""
+        if self.error is not None and not self.may_have_changed:
             return self.error.exit_code
         return 1 if self.error is not None or any(one.kind == "fault" for one in self.findings) else 0
 
@@ -96,10 +97,10 @@ class Report:
         """For people."""
         lines = [line for one in self.findings for line in one.lines()]
         for step in self.steps:
-            unmade = "failed" if self.has_changed else "would run"
+            unmade = "failed" if self.may_have_changed else "would run"
             lines.append(f"{'made' if step['made'] else unmade}: {step['call']}")
             lines += [f"  {line}" for line in step["answer"].splitlines()]
-        if not self.has_changed and any(not step["made"] for step in self.steps):
+        if not self.may_have_changed and any(not step["made"] for step in self.steps):
             lines.append("nothing was changed; --yes makes these calls")
         return [*lines, f"evidence: {self.folder}"]
 
@@ -108,8 +109,9 @@ def evidence_folder(runbook: str, chosen: Path | None) -> Path:
     """The folder that keeps what a runbook saw: the chosen one, or a new one under the state directory. InputError
     where nothing can be written there, which must not turn out after the steps."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    parent = state_root() / "runbooks"
-    folder = chosen or parent / f"{runbook}-{stamp}"
+    # By all its folders: steps name it to commands that run in the checkout's folder.
+    parent = (state_root() / "runbooks").absolute()
+    folder = chosen.absolute() if chosen is not None else parent / f"{runbook}-{stamp}"
     number = 1
     while chosen is None and folder.exists():
         number += 1
@@ -148,9 +150,9 @@ def perform(report: Report, steps: Sequence[Step], *, dry_run: bool, say: Say) -
         report.steps.append(entry)
         if made:
             say(step.words)
+            report.may_have_changed |= step.changes
             entry["answer"] = step.make()
             entry["made"] = True
-            report.has_changed |= step.changes
     keep(report.folder, "steps.json", report.steps)
 
 
@@ -176,7 +178,9 @@ def command(*arguments: str, changes: bool = True, run: Callable[[Sequence[str]]
 
 def _run(argv: Sequence[str]) -> str:
     """What the command printed; its own one-line error where it fails."""
-    done = subprocess.run(argv, cwd=checkout_root(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    # It runs in the checkout's folder, from where a relative one would be another.
+    told = {**os.environ, "TRAINYARD_STATE_DIR": str(state_root().absolute())}
+    done = subprocess.run(argv, cwd=checkout_root(), env=told, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return done.stdout.strip()
     said = [line for line in done.stderr.splitlines() if line.strip()]

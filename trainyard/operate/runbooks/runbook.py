@@ -37,8 +37,14 @@ class Context:
 
     @property
     def environment_path(self) -> Path:
-        """Its file."""
-        return environment_file(self.options.environment)
+        """Its file, by all its folders: steps name it to commands that run in the checkout's folder."""
+        return environment_file(self.options.environment).absolute()
+
+    @property
+    def environment_words(self) -> str:
+        """The environment as it was named, a path by all its folders: what a step's command is told."""
+        given: str = self.options.environment
+        return str(self.environment_path) if environment_file(given) == Path(given) else given
 
     def account(self) -> Account:
         """The caller's own credentials, in the environment's account."""
@@ -57,7 +63,7 @@ class Context:
         if place.s3 is None:
             return ()
         tenant = ("--tenant", self.options.tenant) if self.options.tenant else ()
-        return ("--environment", self.options.environment, *tenant)
+        return ("--environment", self.environment_words, *tenant)
 
     def perform(self, steps: list[Step]) -> None:
         """Make the steps, or print them."""
