@@ -146,8 +146,8 @@ def test_a_listing_survives_what_goes_between_its_look_and_its_names(
         save(tmp_path, step)
     honest = os.walk
 
-    def walk(top: Path, onerror: Any = None) -> Iterator[Any]:
-        for at, folders, names in honest(top, onerror=onerror):
+    def walk(top: Path, **options: Any) -> Iterator[Any]:
+        for at, folders, names in honest(top, **options):
             if at.endswith("step-00000010"):
                 shutil.rmtree(at)
             yield at, folders, names
@@ -247,6 +247,19 @@ def test_prune_never_takes_the_only_good_one(tmp_path: Path) -> None:
     with pytest.raises(JobFailedError, match="not one of 2 checkpoints is whole, so nothing was removed"):
         checkpoints.prune(str(tmp_path), None, rules=Retention(1), dry_run=False)
     assert len(checkpoints.list_checkpoints(str(tmp_path), None)) == 2
+
+
+def test_prune_leaves_what_a_steps_link_leads_to(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path / "mine", step)
+    folder = tmp_path / "mine/checkpoints/step-00000010"
+    shutil.move(folder, tmp_path / "kept")
+    folder.symlink_to(tmp_path / "kept")
+    (tmp_path / "mine/checkpoints/back").symlink_to(tmp_path / "mine")
+    names = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    done = checkpoints.prune(str(tmp_path / "mine"), None, rules=Retention(1, None, None), dry_run=False)
+    assert (steps(done.removed), steps(done.kept)) == ([10], [20])
+    assert not folder.is_symlink() and sorted(path.name for path in (tmp_path / "kept").iterdir()) == names
 
 
 def test_the_promise_is_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

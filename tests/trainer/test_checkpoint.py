@@ -689,6 +689,48 @@ def test_an_unreadable_folder_never_means_starting_anew(tmp_path: Path) -> None:
     assert issubclass(JobFailedError, Exception)
 
 
+def test_a_step_that_may_not_be_looked_into_never_means_starting_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(str(tmp_path / "shared"), tmp_path)
+    job.save(10, 20)
+    honest = os.scandir
+
+    def refused(path: Any) -> Any:
+        if str(path).endswith("step-00000020"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return honest(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(JobFailedError, match=r"can't list \S+: Permission denied; a checkpoint may be there"):
+        Job(str(tmp_path / "shared"), tmp_path).newest()
+
+
+def test_a_step_that_was_moved_and_linked_is_resumed_and_what_lies_elsewhere_is_never_removed(tmp_path: Path) -> None:
+    shared, elsewhere = tmp_path / "shared", tmp_path / "another disk"
+    job = Job(str(shared), tmp_path, keep_last=1)
+    job.save(10)
+    elsewhere.mkdir()
+    step = shared / "checkpoints/step-00000010"
+    shutil.move(step, elsewhere / "kept")
+    step.symlink_to(elsewhere / "kept")
+    (shared / "checkpoints/back").symlink_to(shared)  # a way without an end
+    names = sorted(path.name for path in (elsewhere / "kept").iterdir())
+    assert [one.is_good for one in list_checkpoints(str(shared), None)] == [True]
+    resumed = Job(str(shared), tmp_path, keep_last=1)
+    assert resumed.newest() == 10
+    resumed.save(20)
+    assert sorted(path.name for path in (shared / "checkpoints").iterdir()) == ["back", "step-00000020"]
+    assert sorted(path.name for path in (elsewhere / "kept").iterdir()) == names
+    # All of them may lie elsewhere.
+    shutil.move(shared / "checkpoints", elsewhere / "all")
+    (shared / "checkpoints").symlink_to(elsewhere / "all")
+    resumed.save(30)
+    assert resumed.checkpointer.last_error is None and (shared / "checkpoints").is_symlink()
+    assert sorted(path.name for path in (elsewhere / "all").iterdir()) == ["back", "step-00000030"]
+    assert Job(str(shared), tmp_path).newest() == 30
+
+
 def test_a_disk_that_is_too_full_is_foreseen(destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(destination, tmp_path, keep_last=1)
     job.save(1)

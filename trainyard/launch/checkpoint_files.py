@@ -68,7 +68,10 @@ class _FolderFiles:
         folder = self._root / prefix
         found: dict[str, int] = {}
         with _os_errors("list", folder):
-            for at, _, names in os.walk(folder, onerror=_raise_unless_gone):
+            # As the trainer reads it: a step may be a link to another disk.
+            for at, folders, names in os.walk(folder, onerror=_raise_unless_gone, followlinks=True):
+                if Path(at) != folder:  # a link that leads back up would have no end
+                    folders[:] = [name for name in folders if not Path(at, name).is_symlink()]
                 for path in (Path(at, name) for name in names):
                     with suppress(FileNotFoundError):  # a job that runs removes what it no longer keeps
                         found[path.relative_to(self._root).as_posix()] = path.stat().st_size
@@ -106,9 +109,13 @@ class _FolderFiles:
     def delete(self, names: Iterable[str]) -> None:
         folders = set()
         for name in names:
-            with _os_errors("remove", self._root / name):
-                (self._root / name).unlink(missing_ok=True)
-                folders.add((self._root / name).parent)
+            path = self._root / name
+            with _os_errors("remove", path):
+                if path.parent.is_symlink() and path.parent.parent != self._root:
+                    path.parent.unlink()  # a step's link; what somebody put elsewhere stays there, as with `rm -r`
+                    continue
+                path.unlink(missing_ok=True)
+                folders.add(path.parent)
         for folder in folders:
             # Only an empty one goes; somebody else's file keeps it.
             if folder.is_dir() and not any(folder.iterdir()):

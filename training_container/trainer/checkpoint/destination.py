@@ -7,7 +7,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -202,23 +202,31 @@ class LocalDestination(Destination):
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """See Destination."""
+        top = self._root / prefix
         found: dict[str, int] = {}
-        with _os_errors(f"list {self._root / prefix}"):
-            for path in (self._root / prefix).rglob("*"):
-                try:
-                    if path.is_file():
-                        found[path.relative_to(self._root).as_posix()] = path.stat().st_size
-                except FileNotFoundError:  # removed meanwhile
-                    continue
+        # What may not be looked into is no folder without checkpoints; a step that was moved to another disk, with a
+        # link in its place, is as good as any: passed over in silence either would begin the job anew.
+        with _os_errors(f"list {top}"):
+            for at, folders, names in os.walk(top, onerror=_raise_unless_gone, followlinks=True):
+                if Path(at) != top:  # a link that leads back up would have no end
+                    folders[:] = [name for name in folders if not Path(at, name).is_symlink()]
+                for path in (Path(at, name) for name in names):
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        if path.is_file():
+                            found[path.relative_to(self._root).as_posix()] = path.stat().st_size
         return found
 
     def delete(self, names: Iterable[str]) -> None:
         """See Destination."""
         folders = set()
         for name in names:
-            with _os_errors(f"remove {self._root / name}"):
-                (self._root / name).unlink(missing_ok=True)
-                folders.add((self._root / name).parent)
+            path = self._root / name
+            with _os_errors(f"remove {path}"):
+                if path.parent.is_symlink() and path.parent.parent != self._root:
+                    path.parent.unlink()  # a step's link; what somebody put elsewhere stays there, as with `rm -r`
+                    continue
+                path.unlink(missing_ok=True)
+                folders.add(path.parent)
         for folder in folders:
             # Only an empty one goes; somebody else's file keeps it.
             if folder != self._root and folder.is_dir() and not any(folder.iterdir()):
@@ -253,6 +261,11 @@ class LocalDestination(Destination):
             sync(target.parent)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def sync(path: Path) -> None:
