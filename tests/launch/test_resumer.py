@@ -160,6 +160,36 @@ def test_a_crash_loop_is_left_to_a_person_and_progress_is_none(aws: Account, sto
     assert "submitted" in cloud.resume(2)
 
 
+def test_machines_that_were_not_to_be_had_in_between_hide_no_crash_loop(aws: Account, store: S3RecordStore) -> None:
+    cloud = Aws(aws.client("s3"), LOST)
+    with_budget(store, 9)
+    cloud.commit(5)
+    assert "submitted" in cloud.resume(1)
+    cloud.reason = NO_ROOM
+    assert "submitted" in cloud.resume(2) and "submitted" in cloud.resume(3)
+    cloud.reason = LOST
+    assert cloud.resume(4) == {"left": "a crash loop: twice in a row from step 5, a host was lost"}
+
+
+def test_a_person_who_resumes_ends_a_crash_loop(aws: Account, store: S3RecordStore) -> None:
+    cloud = Aws(aws.client("s3"), LOST)
+    with_budget(store, 9)
+    cloud.commit(5)
+    assert "submitted" in cloud.resume(1) and "left" in cloud.resume(2)
+    stored = store.read(JOB_ID)
+    store.replace(stored, stored.record.with_next_attempt())
+    assert "submitted" in cloud.resume(3), "it was mended: this is the first loss since"
+    assert "crash loop" in cloud.resume(4)["left"]
+
+
+def with_budget(store: S3RecordStore, max_resumes: int) -> None:
+    stored = store.read(JOB_ID)
+    spec = stored.record.resolved.spec
+    spec = spec.model_copy(update={"recovery": spec.recovery.model_copy(update={"max_resumes": max_resumes})})
+    resolved = stored.record.resolved.model_copy(update={"spec": spec})
+    store.replace(stored, stored.record.model_copy(update={"resolved": resolved}))
+
+
 @pytest.mark.parametrize(
     ("status", "reason"),
     [

@@ -22,8 +22,9 @@ is SageMaker's too is unverified (docs/recovery.md)."""
 MOST_KILLED = 2
 """How often a job is resumed after that, whatever steps it made: a kernel that kills for memory says no more."""
 _KILLED = "a host was killed"
+_NO_CAPACITY = "no capacity"
 CAUSES = {
-    "no capacity": r"^CapacityError",
+    _NO_CAPACITY: r"^CapacityError",
     "SageMaker's own error": r"^InternalServerError",
     "saved, and asked to be resumed": r"exit code: (?:\S+ )?75(?:, \S+ 75)*$",
     "a host was lost": r"^AlgorithmError: (the first )?host \S+ is gone",
@@ -63,9 +64,17 @@ def refusal(record: dict[str, Any], why: str | None, step: int) -> str:
         return f"{len(mine)} resumes are spent (recovery.max_resumes)"
     if why == _KILLED and sum(f": {_KILLED};" in note for note in mine) >= MOST_KILLED:
         return f"hosts were killed without a word after {MOST_KILLED} resumes for that: is their memory enough?"
-    if why != "no capacity" and mine and mine[-1].endswith(_how(why, step)):
+    if why != _NO_CAPACITY and _last_failure(record).endswith(_how(why, step)):
         return f"a crash loop: twice in a row from step {step}, {why}"
     return ""
+
+
+def _last_failure(record: dict[str, Any]) -> str:
+    """What the newest resume since a person's says of why; empty without one. A lack of capacity in between is no
+    start, and who resumed the job has mended what was wrong."""
+    asked = asked_attempt(record["attempts"][-1]["number"], record["states"])
+    since = [state["note"] for state in record["states"] if state["attempt"] > asked and state["note"].startswith(NOTE)]
+    return next((note for note in reversed(since) if f": {_NO_CAPACITY};" not in note), "")
 
 
 def on_fewer_instances(record: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +208,7 @@ def _next_attempt(
         step = newest_step(client("s3"), checkpoints, job_id)
         if no := refusal(record, why, step):
             return record, no
-        if why == "no capacity":
+        if why == _NO_CAPACITY:
             record = on_fewer_instances(record)
         record = with_attempt(record, str(why), step, _now())
         if records.replace(record, version):
