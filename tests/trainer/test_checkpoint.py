@@ -489,6 +489,25 @@ def test_what_is_known_of_a_checkpoint_later_counts_and_never_endangers_it(
     assert step_names(destination) == {"step-00000003"} | (set() if cut_short else {"step-00000001"})
 
 
+def test_who_reads_while_it_is_completed_finds_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export beside the job that resumed: its newest checkpoint must not look altered for a moment."""
+    destination = str(tmp_path / "destination")
+    job = Job(destination, tmp_path)
+    job.save(1, 2)
+    honest, reads = LocalDestination.get_bytes, []
+
+    def get_bytes(self: LocalDestination, name: str) -> bytes:
+        content = honest(self, name)
+        reads.append(name)
+        if len(reads) == 1:
+            job.checkpointer.complete(2, {"metrics": {"validation_loss": 0.5}})
+        return content
+
+    monkeypatch.setattr(LocalDestination, "get_bytes", get_bytes)
+    found = Job(destination, tmp_path).checkpointer.open_step(None)
+    assert found is not None and found.manifest.step == 2 and len(reads) > 2
+
+
 def test_damaged_and_interrupted_ones_do_not_count_and_go(tmp_path: Path) -> None:
     destination = str(tmp_path / "destination")
     Job(destination, tmp_path).save(1, 10, 20)

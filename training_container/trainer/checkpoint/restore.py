@@ -255,7 +255,8 @@ class Restorer:
             problem = f"it has no {COMMITTED} marker (its save was interrupted)"
             return Candidate(step, None, problem, was_committed=False)
         try:
-            marker, content = (self._read(f"{folder}/{name}") for name in (COMMITTED, MANIFEST))
+            # In this order: a job that completes its manifest meanwhile writes a marker for both before it.
+            content, marker = (self._read(f"{folder}/{name}") for name in (MANIFEST, COMMITTED))
             check_marker(marker, content)
             manifest = parse_manifest(content)
         except MissingFileError:
