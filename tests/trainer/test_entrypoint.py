@@ -71,7 +71,10 @@ if todo == "half a word":
     os.write(2, b"half a wor")
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
-if todo in ("wait", "save on stop", "ignore stop"):
+if todo in ("wait", "save on stop") or todo.startswith("ignore stop"):
+    if todo.endswith("after a step"):
+        from trainer import heartbeat
+        heartbeat.beat(7)
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(time.time()))
     def usr1(*_):
@@ -335,14 +338,17 @@ def test_a_host_lost_as_this_one_is_told_to_stop_is_what_a_resumer_finds(moment:
     assert job_resumer.cause(told) == "a host was lost", told
 
 
-def test_ranks_that_do_not_stop_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("moment", "code"), [("after a step", 1), ("before a step", 75)])
+def test_ranks_that_do_not_stop_are_killed_when_the_grace_is_over(moment: str, code: int, tmp_path: Path) -> None:
+    """Before the first step there is nothing to lose, and no failure: tokenizing and restoring hear no signal."""
     tree = opt_ml(tmp_path / "ml", processes_per_host=1)
-    with running(tree, {"all": "ignore stop"}, TRAINYARD_STOP_GRACE_SECONDS="1") as process:
+    with running(tree, {"all": f"ignore stop {moment}"}, TRAINYARD_STOP_GRACE_SECONDS="1") as process:
         wait_for(tree / "output/data/ready-0", process)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=400)
-    assert process.returncode == 1
-    assert failure(tree)[0] == "ranks 0 of algo-1 did not save and exit within 1 s after SIGTERM"
+        output, _ = process.communicate(timeout=400)
+    assert process.returncode == code
+    late = "ranks 0 of algo-1 did not save and exit within 1 s after SIGTERM"
+    assert failure(tree)[0] == late if code == 1 else "stopped before the first step, killed 1 s after" in output
 
 
 def test_nothing_outlives_a_killed_entrypoint(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from trainer.__main__ import RESUME_FILE, _tell_of_resume, main
 from trainer.checkpoint.provenance import provenance
-from trainer_testing.distributed import TESTS, finish
+from trainer_testing.distributed import TESTS, finish, start_ranks
 from trainer_testing.text_job import bits, read_until, rows_of, run_trainer, start_trainer, write_job
 
 from trainyard.planner import resolve
@@ -213,9 +213,10 @@ def test_nothing_is_learnt_where_nothing_can_be_saved(tmp_path: Path) -> None:
     job = write_job(tmp_path, "ddp")
     ranks = start_trainer(2, job, tmp_path / "out", "--set", f"checkpoint.destination={tmp_path}/there")
     outputs = finish(ranks, timeout_seconds=600)
-    assert outputs[0][0] == 2, outputs
-    assert f"can't write {tmp_path}/there/checkpoints/.probe: Is a directory; no checkpoint" in outputs[0][1]
-    assert "step=1 " not in outputs[0][1]
+    assert [code for code, _ in outputs] == [2, 2], outputs
+    said = "".join(text for _, text in outputs)
+    assert said.count(f"can't write {tmp_path}/there/checkpoints/.probe: Is a directory; no checkpoint") == 1
+    assert "step=1 " not in said
 
 
 def test_a_last_save_is_tried_again_until_the_destination_takes_it(tmp_path: Path) -> None:
@@ -262,3 +263,24 @@ def test_a_stop_whose_save_fails_never_says_resume_me(tmp_path: Path) -> None:
     last = output.strip().splitlines()[-1]
     assert "but the last checkpoint could not be saved" in last
     assert "it continues from step 0" in last
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        ("common", ["trainyard: what all ranks fail of"]),
+        ("own", ["trainyard: a disk of this rank's own is broken", "trainyard: what all ranks fail of"]),
+    ],
+)
+def test_what_befalls_one_rank_is_said_by_it_and_what_befalls_all_is_said_once(
+    kind: str, lines: list[str], tmp_path: Path
+) -> None:
+    job = write_job(tmp_path, "ddp", steps=5)
+    options = ("--job", str(job), "--output-dir", str(tmp_path / "out"))
+    ended = finish(start_ranks(2, "trainer_testing.failing_trainer", kind, *options), timeout_seconds=600)
+    assert [code for code, _ in ended] == [1, 1], ended
+    said = [line for _, output in ended for line in output.splitlines() if line.startswith("trainyard: ")]
+    assert sorted(said) == lines
+    assert "Traceback" not in "".join(output for _, output in ended)
+    if kind == "own":
+        assert lines[0] in ended[-1][1]

@@ -48,6 +48,12 @@ def test_a_spike_is_above_the_factor_and_outside_the_usual_spread() -> None:
     assert wild.judge(2.0, 6.0) is None, "six times the median, but such norms are usual here"
 
 
+def test_a_median_of_zero_is_no_measure_of_a_spike() -> None:
+    watch = AnomalyWatch(3.0)
+    assert [watch.judge(0.0, 1.0) for _ in range(2 * LEAST_STEPS)] == [None] * 2 * LEAST_STEPS
+    assert watch.judge(1.0, 1.0) is None
+
+
 def test_a_resumed_watch_judges_alike() -> None:
     watch = AnomalyWatch(3.0)
     for step in range(WINDOW + 20):
@@ -197,8 +203,9 @@ def test_a_skipped_batch_is_skipped_everywhere_and_a_resume_skips_the_same(tmp_p
     limit = ("--set", "training.max_skips=2", "--set", "training.steps=20")
     codes, outputs, _ = run_poisoned(job, tmp_path / "out", {17: "nan", 18: "nan"}, *limit)
     assert codes == [1, 1], outputs
-    assert "step 18: loss is nan, 2 batches in a row; rank 1 on " in outputs[0]
-    assert "Traceback" not in outputs[0]
+    # By whichever rank was the first to end, and by no other.
+    assert "".join(outputs).count("step 18: loss is nan, 2 batches in a row; rank 1 on ") == 1
+    assert "Traceback" not in "".join(outputs)
     read_snapshot(tmp_path / "out/anomalies/step-00000018", rows)
 
 

@@ -24,11 +24,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     try:
         return _run(options)
+    except _SaidError as said:
+        return said.exit_code
     except TrainyardError as error:
-        # One line a host, not one a rank: what is wrong here is wrong for all of them.
+        # One line a host, not one a rank: what is wrong before they have met is wrong for all of them.
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            sys.stderr.write(f"trainyard: {error}\n")
+            _say_why(error)
         return error.exit_code
+
+
+class _SaidError(Exception):
+    """A failure of which nothing more has to be said."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def _say_why(error: TrainyardError) -> None:
+    sys.stderr.write(f"trainyard: {error}\n")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -55,13 +69,7 @@ def _run(options: argparse.Namespace) -> int:
 
     world_size = _launched_world_size()
     job = _resolved_job(options, world_size)
-    output_dir: Path = options.output_dir
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output-dir {output_dir}: can't be made: {error.strerror or error}") from None
-    if not os.access(output_dir, os.W_OK | os.X_OK):
-        raise InputError(f"--output-dir {output_dir}: can't be written (its rights, or a read-only file system)")
+    output_dir = _made(options.output_dir)
 
     # torch takes seconds to import: a wrong job is refused before that.
     with importing():
@@ -75,22 +83,38 @@ def _run(options: argparse.Namespace) -> int:
         told_when_asked(),
         distributed_runtime(cpu_threads=job.spec.training.cpu_threads, recovery=job.spec.recovery) as runtime,
     ):
-        check_network(job.spec.preflight, known_floors(job.spec), runtime)
-        session = Session(
-            job,
-            runtime,
-            output_dir=output_dir,
-            scratch_dir=options.scratch_dir or output_dir / "scratch",
-            expected=expected_of(job, runtime.device_name),
-        )
-        if runtime.is_first:
-            (output_dir / RESUME_FILE).unlink(missing_ok=True)
-        outcome = train(session)
-        session.finish(outcome.value)
-        session.close()
+        try:
+            check_network(job.spec.preflight, known_floors(job.spec), runtime)
+            session = Session(
+                job,
+                runtime,
+                output_dir=output_dir,
+                scratch_dir=options.scratch_dir or output_dir / "scratch",
+                expected=expected_of(job, runtime.device_name),
+            )
+            if runtime.is_first:
+                (output_dir / RESUME_FILE).unlink(missing_ok=True)
+            outcome = train(session)
+            session.finish(outcome.value)
+            session.close()
+        except TrainyardError as error:
+            # A record, a disk or a connection may be one rank's trouble alone, and then nobody else would name it.
+            if runtime.is_first_to_say(str(error)):
+                _say_why(error)
+            raise _SaidError(error.exit_code) from error
         if outcome is Outcome.INTERRUPTED and runtime.is_first:
             _tell_of_resume(output_dir / RESUME_FILE, session.step)
     return EXIT_RESUME_ME if outcome is Outcome.INTERRUPTED else 0
+
+
+def _made(output_dir: Path) -> Path:
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output-dir {output_dir}: can't be made: {error.strerror or error}") from None
+    if not os.access(output_dir, os.W_OK | os.X_OK):
+        raise InputError(f"--output-dir {output_dir}: can't be written (its rights, or a read-only file system)")
+    return output_dir
 
 
 def _tell_of_resume(path: Path, step: int) -> None:

@@ -1,5 +1,6 @@
 """This process's place among the ranks: rank, device, and the process groups."""
 
+import hashlib
 import os
 import socket
 import time
@@ -28,6 +29,8 @@ class Runtime:
     """gloo over CPU, all ranks: flags, counts and checkpoint coordination, never behind a GPU queue."""
     rendezvous_seconds: float = 0.0
     """How long the ranks took to find each other."""
+    store: Store | None = None
+    """Where ranks leave word for each other without meeting; None: this process is alone."""
 
     @property
     def is_first(self) -> bool:
@@ -38,6 +41,19 @@ class Runtime:
     def device_name(self) -> str | None:
         """The GPU's name; None on CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+
+    def is_first_to_say(self, words: str) -> bool:
+        """True on one rank of a host for the same words: what all ranks fail of is said once there.
+
+        A rank that can't ask any more says them itself.
+        """
+        if self.store is None:
+            return True
+        key = hashlib.sha256(f"{socket.gethostname()} {words}".encode()).hexdigest()
+        try:
+            return int(self.store.add(f"said/{key}", 1)) == 1
+        except dist.DistError:
+            return True
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value summed over all ranks, in float64."""
@@ -94,6 +110,7 @@ def distributed_runtime(*, cpu_threads: int, recovery: RecoverySpec | None = Non
             device=device,
             control_group=control_group,
             rendezvous_seconds=time.monotonic() - began,
+            store=store if world_size > 1 else None,
         )
 
 

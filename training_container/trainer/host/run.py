@@ -389,10 +389,17 @@ class HostRun:
         if self._was_told_to_stop and not reports:
             return _stopped_between()
         if self._was_killed:
-            late = ", ".join(str(rank) for rank, code in codes.items() if code is None)
-            grace = f"{self._grace_seconds:.0f} s after SIGTERM"
-            return Ending(1, f"ranks {late} of {self._place.host} did not save and exit within {grace}")
+            return self._cut_short(codes, made_a_step=made_a_step)
         return self._failure(reports, torchrun_code, made_a_step=made_a_step)
+
+    def _cut_short(self, codes: Mapping[int, int | None], *, made_a_step: bool) -> Ending:
+        """When the time after a signal to stop was over; `codes`: each own rank's exit code."""
+        grace = f"{self._grace_seconds:.0f} s after SIGTERM"
+        if not made_a_step:
+            # A long tokenization or restore is not broken off by the signal; to make it anew is all that is lost.
+            return Ending(RESUME_EXIT_CODE, f"stopped before the first step, killed {grace}; resume me")
+        late = ", ".join(str(rank) for rank, code in codes.items() if code is None)
+        return Ending(1, f"ranks {late} of {self._place.host} did not save and exit within {grace}")
 
     def _failure(self, reports: Mapping[int, RankReport], torchrun_code: int, *, made_a_step: bool) -> Ending:
         tail = tuple(self._tail)

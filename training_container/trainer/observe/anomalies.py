@@ -63,6 +63,8 @@ class AnomalyWatch:
         if self._spike_factor is None or len(seen) < LEAST_STEPS:
             return None
         median = statistics.median(seen)
+        if median <= 0:
+            return None  # nothing is a multiple of it
         spread = 1.4826 * statistics.median(abs(other - median) for other in seen)
         if value > self._spike_factor * median and value > median + ROBUST_SIGMAS * spread:
             return f"{name} {value:.6g} is {value / median:.1f} times its running median"
