@@ -94,3 +94,13 @@ def test_a_weight_without_gradient_stays_near() -> None:
         parameter.grad = gradient
         optimizer.step()
     assert parameter.detach()[:, 0].abs().max() < 3 * 0.01
+
+
+def test_a_second_average_of_zero_stays_zero() -> None:
+    """Beside large ones, too: a plain AdamW's checkpoint has such, where no gradient has come yet."""
+    parameter = nn.Parameter(torch.zeros(8, 512))
+    optimizer = eight_bit([parameter])
+    values = torch.ones(8, 512)
+    values[:, ::2] = 0.0
+    optimizer.set_moment(parameter, MOMENTS[1], values)
+    assert torch.equal(optimizer.moments(parameter)[MOMENTS[1]], values)

@@ -5,6 +5,7 @@ The whole of it on a real Slurm is tests/launch/test_slurm_trainer.py.
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -166,6 +167,26 @@ def test_inputs_come_as_a_container_would_have_them(tmp_path: Path, monkeypatch:
     assert found == {"one/0.tar", "1.tar"}
     assert (folder / "images" / "1.tar").read_text() == "kept"
     assert [path.name for path in (folder / "names").iterdir()] == ["names.txt"]
+
+
+@pytest.mark.parametrize("key", ["set//{outside}/a.txt", "set/../../../../outside.txt", "set/./a.txt", "set/a//b.txt"])
+def test_a_key_of_s3_that_is_no_plain_path_writes_nowhere(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    folder = write_inputs(tmp_path / "job", ("set", "s3", "s3://acme/set/"))
+    key = key.format(outside=str(tmp_path).strip("/"))
+    with mock_aws():
+        s3 = boto3.client("s3")
+        s3.create_bucket(Bucket="acme")
+        s3.put_object(Bucket="acme", Key=key, Body=b"x")
+        with pytest.raises(InputError, match=f"^{re.escape(key)}: is no path of a file below its prefix") as caught:
+            bring_inputs(tmp_path / "job")
+    assert "\n" not in str(caught.value)
+    assert not (folder / "set").exists() and not list(tmp_path.glob("*.txt"))
 
 
 def test_links_of_a_start_before_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def _copy_from_s3(uri: str, target: Path) -> None:
                 if key.endswith("/") or (not prefix.endswith("/") and key != prefix):
                     continue
                 # As SageMaker lays a channel out: below the prefix's last slash.
-                file = partial / key[prefix.rfind("/") + 1 :]
+                file = _placed(partial, key, prefix.rfind("/") + 1)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 s3.download_file(bucket, key, str(file))
                 count += 1
@@ -86,3 +86,14 @@ def _copy_from_s3(uri: str, target: Path) -> None:
         raise InputError(f"{uri}: there is nothing there")
     partial.rename(target)
     say(f"inputs: {uri}: {count} files")
+
+
+def _placed(folder: Path, key: str, num_before: int) -> Path:
+    """Where a key's file goes. S3 takes any name; one of these would write elsewhere on the machine, or over others."""
+    parts = key[num_before:].split("/")
+    if not {"", ".", ".."}.isdisjoint(parts):
+        raise InputError(
+            f"{key}: is no path of a file below its prefix (an empty part, . or ..); copy it to a plain key, or take"
+            " it away from there"
+        )
+    return folder.joinpath(*parts)

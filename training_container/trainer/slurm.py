@@ -82,7 +82,7 @@ def _scratch(directory: Path, host: str) -> Path:
     path = Path(tempfile.gettempdir()) / f"trainyard-{os.getuid()}-{directory.resolve().name}-{host}"
     shutil.rmtree(path, ignore_errors=True)
     try:
-        path.mkdir(parents=True)
+        path.mkdir(mode=0o700, parents=True)  # texts, and checkpoints on their way
     except OSError as error:
         raise JobFailedError(f"{path} on {host}: can't be made anew ({error.strerror}); remove it there") from None
     return path

@@ -146,7 +146,7 @@ class AdamW8bit(torch.optim.Optimizer):
         # 0 / 0 in a block of zeros: the code of zero.
         nearest = torch.bucketize(relative.nan_to_num_(nan=0.0), (table[1:] + table[:-1]) / 2, out_int32=True)
         if moment == MOMENTS[1]:
-            nearest = torch.where(values > 0, nearest.clamp_(min=1), nearest)
+            nearest = torch.where(values > 0, nearest.clamp(min=1), nearest)
         codes.copy_(nearest)
 
     def _read(self, parameter: nn.Parameter, moment: str) -> torch.Tensor:
