@@ -159,6 +159,21 @@ def test_an_unknown_property_or_attribute_fails_and_is_undone(site: Site, name: 
     assert "AWS::SNS::Topic has no attribute Colour" in site.failures(f"{name}-2")
 
 
+def test_a_parameters_value_is_read_at_deployment(site: Site, name: str) -> None:
+    """As a cluster's image may be named: docs/tenants.md's own example."""
+    topic = resource("SNS::Topic", {"DisplayName": f"{{{{resolve:ssm:/{name}/image}}}}"})
+    content = {"Resources": {"Topic": topic}}
+    assert site.deploy(name, content) == "ROLLBACK_COMPLETE"
+    made = f"[ssm:/{name}/image] cannot be found: aws ssm put-parameter --name /{name}/image"
+    assert made in site.failures(name)
+    site("cloudformation").delete_stack(StackName=name)
+
+    site("ssm").put_parameter(Name=f"/{name}/image", Value="ami-0123456789abcdef0", Type="String")
+    assert site.deploy(name, content) == "CREATE_COMPLETE", site.failures(name)
+    arn = site("cloudformation").list_stack_resources(StackName=name)["StackResourceSummaries"][0]["PhysicalResourceId"]
+    assert site("sns").get_topic_attributes(TopicArn=arn)["Attributes"]["DisplayName"] == "ami-0123456789abcdef0"
+
+
 def test_depends_on_is_kept_and_a_circle_is_refused(site: Site, name: str) -> None:
     chain = {
         "A": resource("SNS::Topic", DependsOn="B"),

@@ -86,8 +86,19 @@ def failure_reason(lines: list[str]) -> str:
     """The line that says why, from the CLI's output: what a program of ours that it started says goes before what the
     CLI makes of it; the last one where none stands out."""
     ours = [line.removeprefix("trainyard: ") for line in lines if line.startswith("trainyard: ")]
+    if not ours and (failed := list(dict.fromkeys(filter(None, map(_failed_resource, lines))))):
+        return "; ".join(failed[:2])[:800] + (f"; and {len(failed) - 2} more" if len(failed) > 2 else "")
     telling = [line for line in lines if re.search(r"_FAILED|❌|[Ee]rror:|ValidationError|not authorized", line)]
     return (ours or telling or lines or ["it printed nothing"])[-1][:400]
+
+
+def _failed_resource(line: str) -> str | None:
+    """Stack, resource and reason of an event that says so; not of what was only given up because of another."""
+    columns = [column.strip() for column in line.split("|")]
+    statuses = [column for column in columns if re.fullmatch(r"(CREATE|UPDATE|DELETE|IMPORT)_FAILED", column)]
+    if not statuses or len(columns) < 5 or re.search(r"(creation|update|deletion) cancelled", line, re.IGNORECASE):
+        return None
+    return f"{columns[0]}: {columns[-2]} {columns[-1]}"
 
 
 def deploy(

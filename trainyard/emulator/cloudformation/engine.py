@@ -12,11 +12,13 @@ Replaced here, each because the real CDK CLI or a real template meets it:
 """
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from botocore.exceptions import ClientError, ParamValidationError
+from moto.backends import get_backend
 from moto.cloudformation import models as cfn_models
 from moto.cloudformation import parsing
 from moto.cloudformation.exceptions import ValidationError
@@ -92,7 +94,7 @@ _moto_resolve = parsing.clean_json
 
 
 def _resolve(value: Any, resources: ResourceMap) -> Any:
-    """moto's resolution of intrinsics, but an unknown attribute or a dynamic reference is an error, never dropped."""
+    """moto's resolution of intrinsics, but an unknown attribute or reference is an error, never dropped."""
     if isinstance(value, dict) and "Fn::GetAtt" in value:
         target = value["Fn::GetAtt"]
         logical_id, attribute = target.split(".", 1) if isinstance(target, str) else (target[0], ".".join(target[1:]))
@@ -105,8 +107,29 @@ def _resolve(value: Any, resources: ResourceMap) -> Any:
     if isinstance(value, list):
         return [item for item in (_resolve(item, resources) for item in value) if item is not None]  # AWS::NoValue
     if isinstance(value, str) and "{{resolve:" in value:
-        raise ValidationError(message=f"dynamic references are not known to the emulator: {value}")
+        return _read_references(value, resources)
     return _moto_resolve(value, resources)
+
+
+def _read_references(text: str, resources: ResourceMap) -> str:
+    """The text with the newest value of each SSM parameter that it refers to; nothing else can be read so here."""
+
+    def value(found: re.Match[str]) -> str:
+        service, _, name = found[1].partition(":")
+        if service != "ssm" or not name or ":" in name:
+            raise ValidationError(
+                message=f"the emulator knows no dynamic reference but {{{{resolve:ssm:NAME}}}}: {text}"
+            )
+        parameters = get_backend("ssm")[resources._account_id][resources._region_name]
+        parameter = parameters.get_parameter(name)
+        if parameter is None:
+            raise ValidationError(
+                message=f"Parameters: [ssm:{name}] cannot be found: aws ssm put-parameter --name {name} --type String "
+                "--value VALUE makes it"
+            )
+        return str(parameter.value)
+
+    return re.sub(r"\{\{resolve:([^}]*)\}\}", value, text)
 
 
 def _references(value: Any) -> Iterator[str]:
