@@ -93,7 +93,7 @@ class JobGuard(Construct):
             ),
             "JobNotChecked": (
                 self.function.metric_errors(period=PERIOD),
-                "a training job that has started could not be re-checked or stopped; look at it by hand",
+                "a training job that has started could not be re-checked, stopped or counted; look at it by hand",
             ),
         }
         for name, (metric, text) in texts.items():

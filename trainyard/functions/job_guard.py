@@ -1,14 +1,11 @@
-"""Lambda: re-checks a training job that has started, and stops one that breaks its tenant's rules.
-
-What IAM has no condition key for is seen only here: image, buckets, number of instances, serverless compute.
-"""
+"""Lambda: re-checks a training job that has started, and stops one that breaks its tenant's rules."""
 
 from collections.abc import Iterable
 from typing import Any
 
 
 def violations(job: dict[str, Any], rules: dict[str, Any]) -> list[str]:
-    """What is wrong with `job`, as DescribeTrainingJob describes it; empty where nothing is."""
+    """What is wrong with `job`, DescribeTrainingJob's answer."""
     resources, network = job.get("ResourceConfig") or {}, job.get("VpcConfig") or {}
     groups = [resources, *(resources.get("InstanceGroups") or [])]
     kinds = [group["InstanceType"] for group in groups if group.get("InstanceType")]
@@ -57,14 +54,18 @@ def violations(job: dict[str, Any], rules: dict[str, Any]) -> list[str]:
 
 
 def handler(event: dict[str, Any], context: object) -> list[str]:
-    """`event`: the job's name and the tenant's rules, as the EventBridge rule puts them together."""
+    """`event`: the job's name and its tenant's rules."""
     import boto3
 
-    sagemaker, name = boto3.client("sagemaker"), event["job"]
-    found = violations(sagemaker.describe_training_job(TrainingJobName=name), event["rules"])
+    sagemaker, name, rules = boto3.client("sagemaker"), event["job"], event["rules"]
+    found = violations(sagemaker.describe_training_job(TrainingJobName=name), rules)
     if found:
         print(f"stopping {name}: {'; '.join(found)}")
-        data = [{"MetricName": event["rules"]["metric"], "Value": 1}]
-        boto3.client("cloudwatch").put_metric_data(Namespace=event["rules"]["namespace"], MetricData=data)
-        sagemaker.stop_training_job(TrainingJobName=name)
+        try:
+            sagemaker.stop_training_job(TrainingJobName=name)
+        except sagemaker.exceptions.ClientError:  # it has ended, or is ending
+            if sagemaker.describe_training_job(TrainingJobName=name)["TrainingJobStatus"] == "InProgress":
+                raise
+        data = [{"MetricName": rules["metric"], "Value": 1}]
+        boto3.client("cloudwatch").put_metric_data(Namespace=rules["namespace"], MetricData=data)
     return found
