@@ -101,6 +101,14 @@ def test_only_the_months_part_of_a_job_counts() -> None:
     assert budget_meter.taken([before], {}, {}, NOON)["unpriced_jobs"] == 0, "it took nothing of this month"
 
 
+def test_what_runs_on_a_training_plan_takes_gpu_hours_and_no_dollars_and_lacks_no_price() -> None:
+    planned = job()
+    planned["ResourceConfig"]["TrainingPlanArn"] = "arn:aws:sagemaker:us-east-1:1:training-plan/x"
+    nothing = {"usd": 0, "gpu_hours": 2, "unpriced": [], "unpriced_jobs": 0}
+    for rates in (RATES, {}, {KIND: {"training_plan": Decimal(5)}}):
+        assert budget_meter.taken([used(planned)], rates, {KIND: 1}, NOON) == nothing
+
+
 def test_each_group_of_a_heterogeneous_cluster_counts() -> None:
     groups = [{"InstanceType": KIND, "InstanceCount": 4}, {"InstanceType": "ml.g6e.8xlarge", "InstanceCount": 1}]
     uses = uses_of(job(ResourceConfig={"InstanceGroups": groups}), NOON)
@@ -221,6 +229,20 @@ def test_at_100_percent_what_runs_is_told_to_save_and_end(monkeypatch: pytest.Mo
     spent = {"monthly_gpu_hours": 0.0001, "when_spent": "stop"}
     assert looked(monkeypatch, clients, queues=("arn:q",), **spent)["stopped"] == ["acme-b"]
     assert clients.stopped == ["1: the month's budget is spent"], "Batch would start again what SageMaker alone ended"
+
+
+@pytest.mark.parametrize("queues", [(), ("arn:q",)])
+def test_jobs_are_stopped_though_nobody_can_be_told(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients, capsys: pytest.CaptureFixture[str], queues: tuple[str, ...]
+) -> None:
+    def refused(**_: object) -> None:
+        raise OSError("throttled")
+
+    monkeypatch.setattr(clients, "put_metric_data", refused)
+    with pytest.raises(OSError, match="throttled"):
+        looked(monkeypatch, clients, queues=queues, monthly_usd=0.000001, when_spent="stop")
+    assert clients.stopped == (["1: the month's budget is spent"] if queues else ["acme-runs"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["stopped"], "its log tells it all the same"
 
 
 @pytest.mark.parametrize("queues", [(), ("arn:q",)])

@@ -26,13 +26,16 @@ _ended: dict[str, list[Use]] = {}
 
 def taken(uses: Iterable[Use], rates: Rates, gpus: Mapping[str, int], now: datetime.datetime) -> dict[str, Any]:
     """The month's `usd` and `gpu_hours` (Decimal) of some jobs, `unpriced`: types that no price is known of, and
-    `unpriced_jobs`: how many jobs with such machines took something of the month."""
+    `unpriced_jobs`: how many jobs with such machines took something of the month. What runs on a training plan was paid
+    when that was bought: it takes no dollars, and lacks no price."""
     since, until = month_of(now)
     usd = gpu_hours = Decimal(0)
     unpriced: set[str] = set()
     jobs: set[str] = set()
     for use in uses:
         gpu_hours += use.instance_seconds(since, until) * gpus.get(use.instance_type, 0) / 3600
+        if use.purchase == "training_plan":
+            continue
         rate = use.rate(rates)
         if rate is not None:
             usd += use.usd(since, until, rate)
@@ -188,7 +191,6 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
         "UnpricedJobs": found["unpriced_jobs"],
         "LongestWaitSeconds": max(waited, queued),
     }
-    _publish(boto3.client("cloudwatch"), settings, figures)
     stopped: list[str] = []
     failed: list[str] = []
     if percent >= 100 and budget["when_spent"] == "stop":
@@ -205,6 +207,8 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
         "failed": failed,
     }
     print(json.dumps(answer))
+    # Last, so that jobs are stopped though nobody can be told of it.
+    _publish(boto3.client("cloudwatch"), settings, figures)
     if failed:
         raise RuntimeError(f"not stopped: {'; '.join(failed)}")
     return answer
