@@ -43,6 +43,8 @@ class TenantBuckets(Construct):
         self.data = self._bucket("Data", tenant, keys.data, ages=ages, lock=lock)
         ages = s3.LifecycleRule(
             id="Ages",
+            # What jobs wrote. Beside it lies the broker's ledger, read at every submission: it has no age.
+            prefix="jobs/",
             transitions=_archive(spec.archive_checkpoints_after_days),
             expiration=_days(spec.delete_checkpoints_after_days),
         )

@@ -55,6 +55,9 @@ def test_objects_age_as_the_environment_file_says(resources: dict[str, dict[str,
         assert found["Ages"]["Transitions"] == [{"StorageClass": "GLACIER_IR", "TransitionInDays": days}]
     assert rules(checkpoints)["Ages"]["ExpirationInDays"] == 400
     assert "ExpirationInDays" not in rules(data)["Ages"]
+    # Beside the jobs' prefix lies the broker's ledger: deleted, all of a month's spending would be forgotten.
+    assert rules(checkpoints)["Ages"]["Prefix"] == "jobs/"
+    assert {rule["Id"] for rule in rules(checkpoints).values() if "ExpirationInDays" in rule} == {"Ages"}
 
 
 def test_data_and_artifacts_are_locked_and_the_checkpoints_can_still_be_pruned(

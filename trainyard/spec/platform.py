@@ -109,7 +109,7 @@ class StorageSpec(SpecModel):
     delete_checkpoints_after_days: int | None = Field(
         default=None, ge=1, le=3650, json_schema_extra=on_change("update")
     )
-    """Age at which checkpoints and outputs are deleted, finished job or not."""
+    """Age at which checkpoints and outputs are deleted, finished job or not. The broker's ledger beside them stays."""
     archive_artifacts_after_days: int | None = Field(
         default=None, ge=30, le=3650, json_schema_extra=on_change("update")
     )
