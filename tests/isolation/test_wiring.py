@@ -576,6 +576,76 @@ def test_a_wrong_connection_of_an_option_is_found_and_named(everything: Whole, n
     assert any(reaches in wire.reaches and why in wire.why for wire in found)
 
 
+Opening = Callable[[Templates, Deployment], None]
+PRODUCTION = "trainyard-production"
+
+
+def from_the_platform(kind: str, **anchors: tuple[str, str, str] | str) -> Opening:
+    """A resource of the platform's stack, whose properties name things of tenants: (tenant, type, part of the id)."""
+
+    def open_it(templates: Templates, names: Deployment) -> None:
+        said: dict[str, Any] = {}
+        for name, anchor in anchors.items():
+            if isinstance(anchor, tuple):
+                tenant, of, part = anchor
+                said[name] = others(names, of, part, stack=f"{PRODUCTION}-{tenant}-foundation")
+            else:
+                said[name] = anchor
+        add(templates, f"{PRODUCTION}-platform", kind, **said)
+
+    return open_it
+
+
+def linked_from_the_platform(templates: Templates, names: Deployment) -> None:
+    bucket = others(names, "S3::Bucket", "BucketsData", stack=f"{PRODUCTION}-perception-foundation")
+    path, system = f"s3://{bucket}/x", ("language", "FSx::FileSystem", "")
+    kind = "FSx::DataRepositoryAssociation"
+    from_the_platform(kind, FileSystemId=system, DataRepositoryPath=path)(templates, names)
+
+
+GROUP = ("language", "EC2::SecurityGroup", "NetworkTraining")
+OTHERS_GROUP = ("perception", "EC2::SecurityGroup", "NetworkTraining")
+ALL = {"IpProtocol": "-1"}
+REACHING: dict[str, tuple[Opening, set[tuple[str, str]]]] = {
+    "lets another's group in": (
+        from_the_platform("EC2::SecurityGroupIngress", GroupId=GROUP, SourceSecurityGroupId=OTHERS_GROUP, **ALL),
+        {("GroupId", "language"), ("SourceSecurityGroupId", "perception")},
+    ),
+    "sends everywhere": (
+        from_the_platform("EC2::SecurityGroupEgress", GroupId=GROUP, CidrIp="0.0.0.0/0", **ALL),
+        {("GroupId", "language")},
+    ),
+    "links another's bucket": (
+        linked_from_the_platform,
+        {("FileSystemId", "language"), ("DataRepositoryPath", "perception")},
+    ),
+    "leads out": (
+        from_the_platform(
+            "EC2::Route",
+            RouteTableId=("language", "EC2::RouteTable", "NetworkTraining"),
+            DestinationCidrBlock="10.0.0.0/8",
+            GatewayId="local",
+        ),
+        {("RouteTableId", "language")},
+    ),
+    "opens a group that no template makes": (
+        from_the_platform("EC2::SecurityGroupEgress", GroupId="sg-0123456789abcdef0", CidrIp="0.0.0.0/0", **ALL),
+        {("GroupId", "every tenant")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_what_acts_on_a_tenants_thing_from_the_platforms_stack_is_found(everything: Whole, name: str) -> None:
+    """Its own stacks' checks don't see it there."""
+    mistake, expected = REACHING[name]
+    templates = copy.deepcopy(everything[0])
+    mistake(templates, Deployment.of(templates, everything[1]))
+    found = resolve_templates(templates, everything[1]).wires
+    assert {wire.tenant for wire in found} == {"platform"}
+    assert {(wire.where, wire.target) for wire in found} == expected
+
+
 def test_a_way_past_the_firewall_is_found(everything: Whole) -> None:
     templates, stack = copy.deepcopy(everything[0]), "trainyard-production-language-foundation"
     route = resource(templates, stack, "EC2::Route", "EgressTrainingToFence")

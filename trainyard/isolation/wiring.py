@@ -173,6 +173,7 @@ class _Wiring:
         for place in self._shared:
             yield from self._shape(place)
             yield from self._later(place)
+            yield from self._reaching(place)
             if place.kind in self._shared_checks:
                 yield from self._shared_checks[place.kind](place)
 
@@ -253,14 +254,24 @@ class _Wiring:
 
     @cached_property
     def _shared_checks(self) -> dict[str, Callable[[Place], Iterator[Wire]]]:
-        """What may be no other way in a stack that is no tenant's. The rest of the platform's is everybody's by intent:
-        its queues and its repository, and what it lets tenants do with them the policies say."""
+        """What may be no other way in a stack that is no tenant's, beside that it names no tenant's thing. The rest of
+        the platform's is everybody's by intent: its queues and its repository, and what it lets tenants do with them
+        the policies say."""
         return {
             "AWS::Lambda::Permission": self._permission,
             "AWS::S3::Bucket": self._bucket,
             "AWS::SNS::Subscription": lambda place: self._subscription(place, place.properties),
             "AWS::SNS::Topic": self._topic,
         }
+
+    def _reaching(self, place: Place) -> Iterator[Wire]:
+        """Rules, routes, links and all else that acts on a tenant's thing belong into its own stacks, whose checks know
+        whose the thing is: from a stack of all they would let another tenant in. Nor is one named that nobody knows."""
+        for where, text in self._texts(place):
+            if (owner := self._other("", text)) is not None:  # no tenant's own: any tenant is another
+                yield place.wire(where, text, owner, "acts on a tenant's thing from a stack that is no tenant's")
+            elif unknown := [name for name in _OPAQUE.findall(text) if name not in self._owners]:
+                yield place.wire(where, unknown[0], EVERYBODY, "names what no template makes")
 
     def _is_own(self, place: Place, name: object) -> bool:
         return str(name) in self._owners and self._owners[str(name)] == self._tenant_of(place.stack)
