@@ -227,6 +227,33 @@ def test_a_cluster_that_is_away_hides_no_other_job(
     assert line.startswith("warning: slurm of tenant acme was not asked, so its jobs are as last seen: ")
 
 
+def test_a_record_that_cannot_be_read_hides_no_other_job(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    contract: TenantContract,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A later trainyard's, half of one, and a folder that is no job: newer than all others, they take nobody's line."""
+    where = str(environment_path)
+    job_id = launch_json(job_path, where, capsys)["job_id"]
+    later, half, none = (f"acme-tiny-2099013112000{second}-1a2b" for second in range(3))
+    s3, bucket = deployed.client("s3"), contract.buckets.data
+    s3.put_object(Bucket=bucket, Key=f"jobs/{later}/record.json", Body=b'{"version": 99}')
+    s3.put_object(Bucket=bucket, Key=f"jobs/{half}/record.json", Body=b'{"vers')
+    s3.put_object(Bucket=bucket, Key=f"jobs/{none}/notes.txt", Body=b"mine")
+    assert run(["jobs", "-e", where, "-t", "acme", "--limit", "1", "--json"]) == 0
+    said = capsys.readouterr()
+    assert [job["job_id"] for job in json.loads(said.out)] == [job_id]
+    told = dict(zip((none, half, later), said.err.strip().splitlines(), strict=True))
+    assert all(f"{name} is left out: " in line and line.startswith("warning: ") for name, line in told.items())
+    assert "it has no record" in told[none] and "is not JSON" in told[half] and "upgrade it" in told[later]
+    assert job_id in output_of(["jobs", "-e", where, "-t", "acme"], capsys)
+
+    s3.delete_object(Bucket=bucket, Key=f"jobs/{job_id}/record.json")
+    assert "no jobs yet" not in output_of(["jobs", "-e", where, "-t", "acme"], capsys), "there may be, in those"
+
+
 def test_logs_go_on_over_a_read_without_lines(
     job_path: str,
     environment_path: Path,

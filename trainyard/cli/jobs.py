@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -332,26 +332,44 @@ def jobs(
             spec = load_environment(environment_file(environment))
             tenants = [tenant] if tenant else sorted(spec.tenants)
             places = [open_tenant(spec, name, "--tenant").place for name in tenants]
-        ids = [(job_id, place) for place in places for job_id in place.store.job_ids()[:limit]]
-        ids.sort(key=lambda item: item[0].split("-")[-2:], reverse=True)
-        records = [place.store.read(job_id).record for job_id, place in ids[:limit]]
-        shown = {job_id for job_id, _ in ids[:limit]}
+        read, unread = _newest(places, limit)
+        records = [record for record, _ in read]
         states = {record.job_id: record.state for record in records}
         unasked: list[str] = []
         for place in places:
-            here = {job_id for job_id, owner in ids if owner is place and job_id in shown}
             # A record is as old as the last look at its job.
-            found, silent = _states_now(place, [record for record in records if record.job_id in here])
+            found, silent = _states_now(place, [record for record, owner in read if owner is place])
             states |= found
             unasked += silent
-    for line in unasked:
+    for line in [*unread, *unasked]:
         print(f"warning: {line}", file=sys.stderr)
     if as_json:
         print_json([summary(record, state=states[record.job_id]) for record in records])
         return
     from trainyard.cli.tables import jobs_table
 
-    console().print(jobs_table(records, states) if records else "no jobs yet: trainyard launch JOB.yaml")
+    if records or not unread:
+        console().print(jobs_table(records, states) if records else "no jobs yet: trainyard launch JOB.yaml")
+
+
+def _newest(places: "Sequence[Place]", limit: int) -> "tuple[list[tuple[JobRecord, Place]], list[str]]":
+    """The newest records of all those places, and a line on each that could not be read (a later trainyard's, say): it
+    keeps nobody from the list of all others."""
+    from trainyard.launch.record import NoRecordError, newest_first
+
+    owners = {job_id: place for place in places for job_id in place.store.job_ids()}
+    read: list[tuple[JobRecord, Place]] = []
+    unread = []
+    for job_id in newest_first(owners):
+        if len(read) == limit:
+            break
+        try:
+            read.append((owners[job_id].store.read(job_id).record, owners[job_id]))
+        except NoRecordError:
+            unread.append(f"{job_id} is left out: it has no record, so it is no job or one that was removed")
+        except InputError as error:
+            unread.append(f"job {job_id} is left out: {error}")
+    return read, unread
 
 
 def _states_now(place: "Place", records: "list[JobRecord]") -> tuple[dict[str, str], list[str]]:

@@ -192,8 +192,12 @@ def _parse_record(text: bytes, where: str) -> JobRecord:
     return parse(JobRecord, content, where)
 
 
-def _missing(job_id: str, where: str) -> InputError:
-    return InputError(f"job {job_id}: there is no such job in {where}; `trainyard jobs` lists them")
+class NoRecordError(InputError):
+    """There is no record of that job id."""
+
+
+def _missing(job_id: str, where: str) -> NoRecordError:
+    return NoRecordError(f"job {job_id}: there is no such job in {where}; `trainyard jobs` lists them")
 
 
 class S3RecordStore:
