@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -214,15 +215,23 @@ def test_experts_stored_in_several_types_lose_no_digits(tmp_path: Path) -> None:
     assert torch.equal(down[1], tensors[f"{experts}.1.w2.weight"].float())
 
 
-def test_what_no_weight_belongs_to_may_lie_in_the_files(tmp_path: Path) -> None:
+def test_what_no_weight_belongs_to_may_lie_in_the_files_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Masks and positions, which older versions of transformers wrote; and a layer more than the configuration has."""
     source = save(tmp_path, "Llama")
     names = ("self_attn.bias", "self_attn.rotary_emb.inv_freq", "self_attn.q_proj.position_ids")
     more = {f"model.layers.0.{name}": torch.ones(3) for name in names} | {"model.layers.9.mlp.bias": torch.ones(3)}
     tensors = load_file(source / "model.safetensors")
     save_file(tensors | more, source / "model.safetensors", metadata={"format": "pt"})
+    capfd.readouterr()
     built = build_model(tiny_job("single", 1, source=str(source)), vocab_size=VOCAB_SIZE)
     assert all(torch.equal(value, tensors[name].float()) for name, value in built.named_parameters())
+    (line,) = filter(None, "".join(capfd.readouterr()).splitlines())
+    assert re.search("warning: model.source: .* LlamaForCausalLM has no place for .*self_attn.bias, .*: left out", line)
+    monkeypatch.setenv("RANK", "1")
+    build_model(tiny_job("single", 1, source=str(source)), vocab_size=VOCAB_SIZE)
+    assert not "".join(capfd.readouterr())
 
 
 def changed(folder: Path, change: str) -> str:

@@ -7,6 +7,7 @@ parts that tensor is made of, so that a rank reads the experts, or the slices of
 """
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -17,7 +18,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, core_model_loading, modeling_utils
+from transformers.utils import logging as hf_logging
 
+from trainer.speech import say
 from trainyard.errors import InputError
 
 Index = tuple[torch.Tensor, ...]
@@ -193,7 +196,7 @@ def load(
     quantized. `options` go to `from_pretrained`. Raises LOADING_ERRORS.
     """
     _check_stored_plainly(config, source)
-    with _report_of_the_usable(), left_in_files():
+    with _quietly(), left_in_files():
         # float32: constants are rounded to the type that a model is loaded in (Gemma 3's embedding scale).
         model, report = auto_class.from_pretrained(
             source,
@@ -204,7 +207,8 @@ def load(
             output_loading_info=True,
             **options,
         )
-        _check_whole(model, report, source, new_head)
+    _check_whole(model, report, source, new_head)
+    _tell_strangers(model, report, source)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(torch.float32 if buffer.is_floating_point() else buffer.dtype, copy=True)
     assert isinstance(model, PreTrainedModel)
@@ -212,28 +216,35 @@ def load(
 
 
 @contextmanager
-def _report_of_the_usable() -> Iterator[None]:
-    """transformers' table of what is missing or superfluous comes when the block is left, and not with an InputError,
-    which says it in a line.
+def _quietly() -> Iterator[None]:
+    """Without transformers' bar, and its table of what is missing or superfluous: of every rank, many lines.
+
+    `_check_whole` says in one what is wrong, `_tell_strangers` what is left out.
     """
-    logger, held = logging.getLogger(modeling_utils.__name__), list[logging.LogRecord]()
+    logger, has_bar = logging.getLogger(modeling_utils.__name__), hf_logging.is_progress_bar_enabled()
 
-    def hold(record: logging.LogRecord) -> bool:
-        is_report = "LOAD REPORT" in record.getMessage()
-        if is_report:
-            held.append(record)
-        return not is_report
+    def is_told(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
 
-    logger.addFilter(hold)
+    logger.addFilter(is_told)
+    hf_logging.disable_progress_bar()
     try:
         yield
-    except InputError:
-        held.clear()
-        raise
     finally:
-        logger.removeFilter(hold)
-        for record in held:
-            logger.handle(record)
+        logger.removeFilter(is_told)
+        if has_bar:
+            hf_logging.enable_progress_bar()
+
+
+def _tell_strangers(model: nn.Module, report: dict[str, Any], source: str) -> None:
+    """What of the files is left out, once a job."""
+    strangers = sorted(report["unexpected_keys"])
+    if strangers and int(os.environ.get("RANK", "0")) == 0:
+        more = f" and {len(strangers) - _NAMED} more" if len(strangers) > _NAMED else ""
+        say(
+            f"warning: model.source: {source}: {type(model).__name__} has no place for {', '.join(strangers[:_NAMED])}"
+            f"{more}, which its files have: left out"
+        )
 
 
 def _check_stored_plainly(config: PretrainedConfig, source: str) -> None:
