@@ -4,6 +4,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import resource
 import time
 from collections import Counter
 from pathlib import Path
@@ -86,6 +87,30 @@ def test_parquet_is_cut_at_row_groups(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(units) > 3
     assert units[1].place(2) == f"{path}: row {units[1].begin * 10 + 3}"
     assert open_token_cache([one], ByteTokenizer(), tmp_path / "cut").digest == whole.digest
+
+
+def test_more_units_than_a_process_may_open_files(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(200):
+        row = {"p": "p" * (number % 3), "text": str(number)}
+        (tmp_path / "data" / f"{number:04}.jsonl").write_text(json.dumps(row))
+    one = DataSource(path=str(tmp_path / "data"), format="jsonl", prompt_field="p")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(list(Path("/proc/self/fd").iterdir())) + 2 * token_cache._MOST_MAPPED + 16
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        for _ in range(2):  # made, then found
+            cache = open_token_cache([one], ByteTokenizer(), tmp_path / "cache")
+            assert len(cache.document_ends) == 200 and cache.learnt is not None
+            begins = [0, *cache.document_ends[:-1].tolist()]
+            for number in (*range(200), 3, 150, 199):  # in order, and at random
+                stretch = slice(begins[number], int(cache.document_ends[number]))
+                answer = [*str(number).encode(), 256]
+                assert cache.tokens[stretch].tolist() == [ord("p")] * (number % 3) + answer
+                assert cache.learnt[stretch].tolist() == [False] * (number % 3) + [True] * len(answer)
+            assert cache.tokens[0 : len(cache.tokens)].tolist() == np.asarray(cache.tokens).tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # ---------------------------------------------------------------- many processes, kills, changes

@@ -12,7 +12,7 @@ the step before, and on a CPU a thread would take the core that computes. Only w
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,17 @@ import torch
 
 from trainer.data.streamed_tokens import StreamedTokens
 from trainer.data.token_cache import LearntTokens, TokenCache
+from trainer.heartbeat import beat
 from trainyard.errors import InputError
 
 IGNORED_LABEL = -100
 """Label of a position that doesn't count in the loss (torch's cross_entropy default)."""
 
+_SHORTEST = 2
+"""Tokens of a sequence: one has nothing to predict."""
 _ROWS_AT_ONCE = 4096
+_TOKENS_AT_ONCE = 1 << 22
+"""Masks that are looked at together: some 20 MiB of memory. A longer sequence comes alone."""
 
 STEPS_AHEAD = 8
 """Steps whose sequences are fetched before they are wanted, where the tokens lie in S3."""
@@ -113,19 +118,17 @@ class SequenceTable:
         self._document_ends = cache.document_ends if packing and separate_documents else None
         self.sequence_length = sequence_length
         if packing:
-            total = np.asarray([len(cache.tokens)], dtype=np.int64)
-            self._starts, self._lengths = _cut(np.zeros(1, dtype=np.int64), total, sequence_length)
+            self._spans: _Spans = _PackedSpans(len(cache.tokens), sequence_length)
         else:
-            ends = np.asarray(cache.document_ends)
-            begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
-            self._starts, self._lengths = _cut(begins, ends, sequence_length)
+            self._spans = _DocumentSpans(np.asarray(cache.document_ends), sequence_length)
         if cache.learnt is not None:
             # A long prompt may fill whole sequences: without a target they'd cost a step and teach nothing.
-            kept = _with_targets(self._starts, self._lengths, cache.learnt)
-            self._starts, self._lengths = self._starts[kept], self._lengths[kept]
+            kept = _with_targets(self._spans, cache.learnt)
+            if not kept.all():
+                self._spans = _SomeSpans(self._spans, kept)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._spans)
 
     @property
     def is_streamed(self) -> bool:
@@ -135,9 +138,8 @@ class SequenceTable:
     def will_read(self, rows: Positions) -> None:
         """Says which sequences are read soon: tokens that aren't on this machine are fetched meanwhile."""
         if isinstance(self._tokens, StreamedTokens):
-            for row in rows:
-                start = int(self._starts[row])
-                self._tokens.will_read(slice(start, start + int(self._lengths[row])))
+            for start, length in zip(*self._spans.of(rows), strict=True):
+                self._tokens.will_read(slice(int(start), int(start + length)))
 
     def close(self) -> None:
         """Ends the threads that fetch."""
@@ -150,10 +152,9 @@ class SequenceTable:
         labels = np.full_like(input_ids, IGNORED_LABEL)
         positions = np.tile(np.arange(self.sequence_length, dtype=np.int64), (len(rows), 1))
         num_targets = num_tokens = 0
-        for index, row in enumerate(rows):
-            if row < 0:
-                continue
-            start, length = int(self._starts[row]), int(self._lengths[row])
+        (filled,) = np.nonzero(rows >= 0)
+        starts, lengths = self._spans.of(rows[filled])
+        for index, start, length in zip(filled.tolist(), starts.tolist(), lengths.tolist(), strict=True):
             input_ids[index, :length] = self._tokens[start : start + length]
             labels[index, :length] = input_ids[index, :length]
             begins = self._begins(start, length)
@@ -181,25 +182,85 @@ class SequenceTable:
         return np.unique(np.asarray(ends[first:last], dtype=np.int64) - start)  # an empty document ends where one does
 
 
-def _cut(begins: Positions, ends: Positions, length: int) -> tuple[Positions, Positions]:
-    """Starts and lengths of the pieces of [begins[i], ends[i]) cut every `length`, without pieces shorter than 2."""
-    pieces = -(-(ends - begins) // length)
-    first_piece = np.cumsum(pieces) - pieces
-    number = np.arange(int(pieces.sum()), dtype=np.int64) - np.repeat(first_piece, pieces)
-    starts = np.repeat(begins, pieces) + number * length
-    lengths = np.minimum(np.repeat(ends, pieces) - starts, length)
-    return starts[lengths >= 2], lengths[lengths >= 2]
+class _Spans(Protocol):
+    """Where the sequences of a table lie in its tokens, in their order there."""
+
+    def __len__(self) -> int: ...
+
+    def of(self, rows: Positions) -> tuple[Positions, Positions]:
+        """Starts and lengths of these sequences."""
 
 
-def _with_targets(starts: Positions, lengths: Positions, learnt: LearntTokens) -> npt.NDArray[np.bool_]:
+class _PackedSpans:
+    """All tokens cut every `length`; computed, since every rank would hold 16 bytes a sequence."""
+
+    def __init__(self, num_tokens: int, length: int) -> None:
+        self._num_tokens = num_tokens
+        self._length = length
+
+    def __len__(self) -> int:
+        whole, tail = divmod(self._num_tokens, self._length)
+        return whole + (tail >= _SHORTEST)
+
+    def of(self, rows: Positions) -> tuple[Positions, Positions]:
+        """See _Spans."""
+        starts = rows * self._length
+        return starts, np.minimum(self._num_tokens - starts, self._length)
+
+
+class _DocumentSpans:
+    """Documents cut every `length`, without pieces that are too short."""
+
+    def __init__(self, ends: Positions, length: int) -> None:
+        begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
+        pieces = -(-(ends - begins) // length)
+        first_piece = np.cumsum(pieces) - pieces
+        number = np.arange(int(pieces.sum()), dtype=np.int64) - np.repeat(first_piece, pieces)
+        starts = np.repeat(begins, pieces) + number * length
+        lengths = np.minimum(np.repeat(ends, pieces) - starts, length)
+        kept = lengths >= _SHORTEST
+        self._starts, self._lengths = starts[kept], lengths[kept].astype(np.int32)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def of(self, rows: Positions) -> tuple[Positions, Positions]:
+        """See _Spans."""
+        return self._starts[rows], self._lengths[rows].astype(np.int64)
+
+
+class _SomeSpans:
+    """Those of `spans` that are kept."""
+
+    def __init__(self, spans: _Spans, kept: npt.NDArray[np.bool_]) -> None:
+        self._spans = spans
+        self._rows = np.flatnonzero(kept)
+        if len(kept) < 1 << 32:
+            self._rows = self._rows.astype(np.uint32)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def of(self, rows: Positions) -> tuple[Positions, Positions]:
+        """See _Spans."""
+        return self._spans.of(self._rows[rows].astype(np.int64))
+
+
+def _with_targets(spans: _Spans, learnt: LearntTokens) -> npt.NDArray[np.bool_]:
     """Whether each sequence has a learnt token after its first."""
-    kept = np.zeros(len(starts), dtype=bool)
-    for first in range(0, len(starts), _ROWS_AT_ONCE):
-        begins = starts[first : first + _ROWS_AT_ONCE]
-        ends = begins + lengths[first : first + _ROWS_AT_ONCE]
+    kept = np.zeros(len(spans), dtype=bool)
+    first = 0
+    while first < len(kept):
+        begins, lengths = spans.of(np.arange(first, min(first + _ROWS_AT_ONCE, len(kept))))
         # Sequences lie one after the other in the tokens, with gaps at most.
-        before = np.concatenate([[0], np.cumsum(learnt[int(begins[0]) : int(ends[-1])])])
-        kept[first : first + len(begins)] = before[ends - begins[0]] > before[begins + 1 - begins[0]]
+        offset, ends = int(begins[0]), begins + lengths
+        count = max(1, int(np.searchsorted(ends, offset + _TOKENS_AT_ONCE, side="right")))
+        marks = learnt[offset : int(ends[count - 1])]
+        before = np.zeros(len(marks) + 1, dtype=np.int32)
+        np.cumsum(marks, out=before[1:])
+        kept[first : first + count] = before[ends[:count] - offset] > before[begins[:count] + 1 - offset]
+        first += count
+        beat()
     return kept
 
 

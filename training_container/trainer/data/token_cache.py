@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:  # only who shares units with other hosts needs it
 
 _FORMAT_VERSION = 2
 _READ_TOKENS = 1 << 22
+_MOST_MAPPED = 64
+"""Units of a data set that stay mapped: each takes a descriptor, of which a process may have 1,024, and there may be
+thousands of units."""
 
 
 class Tokens(Protocol):
@@ -286,15 +290,19 @@ class _UnitsInARow:
     """The tokens of several units as one array."""
 
     def __init__(self, units: Sequence[UnitTokens]) -> None:
-        self._arrays = [unit.tokens() for unit in units]
+        self._array = lru_cache(_MOST_MAPPED)(lambda unit: units[unit].tokens())
         self._bounds = _bounds(units)
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
 
     def __getitem__(self, stretch: slice) -> npt.NDArray[Any]:
-        parts = [self._arrays[unit][begin:end] for unit, begin, end in pieces(self._bounds, stretch)]
-        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+        found = list(pieces(self._bounds, stretch))
+        if len(found) == 1:
+            unit, begin, end = found[0]
+            return self._array(unit)[begin:end]
+        # Copies: a view would keep its unit mapped, and a sequence may go over thousands of short files.
+        return np.concatenate([np.array(self._array(unit)[begin:end]) for unit, begin, end in found])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return self[:].astype(dtype) if dtype is not None else self[:]
@@ -304,7 +312,7 @@ class _LearntUnits:
     """Which tokens of several units are learnt."""
 
     def __init__(self, units: Sequence[UnitTokens]) -> None:
-        self._bits = [unit.learnt() for unit in units]
+        self._bits = lru_cache(_MOST_MAPPED)(lambda unit: units[unit].learnt())
         self._bounds = _bounds(units)
 
     def __len__(self) -> int:
@@ -313,7 +321,7 @@ class _LearntUnits:
     def __getitem__(self, stretch: slice) -> npt.NDArray[np.bool_]:
         parts = [np.zeros(0, dtype=bool)]
         for unit, begin, end in pieces(self._bounds, stretch):
-            bits = self._bits[unit]
+            bits = self._bits(unit)
             if bits is None:
                 parts.append(np.ones(end - begin, dtype=bool))
             else:
