@@ -30,6 +30,12 @@ from trainyard.spec.job import JobSpec, load_job
 from trainyard.spec.platform import EnvironmentSpec, load_environment
 
 DATASET_PREFIX = "datasets/python-stdlib"
+SOURCES = (
+    *("app.py", "cdk.json", "cdk.context.json", "requirements.txt", "package-lock.json", "stacks"),
+    *("trainyard/__init__.py", "trainyard/errors.py", "trainyard/children.py"),
+    *("trainyard/spec", "trainyard/hardware", "trainyard/functions"),
+)
+"""Files and folders of the checkout that an assembly is made from: the CDK's versions and its settings among them."""
 
 
 @dataclass(frozen=True)
@@ -150,15 +156,14 @@ def deploy(options: Options, environment: EnvironmentSpec, info: EmulatorInfo, p
 
 
 def sources_digest(options: Options) -> str:
-    """SHA-256 over everything that the templates are made from."""
+    """SHA-256 over everything that the assembly is made from: the templates, and the code of the functions in it."""
     digest = hashlib.sha256()
-    folders = ("stacks", "trainyard/spec", "trainyard/hardware")
-    files = [
-        path for folder in folders for path in sorted((options.checkout / folder).rglob("*")) if path.suffix != ".pyc"
-    ]
-    for path in (options.checkout / "app.py", options.checkout / "cdk.json", options.environment, *files):
-        if path.is_file():
-            digest.update(path.name.encode() + path.read_bytes())
+    named = [options.checkout / name for name in SOURCES]
+    inside = (path for folder in named if folder.is_dir() for path in sorted(folder.rglob("*")))
+    for path in (options.environment, *named, *inside):
+        if path.is_file() and path.suffix != ".pyc":
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{os.path.relpath(path, options.checkout)} {content}\n".encode())
     return digest.hexdigest()
 
 
