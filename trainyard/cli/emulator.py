@@ -1,6 +1,7 @@
 """`trainyard emulator`: AWS on this machine, started, stopped, looked at."""
 
 import dataclasses
+import shlex
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ from trainyard.cli.options import JsonOption
 from trainyard.cli.output import console, print_json
 from trainyard.errors import InputError
 
-app = typer.Typer(help="AWS on this machine: start, stop, status, types.", no_args_is_help=False)
+app = typer.Typer(help="AWS on this machine: start, stop, status, environment, types.", no_args_is_help=False)
 
 PortOption = Annotated[int | None, typer.Option("--port", min=1, max=65535, help="A fixed port; default: a free one.")]
 IdleOption = Annotated[
@@ -19,7 +20,7 @@ IdleOption = Annotated[
 
 @app.callback(invoke_without_command=True)
 def _no_verb(context: typer.Context) -> None:
-    """AWS on this machine: start, stop, status, types."""
+    """AWS on this machine: start, stop, status, environment, types."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -75,6 +76,25 @@ def status(as_json: JsonOption = False) -> None:
         print("not running: trainyard emulator start")
     if info is None:
         raise typer.Exit(1)
+
+
+@app.command()
+def environment() -> None:
+    """Print the variables that point any AWS SDK, and the CDK, at it, as the account's administrator, for a shell's eval.
+
+    Exit code 1 where it doesn't run.
+
+    Example: trainyard emulator environment > .trainyard/emulator.sh && . .trainyard/emulator.sh
+    """
+    from trainyard import emulator
+    from trainyard.launch.session import emulator_state
+
+    info = emulator.find(emulator_state())
+    if info is None:
+        typer.echo("not running: trainyard emulator start", err=True)
+        raise typer.Exit(1)
+    for name, value in info.environment().items():
+        print(f"export {name}={shlex.quote(value)}")
 
 
 @app.command()

@@ -125,7 +125,7 @@ def _read_references(text: str, resources: ResourceMap) -> str:
         if parameter is None:
             raise ValidationError(
                 message=f"Parameters: [ssm:{name}] cannot be found: aws ssm put-parameter --name {name} --type String "
-                "--value VALUE makes it"
+                "--value VALUE makes it (here after `trainyard emulator environment`)"
             )
         return str(parameter.value)
 
