@@ -80,7 +80,7 @@ def status(as_json: JsonOption = False) -> None:
 
 @app.command()
 def environment() -> None:
-    """Print the variables that point any AWS SDK, and the CDK, at it, as the account's administrator, for a shell's eval.
+    """Print what points a shell's AWS tools at it, as the account's administrator: for eval, or a file to source.
 
     Exit code 1 where it doesn't run.
 
