@@ -240,30 +240,83 @@ def test_the_glass_is_broken_into_a_file_of_the_callers_alone_and_closed_for_goo
     assert (statement["Effect"], list(statement["Condition"])) == ("Deny", ["DateLessThan"])
 
 
-def test_who_broke_the_glass_is_told_from_the_trail(
-    tenant: TenantContract, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # moto has no event history: the pages are AWS's form of it (CloudTrail, LookupEvents).
-    def event(role: str, **more: Any) -> dict[str, str]:
-        asked = {"roleArn": role, "roleSessionName": "mend-job-x"}
-        content = {"eventTime": "2026-11-01T03:00:00Z", "userIdentity": {"arn": "arn:aws:iam::1:user/anna"}}
-        return {"CloudTrailEvent": json.dumps(content | {"requestParameters": asked} | more)}
+class History:
+    """A region's event history, in AWS's form of it (CloudTrail, LookupEvents), which moto lacks: by one attribute, and
+    only as long as nobody asks for more pages than a quick answer has."""
 
-    class History:
-        def get_paginator(self, _: str) -> Any:
-            return self
+    def __init__(self, *events: tuple[str, str, dict[str, Any]]) -> None:
+        """Event's name, role, and what else it says."""
+        self.events = events
 
-        def paginate(self, **_: Any) -> Iterator[dict[str, Any]]:
-            yield {"Events": [event(OPERATOR), event("arn:aws:iam::1:role/other")]}
-            yield {"Events": [event(OPERATOR, errorCode="AccessDenied")]}
+    def get_paginator(self, _: str) -> Any:
+        return self
 
+    def paginate(self, *, LookupAttributes: list[dict[str, str]], **_: Any) -> Iterator[dict[str, Any]]:
+        (asked,) = LookupAttributes
+        assert asked["AttributeKey"] == "ResourceName", "of a busy account's AssumeRole events there are thousands"
+        for name, role, more in self.events:
+            if role == asked["AttributeValue"]:
+                asks = {"roleArn": role, "roleSessionName": "mend-job-x"}
+                identity = {"arn": "arn:aws:iam::1:user/anna"}
+                content = {"eventName": name, "userIdentity": identity, "requestParameters": asks} | more
+                yield {"Events": [{"CloudTrailEvent": json.dumps(content)}]}
+
+
+def with_histories(monkeypatch: pytest.MonkeyPatch, **histories: History) -> None:
+    """A history by region (with _ for -); another region's, and none at all, refuses."""
     original = Account.client
-    monkeypatch.setattr(
-        Account, "client", lambda account, name: History() if name == "cloudtrail" else original(account, name)
+
+    def client(account: Account, service: str, region: str | None = None) -> Any:
+        if service != "cloudtrail":
+            return original(account, service, region)
+        if (history := histories.get(str(region).replace("-", "_"))) is None:
+            raise AwsRefusedError(f"not authorized in {region}")
+        return history
+
+    monkeypatch.setattr(Account, "client", client)
+
+
+@pytest.fixture
+def in_europe(tenant: TenantContract, deployed: Account) -> None:
+    """The tenant's contract says so; the histories are played."""
+    name = "/trainyard/test/acme/contract"
+    content = tenant.model_copy(update={"region": "eu-west-1"}).model_dump_json()
+    deployed.client("ssm").put_parameter(Name=name, Value=content, Type="String", Overwrite=True)
+
+
+def test_who_broke_the_glass_is_told_from_the_trails_of_all_endpoints(
+    in_europe: None, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The global endpoint's uses are in us-east-1's history alone."""
+    later, denied = {"eventTime": "2026-11-02T03:00:00Z"}, {"errorCode": "AccessDenied"}
+    here = History(
+        ("AssumeRole", OPERATOR, later),
+        ("AssumeRole", "arn:aws:iam::1:role/other", {}),
+        ("PutRolePolicy", OPERATOR, {}),
     )
+    there = History(("AssumeRole", OPERATOR, {"eventTime": "2026-11-01T03:00:00Z", **denied}))
+    with_histories(monkeypatch, eu_west_1=here, us_east_1=there)
     _, document, _ = run("break_glass", "audit", "--tenant", "acme")
     (finding,) = document["findings"]
-    assert finding["words"].startswith("2 uses") and "refused: AccessDenied" in finding["decided_by"][1]
+    assert finding["words"].startswith("2 uses") and "eu-west-1 and us-east-1" in finding["words"]
+    assert [line[:10] for line in finding["decided_by"]] == ["2026-11-01", "2026-11-02"]
+    assert "refused: AccessDenied" in finding["decided_by"][0]
+
+
+def test_a_history_that_is_refused_is_no_clear_one(in_europe: None, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_histories(monkeypatch, eu_west_1=History())
+    _, document, _ = run("break_glass", "audit", "--tenant", "acme")
+    unknown, clear = document["findings"]
+    assert unknown["kind"] == "unknown" and "us-east-1" in unknown["words"]
+    assert clear["words"].startswith("0 uses") and "us-east-1" not in clear["words"]
+
+
+def test_a_region_that_is_the_global_endpoints_too_is_asked_once(
+    tenant: TenantContract, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_histories(monkeypatch, us_east_1=History(("AssumeRole", OPERATOR, {})))
+    _, document, _ = run("break_glass", "audit", "--tenant", "acme")
+    assert [one["words"][:6] for one in document["findings"]] == ["1 uses"]
 
 
 def test_a_storm_is_many_jobs_hit_and_moves_only_those(

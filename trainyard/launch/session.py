@@ -76,9 +76,9 @@ class Account:
 
     session: "EndpointSession"
 
-    def client(self, service: str) -> Any:
-        """A client of that service, in the environment's region and at its endpoint."""
-        return self.session.client(service, config=client_config())
+    def client(self, service: str, region: str | None = None) -> Any:
+        """A client of that service, in the environment's region if in no other, and at its endpoint."""
+        return self.session.client(service, region_name=region, config=client_config())
 
     def variables(self) -> dict[str, str]:
         """The SDK's environment variables for a process that shall act as we do; a role's keys end with its hour."""
