@@ -3,6 +3,7 @@
 import json
 import types
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -248,16 +249,23 @@ def test_a_locked_object_stops_the_removal_before_any_stack_goes(
     bucket = resource("S3::Bucket", {"ObjectLockEnabled": True, "ObjectLockConfiguration": retention, **versioned})
     stack = f"trainyard-{name}-acme-foundation"
     key = resource("KMS::Key", {"KeyPolicy": KEY_POLICY})
-    for item in (bucket, key):
+    plain = resource("S3::Bucket", versioned)
+    for item in (bucket, key, plain):
         item["DeletionPolicy"] = "Retain" if retain_data else "Delete"
-    template = {"Resources": {"Data": bucket, "Key": key}}
+    template = {"Resources": {"Data": bucket, "Key": key, "Plain": plain}}
     assert site.deploy(stack, template) == "CREATE_COMPLETE", site.failures(stack)
     listed = site("cloudformation").list_stack_resources(StackName=stack)["StackResourceSummaries"]
     ids = {item["LogicalResourceId"]: item["PhysicalResourceId"] for item in listed}
     physical = ids["Data"]
     site("s3").put_object(Bucket=physical, Key="kept", Body=b"x")
-    with pytest.raises(AwsRefusedError, match=r"1 versions can't be deleted .*wait until their lock ends"):
+    site("s3").put_object(Bucket=ids["Plain"], Key="free", Body=b"y")
+    past = {"ObjectLockMode": "GOVERNANCE", "ObjectLockRetainUntilDate": datetime(2020, 1, 1, tzinfo=UTC)}
+    site("s3").put_object(Bucket=physical, Key="a lock of the past", Body=b"z", **past)
+    told = r"versions can't be deleted \(kept: locked until .*nothing was deleted: wait until their lock ends"
+    with pytest.raises(AwsRefusedError, match=told):
         remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    for key_name, where in (("free", ids["Plain"]), ("a lock of the past", physical)):
+        assert not gone(lambda of=key_name, there=where: site("s3").head_object(Bucket=there, Key=of)), "not half of it"
     assert site.stack_status(stack) == "CREATE_COMPLETE"
     assert site("s3").get_object(Bucket=physical, Key="kept")["Body"].read() == b"x"
     assert site("kms").describe_key(KeyId=ids["Key"])["KeyMetadata"]["KeyState"] == "Enabled", "still readable"
@@ -309,6 +317,63 @@ def test_an_export_is_done_once_and_what_came_since_is_never_emptied(
     assert {item.identifier for item in report.left} == {physical["Key"], "acme-*"}
 
 
+def test_a_removal_that_began_to_empty_copies_what_came_since(
+    site: Site, account: Account, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For weeks, perhaps: the tenant is there until its stacks go."""
+    target = f"{name}-away"
+    s3 = site("s3")
+    s3.create_bucket(Bucket=target)
+    spec = environment(name, retain_data=False, data="shred", export_to=f"s3://{target}")
+    bucket = deploy(site, spec)["Data"]
+    role = types.SimpleNamespace(roles=types.SimpleNamespace(launcher="arn:aws:iam::123456789012:role/launcher"))
+    monkeypatch.setattr(removal, "read_contract", lambda *_: role)
+    monkeypatch.setattr(removal, "assume", lambda *_, **__: account)
+
+    def half(*_: object) -> tuple[int, list[str]]:
+        for version in s3.list_object_versions(Bucket=bucket, Prefix="b")["Versions"]:
+            s3.delete_object(Bucket=bucket, Key="b", VersionId=version["VersionId"])
+        return 2, ["a: AccessDenied"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(removal.storage, "empty", half)
+        with pytest.raises(AwsRefusedError, match=r"1 versions can't be deleted \(a: AccessDenied\)"):
+            remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    s3.put_object(Bucket=bucket, Key="since", Body=b"since")
+    again = plan(account, spec, "acme", tmp_path)
+    assert "  an earlier removal began to empty its buckets: what went then can't be copied" in again.lines()
+    report = remove(account, again, tmp_path, silent)
+    copied = {key: s3.get_object(Bucket=target, Key=f"{bucket}/{key}")["Body"].read() for key in ("b", "since")}
+    assert copied == {"b": b"newer", "since": b"since"}
+    assert report.exported == {"to": f"s3://{target}", "objects": 2, "size_bytes": 10}
+    assert gone(lambda: s3.head_bucket(Bucket=bucket))
+
+
+def test_what_nobody_can_read_any_more_does_not_hold_a_removal_up(
+    site: Site, account: Account, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher went with the stacks; what a retained file system still wrote back is under a key for nobody."""
+    target = f"{name}-away"
+    site("s3").create_bucket(Bucket=target)
+    spec = environment(name, retain_data=True, data="shred", export_to=f"s3://{target}")
+    bucket = deploy(site, spec)["Data"]
+    role = types.SimpleNamespace(roles=types.SimpleNamespace(launcher="arn:aws:iam::123456789012:role/launcher"))
+    monkeypatch.setattr(removal, "read_contract", lambda *_: role)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "assume", lambda *_, **__: account)
+        patch.setattr(removal, "_delete_retained", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    site("s3").put_object(Bucket=bucket, Key="since", Body=b"since")
+    monkeypatch.setattr(removal, "assume", lambda *_, **__: pytest.fail("there is no such role"))
+    report = remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
+    assert report.exported["objects"] == 1 and gone(lambda: site("s3").head_bucket(Bucket=bucket))
+
+
 def test_a_tenant_that_was_never_deployed_leaves_nothing(account: Account, name: str, tmp_path: Path) -> None:
     spec = environment(name, retain_data=True)
     report = remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
@@ -324,8 +389,14 @@ def test_export_copies_each_current_object_and_counts_them(site: Site, account: 
         s3.put_object(Bucket=f"{name}-from", Key=f"deep/{index}", Body=b"x" * index)
     said: list[str] = []
     copied = removal.storage.export(account, account, f"{name}-from", f"s3://{name}-to/left/", said.append)
-    assert copied == (3, 3) and len(said) == 3
+    assert copied == (3, 3, 3, 3) and len(said) == 3
     target = f"left/{name}-from/deep/2"
     assert s3.get_object(Bucket=f"{name}-to", Key=target)["Body"].read() == b"xx"
+    s3.put_object(Bucket=f"{name}-to", Key=target, Body=b"zz")  # somebody else's, of the same size
+    s3.put_object(Bucket=f"{name}-from", Key="deep/1", Body=b"y")
+    again = removal.storage.export(account, account, f"{name}-from", f"s3://{name}-to/left/", silent)
+    assert again == (3, 3, 2, 3), "what was copied is not copied again"
+    bodies = [s3.get_object(Bucket=f"{name}-to", Key=f"left/{name}-from/deep/{key}")["Body"].read() for key in (1, 2)]
+    assert bodies == [b"y", b"xx"]
     with pytest.raises(AwsRefusedError, match=r"-absent/: AWS refused"):
         removal.storage.export(account, account, f"{name}-from", f"s3://{name}-absent/", silent)

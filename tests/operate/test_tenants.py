@@ -1,5 +1,6 @@
 """A tenant's entry goes into and out of an environment file without touching another character; what it costs."""
 
+import datetime
 import json
 import re
 import types
@@ -20,6 +21,7 @@ from trainyard.operate.tenants.entry import with_tenant, without_tenant
 from trainyard.spec.platform import load_environment
 
 LINK = "AWS::FSx::DataRepositoryAssociation"
+NOW = datetime.datetime.now(datetime.UTC)
 ENTRY = {"network_index": 9, "queues": {"gpu": {"instance_types": ["ml.p5.4xlarge"], "max_instances": 1}}}
 ENVIRONMENTS = ("local", "dev", "staging", "production")
 
@@ -317,12 +319,12 @@ def test_an_export_that_arrives_short_is_told_in_a_line() -> None:
     page = {"Contents": [{"Key": "a", "Size": 3, "ETag": "e"}]}
     s3 = types.SimpleNamespace(
         get_paginator=lambda _: types.SimpleNamespace(paginate=lambda **_: [page]),
-        get_object=lambda **_: {"Body": None, "ContentLength": 5},
+        get_object=lambda **_: {"Body": None, "ContentLength": 5, "ETag": "e"},
         upload_fileobj=lambda *_, **__: None,
         head_object=lambda **_: stored,
     )
     account: Any = types.SimpleNamespace(client=lambda _: s3)
-    assert storage.export(account, account, "from", "s3://to", lambda _: None) == (1, 5)
+    assert storage.export(account, account, "from", "s3://to", lambda _: None) == (1, 5, 1, 5)
     stored["ContentLength"] = 4
     with pytest.raises(AwsRefusedError, match="s3://to/from/a holds 4 bytes instead of 5; nothing was deleted"):
         storage.export(account, account, "from", "s3://to", lambda _: None)
@@ -335,12 +337,12 @@ def test_no_object_has_more_parts_than_s3_takes(size_gib: float) -> None:
     page = {"Contents": [{"Key": "a", "Size": size_bytes, "ETag": "e"}]}
     s3 = types.SimpleNamespace(
         get_paginator=lambda _: types.SimpleNamespace(paginate=lambda **_: [page]),
-        get_object=lambda **_: {"Body": None, "ContentLength": size_bytes},
-        upload_fileobj=lambda *_, Config: seen.append(Config),
+        get_object=lambda **_: {"Body": None, "ContentLength": size_bytes, "ETag": "e"},
+        upload_fileobj=lambda *_, Config, **__: seen.append(Config),
         head_object=lambda **_: {"ContentLength": size_bytes},
     )
     account: Any = types.SimpleNamespace(client=lambda _: s3)
-    assert storage.export(account, account, "from", "s3://to", lambda _: None) == (1, size_bytes)
+    assert storage.export(account, account, "from", "s3://to", lambda _: None)[:2] == (1, size_bytes)
     (config,) = seen
     part_bytes = config.multipart_chunksize
     assert 5 * 2**20 <= part_bytes <= 5 * 2**30 and size_bytes / part_bytes < 9_500, "S3 takes 10,000 of 5 MiB to 5 GiB"
@@ -348,6 +350,62 @@ def test_no_object_has_more_parts_than_s3_takes(size_gib: float) -> None:
     assert waiting >= 1 and (waiting == 1 or waiting * part_bytes <= 2**30)
     if size_gib < 70:
         assert (part_bytes, waiting) == (8 * 2**20, 10), "as boto3 has it"
+
+
+def test_locks_are_looked_for_version_by_version() -> None:
+    """A rule of today says nothing of what came under another one; a marker has no lock."""
+    import boto3
+    from moto import mock_aws
+
+    def lock(key: str, **given: Any) -> str:
+        s3.put_object(Bucket="locks", Key=key, Body=b"x", **given)
+        return str(storage.locked(account, "locks"))
+
+    with mock_aws():
+        s3 = boto3.client("s3", region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+        account: Any = types.SimpleNamespace(client=lambda _: s3)
+        s3.create_bucket(Bucket="plain")
+        s3.put_object(Bucket="plain", Key="a", Body=b"x")
+        s3.create_bucket(Bucket="locks", ObjectLockEnabledForBucket=True)
+        s3.put_object(Bucket="locks", Key="gone", Body=b"x")
+        s3.delete_object(Bucket="locks", Key="gone")
+        until = NOW + datetime.timedelta(days=9)
+        past = {"ObjectLockMode": "GOVERNANCE", "ObjectLockRetainUntilDate": NOW - datetime.timedelta(days=1)}
+        assert lock("a", **past) == "None" and storage.locked(account, "plain") is None
+        assert lock("b", ObjectLockLegalHoldStatus="ON") == "b: under a legal hold"
+        s3.put_object_legal_hold(Bucket="locks", Key="b", LegalHold={"Status": "OFF"})
+        future = {"ObjectLockMode": "COMPLIANCE", "ObjectLockRetainUntilDate": until}
+        assert lock("c", **future) == f"c: locked until {until:%Y-%m-%d}"
+        assert lock("c", **past) == f"c: locked until {until:%Y-%m-%d}", "an old version's"
+
+
+def test_an_emptying_that_is_interrupted_brings_no_old_version_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is current then is copied by the repetition: it must be what was current, or gone."""
+    import boto3
+    from moto import mock_aws
+
+    monkeypatch.setattr(storage, "BATCH", 1)
+    with mock_aws():
+        s3 = boto3.client("s3", region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+        account: Any = types.SimpleNamespace(client=lambda _: s3)
+        s3.create_bucket(Bucket="source")
+        s3.put_bucket_versioning(Bucket="source", VersioningConfiguration={"Status": "Enabled"})
+        for body in (b"1", b"22", b"333"):
+            for key in ("a", "b", "deleted"):
+                s3.put_object(Bucket="source", Key=key, Body=body)
+        s3.delete_object(Bucket="source", Key="deleted")
+
+        def interrupt(_: str) -> None:
+            raise KeyboardInterrupt
+
+        for left in range(10, 1, -1):
+            with pytest.raises(KeyboardInterrupt):
+                storage.empty(account, "source", interrupt)
+            found = s3.list_object_versions(Bucket="source")
+            assert len([*found.get("Versions", []), *found.get("DeleteMarkers", [])]) == left - 1
+            current = {item["Key"]: item["Size"] for item in s3.list_objects_v2(Bucket="source").get("Contents", [])}
+            assert set(current) <= {"a", "b"} and set(current.values()) <= {3}, left
+        assert storage.empty(account, "source", lambda _: None) == (1, [])
 
 
 def test_a_stream_is_uploaded_in_parts_of_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +420,7 @@ def test_a_stream_is_uploaded_in_parts_of_that_size(monkeypatch: pytest.MonkeyPa
             s3.create_bucket(Bucket=bucket)
         s3.put_object(Bucket="source", Key="a", Body=b"x" * (25 * 2**20))
         account: Any = types.SimpleNamespace(client=lambda _: s3)
-        assert storage.export(account, account, "source", "s3://target", lambda _: None) == (1, 25 * 2**20)
+        assert storage.export(account, account, "source", "s3://target", lambda _: None)[:2] == (1, 25 * 2**20)
         # An object of parts is told by its ETag, which ends with their number.
         assert s3.head_object(Bucket="target", Key="source/a")["ETag"].strip('"').endswith("-3")
 

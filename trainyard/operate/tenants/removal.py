@@ -50,6 +50,8 @@ class Plan:
     """Roles of single jobs that its broker made and hasn't removed yet."""
     machine_logs: tuple[str, ...] = ()
     """Log groups that HyperPod made for its machines."""
+    was_emptied: bool = False
+    """An earlier removal began to empty its buckets, and did not end."""
 
     def unowned(self) -> list[str]:
         """What no stack owns, and what becomes of it, for a person."""
@@ -74,6 +76,8 @@ class Plan:
         lines += [f"  stack {name}: {status}" for name, status in self.stacks.items()]
         if self.export_to:
             lines.append(f"  every current object is copied to {self.export_to} first")
+            if self.was_emptied:
+                lines.append("  an earlier removal began to empty its buckets: what went then can't be copied")
         for thing in self.held:
             inside = self.contents.get(thing.physical_id)
             lines.append(f"  {thing}{f', {inside}' if inside else ''}: {self.fate(thing)}")
@@ -90,9 +94,9 @@ class Journal:
     exported: Mapping[str, Any] = field(default_factory=dict)
     """What Report.exported will say; empty until every object is copied."""
     copied: Mapping[str, str] = field(default_factory=dict)
-    """By bucket, its fingerprint when the copying began."""
+    """By bucket, its fingerprint when the copying began; empty where one isn't any more what it was then."""
     emptying: bool = False
-    """Buckets may have been emptied in part: from here on nothing is copied or compared any more."""
+    """Buckets may have been emptied in part: what is in them is not all that was exported."""
 
 
 @dataclass
@@ -128,7 +132,8 @@ class Report:
 
 def plan(account: Account, environment: EnvironmentSpec, tenant: str, state_dir: Path) -> Plan:
     """What removing the tenant would do; changes nothing."""
-    found = {thing.physical_id: thing for thing in _remembered(_journal(state_dir, environment, tenant)).held}
+    journal = _remembered(_journal(state_dir, environment, tenant))
+    found = {thing.physical_id: thing for thing in journal.held}
     found |= {thing.physical_id: thing for thing in held(account, environment, tenant)}
     there = [thing for thing in found.values() if leftovers.condition(account, thing) is not None]
     buckets = [thing.physical_id for thing in there if thing.kind == BUCKET]
@@ -144,6 +149,7 @@ def plan(account: Account, environment: EnvironmentSpec, tenant: str, state_dir:
         job_streams=len(leftovers.job_streams(account, tenant)),
         job_roles=tuple(leftovers.job_roles(account, environment.name, tenant)),
         machine_logs=tuple(leftovers.machine_log_groups(account, environment.name, tenant)),
+        was_emptied=journal.emptying,
     )
 
 
@@ -155,11 +161,14 @@ def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report
     path = _journal(state_dir, environment, tenant)
     journal = replace(_remembered(path), held=planned.held)
     _write(path, journal)
+    if planned.policy == "shred":
+        _refuse_locked(account, planned, say)
     if planned.export_to:
         journal = _export(account, planned, journal, path, say)
         report.exported = dict(journal.exported)
     _refuse_running(tenant, leftovers.running_jobs(account, tenant))  # an export takes long
-    _refuse_uncopied(account, journal, path)
+    if planned.export_to:
+        _refuse_uncopied(account, journal, path)
     if planned.policy == "shred":
         _write(path, journal := replace(journal, emptying=True))
         _empty(account, planned, report, say)
@@ -203,45 +212,66 @@ def write_report(report: Report, state_dir: Path) -> Path:
     return path
 
 
+def _refuse_locked(account: Account, planned: Plan, say: Say) -> None:
+    """AwsRefusedError where a lock keeps a version: before anything is copied or deleted, as a lock is a promise that
+    what is under it can be read until it ends, and half a tenant, or a deleted key, would break it."""
+    for bucket in planned.contents:
+        say(f"looking for locks in {bucket}")
+        if kept := storage.locked(account, bucket):
+            raise AwsRefusedError(
+                f"s3://{bucket}: versions can't be deleted ({kept}); nothing was deleted: wait until their lock ends "
+                "and repeat the command"
+            )
+
+
 def _export(account: Account, planned: Plan, journal: Journal, path: Path, say: Say) -> Journal:
-    """Copy every object, once; the journal then says so. Nothing to copy needs no contract, which a tenant that was
-    never deployed completely doesn't have."""
+    """Copy every object that isn't copied yet; the journal then says so. Nothing to copy needs no contract, which a
+    tenant that was never deployed completely doesn't have."""
     target = planned.export_to or ""
-    if journal.emptying or journal.exported.get("to") == target:
-        return journal
-    objects = size = 0
-    copied: dict[str, str] = {}
-    if any(inside.objects for inside in planned.contents.values()):
-        if not journal.launcher:
-            contract = read_contract(account, planned.environment, planned.tenant)
-            _write(path, journal := replace(journal, launcher=contract.roles.launcher))
-        launcher = assume(account, journal.launcher, session_name=f"trainyard-export-{planned.tenant}")
-        for bucket in planned.contents:
-            copied[bucket] = storage.fingerprint(account, bucket)
-            more, more_bytes = storage.export(launcher, account, bucket, target, say)
-            objects, size = objects + more, size + more_bytes
+    now = {bucket: storage.fingerprint(account, bucket) for bucket in planned.contents}
+    before = journal.exported if journal.exported.get("to") == target else {}
+    is_copied = bool(before) and all(
+        print_ in (storage.EMPTY, journal.copied.get(name)) for name, print_ in now.items()
+    )
+    # With the foundation goes the role that could read: what came since is nobody's to read any more.
+    foundation = tenant_stacks(planned.environment, planned.tenant)[0]
+    is_late = journal.emptying and planned.stacks.get(foundation) == NOT_DEPLOYED
+    objects, size = int(before.get("objects", 0)), int(before.get("size_bytes", 0))
+    if not (is_copied or is_late):
+        found = [storage.Exported(0, 0, 0, 0)]
+        if any(print_ != storage.EMPTY for print_ in now.values()):
+            launcher, journal = _launcher(account, planned, journal, path)
+            found += [storage.export(launcher, account, bucket, target, say) for bucket in now]
+        if journal.emptying:  # what was copied first is no longer there to be counted
+            objects, size = objects + sum(one.new_objects for one in found), size + sum(one.new_bytes for one in found)
+        else:
+            objects, size = sum(one.objects for one in found), sum(one.size_bytes for one in found)
     exported = {"to": target, "objects": objects, "size_bytes": size}
-    _write(path, journal := replace(journal, exported=exported, copied=copied))
+    _write(path, journal := replace(journal, exported=exported, copied=now))
     return journal
 
 
+def _launcher(account: Account, planned: Plan, journal: Journal, path: Path) -> tuple[Account, Journal]:
+    """Who may read the tenant's objects; the journal remembers it, as the contract goes with the first stack."""
+    if not journal.launcher:
+        contract = read_contract(account, planned.environment, planned.tenant)
+        _write(path, journal := replace(journal, launcher=contract.roles.launcher))
+    return assume(account, journal.launcher, session_name=f"trainyard-export-{planned.tenant}"), journal
+
+
 def _refuse_uncopied(account: Account, journal: Journal, path: Path) -> None:
-    """AwsRefusedError where a bucket isn't any more what was copied, perhaps by a removal that was broken off long ago:
-    emptying it would lose what came since."""
-    if journal.emptying:
-        return
+    """AwsRefusedError where a bucket isn't any more what was copied: emptying it would lose what came since."""
     for bucket, then in journal.copied.items():
-        if storage.fingerprint(account, bucket) != then:
-            _write(path, replace(journal, exported={}, copied={}))
+        if storage.fingerprint(account, bucket) not in (then, storage.EMPTY):
+            _write(path, replace(journal, copied={}))
             raise AwsRefusedError(
                 f"s3://{bucket}: was written to since its copying began; nothing was deleted: find out by whom, and "
-                "repeat the command, which copies anew"
+                "repeat the command, which copies what came since"
             )
 
 
 def _empty(account: Account, planned: Plan, report: Report, say: Say) -> None:
-    """Empty every bucket. AwsRefusedError where a version stays (a lock on it): before any stack or key goes, as a lock
-    is a promise that what is under it can be read until it ends, and a deleted key would break it."""
+    """Empty every bucket. AwsRefusedError where a version stays, before any stack or key goes."""
     stuck: dict[str, str] = {}
     for bucket in planned.contents:
         gone, refused = storage.empty(account, bucket, say)
@@ -249,7 +279,7 @@ def _empty(account: Account, planned: Plan, report: Report, say: Say) -> None:
         if refused:
             stuck[bucket] = f"{len(refused)} versions can't be deleted ({refused[0]})"
     for bucket, why in stuck.items():
-        raise AwsRefusedError(f"s3://{bucket}: {why}; wait until their lock ends and repeat the command")
+        raise AwsRefusedError(f"s3://{bucket}: {why}; mend that, or wait until their lock ends, and repeat the command")
 
 
 def _delete_stack(account: Account, name: str, say: Say) -> None:
