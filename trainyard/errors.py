@@ -27,3 +27,7 @@ class AwsRefusedError(TrainyardError):
     """AWS (or the emulator in its place) refused or could not be reached."""
 
     exit_code = 3
+
+
+class AwsAwayError(AwsRefusedError):
+    """AWS can't be reached, is overloaded or throttles: the same question may be answered a little later."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import boto3
 import pytest
+from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
@@ -296,6 +297,29 @@ def test_copy_is_whole_or_not_there(tmp_path: Path, s3: Any, source: str, target
     assert steps(checkpoints.list_checkpoints(to, s3)) == [10], "nothing is left of a copy that failed"
     with pytest.raises(InputError, match="is where the checkpoints are"):
         checkpoints.copy(origin, s3, found[:1], origin)
+
+
+def test_a_copy_that_s3_refuses_in_the_middle_leaves_nothing(
+    tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3's transfers wrap a refusal in an error of their own."""
+    save(tmp_path / "a", 10)
+    denied = {"Error": {"Code": "AccessDenied", "Message": "no"}}
+    honest = s3.upload_file
+
+    def upload_file(name: str, *place: str) -> None:
+        if name.endswith("__1_0.distcp"):
+            try:
+                raise ClientError(denied, "PutObject")
+            except ClientError as error:
+                raise S3UploadFailedError(f"Failed to upload {name}: {error}")  # noqa: B904  # as boto3 does
+        honest(name, *place)
+
+    monkeypatch.setattr(s3, "upload_file", upload_file)
+    found = checkpoints.list_checkpoints(str(tmp_path / "a"), s3)
+    with pytest.raises(AwsRefusedError, match="AWS refused: AccessDenied: no"):
+        checkpoints.copy(str(tmp_path / "a"), s3, found, "s3://two/kept")
+    assert "Contents" not in s3.list_objects_v2(Bucket="two")
 
 
 def test_a_copy_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

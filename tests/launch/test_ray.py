@@ -347,6 +347,31 @@ def test_headers_that_are_none_are_named(headers: str, server: Server, monkeypat
     assert "s3cret" not in str(error.value)
 
 
+def test_a_token_follows_no_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy's sign-in is one, on any host that it names: urllib would take the headers along."""
+    heard: list[str] = []
+
+    class Redirects(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/sign-in")  # type: ignore[attr-defined]
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("RAY_JOB_HEADERS", '{"Authorization": "Bearer s3cret"}')
+    with ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        with pytest.raises(
+            InputError, match=r"sends on to http://localhost:\d+/sign-in; give the job server's"
+        ) as error:
+            HttpJobServer().jobs(f"http://127.0.0.1:{proxy.server_port}")
+        proxy.shutdown()
+    assert heard == ["/api/jobs/"] and "s3cret" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

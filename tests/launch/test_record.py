@@ -119,6 +119,13 @@ def test_a_torn_record_is_one_line_not_a_traceback(tmp_path: Path) -> None:
         folder.read(JOB_ID)
 
 
+def test_a_record_that_cannot_be_read_is_not_a_job_that_is_not_there(tmp_path: Path, make_record: MakeRecord) -> None:
+    folder = FolderRecordStore(tmp_path)
+    (folder.directory("acme-x") / "record.json").mkdir(parents=True)  # refused to root too
+    with pytest.raises(InputError, match=r"^job acme-x: .*record\.json can't be read: Is a directory$"):
+        folder.read("acme-x")
+
+
 def test_next_attempt_keeps_the_job_and_its_checkpoints(make_record: MakeRecord) -> None:
     record = make_record(JOB_ID).with_attempt(submitted_at="2026-01-31T12:00:01+00:00").with_state("Failed")
     resumed = record.with_next_attempt()

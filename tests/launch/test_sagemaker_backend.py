@@ -1,5 +1,7 @@
 """What SageMaker and CloudWatch tell of a tenant's jobs, on clients that play a script and on moto."""
 
+import time
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from trainyard.launch.backend import LogCursor
 from trainyard.launch.checks import RunningJob
 from trainyard.launch.elastic import reviser
 from trainyard.launch.record import JobRecord, S3RecordStore
-from trainyard.launch.sagemaker_backend import SageMakerBackend, _read_stream
+from trainyard.launch.sagemaker_backend import SageMakerBackend, _read_stream, observation
 from trainyard.launch.session import Account
 from trainyard.spec.job import JobSpec
 from trainyard.spec.platform import TenantContract
@@ -86,6 +88,31 @@ def test_running_jobs_are_the_tenants_own_and_hold_instances(contract: TenantCon
     backend = SageMakerBackend(account, contract)
     assert backend.running() == [RunningJob("acme-a", P5, 2), RunningJob("acme-c", P5, 1)]
     assert backend.running(but="acme-a") == [RunningJob("acme-c", P5, 1)]
+
+
+def test_a_running_job_of_several_groups_holds_all_of_them(contract: TenantContract) -> None:
+    class Grouped(ListedJobs):
+        def describe_training_job(self, *, TrainingJobName: str) -> dict[str, Any]:
+            groups = [{"InstanceType": kind, "InstanceCount": count} for kind, count in ((P5, 2), ("ml.m5.xlarge", 1))]
+            return {"ResourceConfig": {"InstanceGroups": groups}}
+
+    account: Any = Grouped(("acme-a", "InProgress", P5, 3))
+    running = SageMakerBackend(account, contract).running()
+    assert running == [RunningJob("acme-a", P5, 2), RunningJob("acme-a", "ml.m5.xlarge", 1)]
+
+
+def test_moments_are_told_in_utc_wherever_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
+    told = []
+    for zone in ("UTC", "America/New_York", "Asia/Kolkata"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        transition = {"Status": "Training", "StartTime": began.astimezone()}
+        description = {"TrainingJobStatus": "InProgress", "SecondaryStatusTransitions": [transition]}
+        told += [change.at for change in observation(description, 1).transitions]
+    monkeypatch.undo()
+    time.tzset()
+    assert told == ["2026-01-31T12:00:00+00:00"] * 3
 
 
 def test_states_come_from_one_list_read_no_further_than_needed(

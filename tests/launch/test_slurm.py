@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -534,9 +535,9 @@ def test_a_long_argument_comes_through_a_slow_line(login_node: Any, monkeypatch:
     """A batch script is one; keys come a few ms apart through Session Manager, while the shell is at work."""
     type_at_once = login_node._type
 
-    def type_slowly(lines: list[str]) -> None:
+    def type_slowly(lines: list[str], deadline: float) -> None:
         for line in lines:
-            type_at_once([line])
+            type_at_once([line], deadline)
             time.sleep(0.004)
 
     monkeypatch.setattr(login_node, "_type", type_slowly)
@@ -545,6 +546,16 @@ def test_a_long_argument_comes_through_a_slow_line(login_node: Any, monkeypatch:
     answer = login_node.run('printf %s "$1" | sha256sum; echo "$2"', script, "it's")
     assert (answer.code, answer.out) == (0, f"{hashlib.sha256(script.encode()).hexdigest()}  -\nit's\n")
     login_node.close()
+
+
+def test_a_session_that_takes_nothing_is_left_in_time(
+    login_node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Typing a script counts as well: one that is longer than a terminal's buffer waited for ever."""
+    (tmp_path / "bin" / cluster_shell.PLUGIN).write_text("#!/bin/sh\nexec sleep 1000\n")
+    monkeypatch.setattr(cluster_shell, "SESSION_SECONDS", 1.0)
+    with pytest.raises(AwsRefusedError, match="gave no answer within 1 s; repeat the command"):
+        login_node.run("true", random.Random(1).randbytes(400_000).hex())
 
 
 def test_a_session_that_ends_is_told(login_node: Any, tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 import errno
 from collections.abc import Collection, Sequence
+from datetime import datetime, timedelta, timezone
 from functools import partialmethod
 from pathlib import Path
 
 import pytest
+from boto3.exceptions import RetriesExceededError
+from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError, SSLError
 
-from trainyard.errors import InputError
+from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch import watch
+from trainyard.launch.aws import aws_errors
 from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say, say_nothing
 from trainyard.launch.launcher import SubmissionInterruptedError, new_record
 from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange, StoredRecord
@@ -199,6 +203,62 @@ def test_who_does_not_answer_for_a_while_is_asked_again(store: FolderRecordStore
     with pytest.raises(AwayError):
         list(watch.watch(store, gone, JOB_ID, sleep=lambda _: None))
     assert gone.looks == watch.MOST_AWAY_LOOKS + 2
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (EndpointConnectionError(endpoint_url="https://s3"), True),
+        (ReadTimeoutError(endpoint_url="https://s3"), True),
+        (ClientError({"Error": {"Code": "ThrottlingException", "Message": "Rate exceeded"}}, "GetLogEvents"), True),
+        (ClientError({"Error": {"Code": "503"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "GetObject"), True),  # type: ignore[typeddict-item]
+        (RetriesExceededError(ConnectionError("reset")), True),
+        (ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "GetObject"), False),
+        (NoCredentialsError(), False),
+        (SSLError(endpoint_url="https://s3", error="self-signed"), False),
+    ],
+)
+def test_a_watch_outlives_what_passes_by_itself(error: Exception, passes: bool, store: FolderRecordStore) -> None:
+    class Aws(ScriptedBackend):
+        def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+            if (number := len(slept)) in (1, 2, 3):
+                with aws_errors("reading", f"look {number}"):
+                    raise error
+            return super().read_logs(record, cursor)
+
+    slept: list[float] = []
+    seen = watch.watch(store, Aws(*[TRAINING] * 5, COMPLETED), JOB_ID, sleep=slept.append)
+    if passes:
+        assert [status.state for status, _ in seen] == ["Training", "Training", "Completed"]
+        assert slept[1:4] == sorted(slept[1:4]) and slept[3] > slept[1], "longer and longer"
+    else:
+        with pytest.raises(AwsRefusedError, match=r"^reading look 1: "):
+            list(seen)
+
+
+def test_many_logs_are_read_less_often(store: FolderRecordStore) -> None:
+    class Hosts(ScriptedBackend):
+        def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+            cursor.positions = {f"host-{number}": "1" for number in range(64)}
+            return []
+
+    slept: list[float] = []
+    list(watch.watch(store, Hosts(TRAINING, COMPLETED), JOB_ID, sleep=slept.append))
+    assert all(64 / seconds <= 25 for seconds in slept) and slept
+
+
+def test_a_state_is_recorded_once_whatever_the_time_zone_it_was_looked_at_from(store: FolderRecordStore) -> None:
+    """Earlier records hold it once for each, and hours were counted as often."""
+    away = tuple(
+        change.model_copy(update={"at": datetime.fromisoformat(change.at).astimezone(zone).isoformat()})
+        for zone in (timezone(timedelta(hours=1)), timezone(timedelta(hours=-5)))
+        for change in TRAINING.transitions
+    )
+    stored = store.read(JOB_ID)
+    store.replace(stored, stored.record.model_copy(update={"states": (*stored.record.states, *away)}))
+    watch.status(store, ScriptedBackend(TRAINING), JOB_ID)
+    states = store.read(JOB_ID).record.states
+    assert [change.state for change in states] == ["Created", "Submitted", "Starting", "Training"]
 
 
 def test_a_place_that_is_gone_is_left_by_force_only(store: FolderRecordStore) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainyard.errors import AwsRefusedError
+from trainyard.errors import AwsAwayError, AwsRefusedError
 
 _MENDS = {
     "AccessDenied": "check the role's policy, or run `trainyard doctor`",
@@ -19,6 +19,20 @@ _MENDS = {
     "RequestLimitExceeded": "wait a moment and repeat the command",
     "Throttling": "wait a moment and repeat the command",
 }
+
+_THROTTLES = frozenset(
+    {
+        "Throttling",
+        "ThrottlingException",
+        "ThrottledException",
+        "TooManyRequestsException",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "RequestTimeout",
+        "SlowDown",
+    }
+)
+"""Said with statuses below 500, and over as soon as others ask less."""
 
 
 def advice_for(code: str) -> str:
@@ -62,11 +76,13 @@ def aws_errors(action: str, resource: str, mend: str = "") -> Iterator[None]:
     `mend` is used where the service's own code suggests nothing better.
     """
     # botocore takes 0.1 s to import; verbs that never reach AWS must not pay for it.
-    from botocore.exceptions import BotoCoreError, ClientError
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError, SSLError
     from botocore.parsers import ResponseParserError
 
     try:
-        yield
+        with _transfers_causes():
+            yield
     except ClientError as error:
         code = error_code(error)
         message = _one_line(str(error.response.get("Error", {}).get("Message", "")))
@@ -74,11 +90,36 @@ def aws_errors(action: str, resource: str, mend: str = "") -> Iterator[None]:
             message = ERROR_PAGE
         why = f"{code}: {message}" if message else code
         advice = _MENDS.get(code, mend)
-        raise AwsRefusedError(f"{action} {resource}: AWS refused: {why}" + (f"; {advice}" if advice else "")) from error
+        kind = AwsAwayError if _is_passing(error) else AwsRefusedError
+        raise kind(f"{action} {resource}: AWS refused: {why}" + (f"; {advice}" if advice else "")) from error
+    except Boto3Error as error:
+        raise AwsAwayError(f"{action} {resource}: {_one_line(str(error))}") from error  # a transfer that broke off
     except ResponseParserError as error:
         raise AwsRefusedError(f"{action} {resource}: {ERROR_PAGE}; is a proxy between here and AWS?") from error
     except BotoCoreError as error:
-        raise AwsRefusedError(f"{action} {resource}: {_client_side(error)}") from error
+        is_away = isinstance(error, (HTTPClientError, ConnectionError)) and not isinstance(error, SSLError)
+        kind = AwsAwayError if is_away else AwsRefusedError
+        raise kind(f"{action} {resource}: {_client_side(error)}") from error
+
+
+@contextmanager
+def _transfers_causes() -> Iterator[None]:
+    """What boto3's transfers wrap in errors of their own, out of its wrapping."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except Boto3Error as error:
+        cause = error.__cause__ or error.__context__
+        if not isinstance(cause, (BotoCoreError, ClientError)):
+            raise
+        raise cause from error
+
+
+def _is_passing(error: Any) -> bool:
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
+    return status == 429 or status >= 500 or error_code(error) in _THROTTLES
 
 
 def _client_side(error: Exception) -> str:

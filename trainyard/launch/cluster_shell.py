@@ -126,7 +126,7 @@ class SessionShell:
         self._launcher = launcher
         self._contract = contract
         self._process: subprocess.Popen[bytes] | None = None
-        self._terminal = -1
+        self._terminal, self._heard = -1, b""
         self._number = 0
         self.where = f"the login node of tenant {contract.tenant}"
 
@@ -139,11 +139,11 @@ class SessionShell:
             )
         deadline = time.monotonic() + SESSION_SECONDS
         if self._process is None or self._process.poll() is not None:
-            self._open()
+            self._open(deadline)
         self._number += 1
         mark = f"trainyard{self._number}"
         try:
-            self._type(typed_lines(script, arguments, mark))
+            self._type(typed_lines(script, arguments, mark), deadline)
             return read_answer(self._heard_until(f"{mark}=end", deadline), mark)
         except OSError as error:
             self.close()
@@ -200,7 +200,7 @@ class SessionShell:
             )
         return sorted(found)[0]
 
-    def _open(self) -> None:
+    def _open(self, deadline: float) -> None:
         target = {"Target": self.login_node()}
         ssm = self._launcher.client("ssm")
         with aws_errors("opening a session on", self.where, "the node's SSM agent must be online"):
@@ -222,31 +222,42 @@ class SessionShell:
             env=os.environ | {_SESSION_VARIABLE: json.dumps(session)},
         )
         os.close(theirs)
-        self._terminal = ours
+        self._terminal, self._heard = ours, b""
+        os.set_blocking(ours, False)
         # Sessions begin with `sh`, which isn't bash everywhere. Its line editor would change the terminal's settings
         # between lines that are on their way.
-        self._type(["exec bash --norc --noediting"])
+        self._type(["exec bash --norc --noediting"], deadline)
 
-    def _type(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            os.write(self._terminal, f"{line}\n".encode())
-            # A terminal's buffer takes no more than it has room for, and drops the rest without a word.
-            select.select([], [self._terminal], [], 1.0)
+    def _type(self, lines: Sequence[str], deadline: float) -> None:
+        """What comes meanwhile is heard: a session that must first be listened to would take no more."""
+        left = "".join(f"{line}\n" for line in lines).encode()
+        while left:
+            if self._wait(deadline, writes=True):
+                with suppress(BlockingIOError):
+                    # A line at a time: a terminal drops what is longer than it has room for, without a word.
+                    left = left[os.write(self._terminal, left[: left.index(b"\n") + 1]) :]
 
     def _heard_until(self, end: str, deadline: float) -> str:
-        heard = b""
-        while f"\n{end}".encode() not in heard:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self.close()
-                raise AwsRefusedError(f"{self.where} gave no answer within {SESSION_SECONDS:.0f} s; repeat the command")
-            if select.select([self._terminal], [], [], min(left, 1.0))[0]:
-                heard += os.read(self._terminal, 65536)
-            elif self._process is not None and self._process.poll() is not None:
-                words = heard.decode("utf-8", "replace").strip().splitlines()
-                self.close()
-                raise AwsRefusedError(f"the session on {self.where} ended: {words[-1] if words else 'no reason given'}")
+        while f"\n{end}".encode() not in self._heard:
+            self._wait(deadline)
+        heard, self._heard = self._heard, b""
         return heard.decode("utf-8", "replace")
+
+    def _wait(self, deadline: float, *, writes: bool = False) -> bool:
+        """Hears what there is to hear; whether the terminal takes more. AwsRefusedError at the deadline, or the end."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            self.close()
+            raise AwsRefusedError(f"{self.where} gave no answer within {SESSION_SECONDS:.0f} s; repeat the command")
+        terminal = [self._terminal]
+        readable, writable, _ = select.select(terminal, terminal if writes else [], [], min(left, 1.0))
+        if readable:
+            self._heard += os.read(self._terminal, 65536)
+        elif self._process is not None and self._process.poll() is not None:
+            words = self._heard.decode("utf-8", "replace").strip().splitlines()
+            self.close()
+            raise AwsRefusedError(f"the session on {self.where} ended: {words[-1] if words else 'no reason given'}")
+        return bool(writable)
 
     def close(self) -> None:
         """End the session."""

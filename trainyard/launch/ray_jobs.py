@@ -89,11 +89,16 @@ class HttpJobServer:
         headers = {"Content-Type": "application/json", **_headers()}
         request = urllib.request.Request(f"{address.rstrip('/')}{path}", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+            with _OPENER.open(request, timeout=CALL_SECONDS) as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             if error.code == 404 and missing_is_none:
                 return None
+            if 300 <= error.code < 400:
+                raise InputError(
+                    f"compute.ray.address {address}: sends on to {error.headers.get('Location')}; give the job server's"
+                    f" own address, or what a proxy before it wants in {HEADERS_VARIABLE}"
+                ) from None
             raise RefusedError(f"compute.ray.address {address}", _words(error)) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or f"{type(error).__name__}: {str(error).strip()}"
@@ -102,6 +107,17 @@ class HttpJobServer:
                 "dashboard (ray[default]) on and its port 8265 reachable? kubectl port-forward, or an SSH tunnel, "
                 "brings it here"
             ) from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would send the headers, a token among them, to whatever host a redirect names."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """None: the redirect is an HTTPError like others, with its own words."""
+        return
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def _headers() -> dict[str, str]:

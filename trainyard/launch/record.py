@@ -282,8 +282,10 @@ class FolderRecordStore:
         path = self.directory(job_id) / "record.json"
         try:
             text = path.read_bytes()
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise _missing(job_id, str(self.folder)) from None
+        except OSError as error:
+            raise InputError(f"job {job_id}: {path} can't be read: {error.strerror or error}") from None
         return StoredRecord(_parse_record(text, str(path)), _etag(text))
 
     def job_ids(self) -> list[str]:

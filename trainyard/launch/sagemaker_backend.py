@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 from trainyard.errors import AwsRefusedError, InputError
@@ -133,7 +134,10 @@ class SageMakerBackend:
                     continue
                 with aws_errors("describing", f"training job {name}"):
                     resources = sagemaker.describe_training_job(TrainingJobName=name)["ResourceConfig"]
-                jobs.append(RunningJob(name, resources["InstanceType"], resources["InstanceCount"]))
+                jobs += [
+                    RunningJob(name, group.get("InstanceType", ""), group.get("InstanceCount", 0))
+                    for group in resources.get("InstanceGroups") or [resources]
+                ]
         return jobs
 
     def _listed(self, **only: str) -> Iterator[dict[str, Any]]:
@@ -204,7 +208,7 @@ def observation(description: dict[str, Any], attempt: int) -> Observation:
     transitions = tuple(
         StateChange(
             state=change["Status"],
-            at=change["StartTime"].astimezone().isoformat(timespec="seconds"),
+            at=change["StartTime"].astimezone(UTC).isoformat(timespec="seconds"),
             attempt=attempt,
             note=str(change.get("StatusMessage", "")),
         )

@@ -3,18 +3,23 @@
 import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 
-from trainyard.errors import InputError
+from trainyard.errors import AwsAwayError, InputError
 from trainyard.functions import job_resumer
 from trainyard.launch.backend import AwayError, Backend, LogCursor, LogLine, Observation, Say, say_nothing
 from trainyard.launch.launcher import submit_attempt
 from trainyard.launch.ray_jobs import is_tunnel
-from trainyard.launch.record import CREATED, JobRecord, RecordConflictError, RecordStore, update
+from trainyard.launch.record import CREATED, JobRecord, RecordConflictError, RecordStore, StateChange, update
 
 POLL_SECONDS = 1.0
 """Between two looks at a job: DescribeTrainingJob allows far more, and nobody stares at a still screen."""
 MOST_AWAY_LOOKS = 30
 """So many looks in a row may find nobody that answers; each has waited for an answer itself."""
+LONGEST_PAUSE_SECONDS = 30.0
+"""Between two of those: all in all a network may be away for a quarter of an hour."""
+STREAMS_A_SECOND = 5
+"""Of a large job's many logs: CloudWatch Logs counts the reads of all of an account together (25 a second)."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -57,11 +62,11 @@ class Status:
 
 def merged(record: JobRecord, observation: Observation) -> JobRecord:
     """The record with what the backend says about its newest attempt; the same record where that is nothing new."""
-    known = {(change.attempt, change.state, change.at) for change in record.states}
-    current = record
-    for change in observation.transitions:
-        if (change.attempt, change.state, change.at) not in known:
-            current = current.model_copy(update={"states": (*current.states, change)})
+    # By the moment and not its spelling: records of before hold a state once for each time zone it was looked at from.
+    once: dict[tuple[int, str, datetime], StateChange] = {}
+    for change in (*record.states, *observation.transitions):
+        once.setdefault((change.attempt, change.state, datetime.fromisoformat(change.at)), change)
+    current = record if len(once) == len(record.states) else record.model_copy(update={"states": tuple(once.values())})
     # The status may be ahead of the transitions, or be coarser than they are (Stopped over MaxRuntimeExceeded).
     current = current.with_state(observation.state, note=observation.note)
     return current.with_attempt(reclaims=observation.reclaims, failure=observation.failure)
@@ -100,7 +105,8 @@ def watch(
 ) -> Iterator[tuple[Status, list[LogLine]]]:
     """The job's state and its new log lines, again and again, until it has ended and its logs are read.
 
-    AwayError where nothing answers the first look, or MOST_AWAY_LOOKS later ones: the job goes on without being seen.
+    AwayError or AwsAwayError where nothing answers the first look, or MOST_AWAY_LOOKS later ones: the job goes on
+    without being seen.
     """
     cursor = LogCursor()
     attempt, away = 0, MOST_AWAY_LOOKS
@@ -112,11 +118,11 @@ def watch(
             # Asked before the logs are read: lines written before the end are then always seen.
             finished = current.finished or current.observation is None
             lines = backend.read_logs(current.record, cursor)
-        except AwayError:
+        except (AwayError, AwsAwayError):
             away += 1
             if away > MOST_AWAY_LOOKS:
                 raise
-            sleep(POLL_SECONDS)
+            sleep(min(POLL_SECONDS * 2 ** (away - 1), LONGEST_PAUSE_SECONDS))
             continue
         away = 0
         yield current, lines
@@ -124,7 +130,7 @@ def watch(
             continue
         if finished:
             return
-        sleep(POLL_SECONDS)
+        sleep(POLL_SECONDS * max(1.0, len(cursor.positions) / STREAMS_A_SECOND))
 
 
 def may_be_resumed(record: JobRecord) -> bool:
