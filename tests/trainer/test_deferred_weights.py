@@ -67,6 +67,16 @@ def test_a_part_is_what_the_whole_has_there(chunk_elements: int, monkeypatch: py
             assert torch.equal(source.read(name, index), expected), name
 
 
+def test_a_model_that_is_being_filled_shows_that_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[None] = []
+    monkeypatch.setattr(deferred, "beat", lambda: beats.append(None))
+    model = outline_model(tiny_job("single", 1, model=FAMILIES["Llama"]), vocab_size=VOCAB_SIZE)
+    assert beats == []
+    num_parameters = len(list(model.parameters()))
+    fill(model, device=CPU)
+    assert len(beats) == num_parameters > 10
+
+
 def test_rows_are_made_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred, "CHUNK_ELEMENTS", 320)
     source = source_of(outline_model(tiny_job("single", 1, model=FAMILIES["Llama"]), vocab_size=VOCAB_SIZE))

@@ -18,6 +18,7 @@ from trainer.data.readers import TokenFile, files_of
 from trainer.data.s3_files import PartCache, S3File
 from trainer.data.token_cache import TokenCache, pieces
 from trainer.data.token_units import Vocabulary, check_ids
+from trainer.heartbeat import beat
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
@@ -76,8 +77,11 @@ def open_streamed_tokens(
 ) -> TokenCache:
     """The tokens of sources in S3, nothing read but the files' headers; `cache_bytes` of them are kept on disk."""
     listed = [file for source in sources for file in files_of(source, streaming=True)]
+    files = []
     with ThreadPoolExecutor(_HEADERS_AT_ONCE, thread_name_prefix="s3-headers") as threads:
-        files = list(threads.map(TokenFile.of, listed))
+        for file in threads.map(TokenFile.of, listed):
+            files.append(file)
+            beat()
     filled = [file for file in files if file.num_tokens]
     if not filled:
         raise InputError(f"data.train {', '.join(source.path for source in sources)}: holds no tokens")

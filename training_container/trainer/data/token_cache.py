@@ -6,13 +6,11 @@ changed file has other units. When all are there, one process reads them through
 (digest, frequencies) and `document_ends.bin` into the data set's folder. Order and digest don't depend on who did what.
 """
 
-import fcntl
 import hashlib
 import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +23,7 @@ from trainer.data.bad_records import BadRecords
 from trainer.data.chat import ChatTemplate
 from trainer.data.documents import DocumentEncoder, encoder_of
 from trainer.data.readers import Unit, units_of
+from trainer.data.shared_work import AtWork, exclusive
 from trainer.data.token_units import UnitTokens, Vocabulary, open_unit, unit_key, write_unit
 from trainer.data.tokenizer import TextTokenizer
 from trainyard.errors import InputError
@@ -105,9 +104,10 @@ def open_token_cache(
         if cache is None:
             units_folder.mkdir(parents=True, exist_ok=True)
             units = _tokenize(parts, units_folder, vocabulary, bad, shared)
-            with _exclusive(folder.with_name(f"{folder.name}.lock")):
+            with exclusive(folder.with_name(f"{folder.name}.lock")) as at_work:
+                assert at_work is not None
                 if _open(folder, units_folder, BadRecords(max_bad_records, where)) is None:
-                    _finish(folder, units, vocabulary, ", ".join(source.path for source in sources), bad)
+                    _finish(folder, units, vocabulary, ", ".join(source.path for source in sources), bad, at_work)
             cache = _open(folder, units_folder, BadRecords(max_bad_records, where))
     except OSError as error:
         raise InputError(
@@ -146,43 +146,32 @@ def _tokenize(
 ) -> list[UnitTokens]:
     """All units, those that were missing made by this process or by another that is at it too."""
 
-    def made(part: _Part) -> UnitTokens:
-        found = open_unit(folder, part.key) or (shared and shared.fetch(folder, part.key))
-        if found:
-            return found
-        of_unit = BadRecords(bad.limit, bad.where)
-        unit = write_unit(folder, part.key, part.unit, part.encoder, vocabulary, of_unit)
-        if shared:
-            shared.put(folder, unit)
+    def made(part: _Part, at_work: AtWork) -> UnitTokens:
+        unit = open_unit(folder, part.key) or (shared and shared.fetch(folder, part.key))
+        if not unit:
+            of_unit = BadRecords(bad.limit, bad.where)
+            unit = write_unit(folder, part.key, part.unit, part.encoder, vocabulary, of_unit, at_work)
+            if shared:
+                shared.put(folder, unit)
+        at_work()
         return unit
 
     first = shared.first_of(len(parts)) if shared else 0
     for part in (*parts[first:], *parts[:first]):
         if open_unit(folder, part.key) is None:
-            with _exclusive(folder / f"{part.key}.lock", wait=False) as is_mine:
-                if is_mine:
-                    made(part)
+            with exclusive(folder / f"{part.key}.lock", wait=False) as at_work:
+                if at_work is not None:
+                    made(part, at_work)
     units = []
     for part in parts:
         unit = open_unit(folder, part.key)
         if unit is None:
             # Another process is at it: wait until it is done, or make it if that one was killed.
-            with _exclusive(folder / f"{part.key}.lock"):
-                unit = made(part)
+            with exclusive(folder / f"{part.key}.lock") as at_work:
+                assert at_work is not None
+                unit = made(part, at_work)
         units.append(unit)
     return units
-
-
-@contextmanager
-def _exclusive(lock: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Holds the lock; False where another process does and there is no waiting."""
-    with lock.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True
 
 
 def _open(folder: Path, units_folder: Path, bad: BadRecords) -> TokenCache | None:
@@ -216,7 +205,9 @@ def _count_bad(units: Sequence[UnitTokens], bad: BadRecords) -> None:
         bad.extend(unit.num_bad, unit.bad)
 
 
-def _finish(folder: Path, units: Sequence[UnitTokens], vocabulary: Vocabulary, paths: str, bad: BadRecords) -> None:
+def _finish(
+    folder: Path, units: Sequence[UnitTokens], vocabulary: Vocabulary, paths: str, bad: BadRecords, at_work: AtWork
+) -> None:
     """Reads all units through once, and writes the data set's folder."""
     _count_bad(units, bad)
     # Whoever holds the lock is the only writer, so a leftover is from a killed one.
@@ -230,8 +221,8 @@ def _finish(folder: Path, units: Sequence[UnitTokens], vocabulary: Vocabulary, p
     num_tokens = num_documents = 0
     with (partial / "document_ends.bin").open("wb") as ends_file:
         for unit in units:
-            counts = _read_through(unit.tokens(), counts, digest)
-            ignored += _ignored_counts(unit, vocabulary.size)
+            counts = _read_through(unit.tokens(), counts, digest, at_work)
+            ignored += _ignored_counts(unit, vocabulary.size, at_work)
             ends = (unit.ends() + num_tokens).astype("<i8").tobytes()
             ends_file.write(ends)
             ends_digest.update(ends)
@@ -241,7 +232,7 @@ def _finish(folder: Path, units: Sequence[UnitTokens], vocabulary: Vocabulary, p
         shutil.rmtree(partial, ignore_errors=True)
         raise InputError(f"{bad.where} {paths}: holds no text")
     digest.update(ends_digest.digest())
-    _digest_learnt(units, digest)
+    _digest_learnt(units, digest, at_work)
     meta = {
         "version": _FORMAT_VERSION,
         "units": [unit.key for unit in units],
@@ -255,7 +246,9 @@ def _finish(folder: Path, units: Sequence[UnitTokens], vocabulary: Vocabulary, p
     partial.rename(folder)
 
 
-def _read_through(tokens: npt.NDArray[Any], counts: npt.NDArray[np.int64], digest: Any) -> npt.NDArray[np.int64]:
+def _read_through(
+    tokens: npt.NDArray[Any], counts: npt.NDArray[np.int64], digest: Any, at_work: AtWork
+) -> npt.NDArray[np.int64]:
     for start in range(0, len(tokens), _READ_TOKENS):
         ids = np.asarray(tokens[start : start + _READ_TOKENS])
         found = np.bincount(ids, minlength=len(counts))
@@ -263,10 +256,11 @@ def _read_through(tokens: npt.NDArray[Any], counts: npt.NDArray[np.int64], diges
             counts = np.concatenate([counts, np.zeros(len(found) - len(counts), dtype=np.int64)])
         counts += found
         digest.update(ids.astype("<u4").tobytes())
+        at_work()
     return counts
 
 
-def _ignored_counts(unit: UnitTokens, vocab_size: int) -> npt.NDArray[np.int64]:
+def _ignored_counts(unit: UnitTokens, vocab_size: int, at_work: AtWork) -> npt.NDArray[np.int64]:
     """How often each id stands where it isn't learnt. Only what a tokenizer made is ever masked: its ids are known."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     if not unit.all_learnt:
@@ -274,16 +268,18 @@ def _ignored_counts(unit: UnitTokens, vocab_size: int) -> npt.NDArray[np.int64]:
         for start in range(0, len(tokens), _READ_TOKENS):
             stretch = slice(start, start + _READ_TOKENS)
             counts += np.bincount(tokens[stretch][~learnt[stretch]], minlength=vocab_size)
+            at_work()
     return counts
 
 
-def _digest_learnt(units: Sequence[UnitTokens], digest: Any) -> None:
+def _digest_learnt(units: Sequence[UnitTokens], digest: Any, at_work: AtWork) -> None:
     """Nothing where all is learnt. A byte a token, so that it doesn't depend on where units are cut."""
     if all(unit.all_learnt for unit in units):
         return
     learnt = _LearntUnits(units)
     for start in range(0, len(learnt), _READ_TOKENS):
         digest.update(learnt[start : start + _READ_TOKENS].tobytes())
+        at_work()
 
 
 class _UnitsInARow:

@@ -19,6 +19,8 @@ import numpy.typing as npt
 from trainer.data.bad_records import BadRecordError, BadRecords
 from trainer.data.documents import DocumentEncoder, Encoded
 from trainer.data.readers import Record, TokenFile, Unit
+from trainer.data.shared_work import AtWork
+from trainer.heartbeat import beat
 from trainyard.errors import InputError
 
 _FORMAT_VERSION = 1
@@ -111,15 +113,24 @@ def open_unit(folder: Path, key: str) -> UnitTokens | None:
 
 
 def write_unit(
-    folder: Path, key: str, unit: Unit, encoder: DocumentEncoder | None, vocabulary: Vocabulary, bad: BadRecords
+    folder: Path,
+    key: str,
+    unit: Unit,
+    encoder: DocumentEncoder | None,
+    vocabulary: Vocabulary,
+    bad: BadRecords,
+    at_work: AtWork = beat,
 ) -> UnitTokens:
-    """Tokenize one unit into `folder`; `bad` gets what is left out. InputError names what can't be used."""
+    """Tokenize one unit into `folder`; `bad` gets what is left out. InputError names what can't be used.
+
+    `at_work` is called all the while: a large file may take longer than a rank may be silent.
+    """
     writer = _Writer(folder / f"{key}.{os.getpid()}.partial", vocabulary)
     try:
         if encoder is None:
-            writer.add_ids(TokenFile.of(unit.file))
+            writer.add_ids(TokenFile.of(unit.file), at_work)
         else:
-            _encode(unit, encoder, writer, bad)
+            _encode(unit, encoder, writer, bad, at_work)
         if not unit.file.is_unchanged():
             raise InputError(f"{unit.file.where}: changed while it was read; start again when it is complete")
         writer.finish(folder / key, bad)
@@ -130,7 +141,7 @@ def write_unit(
     return written
 
 
-def _encode(unit: Unit, encoder: DocumentEncoder, writer: "_Writer", bad: BadRecords) -> None:
+def _encode(unit: Unit, encoder: DocumentEncoder, writer: "_Writer", bad: BadRecords, at_work: AtWork) -> None:
     try:
         for batch in _batches(unit.records()):
             for record, encoded in zip(batch, encoder.encode(batch), strict=True):
@@ -138,6 +149,7 @@ def _encode(unit: Unit, encoder: DocumentEncoder, writer: "_Writer", bad: BadRec
                     bad.add(lambda number=record.number: unit.place(number), str(encoded))  # type: ignore[misc]
                 elif encoded is not None:
                     writer.add(encoded)
+            at_work()
     except BadRecordError as error:  # the whole file is one bad record
         writer.restart()
         bad.add(lambda: unit.file.where, str(error))
@@ -172,11 +184,12 @@ class _Writer:
         if document.ends:
             self._end_document()
 
-    def add_ids(self, file: TokenFile) -> None:
+    def add_ids(self, file: TokenFile, at_work: AtWork) -> None:
         """Append one document of ready-made ids; InputError names the file if an id is outside the vocabulary."""
         for ids in file.chunks(_COPY_TOKENS):
             check_ids(ids, file.file.where, self._vocabulary)
             self._append(ids.astype(np.uint32), None)
+            at_work()
         if file.num_tokens:
             self._end_document()
 

@@ -6,7 +6,6 @@ their names and, inside a shard, in the order of the tar: one global index, so t
 any number of ranks. The index is made once per host, from the tar headers alone, and kept in `cache_dir`.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -26,12 +25,15 @@ import numpy.typing as npt
 from trainer.data.files import DataFile, LocalFile
 from trainer.data.readers import files_of
 from trainer.data.s3_files import PartCache, S3File
+from trainer.data.shared_work import AtWork, exclusive
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
 _FORMAT_VERSION = 2
 """Also of what is refused: an index that was made before the tar's end was looked at is made again."""
 _MAX_OPEN_SHARDS = 64
+_MEMBERS_AT_ONCE = 1000
+"""Whose headers are read between two signs of life."""
 _MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("extension", "<u2")])
 
 
@@ -67,10 +69,10 @@ class ShardIndex:
         folder = cache_dir / f"webdataset-{key}"
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
-            with (cache_dir / f"webdataset-{key}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with exclusive(cache_dir / f"webdataset-{key}.lock") as at_work:
+                assert at_work is not None
                 if not (folder / "meta.json").exists():
-                    _build(shards, folder)
+                    _build(shards, folder, at_work)
         except OSError as error:
             raise InputError(
                 f"index of {source.path} in {cache_dir}: can't be written: {error.strerror or error}; free space or "
@@ -182,12 +184,13 @@ class _Columns:
     extension_numbers: dict[str, int] = field(default_factory=dict)
 
 
-def _build(shards: Sequence[DataFile], folder: Path) -> None:
+def _build(shards: Sequence[DataFile], folder: Path, at_work: AtWork) -> None:
     columns = _Columns()
     digest = hashlib.sha256()
     for shard in shards:
         columns.first_sample.append(len(columns.key_ends))
-        _index_shard(shard, columns, digest)
+        _index_shard(shard, columns, digest, at_work)
+        at_work()
     columns.first_member.append(len(columns.offsets))
     if not columns.key_ends:
         raise InputError(f"{shards[0].where}: holds no sample; a shard's members are named KEY.EXTENSION")
@@ -213,7 +216,7 @@ def _build(shards: Sequence[DataFile], folder: Path) -> None:
     partial.rename(folder)
 
 
-def _index_shard(shard: DataFile, columns: _Columns, digest: Any) -> None:
+def _index_shard(shard: DataFile, columns: _Columns, digest: Any, at_work: AtWork) -> None:
     """Appends the shard's samples. Members of one sample lie side by side, as every writer of shards puts them."""
     last_key: str | None = None
     present: set[str] = set()
@@ -230,6 +233,8 @@ def _index_shard(shard: DataFile, columns: _Columns, digest: Any) -> None:
         columns.sizes.append(member.size)
         columns.extensions.append(columns.extension_numbers.setdefault(extension, len(columns.extension_numbers)))
         digest.update(json.dumps([key, extension, member.size]).encode())
+        if len(columns.offsets) % _MEMBERS_AT_ONCE == 0:
+            at_work()
 
 
 def _check_end(shard: DataFile, file: BinaryIO, offset: int) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.heartbeat import beat
 from trainer.models.sharded_source import Index, Stored, part_of, select, stored_of
 
 CHUNK_ELEMENTS = 2**20
@@ -220,6 +221,7 @@ def fill_parameters(
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if local.numel():
             local.copy_(source.read(name, local_index(parameter)))
+        beat()  # a large model may take longer to read than a rank may be silent
 
 
 def local_index(tensor: torch.Tensor) -> Index:
