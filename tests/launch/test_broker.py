@@ -4,6 +4,7 @@ import datetime
 import io
 import itertools
 import json
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from botocore.exceptions import ClientError, ParamValidationError, ReadTimeoutEr
 from launch_testing import IMAGE, JOB_ID, REGION
 
 from trainyard.errors import AwsRefusedError, InputError
-from trainyard.functions import broker, broker_rules
+from trainyard.functions import broker, broker_ledger, broker_rules
 from trainyard.functions.broker_ledger import Ledger
 from trainyard.functions.job_meter import month_of
 from trainyard.launch.broker import ask_broker
@@ -39,6 +40,7 @@ class Jobs:
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.created: list[dict[str, Any]] = []
+        self.described: list[str] = []
         self.refusal = ""
 
     def add(self, name: str, count: int, *, hours: float = 1, billed: int | None = None, old: bool = False) -> None:
@@ -61,6 +63,7 @@ class Jobs:
         self.add(request["TrainingJobName"], resources["InstanceCount"], hours=hours)
 
     def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+        self.described.append(TrainingJobName)
         if TrainingJobName not in self.jobs:
             raise ClientError({"Error": {"Code": "ValidationException", "Message": "none"}}, "DescribeTrainingJob")
         return self.jobs[TrainingJobName]
@@ -71,7 +74,7 @@ class Jobs:
     def paginate(self, *, NameContains: str, **only: Any) -> Iterator[dict[str, Any]]:
         status, after = only.get("StatusEquals"), only.get("CreationTimeAfter")
         found = [
-            {"TrainingJobName": name, **({"TrainingEndTime": end} if (end := job.get("TrainingEndTime")) else {})}
+            {key: job[key] for key in ("TrainingJobName", "TrainingJobStatus", "TrainingEndTime") if key in job}
             for name, job in self.jobs.items()
             if NameContains in name
             and status in (None, job["TrainingJobStatus"])
@@ -397,23 +400,65 @@ def test_gpu_hours_are_a_quota_of_their_own_without_a_price(
     assert ask()["warning"] == f"100% of {_month()}'s 101.00 GPU-hours are spent or promised with this job"
 
 
+@pytest.fixture
+def mid_month(monkeypatch: pytest.MonkeyPatch) -> datetime.datetime:
+    """The broker's moment: what began hours or days ago began in the same month."""
+    moment = month_of(datetime.datetime.now(datetime.UTC))[0] + datetime.timedelta(days=20)
+    frozen = types.SimpleNamespace(datetime=types.SimpleNamespace(now=lambda _: moment), UTC=datetime.UTC)
+    monkeypatch.setattr(broker, "datetime", frozen)
+    return moment
+
+
 def test_with_stop_a_job_starts_as_long_as_something_is_left(
-    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, contract: TenantContract
+    ask: Any,
+    record: JobRecord,
+    sagemaker: Jobs,
+    deployed: Account,
+    contract: TenantContract,
+    mid_month: datetime.datetime,
 ) -> None:
     _retell(deployed, contract, when_spent="stop")
     # 4,944 of 5,000 USD, and a job that runs since an hour: 6 USD of it, not the 6,000 that it may run for.
     sagemaker.add("acme-ended", 2, hours=1000, billed=412 * 3600)
     sagemaker.add("acme-running", 1, hours=1000)
-    started = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
-    sagemaker.jobs["acme-running"]["CreationTime"] = started
+    started = mid_month - datetime.timedelta(hours=1)
+    sagemaker.jobs["acme-running"]["TrainingStartTime"] = started
     answer = ask()
     assert answer["submitted"] == JOB_ID
     assert answer["warning"] == f"99% of {_month()}'s 5,000.00 USD are spent"
-    sagemaker.jobs["acme-running"]["CreationTime"] = started - datetime.timedelta(hours=9)
+    sagemaker.jobs["acme-running"]["TrainingStartTime"] = started - datetime.timedelta(hours=9)
     deployed.client("s3").delete_object(Bucket="acme-checkpoints", Key=f"broker/ledger-{_month()}.json")
     del sagemaker.jobs[JOB_ID]
     refused = ask()["refused"]
     assert refused.startswith(f"budget of tenant acme: 5,004.00 of {_month()}'s 5,000.00 USD are spent; wait for the")
+
+
+def test_with_stop_who_waits_for_machines_spends_nothing_until_they_come(
+    ask: Any,
+    record: JobRecord,
+    sagemaker: Jobs,
+    deployed: Account,
+    contract: TenantContract,
+    mid_month: datetime.datetime,
+) -> None:
+    """Created 15 days ago, without machines until ten hours ago; also where an earlier release wrote the ledger."""
+    _retell(deployed, contract, when_spent="stop")
+    sagemaker.add("acme-ended", 2, hours=1000, billed=412 * 3600)  # 4,944 of 5,000 USD
+    sagemaker.add("acme-waiting", 1, hours=1000)
+    waiting = sagemaker.jobs["acme-waiting"]
+    waiting["CreationTime"] = mid_month - datetime.timedelta(days=15)
+    earlier = _ledger(deployed, sagemaker).entry("ml.p5.4xlarge", 1, 3_600_000)
+    earlier |= {"at": waiting["CreationTime"].timestamp(), "seen": True}
+    earlier.pop("started", None)
+    body = json.dumps({"version": 1, "month": _month(), "jobs": {"acme-waiting": earlier}}).encode()
+    deployed.client("s3").put_object(Bucket="acme-checkpoints", Key=f"broker/ledger-{_month()}.json", Body=body)
+    assert ask()["submitted"] == JOB_ID
+    del sagemaker.jobs[JOB_ID]
+    waiting["TrainingStartTime"] = mid_month - datetime.timedelta(hours=10)
+    assert "5,004.00 of" in ask()["refused"]
+    sagemaker.described.clear()
+    assert "5,004.00 of" in ask()["refused"]
+    assert "acme-waiting" not in sagemaker.described, "it has begun, and need not be asked again"
 
 
 def test_a_type_without_a_price_is_let_through_and_said_to_be_uncapped(
@@ -520,6 +565,76 @@ def test_a_promise_lapses_is_taken_back_and_a_lost_ledger_is_made_anew(
     deployed.client("s3").delete_object(Bucket="acme-checkpoints", Key=f"broker/ledger-{_month()}.json")
     _ledger(deployed, sagemaker).promise("acme-fourth", entry, look)
     assert seen[-1] == (["acme-ended"], [])
+
+
+def _refuse(*_: Any) -> None:
+    raise broker_rules.Refused("spent")
+
+
+def test_what_a_refused_call_has_learnt_is_not_asked_again(deployed: Account, sagemaker: Jobs) -> None:
+    for number in range(120):
+        sagemaker.add(f"acme-ended-{number}", 1, billed=60)
+    entry = _ledger(deployed, sagemaker).entry("ml.p5.4xlarge", 1, 60)
+    for _ in range(2):
+        with pytest.raises(broker_rules.Refused):
+            _ledger(deployed, sagemaker).promise("acme-new", entry, _refuse)
+    assert len(sagemaker.described) == 120
+    assert set(_kept(deployed)) == set(sagemaker.jobs), "and nothing is promised"
+
+
+def test_a_call_that_ran_out_of_time_leaves_its_batches_to_the_next(
+    deployed: Account, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2 * broker_ledger.BATCH + 30):
+        sagemaker.add(f"acme-ended-{number}", 1, billed=60)
+    describe = sagemaker.describe_training_job
+
+    def ending(TrainingJobName: str) -> dict[str, Any]:
+        if len(sagemaker.described) == 2 * broker_ledger.BATCH + 20:
+            raise TimeoutError("Lambda ends the function")
+        return describe(TrainingJobName)
+
+    monkeypatch.setattr(sagemaker, "describe_training_job", ending)
+    entry = _ledger(deployed, sagemaker).entry("ml.p5.4xlarge", 1, 60)
+    with pytest.raises(TimeoutError):
+        _ledger(deployed, sagemaker).promise("acme-new", entry, lambda jobs, held: None)
+    assert len(_kept(deployed)) == 2 * broker_ledger.BATCH
+    monkeypatch.setattr(sagemaker, "describe_training_job", describe)
+    sagemaker.described.clear()
+    _ledger(deployed, sagemaker).promise("acme-new", entry, lambda jobs, held: None)
+    assert len(sagemaker.described) == 30
+
+
+def test_a_call_that_sees_its_time_run_out_says_so_and_the_next_goes_on(
+    ask: Any, record: JobRecord, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        sagemaker.add(f"acme-ended-{number}", 1, billed=60)
+    monkeypatch.setattr(broker_ledger, "PATIENCE_SECONDS", -1.0)
+    for _ in range(3):
+        answer = ask()
+        assert (answer["by"], answer["code"]) == ("aws", "Busy")
+        assert "than one call can look at (this one: 1); repeat the command" in answer["refused"]
+    assert ask()["submitted"] == JOB_ID
+
+
+def test_two_that_look_at_once_lose_nothing_of_each_other(
+    deployed: Account, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sagemaker.add("acme-ended", 1, billed=60)
+    entry = _ledger(deployed, sagemaker).entry("ml.p5.4xlarge", 1, 60)
+    describe, rivals = sagemaker.describe_training_job, [_ledger(deployed, sagemaker)]
+
+    def slow(TrainingJobName: str) -> dict[str, Any]:
+        while rivals:
+            rivals.pop().promise("acme-rival", entry, lambda jobs, held: None)
+        return describe(TrainingJobName)
+
+    monkeypatch.setattr(sagemaker, "describe_training_job", slow)
+    seen: list[list[str]] = []
+    _ledger(deployed, sagemaker).promise("acme-new", entry, lambda jobs, held: seen.append(sorted(jobs)))
+    assert seen == [["acme-ended", "acme-rival"]]
+    assert set(_kept(deployed)) == {"acme-ended", "acme-new", "acme-rival"}
 
 
 def test_broker_and_launcher_know_the_same_quota(job: JobSpec, contract: TenantContract) -> None:

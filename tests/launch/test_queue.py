@@ -12,7 +12,7 @@ from launch_testing import JOB_ID, REGION, contract_content
 
 from trainyard.errors import InputError
 from trainyard.functions import broker
-from trainyard.functions.broker_queue import BATCH, asked_name, training_job_prefix
+from trainyard.functions.broker_queue import BATCH, STATUSES, asked_name, training_job_prefix
 from trainyard.functions.retry_rules import retry_rules
 from trainyard.launch.place import TenantAccess
 from trainyard.launch.queue_backend import QUEUED, QueueBackend, backend_of, together
@@ -40,6 +40,7 @@ class Batch:
         self.asked: list[dict[str, Any]] = []
         self.jobs: list[dict[str, Any]] = []
         self.terminated: list[str] = []
+        self.listings: list[str] = []
         self.refusal = self.lost = False
         self.gone: set[str] = set()
         self.queues = {QUEUE}
@@ -69,6 +70,7 @@ class Batch:
             raise ClientError({"Error": refused}, "ListServiceJobs")
         assert jobQueue in self.queues
         ((field, values),) = [(item["name"], item["values"]) for item in filters]
+        self.listings.append(values[0] if field == "JOB_NAME" else jobStatus)
         key = {"JOB_NAME": "jobName", "QUOTA_SHARE_NAME": "quotaShareName"}[field]
         for job in self.jobs:
             # By the name of a job, and by nothing else, those of every status are listed.
@@ -91,6 +93,7 @@ class SageMaker:
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
+        self.described: list[str] = []
 
     def add(self, name: str, status: str = "InProgress", *, billed: int | None = None, **more: Any) -> None:
         self.jobs[name] = {
@@ -105,6 +108,7 @@ class SageMaker:
         }
 
     def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+        self.described.append(TrainingJobName)
         if TrainingJobName not in self.jobs:
             raise ClientError({"Error": {"Code": "ValidationException", "Message": "none"}}, "DescribeTrainingJob")
         return self.jobs[TrainingJobName]
@@ -256,6 +260,47 @@ def test_a_queue_that_went_away_takes_its_jobs_with_it(
     _ledger(deployed, now, {"acme-lost": _promised(0, gone), "acme-young": _promised(now.timestamp(), gone)})
     assert ask()["submitted"] == JOB_ID
     assert set(_ledger(deployed, now)) == {"acme-young", JOB_ID}
+
+
+def test_a_submission_lists_the_share_and_asks_for_no_job_that_the_list_has(
+    ask: Any, record: JobRecord, batch: Batch, deployed: Account
+) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    promised = {f"acme-sweep-{number}": _promised(0) for number in range(300)}
+    _ledger(deployed, now, promised | {"acme-moved": _promised(0), "acme-forgotten": _promised(0)})
+    for number, name in enumerate(promised):
+        batch.add(name, status=STATUSES[number % len(STATUSES)])
+    # It went on between two listings, so that none has it.
+    batch.add("acme-moved", status="BETWEEN")
+    assert ask()["submitted"] == JOB_ID
+    assert batch.listings == [JOB_ID, *STATUSES, "acme-moved", "acme-forgotten"]
+    alive = {job["jobName"] for job in batch.jobs if job["status"] not in ("SUCCEEDED", "FAILED")}
+    assert set(_ledger(deployed, now)) == alive
+    # A job that was taken out and put in again counts as its newest does.
+    batch.add("acme-moved", status="SUCCEEDED")
+    forge(deployed, lambda content: content["attempts"][-1].update(number=2, training_job_name=f"{JOB_ID}-r2"))
+    assert ask()["submitted"] == f"{JOB_ID}-r2"
+    assert set(_ledger(deployed, now)) == alive - {"acme-moved"} | {f"{JOB_ID}-r2"}
+
+
+def test_what_runs_for_a_promise_is_not_described_and_what_nobody_promised_is_once(
+    ask: Any, record: JobRecord, sagemaker: SageMaker, deployed: Account
+) -> None:
+    stray = f"AWSBatchacme-stray{'0' * 32}"
+    sagemaker.add(stray)
+    assert ask()["submitted"] == JOB_ID
+    sagemaker.add(START, TrainingStartTime=datetime.datetime.now(datetime.UTC))
+    described = []
+    for number in (2, 3, 4):
+        name = f"{JOB_ID}-r{number}"
+        attempt = {"number": number, "training_job_name": name}
+        forge(deployed, lambda content, attempt=attempt: content["attempts"][-1].update(attempt))
+        sagemaker.described.clear()
+        assert ask()["submitted"] == name
+        described.append(list(sagemaker.described))
+        sagemaker.jobs[stray]["TrainingStartTime"] = datetime.datetime.now(datetime.UTC)
+    assert described == [[stray], [stray], []], "until it has machines"
+    assert set(_ledger(deployed, datetime.datetime.now(datetime.UTC))) >= {stray, JOB_ID}
 
 
 def test_what_waits_over_the_first_of_a_month_still_holds_its_budget(

@@ -9,14 +9,19 @@ import datetime
 import json
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainyard.functions.job_meter import ENDED, LONGEST_DAYS, OVER, is_settled, month_of, uses_of
 
 TRIES = 6
+RUNS = ("InProgress", "Stopping")
 PREPAID = 0.0
 """USD an hour on a training plan, which was paid when it was bought."""
+BATCH = 50
+"""Jobs that are looked at between two writes of the ledger: so many are looked at again where a call breaks off."""
+PATIENCE_SECONDS = 80.0
+"""How long one call looks at jobs: a while less than it may take (stacks/constructs/broker.py)."""
 UNSEEN_SECONDS = 900
 """How long a promise stands for a job that SageMaker doesn't show: longer than a submission takes."""
 SAME = ("type", "count", "seconds", "usd_per_hour", "gpus", "queue")
@@ -45,15 +50,18 @@ class Ledger:
     ) -> None:
         self._s3, self._sagemaker, self._bucket, self._now = s3, sagemaker, bucket, now
         self._prices, self._gpus = prices, gpus
+        self._until = time.monotonic() + PATIENCE_SECONDS
         self._contains = f"{tenant}-"
         self._prefixes: tuple[str, ...] = (self._contains,)
         self.month = f"{now:%Y-%m}"
         self._key = f"broker/ledger-{self.month}.json"
 
     def entry(self, kind: str, count: int, seconds: int) -> dict[str, Any]:
-        """A job as the ledger holds it: `seconds` at its longest, `billed` and `held` once it has ended."""
+        """A job as the ledger holds it: `seconds` at its longest, `started` (epoch) once it has machines, `billed` and
+        `held` once it has ended."""
         rates = {"usd_per_hour": self._prices.get(kind), "gpus": self._gpus.get(kind, 0)}
-        return {"type": kind, "count": count, "seconds": seconds, **rates, "at": self.now_seconds, "billed": None}
+        times = {"at": self.now_seconds, "started": None, "billed": None}
+        return {"type": kind, "count": count, "seconds": seconds, **rates, **times}
 
     @property
     def now_seconds(self) -> float:
@@ -68,25 +76,33 @@ class Ledger:
         """
         for number in range(TRIES):
             jobs, etag = self._read()
-            holders = self._refresh(jobs)
+            known = self._refresh(jobs, etag)
+            if known is None:
+                self._wait(number)
+                continue
             standing = jobs.get(name)
             if standing is not None and any(standing.get(key) != entry.get(key) for key in SAME):
                 raise BusyError(
                     f"job {name} is being submitted as {standing['count']} x {standing['type']} by another call; "
                     f"repeat the command, after {UNSEEN_SECONDS // 60} minutes at the latest"
                 )
-            check({key: job for key, job in jobs.items() if key != name}, [j for j in holders if j["name"] != name])
-            if self._write({**jobs, name: standing or entry}, etag):
+            others = {key: job for key, job in jobs.items() if key != name}
+            check(others, self._holders(others))
+            if self._write({**jobs, name: standing or entry}, known) is not None:
                 return
-            time.sleep(random.uniform(0.05, 0.3) * (number + 1))
+            self._wait(number)
         raise BusyError("other jobs of the tenant are being submitted at this moment; repeat the command")
 
     def release(self, name: str, entry: dict[str, Any]) -> None:
         """Take a promise back whose job SageMaker refused; another call's stays. Best effort: it lapses by itself."""
         for _ in range(TRIES):
             jobs, etag = self._read()
-            if jobs.get(name) != entry or self._write({key: job for key, job in jobs.items() if key != name}, etag):
+            others = {key: job for key, job in jobs.items() if key != name}
+            if jobs.get(name) != entry or self._write(others, etag) is not None:
                 return
+
+    def _wait(self, number: int) -> None:
+        time.sleep(random.uniform(0.05, 0.3) * (number + 1))
 
     def _read(self) -> tuple[Jobs, str]:
         return self._load(self._key)
@@ -98,59 +114,88 @@ class Ledger:
             return {}, ""
         return dict(json.load(answer["Body"])["jobs"]), answer["ETag"]
 
-    def _write(self, jobs: Jobs, etag: str) -> bool:
+    def _write(self, jobs: Jobs, etag: str) -> str | None:
+        """The version that was written over `etag` (empty: there is none yet); None where another call wrote since."""
         body = json.dumps({"version": 1, "month": self.month, "jobs": jobs}).encode()
         condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
         try:
-            self._s3.put_object(Bucket=self._bucket, Key=self._key, Body=body, **condition)
+            return str(self._s3.put_object(Bucket=self._bucket, Key=self._key, Body=body, **condition)["ETag"])
         except self._s3.exceptions.ClientError as error:
             if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
-                return False
+                return None
             raise
-        return True
 
-    def _refresh(self, jobs: Jobs) -> list[dict[str, Any]]:
-        """Bring `jobs` up to date with SageMaker; what holds instances now."""
-        alive = {name for status in ("InProgress", "Stopping") for name in self._listed(StatusEquals=status)}
+    def _refresh(self, jobs: Jobs, etag: str) -> str | None:
+        """Bring `jobs` up to date with AWS, and the ledger with them, whatever becomes of the promise: what was learnt
+        of thousands must not be asked again. The ledger's version then; None where another call wrote it meanwhile.
+        BusyError where there is more to look at than one call has time for."""
+        has_news, known = False, etag
+        for number, (name, entry) in enumerate(self._looks(jobs), 1):
+            has_news |= jobs.get(name) != entry
+            if entry is None:
+                jobs.pop(name, None)
+            else:
+                jobs[name] = entry
+            is_late = time.monotonic() > self._until
+            if has_news and (is_late or number % BATCH == 0):
+                written = self._write(jobs, known)
+                if written is None:
+                    return None
+                has_news, known = False, written
+            if is_late:
+                raise BusyError(
+                    "the tenant has more jobs that the broker's ledger lacks than one call can look at (this one: "
+                    f"{number:,}); repeat the command, which goes on from there"
+                )
+        return self._write(jobs, known) if has_news else known
+
+    def _looks(self, jobs: Jobs) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """What SageMaker says now of the jobs that it must be asked about, one after the other; None: strike it out."""
+        alive = {name for status in RUNS for name in self._listed(StatusEquals=status)}
         for name in sorted({*self._of_the_month(), *alive, *jobs}):
-            # Each job is described once as it runs: what was promised under its name may have been another's. One that
-            # has ended is done with when its machines are kept warm no more.
+            # Each job is described once as it runs: what was promised under its name may have been another's; and until
+            # then, as it has no machines and no beginning. One that has ended is done with when its machines are kept
+            # warm no more.
             known = jobs.get(name, {})
             has_ended = known.get("billed") is not None and not known.get("warm")
-            if has_ended or (name in alive and known.get("seen")):
+            if has_ended or (name in alive and known.get("started") is not None):
                 continue
             found = self._describe(name)
-            if found is not None:
-                jobs[name] = found
-            elif name in jobs and self._now.timestamp() - jobs[name]["at"] > UNSEEN_SECONDS:
-                del jobs[name]
+            is_lapsed = name in jobs and self.now_seconds - jobs[name]["at"] > UNSEEN_SECONDS
+            if found is not None or is_lapsed:
+                yield name, found
+
+    def _holders(self, jobs: Jobs) -> list[dict[str, Any]]:
+        """What holds instances now."""
         return [{"name": name, **job} for name, job in jobs.items() if job["billed"] is None or job.get("warm")]
 
-    def _of_the_month(self) -> list[str]:
-        """Names of the jobs that may have taken something of this month, those created before it with them."""
+    def _of_the_month(self) -> dict[str, str]:
+        """Names and states of the jobs that may have taken something of this month, those from before it with them."""
         first = month_of(self._now)[0]
         created = first - datetime.timedelta(days=LONGEST_DAYS)
         return self._listed(lambda job: job.get("TrainingEndTime", self._now) >= first, CreationTimeAfter=created)
 
-    def _listed(self, takes: Callable[[dict[str, Any]], bool] = bool, **only: Any) -> list[str]:
+    def _listed(self, takes: Callable[[dict[str, Any]], bool] = bool, **only: Any) -> dict[str, str]:
         pages = self._sagemaker.get_paginator("list_training_jobs").paginate(
             NameContains=self._contains, PaginationConfig={"PageSize": 100}, **only
         )
-        names = [job["TrainingJobName"] for page in pages for job in page["TrainingJobSummaries"] if takes(job)]
-        return [name for name in names if name.startswith(self._prefixes)]
+        listed = [job for page in pages for job in page["TrainingJobSummaries"] if takes(job)]
+        states = {job["TrainingJobName"]: job["TrainingJobStatus"] for job in listed}
+        return {name: state for name, state in states.items() if name.startswith(self._prefixes)}
 
     def _describe(self, name: str) -> dict[str, Any] | None:
         job = described(self._sagemaker, name)
         if job is None:
             return None
         first, following = month_of(self._now)
-        started, resources = job.get("TrainingStartTime") or self._now, job["ResourceConfig"]
+        started, resources = job.get("TrainingStartTime"), job["ResourceConfig"]
         longest = job["StoppingCondition"].get("MaxRuntimeInSeconds", 86_400)
         longest += resources.get("KeepAlivePeriodInSeconds") or 0
         # What it ran before the month is that month's.
-        longest = max(0, longest - max(0, round((first - started).total_seconds())))
+        longest = max(0, longest - max(0, round((first - (started or self._now)).total_seconds())))
         entry = self.entry(resources.get("InstanceType", ""), resources.get("InstanceCount", 0), longest)
-        entry |= {"at": max(job["CreationTime"], first).timestamp(), "seen": True}
+        entry["at"] = max(job["CreationTime"], first).timestamp()
+        entry["started"] = max(started, first).timestamp() if started else None
         if resources.get("TrainingPlanArn"):
             entry["usd_per_hour"] = PREPAID
         if job["TrainingJobStatus"] in ENDED:

@@ -9,11 +9,11 @@ its training jobs and log streams can be found by it.
 import datetime
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from trainyard.functions import broker_rules as rules
-from trainyard.functions.broker_ledger import UNSEEN_SECONDS, Jobs, Ledger
+from trainyard.functions.broker_ledger import RUNS, UNSEEN_SECONDS, Jobs, Ledger
 from trainyard.functions.retry_rules import retry_rules
 
 BATCH = "AWSBatch"
@@ -21,6 +21,8 @@ BATCH = "AWSBatch"
 NAME_LENGTH = 23
 """SageMaker's 63 characters, less Batch's own 40."""
 ENDED = ("SUCCEEDED", "FAILED")
+STATUSES = ("SUBMITTED", "PENDING", "RUNNABLE", "SCHEDULED", "STARTING", "RUNNING", *ENDED)
+"""Batch's, in the order in which a job comes through them."""
 PRIORITY = 1
 """The same for all jobs: who came first goes first."""
 
@@ -78,10 +80,28 @@ def known_job(batch: Any, queue: str, name: str) -> dict[str, Any] | None:
     try:
         return queued_job(batch, queue, name)
     except batch.exceptions.ClientError as error:
-        told = error.response["Error"]
-        if told["Code"] != "ClientException" or "does not exist" not in told.get("Message", ""):
+        if not _is_gone(error):
             raise
         return None
+
+
+def _is_gone(error: Any) -> bool:
+    """Whether Batch says that it has no such queue."""
+    told = error.response["Error"]
+    return bool(told["Code"] == "ClientException" and "does not exist" in told.get("Message", ""))
+
+
+def jobs_in_share(batch: Any, queue: str, tenant: str) -> Iterator[dict[str, Any]]:
+    """Batch's summaries of a tenant's jobs in a queue, newest first. Asked status by status: of a share, Batch lists
+    what runs alone where none is named."""
+    jobs: dict[str, dict[str, Any]] = {}
+    share = [{"name": "QUOTA_SHARE_NAME", "values": [tenant]}]
+    paginator = batch.get_paginator("list_service_jobs")
+    for status in STATUSES:
+        for page in paginator.paginate(jobQueue=queue, filters=share, jobStatus=status):
+            # What went on meanwhile is listed twice: as it was seen last.
+            jobs |= {job["jobId"]: job for job in page["jobSummaryList"]}
+    yield from sorted(jobs.values(), key=lambda job: job.get("createdAt", 0), reverse=True)
 
 
 def queue_up(
@@ -148,22 +168,49 @@ class QueueLedger(Ledger):
             jobs = {name: entry for name, entry in earlier.items() if "queue" in entry}
         return jobs, etag
 
-    def _refresh(self, jobs: Jobs) -> list[dict[str, Any]]:
-        """Bring `jobs` up to date with Batch and SageMaker. Nobody is told to hold instances: who finds none waits."""
-        for name, entry in [(name, entry) for name, entry in jobs.items() if "queue" in entry]:
-            found = known_job(self._batch, entry["queue"], name)
-            age = self._now.timestamp() - entry["at"]
-            if (found is None and age > UNSEEN_SECONDS) or (found is not None and found.get("status") in ENDED):
-                del jobs[name]
-        promised = tuple(training_job_prefix(self._tenant, name) for name, entry in jobs.items() if "queue" in entry)
-        started = {name for name, entry in jobs.items() if "queue" not in entry}
-        for name in sorted({*self._of_the_month(), *started}):
-            if name in jobs and jobs[name]["billed"] is not None:
+    def _looks(self, jobs: Jobs) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """As Batch says it of what was promised, and SageMaker of what runs and ran."""
+        waiting = {name: entry for name, entry in jobs.items() if "queue" in entry}
+        over = set()
+        for name in self._over(waiting):
+            over.add(name)
+            yield name, None
+        promised = tuple(training_job_prefix(self._tenant, name) for name in waiting if name not in over)
+        states = self._of_the_month()
+        for name in sorted({*states, *(name for name, entry in jobs.items() if "queue" not in entry)}):
+            known, is_running = jobs.get(name), states.get(name) in RUNS
+            if known is not None and (known["billed"] is not None or (is_running and known.get("started") is not None)):
                 continue
-            found = self._describe(name)
             # What runs for a promise is in it already; what nobody promised (a lost ledger) counts at its longest.
-            if found is None or (found["billed"] is None and promised and name.startswith(promised)):
-                jobs.pop(name, None)
-            else:
-                jobs[name] = found
+            is_promised = bool(promised) and name.startswith(promised)
+            found = None if is_running and is_promised else self._describe(name)
+            if found is not None and found["billed"] is None and is_promised:
+                found = None
+            yield name, found
+
+    def _over(self, waiting: Jobs) -> Iterator[str]:
+        """Which of the promised jobs have ended, or were never seen, or went with their queue."""
+        for queue in sorted({entry["queue"] for entry in waiting.values()}):
+            listed = self._newest(queue)
+            for name, entry in waiting.items():
+                if entry["queue"] != queue:
+                    continue
+                # By its name alone where the list lacks it: it may have gone from one status to another meanwhile.
+                found = None if listed is None else listed.get(name) or known_job(self._batch, queue, name)
+                is_late = self.now_seconds - entry["at"] > UNSEEN_SECONDS
+                if is_late if found is None else found.get("status") in ENDED:
+                    yield name
+
+    def _newest(self, queue: str) -> dict[str, dict[str, Any]] | None:
+        """By name, what the tenant has in a queue; None where that is gone."""
+        try:
+            listed = list(jobs_in_share(self._batch, queue, self._tenant))
+        except self._batch.exceptions.ClientError as error:
+            if not _is_gone(error):
+                raise
+            return None
+        return {job["jobName"]: job for job in reversed(listed)}
+
+    def _holders(self, jobs: Jobs) -> list[dict[str, Any]]:
+        """Nobody is told to hold instances: who finds none waits."""
         return []

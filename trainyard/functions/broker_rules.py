@@ -317,8 +317,10 @@ def _refuse_spent(contract: Mapping[str, Any], month: str, *, spent: float, most
 
 
 def _elapsed(job: Mapping[str, Any], now_seconds: float) -> float:
-    """Of a job that runs. One in a queue may only wait: what it takes the meter sees, which ends it in time."""
-    return 0.0 if "queue" in job else min(max(0.0, now_seconds - job["at"]), job["seconds"])
+    """Since a job has machines. One that only waits for them takes nothing; nor does one in a queue, which may wait:
+    what that takes the meter sees, which ends it in time."""
+    started = job.get("started")
+    return 0.0 if started is None or "queue" in job else min(max(0.0, now_seconds - started), job["seconds"])
 
 
 def remarks(entry: Mapping[str, Any], warnings: list[str]) -> dict[str, str]:

@@ -97,16 +97,9 @@ class QueueBackend(SageMakerBackend):
         return found
 
     def _in_share(self, queue: str) -> Iterator[dict[str, Any]]:
-        """Newest first. Asked status by status: of a share, Batch lists what runs alone where none is named."""
-        jobs: dict[str, dict[str, Any]] = {}
-        share = [{"name": "QUOTA_SHARE_NAME", "values": [self._contract.tenant]}]
+        """Newest first."""
         with aws_errors("listing", f"jobs of queue {queue.rpartition('/')[2]}"):
-            paginator = self._launcher.client("batch").get_paginator("list_service_jobs")
-            for status in _STATUSES:
-                for page in paginator.paginate(jobQueue=queue, filters=share, jobStatus=status):
-                    # What went on meanwhile is listed twice: as it was seen last.
-                    jobs |= {job["jobId"]: job for job in page["jobSummaryList"]}
-        yield from sorted(jobs.values(), key=lambda job: job.get("createdAt", 0), reverse=True)
+            yield from broker_queue.jobs_in_share(self._launcher.client("batch"), queue, self._contract.tenant)
 
     def stop(self, record: JobRecord) -> None:
         """Taken out of the queue, or SIGTERM to every host, 120 s to save, then the end. Batch doesn't start it again,
@@ -123,9 +116,6 @@ class QueueBackend(SageMakerBackend):
         name = record.attempt.training_job_name
         return [broker_queue.training_job_prefix(self._contract.tenant, name), *super()._log_prefixes(record)]
 
-
-_STATUSES = ("SUBMITTED", "PENDING", "RUNNABLE", "SCHEDULED", "STARTING", "RUNNING", "SUCCEEDED", "FAILED")
-"""Batch's, in the order in which a job comes through them."""
 
 _STATES = {
     "SCHEDULED": "Starting",
