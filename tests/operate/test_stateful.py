@@ -16,6 +16,7 @@ from trainyard.operate.stateful import (
     deployed_first,
     deployed_stacks,
     deployed_templates,
+    left_behind,
     losses,
     refuse_dropped_exports,
     refuse_losses,
@@ -239,6 +240,16 @@ def test_tenants_that_have_met_already_can_still_be_deployed() -> None:
     for chosen in (["trainyard-test-acme-foundation"], ["trainyard-test-acme-training"]):
         with pytest.raises(InputError, match="would take each other's jobs"):
             refuse_namesakes(both[1:], wanted, chosen)
+
+
+def test_a_tenant_that_left_the_file_is_told_of_and_no_other_environments() -> None:
+    """As after a rename: the old one's roles, data and bill stay, and nothing of the new one's deployment shows it."""
+    wanted = ["trainyard-test-platform", "trainyard-test-acme-foundation", "trainyard-test-acme-training"]
+    gone = ["trainyard-test-beta-b-foundation", "trainyard-test-beta-b-training", "trainyard-dev-other-foundation"]
+    (warning,) = left_behind([*wanted, *gone], wanted)
+    assert warning.startswith("tenant beta-b is deployed (trainyard-test-beta-b-foundation) and not in the file")
+    assert "trainyard tenant remove FILE beta-b" in warning and "\n" not in warning
+    assert left_behind(wanted, wanted) == []
 
 
 def test_accepting_a_loss_that_is_none_is_refused() -> None:

@@ -17,6 +17,7 @@ from trainyard.operate.stateful import (
     deployed_first,
     deployed_stacks,
     deployed_templates,
+    left_behind,
     refuse_dropped_exports,
     refuse_losses,
     refuse_namesakes,
@@ -154,8 +155,9 @@ def check_losses(
 ) -> list[str]:
     """Stacks that must be deployed alone first. InputError where deploying `stacks` of `wanted` would replace or drop
     something stateful, or what another stack still imports, or let two tenants of one name meet for the first time
-    (where they have met already `say` gets a warning)."""
-    for warning in refuse_namesakes(deployed_stacks(account), wanted, stacks):
+    (where they have met already `say` gets a warning, and of tenants that are deployed and in the file no more)."""
+    there = deployed_stacks(account)
+    for warning in [*refuse_namesakes(there, wanted, stacks), *left_behind(there, wanted)]:
         say(f"warning: {warning}")
     # A tenant's stacks bring the platform's along: the CLI deploys what they depend on first.
     chosen = set(wanted) if not stacks else {*stacks, *(name for name in wanted if name.endswith("-platform"))}

@@ -199,6 +199,19 @@ def refuse_namesakes(deployed: Collection[str], wanted: Collection[str], stacks:
     return warnings
 
 
+def left_behind(deployed: Collection[str], wanted: Collection[str]) -> list[str]:
+    """A line for each tenant of the environment that is deployed and not among `wanted`: nothing takes it away."""
+    found = [match for name in sorted(set(deployed) - set(wanted)) if (match := _OF_TENANT.fullmatch(name))]
+    environments = {name.split("-")[1] for name in wanted}
+    return [
+        f"tenant {own['tenant']} is deployed ({own[0]}) and not in the file: its rights, data and costs stay, and the "
+        "proof of isolation asks nothing about it (a tenant is never renamed: another name is a new, empty one); put "
+        f"its entry back, and where it is to go, trainyard tenant remove FILE {own['tenant']}"
+        for own in found
+        if own["environment"] in environments
+    ]
+
+
 _OF_TENANT = re.compile(r"trainyard-(?P<environment>[a-z0-9]+)-(?P<tenant>[a-z0-9-]+)-foundation")
 """An environment's name has no dash, so that no stack's name can be read in two ways."""
 
