@@ -403,3 +403,58 @@ def test_a_loss_that_stays_in_fp16() -> None:
     elements = 4096 * gptq.shape.vocab
     assert logits_bytes(gptq.shape, gptq.layout) == 8 * elements
     assert logits_bytes(nf4.shape, nf4.layout) == 16 * elements
+
+
+TUNING: dict[str, Any] = {
+    "layers": 40, "hidden": 2304, "ffn": 9216, "gated_mlp": True, "heads": 36, "vocab": 49152, "tied_embeddings": True,
+    "seq": 4096, "gpu": "A100", "gpus": 1, "framework": "transformers", "recompute": "full",
+}  # fmt: skip
+"""PowerLM 3B, as published tuning benchmarks ran it (benchmarks/data/planner_unseen.csv)."""
+
+
+def test_gradients_of_a_step_of_one_micro_batch_come_when_the_logits_have_gone() -> None:
+    # 8 sequences: the logits decide; more micro-batches find the sums of those before.
+    one, two = (understand(TUNING | {"micro_batch": 8, "global_batch": batch}) for batch in (8, 16))
+    alone, summed = memory(one.shape, one.layout), memory(two.shape, two.layout)
+    assert summed.allocated - alone.allocated == alone.gradients == pytest.approx(2 * one.shape.params, rel=1e-3)
+    # One sequence: the optimizer's step decides, of 2 + 2 + 4 bytes a parameter and the moments' roots.
+    small = memory(one.shape, dataclasses.replace(one.layout, micro_batch=1))
+    assert small.allocated == pytest.approx(10 * one.shape.params, rel=0.01)
+    # No vocabulary to speak of, and an optimizer that makes nothing: the last layer stands beside all gradients.
+    bare, eight_bits = (
+        dataclasses.replace(one.shape, vocab=128),
+        dataclasses.replace(one.layout, optimizer="adamw_8bit"),
+    )
+    least = memory(bare, eight_bits)
+    assert least.allocated == least.resting + layer_activation_bytes(bare, eight_bits, "none")
+
+
+def test_four_bits_widen_what_runs_between_layers_unless_fsdp_cuts_it() -> None:
+    asked = TUNING | {"method": "qlora", "micro_batch": 4, "vocab": 128}
+    alone, cut = understand(asked), understand(asked | {"gpus": 2, "sharding": "zero3"})
+    tokens = 4 * 4096 * 2304
+    assert layer_activation_bytes(alone.shape, alone.layout, "full") == 4 * tokens
+    assert layer_activation_bytes(cut.shape, cut.layout, "full") == 2 * tokens
+    assert memory(cut.shape, cut.layout).parameters < memory(alone.shape, alone.layout).parameters / 2
+
+
+def test_a_loss_in_parts_never_has_all_its_logits() -> None:
+    asked = {
+        "model": "llama-3.1-8b",
+        "gpu": "H200",
+        "gpus": 8,
+        "seq": 65536,
+        "micro_batch": 1,
+        "framework": "DeepSpeed",
+    }
+    chunked, whole = understand(asked | {"loss_chunk_tokens": 2048}), understand(asked)
+    assert logits_bytes(whole.shape, whole.layout) == 65536 * 128256 * 14
+    parts = 2048 * 128256 * 8 + 4 * 128256 * 4096 + 65536 * 4096 * 2
+    assert logits_bytes(chunked.shape, chunked.layout) == parts
+
+
+@pytest.mark.parametrize(("version", "bytes_"), [("2024-09", 2 + 12 / 8), ("2024-06", 14)])
+def test_torchtunes_loss_is_in_eight_parts_since_its_release_0_3(version: str, bytes_: float) -> None:
+    asked = {"model": "llama-3.1-8b", "gpu": "A100", "gpus": 1, "seq": 2048, "method": "lora", "micro_batch": 2}
+    question = understand(asked | {"framework": "torchtune", "framework_version": version})
+    assert logits_bytes(question.shape, question.layout) == 2 * 2048 * 128256 * bytes_

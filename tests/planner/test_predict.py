@@ -270,7 +270,7 @@ def test_a_rack_of_nvlink_is_one_node() -> None:
         ({"model": "gpt2", "params_b": 8.3}, "params_b 8.3: gpt2 has 0.124"),
         ({"model": "llama-2-7b-moe-8x", "params_b": 40}, "has experts, and its sizes aren't known"),
         ({"model": "Mixtral", "params_b": 60}, "has experts, and its sizes aren't known"),
-        ({"model": "DeepSeek-V2-Lite", "params_b": 16}, "has experts, and its sizes aren't known"),
+        ({"model": "DeepSeek-V3-Lite", "params_b": 16}, "has experts, and its sizes aren't known"),
         ({"experts": 8, "dense_layers": 100}, "dense_layers must be at most the model's 32 layers"),
         ({"model": "mixtral-8x7b", "gpus": 4, "ep": 8}, "must divide tp x cp x dp = 4"),
         ({"model": "mixtral-8x7b", "gpus": 8, "ep": 8, "expert_tp": 2}, "ep x expert_tp = 16 must divide"),

@@ -88,6 +88,12 @@ def test_known_models_have_the_real_number_of_parameters(name: str) -> None:
         ("kimi-k2", 1026.408),
         ("gpt-oss-120b", 116.829),
         ("nemotron-3-nano", 31.578),
+        ("mistral-nemo", 12.248),
+        ("mistral-small-24b", 23.572),
+        ("phi-4", 14.660),
+        ("yi-34b", 34.389),
+        ("codellama-34b", 33.744),
+        ("deepseek-v2-lite", 15.706),
     ],
 )
 def test_published_sizes(name: str, billions: float) -> None:
@@ -115,7 +121,8 @@ def test_flops_per_token_by_hand() -> None:
         ("Qwen/Qwen2-57B-A14B", None),
         ("s3://models/my-model", None),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
-        ("deepseek-ai/DeepSeek-V2-Lite", None),
+        ("deepseek-ai/DeepSeek-V2-Lite", "deepseek-v2-lite"),
+        ("deepseek-ai/DeepSeek-V3-Lite", None),
         ("nvidia/GPT2-8B", None),
         ("s3://models/llama-2-7b-moe-8x", None),
         ("nvidia/Nemotron_3_Nano_30B", "nemotron-3-nano"),

@@ -475,3 +475,51 @@ def test_a_host_that_drives_the_exchange_pays_for_each_rank_of_another_node() ->
 
     assert more(8) == pytest.approx(0, abs=1e-9), "one node"
     assert more(32) == pytest.approx(3 * more(16), rel=0.2) and more(16) > 0
+
+
+LONG = {"model": "llama-3.1-8b", "gpu": "H200", "gpus": 8, "seq": 65536, "micro_batch": 1, "framework": "DeepSpeed"}
+
+
+def test_kernels_written_for_hopper_are_known_by_their_name_and_move_no_memory() -> None:
+    usual, native = predict(LONG), predict(LONG | {"attention": "flash_attention_3"})
+    assert native["step_seconds"] < usual["step_seconds"] / 1.5
+    assert native["peak_memory_gib"] == usual["peak_memory_gib"]
+    # They are Hopper's alone.
+    older = LONG | {"gpu": "A100"}
+    assert predict(older | {"attention": "flash_attention_3"}) == predict(older)
+
+
+def _forward_seconds(**changes: Any) -> float:
+    asked = {
+        "model": "mistral-7b",
+        "gpu": "A100",
+        "gpus": 1,
+        "seq": 4096,
+        "micro_batch": 4,
+        "framework": "transformers",
+    }
+    question = understand(asked | changes)
+    return step_time(question.shape, question.layout, question.device, question.links).forward
+
+
+def test_adapters_take_the_time_of_what_they_read_and_write() -> None:
+    two, four = (_forward_seconds(method="lora", lora_targets=count) for count in (2, 4))
+    passes = 7 * 2 * 32 * 4 * 4096 * 4096 * 2
+    bandwidth = gpu("A100").memory_tb_per_second * 1e12 * DEFAULT_CONSTANTS.bandwidth_efficiency
+    assert four - two == pytest.approx(passes / bandwidth)
+    assert _forward_seconds(method="lora", lora_targets=2) > _forward_seconds(method="full")
+    # Megatron's have kernels of their own.
+    megatron = {"framework": "Megatron-LM", "framework_version": "2024-07"}
+    assert _forward_seconds(method="lora", **megatron) == _forward_seconds(method="full", **megatron)
+
+
+def test_four_bit_weights_are_unpacked_in_every_pass_whatever_the_batch() -> None:
+    # GPTQ keeps 16 bits everywhere else: what differs from LoRA is the unpacking.
+    def more(micro_batch: int) -> float:
+        same = {"micro_batch": micro_batch, "precision": "fp16"}
+        return _forward_seconds(method="qlora", quantization="gptq", **same) - _forward_seconds(method="lora", **same)
+
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    bandwidth = gpu("A100").memory_tb_per_second * 1e12 * DEFAULT_CONSTANTS.bandwidth_efficiency
+    assert more(4) == pytest.approx(weights * (0.5 + 4 / 64 + 2) / bandwidth)
+    assert more(8) == pytest.approx(more(4))

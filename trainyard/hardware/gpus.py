@@ -21,9 +21,9 @@ PCIE_GB_PER_SECOND = 24.0
 GENERATIONS = {
     "V100": "volta",
     "T4": "turing",
-    **dict.fromkeys(("A100", "A800", "A10G", "A40", "RTX 3090"), "ampere"),
-    **dict.fromkeys(("L4", "L40S", "RTX 4090", "RTX 4080"), "ada"),
-    **dict.fromkeys(("H100", "H200", "H800", "H20", "GH200"), "hopper"),
+    **dict.fromkeys(("A100", "A800", "A10G", "A10", "A30", "A40", "A6000", "RTX 3090"), "ampere"),
+    **dict.fromkeys(("L4", "L40", "L40S", "RTX 4090", "RTX 4080", "RTX 6000 ADA"), "ada"),
+    **dict.fromkeys(("H100", "H100 PCIE", "H100 NVL", "H200", "H800", "H20", "GH200"), "hopper"),
     **dict.fromkeys(("B200", "B300", "GB200", "GB300", "RTX PRO 6000", "RTX PRO 4500"), "blackwell"),
     **dict.fromkeys(("MI300X", "MI325X"), "cdna3"),
 }
@@ -94,6 +94,8 @@ def _known() -> frozenset[str]:
 def _key(name: str) -> str | None:
     text = " ".join(re.sub(r"[-_/]", " ", name.upper()).replace("NVIDIA", "").replace("GEFORCE", "").split())
     text = text.replace("RTX PRO SERVER 6000", "RTX PRO 6000")
+    # "H100 80GB PCIe" is another part than "H100 80GB HBM3".
+    text = " ".join(re.sub(r"\b\d+\s*GI?B\b", " ", text).split())
     # The longest name first, so that "GB200" is not read as "B200".
     for known in sorted(_known(), key=len, reverse=True):
         if re.search(rf"(?<![A-Z0-9]){re.escape(known)}(?![A-Z0-9])", text):

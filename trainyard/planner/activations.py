@@ -11,6 +11,9 @@ from trainyard.planner.constants import DEFAULT_MEMORY, MemoryConstants
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 
+TORCHTUNE_CHUNKS, TORCHTUNE_CHUNKS_SINCE = 8, 2024.6
+"""torchtune's recipes since its release 0.3 take the logits' loss in so many parts, each in fp32 alone."""
+
 
 def layer_activation_bytes(
     shape: ModelShape, layout: Layout, recompute: str, constants: MemoryConstants = DEFAULT_MEMORY
@@ -18,7 +21,8 @@ def layer_activation_bytes(
     """Bytes that one layer (the average one) saves of one micro-batch for its backward pass."""
     residual = layout.tokens_per_micro_batch * layout.element_bytes * shape.hidden / layout.norm_split
     if recompute == "full":
-        return residual
+        # Embeddings in fp32 make the residual stream fp32, whatever autocast narrows inside of a layer.
+        return residual * (max(layout.element_bytes, 4) / layout.element_bytes if layout.keeps_rest_in_fp32 else 1)
     if recompute == "selective" and layout.engine == "torch":
         share = constants.selective_share if layout.saves_every_second_product else 1.0
         kept = layout.tokens_per_micro_batch * layout.element_bytes * shape.query_dim / layout.tensor
@@ -188,7 +192,9 @@ def _loss_element_bytes(layout: Layout, constants: MemoryConstants) -> float:
     if layout.method == "qlora" and layout.quantization == "gptq":
         # Its kernels want fp16 throughout: no autocast widens the logits, their copy, log-softmax and gradient.
         return 4 * element
-    return (4 if layout.keeps_rest_in_fp32 else element) + constants.plain_loss_bytes
+    in_parts = layout.library == "torchtune" and layout.year >= TORCHTUNE_CHUNKS_SINCE
+    loss = constants.plain_loss_bytes / (TORCHTUNE_CHUNKS if in_parts else 1)
+    return (4 if layout.keeps_rest_in_fp32 else element) + loss
 
 
 def encoder_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAULT_MEMORY) -> float:

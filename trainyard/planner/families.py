@@ -463,18 +463,42 @@ def _near(one: float, other: float) -> bool:
 def normal_name(name: str) -> str:
     """The last part of a hub id or path, in lower case and with hyphens, as the known names are written."""
     text = re.sub(r"[_\s]+", "-", name.strip().rstrip("/").rsplit("/", 1)[-1].lower())
-    return text.replace("deepseekv", "deepseek-v").replace("nemotron-v3", "nemotron-3")
+    text = text.replace("deepseekv", "deepseek-v").replace("nemotron-v3", "nemotron-3")
+    text = re.sub(r"deepseek-v3\.1(?!\d)", "deepseek-v3", text)  # of the same sizes
+    # "Llama3-8B", "Phi3-mini"; "Qwen-2.5-7B", "GPT-2".
+    text = re.sub(r"(?<![a-z0-9])(llama|gemma|phi)(?=\d)", r"\1-", text)
+    return re.sub(r"(?<![a-z0-9])(?:(qwen)-(?=(?:2\.5|3)-)|(gpt)-(?=2(?!\d)))", r"\1\2", text)
 
 
 def says_experts(name: str) -> bool:
     """Whether a name says that the model has experts: "moe", "8x7b", "a3b", or a smaller one of a kind that has."""
     text = normal_name(name)
     if re.search(
-        r"moe(?![a-z])|mixtral|gpt-oss|kimi-k|dbrx|grok|(?<![a-z0-9])(?:\d+x\d*b?|a\d+(?:\.\d+)?b)(?![a-z0-9])", text
+        r"moe(?![a-z])|mixtral|gpt-oss|kimi-k|dbrx|grok|llama-4|"
+        r"(?<![a-z0-9])(?:\d+x\d*b?|\d+e|a\d+(?:\.\d+)?b)(?![a-z0-9])",
+        text,
     ):
         return True
     routed = (known for known, config in KNOWN_CONFIGS.items() if shape_from_config(config).experts)
     return "distill" not in text and any(known in text for known in routed)
+
+
+OTHER_KINDS = re.compile(
+    r"mamba|jamba|rwkv|nemotron-h|next|hyena|bert|t5|bart|vit|clip|whisper|diffusion|flux|sdxl|wan\d|llava|-vl(?![a-z])"
+)
+"""Words of names of models that no decoder of the same size stands for."""
+
+
+def size_of_unknown(name: str) -> float | None:
+    """Billions of parameters that the name of an unknown decoder states, once; None of anything else."""
+    text = normal_name(name)
+    sizes = _stated_sizes(text)
+    plain = len(sizes) == 1 and sizes[0] > 0 and not says_experts(name) and not OTHER_KINDS.search(text)
+    if not plain or known_name(name) is not None or "distill" in text:
+        return None
+    # "lama-3.1-8b" is a slip of the pen.
+    meant = difflib.get_close_matches(text, KNOWN_CONFIGS, n=1, cutoff=0.9)
+    return None if meant and has_size(meant[0], sizes[0]) else sizes[0]
 
 
 def known_name(name: str) -> str | None:
@@ -507,7 +531,10 @@ def shape_of_known(name: str) -> ModelShape:
     if known is None:
         close = difflib.get_close_matches(name.lower(), KNOWN_CONFIGS, n=3, cutoff=0.5)
         hint = ", ".join(close) or ", ".join(sorted(KNOWN_CONFIGS))
-        raise InputError(f"unknown model {name!r}; {'close to it' if close else 'known'}: {hint}")
+        raise InputError(
+            f"unknown model {name!r}; {'close to it' if close else 'known'}: {hint}; of another state layers, hidden, "
+            "ffn, heads, kv_heads and vocab (of experts also experts, experts_per_token and moe_ffn)"
+        )
     return shape_from_config(KNOWN_CONFIGS[known])
 
 

@@ -9,7 +9,7 @@ Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Method = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw_8bit", "adamw_paged", "adafactor", "muon", "sgd"]
-Library = Literal["", "litgpt", "transformers", "nanotron", "trainyard"]
+Library = Literal["", "litgpt", "transformers", "nanotron", "torchtune", "trainyard"]
 """Whose loop, where its kernels differ from those of its engine; empty: of which nothing more is known.
 trainyard is our own trainer, whose memory has formulas of its own (`trainer_memory`)."""
 Adapter = Literal["lora", "prefix", "scale"]
@@ -65,6 +65,8 @@ class Layout:
     flash_attention: bool = True
     fp32_softmax: bool = False
     """Attention is written out (eager), and keeps the fp32 result of its softmax too."""
+    hopper_attention: bool = False
+    """Attention's kernels are those written for Hopper (FlashAttention-3), whatever the engine usually has."""
     keeps_gathered: bool = False
     """FSDP's weights, gathered for the forward pass, stay for the backward one."""
     optimizer: Optimizer = "adamw"
@@ -134,8 +136,12 @@ class Layout:
 
     @property
     def keeps_rest_in_fp32(self) -> bool:
-        """What is not quantized is in fp32, and so are the activations that it gives (prepare_model_for_kbit)."""
-        return self.method == "qlora" and self.library == "transformers" and self.quantization == "nf4"
+        """What is not quantized is in fp32, and so are the activations that it gives (prepare_model_for_kbit).
+
+        FSDP cuts tensors of one type alone: there all that isn't trained has the training precision.
+        """
+        widened = self.method == "qlora" and self.library == "transformers" and self.quantization == "nf4"
+        return widened and self.zero_stage < 3
 
     @property
     def expert_split(self) -> int:

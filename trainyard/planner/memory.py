@@ -65,6 +65,9 @@ class Memory:
     """fp32 copies of gradients that the optimizer's step makes, and that are let go when the next step begins."""
     step_temporary: float = 0.0
     """What the optimizer's step makes and lets go, while no activation is there."""
+    last_layer: float | None = None
+    """Where no gradient is there before the backward pass (a plain loop's step of one micro-batch): what still moves
+    when the last gradients come, one layer's activations. None: gradients may lie beside all activations."""
     moving_error: float = DEFAULT_MEMORY.moving_error
     """Relative standard error of what comes and goes within a step; no bytes."""
 
@@ -76,7 +79,10 @@ class Memory:
     @property
     def allocated(self) -> float:
         """The allocator's peak (torch.cuda.max_memory_allocated)."""
-        return max(float(sum(getattr(self, name) for name in PARTS)), self.resting + self.step_temporary)
+        everything = float(sum(getattr(self, name) for name in PARTS))
+        if self.last_layer is not None:
+            everything = max(everything - self.gradients, self.resting + self.buffers + self.last_layer)
+        return max(everything, self.resting + self.step_temporary)
 
     @property
     def resting(self) -> float:
@@ -200,6 +206,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
         + gathered_tokens_bytes(shape, layout),
         main_gradients=_main_gradient_bytes(layout) * _held(params, layout, 1),
         step_temporary=_step_temporary(layout, optimizer),
+        last_layer=_last_layer(shape, layout, constants),
         moving_error=constants.plain_moving_error if layout.engine == "plain" else constants.moving_error,
     )
 
@@ -250,6 +257,18 @@ def _held(params: StageParams, layout: Layout, needed_stage: int) -> float:
 def _step_temporary(layout: Layout, optimizer: float) -> float:
     """torch's AdamW over all tensors at once (foreach, a plain loop's) makes the roots of the second moments."""
     return optimizer / 2 if layout.engine == "plain" and layout.optimizer == "adamw" else 0.0
+
+
+def _last_layer(shape: ModelShape, layout: Layout, constants: MemoryConstants) -> float | None:
+    """A layer's activations, where gradients and activations are never there together but for it.
+
+    transformers' loop lets gradients go before each step, so that a step of one micro-batch has none while its
+    activations and logits stand; they grow as the activations go. litgpt's recipes sum micro-batches by default.
+    """
+    alone = layout.num_micro_batches == 1 and layout.pipeline == 1
+    if layout.method != "full" or layout.library != "transformers" or layout.engine != "plain" or not alone:
+        return None
+    return layer_activation_bytes(shape, layout, "none", constants)
 
 
 def _main_gradient_bytes(layout: Layout) -> float:

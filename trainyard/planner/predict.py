@@ -15,11 +15,12 @@ from trainyard.errors import InputError
 from trainyard.hardware import Gpu, gpu, instance, instance_types
 from trainyard.planner.communication import EFA, INFINIBAND, Fabric, fabric, fabric_of
 from trainyard.planner.constants import GIB, has_hopper_workspaces
-from trainyard.planner.families import checked, has_size, known_name, says_experts, shape_of_known
+from trainyard.planner.families import checked, has_size, known_name, says_experts, shape_of_known, size_of_unknown
 from trainyard.planner.layout import Adapter, Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.timing import DEFAULT_CONSTANTS, Constants, step_time, time_spread
+from trainyard.planner.wording import in_plain_words
 
 KNOWN_FIELDS = frozenset(
     (
@@ -31,12 +32,16 @@ KNOWN_FIELDS = frozenset(
         *("framework", "framework_version"),
         *("encoder_layers", "encoder_seq", "cross_attention", "hybrid_pattern", "mla", "mtp_layers", "shared_ffn"),
         *("dense_layers", "lora_targets", "trains_vocabulary", "quantization", "adapter"),
+        "loss_chunk_tokens",
         *("deferred_head", "grouped_experts", "gathers_tokens", "last_stage_layers", "learned_positions"),
         "head_products",
         *("expert_overlap", "expert_exchange", "capacity_factor"),
         *("rank", "dropout", "deterministic", "attention", "loss_fusion", "transformer_engine", "expert_tp"),
     )
 )
+
+ATTENTIONS = ("flash", "flash_attention_3", "unfused", "eager")
+"""What `attention` may say: fused, with Hopper's own kernels, its matrix kept, and kept in fp32 as well."""
 
 SHARDING = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -50,6 +55,9 @@ NODE_GB_PER_SECOND = {
     "GB300": 800.0,
 }
 """Network of a usual training node (8 cards of 200 Gb/s with the A100, of 400 with Hopper), where none is stated."""
+
+RACKS = {"GB200": 72, "GB300": 72}
+"""Parts that are built into racks, whose GPUs NVLink joins as those of one node."""
 
 DEFAULT_NODE_GB_PER_SECOND = 400.0
 CARD_GB_PER_SECOND = 50.0
@@ -155,6 +163,7 @@ class _Fields:
 
 def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS) -> dict[str, Any]:
     """The prediction for one configuration; InputError in one line for a field that can't be."""
+    content = in_plain_words(content)
     question = understand(content)
     shape, layout = question.shape, question.layout
     use = memory(shape, layout)
@@ -167,7 +176,8 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         flops *= 2 / 3
     spread = time_spread(shape, layout, question.device)
     ignored = sorted((set(content) - KNOWN_FIELDS) | _without_effect(content, question))
-    notes = [note for note in (_of_recomputation(content, question, use.needed), _of_nodes(content, question)) if note]
+    said = (_of_model(content), _of_recomputation(content, question, use.needed), _of_nodes(content, question))
+    notes = [note for note in said if note]
     return {
         "peak_memory_gib": use.allocated / GIB,
         "model_state_gib": use.state / GIB,
@@ -192,6 +202,17 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
         **({"ignored_fields": ignored} if ignored else {}),
         **({"notes": notes} if notes else {}),
     }
+
+
+def _of_model(content: Mapping[str, Any]) -> str:
+    """What to say where nothing but the size in an unknown model's name was taken for it; "" elsewhere."""
+    size = _size_of_unknown(_Fields(content))
+    if size is None:
+        return ""
+    return (
+        f"model: {_shown(content['model'])} is not known here, and taken as a Llama of {size:g} billion parameters by "
+        "its name; state layers, hidden, ffn, heads, kv_heads and vocab"
+    )
 
 
 def _of_recomputation(content: Mapping[str, Any], question: Question, needed: float) -> str:
@@ -268,7 +289,7 @@ def predict_jsonl(lines: Iterable[str], errors: Errors | None = None) -> Iterato
 
 def understand(content: Mapping[str, Any]) -> Question:
     """The configuration with every unknown filled in."""
-    fields = _Fields(content)
+    fields = _Fields(in_plain_words(content))
     shape = _shape(fields)
     device = _device(fields)
     degrees = {name: fields.whole(name, 1) for name in ("tp", "pp", "cp", "ep")}
@@ -332,12 +353,40 @@ def _check_divides(shape: ModelShape, degrees: Mapping[str, int]) -> None:
         raise InputError(f"ep {degrees['ep']}: must divide the number of experts, {shape.experts}")
 
 
+def _size_of_unknown(fields: _Fields) -> float | None:
+    """Billions of parameters that an unknown dense model's name states, where nothing else says its size."""
+    name = fields.text("model")
+    stated = any(fields.given(field) for field in ("params_b", "layers", "hidden", "hybrid_pattern"))
+    return None if stated or not name else size_of_unknown(name)
+
+
+def _with_rows_and_mixture(fields: _Fields, shape: ModelShape, base: ModelShape | None) -> ModelShape:
+    """Stated positions and products of the head, and the mixture of a known hybrid's layers."""
+    for name in ("learned_positions", "head_products"):
+        if fields.given(name):
+            shape = dataclasses.replace(shape, **{name: fields.whole(name, 0, least=0)})
+    if base is not None and base.is_hybrid and not fields.given("hybrid_pattern"):
+        # A cut or longer one keeps the mixture of its layers.
+        share = shape.layers / base.layers
+        mixture = {name: round(getattr(base, name) * share) for name in ("mamba_layers", "attention_layers")}
+        shape = dataclasses.replace(shape, **mixture)
+    return shape
+
+
+def _is_label(fields: _Fields) -> bool:
+    """Whether an unknown model's name is no more than a name: the widths that count are stated beside its depth."""
+    name = fields.text("model")
+    widths = fields.given("experts") or (fields.given("ffn") and not says_experts(name))
+    return widths and known_name(name) is None
+
+
 def _shape(fields: _Fields) -> ModelShape:
-    params = fields.number("params_b")
+    params = fields.number("params_b") or _size_of_unknown(fields)
     has_depth = fields.given("layers") or fields.given("hybrid_pattern")
     has_sizes = has_depth and fields.given("hidden")
     # Of a model cut to fewer layers, the stated size is not the known one's.
-    base = _known_shape(fields, None if has_depth and not has_sizes else params) if fields.given("model") else None
+    named = fields.given("model") and not (has_sizes and _is_label(fields))
+    base = _known_shape(fields, None if has_depth and not has_sizes else params) if named else None
     if base is None and not has_sizes:
         if params is None:
             raise InputError("layers and hidden (or model, or params_b) are needed to know the model's size")
@@ -368,16 +417,7 @@ def _shape(fields: _Fields) -> ModelShape:
     )
     sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated_mlp", "tied_embeddings")
     shape = dataclasses.replace(base, **{name: getattr(stated, name) for name in sizes}) if base else stated
-    if fields.given("learned_positions"):
-        shape = dataclasses.replace(shape, learned_positions=fields.whole("learned_positions", 0, least=0))
-    if fields.given("head_products"):
-        shape = dataclasses.replace(shape, head_products=fields.whole("head_products", 0, least=0))
-    if base is not None and base.is_hybrid and not fields.given("hybrid_pattern"):
-        # A cut or longer one keeps the mixture of its layers.
-        share = shape.layers / base.layers
-        mixture = {name: round(getattr(base, name) * share) for name in ("mamba_layers", "attention_layers")}
-        shape = dataclasses.replace(shape, **mixture)
-    shape = _with_experts(fields, shape)
+    shape = _with_experts(fields, _with_rows_and_mixture(fields, shape, base))
     shape = _with_encoder(fields, shape)
     if fields.flag("mla", False) and not shape.kv_lora_rank:
         # DeepSeek's sizes, which those who follow it keep.
@@ -497,11 +537,17 @@ def _with_pattern(fields: _Fields, shape: ModelShape) -> ModelShape:
 
 
 def _shape_of_size(params: float) -> ModelShape:
-    """A Llama-like model of about that many parameters: hidden = 128 x layers, so 12 x 128^2 x layers^3 of them."""
-    layers = max(1, round((params / (12 * 128**2)) ** (1 / 3)))
-    hidden = 128 * layers
+    """A Llama-like model of about that many parameters: hidden = 128 x layers, so 12 x 128^2 x layers^3 of them.
+
+    Of larger ones a multiple of eight heads, which tensor parallelism can split.
+    """
+    heads = max(1, round((params / (12 * 128**2)) ** (1 / 3)))
+    if heads > 8:
+        heads = 8 * round(heads / 8)
+    hidden = 128 * heads
+    layers = max(1, round(params / (12 * hidden**2)))
     ffn = math.ceil(8 * hidden / 3 / 256) * 256
-    return ModelShape(layers=layers, hidden=hidden, ffn=ffn, heads=layers, kv_heads=layers, head_dim=128, vocab=32000)
+    return ModelShape(layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=heads, head_dim=128, vocab=32000)
 
 
 def _device(fields: _Fields) -> Gpu:
@@ -559,8 +605,8 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
     text = f"{fields.text('framework')} {fields.text('framework_version')}".lower()
     year = re.search(r"\b20(\d\d)\b", text)
     deterministic = fields.flag("deterministic", False)
-    attention = fields.choice("attention", "flash" if _flash(fields) else "unfused", ("flash", "unfused", "eager"))
-    library = next((name for name in ("litgpt", "transformers", "nanotron") if name in text), "")
+    attention = fields.choice("attention", "flash" if _flash(fields) else "unfused", ATTENTIONS)
+    library = next((name for name in ("litgpt", "transformers", "nanotron", "torchtune") if name in text), "")
     if engine == "plain" and not library and any(word in text for word in ("peft", "unsloth", "hugging")):
         library = "transformers"
     return {
@@ -584,7 +630,9 @@ def _kernels(fields: _Fields, device: Gpu, engine: Engine, method: Method) -> di
         "forwards_tokens": fields.choice("expert_exchange", "nccl", ("nccl", "deepep")) == "deepep",
         "host_exchange": _host_exchange(fields),
         "last_stage_layers": fields.whole("last_stage_layers", 1) if fields.given("last_stage_layers") else None,
-        "flash_attention": attention == "flash",
+        "flash_attention": attention.startswith("flash"),
+        "hopper_attention": attention == "flash_attention_3",
+        "loss_chunk_tokens": fields.whole("loss_chunk_tokens", 1) if fields.given("loss_chunk_tokens") else None,
         "fp32_softmax": attention == "eager",
     }
 
@@ -685,7 +733,7 @@ def _usual_optimizer(kernels: Mapping[str, Any], ranks: int, method: Method) -> 
 def _links(fields: _Fields, device: Gpu, gpus: int) -> Fabric:
     """Nodes and network, from the words of `interconnect` where they say something."""
     text = fields.text("interconnect")
-    per_node = fields.whole("gpus_per_node", min(gpus, 8))
+    per_node = fields.whole("gpus_per_node", min(gpus, RACKS.get(device.name, 8)))
     lowered = text.lower()
     for name in instance_types():
         if name in lowered and instance(name).gpu is not None:

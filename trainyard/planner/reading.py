@@ -242,6 +242,7 @@ def layout_of(
         offload=parallelism.offload,
         offloads_parameters=parallelism.zero.offload_parameters != "none",
         flash_attention=not is_eager,
+        hopper_attention=job.model.attention == "flash_attention_3",
         fp32_softmax=is_eager and model_type_of(job) != "gpt2",  # by transformers' modeling files
         keeps_gathered=parallelism.fsdp.reshard_after_forward is False,
         optimizer=job.training.optimizer.kind,

@@ -25,7 +25,7 @@ from trainyard.planner.communication import (
     send_seconds,
 )
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import state_bytes
+from trainyard.planner.memory import QLORA_BYTES, state_bytes
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, stage_params, stages
 from trainyard.planner.trainer_layers import MLP_OUTPUTS
@@ -207,15 +207,17 @@ class _Work:
     """Nothing to do until the host, which waited for the device, has launched something."""
     last: float = 0.0
     """Of the products, the last one: its result is the layer's, which no backward pass reads."""
+    unpacked: float = 0.0
+    """Four-bit weights turned into 16 bits, in every pass again."""
 
     @property
     def forward(self) -> float:
-        return self.products + self.scores + self.elementwise + self.idle
+        return self.products + self.scores + self.elementwise + self.idle + self.unpacked
 
     def backward(self, *, frozen: bool) -> float:
         """Products twice (once for frozen weights), attention 2.5 times: its scores are computed again."""
         products = self.products * (1.0 if frozen else 2.0)
-        return products + 2.5 * self.scores + 1.5 * self.elementwise + self.idle
+        return products + 2.5 * self.scores + 1.5 * self.elementwise + self.idle + self.unpacked
 
 
 def step_time(
@@ -496,6 +498,12 @@ class _Rank:
             passes = constants.passes_early
         return passes * per_token * self.tokens * layout.element_bytes / self.bytes_per_second
 
+    @property
+    def _stream(self) -> float:
+        """Elements of the layer's own width that a token has on a rank; twice as many where they are of fp32."""
+        widened = 4 / self.layout.element_bytes if self.layout.keeps_rest_in_fp32 else 1.0
+        return max(1.0, widened) * self.shape.hidden / self.layout.norm_split
+
     def _attention(self) -> _Work:
         """Projections, scores, and norm, residual and rotation around them."""
         shape, split = self.shape, self.layout.tensor
@@ -505,8 +513,33 @@ class _Rank:
         else:
             products = self.product(self.tokens, width / split, shape.hidden)
         last = self.product(self.tokens, shape.hidden, shape.query_dim / split)
-        around = 6 * shape.hidden / self.layout.norm_split + 3 * width / split
-        return _Work(products + last, self._score_seconds(), self._elementwise(around), last=last)
+        around = 6 * self._stream + 3 * width / split
+        unpacked = self._unpacked((width + shape.query_dim) * shape.hidden / split)
+        elementwise = self._elementwise(around) + self._adapters()
+        return _Work(products + last, self._score_seconds(), elementwise, last=last, unpacked=unpacked)
+
+    def _adapters(self) -> float:
+        """LoRA beside a layer's products: matrices so narrow that only what they read and write takes time.
+
+        The input once for the first matrix; the second one's result written, scaled (read and written) and added to
+        the product's (both read, their sum written). So peft computes them; Megatron's and Automodel's adapters have
+        kernels of their own, and no published run says what these take.
+        """
+        layout = self.layout
+        by_steps = layout.engine == "plain" or layout.library == "trainyard"
+        if layout.method == "full" or layout.adapter != "lora" or not by_steps:
+            return 0.0
+        targets = len(layout.lora_targets) or layout.num_lora_targets
+        # Tensor ranks hold either the input or the result cut, of which the result has most passes. These are counted
+        # one by one, not in the units of an era's kernels.
+        elements = 7.0 * targets * self._stream * layout.norm_split / layout.tensor
+        return elements * self.tokens * layout.element_bytes / self.bytes_per_second
+
+    def _unpacked(self, weights: float) -> float:
+        """Four-bit weights read, and written with 16 bits for the product that reads them."""
+        if self.layout.method != "qlora":
+            return 0.0
+        return weights * (QLORA_BYTES + self.layout.element_bytes) / self.bytes_per_second
 
     def _latent_products(self) -> float:
         """DeepSeek's projections down to the latents and up from them."""
@@ -543,7 +576,7 @@ class _Rank:
         if generation in ("volta", "turing", "ampere", "ada"):
             return constants.flash_ampere * scale
         if generation == "hopper":
-            native = layout.engine == "megatron" and layout.year >= 2024
+            native = layout.hopper_attention or (layout.engine == "megatron" and layout.year >= 2024)
             return (constants.flash_hopper_native if native else constants.flash_hopper) * scale
         return constants.flash_blackwell * scale
 
@@ -555,8 +588,9 @@ class _Rank:
         inputs = 2 if shape.gated_mlp else 1
         products = self.product(self.tokens, inputs * width / split, shape.hidden)
         last = self.product(self.tokens, shape.hidden, width / split)
-        around = 6 * shape.hidden / self.layout.norm_split + (inputs + 1) * width / split
-        return _Work(products + last, 0.0, self._elementwise(around), last=last)
+        around = 6 * self._stream + (inputs + 1) * width / split
+        unpacked = self._unpacked((inputs + 1) * width * shape.hidden / split)
+        return _Work(products + last, 0.0, self._elementwise(around), last=last, unpacked=unpacked)
 
     def _fullest(self) -> float:
         """The tokens of the fullest rank's experts over the mean; with a capacity all have as many."""
@@ -579,7 +613,8 @@ class _Rank:
         moved = copies * passes * layout.element_bytes / self.bytes_per_second
         around = self._elementwise(6 * shape.hidden / layout.norm_split)
         idle = constants.launch_exposed * constants.launch_moe_seconds * self.moe_era
-        return _Work(products + shared.products, 0.0, moved + around + shared.elementwise, idle)
+        unpacked = self._unpacked(local * (inputs + 1) * shape.moe_ffn * hidden / layout.tensor) + shared.unpacked
+        return _Work(products + shared.products, 0.0, moved + around + shared.elementwise, idle, unpacked=unpacked)
 
     def _mamba(self) -> _Work:
         """Projections in and out, the convolution and the scan, which is bound by memory."""
@@ -587,7 +622,7 @@ class _Rank:
         mixed = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
         products = self.product(self.tokens, (shape.mamba_inner + mixed) / split, shape.hidden)
         last = self.product(self.tokens, shape.hidden, shape.mamba_inner / split)
-        around = 6 * shape.hidden / self.layout.norm_split + 12 * mixed / split
+        around = 6 * self._stream + 12 * mixed / split
         return _Work(products + last, 0.0, self._elementwise(around), last=last)
 
     def _head_seconds(self) -> float:
@@ -612,6 +647,7 @@ def _sum(one: _Work, other: _Work) -> _Work:
         one.elementwise + other.elementwise,
         one.idle + other.idle,
         other.last,
+        one.unpacked + other.unpacked,
     )
 
 

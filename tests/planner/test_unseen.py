@@ -1,0 +1,65 @@
+"""Rows that no constant was fitted to: what their file has, and that the page prints what they score today."""
+
+import csv
+import json
+import math
+import re
+import statistics
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+from planner_accuracy import error  # noqa: E402
+from planner_unseen import PREDICTED, ROWS, Unseen, kind, report, scores  # noqa: E402
+
+from trainyard.planner import predict  # noqa: E402
+
+PAGE = (REPOSITORY / "docs" / "planner.md").read_text(encoding="utf-8")
+
+
+def _rows() -> list[dict[str, str]]:
+    with ROWS.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_row_says_where_it_is_from_and_nothing_of_it_goes_unread() -> None:
+    rows = _rows()
+    assert len(rows) >= 200 and len({row["address"] for row in rows}) >= 15
+    for row in rows:
+        assert row["page_says"] and re.match(r"[\w.-]+\.\w+/\S", row["address"]), row
+        assert row["metric"] in PREDICTED and math.isfinite(float(row["value"]))
+        request = json.loads(row["request"]) | json.loads(row["restated"] or "{}")
+        assert "ignored_fields" not in predict(request), row
+
+
+def _figures(found: list[Unseen], name: str) -> tuple[str, str]:
+    errors = sorted(error(item.score) for item in found if kind(item.score.metric) == name)
+    return f"{statistics.median(errors):.1%}", f"{errors[math.ceil(0.9 * len(errors)) - 1]:.1%}"
+
+
+def test_the_page_prints_todays_scores() -> None:
+    found = list(scores(_rows()))
+    held = [item.held for item in found if item.held is not None]
+    missed = [item for item in found if item.score.metric == "fits" and item.score.measured == 0]
+    called = sum(item.score.predicted == 1 for item in missed)
+    time, memory = _figures(found, "time"), _figures(found, "memory")
+    cells = (", ".join(time), f"{sum(held) / len(held):.1%}", ", ".join(memory), f"{called} of {len(missed)}")
+    line = f"| today | {' | '.join(cells)} |"
+    assert line in PAGE, line
+
+
+def test_what_was_restated_later_can_be_left_away() -> None:
+    rows = _rows()
+    first, today = list(scores(rows, as_first_read=True)), list(scores(rows))
+    changed = [one.score.row for one, other in zip(first, today, strict=True) if one.request != other.request]
+    assert changed == [index for index, row in enumerate(rows) if row["restated"]]
+    assert changed
+
+
+def test_a_refusal_is_infinitely_wrong_and_outside_the_interval() -> None:
+    (found,) = scores([_rows()[0] | {"request": json.dumps({"model": "no such"}), "restated": ""}])
+    assert found.score.predicted is None and found.held is False
+    text = "\n".join(report([found]))
+    assert "refused" in text and "0.0% of 1 inside the 80% interval" in text

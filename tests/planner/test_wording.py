@@ -1,0 +1,140 @@
+"""Requests in users' own words: other names of fields, other spellings, machines for GPUs, models unknown here."""
+
+from typing import Any
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.hardware import gpu
+from trainyard.planner import predict
+from trainyard.planner.predict import understand
+from trainyard.planner.wording import FIELDS
+
+LLAMA: dict[str, Any] = {"model": "llama-3.1-8b", "gpu": "H100", "gpus": 16, "seq": 4096}
+
+
+@pytest.mark.parametrize(
+    ("words", "plain"),
+    [
+        ({"sharding": "ZeRO-3"}, {"sharding": "zero3"}),
+        ({"sharding": "fsdp"}, {"sharding": "zero3"}),
+        ({"sharding": "stage 2"}, {"sharding": "zero2"}),
+        ({"sharding": 1}, {"sharding": "zero1"}),
+        ({"sharding": "DDP"}, {"sharding": "none"}),
+        ({"precision": "bfloat16"}, {"precision": "bf16"}),
+        ({"precision": "amp_bf16"}, {"precision": "bf16"}),
+        ({"precision": "MXFP8"}, {"precision": "fp8"}),
+        ({"precision": "float8_e4m3"}, {"precision": "fp8"}),
+        ({"precision": "half"}, {"precision": "fp16"}),
+        ({"precision": "NVFP4", "gpu": "B300"}, {"precision": "fp4", "gpu": "B300"}),
+        ({"optimizer": "adamw_torch_fused"}, {"optimizer": "adamw"}),
+        ({"optimizer": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
+        ({"optimizer": "paged_adamw_32bit"}, {"optimizer": "adamw_paged"}),
+        ({"recompute": True}, {"recompute": "full"}),
+        ({"recompute": False}, {"recompute": "none"}),
+        ({"tensor_parallel_size": 4, "mbs": 2, "gbs": 64}, {"tp": 4, "micro_batch": 2, "global_batch": 64}),
+        ({"model": "Llama3.1-8B"}, {}),
+        ({"model": "deepseek-ai/DeepSeek-V3.1", "ep": 8}, {"model": "deepseek-v3", "ep": 8}),
+        ({"model": "Qwen-2.5-7B"}, {"model": "qwen2.5-7b"}),
+    ],
+)
+def test_other_words_say_the_same(words: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert predict(LLAMA | words) == predict(LLAMA | plain)
+
+
+OTHERS: dict[str, Any] = {
+    "gpus": 32, "seq": 2048, "micro_batch": 2, "global_batch": 64, "tp": 2, "pp": 2, "cp": 2, "ep": 1, "layers": 16,
+    "hidden": 2048, "ffn": 8192, "heads": 16, "kv_heads": 4, "vocab": 32000, "model": "qwen3-8b",
+}  # fmt: skip
+"""A value of each field that is another than the usual one."""
+
+
+@pytest.mark.parametrize(("name", "usual"), FIELDS.items())
+def test_every_other_name_of_a_field_is_read_as_that_field(name: str, usual: str) -> None:
+    without = {field: value for field, value in LLAMA.items() if field != usual}
+    assert predict(without | {name: OTHERS[usual]}) == predict(without | {usual: OTHERS[usual]})
+
+
+def test_two_names_of_one_field_must_agree() -> None:
+    assert predict(LLAMA | {"num_gpus": 16}) == predict(LLAMA)
+    with pytest.raises(InputError, match="num_gpus 8: gpus is 16; leave one of the two out"):
+        predict(LLAMA | {"num_gpus": 8})
+
+
+@pytest.mark.parametrize(
+    ("stated", "name", "memory_gib", "per_node"),
+    [
+        ({"gpu": "p4d.24xlarge"}, "A100", 39.6, 8),
+        ({"gpu": "ml.p4de.24xlarge"}, "A100", 79.1, 8),
+        ({"gpu": None, "interconnect": "2 x p5.48xlarge"}, "H100", 79.1, 8),
+        ({"gpu": "GB300"}, "GB300", None, 16),
+    ],
+)
+def test_a_machine_says_its_gpu_and_a_rack_is_one_node(
+    stated: dict[str, Any], name: str, memory_gib: float | None, per_node: int
+) -> None:
+    question = understand(LLAMA | stated)
+    assert question.device.name == name
+    assert memory_gib is None or question.device.memory_gib == pytest.approx(memory_gib, abs=0.3)
+    assert question.links.gpus_per_node == per_node
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("H100 80GB PCIe", "H100 PCIE"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("H100 NVL", "H100 NVL"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 ADA"),
+        ("NVIDIA A10", "A10"),
+        ("A10G", "A10G"),
+        ("L40", "L40"),
+    ],
+)
+def test_parts_of_like_names_are_told_apart(words: str, name: str) -> None:
+    assert gpu(words).name == name
+
+
+def test_an_unknown_decoder_is_taken_by_the_size_in_its_name_and_that_is_said() -> None:
+    asked = {"gpu": "H100", "gpus": 64, "recompute": "full"}
+    answer = predict(asked | {"model": "google/gemma-3-27b-it"})
+    (note,) = answer["notes"]
+    assert "'google/gemma-3-27b-it' is not known here" in note and "Llama of 27 billion" in note
+    named = predict(asked | {"params_b": 27})
+    assert named == {name: value for name, value in answer.items() if name != "notes"}
+
+
+def test_the_name_of_an_unknown_model_whose_widths_are_stated_is_a_label() -> None:
+    sizes = {"layers": 60, "hidden": 5120, "ffn": 20480, "gpu": "H100", "gpus": 64}
+    assert predict(sizes | {"model": "our-27b"}) == predict(sizes)
+    experts = sizes | {"ffn": None, "moe_ffn": 1536, "experts": 160, "experts_per_token": 8}
+    assert predict(experts | {"model": "zai-org/GLM-4.5"}) == predict(experts)
+    # Experts of which nobody says how many are no dense model.
+    with pytest.raises(InputError, match="unknown model 'our-60b-a3b'"):
+        predict(sizes | {"model": "our-60b-a3b"})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "meta-llama/Llama-4-Maverick-17B-128E",
+        "Qwen/Qwen3-Next-80B-A3B",
+        "state-spaces/mamba2-2.7b",
+        "nvidia/Nemotron-H-8B-Base",
+        "olmoe-1b-7b",
+        "google/vit-large-patch16-224",
+        "Qwen2.5-VL-7B",
+        "zai-org/GLM-4.5",
+    ],
+)
+def test_what_no_decoder_of_a_size_stands_for_is_refused_and_says_how_to_mend_it(model: str) -> None:
+    with pytest.raises(InputError, match=r"unknown model .*; of another state layers, hidden"):
+        predict({"model": model, "gpu": "H100", "gpus": 64})
+
+
+@pytest.mark.parametrize("billions", [6, 30, 180, 1000])
+def test_heads_of_a_guessed_model_can_be_split_by_tensor_parallelism(billions: int) -> None:
+    shape = understand({"params_b": billions, "gpu": "H100", "gpus": 64, "tp": 8}).shape
+    assert shape.heads % 8 == 0
+    assert shape.params == pytest.approx(billions * 1e9, rel=0.08)

@@ -1,0 +1,90 @@
+"""A request as users word it, in the words of `predict`: other names of fields, other spellings of values."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainyard.errors import InputError
+from trainyard.hardware import instance, instance_types
+
+FIELDS = {
+    **dict.fromkeys(("num_gpus", "n_gpus", "world_size"), "gpus"),
+    **dict.fromkeys(("seq_len", "seq_length", "sequence_length", "max_seq_length"), "seq"),
+    **dict.fromkeys(("micro_batch_size", "mbs", "per_device_train_batch_size"), "micro_batch"),
+    **dict.fromkeys(("global_batch_size", "gbs"), "global_batch"),
+    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size"), "tp"),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size"), "pp"),
+    **dict.fromkeys(("context_parallel", "context_parallel_size"), "cp"),
+    **dict.fromkeys(("expert_parallel", "expert_parallel_size"), "ep"),
+    **dict.fromkeys(("num_layers", "num_hidden_layers"), "layers"),
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "vocab_size": "vocab",
+    "model_name": "model",
+}
+"""Other names of fields, as frameworks' own options have them. `batch_size` is none: it may be either batch."""
+
+
+def _sharding(text: str) -> str:
+    """ "ZeRO-3", "stage 3", "FSDP" and "FULL_SHARD" are zero3; what replicates too (HSDP) says more than one word."""
+    words = re.sub(r"[^a-z0-9]", "", text)
+    stage = re.fullmatch(r"(?:zero|stage|zerostage)?([0-3])", words)
+    if stage:
+        return "none" if stage[1] == "0" else f"zero{stage[1]}"
+    known = {"fsdp": "zero3", "fsdp2": "zero3", "fullshard": "zero3", "shardgradop": "zero2", "ddp": "none"}
+    return known.get(words, "zero1" if words in ("distopt", "distributedoptimizer") else text)
+
+
+def _precision(text: str) -> str:
+    """ "bfloat16", "amp_bf16", "MXFP8", "NVFP4", "float16"; the kind of scales is no matter of these formulas."""
+    words = text.replace("bfloat", "bf").replace("float", "fp")
+    found = re.search(r"bf16|fp(?:4|8|16|32|64)(?!\d)", words)
+    return found[0] if found else "fp16" if words == "half" else text
+
+
+def _optimizer(text: str) -> str:
+    """ "adamw_torch_fused", "FusedAdam", "adamw_bnb_8bit", "paged_adamw_8bit"."""
+    if "adam" not in text:
+        return text
+    return "adamw_paged" if "paged" in text else "adamw_8bit" if "8" in text else "adamw"
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "sharding": _sharding,
+    "precision": _precision,
+    "optimizer": _optimizer,
+}
+
+
+def in_plain_words(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The request in `predict`'s own words; what has none there stays as it is. InputError where two fields differ."""
+    found = {name: value for name, value in content.items() if name not in FIELDS}
+    for name in content.keys() & FIELDS.keys():
+        value, usual = content[name], FIELDS[name]
+        if value is not None and found.get(usual) not in (None, value):
+            raise InputError(f"{name} {value!r}: {usual} is {found[usual]!r}; leave one of the two out")
+        found[usual] = value if found.get(usual) is None else found[usual]
+    for name, spelling in SPELLINGS.items():
+        value = found.get(name)
+        if isinstance(value, str) or (name == "sharding" and isinstance(value, int) and not isinstance(value, bool)):
+            found[name] = spelling(str(value).lower())
+    if isinstance(found.get("recompute"), bool):
+        found["recompute"] = "full" if found["recompute"] else "none"
+    return _with_machine(found)
+
+
+def _with_machine(found: dict[str, Any]) -> dict[str, Any]:
+    """The GPU of an AWS machine that stands in its place, or that `interconnect` names while no GPU is stated."""
+    stated, place = found.get("gpu"), found.get("interconnect")
+    text = stated or place
+    if not isinstance(text, str) or (stated and not isinstance(stated, str)):
+        return found
+    name = next((item for item in instance_types() if item in text.lower()), None)
+    device = instance(name).gpu if name else None
+    if device is None:
+        return found
+    # Which of its part's sizes the machine has: the A100 was made with 40 and 80 GB.
+    size = found.get("gpu_mem_gb") or round(device.memory_gib)
+    return found | {"gpu": device.name, "gpu_mem_gb": size, "interconnect": place or name}
