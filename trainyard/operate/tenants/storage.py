@@ -193,7 +193,8 @@ def empty(account: Account, bucket: str, say: Say) -> tuple[int, list[str]]:
     Old versions first: whatever interrupts it, none of them becomes the current one, which an export would copy.
     """
     s3 = account.client("s3")
-    gone, refused = 0, []
+    gone = 0
+    refused: list[str] = []
     with aws_errors("emptying", f"s3://{bucket}"):
         for page in s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket):
             for upload in page.get("Uploads", []):
