@@ -214,6 +214,11 @@ def test_a_tracker_that_cant_be_had_refuses_the_launch(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert run(["launch", str(path), "--backend", "local", "--set", "tracking.wandb.project=x"]) == 2
     assert f"pip install 'wandb=={VERSION}'" in capsys.readouterr().err
+    secret = "tracking.mlflow=http://bob:s3cret@127.0.0.1:5999"
+    assert run(["launch", str(path), "--backend", "local", "--set", secret]) == 2
+    said = capsys.readouterr()
+    assert "tracking.mlflow: the address holds a user or a password" in said.err and "s3cret" not in said.err + said.out
+    assert not list((tmp_path / "state").glob("jobs/*")), "nothing keeps it"
     with pytest.raises(InputError, match="acts as no tenant of AWS"):
         check_tracking(spec_of("compute={backend: local}", f"tracking.mlflow={OWN}"))
 

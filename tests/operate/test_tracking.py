@@ -1,5 +1,6 @@
 """A job in MLflow: what is told of it, what not twice, and from a real server enough to run it again."""
 
+import base64
 import http.server
 import io
 import json
@@ -19,7 +20,7 @@ from operate_mlflow import NoMlflowError, python, server
 from trainyard.cli.app import run
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch.record import FolderRecordStore, JobRecord
-from trainyard.operate.tracking import Server, metrics_of, metrics_version, params_of, tags_of, track
+from trainyard.operate.tracking import Server, check_no_secret, metrics_of, metrics_version, params_of, tags_of, track
 from trainyard.spec.job import load_job
 
 ROWS = [
@@ -179,6 +180,75 @@ def test_one_telling_reads_each_file_of_a_bucket_once(kept: JobRecord, monkeypat
 def test_what_is_no_servers_address_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["track", JOB_ID, "--mlflow", address]) == 2
     assert "must be the address of a tracking server, e.g. http://localhost:5000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("http://bob:s3cret@localhost:5000", "https://s3cret@host", "http://bob:s3/cret@host:5000"),
+        *("http://bob:s3:cret@host", "http://bob:s3[cret@host", "bob:s3cret@host"),
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_repeated(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["track", JOB_ID, "--mlflow", address]) == 2
+    said = capsys.readouterr()
+    assert "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in said.err
+    assert "cret" not in said.out + said.err and "bob" not in said.out + said.err
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    assert run(["track", JOB_ID]) == 2 and "cret" not in capsys.readouterr().err
+    check_no_secret("http://localhost:5000/of@us", "x")
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+    """A server that leads from /api on to another host name of its own; the paths and passwords that it was told."""
+    told: list[tuple[str, str | None]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            told.append((self.path, self.headers["Authorization"]))
+            is_first = self.path.startswith("/api")
+            self.send_response(302 if is_first else 200)
+            if is_first:
+                self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
+            self.end_headers()
+            if not is_first:
+                self.wfile.write(b"{}")
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{listening.server_address[1]}", told
+    listening.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({}, None),
+        ({"USERNAME": "bob"}, None),
+        ({"USERNAME": "bob", "PASSWORD": "s3:crét"}, f"Basic {base64.b64encode('bob:s3:crét'.encode()).decode()}"),
+        ({"TOKEN": "abc\n"}, "Bearer abc"),
+        ({"USERNAME": "bob", "PASSWORD": "x", "TOKEN": "abc"}, f"Basic {base64.b64encode(b'bob:x').decode()}"),
+    ],
+)
+def test_the_server_is_told_who_asks_as_mlflows_client_tells_it_and_nobody_else_is(
+    asked: tuple[str, list[tuple[str, str | None]]],
+    words: dict[str, str],
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address, told = asked
+    for name in ("USERNAME", "PASSWORD", "TOKEN"):
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+    for name, value in words.items():
+        monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", value)
+    assert Server(address).ask("runs/get") == {}
+    assert told == [("/api/2.0/mlflow/runs/get", expected), ("/elsewhere", None)]
 
 
 def test_an_answer_that_is_no_http_is_said_in_a_line(kept: JobRecord) -> None:

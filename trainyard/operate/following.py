@@ -24,7 +24,7 @@ from trainyard.launch.local_backend import trainer_environment
 from trainyard.launch.place import Place, place_of
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import state_root
-from trainyard.operate.tracking import Server, Tracked, metrics_version, server_at, track
+from trainyard.operate.tracking import Server, Tracked, check_no_secret, metrics_version, server_at, track
 from trainyard.operate.wandb_tracking import WandbTracker, check_wandb
 from trainyard.spec.job import JobSpec
 
@@ -72,6 +72,9 @@ def check_tracking(spec: JobSpec) -> None:
     tracking = spec.tracking
     if tracking.wandb is not None:
         check_wandb(tracking.wandb)
+    if tracking.mlflow is not None:
+        # Here and not in the job's model: a record that holds one must still be read, and its job stopped.
+        check_no_secret(tracking.mlflow, "tracking.mlflow")
     if tracking.mlflow is not None and tracking.mlflow.startswith("arn:") and spec.compute.backend == "local":
         raise InputError(
             f"tracking.mlflow: {tracking.mlflow}: a job of this machine acts as no tenant of AWS, which a managed "

@@ -5,10 +5,12 @@ was told before is not told again, so that it may be repeated while a job runs, 
 speak the same API, to requests that are signed.
 """
 
+import base64
 import hashlib
 import http.client
 import io
 import json
+import os
 import re
 import urllib.error
 import urllib.parse
@@ -40,6 +42,8 @@ MOST_PARAMS = 100
 MOST_CHARACTERS = 500
 """Of a parameter's value: what every MLflow since 1.28 takes."""
 SECONDS = 60.0
+_SECRETS = ("USERNAME", "PASSWORD", "TOKEN")
+"""Of the environment, after MLFLOW_TRACKING_: as MLflow's client reads them, a user's name before a token."""
 JOB_TAG, STEP_TAG, FILES_TAG = "trainyard.job_id", "trainyard.last_step", "trainyard.files"
 STATUSES = {"Completed": "FINISHED", "Failed": "FAILED", "Stopped": "KILLED"}
 
@@ -48,7 +52,8 @@ class Server:
     """An MLflow tracking server."""
 
     def __init__(self, uri: str) -> None:
-        """InputError for what is no http(s) address."""
+        """InputError for what is no http(s) address, or holds a secret."""
+        check_no_secret(uri, "--mlflow")
         if not _is_address(uri):
             raise InputError(f"--mlflow {uri}: must be the address of a tracking server, e.g. http://localhost:5000")
         self.uri = uri.rstrip("/")
@@ -78,7 +83,10 @@ class Server:
 
     def _send(self, address: str, body: bytes | None, method: str, kind: str) -> bytes:
         headers = self._headers(method, address, body, {"Content-Type": kind})
+        secret = headers.pop("Authorization", None)
         request = urllib.request.Request(address, body, headers, method=method)
+        if secret is not None:  # wherever an answer leads on to, nobody else is told it
+            request.add_unredirected_header("Authorization", secret)
         try:
             with urllib.request.urlopen(request, timeout=SECONDS) as answer:
                 return bytes(answer.read())
@@ -92,8 +100,12 @@ class Server:
             raise JobFailedError(f"{self.uri}: no MLflow answers ({reason}); start it, or check the address") from None
 
     def _headers(self, method: str, address: str, body: bytes | None, headers: dict[str, str]) -> dict[str, str]:
-        """Of a request."""
-        return headers
+        """Of a request: with the user's word, where the environment has one as MLflow's own client takes it."""
+        user, password, token = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in _SECRETS)
+        if user and password:
+            return {**headers, "Authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
+        # A line's end that came with a token from a file would be told as what is wrong, with the token.
+        return {**headers, "Authorization": f"Bearer {''.join(token.split())}"} if token.strip() else headers
 
     def page(self, experiment_id: str, run_id: str) -> str:
         """Where a person looks at a run."""
@@ -161,6 +173,20 @@ def server_at(where: str, account: Account | None, tenants_own: str) -> Server:
             f"--mlflow {found}: this job is on this machine, and acts as no tenant of AWS; give an address"
         )
     return ManagedServer(found, account)
+
+
+def check_no_secret(uri: str, setting: str) -> None:
+    """InputError for an address with a user or password, which is not repeated: the job's record and its logs are read
+    by more people than know it, and urllib takes it for a part of the host's name."""
+    try:
+        has_one = "@" in urllib.parse.urlsplit(uri).netloc
+    except ValueError:
+        has_one = False
+    if has_one or ("@" in uri and not _is_address(uri)):  # one with a / in it ends what is read as the host
+        raise InputError(
+            f"{setting}: the address holds a user or a password; leave them out (http://HOST:PORT), and set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, where jobs are launched"
+        )
 
 
 def _is_address(uri: str) -> bool:
