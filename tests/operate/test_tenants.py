@@ -16,7 +16,7 @@ from trainyard.errors import AwsRefusedError, InputError
 from trainyard.hardware import base_cost
 from trainyard.launch import session
 from trainyard.launch.session import checkout_root
-from trainyard.operate.tenants import leftovers, preview, removal, storage, survey
+from trainyard.operate.tenants import entry, leftovers, preview, removal, storage, survey
 from trainyard.operate.tenants.entry import with_tenant, without_tenant
 from trainyard.spec.platform import load_environment
 
@@ -235,6 +235,52 @@ def test_a_removal_whose_report_cannot_be_kept_is_told_as_done(
         assert "tenant globex is removed, but the report can't be kept" in said.err and "globex-training" in said.out
         assert local.read_text() == without_tenant(text_of("local"), "globex", "local")
     assert json.loads(said.out)["report"] is None
+
+
+def without_the_entry(path: Path) -> None:
+    path.write_text(without_tenant(path.read_text(), "globex", "mine"))
+
+
+BROKEN = {
+    "taken out meanwhile": (without_the_entry, 0, ""),
+    "gone": (Path.unlink, 1, "its entry is still in the file"),
+    "no YAML": (lambda path: path.write_text("tenants: [\n"), 1, "its entry is still in the file"),
+    "no environment": (lambda path: path.write_text("name: x\n"), 1, "its entry is still in the file"),
+    "read-only": (None, 1, "can't be written"),
+}
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_removal_is_told_whatever_became_of_the_file(
+    tmp_path: Path, how: str, as_json: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journal is gone, so nobody could tell later what was shredded."""
+    path, state = tmp_path / "mine.yaml", tmp_path / "state"
+    path.write_text(text_of("local"))
+    monkeypatch.setenv("TRAINYARD_STATE_DIR", str(state))
+    meanwhile, code, told = BROKEN[how]
+    done = removal.Report("local", "globex", "1", "r", "shred", "now", "then", stacks_deleted=["globex-training"])
+
+    def remove(*_: object) -> removal.Report:
+        if meanwhile is not None:
+            meanwhile(path)
+        return done
+
+    monkeypatch.setattr(session, "open_account", lambda *_: None)
+    monkeypatch.setattr(removal, "plan", lambda *_: None)
+    monkeypatch.setattr(removal, "remove", remove)
+    if how == "read-only":  # for root there is none
+
+        def refuse(where: Path, _: str) -> None:
+            raise InputError(f"{where}: can't be written (Read-only file system); make it writable")
+
+        monkeypatch.setattr(entry, "replace_file", refuse)
+    assert run(["tenant", "remove", str(path), "globex", "--confirm", "globex", *as_json]) == code
+    said = capsys.readouterr()
+    assert "globex-training" in said.out and told in said.err and said.err.count("\n") == code
+    assert [one.suffix for one in sorted((state / "offboarding").iterdir())] == [".json", ".txt"]
+    assert ("is taken out" in said.out) == (code == 0 and not as_json)
 
 
 @pytest.mark.parametrize("emulated", [False, True])

@@ -11,8 +11,11 @@ from trainyard.cli.output import console, print_json, turner
 from trainyard.errors import InputError, JobFailedError, TrainyardError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainyard.hardware import BaseCost
     from trainyard.operate.tenants.preview import Preview
+    from trainyard.operate.tenants.removal import Report
     from trainyard.spec.platform import EnvironmentSpec
 
 app = typer.Typer(help="Tenants of an environment: add, show, remove.", no_args_is_help=False)
@@ -158,21 +161,44 @@ def remove(
     if report is None:
         _print_plan(planned, as_json)
         return
-    # Read again: a removal takes long, and others edit the file meanwhile.
-    entry.replace_file(path, entry.without_tenant(entry.read_text(path), name, str(path)))
-    kept, why = None, ""
+    _tell_removed(report, path, as_json)
+
+
+def _tell_removed(report: "Report", path: "Path", as_json: bool) -> None:
+    """Keep and print what was done, and take the entry out; JobFailedError where either can't be. What is gone is gone,
+    so the report comes first, and whatever befalls the file is told after it."""
+    from trainyard.launch.session import state_root
+    from trainyard.operate.tenants import removal
+
+    name, kept, open_ends = report.tenant, None, []
     try:
         kept = removal.write_report(report, state_root())
-    except OSError as error:  # what is gone is gone: then who asked for it reads so
-        why = f"{error.filename or state_root()}: {error.strerror}"
+    except OSError as error:
+        where = f"{error.filename or state_root()}: {error.strerror}"
+        open_ends.append(f"the report can't be kept ({where}); keep what was printed")
+    try:
+        _take_out(path, name)
+    except InputError as error:
+        open_ends.append(f"its entry is still in the file ({error}); take it out by hand")
     if as_json:
         print_json({**_document(report), "report": str(kept) if kept else None})
     else:
         for line in report.lines():
             print(line)
-        print(f"{path}: the entry of {name} is taken out; report: {kept or 'not kept'}")
-    if kept is None:
-        raise JobFailedError(f"tenant {name} is removed, but the report can't be kept ({why}); keep what was printed")
+        print(f"report: {kept or 'not kept'}")
+    if open_ends:
+        raise JobFailedError(f"tenant {name} is removed, but {'; and '.join(open_ends)}")
+    if not as_json:
+        print(f"{path}: the entry of {name} is taken out")
+
+
+def _take_out(path: "Path", name: str) -> None:
+    """The file is read again: a removal takes long, and others edit it meanwhile, or take the entry out themselves."""
+    from trainyard.operate.tenants import entry
+    from trainyard.spec.platform import load_environment
+
+    if name in load_environment(path).tenants:
+        entry.replace_file(path, entry.without_tenant(entry.read_text(path), name, str(path)))
 
 
 def _entry(

@@ -33,10 +33,13 @@ def with_tenant(text: str, name: str, entry: Mapping[str, Any], where: str) -> s
 
 
 def without_tenant(text: str, name: str, where: str) -> str:
-    """`text` without that tenant's entry, and without the comment lines that stand directly above it."""
+    """`text` without that tenant's entry, and without the comment lines that stand directly above it; where there is no
+    such entry, as it is."""
     tenants = _tenants(text, where)
     lines = text.splitlines(keepends=True)
     names = [key.value for key, _ in tenants.value]
+    if name not in names:
+        return text
     if len(names) == 1:
         raise InputError(
             f"{where}: {name} is the only tenant, and an environment has at least one; destroy the environment instead "
