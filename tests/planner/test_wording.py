@@ -8,7 +8,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import gpu
 from trainyard.planner import predict
 from trainyard.planner.predict import understand
-from trainyard.planner.wording import FIELDS
+from trainyard.planner.wording import FIELDS, in_plain_words
 
 LLAMA: dict[str, Any] = {"model": "llama-3.1-8b", "gpu": "H100", "gpus": 16, "seq": 4096}
 
@@ -40,6 +40,8 @@ LLAMA: dict[str, Any] = {"model": "llama-3.1-8b", "gpu": "H100", "gpus": 16, "se
 )
 def test_other_words_say_the_same(words: dict[str, Any], plain: dict[str, Any]) -> None:
     assert predict(LLAMA | words) == predict(LLAMA | plain)
+    if "model" not in words:  # names of models are read later
+        assert in_plain_words(LLAMA | words) == LLAMA | plain
 
 
 OTHERS: dict[str, Any] = {
