@@ -140,3 +140,11 @@ def test_heads_of_a_guessed_model_can_be_split_by_tensor_parallelism(billions: i
     shape = understand({"params_b": billions, "gpu": "H100", "gpus": 64, "tp": 8}).shape
     assert shape.heads % 8 == 0
     assert shape.params == pytest.approx(billions * 1e9, rel=0.08)
+
+
+@pytest.mark.parametrize(("heads", "says"), [(96, True), (32, True), (100, False), (90, False)])
+def test_heads_that_lie_unaligned_are_told(heads: int, says: bool) -> None:
+    # BLOOM's trials of 14,400: 150 and 450 elements; 144 and 160 are multiples of 8.
+    asked = {"layers": 4, "hidden": 14400, "ffn": 57600, "heads": heads, "gpu": "A100", "gpus": 64, "recompute": "full"}
+    notes = predict(asked).get("notes", [])
+    assert any(note.startswith(f"head_dim {14400 // heads}: its rows don't begin") for note in notes) == says
