@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +204,45 @@ def test_a_hyperpod_cluster_goes_before_the_roles_that_its_machines_act_as(
     old = new
     deploy()
     assert [arguments[1] for arguments in asked] == ["--all"]
+
+
+def test_nobody_takes_the_assembly_from_a_deployment_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CLI reads templates as it comes to them. A question that deploys nothing waits for no deployment."""
+    monkeypatch.setattr(deployment, "open_account", lambda _: None)
+    monkeypatch.setattr(deployment, "check_losses", lambda *_: [])
+    monkeypatch.setattr(deployment, "synthesize_into", lambda *_: {})
+    deploys, may_end, seen = threading.Event(), threading.Event(), []
+
+    def cdk(_: Path, arguments: list[str], *__: Any) -> None:
+        (tmp_path / "cdk.out" / "read.1.lock").touch()
+        deploys.set()
+        assert may_end.wait(60)
+        seen.append((tmp_path / "cdk.out" / "read.1.lock").exists())
+
+    monkeypatch.setattr(deployment, "cdk", cdk)
+    spec: Any = SimpleNamespace(emulated=False)
+    account: Any = None
+    said: list[str] = []
+
+    def deploy() -> None:
+        deployment.deploy(tmp_path, tmp_path, spec, {}, work=tmp_path, progress=lambda _: None, say=waits)
+
+    def waits(words: str) -> None:
+        said.append(words)
+        may_end.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(deploy)
+        assert deploys.wait(60)
+        deployment.check(tmp_path, tmp_path, account, [], [])
+        assert (tmp_path / "cdk.out" / "read.1.lock").exists() and said == []
+        second = pool.submit(deploy)
+        for one in (first, second):
+            one.result(60)
+    assert seen == [True, True]
+    assert len(said) == 1 and said[0].startswith("warning: another deployment of this environment goes on")
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,12 @@ def deploy(
     spec = load_environment(file)
     names = [check_tenant(spec, name, "--tenant") for name in tenant or ()]
     stacks = [stack for name in names for stack in deployment.tenant_stacks(spec, name)]
-    work = state_root() / "deploy" / spec.name
-    work.mkdir(parents=True, exist_ok=True)
     with console(stderr=True).status("deploying") as spinner:
         if check:
-            account = open_account(spec)
-            wanted = deployment.prepare(checkout_root(), file, work / "cdk.out")
-            deployment.check_losses(account, wanted, stacks, accept_loss or (), teller(spinner))
+            deployment.check(checkout_root(), file, open_account(spec), stacks, accept_loss or (), teller(spinner))
         else:
+            work = state_root() / "deploy" / spec.name
+            work.mkdir(parents=True, exist_ok=True)
             deployment.deploy(
                 checkout_root(),
                 file,

@@ -1,11 +1,14 @@
 """Synthesis, the question whether anything stateful would be lost, and `cdk deploy` by the real CLI, with its progress
 passed on and its failures in one line."""
 
+import fcntl
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Collection, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainyard.children import end_group, start
@@ -123,20 +126,49 @@ def deploy(
     """
     log, assembly = work / "cdk.log", work / "cdk.out"
     access = open_account(environment)  # who may not in is told before the minute that synthesis can take
-    progress("synthesizing")
-    wanted = prepare(checkout, environment_file, assembly)
-    progress("comparing with what is deployed")
-    first = check_losses(access, wanted, stacks, accepted_losses, say)
-    if environment.emulated:
-        progress("bootstrapping")
-        account = f"aws://{environment.account}/{environment.region}"
-        cdk(checkout, ["bootstrap", account, "--app", str(assembly)], aws, log, progress)
-    progress("deploying")
-    chosen = list(stacks) or ["--all"]
-    options = ["--require-approval", "never", "--concurrency", "4", "--progress", "events"]
-    if first:
-        cdk(checkout, ["deploy", *first, "--exclusively", "--app", str(assembly), *options], aws, log, progress)
-    cdk(checkout, ["deploy", *chosen, "--app", str(assembly), *options], aws, log, progress)
+    with _alone(work, say):
+        progress("synthesizing")
+        wanted = prepare(checkout, environment_file, assembly)
+        progress("comparing with what is deployed")
+        first = check_losses(access, wanted, stacks, accepted_losses, say)
+        if environment.emulated:
+            progress("bootstrapping")
+            account = f"aws://{environment.account}/{environment.region}"
+            cdk(checkout, ["bootstrap", account, "--app", str(assembly)], aws, log, progress)
+        progress("deploying")
+        chosen = list(stacks) or ["--all"]
+        options = ["--require-approval", "never", "--concurrency", "4", "--progress", "events"]
+        if first:
+            cdk(checkout, ["deploy", *first, "--exclusively", "--app", str(assembly), *options], aws, log, progress)
+        cdk(checkout, ["deploy", *chosen, "--app", str(assembly), *options], aws, log, progress)
+
+
+@contextmanager
+def _alone(work: Path, say: Progress) -> Iterator[None]:
+    """Of two that deploy by one folder the second waits: the CLI reads the assembly as long as it deploys."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "cdk.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"warning: another deployment of this environment goes on from here; waiting for its end ({work})")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def check(
+    checkout: Path,
+    environment_file: Path,
+    account: Account,
+    stacks: Sequence[str],
+    accepted: Collection[str],
+    say: Progress = lambda _: None,
+) -> None:
+    """What `deploy` would refuse is refused, and nothing is deployed. In a folder of its own, so that it disturbs none
+    that deploys meanwhile, and waits for none."""
+    with tempfile.TemporaryDirectory(prefix="trainyard-check-") as folder:
+        wanted = prepare(checkout, environment_file, Path(folder) / "cdk.out")
+    check_losses(account, wanted, stacks, accepted, say)
 
 
 def prepare(checkout: Path, environment_file: Path, assembly: Path) -> dict[str, Template]:
