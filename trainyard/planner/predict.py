@@ -226,8 +226,8 @@ def _of_heads(question: Question) -> str:
     if not question.shape.attention_params or width * question.layout.element_bytes % 16 == 0:
         return ""
     return (
-        f"head_dim {width}: its rows don't begin at multiples of 16 bytes, which this time doesn't count; steps of such "
-        "models have taken 1.25 to 1.5 times as long (a multiple of 8 avoids it)"
+        f"head_dim {width}: its rows don't begin at multiples of 16 bytes, which this time doesn't count; steps of "
+        "such models have taken 1.25 to 1.5 times as long (a multiple of 8 avoids it)"
     )
 
 
