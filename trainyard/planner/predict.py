@@ -380,7 +380,8 @@ def _with_rows_and_mixture(fields: _Fields, shape: ModelShape, base: ModelShape 
     """Stated positions and products of the head, and the mixture of a known hybrid's layers."""
     for name in ("learned_positions", "head_products"):
         if fields.given(name):
-            shape = dataclasses.replace(shape, **{name: fields.whole(name, 0, least=0)})
+            stated: dict[str, Any] = {name: fields.whole(name, 0, least=0)}
+            shape = dataclasses.replace(shape, **stated)
     if base is not None and base.is_hybrid and not fields.given("hybrid_pattern"):
         # A cut or longer one keeps the mixture of its layers.
         share = shape.layers / base.layers
