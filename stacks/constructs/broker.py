@@ -11,7 +11,7 @@ from aws_cdk import aws_sns as sns
 from constructs import Construct
 
 from stacks.constructs.functions import PERIOD, function_code, ring, tenant_function
-from stacks.constructs.job_events import ENDED, named, state_changes
+from stacks.constructs.job_events import ENDED, state_changes
 from stacks.constructs.permissions import TenantResources
 from stacks.naming import TenantScope
 from trainyard.errors import InputError
@@ -79,21 +79,22 @@ class Broker(Construct):
             "Failed",
             metric=self.function.metric_errors(period=PERIOD),
             topic=topic,
-            description=f"Tenant {tenant.name}: the broker failed, so that a job was not submitted; its log says why.",
+            description=f"Tenant {tenant.name}: the broker failed, so that {_not_done(tenant)}; its log says why.",
         )
         if tenant.isolates_jobs:
             self._remove_roles(tenant)
 
     def _remove_roles(self, tenant: TenantScope) -> None:
-        """The broker is asked to look for roles of jobs that are over: after each end of a job, and each hour, for what
-        is over only later (a failed job that nobody resumed, a queue's last try)."""
-        sweep = targets.LambdaFunction(self.function, event=events.RuleTargetInput.from_object({"sweep": True}))
+        """The broker is asked to look for roles of jobs that are over: after each end of a job for that job's, by the
+        name of the attempt, and each hour for all, as some are over only later (a failed job that nobody resumed, a
+        queue's last try)."""
         events.Rule(
             self,
             "EndedJobs",
             description=f"Training jobs of tenant {tenant.name} that have ended: their roles go",
-            event_pattern=state_changes(ENDED, named(tenant)),
-            targets=[sweep],
+            # By the attempt's own name: of what a queue starts, under names of Batch's, Batch tells the end.
+            event_pattern=state_changes(ENDED, {"TrainingJobName": [{"prefix": f"{tenant.name}-"}]}),
+            targets=[self._sweep("$.detail.TrainingJobName")],
         )
         if tenant.queued:
             events.Rule(
@@ -109,15 +110,27 @@ class Broker(Construct):
                         "jobQueue": list(tenant.training_queues.values()),
                     },
                 ),
-                targets=[sweep],
+                targets=[self._sweep("$.detail.jobName")],
             )
         events.Rule(
             self,
             "EachHour",
             description=f"Roles of tenant {tenant.name}'s jobs that are over go",
             schedule=events.Schedule.rate(Duration.hours(1)),
-            targets=[sweep],
+            targets=[self._sweep()],
         )
+
+    def _sweep(self, ended: str = "") -> targets.LambdaFunction:
+        """`ended`: where the event has the name of the attempt that is over."""
+        said = {"sweep": True, **({"ended": events.EventField.from_path(ended)} if ended else {})}
+        return targets.LambdaFunction(self.function, event=events.RuleTargetInput.from_object(said))
+
+
+def _not_done(tenant: TenantScope) -> str:
+    """What an error of the function may mean."""
+    if not tenant.isolates_jobs:
+        return "a job was not submitted"
+    return "a job was not submitted, or roles of jobs that are over still stand (each hour it looks for them again)"
 
 
 def prices_of(kinds: Iterable[str], region: str, *, spot: bool = False) -> dict[str, float]:

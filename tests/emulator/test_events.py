@@ -8,6 +8,7 @@ import pytest
 from emulator_testing import ACCOUNT, TRUST_SAGEMAKER, Site, allow, policy, wait_for
 
 from trainyard import emulator
+from trainyard.emulator.batch.service_jobs import QuotaShare, ServiceJobs
 from trainyard.emulator.functions import events
 from trainyard.emulator.functions.events import EventBus, Schedule, input_of
 from trainyard.emulator.functions.runs import Run
@@ -185,6 +186,28 @@ def test_a_rule_with_a_rate_and_a_pattern_is_called_by_events_too() -> None:
     for status, called in (("Failed", ["both", "pattern"]), ("InProgress", [])):
         event = {"source": "aws.sagemaker", "detail": {"TrainingJobStatus": status}}
         assert [arn for arn, _ in EventBus._rules(bus, event)] == called
+
+
+def test_a_queued_jobs_end_is_told_by_its_name_and_queue() -> None:
+    heard: list[Any] = []
+    bus = EventBus(
+        cast(Any, SimpleNamespace(account="1", region="here")), cast(Any, None), lambda e: heard.append(e) or []
+    )
+    jobs = ServiceJobs(cast(Any, SimpleNamespace(account="1", region="here")), cast(Any, SimpleNamespace(listen=id)))
+    jobs.listen(bus.service_job_ended)
+    jobs.shares["q/quota-share/acme"] = QuotaShare("arn", "acme", "q", {})
+    request = {"jobName": "acme-a", "jobQueue": "q", "quotaShareName": "acme"}
+    payload = {"ResourceConfig": {"InstanceType": "ml.p5.4xlarge", "InstanceCount": 1}}
+    job = jobs.submit(request | {"serviceRequestPayload": json.dumps(payload)}, "q", {})
+    assert heard == []
+    jobs.terminate(job.job_id, "enough")
+    (event,) = heard
+    assert (event["source"], event["detail-type"]) == ("aws.batch", "Batch Service Job State Change")
+    assert event["resources"] == [job.arn]
+    told = {name: event["detail"][name] for name in ("jobName", "jobQueue", "status", "isTerminated")}
+    assert told == {"jobName": "acme-a", "jobQueue": "q", "status": "FAILED", "isTerminated": True}
+    jobs.terminate(job.job_id, "again")
+    assert len(heard) == 1
 
 
 @pytest.mark.full

@@ -40,6 +40,7 @@ class Jobs:
         self.training: dict[str, dict[str, Any]] = {}
         self.queued: list[dict[str, Any]] = []
         self.created: list[dict[str, Any]] = []
+        self.described: list[str] = []
         self.unseen = 0
         self.is_gone = False
 
@@ -50,6 +51,7 @@ class Jobs:
         self.created.append(request)
 
     def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:
+        self.described.append(TrainingJobName)
         if TrainingJobName not in self.training:
             raise refusal("ValidationException", "Requested resource not found.")
         return self.training[TrainingJobName]
@@ -211,7 +213,7 @@ def test_a_role_goes_when_nothing_starts_its_job_again(
 ) -> None:
     made(deployed, contract)
     jobs.training = {JOB_ID: job} if job else {}
-    assert roles(deployed, contract, later=later).sweep(jobs, jobs) == ([JOB_ID] if removed else [])
+    assert roles(deployed, contract, later=later).sweep(jobs, jobs) == ([JOB_ID] if removed else [], [])
     assert (not deployed.client("iam").list_roles(PathPrefix="/trainyard/")["Roles"]) == removed
 
 
@@ -240,7 +242,7 @@ def test_the_role_of_a_queued_job_outlives_its_preemptions_and_retries(
     made(deployed, contract, queue=QUEUE)
     jobs.queued = [{"jobName": JOB_ID, **job}] if job else []
     jobs.training = {JOB_ID: ended("Stopped")}  # what SageMaker says of one start is not what counts
-    assert roles(deployed, contract, later=later).sweep(jobs, jobs) == ([JOB_ID] if removed else [])
+    assert roles(deployed, contract, later=later).sweep(jobs, jobs) == ([JOB_ID] if removed else [], [])
 
 
 def test_the_role_of_a_job_in_a_queue_that_is_gone_goes(
@@ -249,7 +251,7 @@ def test_the_role_of_a_job_in_a_queue_that_is_gone_goes(
     monkeypatch.setattr(broker_roles.time, "sleep", lambda _: None)
     made(deployed, contract, queue=QUEUE)
     jobs.is_gone = True
-    assert roles(deployed, contract, later=HOUR).sweep(jobs, jobs) == [JOB_ID]
+    assert roles(deployed, contract, later=HOUR).sweep(jobs, jobs) == ([JOB_ID], [])
 
 
 def test_a_resumed_job_has_its_role_again_with_the_new_attempts_streams(
@@ -265,7 +267,7 @@ def test_a_resumed_job_has_its_role_again_with_the_new_attempts_streams(
     assert asked_name("acme", again) in policy_of(deployed)
     assert asked_name("acme", JOB_ID) not in policy_of(deployed)
     jobs.queued = [{"jobName": again, "status": "RUNNING"}, {"jobName": JOB_ID, "status": "SUCCEEDED"}]
-    assert roles(deployed, queued).sweep(jobs, jobs) == [], "the newest attempt counts"
+    assert roles(deployed, queued).sweep(jobs, jobs) == ([], []), "the newest attempt counts"
 
 
 def test_a_role_that_is_given_to_a_new_attempt_meanwhile_stays(
@@ -283,7 +285,7 @@ def test_a_role_that_is_given_to_a_new_attempt_meanwhile_stays(
         return answer
 
     jobs.describe_training_job = described  # type: ignore[method-assign]
-    assert roles(deployed, contract).sweep(jobs, jobs) == []
+    assert roles(deployed, contract).sweep(jobs, jobs) == ([], [])
     assert looked == [JOB_ID, f"{JOB_ID}-r2"]
 
 
@@ -302,6 +304,80 @@ def test_anybody_may_ask_for_a_sweep_and_only_what_is_over_goes(
     assert deployed.client("iam").get_role(RoleName="shared")["Role"]["Arn"] == other["Role"]["Arn"]
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {"audit": "roles", "removed": [JOB_ID]} in lines
+
+
+def numbered(number: int) -> str:
+    return f"acme-tiny-20260131120000-{number:04x}"
+
+
+def other_roles(deployed: Account, contract: TenantContract, jobs: Jobs, status: str, *, number: int = 3) -> list[str]:
+    """Roles of more jobs, and their jobs at that status."""
+    names = [numbered(one) for one in range(number)]
+    for name in names:
+        roles(deployed, contract).make(name, {"name": name, "spec": {}, "channels": []})
+        jobs.training[name] = ended(status)
+    return names
+
+
+@pytest.mark.parametrize("attempt", ["", "-r2", "-r12"])
+def test_a_jobs_end_has_its_own_role_looked_at_and_no_other(
+    ask: Any, deployed: Account, contract: TenantContract, jobs: Jobs, attempt: str
+) -> None:
+    one, other, third = other_roles(deployed, contract, jobs, "Completed")
+    assert ask(sweep=True, ended=f"{other}{attempt}") == {"removed": [other]}
+    assert jobs.described == [other, other]
+    left = deployed.client("iam").list_roles(PathPrefix="/trainyard/")["Roles"]
+    assert {role["RoleName"] for role in left} == {one, third}
+    assert set(ask(sweep=True)["removed"]) == {one, third}, "the clock's look takes all"
+
+
+@pytest.mark.parametrize(
+    "name", ["globex-tiny-20260131120000-0000", "acme-by-hand", f"{numbered(0)}-r123", "../each/x", "", 7, ["a"]]
+)
+def test_the_end_of_what_nobody_launched_here_removes_nothing(
+    ask: Any, deployed: Account, contract: TenantContract, jobs: Jobs, name: Any
+) -> None:
+    other_roles(deployed, contract, jobs, "Completed")
+    assert ask(sweep=True, ended=name) == {"removed": []}
+    assert jobs.described == []
+
+
+def test_a_role_that_cannot_be_looked_at_is_named_and_the_others_go(
+    ask: Any, deployed: Account, contract: TenantContract, jobs: Jobs, monkeypatch: Any, capsys: Any
+) -> None:
+    one, other, third = other_roles(deployed, contract, jobs, "Completed")
+    describe = jobs.describe_training_job
+
+    def throttled(TrainingJobName: str) -> dict[str, Any]:
+        if TrainingJobName == other:
+            raise refusal("ThrottlingException", "Rate\nexceeded")
+        return describe(TrainingJobName)
+
+    monkeypatch.setattr(jobs, "describe_training_job", throttled)
+    line = (
+        f"{other}: ClientError: An error occurred (ThrottlingException) when calling the Asked operation: Rate exceeded"
+    )
+    assert ask(sweep=True, ended=other) == {"removed": [], "failed": [line]}, "the clock's look makes up for it"
+    with pytest.raises(RuntimeError, match=r"^roles that may have to go: .*Rate exceeded$"):
+        ask(sweep=True)
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {**said, "removed": set(said["removed"])} == {"audit": "roles", "removed": {one, third}, "failed": [line]}
+
+
+@pytest.mark.parametrize("is_clock", [True, False])
+def test_a_look_that_does_not_begin_rings_where_no_other_makes_up_for_it(
+    ask: Any, monkeypatch: pytest.MonkeyPatch, is_clock: bool
+) -> None:
+    def throttled(*_: Any) -> Any:
+        raise refusal("Throttling", "Rate exceeded")
+
+    monkeypatch.setattr(JobRoles, "sweep", throttled)
+    if is_clock:
+        with pytest.raises(RuntimeError, match="Throttling"):
+            ask(sweep=True)
+    else:
+        answer = ask(sweep=True, ended=JOB_ID)
+        assert answer["removed"] == [] and "Throttling" in answer["failed"][0]
 
 
 def test_the_detective_stops_a_job_that_runs_as_another_jobs_role() -> None:

@@ -165,5 +165,6 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     authorizer.principals.service_job_tags = service_jobs.tags
     bus = EventBus(info, functions)
     jobs.listen(bus.job_changed)
+    service_jobs.listen(bus.service_job_ended)
     more = {"prices": offers.replace, "throttle": throttle.plan}
     return ControlEndpoints(authorizer, info, jobs, bus, more), jobs, functions

@@ -21,7 +21,8 @@ MAX_RECORD_BYTES = 4 * 2**20
 
 
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
-    """`event`: {"job_id": ...}; its newest attempt is submitted. Or {"sweep": true}: roles of jobs that are over go.
+    """`event`: {"job_id": ...}; its newest attempt is submitted. Or {"sweep": true}: roles of jobs that are over
+    go; with "ended", an attempt's name, its job's alone.
 
     Answers {"submitted": NAME, "already": whether it was before}, with an "uncapped" line where no price is known and
     a "warning" where a quota of the month is nearly spent, or {"refused": one line, "by": "rules" or "aws", "code":
@@ -30,7 +31,7 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     from botocore.exceptions import BotoCoreError, ClientError
 
     if isinstance(event, dict) and event.get("sweep"):
-        return _sweep()
+        return _sweep(event.get("ended"))
     try:
         answer = _submit(event.get("job_id") if isinstance(event, dict) else None)
     except Refused as refusal:
@@ -115,19 +116,38 @@ def _submit(job_id: Any) -> dict[str, Any]:
     return {"submitted": name, "already": False, "request": request, **rules.remarks(entry, warnings)}
 
 
-def _sweep() -> dict[str, Any]:
-    """What is asked after each job's end, and by the clock."""
+def _sweep(ended: Any = None) -> dict[str, Any]:
+    """Removes roles of jobs that are over: by the clock of all, after a job's end (of attempt `ended`) its own.
+
+    RuntimeError, after its line of the log, where the clock's look failed: the function's errors ring. What the look
+    after an end misses the clock's makes up for, and nobody need hear of it.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    removed: list[str] = []
+    try:
+        removed, failed = _remove_roles(ended)
+    except Refused:
+        failed = []  # a job that nobody launched by trainyard has no role
+    except (BotoCoreError, ClientError) as error:
+        failed = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
+    answer = {"removed": removed, **({"failed": failed} if failed else {})}
+    print(json.dumps({"audit": "roles", **answer}))
+    if failed and ended is None:
+        raise RuntimeError(f"roles that may have to go: {'; '.join(failed)}")
+    return answer
+
+
+def _remove_roles(ended: Any) -> tuple[list[str], list[str]]:
     import boto3
 
     contract = json.loads(
         boto3.client("ssm").get_parameter(Name=json.loads(os.environ["BROKER"])["contract"])["Parameter"]["Value"]
     )
     if not contract.get("job_boundary"):
-        return {"removed": []}
-    roles = JobRoles(boto3.client("iam"), contract)
-    answer = {"removed": roles.sweep(boto3.client("sagemaker"), boto3.client("batch"))}
-    print(json.dumps({"audit": "roles", **answer}))
-    return answer
+        return [], []
+    only = "" if ended is None else rules.job_of(ended, contract)
+    return JobRoles(boto3.client("iam"), contract).sweep(boto3.client("sagemaker"), boto3.client("batch"), only)
 
 
 def _record(s3: Any, bucket: str, job_id: str) -> Any:

@@ -99,15 +99,21 @@ class JobRoles:
             )
         return text
 
-    def sweep(self, sagemaker: Any, batch: Any) -> list[str]:
-        """Remove the roles of jobs that are over; their ids."""
-        return [
-            job_id
-            for job_id in self._names()
-            # Asked twice: a role that was given to a new attempt meanwhile stays.
-            if self._is_over(job_id, sagemaker, batch) and self._is_over(job_id, sagemaker, batch)
-            if self._remove(job_id)
-        ]
+    def sweep(self, sagemaker: Any, batch: Any, only: str = "") -> tuple[list[str], list[str]]:
+        """Remove the roles of jobs that are over. (their ids, a line for each that couldn't be looked at or removed)
+
+        `only`: the one job that is looked at; each look at a role is a call of IAM, which the account shares.
+        """
+        removed, failed = [], []
+        for job_id in [only] if only else self._names():
+            try:
+                # Asked twice: a role that was given to a new attempt meanwhile stays.
+                is_over = self._is_over(job_id, sagemaker, batch) and self._is_over(job_id, sagemaker, batch)
+                if is_over and self._remove(job_id):
+                    removed.append(job_id)
+            except Exception as error:  # whatever it was, the next one must be looked at
+                failed.append(f"{job_id}: {type(error).__name__}: {' '.join(str(error).split())}")
+        return removed, failed
 
     def _names(self) -> Iterator[str]:
         for page in self._iam.get_paginator("list_roles").paginate(PathPrefix=self._path):

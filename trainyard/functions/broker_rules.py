@@ -18,6 +18,7 @@ MAX_HOURS = 28 * 24
 _CHANNEL_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 _JOB_ID = re.compile(r"[a-z0-9-]+-[0-9]{14}-[0-9a-f]{4}")
 """As the launcher makes them. Nothing else can end in `-r2`, and so be another job's attempt."""
+_ATTEMPT = re.compile(r"-r[0-9]{1,2}$")
 _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _PATH = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*/?")
 _NO_DIGEST = "0" * 64
@@ -39,6 +40,11 @@ def check_job_id(job_id: Any, contract: Mapping[str, Any]) -> str:
             f"job_id: {_shown(job_id)} doesn't end as a job's id does (-YYYYMMDDhhmmss-1a2b); launch it again"
         )
     return job_id
+
+
+def job_of(attempt: Any, contract: Mapping[str, Any]) -> str:
+    """The id of the job that an attempt of this name is of; refused where it isn't one of this tenant's."""
+    return check_job_id(_ATTEMPT.sub("", attempt) if isinstance(attempt, str) else attempt, contract)
 
 
 def check_record(record: Any, job_id: str, contract: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +156,7 @@ class ServiceJobs:
         self._tokens: dict[str, str] = {}
         self._orders = 0
         self._capacity: dict[str, dict[str, int]] = {}
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
         training.listen(self._heard)
         threading.Thread(target=self._work, daemon=True, name="batch").start()
 
@@ -226,6 +227,10 @@ class ServiceJobs:
         """Of a job; empty where there is none."""
         job = self.jobs.get(job_id.rpartition("/")[2])
         return dict(job.request.get("tags") or {}) if job else {}
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Have `listener` told of every job that ends, with DescribeServiceJob's answer; it must not wait."""
+        self._listeners.append(listener)
 
     def shares_changed(self) -> None:
         """Look again at whose turn it is."""
@@ -336,6 +341,8 @@ class ServiceJobs:
     def _end(self, job: ServiceJob, status: str, reason: str) -> None:
         job.status, job.reason, job.stopped = status, reason, milliseconds()
         self._changed.set()
+        for listener in self._listeners:
+            listener(job.description())
 
     def _later(self) -> None:
         timer = threading.Timer(_RETRY_SECONDS, self._changed.set)

@@ -1,4 +1,4 @@
-"""EventBridge's part: a training job's change of state reaches the functions that a stack's rules name.
+"""EventBridge's part: a training job's change of state, and a queued job's end, reach the functions that rules name.
 
 Rules, patterns and targets are those of moto's EventBridge, where the stacks put them; only targets that are functions
 are called, and only where the function's own policy lets the rule (as on AWS, where the call is refused in silence).
@@ -21,6 +21,7 @@ from trainyard.emulator.functions.runs import Functions, Run, UnknownFunctionErr
 from trainyard.emulator.info import EmulatorInfo
 
 DETAIL_TYPE = "SageMaker Training Job State Change"
+SERVICE_JOB_DETAIL_TYPE = "Batch Service Job State Change"
 _RETRIES = 2
 """Lambda's own number for asynchronous invocations (developer guide, "Error handling"); its waits are minutes."""
 _RETRY_SECONDS = 1.0
@@ -69,17 +70,23 @@ class EventBus:
 
     def job_changed(self, description: Mapping[str, Any]) -> None:
         """Tell the rules of a training job's new state; `description` is DescribeTrainingJob's answer."""
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self._tell("aws.sagemaker", DETAIL_TYPE, description["TrainingJobArn"], description)
+
+    def service_job_ended(self, description: Mapping[str, Any]) -> None:
+        """Tell the rules of the end of a job in a training queue; `description` is DescribeServiceJob's answer."""
+        self._tell("aws.batch", SERVICE_JOB_DETAIL_TYPE, description["jobArn"], description)
+
+    def _tell(self, source: str, detail_type: str, arn: str, description: Mapping[str, Any]) -> None:
         self.put(
             {
                 "version": "0",
                 "id": str(uuid.uuid4()),
-                "detail-type": DETAIL_TYPE,
-                "source": "aws.sagemaker",
+                "detail-type": detail_type,
+                "source": source,
                 "account": self._info.account,
-                "time": now,
+                "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                 "region": self._info.region,
-                "resources": [description["TrainingJobArn"]],
+                "resources": [arn],
                 "detail": json.loads(json.dumps(dict(description), default=_milliseconds)),
             }
         )
