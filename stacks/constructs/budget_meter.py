@@ -95,8 +95,10 @@ class BudgetMeter(Construct):
         )
         missing, tell = cloudwatch.TreatMissingData, partial(ring, self, topic=topic)
 
-        def said(text: str) -> str:
-            return f"Tenant {self._tenant.name}: {text}. trainyard cost tells by whom."
+        def said(text: str, then: str = "trainyard cost tells by whom") -> str:
+            return f"Tenant {self._tenant.name}: {text}. {then}."
+
+        logs = "docs/runbooks/README.md says where its log is, and what then"
 
         # A meter that doesn't look says nothing of the budget: what rang goes on to ring.
         for construct_id, metric, threshold, text in (
@@ -106,11 +108,13 @@ class BudgetMeter(Construct):
         ):
             tell(construct_id, metric=metric, description=said(text), threshold=threshold, no_figure=missing.IGNORE)
         self._alarm_of_waits(topic)
-        errors, text = self.function.metric_errors(period=EVERY), "the meter fails; its log says why"
-        tell("Blind", metric=errors, description=said(text), periods=3)
-        text = "the meter hasn't looked for a quarter of an hour (or never yet); its function's metrics say why"
+        errors, text = self.function.metric_errors(period=EVERY), "the meter fails"
+        tell("Blind", metric=errors, description=said(text, logs), periods=3)
+        text = "the meter hasn't looked for a quarter of an hour (or never yet)"
         looks = self._metric("BudgetUsedPercent", "SampleCount")
-        tell("Silent", metric=looks, description=said(text), periods=3, is_below=True, no_figure=missing.BREACHING)
+        tell(
+            "Silent", metric=looks, description=said(text, logs), periods=3, is_below=True, no_figure=missing.BREACHING
+        )
 
     def _alarm_of_waits(self, topic: sns.ITopic) -> None:
         """A job tells of its wait once that is over; this rings while it lasts."""

@@ -1,6 +1,7 @@
 """The training stack: queues, budget, alarms, and a contract that the launcher can read."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from trainyard.spec.base import parse
 from trainyard.spec.meters import BURNS, METERS, NAMESPACE, OBJECTIVES
 from trainyard.spec.objectives import ObjectivesSpec
 from trainyard.spec.platform import parse_contract
+
+ROOT = Path(__file__).parents[2]
 
 STACK = "trainyard-local-acme-training"
 FOUNDATION = "trainyard-local-acme-foundation"
@@ -112,6 +115,17 @@ def test_every_alarm_reaches_the_people_of_the_environment_file(account: Any) ->
     (rule,) = (item for name, item in rules.items() if name.startswith("AlarmsFailedJobs"))
     assert rule["EventPattern"]["detail"]["TrainingJobName"] == [{"prefix": "acme-"}]
     assert [target["Arn"] for target in rule["Targets"]] == [topic]
+
+
+def test_every_alarm_is_in_the_runbooks_index(account: Any) -> None:
+    """At three in the morning an alarm's name must lead somewhere."""
+    index = (ROOT / "docs/runbooks/README.md").read_text()
+    rows = index.partition("| the alarm |")[2].partition("| you want to |")[0]
+    known = {name for row in rows.splitlines() for name in re.findall(r"[A-Za-z]+", row.split(" | ")[0])}
+    for logical_id in account.resources(STACK, "AWS::CloudWatch::Alarm"):
+        name = re.sub(r"[0-9A-F]{8}$", "", logical_id)
+        short = re.sub(r"^(Alarms|Objectives|JobGuard|BudgetMeter|Broker|Resumer)|(Fast|Slow)$", "", name)
+        assert short in known, f"docs/runbooks/README.md has no row for {name}"
 
 
 def test_rejected_traffic_is_counted_by_the_thirteenth_field_of_the_default_flow_log_format(account: Any) -> None:

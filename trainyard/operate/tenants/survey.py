@@ -72,7 +72,8 @@ def state(account: Account, environment: EnvironmentSpec, tenant: str) -> State:
     contract = NOT_DEPLOYED
     if any(status != NOT_DEPLOYED for status in stacks.values()):
         try:
-            contract = f"version {read_contract(account, environment, tenant).version}"
+            found = read_contract(account, environment, tenant)
+            contract = f"version {found.version}; log group: {found.log_group}"
         except TrainyardError as error:
             contract = str(error)
     templates = deployed_templates(account, [name for name in names if stacks[name] != NOT_DEPLOYED])
