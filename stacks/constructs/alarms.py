@@ -129,8 +129,8 @@ class TenantAlarms(Construct):
             self,
             "StorageAlmostFull",
             alarm_description=(
-                f"File system of tenant {tenant.name}: under {FULL_FRACTION:.0%} free. What to remove: scripts/runbooks/"
-                f"fsx_full_or_slow --tenant {tenant.name}, docs/runbooks/fsx_full_or_slow.md"
+                f"File system of tenant {tenant.name}: under {FULL_FRACTION:.0%} free. What to remove: "
+                f"scripts/runbooks/fsx_full_or_slow --tenant {tenant.name}, docs/runbooks/fsx_full_or_slow.md"
             ),
             metric=self.metric_free_storage(file_system),
             threshold=int(total_bytes * FULL_FRACTION),
@@ -159,8 +159,8 @@ class TenantAlarms(Construct):
             "TrafficRejected",
             alarm_description=(
                 f"Network of tenant {tenant.name}: security groups reject traffic. A job that hangs at its first "
-                "collective or at mounting Lustre has this cause; the flow logs name the ports, docs/runbooks/README.md how "
-                "to read them."
+                "collective or at mounting Lustre has this cause; the flow logs name the ports, and "
+                "docs/runbooks/README.md how to read them."
             ),
             metric=rejected.metric(statistic="Sum", period=Duration.minutes(5)),
             threshold=REJECTED_PER_PERIOD,
