@@ -14,10 +14,10 @@ from trainer.strategies import check_supported
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.support_table import UNTABLED
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from trainyard.errors import InputError
-from trainyard.spec.support import OTHER_TENSOR_FAMILIES
+from trainyard.spec.support import MADE_CAUSAL_BY, OTHER_TENSOR_FAMILIES, causal_if
 
 TOLERANCE = 1e-5
 STEPS = 3
@@ -173,3 +173,34 @@ def test_a_source_is_not_wrong_where_the_machine_fails(
     with pytest.raises(kind) as caught:
         build_model(tiny_job("single", 1, source=str(tmp_path)), vocab_size=VOCAB_SIZE)
     assert type(caught.value) is kind
+
+
+_SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "xlm": {"vocab_size": VOCAB_SIZE, "emb_dim": 32, "n_layers": 1, "n_heads": 4, "pad_index": 0},
+    "xlnet": {"vocab_size": VOCAB_SIZE, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 32},
+    "xmod": _SMALL | {"default_language": "en_XX"},
+    "cpmant": _SMALL | {"dim_head": 8, "dim_ff": 64},
+}
+
+
+@pytest.mark.parametrize("family", [*sorted(MADE_CAUSAL_BY), "llama", "gpt2", "opt", "mamba"])
+def test_families_that_see_later_tokens_are_known_and_what_makes_them_causal(family: str) -> None:
+    """Their loss falls to nothing, and they have learnt to copy."""
+
+    def sees_ahead(**settings: Any) -> bool:
+        config = AutoConfig.for_model(family, **_SHAPES.get(family, _SMALL), **settings)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        tokens = torch.randint(1, VOCAB_SIZE, (1, 12))
+        others = tokens.clone()
+        others[:, 9:] = others[:, 9:] % (VOCAB_SIZE - 1) + 1
+        with torch.no_grad():
+            changes = model(input_ids=tokens).logits - model(input_ids=others).logits
+        found = float(changes[:, :9].abs().max()) > 1e-6
+        assert found == (causal_if(family, lambda name: getattr(config, name, None)) is not None)
+        return found
+
+    assert sees_ahead() == (family in MADE_CAUSAL_BY)
+    if (setting := MADE_CAUSAL_BY.get(family)) is not None:
+        assert not sees_ahead(**dict([setting]))

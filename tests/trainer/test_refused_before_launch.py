@@ -29,6 +29,10 @@ LLAMA = {
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 DEEPSEEK = FAMILIES["DeepSeek-V3"] | {"max_position_embeddings": 8192}
 GPT2 = {"model_type": "gpt2", "n_embd": 512, "n_layer": 6, "n_head": 8, "vocab_size": 1024}
+BERT = {
+    **{"model_type": "bert", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6},
+    **{"num_attention_heads": 8, "vocab_size": 1024, "max_position_embeddings": 8192},
+}
 LORA = {"kind": "lora"}
 QLORA = {"kind": "qlora"}
 FSDP = {"data_shard": 8}
@@ -57,6 +61,18 @@ def job_of(
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "a BERT that sees ahead": (
+        job_of(BERT, FSDP, data={"document_masks": False}),
+        "of this bert see those that they are to predict, which it would learn to copy: set is_decoder: true",
+    ),
+    "a Llama that is told to": (
+        job_of(LLAMA | {"is_causal": False}, FSDP),
+        "would learn to copy: set is_causal: true",
+    ),
+    "a Gemma that embeds": (
+        job_of(LLAMA | {"model_type": "gemma3_text", "use_bidirectional_attention": True}, FSDP),
+        "would learn to copy: set use_bidirectional_attention: false in its configuration",
+    ),
     "a pipeline of gemma2": (job_of(LLAMA | {"model_type": "gemma2"}, {"pipeline": 2, "data_shard": 4}), "gemma2"),
     "phi3's sequences": (job_of(LLAMA | {"model_type": "phi3"}, {"context": 2, "data_shard": 4}), "context: 2"),
     "phi3's matrices": (job_of(LLAMA | {"model_type": "phi3"}, {"tensor": 2, "data_shard": 4}), "tensor: 2"),

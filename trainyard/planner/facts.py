@@ -10,7 +10,7 @@ from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec
 from trainyard.spec.model_types import position_names
 from trainyard.spec.obstacles import job_obstacles
-from trainyard.spec.support import ModelFacts
+from trainyard.spec.support import ModelFacts, causal_if
 
 
 def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
@@ -26,6 +26,7 @@ def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
         balances_router=bool(config.get("output_router_logits", False)),
         router_noise=_share(config.get("router_jitter_noise")),
         norms_heads=config.get("use_qk_norm") is True,
+        causal_if=causal_if(model_type, config.get),
     )
     return facts if shape is None else _with_sizes(facts, config, shape)
 

@@ -211,6 +211,11 @@ def _best_obstacles(job: JobSpec) -> Iterator[str]:
 
 def _model_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
     """Of a language model and what it reads."""
+    if model.causal_if is not None:
+        yield (
+            f"task causal_lm: tokens of this {model.model_type} see those that they are to predict, which it would"
+            f" learn to copy: {model.causal_if}"
+        )
     others = model.layer_types - ATTENTION_LAYERS
     if separates_documents(job) and model.model_type is not None:
         is_known = model.model_type in DOCUMENT_FAMILIES

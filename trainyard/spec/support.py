@@ -4,8 +4,9 @@ What is verified for a model family is measured by the parity suite and printed 
 line that names the field to change; None: there is none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainyard.spec.job import ParallelismSpec
 
@@ -69,6 +70,19 @@ ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 ROUTER_FAMILIES = frozenset({"mixtral", "qwen3_moe"})
 """Model types whose router logits are tested; each gives one (tokens, experts) tensor a layer."""
 
+_ENCODERS = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+MADE_CAUSAL_BY: Mapping[str, tuple[str, object] | None] = {
+    **dict.fromkeys(_ENCODERS, ("is_decoder", True)),
+    "xlm": ("causal", True),
+    "xlnet": ("attn_type", "uni"),
+    "cpmant": None,
+}
+"""Model types of which transformers (5.23) has a class for causal language models whose tokens see later ones all the
+same, unless a field has this value; None: always."""
+
 TWO_STAGES = frozenset({"interleaved_1f1b", "zero_bubble"})
 """Pipeline schedules in which a rank has two stages."""
 
@@ -111,6 +125,23 @@ class ModelFacts:
     """router_jitter_noise: what goes into the router is multiplied by 1 give or take as much, in training."""
     norms_heads: bool = False
     """use_qk_norm: queries and keys are normalized; in Cohere by weights of each head's own."""
+    causal_if: str | None = None
+    """What would keep tokens from seeing later ones, which they do; None: they don't."""
+
+
+def causal_if(model_type: str | None, stated: Callable[[str], Any]) -> str | None:
+    """See ModelFacts. `stated`: the configuration's value of a field, None where it says nothing."""
+    for field_name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):  # not "vision" (Gemma 4)
+        if stated(field_name) is (not causal):
+            return f"set {field_name}: {str(causal).lower()} in its configuration"
+    if model_type is None or model_type not in MADE_CAUSAL_BY:
+        return None
+    setting = MADE_CAUSAL_BY[model_type]
+    if setting is None:
+        return "use another model"
+    name, value = setting
+    written = str(value).lower() if isinstance(value, bool) else value
+    return None if stated(name) == value else f"set {name}: {written} in its configuration, or use another model"
 
 
 def pipeline_obstacle(

@@ -4,7 +4,7 @@ from transformers import PretrainedConfig
 
 from trainer.models.configuration import configuration_of, states_positions
 from trainyard.spec.job import ResolvedJob
-from trainyard.spec.support import ModelFacts
+from trainyard.spec.support import ModelFacts, causal_if
 
 
 def facts_of(job: ResolvedJob) -> ModelFacts:
@@ -28,6 +28,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
         balances_router=bool(getattr(config, "output_router_logits", False)),
         router_noise=float(getattr(config, "router_jitter_noise", None) or 0.0),
         norms_heads=bool(getattr(config, "use_qk_norm", False)),
+        causal_if=causal_if(config.model_type, lambda name: getattr(config, name, None)),
     )
 
 
