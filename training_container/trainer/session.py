@@ -70,7 +70,7 @@ class _Told:
 
 def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scratch_dir: Path) -> Checkpointer:
     spec = job.spec.checkpoint
-    return Checkpointer(
+    checkpointer = Checkpointer(
         spec.destination or str(output_dir),
         rank=runtime.rank,
         world_size=runtime.world_size,
@@ -84,6 +84,9 @@ def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scrat
         process_group=runtime.control_group,
         patience_seconds=60 * job.spec.recovery.start_minutes,
     )
+    if runtime.is_first:
+        checkpointer.claim(os.environ.get("TRAINYARD_JOB_ID", ""))
+    return checkpointer
 
 
 def _exposition_of(job: ResolvedJob, output_dir: Path) -> Exposition:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpoint.behind import Behind
+from trainer.checkpoint.claim import Claim
 from trainer.checkpoint.delivery import Delivery, Promise, attempted, beginning
 from trainer.checkpoint.destination import (
     RETRY_DELAYS_SECONDS,
@@ -98,6 +99,7 @@ class Checkpointer:
         self._report = report
         self._delays = retry_delays_seconds
         self._patience_seconds = patience_seconds
+        self._claim: Claim | None = None
         self._own_process_group: dist.ProcessGroup | None = None
         if world_size > 1:
             process_group = process_group or dist.group.WORLD
@@ -160,6 +162,15 @@ class Checkpointer:
     def uri(self) -> str:
         """The destination, as given."""
         return self._destination.uri
+
+    def claim(self, job: str) -> None:
+        """Have the destination for this job alone, until close() (call it on one rank). Of a bucket nobody can say.
+
+        `job`: its id. InputError where another job saves there.
+        """
+        folder = self._destination.folder("")
+        if folder is not None:
+            self._claim = Claim(folder, job=job, report=self._report)
 
     @property
     def is_saving(self) -> bool:
@@ -359,6 +370,8 @@ class Checkpointer:
         self.wait()
         self._worker.close()
         shutil.rmtree(self._staging, ignore_errors=True)
+        if self._claim is not None:
+            self._claim.close()
         if self._own_process_group is not None:
             dist.destroy_process_group(self._own_process_group)
             self._own_process_group = None

@@ -1,0 +1,92 @@
+"""Two jobs at one destination: the second one is refused, and a start of the same job is not."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer.checkpoint.claim import CLAIM_FILE, Claim
+from trainer_testing.distributed import finish
+from trainer_testing.text_job import read_until, run_trainer, start_faulty_trainer, start_trainer, write_job
+
+from trainyard.errors import InputError
+
+
+def hold(folder: Path, job: str, ready: Any) -> None:
+    """A process that saves to `folder` until it is killed."""
+    kept = Claim(folder, job=job, report=print)
+    if os.fork() == 0:  # what it has forked, a reader of data say, keeps nothing
+        signal.pause()
+    ready.set()
+    signal.pause()
+    kept.close()
+
+
+@contextmanager
+def holder(folder: Path, job: str) -> Iterator[multiprocessing.Process]:
+    ready = multiprocessing.get_context("fork").Event()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(folder, job, ready))
+    process.start()
+    assert ready.wait(60)
+    forked = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    try:
+        yield process  # type: ignore[misc]
+    finally:
+        process.kill()
+        process.join()
+        for pid in forked:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_another_job_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
+    said: list[str] = []
+    with holder(tmp_path / "shared", "acme-a-1") as first:
+        for job in ("", "acme-a-12"):
+            with pytest.raises(InputError, match=r"acme-a-1 on .*, process \d+ saves there") as refused:
+                Claim(tmp_path / "shared", job=job, report=said.append, other_seconds=0.1)
+            assert f"process {first.pid} " in str(refused.value)
+        first.kill()
+        first.join()
+        Claim(tmp_path / "shared", job="acme-a-12", report=said.append, other_seconds=60).close()
+    assert not said and (tmp_path / "shared" / CLAIM_FILE).read_text().startswith("acme-a-12 on ")
+
+
+def test_a_start_of_the_same_job_waits_and_is_never_lost(tmp_path: Path) -> None:
+    said: list[str] = []
+    with holder(tmp_path, "acme-a-1"):
+        Claim(tmp_path, job="acme-a-1", report=said.append, own_seconds=0.3, other_seconds=0).close()
+    (line,) = said
+    assert "acme-a-1 on " in line and line.endswith("has not let go of it; this start goes on")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refused)
+    Claim(tmp_path, job="a", report=print).close()
+    (tmp_path / "file").touch()
+    Claim(tmp_path / "file/below", job="a", report=print).close()
+
+
+def test_a_second_trainer_at_the_same_place_ends_with_a_line_and_the_first_goes_on(tmp_path: Path) -> None:
+    job = write_job(tmp_path, "single", steps=4)
+    there = ("--set", f"checkpoint.destination={tmp_path / 'shared'}")
+    wait = [{"rank": 0, "kind": "await_stop", "step": 3}]
+    (first,) = start_faulty_trainer(1, job, tmp_path / "first", wait, *there)
+    read_until(first, "step=2 ")
+    output, _ = run_trainer(1, job, tmp_path / "second", *there, expected_code=2)
+    (line,) = [line for line in output.splitlines() if "saves there" in line]
+    assert line.startswith(f"trainyard: checkpoint.destination {tmp_path / 'shared'}: a job on ") and "rank" not in line
+    first.send_signal(signal.SIGTERM)
+    assert [code for code, _ in finish([first], timeout_seconds=600)] == [75]
+    assert [code for code, _ in finish(start_trainer(1, job, tmp_path / "second", *there), timeout_seconds=600)] == [0]
