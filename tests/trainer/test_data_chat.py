@@ -1,6 +1,8 @@
 """Conversations and prompts: rendered as transformers renders them, learnt where the assistant speaks, to the token."""
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from test_data import build, json_tokenizer, resolved, source
-from trainer.data import IGNORED_LABEL
+from trainer.data import IGNORED_LABEL, documents
 from trainer.data.bad_records import BadRecordError
 from trainer.data.chat import ChatTemplate, chat_template_of
+from trainer.data.documents import Encoded, encoder_of
+from trainer.data.readers import Record
 from trainer.data.token_cache import TokenCache, entropy_nats, open_token_cache
-from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer
+from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer, TextTokenizer
 
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
@@ -352,3 +356,108 @@ def test_fields_of_records_are_checked_in_the_spec() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             DataSource.model_validate({"path": "x", **fields})
+
+
+# ---------------------------------------------------------------- masks without the cost of every prefix
+
+SPECIAL = ("<|user|>", "<|assistant|>", "<|end|>", "<s>")
+WORDS = (
+    *("Hello", " hello", "  ", "\n", " \n\n", "12345", "don't", "é", "e\u0301", "你好", "??", "\t", " "),
+    *("end", "<|end|>", "<s>", "x<|end|>\nend|>"),
+)
+
+
+def _tokenizer(kind: str, folder: Path, added: list[Any]) -> JsonTokenizer:
+    """A small one of a kind, with added tokens."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    split = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|\s*[\r\n]+|\s+(?!\S)|\s+|."), "isolated")
+    pieces: dict[str, Any] = {
+        "bytes": pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
+        "prefixed": pre_tokenizers.ByteLevel(add_prefix_space=True),
+        "sentence": pre_tokenizers.Metaspace(prepend_scheme="first"),
+        "looking ahead": pre_tokenizers.Split(Regex(r"[a-z]+(?=\s)|[a-z]|\s+|."), "isolated"),
+    }
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pieces[kind]
+    if kind == "sentence":
+        tokenizer.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind in ("bytes", "prefixed") else []
+    texts = ["".join(WORDS) * 3, "Hello hello end user assistant \n 12345 " * 20]
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)  # type: ignore[call-arg]
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(added)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return JsonTokenizer(folder / "tokenizer.json")
+
+
+def _masked_by_prefixes(tokenizer: TextTokenizer, text: str, learnt: Sequence[tuple[int, int]]) -> Any:
+    """Ids and mask as they are defined: what lies before a border, tokenized alone, is what the whole begins with."""
+    (ids,) = tokenizer.encode_batch([text])
+    mask = np.zeros(len(ids), dtype=bool)
+    for border in (border for span in learnt for border in span):
+        (before,) = tokenizer.encode_batch([text[:border]])
+        if not np.array_equal(ids[: len(before)], before):
+            return f"({text[max(0, border - 12) : border]!r} | {text[border : border + 12]!r})"
+        mask[len(before) :] ^= True
+    return ids.tolist(), mask.tolist()
+
+
+def _random_chat(draw: random.Random, num_turns: int) -> list[dict[str, str]]:
+    words = ["".join(draw.choices(WORDS, k=draw.randint(1, 6))) for _ in range(num_turns)]
+    return [{"role": ("user", "assistant")[turn % 2], "content": word} for turn, word in enumerate(words)]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "prefixed", "sentence", "looking ahead", "no tokenizer"])
+@pytest.mark.parametrize("added", ["plain", "greedy", "normalized", "whole words", "none"])
+def test_masks_are_those_of_every_prefix_whatever_the_tokenizer(tmp_path: Path, kind: str, added: str) -> None:
+    from tokenizers import AddedToken
+
+    options: dict[str, dict[str, bool]] = {
+        "plain": {"normalized": False},
+        "greedy": {"normalized": False, "lstrip": True, "rstrip": True},
+        "normalized": {"normalized": True},
+        "whole words": {"normalized": False},
+    }
+    tokens = [] if added == "none" else [AddedToken(text, **options[added]) for text in SPECIAL]
+    if added == "whole words":
+        # "end" is a token of the model's own too, and one that is refused here hides it from the search.
+        tokens += [AddedToken("<|end|>\n", normalized=False, single_word=True), AddedToken("end", normalized=False)]
+    tokenizer = ByteTokenizer() if kind == "no tokenizer" else _tokenizer(kind, tmp_path, tokens)
+    draw = random.Random(f"{kind} {added}")
+    one = DataSource(path="chats", format="jsonl", messages_field="messages")
+    good = 0
+    for text in (CHATML, MARKED, CHATML.replace("|>\n", "|>")):
+        chats = [_random_chat(draw, 2 * draw.randint(1, 8)) for _ in range(40)]
+        rows = [Record(number, {"messages": messages}) for number, messages in enumerate(chats)]
+        for messages, found in zip(chats, encoder_of(one, tokenizer, template(text)).encode(rows), strict=True):
+            rendered = template(text).render(messages)
+            expected = _masked_by_prefixes(tokenizer, rendered.text, rendered.learnt)
+            if isinstance(found, BadRecordError):
+                assert str(expected) in str(found)
+            else:
+                assert found is not None and found.learnt is not None
+                assert (found.ids.tolist(), found.learnt.tolist()) == expected
+                good += 1
+    assert good > 10
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_long_chats_are_tokenized_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: bool) -> None:
+    from tokenizers import AddedToken
+
+    tokens = [AddedToken(text, normalized=False) for text in SPECIAL] if added else []
+    tokenizer = _tokenizer("bytes", tmp_path, tokens)
+    given: list[int] = []
+    encode = tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: given.append(sum(map(len, texts))) or encode(texts))
+    monkeypatch.setattr(documents, "_GROUP_CHARACTERS", 5000)
+    messages = [{"role": ("user", "assistant")[turn % 2], "content": "Hello there. " * 15} for turn in range(100)]
+    length = len(template(CHATML).text(messages))
+    one = DataSource(path="chats", format="jsonl", messages_field="messages")
+    (found,) = encoder_of(one, tokenizer, template(CHATML)).encode([Record(0, {"messages": messages})])
+    assert isinstance(found, Encoded)
+    if added:  # beside the whole, what lies between the last special token and each border
+        assert sum(given) < length / 4
+    else:  # all prefixes, but never many at once
+        assert sum(given) > 10 * length and max(given) < 5000 + length

@@ -1,6 +1,6 @@
 """Records -> token ids of whole documents, and which of them are learnt: plain text, prompts with answers, chats."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,9 +10,11 @@ import numpy.typing as npt
 from trainer.data.bad_records import BadRecordError
 from trainer.data.chat import ChatTemplate
 from trainer.data.readers import Record
-from trainer.data.tokenizer import TextTokenizer, TokenIds
+from trainer.data.tokenizer import Anchors, TextTokenizer, TokenIds
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
+
+_GROUP_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +126,27 @@ class _Chats:
     def encode(self, records: Sequence[Record]) -> list[Encoded | BadRecordError | None]:
         """See DocumentEncoder."""
         rendered = [_attempt(self._rendered, record.value) for record in records]
-        # A mask is exact where the text up to each border is tokenized, alone, to what the whole begins with.
-        texts = [text for one in rendered if not isinstance(one, BadRecordError) for text in one.texts]
-        ids = iter(self._tokenizer.encode_batch(texts))
-        return [
-            one if isinstance(one, BadRecordError) else one.encoded([next(ids) for _ in one.texts]) for one in rendered
-        ]
+        chats = [one for one in rendered if not isinstance(one, BadRecordError)]
+        encoded = iter(self._whole(chats) if self._learns_all else self._masked(chats))
+        return [one if isinstance(one, BadRecordError) else next(encoded) for one in rendered]
+
+    def _whole(self, chats: Sequence["_Chat"]) -> list[Encoded]:
+        return [Encoded(ids) for ids in self._tokenizer.encode_batch([chat.text for chat in chats])]
+
+    def _masked(self, chats: Sequence["_Chat"]) -> Iterator[Encoded | BadRecordError]:
+        """A mask is exact where the text up to each border is tokenized, alone, to what the whole begins with."""
+        wholes = self._tokenizer.encode_anchored([chat.text for chat in chats])
+        sizes = self._sizes(head for chat, whole in zip(chats, wholes, strict=True) for head in chat.heads(*whole))
+        for chat, (ids, _) in zip(chats, wholes, strict=True):
+            yield chat.encoded(ids, [next(sizes) for _ in chat.borders])
+
+    def _sizes(self, heads: Iterable["_Head"]) -> Iterator[int | None]:
+        """Tokens up to each border; None where it is inside of one. Without anchors, heads are all that lies before a
+        border: they are tokenized a few at a time, since a long conversation's take many times its own memory."""
+        for group in _groups(heads):
+            for head, ids in zip(group, self._tokenizer.encode_batch([head.text for head in group]), strict=True):
+                size = head.token + len(ids)
+                yield size if np.array_equal(head.whole[head.token : size], ids) else None
 
     def _rendered(self, value: Any) -> "_Chat":
         messages = _messages(value, self._field)
@@ -137,7 +154,7 @@ class _Chats:
             text = self._template.text(messages, value.get("tools"))
             if not text:
                 raise BadRecordError("the chat template renders it to nothing")
-            return _Chat(self._encodable(text), None)
+            return _Chat(self._encodable(text), [])
         rendered = self._template.render(messages, value.get("tools"))
         if not rendered.learnt:
             raise BadRecordError(
@@ -158,29 +175,50 @@ class _Chat:
     """A conversation on its way to tokens."""
 
     text: str
-    borders: list[int] | None
-    """Characters at which learnt stretches begin and end, in turn; None: all is learnt."""
+    borders: list[int]
+    """Characters at which learnt stretches begin and end, in turn; none where all is learnt."""
 
-    @property
-    def texts(self) -> list[str]:
-        """What is to be tokenized: the whole, then what lies before each border."""
-        return [self.text, *(self.text[:border] for border in self.borders or ())]
+    def heads(self, ids: TokenIds, anchors: Anchors) -> Iterator["_Head"]:
+        """What is to be tokenized to see whether each border lies between tokens."""
+        for border in self.borders:
+            character, token = anchors.before(border)
+            yield _Head(self.text[character:border], token, ids)
 
-    def encoded(self, ids: list[TokenIds]) -> Encoded | BadRecordError:
-        """The document, from the tokens of `texts`."""
-        whole, *before = ids
-        if self.borders is None:
-            return Encoded(whole)
-        learnt = np.zeros(len(whole), dtype=bool)
-        for border, prefix in zip(self.borders, before, strict=True):
-            if not np.array_equal(whole[: len(prefix)], prefix):
+    def encoded(self, ids: TokenIds, sizes: Sequence[int | None]) -> Encoded | BadRecordError:
+        """The document, of its tokens and how many of them lie before each border."""
+        learnt = np.zeros(len(ids), dtype=bool)
+        for border, size in zip(self.borders, sizes, strict=True):
+            if size is None:
                 around = f"{self.text[max(0, border - 12) : border]!r} | {self.text[border : border + 12]!r}"
                 return BadRecordError(
                     f"the tokenizer joins what lies on both sides of a border of the assistant's turn ({around}), so no"
                     " mask of whole tokens is exact; trim the content, or set learn: all"
                 )
-            learnt[len(prefix) :] ^= True
-        return Encoded(whole, learnt)
+            learnt[size:] ^= True
+        return Encoded(ids, learnt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A stretch that ends at a border."""
+
+    text: str
+    token: int
+    """Where its tokens begin in those of the whole."""
+    whole: TokenIds
+
+
+def _groups(heads: Iterable[_Head]) -> Iterator[list[_Head]]:
+    group: list[_Head] = []
+    characters = 0
+    for head in heads:
+        group.append(head)
+        characters += len(head.text)
+        if characters >= _GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
 
 
 def _attempt(read: Any, value: Any) -> Any:

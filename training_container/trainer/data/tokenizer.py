@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +23,26 @@ _COMMON_EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eo
 
 _FILE = "tokenizer.json"
 
+_ANCHOR_CHARACTERS = 256
+
 TokenIds = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Places of a text to begin at: what lies between one and a later border gives, alone, the ids that it gives in the
+    text up to that border. Ascending; the text's beginning needs no naming."""
+
+    characters: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    """How many ids lie before each."""
+    ends: tuple[int, ...] = ()
+    """The first border that each is good for."""
+
+    def before(self, border: int) -> tuple[int, int]:
+        """(character, token) of the last one that is good for a border."""
+        place = bisect_right(self.ends, border) - 1
+        return (self.characters[place], self.tokens[place]) if place >= 0 else (0, 0)
 
 
 class TextTokenizer(Protocol):
@@ -39,6 +61,10 @@ class TextTokenizer(Protocol):
         """Ids of each text, without prefix and end."""
         ...
 
+    def encode_anchored(self, texts: Sequence[str]) -> list[tuple[TokenIds, Anchors]]:
+        """The same, with places to begin at when a part of a text is looked at."""
+        ...
+
 
 class ByteTokenizer:
     """Every UTF-8 byte is a token: needs no file, fits any text."""
@@ -53,6 +79,16 @@ class ByteTokenizer:
         return [
             np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(np.uint32) for text in texts
         ]
+
+    def encode_anchored(self, texts: Sequence[str]) -> list[tuple[TokenIds, Anchors]]:
+        """See TextTokenizer: any character would do."""
+        return list(zip(self.encode_batch(texts), map(self._anchors, texts), strict=True))
+
+    @staticmethod
+    def _anchors(text: str) -> Anchors:
+        characters = tuple(range(0, len(text), _ANCHOR_CHARACTERS))
+        sizes = [len(text[begin : begin + _ANCHOR_CHARACTERS].encode("utf-8", "surrogatepass")) for begin in characters]
+        return Anchors(characters, (0, *accumulate(sizes[:-1])) if sizes else (), characters)
 
 
 class JsonTokenizer:
@@ -71,6 +107,7 @@ class JsonTokenizer:
         # A tokenizer.json may carry its model's truncation and padding: both would lose or invent training text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._dividers = _dividers(self._tokenizer.get_added_tokens_decoder())
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if not self.vocab_size:
@@ -92,6 +129,34 @@ class JsonTokenizer:
         """Ids of each text; the library encodes a batch on all cores."""
         encodings: list[Any] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def encode_anchored(self, texts: Sequence[str]) -> list[tuple[TokenIds, Anchors]]:
+        """See TextTokenizer. An added token that the library looks for in the text as it is divides it: what lies on
+        both sides is normalized, cut and merged by itself (`AddedVocabulary::extract_and_normalize`)."""
+        encodings: list[Any] = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ids = [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return [
+            (own, self._anchors(text, own, encoding)) for text, own, encoding in zip(texts, ids, encodings, strict=True)
+        ]
+
+    def _anchors(self, text: str, ids: TokenIds, encoding: Any) -> Anchors:
+        found = []
+        for token in np.flatnonzero(np.isin(ids, list(self._dividers))).tolist():
+            begin, end = encoding.token_to_chars(token)
+            if text[begin:end] == self._dividers[int(ids[token])]:  # it may take the white space beside it along
+                found.append((begin, token, end))
+        return Anchors(*zip(*found, strict=True)) if found else Anchors()
+
+
+def _dividers(added: dict[int, Any]) -> dict[int, str]:
+    """Added tokens, by id, that are found wherever they stand in a text, before it is normalized.
+
+    None where some of those are whole words alone: the library looks for no other where it has refused one of them.
+    """
+    plain = {number: token for number, token in added.items() if not token.normalized}
+    if any(token.single_word for token in plain.values()):
+        return {}
+    return {number: token.content for number, token in plain.items()}
 
 
 def settings_beside(tokenizer_file: Path) -> dict[str, Any]:
