@@ -8,8 +8,9 @@ from typing import Any
 from trainyard.functions.job_roles import job_role_path
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.session import Account
+from trainyard.operate.tenants import unfinished
 from trainyard.operate.tenants.survey import Held
-from trainyard.spec.platform import TRAINING_LOG_GROUP
+from trainyard.spec.platform import TRAINING_LOG_GROUP, EnvironmentSpec
 from trainyard.spec.shares import BATCH_PREFIX
 
 KEY_DELETION_DAYS = 30
@@ -202,8 +203,20 @@ def delete_job_roles(account: Account, environment: str, tenant: str) -> list[st
     return names
 
 
-def running_jobs(account: Account, tenant: str) -> list[str]:
-    """Names of the tenant's training jobs that have not ended."""
+def running_jobs(account: Account, environment: EnvironmentSpec, tenant: str) -> list[str]:
+    """Names of the tenant's jobs that have not ended: on SageMaker, in its training queues, on a cluster of its own and
+    on other machines."""
+    training = _training_jobs(account, tenant)
+    contract = unfinished.deployed_contract(account, environment, tenant)
+    if contract is None:
+        return training
+    queued = unfinished.queued(account, contract)
+    if queued:  # among them is what Batch started, which SageMaker lists by another name
+        training = [name for name in training if not name.startswith(BATCH_PREFIX)]
+    return list(dict.fromkeys([*training, *queued, *unfinished.elsewhere(account, contract)]))
+
+
+def _training_jobs(account: Account, tenant: str) -> list[str]:
     sagemaker = account.client("sagemaker")
     with aws_errors("listing", f"training jobs of {tenant}"):
         return [

@@ -145,7 +145,7 @@ def plan(account: Account, environment: EnvironmentSpec, tenant: str, state_dir:
         stacks={name: stack_status(account, name) for name in tenant_stacks(environment, tenant)},
         held=tuple(leftovers.in_deletion_order(there)),
         contents={bucket: storage.contents(account, bucket) for bucket in buckets},
-        running=tuple(leftovers.running_jobs(account, tenant)),
+        running=tuple(leftovers.running_jobs(account, environment, tenant)),
         job_streams=len(leftovers.job_streams(account, tenant)),
         job_roles=tuple(leftovers.job_roles(account, environment.name, tenant)),
         machine_logs=tuple(leftovers.machine_log_groups(account, environment.name, tenant)),
@@ -166,7 +166,7 @@ def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report
     if planned.export_to:
         journal = _export(account, planned, journal, path, say)
         report.exported = dict(journal.exported)
-    _refuse_running(tenant, leftovers.running_jobs(account, tenant))  # an export takes long
+    _refuse_running(tenant, leftovers.running_jobs(account, environment, tenant))  # an export takes long
     if planned.export_to:
         _refuse_uncopied(account, journal, path)
     if planned.policy == "shred":
