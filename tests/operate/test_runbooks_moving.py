@@ -35,6 +35,7 @@ def wait_for(what: str, is_so: Callable[[], object]) -> None:
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
     def called(*arguments: str) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()  # what was run before may have told its steps
         code = main([*arguments, "--evidence", str(tmp_path / "evidence"), "--json"])
         printed = capsys.readouterr()
         assert printed.out, printed.err
