@@ -206,6 +206,7 @@ def test_a_queued_jobs_end_is_told_by_its_name_and_queue() -> None:
     assert event["resources"] == [job.arn]
     told = {name: event["detail"][name] for name in ("jobName", "jobQueue", "status", "isTerminated")}
     assert told == {"jobName": "acme-a", "jobQueue": "q", "status": "FAILED", "isTerminated": True}
+    assert not {"serviceRequestPayload", "tags"} & set(event["detail"])
     jobs.terminate(job.job_id, "again")
     assert len(heard) == 1
 

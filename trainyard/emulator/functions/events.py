@@ -73,8 +73,10 @@ class EventBus:
         self._tell("aws.sagemaker", DETAIL_TYPE, description["TrainingJobArn"], description)
 
     def service_job_ended(self, description: Mapping[str, Any]) -> None:
-        """Tell the rules of the end of a job in a training queue; `description` is DescribeServiceJob's answer."""
-        self._tell("aws.batch", SERVICE_JOB_DETAIL_TYPE, description["jobArn"], description)
+        """Tell the rules of the end of a job in a training queue; `description` is DescribeServiceJob's answer, of
+        which Batch leaves two fields out (its user guide, "Service job state change events")."""
+        told = {name: said for name, said in description.items() if name not in ("serviceRequestPayload", "tags")}
+        self._tell("aws.batch", SERVICE_JOB_DETAIL_TYPE, description["jobArn"], told)
 
     def _tell(self, source: str, detail_type: str, arn: str, description: Mapping[str, Any]) -> None:
         self.put(
