@@ -137,18 +137,10 @@ class Session:
         self._course = Course(job, sequences_per_epoch=self.data.train.num_sequences)
         self._validation = Validation(job, task, self.data, runtime)
         self.strategy = self._made_engine()
-        for name, choice in self.strategy.choices.items() if runtime.is_first else ():
-            say(f"{name}: {choice}")
-        for note in self._course.notes() if runtime.is_first else ():
-            say(f"warning: {note}")
+        self._tell_choices()
         assert self.strategy.data_parallel_rank == data_parallel_rank(job.parallelism, runtime.rank)
         self._num_readers = runtime.world_size // job.parallelism.data_parallel_size
-        self._checkpointer = _checkpointer_of(job, runtime, output_dir, scratch_dir)
-        is_published = self._checkpointer.is_place_of(METRICS_FILE, output_dir / METRICS_FILE)
-        self._metrics = MetricsLog(output_dir, is_published=is_published)
-        self.anomalies = AnomalyGuard(job, runtime, output_dir, self._metrics.recent)
-        self._left_out = LeftOutBatches(output_dir, runtime)
-        self._goodput = GoodputLog(output_dir, launch=launch_of(os.environ))
+        self._open_records(scratch_dir)
         self.step = 0
         self._saved_step = 0
         self._best: float | None = None
@@ -165,20 +157,43 @@ class Session:
         self._told: _Told | None = None
         self._checkpoint_is_late = False
         self._patience = Patience(job.spec.recovery)
-        self._profiling = profiling.Profiling(runtime, output_dir)
-        self._profile_votes: Sequence[float] = ()
-        training = job.spec.training
-        self._observer = Observer(
-            runtime,
-            every_steps=training.observe_every_steps,
-            group=place_of(job.parallelism, runtime.rank).pipeline,
-            last_step=self.num_steps,
-            expected=expected or Expected(),
-        )
-        self._meters = _exposition_of(job, output_dir) if runtime.is_first else None
-        self.clock = StepClock(runtime.device, world_size=runtime.world_size, show_ranges=training.phase_ranges)
-        if training.on_anomaly == "rollback" and self._checkpointer.last_committed_step is None:
+        self._begin_observing(expected or Expected())
+        if job.spec.training.on_anomaly == "rollback" and self._checkpointer.last_committed_step is None:
             self.save()  # the first step may be the one that goes wrong
+
+    def _tell_choices(self) -> None:
+        """What runs, and what is odd about the schedule."""
+        if self._runtime.is_first:
+            for name, choice in self.strategy.choices.items():
+                say(f"{name}: {choice}")
+            for note in self._course.notes():
+                say(f"warning: {note}")
+
+    def _open_records(self, scratch_dir: Path) -> None:
+        """What outlives the attempt: checkpoints, rows, snapshots, what is left out, where the time went."""
+        self._checkpointer = _checkpointer_of(self._job, self._runtime, self._output_dir, scratch_dir)
+        is_published = self._checkpointer.is_place_of(METRICS_FILE, self._output_dir / METRICS_FILE)
+        self._metrics = MetricsLog(self._output_dir, is_published=is_published)
+        self.anomalies = AnomalyGuard(self._job, self._runtime, self._output_dir, self._metrics.recent)
+        self._left_out = LeftOutBatches(self._output_dir, self._runtime)
+        self._goodput = GoodputLog(self._output_dir, launch=launch_of(os.environ))
+
+    def _begin_observing(self, expected: Expected) -> None:
+        """What looks on, once the attempt stands at its step."""
+        self._profiling = profiling.Profiling(self._runtime, self._output_dir)
+        self._profile_votes: Sequence[float] = ()
+        training = self._job.spec.training
+        self._observer = Observer(
+            self._runtime,
+            every_steps=training.observe_every_steps,
+            group=place_of(self._job.parallelism, self._runtime.rank).pipeline,
+            last_step=self.num_steps,
+            expected=expected,
+        )
+        self._meters = _exposition_of(self._job, self._output_dir) if self._runtime.is_first else None
+        self.clock = StepClock(
+            self._runtime.device, world_size=self._runtime.world_size, show_ranges=training.phase_ranges
+        )
 
     def _made_engine(self) -> Strategy:
         """The model and its engine as they are before the first step, and the random numbers of that moment."""
