@@ -73,6 +73,16 @@ def _grown(model: dict[str, Any], attention: str, precision: str) -> tuple[float
     return found[1][0] - found[0][0], found[1][1] - found[0][1]
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_of_scores_that_are_written_out_are_counted(recompute: str) -> None:
+    # Two fp32 tensors of the scores' size while a softmax is differentiated: with recomputation the worst moment.
+    job = CASES.few_layers({"data_shard": 8}, CASES.SEVEN_BILLION | {"num_hidden_layers": 3}, precision="bf16")
+    training = job.training.model_copy(update={"activation_checkpointing": recompute})
+    model = job.model.model_copy(update={"attention": "eager"})
+    agreed = CASES.agreement(CASES.Case("", job.model_copy(update={"model": model, "training": training}), 5))
+    assert abs(agreed.activations) < ACTIVATIONS
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_scores_that_are_written_out_are_counted(precision: str) -> None:
     """Where the job asks for it, and for Gemma 2, which the trainer runs so unasked: its tanh is kept too."""

@@ -139,6 +139,14 @@ class TrainerLayers:
         readers = 2 if self.shape.gated_mlp else 1
         return self.norm_output_bytes(readers, is_read_by_adapter=self._adapts(MLP_INPUTS))
 
+    @property
+    def score_gradient_bytes(self) -> float:
+        """Beside what is kept of attention that is written out, while its softmax is differentiated: the gradient that
+        comes to it and the one that it gives, both in fp32. What values were multiplied with has been let go."""
+        let_go = self.element if self.element < 4 else 0
+        num_scores = self.tokens * self.shape.heads * self.layout.sequence_length / self.layout.tensor
+        return num_scores * (4 + 4 - let_go)
+
     @cached_property
     def attention_bytes(self) -> float:
         """Queries, keys, values, the output, a number a query and head, and masks of dropout."""

@@ -149,6 +149,9 @@ class _Step:
         # Both products that read a norm's output have given it a gradient.
         after_block = left + above + 2 * layers.whole_hidden_bytes
         yield self._moment(others + after_block, self._weights_and_gradients(number, mlp, before), mlp, gradients)
+        if not self._layout.flash_attention:
+            in_scores = left + above + layers.score_gradient_bytes
+            yield self._moment(others + in_scores, self._weights_and_gradients(number, mlp, before), mlp, gradients)
         yield from self._in_norms(number, left, mlp)
 
     def _others(self, number: int) -> float:
