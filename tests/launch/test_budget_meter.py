@@ -288,6 +288,20 @@ def test_a_job_of_which_nobody_knows_whether_it_ended_is_told_as_refused(
         looked(monkeypatch, clients, queues=queues, monthly_usd=0.000001, when_spent="stop")
 
 
+def test_a_look_that_has_no_time_for_all_that_ended_leaves_the_rest_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients
+) -> None:
+    """In the same process: nothing is told or stopped by a part of the month."""
+    for number in range(3):
+        clients.jobs[f"acme-{number}"] = job(f"acme-{number}", began=datetime.now(UTC) - timedelta(hours=3))
+    monkeypatch.setattr(budget_meter, "PATIENCE_SECONDS", -1.0)
+    for known in (1, 2, 3):
+        with pytest.raises(RuntimeError, match=f"^{known} ended jobs are known, not all yet; the next look goes on"):
+            looked(monkeypatch, clients, monthly_usd=0.000001, when_spent="stop")
+    assert (clients.metrics, clients.stopped, len(clients.described)) == ({}, [], 3)
+    assert looked(monkeypatch, clients, monthly_usd=0.000001, when_spent="stop")["stopped"] == ["acme-runs"]
+
+
 def test_an_ended_job_is_asked_for_again_as_long_as_its_warm_pool_waits(
     monkeypatch: pytest.MonkeyPatch, clients: Clients
 ) -> None:

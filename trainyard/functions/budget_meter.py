@@ -8,17 +8,31 @@ trainer saves a checkpoint and ends, and the job can be resumed.
 import datetime
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from functools import partial
 from typing import Any
 
-from trainyard.functions.job_meter import LONGEST_DAYS, Rates, Use, is_settled, month_of, uses_of, waiting_seconds
+from trainyard.functions.job_meter import (
+    ENDED,
+    LONGEST_DAYS,
+    Rates,
+    Use,
+    is_settled,
+    month_of,
+    uses_of,
+    waiting_seconds,
+)
 
 WAITING_STATES = ("SUBMITTED", "PENDING", "RUNNABLE")
 """Of a job in a training queue that SageMaker doesn't have yet."""
 QUEUE_STATES = (*WAITING_STATES, "SCHEDULED", "STARTING", "RUNNING")
 REASON = "the month's budget is spent"
+
+PATIENCE_SECONDS = 180.0
+"""How long one look describes ended jobs: a while less than it may take (stacks/constructs/budget_meter.py). At its own
+end Lambda would take the process away, and what it knows with it."""
 
 _ended: dict[str, list[Use]] = {}
 """What has ended and is settled doesn't change: kept while Lambda keeps the process."""
@@ -63,7 +77,7 @@ def survey(
 ) -> tuple[list[Use], list[str], float]:
     """(use of the jobs whose names begin so and that may hold machines after `since`, names of those that run and
     aren't being stopped, seconds that the one waits that waits longest). `ended`: what is known of ended ones already,
-    and gets to be."""
+    and gets to be. RuntimeError where there are more of these than one look has time for: the next one goes on."""
     states: dict[str, str] = {}
     created = since - datetime.timedelta(days=LONGEST_DAYS)
     for prefix in prefixes:
@@ -73,9 +87,14 @@ def survey(
     states = {name: state for name, state in states.items() if name.startswith(tuple(prefixes))}
     uses = []
     longest_wait = 0.0
-    for name in sorted(states):
+    until, already = time.monotonic() + PATIENCE_SECONDS, len(ended)
+    for name in sorted(states, key=lambda name: (states[name] not in ENDED, name)):
         found = ended.get(name)
         if found is None:
+            if states[name] in ENDED and len(ended) > already and time.monotonic() > until:
+                raise RuntimeError(
+                    f"{len(ended):,} ended jobs are known, not all yet; the next look goes on from there"
+                )
             job = sagemaker.describe_training_job(TrainingJobName=name)
             found = uses_of(job, now)
             longest_wait = max(longest_wait, waiting_seconds(job, now))
