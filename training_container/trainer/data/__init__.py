@@ -7,7 +7,8 @@
 - `.vocab_size`, `.unigram_entropy_nats`, `.tokenizer_digest`.
 
 Inside: `files` -> `readers` (formats, units) -> `chat` and `documents` (text, tokens, masks) -> `token_units` and
-`token_cache` (on disk, once per host) -> `stream` (order, batches). `webdataset` reads shards of samples.
+`token_cache` (on disk, once per host; `shared_work`: who works, who waits) -> `stream` (order, batches). `webdataset`
+reads shards of samples.
 """
 
 import importlib
