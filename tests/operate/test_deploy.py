@@ -1,6 +1,8 @@
 """What a deployment that failed says of itself, from the CLI's output."""
 
-from trainyard.operate.deploy import failure_reason
+from pathlib import Path
+
+from trainyard.operate.deploy import cdk, failure_reason
 
 STACK, OTHER = "trainyard-atlas-blocked-training", "trainyard-atlas-spotty-training"
 EVENTS = [
@@ -36,3 +38,14 @@ def test_without_an_event_the_telling_line_is_taken() -> None:
     lines = ["Deploying", "❌  failed: AccessDenied: not authorized to perform sts:AssumeRole", "bye"]
     assert failure_reason(lines) == lines[1]
     assert failure_reason([]) == "it printed nothing"
+
+
+def test_the_log_holds_each_line_at_once(tmp_path: Path) -> None:
+    """Where the CLI stands still, the last line of the log is what it did last."""
+    program, log = tmp_path / ".venv/bin/cdk", tmp_path / "cdk.log"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho first\necho second\n")
+    program.chmod(0o755)
+    seen: list[str] = []
+    cdk(tmp_path, ["deploy"], {}, log, lambda line: seen.append(f"{line}: {log.read_text().split()[-1]}"))
+    assert seen == ["first: first", "second: second"]

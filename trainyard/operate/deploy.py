@@ -54,7 +54,7 @@ def cdk(checkout: Path, arguments: list[str], aws: Mapping[str, str], log: Path,
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "CDK_"))}
     environment = {**inherited, **aws, "CDK_DISABLE_CLI_TELEMETRY": "true", "FORCE_COLOR": "0"}
     lines: list[str] = []
-    with log.open("a", encoding="utf-8") as file:
+    with log.open("a", buffering=1, encoding="utf-8") as file:  # who waits for a deployment looks at its last line
         process = start(
             [str(command), *arguments, "--no-notices"],
             cwd=checkout,
