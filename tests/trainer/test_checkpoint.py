@@ -207,6 +207,21 @@ def test_attachments_are_as_long_as_they_were(
     assert not job.checkpointer.fetch_file("nothing.json", tmp_path / "back")
 
 
+def test_a_role_that_is_not_told_what_is_missing_begins_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, honest = Job(str(tmp_path / "there"), tmp_path), LocalDestination.get_file
+
+    def refusing(self: LocalDestination, name: str, path: Path) -> None:
+        if not (self._root / name).exists():
+            raise DestinationError(f"can't download {name}: 403", permanent=True)
+        honest(self, name, path)
+
+    monkeypatch.setattr(LocalDestination, "get_file", refusing)
+    assert not job.checkpointer.fetch_file("metrics.jsonl", tmp_path / "back")
+    open_destination(str(tmp_path / "there")).put_bytes("metrics.jsonl", b"1\n")
+    assert job.checkpointer.fetch_file("metrics.jsonl", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == b"1\n"
+
+
 def test_scratch_without_room_for_an_attachment_costs_no_checkpoint_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

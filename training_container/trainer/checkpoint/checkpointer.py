@@ -569,6 +569,8 @@ class Checkpointer:
         AwsRefusedError or JobFailedError if the destination can't be read.
         """
         try:
+            if not self._retry(f"look for {name}", lambda: self._destination.has(name)):
+                return False
             self._retry(f"download of {name}", lambda: self._destination.get_file(name, path))
         except MissingFileError:
             return False
