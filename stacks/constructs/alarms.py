@@ -1,6 +1,6 @@
 """Who hears when something is wrong: an encrypted topic with alarms and failed jobs on it, and the budget's mails."""
 
-from aws_cdk import Duration
+from aws_cdk import Annotations, Duration
 from aws_cdk import aws_budgets as budgets
 from aws_cdk import aws_cloudwatch as cloudwatch
 from aws_cdk import aws_cloudwatch_actions as actions
@@ -86,6 +86,9 @@ class TenantAlarms(Construct):
     def _tell(self, sid: str, rule: events.Rule) -> None:
         # The target would let every rule of every account publish here; by its ARN alone it grants nothing.
         rule.add_target(targets.SnsTopic(sns.Topic.from_topic_arn(self, f"TopicOf{sid}", self.topic.topic_arn)))
+        # That an ARN which deployment resolves is of the own account the CDK can't know, and warns of.
+        unresolved = "@aws-cdk/aws-events:ruleUnresolvedEnvironment"
+        Annotations.of(rule).acknowledge_warning(unresolved, "The topic is the own stack's.")
         self.topic.add_to_resource_policy(
             iam.PolicyStatement(
                 sid=sid,
