@@ -347,15 +347,21 @@ def test_headers_that_are_none_are_named(headers: str, server: Server, monkeypat
     assert "s3cret" not in str(error.value)
 
 
-def test_a_token_follows_no_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_follows_no_redirect_to_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy's sign-in is one, on any host that it names: urllib would take the headers along."""
     heard: list[str] = []
 
     class Redirects(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             heard.append(self.path)
+            if self.path == "/moved/api/jobs/":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"[]")
+                return
+            host, path = ("127.0.0.1", "moved/api/jobs/") if self.path.startswith("/old") else ("localhost", "sign-in")
             self.send_response(302)
-            self.send_header("Location", f"http://localhost:{self.server.server_port}/sign-in")  # type: ignore[attr-defined]
+            self.send_header("Location", f"http://{host}:{self.server.server_port}/{path}")  # type: ignore[attr-defined]
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -368,8 +374,10 @@ def test_a_token_follows_no_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
             InputError, match=r"sends on to http://localhost:\d+/sign-in; give the job server's"
         ) as error:
             HttpJobServer().jobs(f"http://127.0.0.1:{proxy.server_port}")
+        assert heard == ["/api/jobs/"]
+        assert HttpJobServer().jobs(f"http://127.0.0.1:{proxy.server_port}/old") == []
         proxy.shutdown()
-    assert heard == ["/api/jobs/"] and "s3cret" not in str(error.value)
+    assert heard[1:] == ["/old/api/jobs/", "/moved/api/jobs/"] and "s3cret" not in str(error.value)
 
 
 @pytest.mark.parametrize(

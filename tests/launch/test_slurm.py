@@ -562,7 +562,8 @@ def test_a_session_that_ends_is_told(login_node: Any, tmp_path: Path) -> None:
     (tmp_path / "bin" / cluster_shell.PLUGIN).write_text(
         "#!/bin/sh\necho 'SessionId: x : i-0 is not connected.'\nexit 254\n"
     )
-    with pytest.raises(AwsRefusedError, match="the session on the login node of tenant acme ended"):
+    words = "the session on the login node of tenant acme ended: SessionId: x : i-0 is not connected."
+    with pytest.raises(AwsRefusedError, match=f"^{re.escape(words)}$"):
         login_node.run("true")
 
 

@@ -138,11 +138,11 @@ class SessionShell:
                 "this on the cluster's login node"
             )
         deadline = time.monotonic() + SESSION_SECONDS
-        if self._process is None or self._process.poll() is not None:
-            self._open(deadline)
         self._number += 1
         mark = f"trainyard{self._number}"
         try:
+            if self._process is None or self._process.poll() is not None:
+                self._open(deadline)
             self._type(typed_lines(script, arguments, mark), deadline)
             return read_answer(self._heard_until(f"{mark}=end", deadline), mark)
         except OSError as error:
@@ -251,9 +251,12 @@ class SessionShell:
             raise AwsRefusedError(f"{self.where} gave no answer within {SESSION_SECONDS:.0f} s; repeat the command")
         terminal = [self._terminal]
         readable, writable, _ = select.select(terminal, terminal if writes else [], [], min(left, 1.0))
-        if readable:
-            self._heard += os.read(self._terminal, 65536)
-        elif self._process is not None and self._process.poll() is not None:
+        try:
+            heard = os.read(self._terminal, 65536) if readable else b""
+        except OSError:
+            heard = b""  # how a terminal says that nobody is at its other end any more
+        self._heard += heard
+        if not heard and (readable or (self._process is not None and self._process.poll() is not None)):
             words = self._heard.decode("utf-8", "replace").strip().splitlines()
             self.close()
             raise AwsRefusedError(f"the session on {self.where} ended: {words[-1] if words else 'no reason given'}")

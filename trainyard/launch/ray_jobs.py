@@ -109,15 +109,20 @@ class HttpJobServer:
             ) from None
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
+class _OwnRedirects(urllib.request.HTTPRedirectHandler):
     """urllib would send the headers, a token among them, to whatever host a redirect names."""
 
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """None: the redirect is an HTTPError like others, with its own words."""
-        return
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        """None, an HTTPError, where another server is named; to https on the same host is no other."""
+        asked, named = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
+        is_own = (asked.scheme, asked.netloc) == (named.scheme, named.netloc)
+        is_safer = asked.hostname == named.hostname and (asked.scheme, named.scheme) == ("http", "https")
+        return super().redirect_request(req, fp, code, msg, headers, newurl) if is_own or is_safer else None
 
 
-_OPENER = urllib.request.build_opener(_NoRedirects)
+_OPENER = urllib.request.build_opener(_OwnRedirects)
 
 
 def _headers() -> dict[str, str]:
