@@ -89,7 +89,7 @@ class JobGuard(Construct):
         texts = {
             "JobStopped": (
                 self.metric_violations(tenant),
-                "a training job broke a rule and was stopped; the function's log names job and rule: "
+                "a training job broke a rule and was stopped, if it had not ended; the function's log names job and rule: "
                 "docs/runbooks/README.md",
             ),
             "JobNotChecked": (

@@ -698,6 +698,9 @@ def test_what_the_broker_says_reaches_the_person(
     answer({"refused": "CreateTrainingJob: ResourceLimitExceeded: full", "by": "aws", "code": "ResourceLimitExceeded"})
     with pytest.raises(AwsRefusedError, match=r"AWS refused: .*full; ask for a higher quota"):
         ask_broker(deployed, told, JOB_ID)
+    answer({"refused": "other jobs are being submitted; repeat the command", "by": "aws", "code": "Busy"})
+    with pytest.raises(AwsRefusedError, match=rf"^broker {told.broker} for job {JOB_ID}: other jobs are being"):
+        ask_broker(deployed, told, JOB_ID)
     for content in ({"errorMessage": "no module\nnamed x", "errorType": "ImportError"}, b"not JSON"):
         answer(content, "Unhandled")
         with pytest.raises(AwsRefusedError, match=r"it failed: (no module named x|not JSON); its log is in log group"):

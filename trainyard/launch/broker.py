@@ -43,6 +43,8 @@ def ask_broker(launcher: "Account", contract: "TenantContract", job_id: str, say
     if "refused" in answer:
         if answer.get("by") == "rules":
             raise InputError(f"{answer['refused']} (tenant {contract.tenant}'s broker)")
+        if answer.get("code") == "Busy":  # the broker's own word: AWS refused nothing
+            raise AwsRefusedError(f"{where}: {answer['refused']}")
         advice = advice_for(str(answer.get("code")))
         raise AwsRefusedError(f"{where}: AWS refused: {answer['refused']}" + (f"; {advice}" if advice else ""))
     for remark in ("warning", "uncapped"):
