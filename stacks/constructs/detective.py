@@ -89,8 +89,8 @@ class JobGuard(Construct):
         texts = {
             "JobStopped": (
                 self.metric_violations(tenant),
-                "a training job broke a rule and was stopped, if it had not ended; the function's log names job and rule: "
-                "docs/runbooks/README.md",
+                "a training job broke a rule and was stopped, if it had not ended; the function's log names job and "
+                "rule: docs/runbooks/README.md",
             ),
             "JobNotChecked": (
                 self.function.metric_errors(period=PERIOD),
