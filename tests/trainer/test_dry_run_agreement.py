@@ -73,13 +73,28 @@ def _grown(model: dict[str, Any], attention: str, precision: str) -> tuple[float
     return found[1][0] - found[0][0], found[1][1] - found[0][1]
 
 
+SPREAD = {"data_shard": 8, "expert": 4}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "model", "length"),
+    [
+        ({"data_shard": 8}, CASES.SEVEN_BILLION | {"num_hidden_layers": 3}, 2048),
+        ({"data_shard": 8}, CASES.MIXTRAL | {"num_hidden_layers": 3}, 2048),
+        # Beside what experts on several ranks take to be gathered and reduced, only those of long sequences are worst.
+        (SPREAD, CASES.MIXTRAL | {"num_hidden_layers": 3}, 8192),
+    ],
+    ids=["dense", "experts", "spread"],
+)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_gradients_of_scores_that_are_written_out_are_counted(recompute: str) -> None:
+def test_gradients_of_scores_that_are_written_out_are_counted(
+    parallelism: dict[str, Any], model: dict[str, Any], length: int, recompute: str
+) -> None:
     # Two fp32 tensors of the scores' size while a softmax is differentiated: with recomputation the worst moment.
-    job = CASES.few_layers({"data_shard": 8}, CASES.SEVEN_BILLION | {"num_hidden_layers": 3}, precision="bf16")
-    training = job.training.model_copy(update={"activation_checkpointing": recompute})
-    model = job.model.model_copy(update={"attention": "eager"})
-    agreed = CASES.agreement(CASES.Case("", job.model_copy(update={"model": model, "training": training}), 5))
+    job = CASES.few_layers(parallelism, model, activation_checkpointing=recompute)
+    eager = job.model.model_copy(update={"attention": "eager"})
+    data = job.data.model_copy(update={"sequence_length": length})
+    agreed = CASES.agreement(CASES.Case("", job.model_copy(update={"model": eager, "data": data}), 5))
     assert abs(agreed.activations) < ACTIVATIONS
 
 

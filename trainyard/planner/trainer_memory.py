@@ -189,6 +189,9 @@ class _Step:
         in_block = left + 2 * layers.expert_product_bytes + layers.rows_bytes + read + above
         made = self._experts
         yield self._moment(others + in_block, self._weights_and_gradients(number, made, before), made, gradients)
+        if not self._layout.flash_attention:
+            in_scores = left + above + layers.score_gradient_bytes
+            yield self._moment(others + in_scores, self._weights_and_gradients(number, made, before), made, gradients)
         yield from self._in_norms(number, left, made)
 
     def _in_spread_layer(self, number: int) -> Iterator[Moment]:
@@ -219,6 +222,9 @@ class _Step:
         norms = layers.split_hidden * self._norm_bytes() + above
         after_norm = left - layers.mlp_norm_output_bytes + norms
         yield Moment(others + after_norm, 0.0, units + sent + self._rest * element, gradients)
+        if not self._layout.flash_attention:
+            in_scores = left - layers.mlp_norm_output_bytes + above + layers.score_gradient_bytes
+            yield Moment(others + in_scores, 0.0, units + sent + self._rest * element, gradients)
 
     def _gathering(self) -> float:
         """Bytes of spread experts while they are gathered: FSDP, which cuts each, puts them together by way of two
