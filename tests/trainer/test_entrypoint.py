@@ -351,6 +351,17 @@ def test_ranks_that_do_not_stop_are_killed_when_the_grace_is_over(moment: str, c
     assert failure(tree)[0] == late if code == 1 else "stopped before the first step, killed 1 s after" in output
 
 
+def test_a_rank_that_had_failed_before_a_stop_is_not_to_be_resumed(tmp_path: Path) -> None:
+    tree = opt_ml(tmp_path / "ml")
+    behaviour = {"0": "bad input", "1": "ignore stop before a step"}
+    with running(tree, behaviour, TRAINYARD_STOP_GRACE_SECONDS="1") as process:
+        wait_for(tree / "output/data/ready-1", process)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=400)
+    assert process.returncode == 2, output
+    assert failure(tree)[0] == "rank 0 on algo-1: data.train: no such file or folder"
+
+
 def test_nothing_outlives_a_killed_entrypoint(tmp_path: Path) -> None:
     tree = opt_ml(tmp_path / "ml", processes_per_host=1)
     with running(tree, {"all": "wait"}) as process:

@@ -183,7 +183,8 @@ def test_a_key_of_s3_that_is_no_plain_path_writes_nowhere(
         s3 = boto3.client("s3")
         s3.create_bucket(Bucket="acme")
         s3.put_object(Bucket="acme", Key=key, Body=b"x")
-        with pytest.raises(InputError, match=f"^{re.escape(key)}: is no path of a file below its prefix") as caught:
+        where = re.escape(f"s3://acme/{key}")
+        with pytest.raises(InputError, match=f"^{where}: is no path of a file below its prefix") as caught:
             bring_inputs(tmp_path / "job")
     assert "\n" not in str(caught.value)
     assert not (folder / "set").exists() and not list(tmp_path.glob("*.txt"))

@@ -76,7 +76,7 @@ def _copy_from_s3(uri: str, target: Path) -> None:
                 if key.endswith("/") or (not prefix.endswith("/") and key != prefix):
                     continue
                 # As SageMaker lays a channel out: below the prefix's last slash.
-                file = _placed(partial, key, prefix.rfind("/") + 1)
+                file = _placed(partial, bucket, key, prefix.rfind("/") + 1)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 s3.download_file(bucket, key, str(file))
                 count += 1
@@ -88,12 +88,12 @@ def _copy_from_s3(uri: str, target: Path) -> None:
     say(f"inputs: {uri}: {count} files")
 
 
-def _placed(folder: Path, key: str, num_before: int) -> Path:
+def _placed(folder: Path, bucket: str, key: str, num_before: int) -> Path:
     """Where a key's file goes. S3 takes any name; one of these would write elsewhere on the machine, or over others."""
     parts = key[num_before:].split("/")
     if not {"", ".", ".."}.isdisjoint(parts):
         raise InputError(
-            f"{key}: is no path of a file below its prefix (an empty part, . or ..); copy it to a plain key, or take"
-            " it away from there"
+            f"s3://{bucket}/{key}: is no path of a file below its prefix (an empty part, . or ..); copy it to a plain"
+            " key, or take it away from there"
         )
     return folder.joinpath(*parts)

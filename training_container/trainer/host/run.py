@@ -388,7 +388,8 @@ class HostRun:
             return Ending(1, self._hang)
         if self._was_told_to_stop and not reports:
             return _stopped_between()
-        if self._was_killed:
+        # What a rank failed of by itself would be met again.
+        if self._was_killed and (made_a_step or set(codes.values()) <= {None, 0, RESUME_EXIT_CODE}):
             return self._cut_short(codes, made_a_step=made_a_step)
         return self._failure(reports, torchrun_code, made_a_step=made_a_step)
 
