@@ -18,6 +18,7 @@ from trainyard.launch.session import Account
 from trainyard.operate.tenants import leftovers, removal
 from trainyard.operate.tenants.removal import plan, remove, write_report
 from trainyard.operate.tenants.survey import state
+from trainyard.operate.tenants.unfinished import Unfinished
 from trainyard.spec.platform import EnvironmentSpec
 
 STATEFUL = ("Data", "Lustre", "Key", "Group", "Vpc", "Subnet", "Clients")
@@ -232,7 +233,7 @@ def test_nothing_goes_while_a_job_runs(
     spec = environment(name, retain_data=False)
     physical = deploy(site, spec)
     with monkeypatch.context() as patch:
-        patch.setattr(leftovers, "running_jobs", lambda *_: ["acme-tiny-1"])
+        patch.setattr(leftovers, "running_jobs", lambda *_: Unfinished(("acme-tiny-1",)))
         with pytest.raises(InputError, match=r"1 jobs have not ended \(acme-tiny-1\); stop them"):
             remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)
     assert site("s3").get_object(Bucket=physical["Data"], Key="b")["Body"].read() == b"newer"
@@ -285,10 +286,10 @@ def test_an_export_is_done_once_and_what_came_since_is_never_emptied(
     monkeypatch.setattr(removal, "read_contract", lambda *_: role)
     monkeypatch.setattr(removal, "assume", lambda _, arn, **__: asked.append(arn) or account)
 
-    def writes(*_: object) -> list[str]:  # while the export runs, a job comes, writes and ends
+    def writes(*_: object) -> Unfinished:  # while the export runs, a job comes, writes and ends
         if asked:
             site("s3").put_object(Bucket=bucket, Key="late", Body=b"late")
-        return []
+        return Unfinished()
 
     with monkeypatch.context() as patch:
         patch.setattr(leftovers, "running_jobs", writes)
@@ -297,7 +298,7 @@ def test_an_export_is_done_once_and_what_came_since_is_never_emptied(
     assert site("s3").get_object(Bucket=bucket, Key="late")["Body"].read() == b"late"
     planned = plan(account, spec, "acme", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(leftovers, "running_jobs", lambda *_: ["acme-tiny-1"])
+        patch.setattr(leftovers, "running_jobs", lambda *_: Unfinished(("acme-tiny-1",)))
         with pytest.raises(InputError, match=r"1 jobs have not ended"):
             remove(account, planned, tmp_path, silent)  # asked again, though the plan knew of none
     assert site("s3").get_object(Bucket=f"{target}", Key=f"{bucket}/late")["Body"].read() == b"late"

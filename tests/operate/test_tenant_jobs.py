@@ -8,8 +8,8 @@ import pytest
 from botocore.exceptions import ClientError
 from launch_testing import JOB_ID
 
-from trainyard.errors import AwsRefusedError
-from trainyard.launch.endpoint import EndpointSession
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch.doors import DOORS
 from trainyard.launch.record import JobRecord, S3RecordStore
 from trainyard.launch.session import Account
 from trainyard.operate.tenants import leftovers, removal, unfinished
@@ -31,7 +31,7 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def running(deployed: Account, environment: EnvironmentSpec, clients: dict[str, Any]) -> Callable[[], list[str]]:
-    return lambda: leftovers.running_jobs(deployed, environment, "acme")
+    return lambda: list(leftovers.running_jobs(deployed, environment, "acme").jobs)
 
 
 def recorded(deployed: Account, record: JobRecord, backend: str, number: int, state: str = "Training") -> str:
@@ -56,11 +56,18 @@ class Machines:
 
 
 def doors(**machines: Machines | None) -> dict[str, Any]:
-    return {name: SimpleNamespace(tenant_backend=lambda *_, it=it: it) for name, it in machines.items()}
+    def door(name: str, it: Machines | None) -> Any:
+        return SimpleNamespace(tenant_backend=lambda *_: it, machines_of=DOORS[name].machines_of)
+
+    return {name: door(name, it) for name, it in machines.items()}
 
 
 def test_a_job_on_the_tenants_own_cluster_keeps_it(
-    deployed: Account, record: JobRecord, running: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    deployed: Account,
+    environment: EnvironmentSpec,
+    record: JobRecord,
+    running: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trains, ended_since, forgotten = (recorded(deployed, record, "slurm", number) for number in range(3))
     recorded(deployed, record, "slurm", 3, "Completed")
@@ -71,7 +78,9 @@ def test_a_job_on_the_tenants_own_cluster_keeps_it(
     monkeypatch.setattr(unfinished, "DOORS", doors(slurm=cluster, ray=None))
     assert running() == [trains]
     cluster.known = None
-    assert running() == [forgotten, ended_since, trains], "where it gives no answer, all may run"
+    all_told = leftovers.running_jobs(deployed, environment, "acme")
+    assert (all_told.jobs, set(all_told.unanswered)) == ((), {forgotten, ended_since, trains}), "all may run"
+    assert set(all_told.unanswered.values()) == {"no login node answers"}
     monkeypatch.setattr(unfinished, "DOORS", doors(slurm=None))
     assert running() == [], "its cluster is gone, and they with it"
 
@@ -85,6 +94,53 @@ def test_other_peoples_machines_count_by_their_answer_alone(
     assert running() == [kubernetes]
     monkeypatch.setattr(unfinished, "DOORS", doors(ray=Machines({ray: "Training"}), kubernetes=Machines(None)))
     assert running() == [ray]
+
+
+class Clusters(Machines):
+    """Several behind one door, of which one is gone: who asks all of them at once hears of none."""
+
+    def __init__(self, states: dict[str, str], gone: str) -> None:
+        super().__init__(states)
+        self.gone = gone
+
+    def states(self, records: list[JobRecord]) -> dict[str, str]:
+        if self.gone in {record.job_id for record in records}:
+            raise InputError("no job server answers")
+        return super().states(records)
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting", "gone", "live"),
+    [
+        ("ray", "address", "http://10.0.0.1:8265", "http://10.0.0.2:8265"),
+        ("kubernetes", "context", "old", "new"),
+        ("kubernetes", "namespace", "old", "new"),
+    ],
+)
+def test_a_cluster_that_is_gone_hides_no_job_of_another(
+    deployed: Account,
+    record: JobRecord,
+    running: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    setting: str,
+    gone: str,
+    live: str,
+) -> None:
+    def on(where: str, number: int) -> str:
+        compute = record.resolved.spec.compute
+        place = getattr(compute, backend).model_copy(update={setting: where})
+        spec = record.resolved.spec.model_copy(update={"compute": compute.model_copy(update={backend: place})})
+        resolved = record.resolved.model_copy(update={"spec": spec})
+        return recorded(deployed, record.model_copy(update={"resolved": resolved}), backend, number)
+
+    for first, second in ((1, 2), (4, 3)):  # whichever is asked first
+        away, trains = on(gone, first), on(live, second)
+        monkeypatch.setattr(unfinished, "DOORS", doors(**{backend: Clusters({trains: "Training"}, gone=away)}))
+        monkeypatch.setattr(
+            unfinished, "_records", lambda store, ids=(away, trains): [store.read(one).record for one in ids]
+        )
+        assert running() == [trains]
 
 
 class Batch:
@@ -105,7 +161,11 @@ class Batch:
         if self.refusal:
             answer: Any = {"Error": {"Code": "ClientException", "Message": self.refusal}}
             raise ClientError(answer, "ListServiceJobs")
-        found = [{"jobName": name.replace("_", "-")} for name, status in self.jobs.items() if status == jobStatus]
+        found = [
+            {"jobName": name.replace("_", "-"), "jobId": name}
+            for name, status in self.jobs.items()
+            if status == jobStatus
+        ]
         return [{"jobSummaryList": found}]
 
 
@@ -148,11 +208,62 @@ def test_a_tenant_without_a_contract_has_nobody_to_ask(
     assert running() == []
 
 
-def test_a_plan_names_them(environment: EnvironmentSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.fixture
+def planned(
+    deployed: Account,
+    environment: EnvironmentSpec,
+    clients: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> Callable[..., removal.Plan]:
+    """The plan of a tenant that has nothing but jobs."""
     monkeypatch.setattr(removal, "held", lambda *_: [])
     monkeypatch.setattr(removal, "stack_status", lambda *_: removal.NOT_DEPLOYED)
     for name in ("job_streams", "job_roles", "machine_log_groups"):
         monkeypatch.setattr(leftovers, name, lambda *_: [])
-    monkeypatch.setattr(leftovers, "running_jobs", lambda _, given, tenant: [f"{given.name} {tenant}"])
-    account = Account(EndpointSession(endpoint_url=None, region_name="us-east-1"))
-    assert removal.plan(account, environment, "acme", tmp_path).running == ("test acme",)
+    return lambda ended=(): removal.plan(deployed, environment, "acme", tmp_path, ended)
+
+
+def remove(account: Account, plan: removal.Plan, tmp_path: Any) -> removal.Report:
+    return removal.remove(account, plan, tmp_path, lambda _: None)
+
+
+def test_who_gives_no_answer_is_told_with_the_reason_and_a_way_through(
+    deployed: Account,
+    record: JobRecord,
+    planned: Callable[..., removal.Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    """A cluster that was deleted by hand would keep the tenant for ever."""
+    first, second = (recorded(deployed, record, "slurm", number) for number in (1, 2))
+    cluster = Machines(None)
+    monkeypatch.setattr(unfinished, "DOORS", doors(slurm=cluster))
+    (line,) = planned().running.lines()
+    assert line.startswith("2 jobs had not ended by their records, and their cluster gives no answer (no login node")
+    assert first in line and second in line
+    for ended in ((), (first,)):
+        with pytest.raises(InputError, match=r"gives no answer \(no login node answers\): .*--ended JOB") as refused:
+            remove(deployed, planned(ended), tmp_path)
+        assert (first in str(refused.value)) == (first not in ended) and second in str(refused.value)
+    assert remove(deployed, planned((first, second)), tmp_path).finished_at
+    cluster.known = {first: "Training"}
+    with pytest.raises(InputError, match=rf"1 jobs have not ended \({first}\); stop them"):
+        remove(deployed, planned((first, second)), tmp_path)
+
+
+def test_who_may_not_become_the_launcher_sees_the_plan_and_removes_nothing(
+    deployed: Account, planned: Callable[..., removal.Plan], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AwsRefusedError("assuming the launcher: AccessDenied")
+
+    assert planned().running.lines() == []
+    monkeypatch.setattr(unfinished, "assume", refuse)
+    found = planned()
+    assert found.running.lines() == [
+        "jobs on other machines than SageMaker's can't be told: assuming the launcher: AccessDenied"
+    ]
+    with pytest.raises(AwsRefusedError, match=r"tenant acme: jobs on other machines .* can't be told: assuming"):
+        remove(deployed, found, tmp_path)
+    assert list(tmp_path.iterdir()) == [], "it did not begin"

@@ -18,6 +18,7 @@ from trainyard.launch import session
 from trainyard.launch.session import checkout_root
 from trainyard.operate.tenants import entry, leftovers, preview, removal, storage, survey
 from trainyard.operate.tenants.entry import with_tenant, without_tenant
+from trainyard.operate.tenants.unfinished import Unfinished
 from trainyard.spec.platform import load_environment
 
 LINK = "AWS::FSx::DataRepositoryAssociation"
@@ -351,7 +352,7 @@ def test_the_plan_tells_what_no_stack_owns(policy: Any, fate: str) -> None:
     """A plan that lists less than the removal deletes would be agreed to for the wrong reason."""
     environment = load_environment(checkout_root() / "environments" / "local.yaml")
     group = "/aws/sagemaker/Clusters/trainyard-local-acme/a1b2"
-    planned = removal.Plan(environment, "acme", policy, None, {}, (), {}, (), 3, ("acme-job",), (group,))
+    planned = removal.Plan(environment, "acme", policy, None, {}, (), {}, Unfinished(), 3, ("acme-job",), (group,))
     assert planned.lines()[1:] == [
         f"  3 log streams of its jobs in /aws/sagemaker/TrainingJobs: {fate}",
         f"  Logs::LogGroup {group}: {fate}",

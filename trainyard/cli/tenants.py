@@ -131,6 +131,14 @@ def remove(
         str | None,
         typer.Option("--confirm", metavar="NAME", help="The tenant's name again: do it. Else: only the plan."),
     ] = None,
+    ended: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ended",
+            metavar="JOB",
+            help="A job that can't run any longer, though its cluster gives no answer. May be repeated.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what removing a tenant would delete and keep; with --confirm, do it and write a report of what is left.
@@ -154,7 +162,7 @@ def remove(
     entry.without_tenant(entry.read_text(path), name, str(path))  # refused before anything is deleted
     with _spinner("asking the account") as spinner:
         account = open_account(spec)
-        planned = removal.plan(account, spec, name, state_root())
+        planned = removal.plan(account, spec, name, state_root(), ended or ())
         report = None
         if confirm is not None:
             report = removal.remove(account, planned, state_root(), spinner)
@@ -293,7 +301,9 @@ def _print_plan(planned: Any, as_json: bool) -> None:
                 "policy": planned.policy,
                 "export_to": planned.export_to,
                 "stacks": dict(planned.stacks),
-                "running_jobs": list(planned.running),
+                "running_jobs": list(planned.running.jobs),
+                "unanswered_jobs": dict(planned.running.unanswered),
+                "untold_jobs": planned.running.untold,
                 "held": [{**item.__dict__, "fate": planned.fate(item)} for item in planned.held],
                 "contents": {bucket: inside.__dict__ for bucket, inside in planned.contents.items()},
                 "unowned": planned.unowned(),
@@ -302,8 +312,8 @@ def _print_plan(planned: Any, as_json: bool) -> None:
         return
     for line in planned.lines():
         print(line)
-    if planned.running:
-        print(f"{len(planned.running)} jobs have not ended: {', '.join(planned.running)}")
+    for line in planned.running.lines():
+        print(line)
     print(f"nothing was changed; to do it: add --confirm {planned.tenant}")
 
 

@@ -80,24 +80,24 @@ def known_job(batch: Any, queue: str, name: str) -> dict[str, Any] | None:
     try:
         return queued_job(batch, queue, name)
     except batch.exceptions.ClientError as error:
-        if not _is_gone(error):
+        if not is_gone(error):
             raise
         return None
 
 
-def _is_gone(error: Any) -> bool:
+def is_gone(error: Any) -> bool:
     """Whether Batch says that it has no such queue."""
     told = error.response["Error"]
     return bool(told["Code"] == "ClientException" and "does not exist" in told.get("Message", ""))
 
 
-def jobs_in_share(batch: Any, queue: str, tenant: str) -> Iterator[dict[str, Any]]:
+def jobs_in_share(batch: Any, queue: str, tenant: str, statuses: Iterable[str] = STATUSES) -> Iterator[dict[str, Any]]:
     """Batch's summaries of a tenant's jobs in a queue, newest first. Asked status by status: of a share, Batch lists
     what runs alone where none is named."""
     jobs: dict[str, dict[str, Any]] = {}
     share = [{"name": "QUOTA_SHARE_NAME", "values": [tenant]}]
     paginator = batch.get_paginator("list_service_jobs")
-    for status in STATUSES:
+    for status in statuses:
         for page in paginator.paginate(jobQueue=queue, filters=share, jobStatus=status):
             # What went on meanwhile is listed twice: as it was seen last.
             jobs |= {job["jobId"]: job for job in page["jobSummaryList"]}
@@ -206,7 +206,7 @@ class QueueLedger(Ledger):
         try:
             listed = list(jobs_in_share(self._batch, queue, self._tenant))
         except self._batch.exceptions.ClientError as error:
-            if not _is_gone(error):
+            if not is_gone(error):
                 raise
             return None
         return {job["jobName"]: job for job in reversed(listed)}

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from trainyard.launch import cluster, kubernetes, ray
 from trainyard.launch.backend import Backend, Say, say_nothing
+from trainyard.launch.kubernetes_backend import namespace_of
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
 from trainyard.spec.backends import BackendName
@@ -51,6 +52,16 @@ class Door:
     """None where the tenant has no such machines."""
     here_backend: Callable[[Path], Backend]
     """Of the jobs whose records lie in that folder."""
+    machines_of: Callable[[JobRecord], str]
+    """Which of these machines a job went to: those of one word are asked together, and answer or don't."""
+
+
+def _kubernetes_of(record: JobRecord) -> str:
+    return f"{record.resolved.spec.compute.kubernetes.context or ''} {namespace_of(record)}"
+
+
+def _ray_of(record: JobRecord) -> str:
+    return record.resolved.spec.compute.ray.address or ""
 
 
 def _tenants_slurm(launcher: Account, contract: TenantContract) -> Backend | None:
@@ -58,12 +69,19 @@ def _tenants_slurm(launcher: Account, contract: TenantContract) -> Backend | Non
 
 
 DOORS: dict[BackendName, Door] = {
-    "slurm": Door(cluster.launch_on_cluster, cluster.launch_on_slurm_here, _tenants_slurm, cluster.here_backend),
+    "slurm": Door(
+        cluster.launch_on_cluster,
+        cluster.launch_on_slurm_here,
+        _tenants_slurm,
+        cluster.here_backend,
+        lambda _: "",  # a tenant has one, and so has this machine
+    ),
     "kubernetes": Door(
         kubernetes.launch_on_tenants_kubernetes,
         kubernetes.launch_on_kubernetes_here,
         kubernetes.tenant_backend,
         kubernetes.here_backend,
+        _kubernetes_of,
     ),
-    "ray": Door(ray.launch_on_tenants_ray, ray.launch_on_ray_here, ray.tenant_backend, ray.here_backend),
+    "ray": Door(ray.launch_on_tenants_ray, ray.launch_on_ray_here, ray.tenant_backend, ray.here_backend, _ray_of),
 }

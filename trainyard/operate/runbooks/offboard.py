@@ -14,6 +14,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Its own."""
     parser.add_argument("--tenant", "-t", required=True, help="who leaves")
     parser.add_argument("--keep-data", action="store_true", help="its policy keeps the data, and that is meant")
+    parser.add_argument(
+        "--ended",
+        action="append",
+        default=[],
+        metavar="JOB",
+        help="a job that can't run any longer, though its cluster gives no answer",
+    )
 
 
 def run(context: Context) -> None:
@@ -30,7 +37,7 @@ def run(context: Context) -> None:
         "its keys serve nobody from then on: no copy or backup under them can be read" if policy == "shred" else "kept"
     )
     context.report.findings.append(Finding("clear", f"removal.data is {policy}: {words}"))
-    remove = ("tenant", "remove", path, given.tenant)
+    remove = ("tenant", "remove", path, given.tenant, *(word for job in given.ended for word in ("--ended", job)))
     context.perform([command(*remove, changes=False), command(*remove, "--confirm", given.tenant)])
 
 

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from trainyard.errors import AwsRefusedError
 from trainyard.functions.job_roles import job_role_path
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.session import Account
 from trainyard.operate.tenants import unfinished
 from trainyard.operate.tenants.survey import Held
+from trainyard.operate.tenants.unfinished import Unfinished
 from trainyard.spec.platform import TRAINING_LOG_GROUP, EnvironmentSpec
 from trainyard.spec.shares import BATCH_PREFIX
 
@@ -203,17 +205,21 @@ def delete_job_roles(account: Account, environment: str, tenant: str) -> list[st
     return names
 
 
-def running_jobs(account: Account, environment: EnvironmentSpec, tenant: str) -> list[str]:
+def running_jobs(account: Account, environment: EnvironmentSpec, tenant: str) -> Unfinished:
     """Names of the tenant's jobs that have not ended: on SageMaker, in its training queues, on a cluster of its own and
-    on other machines."""
+    on other machines. Where AWS refuses to tell of the latter, the rest is told, and why."""
     training = _training_jobs(account, tenant)
     contract = unfinished.deployed_contract(account, environment, tenant)
     if contract is None:
-        return training
+        return Unfinished(tuple(training))
     queued = unfinished.queued(account, contract)
     if queued:  # among them is what Batch started, which SageMaker lists by another name
         training = [name for name in training if not name.startswith(BATCH_PREFIX)]
-    return list(dict.fromkeys([*training, *queued, *unfinished.elsewhere(account, contract)]))
+    try:
+        others = unfinished.elsewhere(account, contract)
+    except AwsRefusedError as error:
+        others = Unfinished(untold=str(error))
+    return replace(others, jobs=tuple(dict.fromkeys([*training, *queued, *others.jobs])))
 
 
 def _training_jobs(account: Account, tenant: str) -> list[str]:

@@ -21,6 +21,7 @@ from trainyard.operate.tenants import leftovers, storage
 from trainyard.operate.tenants.leftovers import Left
 from trainyard.operate.tenants.storage import Contents
 from trainyard.operate.tenants.survey import NOT_DEPLOYED, Held, held, stack_status
+from trainyard.operate.tenants.unfinished import NOT_TOLD, Unfinished, silent
 from trainyard.spec.platform import TRAINING_LOG_GROUP, EnvironmentSpec
 
 Say = Callable[[str], None]
@@ -42,7 +43,7 @@ class Plan:
     held: tuple[Held, ...]
     contents: Mapping[str, Contents]
     """By bucket."""
-    running: tuple[str, ...]
+    running: Unfinished
     """Jobs that have not ended: while there are any, the tenant stays."""
     job_streams: int = 0
     """Log streams of its jobs in the group that SageMaker shares among all."""
@@ -52,6 +53,8 @@ class Plan:
     """Log groups that HyperPod made for its machines."""
     was_emptied: bool = False
     """An earlier removal began to empty its buckets, and did not end."""
+    ended: tuple[str, ...] = ()
+    """Jobs that a person vouches for: they can't run any longer, though nobody answers for them."""
 
     def unowned(self) -> list[str]:
         """What no stack owns, and what becomes of it, for a person."""
@@ -130,8 +133,10 @@ class Report:
         return lines
 
 
-def plan(account: Account, environment: EnvironmentSpec, tenant: str, state_dir: Path) -> Plan:
-    """What removing the tenant would do; changes nothing."""
+def plan(
+    account: Account, environment: EnvironmentSpec, tenant: str, state_dir: Path, ended: Sequence[str] = ()
+) -> Plan:
+    """What removing the tenant would do; changes nothing. `ended`: see Plan."""
     journal = _remembered(_journal(state_dir, environment, tenant))
     found = {thing.physical_id: thing for thing in journal.held}
     found |= {thing.physical_id: thing for thing in held(account, environment, tenant)}
@@ -145,11 +150,12 @@ def plan(account: Account, environment: EnvironmentSpec, tenant: str, state_dir:
         stacks={name: stack_status(account, name) for name in tenant_stacks(environment, tenant)},
         held=tuple(leftovers.in_deletion_order(there)),
         contents={bucket: storage.contents(account, bucket) for bucket in buckets},
-        running=tuple(leftovers.running_jobs(account, environment, tenant)),
+        running=leftovers.running_jobs(account, environment, tenant).without(ended),
         job_streams=len(leftovers.job_streams(account, tenant)),
         job_roles=tuple(leftovers.job_roles(account, environment.name, tenant)),
         machine_logs=tuple(leftovers.machine_log_groups(account, environment.name, tenant)),
         was_emptied=journal.emptying,
+        ended=tuple(ended),
     )
 
 
@@ -166,7 +172,8 @@ def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report
     if planned.export_to:
         journal = _export(account, planned, journal, path, say)
         report.exported = dict(journal.exported)
-    _refuse_running(tenant, leftovers.running_jobs(account, environment, tenant))  # an export takes long
+    running = leftovers.running_jobs(account, environment, tenant)  # an export takes long
+    _refuse_running(tenant, running.without(planned.ended))
     if planned.export_to:
         _refuse_uncopied(account, journal, path)
     if planned.policy == "shred":
@@ -194,12 +201,20 @@ def remove(account: Account, planned: Plan, state_dir: Path, say: Say) -> Report
     return report
 
 
-def _refuse_running(tenant: str, running: Sequence[str]) -> None:
-    if running:
+def _refuse_running(tenant: str, running: Unfinished) -> None:
+    """InputError while a job runs or may run, AwsRefusedError where that can't be told."""
+    if running.jobs:
         raise InputError(
-            f"tenant {tenant}: {len(running)} jobs have not ended ({', '.join(running[:3])}); "
+            f"tenant {tenant}: {len(running.jobs)} jobs have not ended ({', '.join(running.jobs[:3])}); "
             "stop them (trainyard stop JOB), or wait"
         )
+    if running.unanswered:
+        raise InputError(
+            f"tenant {tenant}: {silent(running.unanswered)}: {', '.join(list(running.unanswered)[:3])}; mend that, or "
+            "say of each that can't run any longer, as its machines are gone: --ended JOB"
+        )
+    if running.untold:
+        raise AwsRefusedError(f"tenant {tenant}: {NOT_TOLD}: {running.untold}")
 
 
 def write_report(report: Report, state_dir: Path) -> Path:
