@@ -1,5 +1,6 @@
 """Requests in users' own words: other names of fields, other spellings, machines for GPUs, models unknown here."""
 
+import re
 from typing import Any
 
 import pytest
@@ -26,9 +27,15 @@ LLAMA: dict[str, Any] = {"model": "llama-3.1-8b", "gpu": "H100", "gpus": 16, "se
         ({"precision": "MXFP8"}, {"precision": "fp8"}),
         ({"precision": "float8_e4m3"}, {"precision": "fp8"}),
         ({"precision": "half"}, {"precision": "fp16"}),
+        ({"precision": "bf16_with_fp8_current_scaling_mixed"}, {"precision": "fp8"}),
+        ({"precision": "bf16_with_mxfp8_mixed"}, {"precision": "fp8"}),
+        ({"precision": "BF16 (fp32 grad accumulation)"}, {"precision": "bf16"}),
         ({"precision": "NVFP4", "gpu": "B300"}, {"precision": "fp4", "gpu": "B300"}),
         ({"optimizer": "adamw_torch_fused"}, {"optimizer": "adamw"}),
         ({"optimizer": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
+        ({"optimizer": "torch.optim.AdamW"}, {"optimizer": "adamw"}),
+        ({"optimizer": "FusedAdam"}, {"optimizer": "adamw"}),
+        ({"optimizer": "8-bit AdamW"}, {"optimizer": "adamw_8bit"}),
         ({"optimizer": "paged_adamw_32bit"}, {"optimizer": "adamw_paged"}),
         ({"recompute": True}, {"recompute": "full"}),
         ({"recompute": False}, {"recompute": "none"}),
@@ -42,6 +49,19 @@ def test_other_words_say_the_same(words: dict[str, Any], plain: dict[str, Any]) 
     assert predict(LLAMA | words) == predict(LLAMA | plain)
     if "model" not in words:  # names of models are read later
         assert in_plain_words(LLAMA | words) == LLAMA | plain
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("precision", value) for value in ("tensorfloat32", "bf16/fp16", "bf16, without fp8", "w8a16")),
+        *(("optimizer", value) for value in ("adamw_torch_4bit", "galore_adamw", "apollo_adamw", "adam_mini")),
+        *(("optimizer", value) for value in ("adamw_bf16", "DeepSpeedCPUAdam", "schedule_free_adamw", "nadam")),
+    ],
+)
+def test_words_that_say_more_than_the_planner_knows_are_refused(name: str, value: str) -> None:
+    with pytest.raises(InputError, match=rf"{name}: must be one of .* \(given: '{re.escape(value.lower())}'\)"):
+        predict(LLAMA | {name: value})
 
 
 OTHERS: dict[str, Any] = {
@@ -79,6 +99,19 @@ def test_a_machine_says_its_gpu_and_a_rack_is_one_node(
     assert question.device.name == name
     assert memory_gib is None or question.device.memory_gib == pytest.approx(memory_gib, abs=0.3)
     assert question.links.gpus_per_node == per_node
+
+
+@pytest.mark.parametrize(
+    ("stated", "says"),
+    [
+        ({"gpu": "p5.48xlarge", "gpu_mem_gb": 0}, "gpu_mem_gb: must be a number above 0"),
+        ({"gpu": 0, "interconnect": "p5.48xlarge"}, "gpu: must be a text"),
+        ({"gpu": "p5.48xlarge", "interconnect": 0}, "interconnect: must be a text"),
+    ],
+)
+def test_a_machine_takes_the_place_of_nothing_that_is_stated_wrongly(stated: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        predict(LLAMA | stated)
 
 
 @pytest.mark.parametrize(

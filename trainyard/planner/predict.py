@@ -227,7 +227,7 @@ def _of_heads(question: Question) -> str:
         return ""
     return (
         f"head_dim {width}: its rows don't begin at multiples of 16 bytes, which this time doesn't count; steps of "
-        "such models have taken 1.25 to 1.5 times as long (a multiple of 8 avoids it)"
+        "such models have taken 1.4 to 1.55 times as long (a multiple of 8 avoids it)"
     )
 
 

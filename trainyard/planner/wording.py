@@ -38,17 +38,31 @@ def _sharding(text: str) -> str:
 
 
 def _precision(text: str) -> str:
-    """ "bfloat16", "amp_bf16", "MXFP8", "NVFP4", "float16"; the kind of scales is no matter of these formulas."""
+    """ "bfloat16", "amp_bf16", "MXFP8", "NVFP4", "float16"; the kind of scales is no matter of these formulas. Of
+    several ("bf16_with_fp8_mixed") the narrowest, which products have; two of one width say nothing, nor does a "no".
+    """
     words = text.replace("bfloat", "bf").replace("float", "fp")
-    found = re.search(r"bf16|fp(?:4|8|16|32|64)(?!\d)", words)
-    return found[0] if found else "fp16" if words == "half" else text
+    found = set(re.findall(r"(?<![a-z])(?:mx|nv)?(bf16|fp(?:4|8|16|32|64)(?!\d))", words))
+    if not found or re.search(r"(?<![a-z])(?:no|non|not|without)(?![a-z])", words):
+        return "fp16" if words == "half" else text
+    narrowest = min(int(word[2:]) for word in found)
+    named = [word for word in found if int(word[2:]) == narrowest]
+    return named[0] if len(named) == 1 else text
+
+
+SAME_STATE = "torch|apex|xla|npu|hf|bnb|fused|foreach|distributed|decoupled"
+"""What names of AdamW add without a word of its averages: whose code it is, and how it is launched."""
 
 
 def _optimizer(text: str) -> str:
-    """ "adamw_torch_fused", "FusedAdam", "adamw_bnb_8bit", "paged_adamw_8bit"."""
-    if "adam" not in text:
+    """ "torch.optim.AdamW", "adamw_torch_fused", "FusedAdam", "adamw_bnb_8bit", "paged_adamw_8bit". What has a word
+    more ("galore_adamw", "adam_mini", 4 bits) keeps other averages, and is none of these."""
+    words = re.sub(r"[^a-z0-9]", "", text.rsplit(".", 1)[-1])
+    bits = "(?:8bit|32bit)?"
+    rest = re.sub(SAME_STATE, "", words)
+    if not re.fullmatch(f"(?:paged)?{bits}adamw?(?:paged)?{bits}", rest):
         return text
-    return "adamw_paged" if "paged" in text else "adamw_8bit" if "8" in text else "adamw"
+    return "adamw_paged" if "paged" in rest else "adamw_8bit" if "8bit" in rest else "adamw"
 
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
@@ -78,13 +92,14 @@ def in_plain_words(content: Mapping[str, Any]) -> dict[str, Any]:
 def _with_machine(found: dict[str, Any]) -> dict[str, Any]:
     """The GPU of an AWS machine that stands in its place, or that `interconnect` names while no GPU is stated."""
     stated, place = found.get("gpu"), found.get("interconnect")
-    text = stated or place
-    if not isinstance(text, str) or (stated and not isinstance(stated, str)):
+    # What is stated and can't be (a 0) stays, to be refused.
+    text = place if stated in (None, "") else stated
+    if not isinstance(text, str):
         return found
     name = next((item for item in instance_types() if item in text.lower()), None)
     device = instance(name).gpu if name else None
     if device is None:
         return found
     # Which of its part's sizes the machine has: the A100 was made with 40 and 80 GB.
-    size = found.get("gpu_mem_gb") or round(device.memory_gib)
-    return found | {"gpu": device.name, "gpu_mem_gb": size, "interconnect": place or name}
+    size = round(device.memory_gib) if found.get("gpu_mem_gb") is None else found["gpu_mem_gb"]
+    return found | {"gpu": device.name, "gpu_mem_gb": size, "interconnect": name if place in (None, "") else place}
