@@ -422,6 +422,27 @@ def test_a_token_that_begins_and_ends_documents_does_both(tmp_path: Path) -> Non
     assert JsonTokenizer(path).prefix_ids == ()
 
 
+def test_a_vocabulary_that_can_write_few_texts_has_its_bos_too(tmp_path: Path) -> None:
+    """Of DNA, say: without a token for what it doesn't know, "a" is no id at all."""
+    from tokenizers import Tokenizer, models, processors
+
+    inner = Tokenizer(models.BPE({"<s>": 0, "A": 1, "C": 2, "G": 3, "T": 4}, []))
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert inner.encode("a").ids == [0] and inner.encode("GA").ids == [0, 3, 1]
+    assert JsonTokenizer(tmp_path / "tokenizer.json").prefix_ids == (0,)
+
+
+@pytest.mark.parametrize("stated", ["", {"content": ""}])
+def test_an_empty_eos_token_is_none_stated(tmp_path: Path, stated: Any) -> None:
+    """As older converted models write it: a common one that the vocabulary has counts."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": stated}))
+    assert JsonTokenizer(tmp_path / "tokenizer.json").eos_id == 1
+
+
 @pytest.mark.parametrize("stated", [{"eos_token": "<|im_end|>"}, {"added_tokens_decoder": {"9": {"content": "<|a|>"}}}])
 def test_a_token_that_the_tokenizer_lacks_is_not_cut_up_as_text(tmp_path: Path, stated: dict[str, Any]) -> None:
     """transformers adds such tokens as it loads the tokenizer; here another would end the documents."""

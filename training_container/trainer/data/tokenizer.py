@@ -120,8 +120,12 @@ class JsonTokenizer:
 
     def _begin(self) -> tuple[int, ...]:
         """What the tokenizer's own template puts before a text: of an empty one nobody could tell it from what comes
-        after, where one token is both (OPT's </s>)."""
-        framed = self._tokenizer.encode("a", add_special_tokens=True)
+        after, where one token is both (OPT's </s>). The text is another vocabulary's: there is none that each can
+        write, and what this one can't would leave an empty one."""
+        from tokenizers import Tokenizer, models
+
+        text = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
+        framed = self._tokenizer.post_process(text, add_special_tokens=True)
         own = next((place for place, part in enumerate(framed.sequence_ids) if part is not None), 0)
         return tuple(framed.ids[:own])
 
@@ -189,7 +193,7 @@ def _check_added_tokens(path: Path, settings: dict[str, Any], vocabulary: dict[s
     text, and another token end the documents."""
     added = settings.get("added_tokens_decoder")
     stated = [token_text(token) for token in added.values()] if isinstance(added, dict) else []
-    stated.append(token_text(settings.get("eos_token")))
+    stated.append(token_text(settings.get("eos_token")) or None)  # older converted models write "" for none
     if lacking := [token for token in stated if token is not None and token not in vocabulary]:
         raise InputError(
             f"tokenizer {path}: has no token {lacking[0]!r}, which a configuration beside it states; let"
