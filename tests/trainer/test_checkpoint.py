@@ -32,6 +32,7 @@ from trainer.checkpoint.destination import (
 from trainer_testing.distributed import free_port
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
+from trainyard.launch.checkpoint_files import open_files
 from trainyard.launch.checkpoints import list_checkpoints
 from trainyard.spec.retention import BestSpec
 
@@ -738,6 +739,43 @@ def test_a_step_that_may_not_be_looked_into_never_means_starting_anew(
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(JobFailedError, match=r"can't list \S+: Permission denied; a checkpoint may be there"):
         Job(str(tmp_path / "shared"), tmp_path).newest()
+
+
+@pytest.mark.parametrize("kind", [PermissionError, NotADirectoryError])
+def test_somebody_elses_folder_beside_the_steps_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[OSError]
+) -> None:
+    """A volume's lost+found, say, which is root's alone."""
+    job = Job(str(tmp_path / "shared"), tmp_path)
+    job.save(10)
+    theirs = tmp_path / "shared/checkpoints/lost+found"
+    theirs.mkdir()
+    honest = os.scandir
+
+    def refused(path: Any) -> Any:
+        if str(path) == str(theirs):
+            raise kind(errno.EIO, "refused", str(path))
+        return honest(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert Job(str(tmp_path / "shared"), tmp_path).newest() == 10
+    assert [one.step for one in list_checkpoints(str(tmp_path / "shared"), None)] == [10]
+
+
+def test_a_users_own_link_to_the_destination_is_never_removed(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    (tmp_path / "real/elsewhere").mkdir(parents=True)
+    (tmp_path / "real/checkpoints").symlink_to(tmp_path / "real/elsewhere")
+    for there in (LocalDestination(link), open_files(str(link), None)):
+        for name in ("probe", "checkpoints/.probe"):  # beside a step's files there are these two kinds
+            (link / name).write_bytes(b"1")
+            there.delete([name])
+            assert link.is_symlink() and (link / "checkpoints").is_symlink() and not (link / name).exists()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/probe").touch()
+    open_files(str(tmp_path / "empty"), None).delete(["probe"])
+    assert (tmp_path / "empty").is_dir()
 
 
 def test_a_step_that_was_moved_and_linked_is_resumed_and_what_lies_elsewhere_is_never_removed(tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainyard.errors import InputError, JobFailedError
 from trainyard.launch.aws import aws_errors, is_missing
+
+FOLDER = "checkpoints"
+"""Below a root: each checkpoint is a folder in it."""
 
 _BLOCK_BYTES = 8 << 20
 
@@ -67,14 +70,22 @@ class _FolderFiles:
     def sizes(self, prefix: str) -> dict[str, int]:
         folder = self._root / prefix
         found: dict[str, int] = {}
+
+        def judge(error: OSError) -> None:
+            # A job that runs removes what it no longer keeps.
+            if not isinstance(error, FileNotFoundError) and _may_be_a_steps(Path(error.filename), folder):
+                raise error
+
         with _os_errors("list", folder):
             # As the trainer reads it: a step may be a link to another disk.
-            for at, folders, names in os.walk(folder, onerror=_raise_unless_gone, followlinks=True):
+            for at, folders, names in os.walk(folder, onerror=judge, followlinks=True):
                 if Path(at) != folder:  # a link that leads back up would have no end
                     folders[:] = [name for name in folders if not Path(at, name).is_symlink()]
                 for path in (Path(at, name) for name in names):
-                    with suppress(FileNotFoundError):  # a job that runs removes what it no longer keeps
+                    try:
                         found[path.relative_to(self._root).as_posix()] = path.stat().st_size
+                    except OSError as error:
+                        judge(error)
         return found
 
     def read(self, name: str) -> bytes | None:
@@ -111,13 +122,15 @@ class _FolderFiles:
         for name in names:
             path = self._root / name
             with _os_errors("remove", path):
-                if path.parent.is_symlink() and path.parent.parent != self._root:
+                if path.parent.is_symlink() and path.parent.parent == self._root / FOLDER:
                     path.parent.unlink()  # a step's link; what somebody put elsewhere stays there, as with `rm -r`
                     continue
                 path.unlink(missing_ok=True)
                 folders.add(path.parent)
         for folder in folders:
-            # Only an empty one goes; somebody else's file keeps it.
+            # Only an empty one goes; somebody else's file keeps it. A link is its owner's.
+            if folder == self._root or folder.is_symlink():
+                continue
             if folder.is_dir() and not any(folder.iterdir()):
                 shutil.rmtree(folder)
 
@@ -179,9 +192,10 @@ class _S3Files:
                 self._s3.delete_object(Bucket=self._bucket, Key=self._key(name))
 
 
-def _raise_unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error
+def _may_be_a_steps(path: Path, top: Path) -> bool:
+    """Whether checkpoints may be missed with what can't be read there; not with a volume's lost+found, say, or a
+    folder of somebody else's."""
+    return path == top or any(part.startswith("step-") for part in path.relative_to(top).parts)
 
 
 @contextmanager

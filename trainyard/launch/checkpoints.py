@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
-from trainyard.launch.checkpoint_files import Files, open_files, sha256
+from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
 from trainyard.spec.retention import Retention
 
-_FOLDER = "checkpoints"
 _MARKER = "COMMITTED"
 """Written last: a checkpoint without it is torn, and never read."""
 _MANIFEST = "manifest.json"
@@ -68,7 +67,7 @@ class Checkpoint:
 def list_checkpoints(destination: str, s3: Any) -> list[Checkpoint]:
     """The checkpoints under an s3:// prefix or a folder, oldest step first; one that can't be read hides no other."""
     files = open_files(destination.rstrip("/"), s3)
-    by_step = _by_step(files.sizes(_FOLDER))
+    by_step = _by_step(files.sizes(FOLDER))
     return [_look_at(files, step, by_step[step]) for step in sorted(by_step)]
 
 
@@ -76,7 +75,7 @@ def _by_step(names: dict[str, int]) -> dict[int, dict[str, int]]:
     """Step -> name within its folder -> bytes."""
     found: dict[int, dict[str, int]] = {}
     for path, size in names.items():
-        folder, separator, name = path.removeprefix(f"{_FOLDER}/").partition("/")
+        folder, separator, name = path.removeprefix(f"{FOLDER}/").partition("/")
         digits = folder.removeprefix("step-")
         if separator and folder.startswith("step-") and digits.isdecimal():
             found.setdefault(int(digits), {})[name] = size
@@ -341,4 +340,4 @@ def _why_altered(source: Files, sink: Files, checkpoint: Checkpoint, name: str, 
 
 
 def _step_folder(step: int) -> str:
-    return f"{_FOLDER}/step-{step:08d}"
+    return f"{FOLDER}/step-{step:08d}"

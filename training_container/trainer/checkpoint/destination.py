@@ -7,11 +7,12 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.checkpoint.disk import read_at, read_once_at
+from trainer.checkpoint.manifest import FOLDER
 from trainyard.errors import InputError
 from trainyard.kept_room import FULL
 
@@ -204,16 +205,23 @@ class LocalDestination(Destination):
         """See Destination."""
         top = self._root / prefix
         found: dict[str, int] = {}
-        # What may not be looked into is no folder without checkpoints; a step that was moved to another disk, with a
+
+        def judge(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError) and _may_be_a_steps(Path(error.filename), top):
+                raise error
+
+        # A step that may not be looked into is no step that isn't there; one that was moved to another disk, with a
         # link in its place, is as good as any: passed over in silence either would begin the job anew.
         with _os_errors(f"list {top}"):
-            for at, folders, names in os.walk(top, onerror=_raise_unless_gone, followlinks=True):
+            for at, folders, names in os.walk(top, onerror=judge, followlinks=True):
                 if Path(at) != top:  # a link that leads back up would have no end
                     folders[:] = [name for name in folders if not Path(at, name).is_symlink()]
                 for path in (Path(at, name) for name in names):
-                    with suppress(FileNotFoundError):  # removed meanwhile
+                    try:
                         if path.is_file():
                             found[path.relative_to(self._root).as_posix()] = path.stat().st_size
+                    except OSError as error:
+                        judge(error)
         return found
 
     def delete(self, names: Iterable[str]) -> None:
@@ -222,14 +230,16 @@ class LocalDestination(Destination):
         for name in names:
             path = self._root / name
             with _os_errors(f"remove {path}"):
-                if path.parent.is_symlink() and path.parent.parent != self._root:
+                if path.parent.is_symlink() and path.parent.parent == self._root / FOLDER:
                     path.parent.unlink()  # a step's link; what somebody put elsewhere stays there, as with `rm -r`
                     continue
                 path.unlink(missing_ok=True)
                 folders.add(path.parent)
         for folder in folders:
-            # Only an empty one goes; somebody else's file keeps it.
-            if folder != self._root and folder.is_dir() and not any(folder.iterdir()):
+            # Only an empty one goes; somebody else's file keeps it. A link is its owner's.
+            if folder == self._root or folder.is_symlink():
+                continue
+            if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
     def give_up_unfinished(self, prefixes: Sequence[str]) -> int:
@@ -263,9 +273,10 @@ class LocalDestination(Destination):
             partial.unlink(missing_ok=True)
 
 
-def _raise_unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error
+def _may_be_a_steps(path: Path, top: Path) -> bool:
+    """Whether checkpoints may be missed with what can't be read there; not with a volume's lost+found, say, or a
+    folder of somebody else's."""
+    return path == top or any(part.startswith("step-") for part in path.relative_to(top).parts)
 
 
 def sync(path: Path) -> None:
