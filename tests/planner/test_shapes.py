@@ -127,6 +127,10 @@ def test_flops_per_token_by_hand() -> None:
         ("s3://models/llama-2-7b-moe-8x", None),
         ("nvidia/Nemotron_3_Nano_30B", "nemotron-3-nano"),
         ("google/gemma-7b-it", "gemma-7b"),
+        ("microsoft/phi-4-reasoning-plus", "phi-4"),
+        ("microsoft/Phi-4-multimodal-instruct", None),
+        ("our/Llama-3.1-8B-Vision", None),
+        ("Qwen/Qwen2.5-7B-Omni", None),
     ],
 )
 def test_known_models_in_paths(source: str, name: str | None) -> None:

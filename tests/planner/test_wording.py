@@ -161,11 +161,52 @@ def test_the_name_of_an_unknown_model_whose_widths_are_stated_is_a_label() -> No
         "google/vit-large-patch16-224",
         "Qwen2.5-VL-7B",
         "zai-org/GLM-4.5",
+        "our-27b",
+        *("falcon-h1-7b", "zamba2-7b", "bamba-9b", "granite-4.0-h-7b", "recurrentgemma-9b"),
+        *("arctic-480b", "minimax-text-01-456b", "hunyuan-large-389b", "kimi-linear-48b", "granite-3.0-3b-a800m"),
+        *("nllb-3.3b", "ul2-20b", "m2m100-1.2b", "flan-t5-11b"),
+        *("internvl2-8b", "pixtral-12b", "llama-3.2-11b-vision", "paligemma-3b", "cogvideox-5b", "qwen2-audio-7b"),
+        "microsoft/Phi-4-multimodal-instruct",
     ],
 )
 def test_what_no_decoder_of_a_size_stands_for_is_refused_and_says_how_to_mend_it(model: str) -> None:
-    with pytest.raises(InputError, match=r"unknown model .*; of another state layers, hidden"):
+    with pytest.raises(InputError, match=r"unknown model .* state layers, hidden"):
         predict({"model": model, "gpu": "H100", "gpus": 64})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("7.5B", "Meta-Llama-3-9B", "mistralai/Mistral-Small-3.1-24B", "bigscience/bloom-176b", "tiiuae/falcon-40b"),
+        *("EleutherAI/gpt-j-6b", "gpt-neo-2.7b", "CohereForAI/c4ai-command-r-35b", "codegemma-7b", "internlm2-20b"),
+    ],
+)
+def test_plain_decoders_are_taken_by_their_size(model: str) -> None:
+    (note,) = predict({"model": model, "gpu": "H100", "gpus": 256, "recompute": "full", "sharding": "zero3"})["notes"]
+    assert "is not known here, and taken as a Llama" in note
+
+
+SIZES: dict[str, Any] = {"layers": 24, "hidden": 1024, "ffn": 4096, "gpu": "H100", "gpus": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "says", "stated"),
+    [
+        ("nvidia/Nemotron-H-8B-Base", r"is a hybrid by its name \(nemotron-h\)", {"hybrid_pattern": "M*M-"}),
+        ("t5-11b", r"is an encoder by its name \(t5\)", {"encoder_layers": 24, "cross_attention": True}),
+        ("google-bert/bert-large", r"is an encoder by its name \(bert\)", {"head_products": 2}),
+        ("google/vit-huge", r"is a model of images or sound by its name \(vit\)", None),
+        ("microsoft/Phi-4-multimodal-instruct", r"images or sound by its name \(multimodal\)", None),
+    ],
+)
+def test_a_label_of_another_kind_needs_what_makes_it_that_kind(
+    model: str, says: str, stated: dict[str, Any] | None
+) -> None:
+    for size in ({}, {"params_b": 8}):
+        with pytest.raises(InputError, match=f"{says}.* leave model out"):
+            predict(SIZES | {"model": model} | size)
+    if stated is not None:
+        assert predict(SIZES | stated | {"model": model}) == predict(SIZES | stated)
 
 
 @pytest.mark.parametrize("billions", [6, 30, 180, 1000])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import InputError
+from trainyard.planner.kinds import EXPERTS, is_plain
 from trainyard.planner.known_models import KNOWN_CONFIGS
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.model_types import position_names
@@ -443,9 +444,11 @@ def checked(shape: ModelShape) -> ModelShape:
 
 
 OTHER_SIZES = re.compile(
-    r"(?<![a-z0-9])(?:distill(?:ed)?|lite|moe|mini|nano|tiny|\d+x(?:\d+b)?|a\d+(?:\.\d+)?b)(?![a-z0-9])"
+    r"(?<![a-z0-9])(?:distill(?:ed)?|lite|moe|mini|nano|tiny|multimodal|vision|audio|omni|vl|"
+    r"\d+x(?:\d+b)?|a\d+(?:\.\d+)?b)(?![a-z0-9])"
 )
-"""Words beside a model's name that say that its sizes are another's: what was distilled, cut down, made of experts."""
+"""Words beside a model's name that say that its sizes are another's: what was distilled, cut down, made of experts, or
+built to see and hear."""
 
 SIZE_MARGIN = 1.15
 """Rounded sizes ("7B" for 6.7 billion) are within this factor of the exact one."""
@@ -473,28 +476,19 @@ def normal_name(name: str) -> str:
 def says_experts(name: str) -> bool:
     """Whether a name says that the model has experts: "moe", "8x7b", "a3b", or a smaller one of a kind that has."""
     text = normal_name(name)
-    if re.search(
-        r"moe(?![a-z])|mixtral|gpt-oss|kimi-k|dbrx|grok|llama-4|"
-        r"(?<![a-z0-9])(?:\d+x\d*b?|\d+e|a\d+(?:\.\d+)?b)(?![a-z0-9])",
-        text,
-    ):
+    if EXPERTS.search(text):
         return True
     routed = (known for known, config in KNOWN_CONFIGS.items() if shape_from_config(config).experts)
     return "distill" not in text and any(known in text for known in routed)
 
 
-OTHER_KINDS = re.compile(
-    r"mamba|jamba|rwkv|nemotron-h|next|hyena|bert|t5|bart|vit|clip|whisper|diffusion|flux|sdxl|wan\d|llava|-vl(?![a-z])"
-)
-"""Words of names of models that no decoder of the same size stands for."""
-
-
 def size_of_unknown(name: str) -> float | None:
-    """Billions of parameters that the name of an unknown decoder states, once; None of anything else."""
+    """Billions of parameters that the name of an unknown decoder of a plain family states, once; None of all others."""
     text = normal_name(name)
     sizes = _stated_sizes(text)
-    plain = len(sizes) == 1 and sizes[0] > 0 and not says_experts(name) and not OTHER_KINDS.search(text)
-    if not plain or known_name(name) is not None or "distill" in text:
+    if len(sizes) != 1 or sizes[0] <= 0 or not is_plain(text) or says_experts(name):
+        return None
+    if known_name(name) is not None or "distill" in text:
         return None
     # "lama-3.1-8b" is a slip of the pen.
     meant = difflib.get_close_matches(text, KNOWN_CONFIGS, n=1, cutoff=0.9)

@@ -15,7 +15,16 @@ from trainyard.errors import InputError
 from trainyard.hardware import Gpu, gpu, instance, instance_types
 from trainyard.planner.communication import EFA, INFINIBAND, Fabric, fabric, fabric_of
 from trainyard.planner.constants import GIB, has_hopper_workspaces
-from trainyard.planner.families import checked, has_size, known_name, says_experts, shape_of_known, size_of_unknown
+from trainyard.planner.families import (
+    checked,
+    has_size,
+    known_name,
+    normal_name,
+    says_experts,
+    shape_of_known,
+    size_of_unknown,
+)
+from trainyard.planner.kinds import other_kinds
 from trainyard.planner.layout import Adapter, Engine, Layout, Library, Method, Optimizer, Precision, Rank, Recompute
 from trainyard.planner.memory import memory
 from trainyard.planner.shapes import ModelShape
@@ -397,7 +406,23 @@ def _is_label(fields: _Fields) -> bool:
     return widths and known_name(name) is None
 
 
+def _check_kind(fields: _Fields) -> None:
+    """InputError for an unknown model's name that says another kind of model than a decoder of the stated sizes."""
+    name = fields.text("model")
+    if not name or known_name(name) is not None:
+        return
+    for kind, word in other_kinds(normal_name(name)):
+        if any(fields.given(field) for field in kind.fields):
+            continue
+        stated = f"state {' or '.join(kind.fields)} beside its sizes, or " if kind.fields else ""
+        raise InputError(
+            f"unknown model {name!r}: is {kind.what} by its name ({word}), for which no plain decoder stands; {stated}"
+            "leave model out and state layers, hidden, ffn, heads, kv_heads and vocab of a decoder"
+        )
+
+
 def _shape(fields: _Fields) -> ModelShape:
+    _check_kind(fields)
     params = fields.number("params_b") or _size_of_unknown(fields)
     has_depth = fields.given("layers") or fields.given("hybrid_pattern")
     has_sizes = has_depth and fields.given("hidden")
