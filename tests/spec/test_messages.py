@@ -254,3 +254,12 @@ def test_world_size_is_the_product() -> None:
     )
     assert spec.parallelism != "auto"
     assert (spec.parallelism.world_size, spec.parallelism.data_parallel_size) == (24, 6)
+
+
+def test_a_list_whose_item_is_wrong_is_not_told_to_be_empty_too(tmp_path: Path) -> None:
+    """pydantic counts what is left of it."""
+    message = refusal(load_job, changed(JOB, "data.train", [{"path": "text", "format": "chat"}]), tmp_path)
+    assert message.endswith("or 'webdataset' (given: 'chat')") and "has none" not in message
+    assert "data.train: list should have at least 1 item, has none" in refusal(
+        load_job, changed(JOB, "data.train", []), tmp_path
+    )

@@ -217,8 +217,15 @@ def parse(model: type[Spec], content: Mapping[str, Any], where: str) -> Spec:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = [_describe(model, problem) for problem in _without_union_noise(error.errors())]
+        told = [problem for problem in error.errors() if not _is_consequence(problem)]
+        problems = [_describe(model, problem) for problem in _without_union_noise(told)]
         raise InputError(f"{where}: " + "; ".join(dict.fromkeys(problems))) from None
+
+
+def _is_consequence(problem: Any) -> bool:
+    """A list is too short for pydantic once its wrong items are taken out; each of those is told already."""
+    given = problem.get("input")
+    return problem["type"] == "too_short" and isinstance(given, list) and len(given) >= problem["ctx"]["min_length"]
 
 
 def _without_union_noise(problems: list[Any]) -> list[Any]:
