@@ -107,6 +107,23 @@ def told(pattern: str, new: str) -> Mistake:
     return make
 
 
+def second_disk(lacks: str) -> Mistake:
+    """Another like the first, but for one word."""
+
+    def make(templates: Templates, names: Deployment) -> None:
+        disks = resource(templates, TRAINING, "EC2::LaunchTemplate")["LaunchTemplateData"]["BlockDeviceMappings"]
+        first = disks[0]["Ebs"]
+        assert lacks in first
+        disks.append({"DeviceName": "/dev/sdz", "Ebs": {name: first[name] for name in first if name != lacks}})
+
+    return make
+
+
+def a_disk_as_the_image_has_it(templates: Templates, names: Deployment) -> None:
+    disks = resource(templates, TRAINING, "EC2::LaunchTemplate")["LaunchTemplateData"]["BlockDeviceMappings"]
+    disks.append({"DeviceName": "/dev/sdz"})
+
+
 def nobody_calls_it(templates: Templates, names: Deployment) -> None:
     """The detective's rule may not call it any more."""
     name = logical_id(templates, TRAINING, "Events::Rule", "JobGuard")
@@ -171,6 +188,18 @@ MISTAKES: dict[str, tuple[Mistake, str, str, str]] = {
     "a disk in clear": (
         setting(TRAINING, "EC2::LaunchTemplate", "", "LaunchTemplateData.BlockDeviceMappings.Ebs.Encrypted", False),
         *("LaunchTemplateData.BlockDeviceMappings.Ebs.Encrypted", "every tenant", "is not True"),
+    ),
+    "a second disk in clear": (
+        second_disk("Encrypted"),
+        *("LaunchTemplateData.BlockDeviceMappings.Ebs.Encrypted", "every tenant", "is not True"),
+    ),
+    "a second disk without a key": (
+        second_disk("KmsKeyId"),
+        *("LaunchTemplateData.BlockDeviceMappings.Ebs.KmsKeyId", "every tenant", NOT_OWN),
+    ),
+    "a disk of which nothing is said": (
+        a_disk_as_the_image_has_it,
+        *("LaunchTemplateData.BlockDeviceMappings.Ebs.KmsKeyId", "every tenant", NOT_OWN),
     ),
     "a disk of another's": (
         setting(TRAINING, "EC2::LaunchTemplate", "", "LaunchTemplateData.BlockDeviceMappings.Ebs.SnapshotId", "snap-1"),
@@ -358,6 +387,45 @@ MISTAKES: dict[str, tuple[Mistake, str, str, str]] = {
     "a detective that looks at names alone": (
         detective_rule(lambda rule: rule["EventPattern"]["detail"]["$or"].pop()),
         *("Handler", "every tenant", "is called by no rule"),
+    ),
+    "a detective of nobody's events": (
+        detective_rule(lambda rule: rule["EventPattern"].update(source=["nobody"])),
+        *("Handler", "every tenant", "is called by no rule"),
+    ),
+    "a detective of other events": (
+        detective_rule(lambda rule: rule["EventPattern"].update({"detail-type": ["never"]})),
+        *("Handler", "every tenant", "is called by no rule"),
+    ),
+    "a detective that asks for more": (
+        detective_rule(lambda rule: rule["EventPattern"]["detail"].update(SecondaryStatus=["Never"])),
+        *("Handler", "every tenant", "is called by no rule"),
+    ),
+    "a detective of one region": (
+        detective_rule(lambda rule: rule["EventPattern"].update(region=["nowhere"])),
+        *("Handler", "every tenant", "is called by no rule"),
+    ),
+    "a meter of some jobs": (
+        setting(
+            *(TRAINING, "Events::Rule", "BudgetMeter"),
+            *("EventPattern.detail.TrainingJobName", [{"prefix": "acme-special"}]),
+        ),
+        *("Handler", "every tenant", "is called by no rule"),
+    ),
+    "a meter of nobody's events": (
+        setting(TRAINING, "Events::Rule", "BudgetMeter", "EventPattern.source", ["nobody"]),
+        *("Handler", "every tenant", "is called by no rule"),
+    ),
+    "a meter without settings": (
+        unset(TRAINING, "Lambda::Function", "BudgetMeter", "Environment.Variables.METER"),
+        *("Environment.METER", "every tenant", "is not there"),
+    ),
+    "a broker without settings": (
+        unset(TRAINING, "Lambda::Function", "Broker", "Environment"),
+        *("Environment.BROKER", "every tenant", "is not there"),
+    ),
+    "a resumer without settings": (
+        unset(TRAINING, "Lambda::Function", "Resumer", "Environment.Variables"),
+        *("Environment.RESUMER", "every tenant", "is not there"),
     ),
     "a detective that nobody may call": (nobody_calls_it, "Handler", "every tenant", "is called by no rule"),
     "no detective": (no_detective, "Handler", "every tenant", "is called by no rule"),

@@ -511,6 +511,28 @@ def hooks_the_platform(templates: Templates) -> None:
     add(templates, "trainyard-production-platform", "SNS::Topic", Subscription=told)
 
 
+def volumes(templates: Templates) -> list[list[dict[str, Any]]]:
+    """Of each instance group of the HyperPod cluster, what its machines store on."""
+    groups = resource(templates, "trainyard-production-perception-training", "SageMaker::Cluster")["InstanceGroups"]
+    return [group["InstanceStorageConfigs"] for group in groups]
+
+
+def a_volume_under_awss_key(templates: Templates) -> None:
+    del volumes(templates)[-1][1]["EbsVolumeConfig"]["VolumeKmsKeyId"]
+
+
+def a_group_without_volumes(templates: Templates) -> None:
+    """HyperPod gives its machines volumes under a key of AWS's."""
+    del volumes(templates)[-1][:2]
+
+
+def groups_without_storage(templates: Templates) -> None:
+    cluster = resource(templates, "trainyard-production-perception-training", "SageMaker::Cluster")
+    for group in cluster["InstanceGroups"]:
+        del group["InstanceStorageConfigs"]
+
+
+VOLUME_KEY = "InstanceGroups.InstanceStorageConfigs.EbsVolumeConfig.VolumeKmsKeyId"
 SHARING, FENCE = "ResourceSharingConfiguration", "FirewallPolicy"
 LARGER: dict[str, tuple[Callable[[Templates], None], str, str, str, str]] = {
     "borrows without a limit": (
@@ -557,6 +579,18 @@ LARGER: dict[str, tuple[Callable[[Templates], None], str, str, str, str]] = {
         *("language", "RuleGroup.RulesSource", "pass ip any any", "is not the list of ['pypi.org']"),
     ),
     "passes other hosts": (any_host, "language", "RuleGroup.RulesSource", ".com", "is not the list of ['pypi.org']"),
+    "leaves one volume under AWS's key": (
+        a_volume_under_awss_key,
+        *("perception", VOLUME_KEY, "None", "is not of the tenant's own things"),
+    ),
+    "leaves one group's volumes to AWS": (
+        a_group_without_volumes,
+        *("perception", VOLUME_KEY, "None", "is not of the tenant's own things"),
+    ),
+    "leaves all volumes to AWS": (
+        groups_without_storage,
+        *("perception", VOLUME_KEY, "None", "is not of the tenant's own things"),
+    ),
     "opens the log": (open_log, "platform", "BlockPublicAcls", "None", "is not shut to the public"),
     "calls the platform": (calls_the_platform, "platform", "Principal", "*", "may call the function"),
     "hooks the platform": (hooks_the_platform, "platform", "Protocol", "https", "mailed alone"),

@@ -151,14 +151,14 @@ _MUST: dict[str, dict[str, object]] = {
 def shortcomings(kind: str, properties: Mapping[str, Any]) -> Iterator[Shortcoming]:
     """What the resource says that nobody has looked at, and what it doesn't say as it must."""
     known = {*_LOOKED_AT.get(kind, "").split(), *(f"{name}.*" for name in DOCUMENTS.get(kind, ()))}
-    said: dict[str, list[object]] = {}
+    first: dict[str, object] = {}
     for where, value in leaves(properties):
-        said.setdefault(where, []).append(value)
-    for where, values in said.items():
+        first.setdefault(where, value)
+    for where, value in first.items():
         if not _is_known(where, known):
-            yield where, values[0], "says what the isolation proof hasn't looked at (trainyard/isolation/shapes.py)"
+            yield where, value, "says what the isolation proof hasn't looked at (trainyard/isolation/shapes.py)"
     for where, right in _MUST.get(kind, {}).items():
-        for value in said.get(where, [None]):
+        for value in stated(properties, where):
             if _plain(value) != _plain(right):
                 yield where, value, f"is not {right}"
 
@@ -173,6 +173,25 @@ def leaves(value: Any, where: str = "") -> Iterator[tuple[str, object]]:
             yield from leaves(item, where)
     else:
         yield where, value
+
+
+_INSTEAD = {"EbsVolumeConfig": "FsxLustreConfig"}
+"""What an item of a list may be instead: a file system that is mounted has no volume."""
+
+
+def stated(properties: object, where: str) -> list[object]:
+    """What stands in a place, of each item of each list on the way: None where one lacks it. Of two disks the one that
+    is under a key says nothing of the other."""
+    name, _, rest = where.partition(".")
+    if isinstance(properties, list) and properties:
+        found = [value for item in properties for value in stated(item, where)]
+        return found or [None]
+    if not name:
+        return [properties]
+    if not isinstance(properties, dict) or name not in properties:
+        is_another = isinstance(properties, dict) and _INSTEAD.get(name) in properties
+        return [] if is_another else [None]
+    return stated(properties[name], rest)
 
 
 def _is_known(where: str, known: set[str]) -> bool:

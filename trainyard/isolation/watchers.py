@@ -21,14 +21,19 @@ Owns = Callable[[Place, object], bool]
 DETECTIVE = "index.handler"
 """The one function whose code stands in the template."""
 
+METER = "trainyard.functions.budget_meter.handler"
 _WAYS_IN: dict[str, dict[str, Any]] = {
     DETECTIVE: {"state": ["InProgress"], "schedule": None},
-    "trainyard.functions.budget_meter.handler": {
-        "state": ["Completed", "Failed", "Stopped"],
-        "schedule": "rate(5 minutes)",
-    },
+    METER: {"state": ["Completed", "Failed", "Stopped"], "schedule": "rate(5 minutes)"},
 }
 """The functions without which a tenant's rules and quota would be held by nobody, and when each is called."""
+
+_SETTINGS = {
+    METER: "METER",
+    "trainyard.functions.broker.handler": "BROKER",
+    "trainyard.functions.job_resumer.handler": "RESUMER",
+}
+"""The variable that each function reads, and without which it does nothing."""
 
 _CDK_ASSETS = "cdk-hnb659fds-assets-{account}-{region}"
 """The bucket of the CDK's bootstrap stack, which is where `cdk deploy` puts a function's code."""
@@ -71,24 +76,38 @@ class Watchers:
             targets = [target for target in rule.properties.get("Targets", []) if target.get("Arn") == own]
             if not targets or self._arn(rule) not in allowed or rule.properties.get("State") not in _ON:
                 continue
-            heard = rule.properties.get("EventPattern", {}).get("detail", {})
+            hears = rule.properties.get("EventPattern") == self._pattern(function.tenant, handler, called["state"])
             on_time = rule.properties.get("ScheduleExpression") == called["schedule"]
-            told = handler != DETECTIVE or self._is_told(function.tenant, targets, heard)
-            if on_time and told and heard.get("TrainingJobStatus") == called["state"]:
+            if hears and on_time and (handler != DETECTIVE or self._is_told(function.tenant, targets)):
                 yield rule
 
-    def _is_told(self, tenant: str, targets: list[Mapping[str, Any]], heard: Mapping[str, Any]) -> bool:
-        """Of every job that has the tenant's name or role, with the rules of the environment file."""
+    def _pattern(self, tenant: str, handler: str, states: list[str]) -> dict[str, Any]:
+        """All that the rule says: one condition more, or another source, and it never fires. It hears of every job that
+        has the tenant's name; the detective's of those that have its role too."""
         rules = self.measures(tenant).job_rules()
         by_name = {"TrainingJobName": [{"prefix": prefix} for prefix in rules["prefixes"]]}
         by_role = {"RoleArn": [rules["role"], {"prefix": rules["own_roles"]}]}
-        job = {"job": "$.detail.TrainingJobName", "rules": rules}
-        return heard.get("$or") == [by_name, by_role] and job in [_told(target) for target in targets]
+        return {
+            "source": ["aws.sagemaker"],
+            "detail-type": ["SageMaker Training Job State Change"],
+            "detail": {
+                "TrainingJobStatus": states,
+                **({"$or": [by_name, by_role]} if handler == DETECTIVE else by_name),
+            },
+        }
+
+    def _is_told(self, tenant: str, targets: list[Mapping[str, Any]]) -> bool:
+        """Of the job's name, with the rules of the environment file."""
+        job = {"job": "$.detail.TrainingJobName", "rules": self.measures(tenant).job_rules()}
+        return job in [_told(target) for target in targets]
 
     def settings(self, place: Place) -> Iterator[Wire]:
         """A function's settings are JSON: whom it serves, how that one's jobs are called, what they may cost."""
         expected = self.measures(place.tenant).variables()
-        for name, text in place.properties.get("Environment", {}).get("Variables", {}).items():
+        needed, variables = _SETTINGS.get(_handler(place)), place.properties.get("Environment", {}).get("Variables", {})
+        if needed is not None and needed not in variables:
+            yield place.wire(f"Environment.{needed}", None, EVERYBODY, "is not there, and the function does nothing")
+        for name, text in variables.items():
             content = settings_of(text)
             for key in sorted({*content, *expected.get(name, {})}):
                 said, right = content.get(key), expected.get(name, {}).get(key)

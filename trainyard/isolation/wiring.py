@@ -19,7 +19,7 @@ from trainyard.isolation.account import DOCUMENTS, PLATFORM, TENANT_TAG, Account
 from trainyard.isolation.catalogue import KIND_OF_TYPE
 from trainyard.isolation.measures import Measures
 from trainyard.isolation.places import EVERYBODY, Place, Wire, in_clear, strings
-from trainyard.isolation.shapes import leaves, shortcomings
+from trainyard.isolation.shapes import shortcomings, stated
 from trainyard.isolation.templates import Deployment
 from trainyard.isolation.watchers import Watchers
 from trainyard.spec.machine_start import SmallFilesMount, machine_start
@@ -80,7 +80,7 @@ _OWN = {
 """Properties that name a thing of the tenant's own, or, where they name nothing, must not be there; of what lies open
 without a key of the tenant's they must."""
 
-_NEEDED = frozenset({"KmsKeyId", "KMSMasterKeyID", "KmsMasterKeyId", "LogGroup", "LogGroupName"})
+_NEEDED = frozenset({"KmsKeyId", "KMSMasterKeyID", "KmsMasterKeyId", "LogGroup", "LogGroupName", "VolumeKmsKeyId"})
 """Their last words, where AWS would take a key of its own, or a group that everybody has."""
 
 _ROLES = frozenset(
@@ -308,13 +308,10 @@ class _Wiring:
                     yield place.wire(where, name, EVERYBODY, "names what no template makes")
 
     def _owned(self, place: Place) -> Iterator[Wire]:
-        said: dict[str, list[object]] = {}
-        for where, value in leaves(place.properties):
-            said.setdefault(where, []).append(value)
         for where in _OWN.get(place.kind, "").split():
-            values = said.get(where, [None] if where.split(".")[-1] in _NEEDED else [])
-            for value in values:
-                if not self._is_own(place, value):
+            is_needed = where.split(".")[-1] in _NEEDED
+            for value in stated(place.properties, where):
+                if (value is not None or is_needed) and not self._is_own(place, value):
                     yield place.wire(where, value, EVERYBODY, "is not of the tenant's own things")
 
     def _mailed(self, place: Place) -> Iterator[Wire]:
