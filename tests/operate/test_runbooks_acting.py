@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import botocore.client
+import botocore.exceptions
 import botocore.loaders
 import botocore.session
 import pytest
@@ -362,6 +363,32 @@ def test_a_restore_is_checked_before_the_job_is_stopped(
     deployed.client("s3").put_object(Bucket="acme-checkpoints", Key=key, Body=body)
     none = run("restore_at_another_size", JOB_ID, "--instances", "1", "--yes")
     assert (none[0], commands) == (1, []) and "has no whole checkpoint" in none[2] and "altered" in none[2]
+
+
+def test_a_checkpoint_that_cant_be_read_hides_no_other_from_a_restore(
+    tenant: TenantContract, run: Any, commands: list[list[str]], deployed: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3 = deployed.client("s3")
+    write_checkpoint(lambda name, body: s3.put_object(Bucket="acme-checkpoints", Key=f"x/{name}", Body=body), 50)
+    refused, make = set[str](), botocore.client.BaseClient._make_api_call
+
+    def refuse(client: Any, operation: str, parameters: dict[str, Any]) -> Any:
+        if operation == "GetObject" and parameters["Key"].endswith(tuple(refused)):
+            answer: Any = {"Error": {"Code": "AccessDenied", "Message": "kms:Decrypt"}}
+            raise botocore.exceptions.ClientError(answer, operation)
+        return make(client, operation, parameters)
+
+    monkeypatch.setattr(botocore.client.BaseClient, "_make_api_call", refuse)
+    for what in ("step-00000050/rank-0.bin", "step-00000050/manifest.json"):
+        refused.clear()
+        refused.add(what)
+        code, document, _ = run("restore_at_another_size", JOB_ID, "--instances", "1", "--yes")
+        words = document["findings"][0]["words"]
+        assert code == 0 and "goes on from step 40, saved by 2 ranks" in words
+        assert "from what can't be read here: step 50" in words
+    refused.add("step-00000040/manifest.json")
+    none = run("restore_at_another_size", JOB_ID, "--instances", "1", "--yes")
+    assert none[0] == 1 and "step 40: reading" in none[2] and "AccessDenied" in none[2]
 
 
 def test_a_job_moves_to_another_stage_or_cluster(tenant: TenantContract, run: Any, commands: list[list[str]]) -> None:

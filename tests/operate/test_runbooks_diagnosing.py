@@ -520,6 +520,24 @@ def test_a_spoiled_checkpoint_and_a_stale_one_are_told_with_what_is_lost(record:
     assert found("checkpoint_stale_or_corrupt", unread)[0].kind == "unknown"
 
 
+def test_a_checkpoint_that_cant_be_read_is_no_spoiled_one_and_hides_no_other(record: JobRecord) -> None:
+    unread = replace(checkpoint(20, problem="AccessDenied"), is_readable=False)
+    why = {"checkpoints": "1 of 2 checkpoints can't be read (step 20): AccessDenied"}
+    some = evidence_of(record, (), rows_of(22), checkpoints=(checkpoint(15), unread), missing=why)
+    (told, *_) = found("checkpoint_stale_or_corrupt", some)
+    assert told.kind == "unknown" and "step 20" in told.words
+    climbs = [*rows_of(40, loss=2.0), *rows_of(20, first_step=41, loss=9.0)]
+    diverging = evidence_of(record, (), climbs, checkpoints=(checkpoint(15), unread), missing=why)
+    assert "1 good checkpoints, of steps 15 to 15 (1 of 2 checkpoints can't be read" in decided(
+        found("loss_diverged", diverging)
+    )
+    altered = checkpoint(15, problem="rank-0.bin is altered")
+    spoiled = evidence_of(record, (), rows_of(22), checkpoints=(altered, unread), missing=why)
+    (fault, *_) = found("checkpoint_stale_or_corrupt", spoiled)
+    assert fault.kind == "fault" and "step 20 can't be read, and may be what a restart goes back to" in fault.words
+    assert [line for line in fault.decided_by if "step 20" in line] == [], "nobody knows that it is spoiled"
+
+
 def test_capacity_and_quota_need_different_people(record: JobRecord) -> None:
     (short,) = found("capacity_or_quota_short", evidence_of(record, (), failure=FAULTS["capacity"][0][0]))
     (limit,) = found("capacity_or_quota_short", evidence_of(record, QUOTA))

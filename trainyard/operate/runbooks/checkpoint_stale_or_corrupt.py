@@ -12,11 +12,14 @@ AUTO_MINUTES = 20.0
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """What is spoiled, by hash; how much would be lost, by the steps since."""
-    if "checkpoints" in evidence.missing or evidence.record is None:
+    unknown = "checkpoints" in evidence.missing
+    if (unknown and not evidence.checkpoints) or evidence.record is None:
         return [clear_or_unknown(evidence, "", "checkpoints", "job"), *others(evidence)]
     findings = [*_spoiled(evidence), *_late(evidence)]
     if findings:
         return [*findings, *others(evidence)]
+    if unknown:  # some can't be read: what they hold nobody says
+        return [clear_or_unknown(evidence, "", "checkpoints", "job"), *others(evidence)]
     good = [one for one in evidence.checkpoints if one.is_good]
     words = f"the newest, of step {good[-1].step}, is whole: every byte was hashed" if good else "none is due yet"
     return [Finding("clear", words), *others(evidence)]
@@ -27,13 +30,16 @@ def _spoiled(evidence: Evidence) -> list[Finding]:
     newest_good = good[-1].step if good else 0
     # A folder without a marker that is newer than all good ones may be a save on its way.
     bad = [one for one in evidence.checkpoints if one.problem and (one.committed or not evidence.is_running)]
-    bad = [one for one in bad if one.committed or one.step < newest_good]
+    bad = [one for one in bad if one.is_readable and (one.committed or one.step < newest_good)]
+    unread = [one for one in evidence.checkpoints if not one.is_readable]
     lines = [hit for hit in evidence.hits if hit.fault == "checkpoint_spoiled"]
-    if not bad and not (lines and not good):
+    if not bad and not (lines and not good and not unread):
         return []
     job = job_words(evidence)
     told = [f"step {one.step}: {one.problem}" for one in bad[-3:]]
     goes_back = f"a restart goes back to step {newest_good}" if good else "not one is whole: a restart begins anew"
+    if unread and unread[-1].step > newest_good:
+        goes_back = f"step {unread[-1].step} can't be read, and may be what a restart goes back to"
     then = [f"trainyard checkpoints verify {job}", f"trainyard checkpoints list {job}"]
     if evidence.record and evidence.record.checkpoint_destination.startswith("s3://"):
         bucket, _, prefix = evidence.record.checkpoint_destination.removeprefix("s3://").partition("/")

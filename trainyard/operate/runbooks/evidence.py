@@ -16,7 +16,7 @@ from typing import Any
 from trainyard.errors import InputError, TrainyardError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine
-from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, refuse_unreadable, verified
+from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, looked_through, refuse_unreadable
 from trainyard.launch.compare import compare
 from trainyard.launch.goodput import jsonl_rows
 from trainyard.launch.place import Place
@@ -201,16 +201,18 @@ def _beside(place: Place, record: JobRecord, name: str) -> list[dict[str, Any]]:
 
 
 def _checkpoints(place: Place, record: JobRecord, missing: dict[str, str]) -> list[Checkpoint]:
+    """What can't be read is among them, and in `missing` too: it hides no other. The newest good one was hashed."""
+    where, found = record.checkpoint_destination, list[Checkpoint]()
     try:
-        found = list_checkpoints(record.checkpoint_destination, place.s3)
-        refuse_unreadable(record.checkpoint_destination, found)
-        good = [number for number, one in enumerate(found) if one.is_good]
-        if good:
+        found = list_checkpoints(where, place.s3)
+        for number in reversed(range(len(found))):
             # One may be removed meanwhile by the job's own retention: then the next look tells.
-            found[good[-1]] = verified(record.checkpoint_destination, place.s3, found[good[-1]])
+            found[number] = looked_through(where, place.s3, found[number])
+            if found[number].is_good:
+                break
+        refuse_unreadable(where, found)
     except (TrainyardError, OSError) as error:
         missing["checkpoints"] = str(error)
-        return []
     return found
 
 

@@ -15,6 +15,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     job = job_words(evidence)
     good = [one for one in evidence.checkpoints if one.is_good]
     before = f"{len(good)} good checkpoints, of steps {good[0].step} to {good[-1].step}" if good else "no checkpoint"
+    before += f" ({evidence.missing['checkpoints']})" if "checkpoints" in evidence.missing else ""
     then = [
         "read anomalies/step-N/rank-R.json in the evidence folder: the data that the step read, and its random numbers",
         f"trainyard checkpoints list {job}   # one from well before",

@@ -33,7 +33,8 @@ def resume_steps(
         raise InputError("JOB: missing; `trainyard jobs` lists them")
     good = [one for one in evidence.checkpoints if one.is_good]
     if not good:
-        bad = "; ".join(f"step {one.step}: {one.problem}" for one in evidence.checkpoints) or "none was saved"
+        bad = "; ".join(f"step {one.step}: {one.problem}" for one in evidence.checkpoints)
+        bad = bad or evidence.missing.get("checkpoints", "none was saved")
         raise JobFailedError(f"job {record.job_id}: has no whole checkpoint to go on from ({bad}); nothing was changed")
     place = context.place(record.job_id)
     revise = reviser(overrides, processes, needs_price=not place.emulated)
@@ -49,6 +50,8 @@ def resume_steps(
     words = f"goes on from step {newest.step}, saved by {by}: every byte was hashed"
     if not record.finished:
         words += "; or from a later one, which it saves when it is stopped"
+    if later := [str(one.step) for one in evidence.checkpoints if not one.is_readable and one.step > newest.step]:
+        words += f"; or, if the job can read it, from what can't be read here: step {', '.join(later)}"
     return Finding("clear", words, (newest.uri,)), steps
 
 
