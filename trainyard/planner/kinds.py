@@ -18,60 +18,36 @@ class Kind:
     """Any of them states the kind; without one there is nothing to state."""
 
 
-def _words(*words: str) -> re.Pattern[str]:
+def _words(text: str) -> re.Pattern[str]:
     """Any of these, as words of their own; digits may stand beside them."""
-    return re.compile(rf"(?<![a-z])(?:{'|'.join(words)})(?![a-z])")
+    return re.compile(rf"(?<![a-z])(?:{'|'.join(text.split())})(?![a-z])")
 
 
 HYBRID = Kind(
     "a hybrid",
-    _words(
-        *("mamba", "jamba", "zamba", "bamba", "samba", "rwkv", "hyena", "striped-?hyena", "retnet", "xlstm", "griffin"),
-        *("recurrent-?gemma", "nemotron-h", "nemotron-nano-(?:9|12)b", "falcon-h1", "granite-4[.0-9]*-h", "lfm"),
-        *(r"qwen[.0-9]*-(?:coder-)?next", "kimi-linear", "minimax-(?:text|m1)", "hybrid"),
-    ),
+    _words(r"""
+        mamba jamba zamba bamba samba rwkv hyena striped-?hyena retnet xlstm griffin recurrent-?gemma nemotron-h
+        nemotron-nano-(?:9|12)b falcon-h1 granite-4[.0-9]*-h lfm qwen[.0-9]*-(?:coder-)?next kimi-linear
+        minimax-(?:text|m1) hybrid
+    """),
     ("hybrid_pattern",),
 )
 ENCODER = Kind(
     "an encoder",
-    _words(
-        *("[a-z]*bert(?:a)?", "electra", "(?:m|um|by|code|long)?t5(?:gemma)?", "(?:flan-)?ul2", "[a-z]{0,3}bart"),
-        *("nllb", "m2m", "madlad", "pegasus", "marian", "opus-mt", "aya-101"),
-    ),
+    _words(r"""
+        [a-z]*bert(?:a)? electra (?:m|um|by|code|long)?t5(?:gemma)? (?:flan-)?ul2 [a-z]{0,3}bart nllb m2m madlad pegasus
+        marian opus-mt aya-101
+    """),
     ("encoder_layers", "head_products"),
 )
 SENSES = Kind(
     "a model of images or sound",
-    _words(
-        *("(?:intern|mobile|eva|da)?vit", "[a-z]*clip", "siglip", "dino", "swin", "resnet", "convnext"),
-        *("[a-z]*diffusion", "flux", "sdxl", "dit", r"wan(?=\d)", "cogvideo[a-z]*", "cogvlm", "(?:video-?)?llava"),
-        *(
-            "(?:intern|smol)?vlm?",
-            "pixtral",
-            "paligemma",
-            "fuyu",
-            "idefics",
-            "blip",
-            "flamingo",
-            "molmo",
-            "minicpm-[vo]",
-        ),
-        *(
-            "[a-z]*xcomposer",
-            "vision",
-            "multimodal",
-            "omni",
-            "audio",
-            "video",
-            "image",
-            "speech",
-            "ocr",
-            "asr",
-            "tts",
-            "whisper",
-        ),
-        *("seamless", "musicgen", "janus", "chameleon", "florence", "kosmos", r"glm-4(?:\.\d)?v", "moondream"),
-    ),
+    _words(r"""
+        (?:intern|mobile|eva|da)?vit [a-z]*clip siglip dino swin resnet convnext [a-z]*diffusion flux sdxl dit wan(?=\d)
+        cogvideo[a-z]* cogvlm (?:video-?)?llava (?:intern|smol)?vlm? pixtral paligemma fuyu idefics blip flamingo molmo
+        minicpm-[vo] [a-z]*xcomposer vision multimodal omni audio video image speech ocr asr tts whisper seamless
+        musicgen janus chameleon florence kosmos glm-4(?:\.\d)?v moondream
+    """),
     (),
 )
 KINDS = (HYBRID, ENCODER, SENSES)
