@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer.checkpoint.claim import CLAIM_FILE, Claim
+from trainer.checkpoint.claim import CLAIM_FILE, Claim, Claimant, claimant_of
 from trainer_testing.distributed import finish
 from trainer_testing.text_job import read_until, run_trainer, start_faulty_trainer, start_trainer, write_job
 
-from trainyard.errors import InputError
+from trainyard.errors import InputError, JobFailedError
 
 
-def hold(folder: Path, job: str, ready: Any) -> None:
+def named(job: str) -> Claimant:
+    return claimant_of({"TRAINYARD_JOB_ID": job})
+
+
+def hold(folder: Path, environment: dict[str, str], ready: Any) -> None:
     """A process that saves to `folder` until it is killed."""
-    kept = Claim(folder, job=job, report=print)
+    kept = Claim(folder, claimant=claimant_of(environment), report=print)
     if os.fork() == 0:  # what it has forked, a reader of data say, keeps nothing
         signal.pause()
     ready.set()
@@ -29,9 +33,9 @@ def hold(folder: Path, job: str, ready: Any) -> None:
 
 
 @contextmanager
-def holder(folder: Path, job: str) -> Iterator[multiprocessing.Process]:
+def holder(folder: Path, environment: dict[str, str]) -> Iterator[multiprocessing.Process]:
     ready = multiprocessing.get_context("fork").Event()
-    process = multiprocessing.get_context("fork").Process(target=hold, args=(folder, job, ready))
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(folder, environment, ready))
     process.start()
     assert ready.wait(60)
     forked = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -46,23 +50,52 @@ def holder(folder: Path, job: str) -> Iterator[multiprocessing.Process]:
 
 def test_another_job_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
     said: list[str] = []
-    with holder(tmp_path / "shared", "acme-a-1") as first:
-        for job in ("", "acme-a-12"):
-            with pytest.raises(InputError, match=r"acme-a-1 on .*, process \d+ saves there") as refused:
-                Claim(tmp_path / "shared", job=job, report=said.append, other_seconds=0.1)
-            assert f"process {first.pid} " in str(refused.value)
+    with holder(tmp_path / "shared", {"TRAINYARD_JOB_ID": "acme-a-1"}) as first:
+        with pytest.raises(InputError, match=r"acme-a-1 on .*, process \d+ saves there") as refused:
+            Claim(tmp_path / "shared", claimant=named("acme-a-12"), report=said.append, other_seconds=0.1)
+        assert f"process {first.pid} " in str(refused.value)
         first.kill()
         first.join()
-        Claim(tmp_path / "shared", job="acme-a-12", report=said.append, other_seconds=60).close()
+        Claim(tmp_path / "shared", claimant=named("acme-a-12"), report=said.append, other_seconds=60).close()
     assert not said and (tmp_path / "shared" / CLAIM_FILE).read_text().startswith("acme-a-12 on ")
 
 
 def test_a_start_of_the_same_job_waits_and_is_never_lost(tmp_path: Path) -> None:
     said: list[str] = []
-    with holder(tmp_path, "acme-a-1"):
-        Claim(tmp_path, job="acme-a-1", report=said.append, own_seconds=0.3, other_seconds=0).close()
-    (line,) = said
+    with holder(tmp_path, {"TRAINYARD_JOB_ID": "acme-a-1"}):
+        Claim(tmp_path, claimant=named("acme-a-1"), report=said.append, own_seconds=0.3, other_seconds=0).close()
+    line = said[-1]
     assert "acme-a-1 on " in line and line.endswith("has not let go of it; this start goes on")
+
+
+BY_HAND = ({}, {"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "0"})
+
+
+@pytest.mark.parametrize("environment", BY_HAND)
+def test_a_start_by_hand_waits_as_for_its_own_and_fails_so_that_another_may_follow(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """Who holds the folder may be its own start before, on a machine that was lost: no wrong input."""
+    said: list[str] = []
+    with holder(tmp_path, environment) as first:
+        with pytest.raises(JobFailedError, match=rf"process {first.pid} saves there"):
+            Claim(tmp_path, claimant=claimant_of(environment), report=said.append, own_seconds=0.5, other_seconds=0)
+        (line,) = said
+        assert line.endswith("saves there; this start waits up to 0.5 s for its end")
+        first.kill()
+        first.join()
+        Claim(tmp_path, claimant=claimant_of(environment), report=said.append, own_seconds=60).close()
+
+
+def test_a_job_that_slurm_has_requeued_goes_on_as_one_with_an_id_does(tmp_path: Path) -> None:
+    said: list[str] = []
+    with holder(tmp_path, {"SLURM_JOB_ID": "12"}):
+        again = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}
+        Claim(tmp_path, claimant=claimant_of(again), report=said.append, own_seconds=0.3, other_seconds=0).close()
+        assert said[-1].endswith("has not let go of it; this start goes on")
+        other = again | {"SLURM_JOB_ID": "1"}
+        with pytest.raises(InputError, match="Slurm's job 12 on"):
+            Claim(tmp_path, claimant=claimant_of(other), report=said.append, other_seconds=0.1)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -73,20 +106,27 @@ def test_a_file_system_without_locks_costs_nothing(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refused)
-    Claim(tmp_path, job="a", report=print).close()
+    Claim(tmp_path, claimant=named("a"), report=print).close()
     (tmp_path / "file").touch()
-    Claim(tmp_path / "file/below", job="a", report=print).close()
+    Claim(tmp_path / "file/below", claimant=named("a"), report=print).close()
 
 
-def test_a_second_trainer_at_the_same_place_ends_with_a_line_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_a_second_trainer_at_the_same_place_ends_with_a_line_and_the_first_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINYARD_JOB_ID", "acme-a-1")
     job = write_job(tmp_path, "single", steps=4)
     there = ("--set", f"checkpoint.destination={tmp_path / 'shared'}")
     wait = [{"rank": 0, "kind": "await_stop", "step": 3}]
     (first,) = start_faulty_trainer(1, job, tmp_path / "first", wait, *there)
     read_until(first, "step=2 ")
+    monkeypatch.setenv("TRAINYARD_JOB_ID", "acme-b-2")
     output, _ = run_trainer(1, job, tmp_path / "second", *there, expected_code=2)
     (line,) = [line for line in output.splitlines() if "saves there" in line]
-    assert line.startswith(f"trainyard: checkpoint.destination {tmp_path / 'shared'}: a job on ") and "rank" not in line
+    assert (
+        line.startswith(f"trainyard: checkpoint.destination {tmp_path / 'shared'}: acme-a-1 on ") and "rank" not in line
+    )
+    assert not [*(tmp_path / "second").rglob("token_cache")], "before the long part: its data were not read"
     first.send_signal(signal.SIGTERM)
     assert [code for code, _ in finish([first], timeout_seconds=600)] == [75]
     assert [code for code, _ in finish(start_trainer(1, job, tmp_path / "second", *there), timeout_seconds=600)] == [0]

@@ -14,6 +14,7 @@ import torch
 
 from trainer.checkpoint import Checkpointer, CheckpointInfo, Interval, SpoiledError
 from trainer.checkpoint.base_model import base_model_digest, check_same_base
+from trainer.checkpoint.claim import claimant_of
 from trainer.checkpoint.provenance import provenance, told_difference
 from trainer.course import Course
 from trainer.data import JobData, MicroBatch, ValidationSet
@@ -85,7 +86,7 @@ def _checkpointer_of(job: ResolvedJob, runtime: Runtime, output_dir: Path, scrat
         patience_seconds=60 * job.spec.recovery.start_minutes,
     )
     if runtime.is_first:
-        checkpointer.claim(os.environ.get("TRAINYARD_JOB_ID", ""))
+        checkpointer.claim(claimant_of(os.environ))
     return checkpointer
 
 
@@ -127,6 +128,7 @@ class Session:
         if job.spec.training.deterministic:
             use_deterministic_kernels()
         self.stop_flag = StopFlag(runtime.control_group).install()
+        self._checkpointer = _checkpointer_of(job, runtime, output_dir, scratch_dir)  # refuses before the long part
         self._task = task = task_of(job)
         self.data: JobData = task.build_data(
             job,
@@ -140,7 +142,7 @@ class Session:
         self._tell_choices()
         assert self.strategy.data_parallel_rank == data_parallel_rank(job.parallelism, runtime.rank)
         self._num_readers = runtime.world_size // job.parallelism.data_parallel_size
-        self._open_records(scratch_dir)
+        self._open_records()
         self.step = 0
         self._saved_step = 0
         self._best: float | None = None
@@ -169,9 +171,8 @@ class Session:
             for note in self._course.notes():
                 say(f"warning: {note}")
 
-    def _open_records(self, scratch_dir: Path) -> None:
-        """What outlives the attempt: checkpoints, rows, snapshots, what is left out, where the time went."""
-        self._checkpointer = _checkpointer_of(self._job, self._runtime, self._output_dir, scratch_dir)
+    def _open_records(self) -> None:
+        """What outlives the attempt beside checkpoints: rows, snapshots, what is left out, where the time went."""
         is_published = self._checkpointer.is_place_of(METRICS_FILE, self._output_dir / METRICS_FILE)
         self._metrics = MetricsLog(self._output_dir, is_published=is_published)
         self.anomalies = AnomalyGuard(self._job, self._runtime, self._output_dir, self._metrics.recent)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpoint.behind import Behind
-from trainer.checkpoint.claim import Claim
+from trainer.checkpoint.claim import Claim, Claimant
 from trainer.checkpoint.delivery import Delivery, Promise, attempted, beginning
 from trainer.checkpoint.destination import (
     RETRY_DELAYS_SECONDS,
@@ -163,14 +163,14 @@ class Checkpointer:
         """The destination, as given."""
         return self._destination.uri
 
-    def claim(self, job: str) -> None:
+    def claim(self, claimant: Claimant) -> None:
         """Have the destination for this job alone, until close() (call it on one rank). Of a bucket nobody can say.
 
-        `job`: its id. InputError where another job saves there.
+        See Claim for what it raises where somebody else saves there.
         """
         folder = self._destination.folder("")
         if folder is not None:
-            self._claim = Claim(folder, job=job, report=self._report)
+            self._claim = Claim(folder, claimant=claimant, report=self._report)
 
     @property
     def is_saving(self) -> bool:

@@ -8,12 +8,13 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.heartbeat import beat
-from trainyard.errors import InputError
+from trainyard.errors import InputError, JobFailedError
 
 CLAIM_FILE = ".in_use"
 _OWN_SECONDS = 60.0
@@ -23,6 +24,27 @@ _LOOK_SECONDS = 0.2
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 
 
+@dataclass(frozen=True)
+class Claimant:
+    """Who wants a folder."""
+
+    name: str
+    """What the file says of it."""
+    tells_starts: bool
+    """Whether all that bear the name are starts of one job, of which this one is the newest."""
+
+
+def claimant_of(environment: Mapping[str, str]) -> Claimant:
+    """By TRAINYARD_JOB_ID; without one by Slurm's number, which tells starts apart only once Slurm has requeued the
+    job: within one allocation two jobs may be started by hand."""
+    if job := environment.get("TRAINYARD_JOB_ID"):
+        return Claimant(job, tells_starts=True)
+    if number := environment.get("SLURM_JOB_ID"):
+        is_requeued = environment.get("SLURM_RESTART_COUNT", "0") != "0"
+        return Claimant(f"Slurm's job {number}", tells_starts=is_requeued)
+    return Claimant("a job", tells_starts=False)
+
+
 class Claim:
     """What one process holds; `close`, or its end, lets go."""
 
@@ -30,12 +52,13 @@ class Claim:
         self,
         folder: Path,
         *,
-        job: str,
+        claimant: Claimant,
         report: Callable[[str], None],
         own_seconds: float = _OWN_SECONDS,
         other_seconds: float = _OTHER_SECONDS,
     ) -> None:
-        """`job`: its id, empty where it has none. InputError where another job saves to `folder`.
+        """InputError where another job saves to `folder`; JobFailedError where it may be an earlier start of this one:
+        another start may find it gone.
 
         A file system that knows no locks, or can't be written, costs nothing here: who saves will say so.
         """
@@ -45,21 +68,26 @@ class Claim:
             self._descriptor = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         if self._descriptor is None:
             return
-        began = time.monotonic()
+        began, is_told = time.monotonic(), False
         while (holder := self._holder()) is not None:
-            is_own = bool(job) and holder.startswith(f"{job} ")
-            if time.monotonic() - began > (own_seconds if is_own else other_seconds):
+            is_own = claimant.tells_starts and holder.startswith(f"{claimant.name} ")
+            is_another = claimant.tells_starts and not is_own
+            if time.monotonic() - began > (other_seconds if is_another else own_seconds):
                 if is_own:  # a start must not be lost to one that can't end
                     report(f"warning: {folder}: {holder} has not let go of it; this start goes on")
                     return
                 self.close()
-                raise InputError(
+                kind = InputError if is_another else JobFailedError
+                raise kind(
                     f"checkpoint.destination {folder}: {holder} saves there, and two jobs would overwrite each other's"
                     " checkpoints: wait for its end, stop it, or name another folder"
                 )
+            if not is_another and not is_told and time.monotonic() - began > other_seconds:
+                is_told = True
+                report(f"{folder}: {holder} saves there; this start waits up to {own_seconds:g} s for its end")
             beat()
             time.sleep(_LOOK_SECONDS)
-        self._sign(job)
+        self._sign(claimant.name)
 
     def _holder(self) -> str | None:
         """Who has it; None once this process has, or where there are no locks."""
@@ -73,11 +101,11 @@ class Claim:
                 return words or "another process"
         return None
 
-    def _sign(self, job: str) -> None:
+    def _sign(self, name: str) -> None:
         assert self._descriptor is not None
         with suppress(OSError):  # a full disk costs the name
             os.ftruncate(self._descriptor, 0)
-            line = f"{job or 'a job'} on {socket.gethostname()}, process {os.getpid()}\n"
+            line = f"{name} on {socket.gethostname()}, process {os.getpid()}\n"
             os.pwrite(self._descriptor, line.encode(), 0)
 
     def close(self) -> None:
