@@ -279,6 +279,8 @@ def test_a_turn_of_weight_0_is_read_and_not_learnt(tmp_path: Path, text: str) ->
     every = learnt_text(cache_of(chats(tmp_path, TURNS), text, messages_field="messages"))
     assert len(every) == 2
     assert learnt_text(cache_of(chats(tmp_path, turns), text, messages_field="messages")) == every[1:]
+    with pytest.raises(InputError, match=r"chats.jsonl:1: .*weight 0 \(not learnt\), and learn: all learns it"):
+        cache_of(chats(tmp_path, turns), text, messages_field="messages", learn="all")
     with pytest.raises(BadRecordError, match=r"weight must be 0 \(not learnt\) or 1, is '0.5'"):
         template(text).render([*TURNS[:2], TURNS[2] | {"weight": 0.5}])
     twice = MARKED.replace("{% endgeneration %}", "{% endgeneration %}{% generation %}!{% endgeneration %}")

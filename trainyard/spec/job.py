@@ -90,7 +90,8 @@ class DataSource(SpecModel):
     """jsonl and parquet: the field with a conversation, a list of {role, content}, which the chat template renders. A
     field `tools` beside it is given to the template."""
     learn: Literal["assistant", "all"] = "assistant"
-    """With prompt_field or messages_field: what counts in the loss, the assistant's turns (the answer) or all."""
+    """With prompt_field or messages_field: what counts in the loss, the assistant's turns (the answer) or all. A
+    turn of `weight` 0 is not learnt with `assistant`, and a bad record with `all`."""
 
     @model_validator(mode="after")
     def _fields_of_records(self) -> Self:
@@ -185,14 +186,16 @@ class ImageSpec(SpecModel):
     text. image_classification reads the class from `cls` (a number or a name) or from `json`'s `label`;
     vision_language reads `json`: `messages`, or `question` and `answer`, or `caption`; or `txt`, a caption.
 
-    Scaling is bilinear, or by the filter that the model's preprocessor_config.json names, with support over all source
-    pixels. A sample that can't be learnt from (a torn image, a class that the model doesn't have) is found when it is
-    read: each rank counts those it meets against data.max_bad_records, and the next sample of the shards stands in for
-    it.
+    What the model's files say counts where a field here doesn't: `image_processor` of processor_config.json; where that
+    has none, preprocessor_config.json. Its `do_normalize: false` makes the defaults mean 0 and std 1.
+
+    Scaling is bilinear, or by the filter (`resample`) that those files name, with support over all source pixels. A
+    sample that can't be learnt from (a torn image, a class that the model doesn't have) is found when it is read: each
+    rank counts those it meets against data.max_bad_records, and the next sample of the shards stands in for it.
     """
 
     size: PositiveInt | None = None
-    """Pixels a side; default: what the model's configuration or preprocessor_config.json says, else 224."""
+    """Pixels a side; default: what the model's configuration says, else those files, else 224."""
     augment: bool = True
     """Training images of image_classification: a crop of random size and place, flipped half the time. Drawn from
     (training.seed, place in the global order), so it is the same for any number of ranks and after a resume."""
@@ -201,8 +204,7 @@ class ImageSpec(SpecModel):
     resize_ratio: float = Field(default=0.875, gt=0, le=1)
     """Without augmentation, and in validation: the shorter side becomes size / this, then the centre is cut out."""
     mean: Channels | None = None
-    """Subtracted from values in 0..1; default: the model's preprocessor_config.json or processor_config.json,
-    else ImageNet's."""
+    """Subtracted from values in 0..1; default: what those files say, else ImageNet's."""
     std: Channels | None = None
     """Divided by, after mean; default: as mean's."""
     num_classes: PositiveInt | None = None

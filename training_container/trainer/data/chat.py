@@ -30,9 +30,9 @@ RENDERED_ON = datetime.datetime(2024, 7, 26)
 """The day that `strftime_now` tells. Some templates write today's date into the system turn; training text must not
 depend on when it was tokenized. It is what Llama 3.1's template falls back to."""
 
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 """Also of what is refused and learnt: units that were made before content in parts, arguments in strings and weights of
-turns were looked for are made again."""
+turns, those under `learn: all` too, were looked for are made again."""
 _BEGIN, _END = "\x00\x01generation\x02", "\x00\x03generation\x02"
 """Stand in the rendered text where a generation block begins and ends; control characters that no text has."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -151,6 +151,14 @@ def _turns_that_count(messages: Sequence[Mapping[str, Any]]) -> list[bool]:
         if weight not in (None, 0, 1):
             raise BadRecordError(f"a message's weight must be 0 (not learnt) or 1, is {str(weight)[:40]!r}")
     return [weight != 0 for weight in weights]
+
+
+def check_all_count(messages: Sequence[Mapping[str, Any]]) -> None:
+    """BadRecordError where all of a conversation is to be learnt, and a turn of it says that it is not."""
+    if not all(_turns_that_count(messages)):
+        raise BadRecordError(
+            "a turn of the assistant has weight 0 (not learnt), and learn: all learns it; leave one out"
+        )
 
 
 def _counted(rendered: Rendered, counts: Sequence[bool]) -> Rendered:

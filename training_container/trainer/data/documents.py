@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.bad_records import BadRecordError
-from trainer.data.chat import ChatTemplate
+from trainer.data.chat import ChatTemplate, check_all_count
 from trainer.data.readers import Record
 from trainer.data.tokenizer import Anchors, TextTokenizer, TokenIds
 from trainyard.errors import InputError
@@ -151,6 +151,7 @@ class _Chats:
     def _rendered(self, value: Any) -> "_Chat":
         messages = _messages(value, self._field)
         if self._learns_all:
+            check_all_count(messages)
             text = self._template.text(messages, value.get("tools"))
             if not text:
                 raise BadRecordError("the chat template renders it to nothing")

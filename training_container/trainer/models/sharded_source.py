@@ -312,7 +312,8 @@ def to_trained_type(parameters: Iterable[nn.Parameter], precision: str) -> None:
 
 def _belongs(model: nn.Module, name: str) -> bool:
     """Whether a weight that the model didn't take is a bias or a scale of a module that it has: without it the module
-    computes something else. Other strangers are harmless (masks, positions), or told by transformers."""
+    computes something else. Others are only told (`_tell_strangers`): whole modules may be left out on purpose
+    (heads that predict further tokens, towers of a wider model), and masks and positions are made anew."""
     owner, _, own = name.rpartition(".")
     module = dict(model.named_modules()).get(owner)
     return module is not None and (own == "bias" or "scale" in own) and any(True for _ in module.parameters(False))
