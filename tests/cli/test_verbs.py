@@ -18,10 +18,11 @@ from trainyard.cli import jobs, live
 from trainyard.cli.app import run
 from trainyard.cli.live import follow
 from trainyard.cli.seen import Seen
-from trainyard.errors import JobFailedError
+from trainyard.errors import InputError, JobFailedError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine, Observation
 from trainyard.launch.place import place_of
+from trainyard.launch.ray_jobs import HttpJobServer
 from trainyard.launch.record import JobRecord
 from trainyard.launch.session import Account
 from trainyard.launch.watch import Status
@@ -225,6 +226,40 @@ def test_a_cluster_that_is_away_hides_no_other_job(
     assert (states[there], states[away]) == ("Completed", record.state)
     (line,) = said.err.strip().splitlines()
     assert line.startswith("warning: slurm of tenant acme was not asked, so its jobs are as last seen: ")
+
+
+def test_a_ray_that_is_gone_hides_no_job_of_another(
+    job_path: str,
+    environment_path: Path,
+    deployed: Account,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where = str(environment_path)
+    first = launch_json(job_path, where, capsys)["job_id"]
+    store = place_of(first, where, "acme").store
+    record = store.read(first).record
+    for number, address in enumerate(("http://10.0.0.1:8265", "http://10.0.0.2:8265")):
+        compute = record.resolved.spec.compute
+        ray = compute.ray.model_copy(update={"address": address})
+        spec = record.resolved.spec.model_copy(update={"compute": compute.model_copy(update={"ray": ray})})
+        changes = {"job_id": f"acme-ray-2099013112000{number}-1a2b", "backend": "ray"}
+        resolved = record.resolved.model_copy(update={"spec": spec})
+        store.create(record.model_copy(update={**changes, "resolved": resolved}))
+
+    def jobs(_: HttpJobServer, address: str) -> list[dict[str, str]]:
+        if "10.0.0.1" in address:
+            raise InputError(f"{address}: no job server answers")
+        return [{"submission_id": record.attempt.training_job_name, "status": "SUCCEEDED"}]
+
+    monkeypatch.setattr(HttpJobServer, "jobs", jobs)
+    assert run(["jobs", "-e", where, "-t", "acme", "--json"]) == 0
+    said = capsys.readouterr()
+    states = {job["job_id"]: job["state"] for job in json.loads(said.out)}
+    assert states["acme-ray-20990131120001-1a2b"] == "Completed"
+    assert states["acme-ray-20990131120000-1a2b"] == record.state
+    (line,) = said.err.strip().splitlines()
+    assert "ray of tenant acme was not asked" in line and "10.0.0.1:8265: no job server answers" in line
 
 
 def test_a_record_that_cannot_be_read_hides_no_other_job(

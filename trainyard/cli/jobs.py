@@ -373,17 +373,18 @@ def _newest(places: "Sequence[Place]", limit: int) -> "tuple[list[tuple[JobRecor
 
 
 def _states_now(place: "Place", records: "list[JobRecord]") -> tuple[dict[str, str], list[str]]:
-    """States of those jobs by their backends, and a line on each backend that gave none: a cluster that is away keeps
+    """States of those jobs by their backends, and a line on each cluster that gave none: a cluster that is away keeps
     nobody from the list of all others."""
+    from trainyard.launch.doors import asked_together
+
     found: dict[str, str] = {}
     silent = []
-    for backend in sorted({record.backend for record in records}):
-        asked = [record for record in records if record.backend == backend]
+    for asked in asked_together(records):
         try:
             found |= place.backend.states(asked)
         except TrainyardError as error:
             owner = f"tenant {asked[0].tenant}" if asked[0].environment else "this machine"
-            silent.append(f"{backend} of {owner} was not asked, so its jobs are as last seen: {error}")
+            silent.append(f"{asked[0].backend} of {owner} was not asked, so its jobs are as last seen: {error}")
     return found, silent
 
 

@@ -4,7 +4,7 @@ A door is a module of this room: how a job goes there, for a tenant and from thi
 after it. What else a door needs it has to itself; the verbs and the places know this table alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -85,3 +85,12 @@ DOORS: dict[BackendName, Door] = {
     ),
     "ray": Door(ray.launch_on_tenants_ray, ray.launch_on_ray_here, ray.tenant_backend, ray.here_backend, _ray_of),
 }
+
+
+def asked_together(records: Iterable[JobRecord]) -> list[list[JobRecord]]:
+    """The records by who answers for them: what one cluster doesn't say hides no job of another."""
+    groups: dict[tuple[str, str], list[JobRecord]] = {}
+    for record in records:
+        door = DOORS.get(record.backend)
+        groups.setdefault((record.backend, door.machines_of(record) if door else ""), []).append(record)
+    return [groups[key] for key in sorted(groups)]

@@ -1,6 +1,6 @@
 """Jobs of a tenant that SageMaker doesn't list as running: they wait in training queues, or are on other machines."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +9,7 @@ from trainyard.errors import InputError, TrainyardError
 from trainyard.functions.broker_queue import ENDED, STATUSES, is_gone, jobs_in_share
 from trainyard.launch.aws import aws_errors
 from trainyard.launch.contract import read_contract
-from trainyard.launch.doors import DOORS
+from trainyard.launch.doors import DOORS, asked_together
 from trainyard.launch.record import TERMINAL_STATES, JobRecord, S3RecordStore
 from trainyard.launch.session import Account, assume
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
@@ -95,7 +95,7 @@ def elsewhere(account: Account, contract: TenantContract) -> Unfinished:
         backend = door.tenant_backend(launcher, contract) if mine else None
         if backend is None:
             continue
-        for together in _by(door.machines_of, mine):
+        for together in asked_together(mine):
             try:
                 states = backend.states(together)
             except TrainyardError as error:
@@ -104,13 +104,6 @@ def elsewhere(account: Account, contract: TenantContract) -> Unfinished:
                 continue
             found += [job_id for job_id, state in states.items() if state not in TERMINAL_STATES]
     return Unfinished(tuple(found), unanswered)
-
-
-def _by(word_of: Callable[[JobRecord], str], records: Iterable[JobRecord]) -> list[list[JobRecord]]:
-    groups: dict[str, list[JobRecord]] = {}
-    for record in records:
-        groups.setdefault(word_of(record), []).append(record)
-    return list(groups.values())
 
 
 def _records(store: S3RecordStore) -> list[JobRecord]:
