@@ -433,13 +433,15 @@ def test_a_vocabulary_that_can_write_few_texts_has_its_bos_too(tmp_path: Path) -
     assert JsonTokenizer(tmp_path / "tokenizer.json").prefix_ids == (0,)
 
 
-@pytest.mark.parametrize("stated", ["", {"content": ""}])
-def test_an_empty_eos_token_is_none_stated(tmp_path: Path, stated: Any) -> None:
+@pytest.mark.parametrize(
+    "stated", [{"eos_token": ""}, {"eos_token": {"content": ""}}, {"added_tokens_decoder": {"9": {"content": ""}}}]
+)
+def test_an_empty_token_is_none_stated(tmp_path: Path, stated: dict[str, Any]) -> None:
     """As older converted models write it: a common one that the vocabulary has counts."""
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": stated}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
     assert JsonTokenizer(tmp_path / "tokenizer.json").eos_id == 1
 
 

@@ -193,8 +193,9 @@ def _check_added_tokens(path: Path, settings: dict[str, Any], vocabulary: dict[s
     text, and another token end the documents."""
     added = settings.get("added_tokens_decoder")
     stated = [token_text(token) for token in added.values()] if isinstance(added, dict) else []
-    stated.append(token_text(settings.get("eos_token")) or None)  # older converted models write "" for none
-    if lacking := [token for token in stated if token is not None and token not in vocabulary]:
+    stated.append(token_text(settings.get("eos_token")))
+    # Older converted models write "" for none, which no library adds.
+    if lacking := [token for token in stated if token and token not in vocabulary]:
         raise InputError(
             f"tokenizer {path}: has no token {lacking[0]!r}, which a configuration beside it states; let"
             " transformers load the tokenizer and save it anew (save_pretrained), or correct the configuration"
