@@ -24,6 +24,14 @@ EnvironmentArgument = Annotated[
     str, typer.Argument(metavar="ENV.yaml", help="The environment file, or a name for environments/<name>.yaml.")
 ]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
+EndedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ended",
+        metavar="JOB",
+        help="A job that can't run any longer, though its cluster gives no answer. May be repeated.",
+    ),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -131,14 +139,7 @@ def remove(
         str | None,
         typer.Option("--confirm", metavar="NAME", help="The tenant's name again: do it. Else: only the plan."),
     ] = None,
-    ended: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--ended",
-            metavar="JOB",
-            help="A job that can't run any longer, though its cluster gives no answer. May be repeated.",
-        ),
-    ] = None,
+    ended: EndedOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what removing a tenant would delete and keep; with --confirm, do it and write a report of what is left.
