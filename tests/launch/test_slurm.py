@@ -19,7 +19,7 @@ from trainer.host.losses import _diagnosis
 from trainyard import planner
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.launch import cluster, cluster_shell
-from trainyard.launch.backend import LogCursor, LogLine
+from trainyard.launch.backend import AwayError, LogCursor, LogLine
 from trainyard.launch.backends import ByRecord
 from trainyard.launch.checks import refused_by_month, refused_by_tenant
 from trainyard.launch.cluster import (
@@ -321,6 +321,15 @@ def test_jobs_of_a_partition_that_was_taken_away_can_still_be_seen_and_stopped(
     assert backend.read_logs(record, LogCursor()) == []
     with pytest.raises(InputError, match="partition"):
         backend.check(record.with_next_attempt())
+
+
+def test_a_login_node_that_cannot_look_tells_of_no_job_s_end(monkeypatch: pytest.MonkeyPatch, aws: Account) -> None:
+    """No word of a job is how one is told that Slurm has forgotten: a tenant's removal would go on."""
+    backend, record = backend_for(contract_with(), monkeypatch, aws), record_of(cluster_job(max_hours=1))
+    monkeypatch.setattr(AgreeableShell, "run", lambda *_: Answer(127, "", "bash: sudo: command not found"))
+    for look in (lambda: backend.observe(record), lambda: backend.states([record])):
+        with pytest.raises(AwayError, match=r"^a test: jobs can't be looked at there: bash: sudo: command not found$"):
+            look()
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])

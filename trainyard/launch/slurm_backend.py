@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainyard.errors import InputError
-from trainyard.launch.backend import LogCursor, LogLine, Observation, Say
+from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say
 from trainyard.launch.channels import job_files
 from trainyard.launch.cluster_shell import ClusterShell
 from trainyard.launch.record import JobRecord, StateChange
@@ -238,6 +238,8 @@ class SlurmBackend:
             return {}
         directories = {self._directory_of(record): record for record in records}
         answer = self._shell.run(_LOOK, *directories)
+        if answer.code:  # not the script's own, which ends with 0: that nothing is told means nothing then
+            raise AwayError(f"{self._shell.where}: jobs can't be looked at there: {answer.words}")
         found = {}
         for directory, look in read_looks(answer.out.splitlines()).items():
             record = directories[directory]
