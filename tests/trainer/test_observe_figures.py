@@ -207,7 +207,7 @@ def test_what_is_expected_of_llama_8b_on_an_h100() -> None:
 
 
 def test_nothing_is_expected_where_there_is_no_formula() -> None:
-    spec = job_of({"model_type": "xlnet"})  # of a type that is not verified for packed documents
+    spec = job_of({"model_type": "xlnet", "attn_type": "uni"})  # of a type that is not verified for packed documents
     job = resolve(spec.model_copy(update={"data": spec.data.model_copy(update={"packing": False})}), world_size=1)
     assert expected_of(job, None) == Expected()
     assert expected_of(job, "Voodoo 2") == Expected()

@@ -24,7 +24,7 @@ POISONED = (2, 6, 7)
 def run(
     folder: Path, job: Path, poisoned: tuple[int, ...], *settings: str, left_out: tuple[int, ...] = ()
 ) -> tuple[list[int], str, list[dict[str, Any]]]:
-    """Exit codes, rank 0's words and the rows, with batches that are poisoned on rank 1 or known to be left out."""
+    """Exit codes, all words and the rows, with batches that are poisoned on rank 1 or known to be left out."""
     faults = [{"rank": 1, "kind": "poison", "step": 0, "first_sequence": BATCH * (number - 1)} for number in poisoned]
     (folder / "faults").mkdir(parents=True, exist_ok=True)
     (folder / "faults/faults.json").write_text(json.dumps(faults))

@@ -75,10 +75,14 @@ def start_faulty_trainer(
 def run_trainer(
     num_ranks: int, job: Path, output_dir: Path, *arguments: str, expected_code: int = 0
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Rank 0's output and the rows of metrics.jsonl, after every rank exited with `expected_code`."""
+    """Rank 0's output and the rows of metrics.jsonl, after every rank exited with `expected_code`.
+
+    Of a failure all ranks' output: what they fail of together is said by the first of them that ends.
+    """
     outputs = finish(start_trainer(num_ranks, job, output_dir, *arguments), timeout_seconds=600)
     assert [code for code, _ in outputs] == [expected_code] * num_ranks, "\n".join(text for _, text in outputs)
-    return outputs[0][1], rows_of(output_dir)
+    said = [text for _, text in outputs]
+    return said[0] if expected_code == 0 else "".join(said), rows_of(output_dir)
 
 
 def read_until(rank: ForkedRank, beginning: str) -> str:
