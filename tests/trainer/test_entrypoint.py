@@ -355,7 +355,10 @@ def test_a_rank_that_had_failed_before_a_stop_is_not_to_be_resumed(tmp_path: Pat
     tree = opt_ml(tmp_path / "ml")
     behaviour = {"0": "bad input", "1": "ignore stop before a step"}
     with running(tree, behaviour, TRAINYARD_STOP_GRACE_SECONDS="1") as process:
-        wait_for(tree / "output/data/ready-1", process)
+        for name in ("ready-1", "seen-0.json"):
+            wait_for(tree / "output/data" / name, process)
+        while is_alive(json.loads((tree / "output/data/seen-0.json").read_text())["pid"]):
+            time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=400)
     assert process.returncode == 2, output
