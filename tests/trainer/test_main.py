@@ -277,7 +277,9 @@ def test_what_befalls_one_rank_is_said_by_it_and_what_befalls_all_is_said_once(
 ) -> None:
     job = write_job(tmp_path, "ddp", steps=5)
     options = ("--job", str(job), "--output-dir", str(tmp_path / "out"))
-    ended = finish(start_ranks(2, "trainer_testing.failing_trainer", kind, *options), timeout_seconds=600)
+    ended = finish(
+        start_ranks(2, "trainer_testing.failing_trainer", kind, str(tmp_path), *options), timeout_seconds=600
+    )
     assert [code for code, _ in ended] == [1, 1], ended
     said = [line for _, output in ended for line in output.splitlines() if line.startswith("trainyard: ")]
     assert sorted(said) == lines

@@ -155,7 +155,7 @@ def test_a_job_stops_before_its_first_step_on_a_slow_network(tmp_path: Path) -> 
     output = tmp_path / "slow"
     said, rows = run_trainer(2, job, output, "--set", "preflight.host_gb_per_second=9999", expected_code=1)
     assert rows == [] and not (output / "checkpoints").exists()
-    (line,) = [line for line in said.splitlines() if line.startswith("trainyard: ")]
+    (line,) = {line for line in said.splitlines() if line.startswith("trainyard: ")}
     assert "all_reduce inside a host has " in line and "the floor is 9999.00 (preflight.host_gb_per_second)" in line
     assert "PCIe instead of NVLink" in line and line.endswith(
         "or set preflight.collectives to warn (or off) to train all the same"
