@@ -166,6 +166,7 @@ class _Wiring:
         self._named = re.compile(rf"(?:\btrainyard|\bAWSPCS)-{env}-([A-Za-z0-9-]+)|/trainyard/{env}/([a-z0-9-]+)/")
 
     def all(self) -> Iterator[Wire]:
+        """What each place shows, the tenants' own stacks first; then what is shared."""
         for place in self._places:
             for check in self._checks(place.kind):
                 yield from check(place)

@@ -86,19 +86,18 @@ class HttpJobServer:
     def _call(
         self, address: str, path: str, body: bytes | None = None, *, missing_is_none: bool = False
     ) -> bytes | None:
-        headers = {"Content-Type": "application/json", **_headers()}
-        request = urllib.request.Request(f"{address.rstrip('/')}{path}", body, headers)
+        request = urllib.request.Request(f"{address.rstrip('/')}{path}", body, {"Content-Type": "application/json"})
+        for (
+            name,
+            value,
+        ) in _headers().items():  # a token among them: wherever an answer leads on to, nobody else is told
+            request.add_unredirected_header(name, value)
         try:
-            with _OPENER.open(request, timeout=CALL_SECONDS) as answer:
+            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             if error.code == 404 and missing_is_none:
                 return None
-            if 300 <= error.code < 400:
-                raise InputError(
-                    f"compute.ray.address {address}: sends on to {error.headers.get('Location')}; give the job server's"
-                    f" own address, or what a proxy before it wants in {HEADERS_VARIABLE}"
-                ) from None
             raise RefusedError(f"compute.ray.address {address}", _words(error)) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or f"{type(error).__name__}: {str(error).strip()}"
@@ -107,22 +106,6 @@ class HttpJobServer:
                 "dashboard (ray[default]) on and its port 8265 reachable? kubectl port-forward, or an SSH tunnel, "
                 "brings it here"
             ) from None
-
-
-class _OwnRedirects(urllib.request.HTTPRedirectHandler):
-    """urllib would send the headers, a token among them, to whatever host a redirect names."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> urllib.request.Request | None:
-        """None, an HTTPError, where another server is named; to https on the same host is no other."""
-        asked, named = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
-        is_own = (asked.scheme, asked.netloc) == (named.scheme, named.netloc)
-        is_safer = asked.hostname == named.hostname and (asked.scheme, named.scheme) == ("http", "https")
-        return super().redirect_request(req, fp, code, msg, headers, newurl) if is_own or is_safer else None
-
-
-_OPENER = urllib.request.build_opener(_OwnRedirects)
 
 
 def _headers() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Records -> token ids of whole documents, and which of them are learnt: plain text, prompts with answers, chats."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from trainer.data.tokenizer import Anchors, TextTokenizer, TokenIds
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
+Item = TypeVar("Item")
 _GROUP_CHARACTERS = 1 << 20
 
 
@@ -143,7 +144,7 @@ class _Chats:
     def _sizes(self, heads: Iterable["_Head"]) -> Iterator[int | None]:
         """Tokens up to each border; None where it is inside of one. Without anchors, heads are all that lies before a
         border: they are tokenized a few at a time, since a long conversation's take many times its own memory."""
-        for group in _groups(heads):
+        for group in by_characters(heads, lambda head: len(head.text), _GROUP_CHARACTERS):
             for head, ids in zip(group, self._tokenizer.encode_batch([head.text for head in group]), strict=True):
                 size = head.token + len(ids)
                 yield size if np.array_equal(head.whole[head.token : size], ids) else None
@@ -209,13 +210,14 @@ class _Head:
     whole: TokenIds
 
 
-def _groups(heads: Iterable[_Head]) -> Iterator[list[_Head]]:
-    group: list[_Head] = []
+def by_characters(items: Iterable[Item], num_characters: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Groups of items, in order, each ended by the one that brings it to `most` characters, or by the last."""
+    group: list[Item] = []
     characters = 0
-    for head in heads:
-        group.append(head)
-        characters += len(head.text)
-        if characters >= _GROUP_CHARACTERS:
+    for item in items:
+        group.append(item)
+        characters += num_characters(item)
+        if characters >= most:
             yield group
             group, characters = [], 0
     if group:

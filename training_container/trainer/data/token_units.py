@@ -8,7 +8,6 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.bad_records import BadRecordError, BadRecords
-from trainer.data.documents import DocumentEncoder, Encoded
-from trainer.data.readers import Record, TokenFile, Unit
+from trainer.data.documents import DocumentEncoder, Encoded, by_characters
+from trainer.data.readers import TokenFile, Unit
 from trainer.data.shared_work import AtWork
 from trainer.heartbeat import beat
 from trainyard.errors import InputError
@@ -143,7 +142,7 @@ def write_unit(
 
 def _encode(unit: Unit, encoder: DocumentEncoder, writer: "_Writer", bad: BadRecords, at_work: AtWork) -> None:
     try:
-        for batch in _batches(unit.records()):
+        for batch in by_characters(unit.records(), lambda record: _num_characters(record.value), _BATCH_CHARACTERS):
             for record, encoded in zip(batch, encoder.encode(batch), strict=True):
                 if isinstance(encoded, BadRecordError):
                     bad.add(lambda number=record.number: unit.place(number), str(encoded))  # type: ignore[misc]
@@ -240,19 +239,6 @@ def check_ids(ids: npt.NDArray[Any], where: str, vocabulary: Vocabulary) -> None
         wrong = smallest if smallest < 0 else largest
         most = (1 << 32 if vocabulary.is_open else vocabulary.size) - 1
         raise InputError(f"{where}: holds id {wrong}, the vocabulary's ids are 0 to {most}")
-
-
-def _batches(records: Iterable[Record]) -> Iterator[Sequence[Record]]:
-    batch: list[Record] = []
-    characters = 0
-    for record in records:
-        batch.append(record)
-        characters += _num_characters(record.value)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _num_characters(value: Any) -> int:

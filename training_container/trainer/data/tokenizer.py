@@ -166,13 +166,14 @@ def _dividers(added: dict[int, Any]) -> dict[int, str]:
 def settings_beside(tokenizer_file: Path) -> dict[str, Any]:
     """tokenizer_config.json; one that doesn't list its added tokens is an older one, whose special tokens are in
     special_tokens_map.json: so transformers reads them."""
-    settings = _json_object(tokenizer_file.with_name("tokenizer_config.json"))
+    settings = json_object(tokenizer_file.with_name("tokenizer_config.json"))
     if "added_tokens_decoder" in settings:
         return settings
-    return settings | _json_object(tokenizer_file.with_name("special_tokens_map.json"))
+    return settings | json_object(tokenizer_file.with_name("special_tokens_map.json"))
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """What a file beside a model says; {} where there is none, or no object in it. InputError: it is no JSON."""
     if not path.is_file():
         return {}
     try:

@@ -7,7 +7,6 @@ at any number of ranks and after a resume.
 
 import hashlib
 import io
-import json
 import math
 import struct
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from trainer.data.bad_records import BadRecordError
+from trainer.data.tokenizer import json_object
 from trainyard.errors import InputError
 from trainyard.spec.job import Channels, ImageSpec, ResolvedJob
 
@@ -162,18 +162,8 @@ def _preprocessor_config(source: str | None) -> dict[str, Any]:
     reads text too has it inside processor_config.json."""
     if source is None:
         return {}
-    inside = _json_object(Path(source) / "processor_config.json").get("image_processor")
-    return inside if isinstance(inside, dict) else _json_object(Path(source) / "preprocessor_config.json")
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: can't be read as JSON ({_one_line(error)})") from None
-    return content if isinstance(content, dict) else {}
+    inside = json_object(Path(source) / "processor_config.json").get("image_processor")
+    return inside if isinstance(inside, dict) else json_object(Path(source) / "preprocessor_config.json")
 
 
 def _filter(stated: Any) -> Image.Resampling:
