@@ -1,5 +1,7 @@
 """What a save plans once and what it hashes while it writes: the same as planned anew, and as read back."""
 
+import io
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from trainer.checkpoint.blocks import write_blocks
 from trainer.checkpoint.group import Group
 from trainer.checkpoint.host_copy import HostCopy, SharedPlan
 from trainer.checkpoint.manifest import shard_file
+from trainer.checkpoint.writing import ArchiveWrappings, ShardStream
 from trainer.strategies.flat_shard import FlatShard
 
 TENSORS = {
@@ -45,6 +48,47 @@ def test_hashes_are_those_of_the_file_that_is_there(tmp_path: Path, monkeypatch:
             table = write_blocks(path, archives, written[name].values).read_bytes()
         assert table == write_blocks(path, archives).read_bytes()
     assert read_back == [0, 0], "only what has no values isn't known when it is written"
+
+
+def test_archives_are_what_torch_would_have_saved(tmp_path: Path) -> None:
+    """Byte for byte but for the archive's id, in the first save and in one that knows what goes around the values."""
+    plan, copy = SharedPlan(Group(None, 0, 1)), HostCopy()
+    plan.make(TENSORS, plan.local_items(TENSORS))
+    for turn in range(2):
+        tensors = {name: (tensor + turn).contiguous() for name, tensor in TENSORS.items()}
+        copy.take(plan.mine, tensors)
+        results, written = copy.write(plan.mine, tmp_path, durable=False)
+        content = (tmp_path / next(iter(written))).read_bytes()
+        for one in results:
+            archive = content[one.storage_data.offset :][: one.storage_data.length]
+            saved = io.BytesIO()
+            torch.save(tensors[one.index.fqn], saved)
+            records = zipfile.ZipFile(io.BytesIO(archive))  # which holds each record against its CRC32
+            theirs = zipfile.ZipFile(io.BytesIO(saved.getvalue()))
+            assert records.testzip() is None and len(archive) == len(saved.getvalue())
+            for mine, its in zip(records.infolist(), theirs.infolist(), strict=True):
+                assert (mine.filename, mine.header_offset, mine.flag_bits) == (
+                    its.filename,
+                    its.header_offset,
+                    its.flag_bits,
+                )
+                assert mine.filename.endswith("serialization_id") or records.read(mine) == theirs.read(its)
+            loaded = torch.load(io.BytesIO(archive), weights_only=True)
+            assert loaded.dtype == tensors[one.index.fqn].dtype and torch.equal(loaded, tensors[one.index.fqn])
+
+
+@pytest.mark.slow
+def test_values_of_more_than_4_gib_are_wrapped_as_torch_does(tmp_path: Path) -> None:
+    """Zip records of such a size are written in another form, whose CRC32 lies elsewhere."""
+    tensor = torch.zeros((4 << 30) + 5, dtype=torch.uint8)
+    tensor[-3:] = 7
+    with (tmp_path / "shard").open("wb") as file:
+        ShardStream(file, ArchiveWrappings()).append(tensor)
+    del tensor
+    with zipfile.ZipFile(tmp_path / "shard") as archive:
+        assert archive.testzip() is None
+    loaded = torch.load(tmp_path / "shard", weights_only=True, mmap=True)
+    assert len(loaded) == (4 << 30) + 5 and loaded[-4:].tolist() == [0, 7, 7, 7]
 
 
 @pytest.fixture

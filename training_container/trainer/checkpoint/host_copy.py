@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.disk import written_once
 from trainer.checkpoint.group import Group, cores_a_rank
-from trainer.checkpoint.writing import ShardStream
+from trainer.checkpoint.writing import ArchiveWrappings, ShardStream
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -100,6 +100,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}
+        self._wrappings = ArchiveWrappings()
 
     def take(self, plan: SavePlan, tensors: Tensors) -> None:
         """Copy the current values. Returns when the tensors may change again."""
@@ -131,7 +132,7 @@ class HostCopy:
         buffers = [(item.index, self._buffers[item.index]) for item in plan.items]
         results = []
         with written_once(folder / name, sum(buffer.nbytes for _, buffer in buffers), durable=durable) as file:
-            shard = ShardStream(file)
+            shard = ShardStream(file, self._wrappings)
             for index, buffer in buffers:
                 start, num_bytes = shard.append(buffer)
                 results.append(WriteResult(index, num_bytes, _StorageInfo(name, start, num_bytes)))
