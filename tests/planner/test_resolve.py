@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from trainyard.cli.dry_running import known_configuration
 from trainyard.errors import InputError
 from trainyard.hardware import instance
 from trainyard.planner import resolve
-from trainyard.planner.known_models import KNOWN_CONFIGS
+from trainyard.planner.candidates import Rules, layouts, split_of
+from trainyard.planner.facts import facts_of
+from trainyard.planner.families import config_from_source
+from trainyard.planner.known_models import KNOWN_CONFIGS, STAND_INS
 from trainyard.planner.memory import memory
-from trainyard.planner.reading import layout_of, machines_of, required_shape
+from trainyard.planner.reading import layout_of, machines_of, model_type_of, required_shape
 from trainyard.planner.resolve import fits, micro_batch_sizes
 from trainyard.planner.trainer_layers import TrainerLayers
 from trainyard.spec.job import JobSpec, ParallelismSpec
@@ -119,6 +123,34 @@ def test_capped_scores_are_written_out_and_kept(job: MakeJob, tmp_path: Path, pr
     softmax = element + (4 if element < 4 else 0)
     assert found["asked"] - found["uncapped"] == softmax * 16 * 8192**2
     assert found["stated"] - found["uncapped"] == (softmax + element) * 16 * 8192**2
+
+
+@pytest.mark.parametrize("name", sorted(STAND_INS))
+def test_sizes_written_as_another_familys_say_nothing_of_the_models_own(
+    job: MakeJob, tmp_path: Path, name: str
+) -> None:
+    """phi-2's layers are q_proj and dense, whatever family its sizes are written in."""
+    adapter = {"kind": "lora", "targets": ["q_proj", "fc1", "c_attn"]}
+    spec = job(model={"source": f"s3://acme-models/{name}", "adapter": adapter}, data={"sequence_length": 2048})
+    shape = required_shape(spec)
+    assert resolve(spec).parallelism.world_size == 128 and shape.params > 1e9
+    assert facts_of(spec, shape).model_type is model_type_of(spec) is None
+    with pytest.raises(InputError, match=rf"model.source '.*{name}': of {name} only the sizes are known .*config.json"):
+        known_configuration(spec)
+    # A folder of that name says itself what it is.
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(config_from_source(name)))
+    with pytest.raises(InputError, match=r"model.adapter.targets: .*no linear layer that can be adapted"):
+        resolve(job(model={"source": str(tmp_path / name), "adapter": adapter}))
+
+
+def test_of_a_family_that_is_not_known_no_split_is_proposed(job: MakeJob) -> None:
+    split = {}
+    for name in ("phi-2", "pythia-1.4b"):
+        spec = job(model={"source": name}, data={"sequence_length": 4096})
+        shape = required_shape(spec)
+        split[name] = {split_of(item) for item in layouts(spec, machines_of(spec), shape, Rules(spec, shape))}
+    assert split["phi-2"] == {1} and len(split["pythia-1.4b"]) > 1
 
 
 def test_micro_batch_candidates_fill_the_pipeline() -> None:

@@ -78,13 +78,13 @@ def dry_run(job: "JobSpec", rank: int) -> dict[str, Any]:
 
 def known_configuration(job: "JobSpec") -> dict[str, Any] | None:
     """For a source that is not on this machine: what its name tells. InputError where it tells nothing."""
-    from trainyard.planner.families import config_from_source
+    from trainyard.planner.families import own_config_from_source
     from trainyard.planner.vision_language import config_of
 
     if job.model.source is None or (Path(job.model.source) / "config.json").is_file():
         return None
     if job.task == "causal_lm":
-        return dict(config_from_source(job.model.source))
+        return dict(own_config_from_source(job.model.source))
     try:
         return dict(config_of(job))
     except InputError:

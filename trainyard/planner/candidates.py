@@ -51,6 +51,8 @@ class Rules:
 
     def _is_proposed(self, layout: ParallelismSpec, shape: ModelShape) -> bool:
         """Whether it is a layout to propose: what the parity suite holds, in even parts."""
+        if self._model.model_type is None and (split_of(layout) > 1 or layout.expert > 1):
+            return False  # of a family that isn't known nothing is verified
         if layout.tensor > 1:
             # Experts are divided whole; that they could be cut too keeps the parts of odd ones out.
             widths = (shape.moe_ffn, shape.shared_ffn)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainyard.errors import InputError
-from trainyard.planner.families import config_from_source
+from trainyard.planner.families import own_config_from_source
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec
 from trainyard.spec.model_types import position_names
@@ -67,7 +67,7 @@ def _text_config(job: JobSpec) -> Mapping[str, Any]:
     if stated is None:
         assert job.model.source is not None
         try:
-            stated = config_from_source(job.model.source)
+            stated = own_config_from_source(job.model.source)
         except InputError:
             return {}
     text = stated.get("text_config")

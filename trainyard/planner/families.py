@@ -13,7 +13,7 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.planner.kinds import EXPERTS, is_plain
-from trainyard.planner.known_models import KNOWN_CONFIGS
+from trainyard.planner.known_models import KNOWN_CONFIGS, STAND_INS
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.model_types import position_names
 
@@ -551,6 +551,19 @@ def config_from_source(source: str) -> Config:
             f"ends in a known model's name, such as llama-3.1-8b (known: {', '.join(sorted(KNOWN_CONFIGS))})"
         )
     return KNOWN_CONFIGS[known]
+
+
+def own_config_from_source(source: str) -> Config:
+    """As `config_from_source`, for who asks what the model is and not how large: InputError for a known name whose
+    sizes alone are known."""
+    config = config_from_source(source)
+    known = next((name for name in STAND_INS if KNOWN_CONFIGS[name] is config), None)
+    if known is not None:
+        raise InputError(
+            f"model.source {source!r}: of {known} only the sizes are known here, not its configuration; name a folder "
+            "with its config.json"
+        )
+    return config
 
 
 def shape_from_source(source: str) -> ModelShape:

@@ -769,3 +769,12 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 50257,
     },
 }
+
+STAND_INS = frozenset(
+    {
+        *("nemotron-8b", "nemotron-22b", "phi-1.5", "phi-2"),
+        *("qwen-1.8b", "qwen-7b", "qwen-14b", "qwen-72b"),
+    }
+)
+"""Known names whose sizes are written as another family's, near enough for memory and time: their real configurations
+have another model_type, and their layers other names."""

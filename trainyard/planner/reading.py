@@ -11,6 +11,7 @@ from trainyard.planner.families import (
     Config,
     caps_scores,
     config_from_source,
+    own_config_from_source,
     shape_from_config,
     shape_from_source,
     with_positions,
@@ -89,7 +90,7 @@ def model_type_of(job: JobSpec) -> str | None:
         return str(job.model.config["model_type"])
     assert job.model.source is not None
     try:
-        found = config_from_source(job.model.source).get("model_type")
+        found = own_config_from_source(job.model.source).get("model_type")
     except InputError:
         return None
     return None if found is None else str(found)
