@@ -22,7 +22,10 @@ class Stage:
 
 
 def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
-    """The first and the last pipeline rank: one of them is the worst."""
+    """Pipeline ranks of which one is the worst: of other frameworks the first and the last, of our own trainer one of
+    each kind, as a later rank may have a layer more than the first, and zero_bubble's first has both ends."""
+    if layout.library == "trainyard":
+        return _kinds(shape, layout)
     count = layout.pipeline
     layers = math.ceil(shape.layers / count)
     first = Stage(layers, True, count == 1, micro_batches_in_flight(layout, 0))
@@ -30,6 +33,15 @@ def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
         return (first,)
     last = layers if layout.last_stage_layers is None else layout.last_stage_layers
     return first, Stage(last, False, True, micro_batches_in_flight(layout, count - 1))
+
+
+def _kinds(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
+    """The ranks along the trainer's pipeline; of those that hold the same the earliest, as none has more in flight."""
+    found: dict[tuple[int, bool, bool], Stage] = {}
+    for place in range(layout.pipeline):
+        stage = stage_at(shape, layout, place)
+        found.setdefault((stage.layers, stage.embedding, stage.head), stage)
+    return tuple(found.values())
 
 
 def micro_batches_in_flight(layout: Layout, rank: int) -> float:

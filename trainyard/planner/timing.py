@@ -27,7 +27,7 @@ from trainyard.planner.communication import (
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES, state_bytes
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import Stage, stage_params, stages
+from trainyard.planner.stages import Stage, StageParams, stage_params, stages
 from trainyard.planner.trainer_layers import MLP_OUTPUTS
 
 PCIE_BYTES_PER_SECOND = 24e9
@@ -225,9 +225,9 @@ def step_time(
 ) -> StepTime:
     """One optimizer step of the layout on nodes of that GPU."""
     rank = _Rank(shape, layout, device, links, constants)
-    passes = [rank.one_pass(stage) for stage in stages(shape, layout)]
+    passes = {stage: rank.one_pass(stage) for stage in stages(shape, layout)}
     # The slowest stage sets the rhythm of a full pipeline.
-    slowest = max(passes, key=lambda item: item.occupied + item.sharding)
+    slowest = max(passes.values(), key=lambda item: item.occupied + item.sharding)
     count = layout.num_micro_batches
     hides = _data_overlap(layout, constants)
     sharding = 0.0
@@ -241,8 +241,9 @@ def step_time(
     exposed += _beyond(parameters, hides * slowest.forward, constants.data_exposed)
     tensor, expert = slowest.tensor * count, slowest.expert * count
     rhythm = slowest.occupied + sharding / count
-    # A pipeline fills and drains through the other stages, of which most are like the first.
-    filling = passes[0].occupied + sharding / count
+    # A pipeline fills and drains through the other stages, of which most have no head.
+    filling = max(item.occupied for stage, item in passes.items() if layout.pipeline == 1 or not stage.head)
+    filling += sharding / count
     bubble = bubble_passes(layout) * filling
     lost = constants.jitter_per_doubling * math.log2(max(1.0, layout.world_size / links.gpus_per_node))
     return StepTime(
@@ -737,7 +738,7 @@ def _replica_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> tuple[
     """
     if layout.method != "full":
         return 0.0, 0.0
-    params = stage_params(shape, layout, stages(shape, layout)[0])
+    params = _most_params(shape, layout)
     parameter, gradient = state_bytes(layout).parameter, _sent_gradient_bytes(layout)
     ranks = layout.data_parallel * layout.context
     if layout.zero_stage == 3:
@@ -757,6 +758,11 @@ def _replica_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> tuple[
         else:
             reduced += all_reduce_seconds(size * gradient, members, links)
     return reduced, gathered
+
+
+def _most_params(shape: ModelShape, layout: Layout) -> StageParams:
+    """Of the rank that has most, for which the others wait."""
+    return max((stage_params(shape, layout, stage) for stage in stages(shape, layout)), key=lambda params: params.total)
 
 
 def _sent_gradient_bytes(layout: Layout) -> float:
@@ -784,10 +790,9 @@ def _pipeline_seconds(shape: ModelShape, layout: Layout, links: Fabric, constant
 
 def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants: Constants) -> float:
     """AdamW reads and writes its state once: bound by memory (by PCIe and the host's memory when offloaded)."""
-    stage = stages(shape, layout)[0]
     each = state_bytes(layout)
     share = layout.shard_degree if layout.zero_stage else 1
-    both = stage_params(shape, layout, stage)
+    both = _most_params(shape, layout)
     # Experts are spread over the ranks already: fewer of them share an expert's state.
     params = both.dense / share + both.expert / max(1, share // layout.expert)
     if layout.method != "full":
