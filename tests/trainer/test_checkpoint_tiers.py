@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from test_checkpoint_ranks import is_same, laid_out, whole
-from trainer.checkpoint import Checkpointer, local_tier, restore
+from trainer.checkpoint import Checkpointer, local_tier, manifest, restore
 from trainer.checkpoint.destination import DestinationError, LocalDestination
 from trainer_testing.distributed import finish
 from trainer_testing.pool import run_pooled
 from trainer_testing.text_job import run_trainer, start_faulty_trainer, write_job
 
+from trainyard.errors import JobFailedError
 from trainyard.spec.job import CheckpointSpec
 
 # ---------------------------------------------------------------- what ranks do
@@ -215,6 +217,51 @@ def case_broken_disk(folder: Path) -> dict[str, Any]:
     return {"step": host.checkpoints.last_committed_step, "error": host.checkpoints.last_error, "said": host.said}
 
 
+def case_altered_table(folder: Path) -> dict[str, Any]:
+    """One host's tables of where tensors lie point elsewhere, or are torn; the other host's copies are whole."""
+    host = Host(folder, peer_copy=True)
+    host.save(1)
+    cut_off(host, 2)
+    for path in sorted(host.near(2).glob("*.blocks")) if host.rank == 0 else ():
+        table = json.loads(path.read_bytes())
+        table["boxes"][0][1] += 64
+        path.write_text("torn" if path.name.startswith("__1") else json.dumps(table))
+    dist.barrier()
+    return host.restore()
+
+
+def case_unreadable_part(folder: Path) -> dict[str, Any]:
+    """A host's disk answers reads of its part with an error: the destination's is taken."""
+    host = Host(folder)
+    host.save(1)
+    original = manifest.shard_file
+
+    def refuse(path: Path, *rest: Any) -> Any:
+        if host.rank == 0 and path.is_relative_to(host.disk):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(path, *rest)
+
+    manifest.shard_file = refuse
+    told = host.restore()
+    manifest.shard_file = original
+    return told
+
+
+def case_unreadable_when_received(folder: Path) -> dict[str, Any]:
+    """A host's disk can't read what the other host has just given it, before it gives its own: that one goes out."""
+    host = Host(folder, peer_copy=True)
+    original = local_tier.difference
+
+    def refuse(*_: Any) -> str | None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if host.rank == 1:
+        local_tier.difference = refuse
+    host.save(1)
+    local_tier.difference = original
+    return {"first": host.said[:1], **host.restore()}
+
+
 def case_done(folder: Path) -> dict[str, Any]:
     """The last save came to the destination, or did not: what the hosts' disks keep once the job is done."""
     host = Host(folder, peer_copy=True)
@@ -309,6 +356,23 @@ def test_a_lost_disk_costs_the_newest_step_unless_a_peer_has_it(played: list[dic
     assert of(played, "peer", "sent") == [True, True]
 
 
+def test_an_altered_table_on_one_host_is_taken_from_the_other(played: list[dict[str, Any]]) -> None:
+    """`restore` compares the values."""
+    assert of(played, "altered_table", "step") == [2, 2] and of(played, "altered_table", "near") == [True, True]
+    assert of(played, "altered_table", "sent") == [True, True]
+
+
+def test_a_disk_that_answers_with_errors_falls_back_to_the_destination(played: list[dict[str, Any]]) -> None:
+    assert of(played, "unreadable_part", "step") == [1, 1] and of(played, "unreadable_part", "near") == [False, False]
+    (line,) = played[0]["unreadable_part"]["said"]
+    assert line.endswith(".distcp can't be read: Input/output error; the destination's is taken")
+    assert of(played, "unreadable_when_received", "near") == [True, True]
+    assert played[0]["unreadable_when_received"]["first"] == [
+        "checkpoint step=1 on the hosts' disks: no copy on a peer: rank 1: from rank 0: __0_0.distcp can't be read:"
+        " Input/output error"
+    ]
+
+
 def test_an_older_step_is_not_taken_for_being_near(played: list[dict[str, Any]]) -> None:
     assert of(played, "newer_at_destination", "step") == [2, 2]
     assert of(played, "newer_at_destination", "near") == [False, False]
@@ -379,3 +443,50 @@ def test_a_start_beats_while_it_hashes_what_its_host_has_and_a_save_does_not(
     beats.clear()
     info = checkpoints(None).latest()
     assert info is not None and "far" in str(info.folder) and len(beats) >= 12
+
+
+def test_a_disk_that_does_not_answer_is_a_line_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the destination nothing else is taken for it; of a step that is sent later only the sending fails."""
+    said: list[str] = []
+
+    def checkpoints(near: Path | None, far: str = "far") -> Checkpointer:
+        return Checkpointer(
+            str(tmp_path / far),
+            rank=0,
+            world_size=1,
+            local_dir=tmp_path / "local",
+            keep_last=1,
+            asynchronous=False,
+            local_tier=near,
+            report=said.append,
+            retry_delays_seconds=(),
+        )
+
+    tensors = {"a": torch.arange(9.0)}
+    checkpoints(tmp_path / "near").save(1, tensors, {})
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(restore, "difference", refuse)
+        with pytest.raises(JobFailedError, match=r"can't read .*Input/output error; a checkpoint may be there"):
+            checkpoints(None).latest()
+    (tmp_path / "far/checkpoints/step-00000001/COMMITTED").unlink()
+    again = checkpoints(tmp_path / "near")
+    info = again.latest()
+    assert info is not None and "near" in str(info.folder)
+    read = Path.read_bytes
+
+    def gone(path: Path) -> bytes:
+        is_behind = threading.current_thread() is not threading.main_thread()
+        return refuse() if is_behind and path.name == ".metadata" else read(path)  # type: ignore[return-value]
+
+    loaded = {"a": torch.zeros(9)}
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", gone)
+        again.load(info, loaded)
+        again.wait()
+    assert torch.equal(loaded["a"], tensors["a"]) and again.last_error == "Input/output error"

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpoint.behind import Behind
+from trainer.checkpoint.blocks import BLOCKS_SUFFIX
 from trainer.checkpoint.claim import Claim, Claimant
 from trainer.checkpoint.delivery import Delivery, Promise, attempted, beginning
 from trainer.checkpoint.destination import (
@@ -440,7 +441,8 @@ class Checkpointer:
         needs = self._needs(info, tensors) if info.started is None else info.started.needs
         local, self._from_tier = self._from_tier, None
         if local is not None and local.folder == info.folder and self._saver.tier is not None:
-            self._saver.tier.bring(local, needs.files)
+            # A host may have an altered table of a shard that it holds whole, or lacks.
+            self._saver.tier.bring(local, needs.files | {file + BLOCKS_SUFFIX for file in needs.files})
         self._together(info, lambda: info.fill(needs))
         self._restorer.discard(info)
         if local is None or self._is_committed(info.step):
@@ -460,10 +462,16 @@ class Checkpointer:
         return Needs(index, tensors)
 
     def _together(self, info: CheckpointInfo, read: Callable[[], Value]) -> Value:
-        """What `read` gives on this rank; JobFailedError or AwsRefusedError on all of them where one can't read."""
-        failure, found = None, []
+        """What `read` gives on this rank; JobFailedError or AwsRefusedError on all of them where one can't read.
+
+        InputError where a newer trainer wrote it.
+        """
+        failure: Exception | None = None
+        found: list[Value] = []
         try:
             found.append(read())
+        except InputError as error:
+            failure = error
         except DestinationError as error:
             failure = self._restorer.unreachable(error)
         except (OSError, AlteredError, MissingFileError) as error:  # it was whole a moment ago
@@ -490,12 +498,14 @@ class Checkpointer:
         if error is not None:
             self._report(f"checkpoint step={manifest.step} is sent without its metrics: {error}")
         save = Save(manifest.step, SavePlan([]), manifest.extra, files, time.perf_counter(), files=mine)
-        index = (local.folder / ".metadata").read_bytes()
+        index: list[bytes] = []
 
         def send(save: Save) -> str | None:
             if self._behind.from_first(self._newest_at_destination) == save.step:
                 return None  # it could not be asked when this was loaded: clearing what is good there would be no help
-            return self._saver.send(save, Promise(manifest, local.content, index))
+            read = partial(attempted, lambda: index.append((local.folder / INDEX).read_bytes()))
+            error = self._behind.from_first(read)  # who commits it
+            return error or self._saver.send(save, Promise(manifest, local.content, b"".join(index)))
 
         self._start_behind(save, send)
 

@@ -159,7 +159,7 @@ class LocalDestination(Destination):
 
     def put_file(self, name: str, path: Path) -> None:
         target = self._root / name
-        with _os_errors(f"write {target}"):
+        with os_errors(f"write {target}"):
             if target.exists() and path.exists() and target.samefile(path):
                 return
             with self._replacing(target) as partial:
@@ -167,38 +167,38 @@ class LocalDestination(Destination):
 
     def put_bytes(self, name: str, content: bytes) -> None:
         target = self._root / name
-        with _os_errors(f"write {target}"), self._replacing(target) as partial:
+        with os_errors(f"write {target}"), self._replacing(target) as partial:
             partial.write_bytes(content)
 
     def get_file(self, name: str, path: Path) -> None:
         source = self._root / name
-        with _os_errors(f"read {source}"):
+        with os_errors(f"read {source}"):
             if path.exists() and source.exists() and path.samefile(source):
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, path)
 
     def get_bytes(self, name: str) -> bytes:
-        with _os_errors(f"read {self._root / name}"):
+        with os_errors(f"read {self._root / name}"):
             return (self._root / name).read_bytes()
 
     def get_range(self, name: str, *, start: int, num_bytes: int) -> bytes:
-        with _os_errors(f"read {self._root / name}"), (self._root / name).open("rb") as file:
+        with os_errors(f"read {self._root / name}"), (self._root / name).open("rb") as file:
             file.seek(start)
             return file.read(num_bytes)
 
     def read_into(self, name: str, *, start: int, memory: Sequence[memoryview]) -> int:
-        with _os_errors(f"read {self._root / name}"), (self._root / name).open("rb", buffering=0) as file:
+        with os_errors(f"read {self._root / name}"), (self._root / name).open("rb", buffering=0) as file:
             return read_at(file.fileno(), start, memory)
 
     def read_once_into(self, name: str, *, start: int, memory: Sequence[memoryview]) -> int:
         """See Destination."""
-        with _os_errors(f"read {self._root / name}"):
+        with os_errors(f"read {self._root / name}"):
             return read_once_at(self._root / name, start, memory)
 
     def has(self, name: str) -> bool:
         """See Destination."""
-        with _os_errors(f"look for {self._root / name}"):
+        with os_errors(f"look for {self._root / name}"):
             return (self._root / name).is_file()
 
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -212,7 +212,7 @@ class LocalDestination(Destination):
 
         # A step that may not be looked into is no step that isn't there; one that was moved to another disk, with a
         # link in its place, is as good as any: passed over in silence either would begin the job anew.
-        with _os_errors(f"list {top}"):
+        with os_errors(f"list {top}"):
             for at, folders, names in os.walk(top, onerror=judge, followlinks=True):
                 if Path(at) != top:  # a link that leads back up would have no end
                     folders[:] = [name for name in folders if not Path(at, name).is_symlink()]
@@ -229,7 +229,7 @@ class LocalDestination(Destination):
         folders = set()
         for name in names:
             path = self._root / name
-            with _os_errors(f"remove {path}"):
+            with os_errors(f"remove {path}"):
                 if path.parent.is_symlink() and path.parent.parent == self._root / FOLDER:
                     path.parent.unlink()  # a step's link; what somebody put elsewhere stays there, as with `rm -r`
                     continue
@@ -249,7 +249,7 @@ class LocalDestination(Destination):
         for prefix in prefixes:
             folder, _, beginning = prefix.rpartition("/")
             pattern = f".{glob.escape(beginning)}*.partial"
-            with _os_errors(f"look for unfinished files below {self._root / prefix}"):
+            with os_errors(f"look for unfinished files below {self._root / prefix}"):
                 found = (self._root / folder).glob(pattern if beginning else f"**/{pattern}")
                 for path in [*found]:
                     path.unlink(missing_ok=True)
@@ -289,7 +289,8 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def _os_errors(what: str) -> Iterator[None]:
+def os_errors(what: str) -> Iterator[None]:
+    """The file system's errors as DestinationError, or MissingFileError: `what` can't be done, and why."""
     try:
         yield
     except FileNotFoundError as error:

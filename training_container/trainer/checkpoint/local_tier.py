@@ -189,9 +189,9 @@ class LocalTier:
         except (ManifestError, DestinationError) as error:
             return _Held(None, frozenset(), str(error))
         held, problem = set(), None
-        there = [file for file in manifest.files if (self.folder(step) / file.name).exists()]
+        there = [file for file in manifest.files if os.path.lexists(self.folder(step) / file.name)]
         for file in there[self._local_rank :: self._local_world_size]:
-            wrong = difference(file, self.folder(step) / file.name, beat)
+            wrong = _problem_with(file, self.folder(step) / file.name, beat)
             if wrong is None:
                 held.add(file.name)
             problem = problem or wrong
@@ -272,10 +272,19 @@ def _received(
         partial.replace(path)
     except OSError as error:
         problem = f"can't write {path}: {error.strerror or error}"
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     for block in blocks:
         group.receive(block, source)
-    return problem or difference(file, path, beat)
+    return problem or _problem_with(file, path, beat)
+
+
+def _problem_with(file: ShardFile, path: Path, beat: Callable[[], None] | None) -> str | None:
+    """`difference`, also where the disk doesn't answer: other hosts, or the destination, may have the file."""
+    try:
+        return difference(file, path, beat)
+    except OSError as error:
+        return f"{file.name} can't be read: {error.strerror or error}"
 
 
 def _send(group: Group, path: Path, num_bytes: int, to: int, beat: Callable[[], None] | None = None) -> None:

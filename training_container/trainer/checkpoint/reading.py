@@ -291,25 +291,31 @@ class StepReader:
 class FolderReader:
     """Reads of files on this host that were verified whole: whatever tables they have."""
 
-    def __init__(self, folder: Path, needs: Needs) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, needs: Needs) -> None:
         self._folder, self._needs = folder, needs
+        self._names = {file.name for file in manifest.files}
+        """What was verified: whatever else lies there is nobody's word."""
         self._tables: dict[str, BlockTable] = {}
 
     def table(self, shard: str) -> BlockTable:
-        """Where in a shard file boxes lie; their hashes may be missing."""
+        """Where in a shard file boxes lie; their hashes may be missing. AlteredError, OSError; InputError where a
+        newer trainer wrote it."""
         if shard not in self._tables:
-            path = self._folder / (shard + BLOCKS_SUFFIX)
-            there = path.is_file()
-            found = (
-                parse_blocks(path.read_bytes())
-                if there
-                else unhashed_blocks(self._folder / shard, self._needs.archives(shard))
-            )
-            self._tables[shard] = found
+            name = shard + BLOCKS_SUFFIX
+            try:
+                self._tables[shard] = (
+                    parse_blocks((self._folder / name).read_bytes())
+                    if name in self._names
+                    else unhashed_blocks(self._folder / shard, self._needs.archives(shard))
+                )
+            except NewerFormatError as error:
+                raise error.refusal(str(self._folder)) from None
+            except ManifestError as error:
+                raise AlteredError(f"{shard}: {error}") from None
         return self._tables[shard]
 
     def fill(self) -> None:
-        """Copy all that is needed into its tensors. OSError."""
+        """Copy all that is needed into its tensors. OSError, AlteredError, InputError."""
         extents = self._needs.blocks(self.table)
         fill_from(self._folder, ranges_of(extents, self.table, of_disk=True), self.table, self._needs)
 

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.destination import Destination, DestinationError, MissingFileError
+from trainer.checkpoint.destination import Destination, DestinationError, MissingFileError, os_errors
 from trainer.checkpoint.group import Group
 from trainer.checkpoint.manifest import (
     COMMITTED,
@@ -79,10 +79,10 @@ class CheckpointInfo:
     def fill(self, needs: Needs) -> None:
         """Copy what isn't in the tensors yet out of the folder; `needs`: what was started with, if anything was.
 
-        OSError, AlteredError where a file ends early.
+        OSError, AlteredError where a file ends early, InputError where a newer trainer wrote its tables.
         """
         if self.reader is None or not self.reader.has_blocks:
-            FolderReader(self.folder, needs).fill()
+            FolderReader(self.folder, self.manifest, needs).fill()
             return
         tables = self.reader.table
         rest = needs.blocks(tables) if self.started is None else self.started.borrowed
@@ -120,7 +120,7 @@ class OpenStep:
         stored = self.index.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata)
         values = torch.empty(stored.size, dtype=stored.properties.dtype)
-        FolderReader(self.folder, Needs(self.index, {name: values})).fill()
+        FolderReader(self.folder, self.manifest, Needs(self.index, {name: values})).fill()
         return values
 
 
@@ -279,21 +279,16 @@ class Restorer:
 
     def _problem_with_files(self, candidate: Candidate) -> str | None:
         """Bring this rank's share of the files here and hash it; the first problem of any rank, the same on all."""
-        assert candidate.manifest is not None
-        problem: str | None = None
-        failure: DestinationError | None = None
-        try:
-            for file in candidate.manifest.files[self._local_rank :: self._local_world_size]:
+        manifest = candidate.manifest
+        assert manifest is not None
+
+        def look() -> None:
+            for file in manifest.files[self._local_rank :: self._local_world_size]:
                 problem = self._problem_with_file(candidate.step, file)
                 if problem is not None:
-                    break
-        except DestinationError as error:
-            failure = error
-        outcomes = self._group.gather_everywhere((problem, failure))
-        for _, failed in outcomes:
-            if failed is not None:
-                raise self.unreachable(failed)
-        return next((found for found, _ in outcomes if found is not None), None)
+                    raise AlteredError(problem)
+
+        return self._together(candidate.step, look)
 
     def _read_needed(
         self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor], *, straight: bool
@@ -397,7 +392,9 @@ class Restorer:
     def _problem_with_file(self, step: int, file: ShardFile) -> str | None:
         in_place = self._destination.folder(step_folder(step))
         if in_place is not None:
-            return difference(file, in_place / file.name, beat)
+            place = in_place / file.name
+            found: str | None = self._retry(f"reading {place}", lambda: _difference_there(file, place))
+            return found
         path = self._fetched_folder(step) / file.name
         if path.exists() and difference(file, path, beat) is None:
             return None
@@ -477,6 +474,13 @@ def _begin_early(reader: StepReader, tensors: Mapping[str, torch.Tensor], rank: 
         num_bytes = reader.num_bytes(own)
         if _LEAST_OF_SHARD * num_bytes <= sum(bytes_of.values()) <= num_bytes:
             reader.begin(own)
+
+
+def _difference_there(file: ShardFile, path: Path) -> str | None:
+    """`difference` from what is at the destination. DestinationError: of a disk that doesn't answer nobody knows that
+    the checkpoint isn't whole. MissingFileError."""
+    with os_errors(f"read {path}"):
+        return difference(file, path, beat)
 
 
 def _is_the_jobs_first(candidate: Candidate) -> bool:
