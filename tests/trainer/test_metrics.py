@@ -226,6 +226,24 @@ def test_a_resume_truncates_and_counts_attempts(tmp_path: Path) -> None:
     assert log.begin_attempt(resumed_step=3) == 4, "rows tell, where the counter was lost"
 
 
+def test_a_resume_that_drops_nothing_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    """To write all rows of a long job anew would take seconds of each of its starts."""
+    log = MetricsLog(tmp_path)
+    log.begin_attempt(resumed_step=0)
+    for step in range(1, 41):
+        log.append(row(step))
+    before = log.path.stat().st_ino
+    log.begin_attempt(resumed_step=40)
+    assert log.path.stat().st_ino == before
+    assert [one["step"] for one in log.recent()] == list(range(21, 41))
+    for broken in ('{"step": 41, "att', '{"step": 41, "att\n', '{"step": 40}'):
+        with log.path.open("a") as file:
+            file.write(broken)
+        assert len(log.recent()) == 20 and log.recent()[-1]["step"] == 40
+        log.begin_attempt(resumed_step=40, rows=[one for one in log.rows() if "attempt" in one])
+        assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == list(range(1, 41))
+
+
 def test_the_line_on_stdout_begins_with_what_filters_match() -> None:
     line = row(12, tokens=1000, step_seconds=0.5).as_line()
     assert line.startswith("step=12 loss=0.333333 learning_rate=0.001 ")

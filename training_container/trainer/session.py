@@ -244,7 +244,7 @@ class Session:
             if not path.exists():
                 self._checkpointer.fetch_file(path.name, path)
         rows = self._metrics.rows()
-        attempt = self._metrics.begin_attempt(resumed_step=self.step)
+        attempt = self._metrics.begin_attempt(resumed_step=self.step, rows=rows)
         seconds = {
             "process": self._process_seconds,
             "rendezvous": self._runtime.rendezvous_seconds,
@@ -301,8 +301,9 @@ class Session:
                     f" {info.step} (training.max_skips), so it is no longer the batch: lower training.learning_rate"
                 )
             if self._runtime.is_first:
-                self._goodput.went_back(self._metrics.rows(), info.step)
-                self._metrics.drop_after(info.step)
+                rows = self._metrics.rows()
+                self._goodput.went_back(rows, info.step)
+                self._metrics.drop_after(info.step, rows)
                 say(f"anomaly step={step} rolled back to step={info.step}: {anomaly}; its batch is left out")
             self._load(info, tensors())
         self.anomalies.watch.num_overflows = 0  # other batches follow than those that were counted

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class MetricsLog:
 
     def rows(self) -> list[dict[str, Any]]:
         """All whole rows; a line broken by a kill is dropped."""
-        return _rows_in(self._text())
+        return _rows_in(self._text().splitlines())
 
     def _text(self) -> str:
         return self._written() + "".join(map(_line, self._waiting))
@@ -95,23 +96,38 @@ class MetricsLog:
 
     def recent(self, num_rows: int = 20) -> list[dict[str, Any]]:
         """The last whole rows."""
-        return self.rows()[-num_rows:]
+        lines = self._text().splitlines()
+        return _rows_in(lines[-num_rows - 1 :])[-num_rows:]  # one more: a kill may have broken the last
 
-    def begin_attempt(self, *, resumed_step: int) -> int:
-        """Drops rows past the checkpoint and returns this attempt's number, one more than any seen before."""
-        rows = self.rows()
+    def begin_attempt(self, *, resumed_step: int, rows: Sequence[dict[str, Any]] | None = None) -> int:
+        """Drops rows past the checkpoint and returns this attempt's number, one more than any seen before.
+
+        `rows`: those of `rows()`, where the caller has them.
+        """
+        rows = self.rows() if rows is None else rows
         seen = [int(row["attempt"]) for row in rows]
         if self.attempts_path.exists():
             seen.append(int(json.loads(self.attempts_path.read_text(encoding="utf-8"))["attempts"]))
         attempt = max(seen, default=0) + 1
-        self.drop_after(resumed_step)
+        self.drop_after(resumed_step, rows)
         # Where there is no room for it, the rows still tell of every attempt that made one.
         replace_all(self.attempts_path, json.dumps({"attempts": attempt}) + "\n")
         return attempt
 
-    def drop_after(self, step: int) -> None:
-        """Drops the rows of later steps, which are made again."""
-        self._rewrite([row for row in self.rows() if row["step"] <= step])
+    def drop_after(self, step: int, rows: Sequence[dict[str, Any]] | None = None) -> None:
+        """Drops the rows of later steps, which are made again. `rows`: those of `rows()`."""
+        rows = self.rows() if rows is None else rows
+        kept = [row for row in rows if row["step"] <= step]
+        # A resume finds no more than there should be, as a rule, and to write 200,000 rows anew takes seconds.
+        if len(kept) < len(rows) or not self._is_as_written(len(rows)):
+            self._rewrite(kept)
+
+    def _is_as_written(self, num_rows: int) -> bool:
+        """Whether the file has so many rows, each whole, and nothing waits to be put behind them."""
+        if self._whole is not None or self._waiting or not self.path.exists():
+            return False
+        text = self._written()
+        return text.count("\n") == num_rows and text[-1:] in ("", "\n")
 
     def complete(self, step: int, validation: dict[str, Any]) -> None:
         """Puts into a step's row what its validation says now that it was made up for."""
@@ -154,9 +170,9 @@ class MetricsLog:
         return path
 
 
-def _rows_in(text: str) -> list[dict[str, Any]]:
+def _rows_in(lines: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
-    for line in text.splitlines():
+    for line in lines:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
