@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ from emulator_testing import FAKE_IMAGE, Site, wait_for
 
 from trainyard import emulator
 from trainyard.emulator import daemon
-from trainyard.emulator.info import ADMIN_HEADER, CONTROL_PREFIX, INFO_FILE
+from trainyard.emulator.info import ADMIN_HEADER, CONTROL_PREFIX, INFO_FILE, write_info
 from trainyard.emulator.processes import processes_under
-from trainyard.errors import InputError
+from trainyard.errors import AwsRefusedError, InputError
+from trainyard.launch.endpoint import EndpointSession
+from trainyard.launch.session import Account
 
 CHECKOUT = Path(emulator.__file__).resolve().parents[2]
 
@@ -78,6 +81,69 @@ def test_after_a_kill_its_jobs_are_ended_and_it_starts_again_at_once(tmp_path: P
         wait_for(lambda: not any(alive(pid) for pid in orphans))  # killed already; the kernel may still be at it
     finally:
         emulator.stop(tmp_path)
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """A state directory whose daemon lives and doesn't answer, and a process of a job of its."""
+    descriptor = daemon.hold_daemon_lock(tmp_path)
+    info = emulator.EmulatorInfo("http://localhost:1", 1, 2**30, "123456789012", "us-east-1", "AKIA", "secret", "one")
+    write_info(tmp_path, info)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    job = subprocess.Popen(command, env={"TRAINYARD_OPT_ML": str(tmp_path / "jobs" / "one" / "algo-1")})
+    yield tmp_path, job
+    job.kill()
+    job.wait()
+    os.close(descriptor)
+
+
+def test_a_daemon_that_does_not_answer_keeps_its_jobs(held: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    state_dir, job = held
+    with pytest.raises(AwsRefusedError, match=r"runs here and doesn't answer.*stop --state-dir"):
+        emulator.start(state_dir)
+    assert job.poll() is None
+    assert (state_dir / INFO_FILE).exists()
+
+
+def test_what_cannot_be_ended_is_not_called_stopped(
+    held: tuple[Path, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state_dir, job = held
+    monkeypatch.setattr(daemon, "_STOP_SECONDS", 0.1)
+    with pytest.raises(AwsRefusedError, match=f"does not end; end process {2**30} yourself"):
+        emulator.stop(state_dir)
+    assert job.poll() is None
+
+
+def test_stop_ends_a_daemon_that_has_not_written_its_file_yet(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainyard.emulator", "serve", "--state-dir", str(tmp_path)]
+    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as served:
+        try:
+            wait_for(lambda: daemon.daemon_alive(tmp_path))
+            assert not (tmp_path / INFO_FILE).exists()
+            assert emulator.stop(tmp_path)
+            assert served.wait(60) == 0
+        finally:
+            served.kill()
+
+
+def test_a_proxy_is_no_way_to_it(info: emulator.EmulatorInfo, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    found = emulator.start(state_dir)
+    assert (found.pid, found.started_now) == (info.pid, False)
+    emulator.set_quota(info, {"ml.p5.48xlarge": 64})
+    keys = {"aws_access_key_id": info.admin_access_key_id, "aws_secret_access_key": info.admin_secret_access_key}
+    account = Account(EndpointSession(endpoint_url=info.endpoint, region_name=info.region, **keys))
+    assert account.client("sts").get_caller_identity()["Account"] == info.account
+    monkeypatch.setenv("no_proxy", "intranet")
+    assert info.environment()["NO_PROXY"] == info.environment()["no_proxy"] == "intranet,localhost,127.0.0.1"
+    assert account.variables()["no_proxy"] == "intranet,localhost,127.0.0.1"
+    for key, value in info.environment().items():
+        monkeypatch.setenv(key, value)
+    assert boto3.session.Session().client("sts").get_caller_identity()["Account"] == info.account
 
 
 def test_stop_kills_running_jobs_in_whatever_session_they_are(tmp_path: Path) -> None:

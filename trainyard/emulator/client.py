@@ -6,7 +6,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainyard.emulator.info import ADMIN_HEADER, CONTROL_PREFIX, EmulatorInfo
+from trainyard.emulator.info import ADMIN_HEADER, CONTROL_PREFIX, EmulatorInfo, open_here
 from trainyard.errors import AwsRefusedError, InputError
 
 _TIMEOUT_SECONDS = 120.0
@@ -76,7 +76,7 @@ def _call(info: EmulatorInfo, path: str, body: dict[str, Any] | None = None) -> 
         headers = {"Content-Type": "application/json", ADMIN_HEADER: info.admin_secret_access_key}
     request = urllib.request.Request(info.endpoint + CONTROL_PREFIX + path, data=data, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+        with open_here(request, _TIMEOUT_SECONDS) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise InputError(f"emulator, {path}: {json.load(error).get('error', error.reason)}") from None

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from trainyard.emulator.info import (
     LOCK_FILE,
     LOG_FILE,
     EmulatorInfo,
+    open_here,
     read_info,
 )
 from trainyard.emulator.processes import kill_all
@@ -34,6 +34,7 @@ _ANSWER_SECONDS = 60.0
 """For a daemon that holds its lock: it is there, however busy. Taken for dead, it would lose its jobs."""
 _FULL_BYTES = 4096
 """Less room than that takes no line of a log."""
+_START_LOCK_FILE = "start.lock"
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
@@ -48,12 +49,13 @@ def start(
     """The emulator of `state_dir`: the one that runs, else a new daemon on `port` (default: any free one).
 
     `idle_exit_seconds` without a request and without a running job end a new daemon; `training_argv` replaces
-    the training container's entrypoint, for tests. InputError when `port` is taken by something else.
+    the training container's entrypoint, for tests. InputError when `port` is taken by something else; AwsRefusedError
+    when one runs and doesn't answer: its jobs are left alone.
     """
     state_dir = state_dir.resolve()
     state_dir.mkdir(parents=True, exist_ok=True)
-    with _exclusive(state_dir / "start.lock"):  # two starters at once get one daemon
-        running = find(state_dir)
+    with _exclusive(state_dir / _START_LOCK_FILE):  # two starters at once get one daemon
+        running = _settled(state_dir)
         if running is not None:
             if port is not None and port != running.port:
                 raise InputError(
@@ -77,7 +79,7 @@ def find(state_dir: Path) -> EmulatorInfo | None:
         return None
     try:
         url = f"http://127.0.0.1:{info.port}{CONTROL_PREFIX}health"
-        with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer:
+        with open_here(url, _ANSWER_SECONDS) as answer:
             health = json.load(answer)
     except (OSError, ValueError):
         return None
@@ -85,21 +87,51 @@ def find(state_dir: Path) -> EmulatorInfo | None:
 
 
 def stop(state_dir: Path) -> bool:
-    """End the emulator of `state_dir` and every job process of it; False when none ran."""
+    """End the emulator of `state_dir` and every job process of it; False when none ran.
+
+    AwsRefusedError when it can't be ended: what lives on is never called stopped.
+    """
     state_dir = state_dir.resolve()
-    if not state_dir.is_dir():
+    if not any((state_dir / name).exists() for name in (_START_LOCK_FILE, LOCK_FILE)):
         return False
-    info = read_info(state_dir)
-    alive = daemon_alive(state_dir)
-    if alive and info is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(info.pid, signal.SIGTERM)
-        if not _wait_until_gone(state_dir, _STOP_SECONDS):
+    with _exclusive(state_dir / _START_LOCK_FILE):  # not between a daemon and its file
+        info = _written_info(state_dir)
+        alive = daemon_alive(state_dir)
+        for way in (signal.SIGTERM, signal.SIGKILL):
+            if info is None or not daemon_alive(state_dir):
+                break
             with contextlib.suppress(ProcessLookupError):
-                os.kill(info.pid, signal.SIGKILL)
+                os.kill(info.pid, way)
             _wait_until_gone(state_dir, _STOP_SECONDS)
-    _clean_up_after_a_killed_daemon(state_dir)
+        if daemon_alive(state_dir):
+            who = f"process {info.pid}" if info is not None else f"the process that holds {state_dir / LOCK_FILE}"
+            raise AwsRefusedError(f"{state_dir}: the emulator does not end; end {who} yourself")
+        _clean_up_after_a_killed_daemon(state_dir)
     return alive
+
+
+def _settled(state_dir: Path) -> EmulatorInfo | None:
+    """The daemon that runs here, or None; AwsRefusedError for one that doesn't answer, which is no killed one."""
+    _written_info(state_dir)
+    found = find(state_dir)
+    if found is None and daemon_alive(state_dir):
+        raise AwsRefusedError(
+            f"{state_dir}: an emulator runs here and doesn't answer; see {state_dir / LOG_FILE}, or end it and its "
+            f"jobs: python -m trainyard.emulator stop --state-dir {state_dir}"
+        )
+    return found
+
+
+def _written_info(state_dir: Path) -> EmulatorInfo | None:
+    """What the daemon that holds the lock says of itself: one on its way up says nothing yet, one on its way down
+    nothing more, and either is waited for. None when nobody holds it."""
+    deadline = time.monotonic() + _START_SECONDS
+    while daemon_alive(state_dir) and time.monotonic() < deadline:
+        info = read_info(state_dir)
+        if info is not None:
+            return info
+        time.sleep(0.05)
+    return None
 
 
 def daemon_alive(state_dir: Path) -> bool:

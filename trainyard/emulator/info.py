@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ACCOUNT = "123456789012"
 REGION = "us-east-1"
@@ -15,6 +17,23 @@ CONTROL_PREFIX = "/trainyard-emulator/"
 ADMIN_HEADER = "X-Trainyard-Admin-Secret"
 """What POSTs below CONTROL_PREFIX carry: the root's secret access key."""
 DEFAULT_STATE_DIR = Path(__file__).resolve().parents[2] / ".trainyard" / "emulator"
+
+
+_LOOPBACK = ("localhost", "127.0.0.1")
+
+
+def past_proxies() -> dict[str, str]:
+    """The variables that keep a process from looking for the emulator on a proxy's machine: with what is there already,
+    and in both spellings, as programs differ in which they read."""
+    own = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    direct = ",".join(dict.fromkeys([*(name for name in own.split(",") if name), *_LOOPBACK]))
+    return {"NO_PROXY": direct, "no_proxy": direct}
+
+
+def open_here(request: str | urllib.request.Request, timeout_seconds: float) -> Any:
+    """`urlopen` of one of its own endpoints. Never by a proxy: that would look for it on another machine."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return direct.open(request, timeout=timeout_seconds)
 
 
 @dataclass(frozen=True)
@@ -35,8 +54,9 @@ class EmulatorInfo:
     """True only from the `start` that started it."""
 
     def environment(self) -> dict[str, str]:
-        """The AWS_* variables that point the real CDK CLI and SDKs here, as the account's root."""
+        """The variables that point the real CDK CLI and SDKs here, as the account's root, past any proxy."""
         return {
+            **past_proxies(),
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.admin_access_key_id,
             "AWS_SECRET_ACCESS_KEY": self.admin_secret_access_key,

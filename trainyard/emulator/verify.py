@@ -74,7 +74,7 @@ class _Prober:
             aws_secret_access_key=info.admin_secret_access_key,
             region_name=info.region,
         )
-        config = Config(retries={"max_attempts": 2}, s3={"addressing_style": "path"})
+        config = Config(retries={"max_attempts": 2}, s3={"addressing_style": "path"}, proxies={})
         clients: dict[str, Any] = {}
 
         def client(service: str) -> Any:

@@ -7,6 +7,7 @@ process's environment would also redirect whatever else runs in it. Imported onl
 from typing import Any
 
 import boto3
+from botocore.config import Config
 
 
 class EndpointSession(boto3.Session):  # type: ignore[misc]  # boto3 has no types
@@ -25,4 +26,8 @@ class EndpointSession(boto3.Session):  # type: ignore[misc]  # boto3 has no type
         return super().resource(*args, **self._with_endpoint(kwargs))
 
     def _with_endpoint(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return kwargs if kwargs.get("endpoint_url") else {**kwargs, "endpoint_url": self.endpoint_url}
+        if kwargs.get("endpoint_url") or self.endpoint_url is None:
+            return kwargs
+        # The emulator's, on this machine's loopback: a proxy would look for it on another.
+        config = Config(proxies={}).merge(kwargs.get("config") or Config())
+        return {**kwargs, "endpoint_url": self.endpoint_url, "config": config}

@@ -91,6 +91,10 @@ class Account:
             "AWS_DEFAULT_REGION": self.session.region_name,
             "AWS_ENDPOINT_URL": self.session.endpoint_url,
         }
+        if self.session.endpoint_url:
+            from trainyard.emulator.info import past_proxies
+
+            found |= past_proxies()
         return {name: value for name, value in found.items() if value}
 
 
