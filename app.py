@@ -55,7 +55,7 @@ def main() -> int:
 
             from stacks.checks import findings
 
-            app = App(analytics_reporting=False)
+            app = App(analytics_reporting=False, stack_traces=False)  # which take time at each construct
             if not _synthesize(app, environment, own) | _joined(Path(app.outdir), helpers, outputs):
                 return 0
             if PART not in context:  # of a part tells who joins it

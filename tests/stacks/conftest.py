@@ -51,7 +51,11 @@ def synthesize_into(outdir: Path, environment: Any, *, checked: bool) -> dict[st
 
     context = json.loads((ROOT / "cdk.json").read_text())["context"]
     app = App(
-        outdir=str(outdir), context=context, analytics_reporting=False, builtin_cloud_formation_validation=checked
+        outdir=str(outdir),
+        context=context,
+        analytics_reporting=False,
+        stack_traces=False,
+        builtin_cloud_formation_validation=checked,
     )
     deploy_environment(app, environment)
     if checked:

@@ -54,7 +54,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory, environments: dict[str, Any
 
     folder = tmp_path_factory.mktemp("broken")
     context = json.loads((ROOT / "cdk.json").read_text())["context"]
-    app = App(outdir=str(folder), context=context, analytics_reporting=False)
+    app = App(outdir=str(folder), context=context, analytics_reporting=False, stack_traces=False)
     stack = Stack(app, "Broken", description="network of tenant acme")
     for name, (kind, properties) in broken_resources().items():
         CfnResource(stack, name, type=f"AWS::{kind}", properties=properties)
