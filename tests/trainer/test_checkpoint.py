@@ -816,6 +816,49 @@ def test_a_disk_that_is_too_full_is_foreseen(destination: str, tmp_path: Path, m
     assert Job(destination, tmp_path).newest() == 3
 
 
+def test_full_disks_of_hosts_go_by_where_the_save_is_written(
+    destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host's own disk is full: files go through scratch to a bucket, and straight to a folder."""
+    near = tmp_path / "near"
+    job = Job(destination, tmp_path, local_tier=near)
+    full = {near}
+    monkeypatch.setattr(
+        checkpointer, "free_bytes", lambda folder: (1 << 20) if any(map(folder.is_relative_to, full)) else 1 << 40
+    )
+    job.save(1)
+    assert job.checkpointer.last_error is None and Job(destination, tmp_path).newest() == 1, job.said
+    assert not [*near.rglob("*.distcp")], "nothing was written there"
+    full.add(tmp_path / "local")
+    job.save(2)
+    assert (job.checkpointer.last_error is None) == (not destination.startswith("s3:"))
+    full.remove(near)
+    job.save(3)
+    assert job.checkpointer.last_error is None and [*near.rglob("*.distcp")], job.said
+
+
+def test_a_destination_that_does_not_answer_costs_a_save_and_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(str(tmp_path / "far/destination"), tmp_path)
+    job.save(1)
+    (tmp_path / "far/metrics.jsonl").write_text("{}")
+    stat = os.stat
+
+    def stale(path: Any, *rest: Any, **options: Any) -> Any:
+        if str(path).startswith(str(tmp_path / "far")):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stat(path, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", stale)
+        job.checkpointer.save(2, state(2), {}, attachments={"metrics.jsonl": tmp_path / "far/metrics.jsonl"})
+    assert "Stale file handle" in str(job.checkpointer.last_error)
+    assert any(line.startswith("checkpoint step=2 is saved without metrics.jsonl: Stale") for line in job.said)
+    job.save(3)
+    assert job.checkpointer.last_error is None and job.newest() == 3
+
+
 def test_room_is_made_by_what_would_go_anyway_never_by_the_only_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

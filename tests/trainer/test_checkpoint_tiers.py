@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from test_checkpoint_ranks import is_same, laid_out, whole
-from trainer.checkpoint import Checkpointer, local_tier, manifest, restore
+from trainer.checkpoint import Checkpointer, checkpointer, local_tier, manifest, restore
 from trainer.checkpoint.destination import DestinationError, LocalDestination
 from trainer_testing.distributed import finish
 from trainer_testing.pool import run_pooled
@@ -262,6 +262,25 @@ def case_unreadable_when_received(folder: Path) -> dict[str, Any]:
     return {"first": host.said[:1], **host.restore()}
 
 
+def case_full_disk(folder: Path) -> dict[str, Any]:
+    """One host's disk is full for the second save, which goes to the destination alone, and has room for the third."""
+    host = Host(folder)
+    host.save(1)
+    host.checkpoints.take_figures()
+    original = checkpointer.free_bytes
+
+    def free(place: Path) -> int:
+        return 1 << 20 if host.rank == 1 and place.is_relative_to(host.disk) else original(place)
+
+    checkpointer.free_bytes = free
+    host.save(2)
+    figures = host.checkpoints.take_figures()
+    second = {"error": host.checkpoints.last_error, "from": host.restore()["near"], "timed": "local_seconds" in figures}
+    checkpointer.free_bytes = original
+    host.save(3)
+    return {"second": second, "told": host.said, **host.restore()}
+
+
 def case_done(folder: Path) -> dict[str, Any]:
     """The last save came to the destination, or did not: what the hosts' disks keep once the job is done."""
     host = Host(folder, peer_copy=True)
@@ -381,6 +400,17 @@ def test_an_older_step_is_not_taken_for_being_near(played: list[dict[str, Any]])
 def test_a_broken_disk_keeps_nothing_from_the_destination(played: list[dict[str, Any]]) -> None:
     assert of(played, "broken_disk", "step") == [1, 1] and of(played, "broken_disk", "error") == [None, None]
     assert "saves go to the destination alone from now on" in played[0]["broken_disk"]["said"][0]
+
+
+def test_a_full_disk_keeps_nothing_from_the_destination_and_is_taken_again_once_it_has_room(
+    played: list[dict[str, Any]],
+) -> None:
+    assert of(played, "full_disk", "second") == [{"error": None, "from": False, "timed": False}] * 2
+    (line,) = [line for line in played[1]["full_disk"]["told"] if "MiB free" in line]
+    assert line.endswith(
+        "free space or give another checkpoint.local_directory; this one goes to the destination alone"
+    )
+    assert of(played, "full_disk", "step") == [3, 3] and of(played, "full_disk", "near") == [True, True]
 
 
 def test_a_job_that_is_done_leaves_nothing_on_its_hosts_disks(played: list[dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from trainer.checkpoint.behind import Behind
 from trainer.checkpoint.blocks import BLOCKS_SUFFIX
 from trainer.checkpoint.claim import Claim, Claimant
-from trainer.checkpoint.delivery import Delivery, Promise, attempted, beginning
+from trainer.checkpoint.delivery import Attachment, Delivery, Promise, attempted, beginning
 from trainer.checkpoint.destination import (
     RETRY_DELAYS_SECONDS,
     DestinationError,
@@ -250,12 +250,10 @@ class Checkpointer:
         if changed:
             self._plan.make(tensors, items)
             (full,) = self._group.any(self._lacks_space(step) is not None)
+        passes_tier = False
         if full:
             self._make_room(step)
-            lack = self._lacks_space(step)
-            if lack is not None:
-                self._report(lack)
-            (full,) = self._group.any(lack is not None)
+            full, passes_tier = self._is_still_full(step)
         if full:
             # The rank that lacks it has said so.
             self._failed(step, "a disk is too full for it; the one before it is kept")
@@ -263,10 +261,13 @@ class Checkpointer:
         if changed:
             self._host_copy.take(self._plan.mine, tensors)
         self._saver.expect(attachments)
-        files = [(name, path, path.stat().st_size) for name, path in attachments.items() if path.is_file()]
+        files: list[Attachment] = []
+        error = attempted(lambda: files.extend(_with_sizes(attachments)))
+        if error is not None:
+            self._report(f"checkpoint step={step} is saved without {', '.join(attachments)}: {error}")
         # A copy, and at once: what is no JSON is the caller's mistake, and must not show up as a failed upload.
         extra = json.loads(json.dumps(extra))
-        save = Save(step, self._plan.mine, extra, files, started, self.last_committed_step)
+        save = Save(step, self._plan.mine, extra, files, started, self.last_committed_step, passes_tier)
         self._start_behind(save, self._saver.write_and_commit)
         if not self._asynchronous:
             self.wait()
@@ -283,27 +284,47 @@ class Checkpointer:
             self._group.from_first(lambda: self._delivery.prune(step))
         self._group.wait_for_all()
 
-    def _lacks_space(self, step: int) -> str | None:
+    def _is_still_full(self, step: int) -> tuple[bool, bool]:
+        """Whether some host has no room for the save, and, where it has, whether only without some host's own disk."""
+        of_tier = self._tier_lacks_space(step)
+        (passes_tier,) = self._group.any(of_tier is not None)
+        lack = self._lacks_space(step, passes_tier=passes_tier)
+        (full,) = self._group.any(lack is not None)
+        if of_tier is not None and not full:
+            lack = f"{of_tier}; this one goes to the destination alone"
+        if lack is not None:
+            self._report(lack)
+        return full, passes_tier
+
+    def _lacks_space(self, step: int, *, passes_tier: bool = False) -> str | None:
         """Which disk is too full for this rank's host to save, in one line; None: none is."""
-        in_place = self._destination.folder(step_folder(step))
-        # Ranks of one host share its disk; a shared folder is shared by all.
-        a_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        places: list[tuple[Path, int, str]] = []
+        in_place, lack = self._destination.folder(step_folder(step)), None
         if in_place is not None:
-            places.append((in_place, self._group.world_size, "destination"))
-        if self._saver.tier is not None:
-            places.append((self._saver.tier.folder(step), a_host * self._saver.tier.copies, "local_directory"))
-        elif in_place is None:
-            places.append((self._staging, a_host, "destination"))
-        for folder, sharing, field_name in places:
-            needed = int(self._plan.num_bytes * _SPACE_FACTOR) * sharing + _SPACE_MARGIN_BYTES
+            lack = self._lacks(step, in_place, self._group.world_size, "destination")
+        elif self._saver.tier is None or passes_tier:
+            lack = self._lacks(step, self._staging, _ranks_a_host(), "destination")
+        return lack or (None if passes_tier else self._tier_lacks_space(step))
+
+    def _tier_lacks_space(self, step: int) -> str | None:
+        """As `_lacks_space`, of the hosts' own disks alone."""
+        tier = self._saver.tier
+        if tier is None:
+            return None
+        return self._lacks(step, tier.folder(step), _ranks_a_host() * tier.copies, "local_directory")
+
+    def _lacks(self, step: int, folder: Path, sharing: int, field_name: str) -> str | None:
+        """Why parts of `sharing` ranks have no room there; None where the disk doesn't answer: the save will tell."""
+        needed = int(self._plan.num_bytes * _SPACE_FACTOR) * sharing + _SPACE_MARGIN_BYTES
+        try:
             free = free_bytes(folder)
-            if free < needed:
-                return (
-                    f"checkpoint step={step} needs {needed >> 20} MiB, {folder} has {free >> 20} MiB free: "
-                    f"free space or give another checkpoint.{field_name}"
-                )
-        return None
+        except OSError:
+            return None
+        if free >= needed:
+            return None
+        return (
+            f"checkpoint step={step} needs {needed >> 20} MiB, {folder} has {free >> 20} MiB free: "
+            f"free space or give another checkpoint.{field_name}"
+        )
 
     def _finish(self, save: Save, work: Callable[[Save], str | None]) -> None:
         """Write, hash, upload, commit. In the thread behind when asynchronous."""
@@ -321,7 +342,7 @@ class Checkpointer:
         self.last_error = None
         self._bad_steps.discard(save.step)
         committed = {"committed_step": save.step, "save_seconds": self.last_save_seconds}
-        if self._saver.tier is not None and self.last_local_seconds is not None:
+        if self._saver.tier is not None and not save.passes_tier and self.last_local_seconds is not None:
             committed["local_seconds"] = self.last_local_seconds
         self._figures |= committed
         if self._group.rank == 0:
@@ -493,7 +514,7 @@ class Checkpointer:
         """Bring to the destination what only the hosts' disks have: the save that a crash cut short, ended behind."""
         manifest = local.manifest
         mine = [file for file in manifest.files if min(local.holders[file.name]) == self._group.rank]
-        files: list[tuple[str, Path, int]] = []
+        files: list[Attachment] = []
         error = attempted(lambda: files.extend(self._copied(attachments)))
         if error is not None:
             self._report(f"checkpoint step={manifest.step} is sent without its metrics: {error}")
@@ -509,13 +530,12 @@ class Checkpointer:
 
         self._start_behind(save, send)
 
-    def _copied(self, attachments: Mapping[str, Path]) -> list[tuple[str, Path, int]]:
+    def _copied(self, attachments: Mapping[str, Path]) -> list[Attachment]:
         """Copies, until the save ends: a start cuts its metrics back to the checkpoint while they are sent."""
         files = []
         self._saver.expect(attachments)
-        for name, path in attachments.items():
-            if path.is_file() and not self._delivery.is_there(name, path):
-                size = path.stat().st_size
+        for name, path, size in _with_sizes(attachments):
+            if not self._delivery.is_there(name, path):
                 copy = self._copies.enter_context(beginning(path, size, self._staging / f"sent-later-{name}"))
                 files.append((name, copy, size))
         return files
@@ -596,8 +616,18 @@ def _index_of(info: CheckpointInfo) -> Metadata:
     return FileSystemReader(info.folder).read_metadata() if reader is None or is_here else reader.index
 
 
+def _with_sizes(attachments: Mapping[str, Path]) -> list[Attachment]:
+    """Those that are there. OSError."""
+    return [(name, path, path.stat().st_size) for name, path in attachments.items() if path.is_file()]
+
+
+def _ranks_a_host() -> int:
+    """Ranks of one host share its disk; a shared folder is shared by all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that `folder` lies on, or would."""
+    """Free bytes of the disk that `folder` lies on, or would. OSError."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -42,6 +42,8 @@ class Save:
     """By `time.perf_counter`."""
     previous_step: int | None = None
     """Step of the checkpoint that was committed or loaded before it."""
+    passes_tier: bool = False
+    """Some host's own disk has no room for it."""
     results: list[WriteResult] = field(default_factory=list)
     files: list[ShardFile] = field(default_factory=list)
 
@@ -95,17 +97,18 @@ class Saver:
     def write_and_commit(self, save: Save) -> str | None:
         """None when the checkpoint is committed, else why not; the same on every rank."""
         error = self._begin_folders(save.step)
+        tier = self._tier_of(save)
         if error is not None:
             return error
         error = attempted(lambda: self._write_own_part(save))
         parts = self._group.gather(_RankPart(save.results, save.files, save.extra, error))
         promise = self._promised(save, parts or [])
         if isinstance(promise, str):
-            if self.tier is not None:
+            if tier is not None:
                 self._give_up_tier(promise)
             return promise
-        if self.tier is not None:
-            self._commit_locally(save, promise)
+        if tier is not None:
+            self._commit_locally(tier, save, promise)
         return self._send_and_commit(save, promise)
 
     def send(self, save: Save, promise: Promise) -> str | None:
@@ -113,8 +116,10 @@ class Saver:
         return self._begin_destination(save.step) or self._send_and_commit(save, promise)
 
     def _begin_folders(self, step: int) -> str | None:
-        """Remove what an earlier attempt left of this step, its promise first: why that failed, or None."""
+        """Remove what an earlier attempt left of this step, its promise first: why that failed, or None.
 
+        On the hosts' own disks too, if the save passes them by: what they kept of the step would be taken for it.
+        """
         tier = self.tier
         if tier is not None:
             error = _first_of(self._group.gather_everywhere(attempted(lambda: tier.begin(step))))
@@ -160,23 +165,21 @@ class Saver:
         error = self._group.from_first(make)
         if error is not None:
             return error
-        if self.tier is not None:
+        if self._tier_of(save) is not None:
             return self._group.from_first(lambda: promise[0])
         return promise[0] if promise else Promise(Manifest(save.step, 0, (), {}, {}), b"", b"")
 
     def _make_promise(self, save: Save, parts: list[_RankPart]) -> Promise:
         _raise_broken([part.error for part in parts])
-        index = self._plan.write_index(self.written_folder(save.step), [part.results for part in parts])
+        index = self._plan.write_index(self._written_folder(save), [part.results for part in parts])
         files = [file for part in parts for file in part.files] + [shard_file(index)]
         extra, extra_by_rank = combine_extra([part.extra for part in parts])
         extra[PREVIOUS_STEP] = save.previous_step
         manifest = Manifest(save.step, len(parts), tuple(files), extra, extra_by_rank)
         return Promise(manifest, manifest.to_bytes(), index.read_bytes())
 
-    def _commit_locally(self, save: Save, promise: Promise) -> None:
+    def _commit_locally(self, tier: LocalTier, save: Save, promise: Promise) -> None:
         """Commit on the hosts' own disks; a failure is told, and the destination gets the save all the same."""
-        tier = self.tier
-        assert tier is not None
         error = attempted(lambda: tier.commit(save.step, promise.content, promise.index))
         error = _first_of(self._group.gather_everywhere(error))
         if error is None:
@@ -189,7 +192,7 @@ class Saver:
 
     def _send_and_commit(self, save: Save, promise: Promise) -> str | None:
         """Bring what the ranks wrote to the destination and commit it: why that failed, or None."""
-        written_to = self.written_folder(save.step)
+        written_to = self._written_folder(save)
         sent: str | None = None
         if written_to != self._destination.folder(step_folder(save.step)):
             sent = attempted(lambda: self._delivery.upload_files(save.step, save.files, written_to))
@@ -203,14 +206,18 @@ class Saver:
 
         return self._group.from_first(lambda: attempted(commit))
 
-    def written_folder(self, step: int) -> Path:
+    def _tier_of(self, save: Save) -> LocalTier | None:
+        """The hosts' own disks, if the save goes there."""
+        return None if save.passes_tier else self.tier
+
+    def _written_folder(self, save: Save) -> Path:
         """Where this rank writes its part first: its host's tier, the destination's own folder, or scratch."""
-        if self.tier is not None:
-            return self.tier.folder(step)
-        return self._destination.folder(step_folder(step)) or self._staging
+        if (tier := self._tier_of(save)) is not None:
+            return tier.folder(save.step)
+        return self._destination.folder(step_folder(save.step)) or self._staging
 
     def _write_own_part(self, save: Save) -> None:
-        folder = self.written_folder(save.step)
+        folder = self._written_folder(save)
         is_durable = folder != self._staging
         save.results, written = self._host_copy.write(save.plan, folder, durable=is_durable)
         shards = _archives_by_file(save.results)
