@@ -15,10 +15,14 @@ from trainyard.planner.families import shape_of_known
 from trainyard.planner.layout import Engine, Layout, Precision, Recompute
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import StageParams, stage_params, stages
 from trainyard.planner.timing import (
     DEFAULT_CONSTANTS,
     _distinct,
+    _expert_group,
     _Rank,
+    _replica_seconds,
+    _sharded,
     bubble_passes,
     matmul_ceiling_tflops,
     step_time,
@@ -523,3 +527,55 @@ def test_four_bit_weights_are_unpacked_in_every_pass_whatever_the_batch() -> Non
     bandwidth = gpu("A100").memory_tb_per_second * 1e12 * DEFAULT_CONSTANTS.bandwidth_efficiency
     assert more(4) == pytest.approx(weights * (0.5 + 4 / 64 + 2) / bandwidth)
     assert more(8) == pytest.approx(more(4))
+
+
+def hosts_of(mesh: list[int], sizes: tuple[int, ...], axis: int) -> tuple[int, int]:
+    """(ranks, hosts of eight) of the first group along an axis of a mesh, whose last axis counts fastest."""
+    stride = math.prod(sizes[axis + 1 :])
+    members = mesh[: stride * sizes[axis] : stride]
+    return len(members), len({rank // LINKS.gpus_per_node for rank in members})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shards", "expert"), [(1, 64, 8), (2, 32, 8), (4, 16, 16), (1, 16, 4), (8, 8, 2), (1, 8, 8)]
+)
+def test_experts_travel_and_are_shared_along_the_axes_of_the_trainers_own_mesh(
+    tensor: int, shards: int, expert: int
+) -> None:
+    """(expert_shard, expert, tensor), as training_container/trainer/strategies/expert_parallel.py builds it."""
+    sizes = (shards // expert, expert, tensor)
+    ranks = list(range(math.prod(sizes)))
+    layout = Layout(
+        tensor=tensor, expert=expert, data_parallel=shards, shard_degree=shards, zero_stage=3, library="trainyard"
+    )
+    exchanging = _expert_group(layout, LINKS)
+    assert (exchanging.size, exchanging.num_nodes) == hosts_of(ranks, sizes, 1)
+    dense, experts = _sharded(StageParams(3e9, 5e9), layout, LINKS)
+    assert (dense[0], experts[0]) == (3e9, 5e9)
+    assert (experts[1].size, experts[1].num_nodes) == hosts_of(ranks, sizes, 0)
+    assert dense[1] == group(shards, tensor, LINKS.gpus_per_node)
+
+
+def test_megatrons_experts_are_exchanged_by_neighbours_unless_they_are_cut() -> None:
+    layout = Layout(engine="megatron", tensor=2, expert=8, data_parallel=8)
+    assert _expert_group(layout, LINKS).num_nodes == 1
+    assert _expert_group(dataclasses.replace(layout, expert_tensor=2), LINKS).num_nodes == 2
+
+
+def test_replicas_of_an_expert_add_up_all_of_it_that_a_rank_holds() -> None:
+    shape = shape_of_known("qwen3-30b-a3b")
+    layout = Layout(data_parallel=128, shard_degree=8, zero_stage=3, expert=8, library="trainyard")
+    params = stage_params(shape, layout, stages(shape, layout)[0])
+    # Eight ranks share the rest; an expert, of which each holds as many as it has, nobody.
+    held = params.dense / 8 + params.expert
+    expected = all_reduce_seconds(held * 4, group(16, 8, LINKS.gpus_per_node), LINKS)
+    assert _replica_seconds(shape, layout, LINKS)[0] == pytest.approx(expected)
+
+
+def test_the_trainers_tensor_ranks_divide_whole_experts() -> None:
+    """Of 128 experts each of 8 x 2 ranks computes 8: of few tokens that takes as long as reading the weights does."""
+    shape = shape_of_known("qwen3-30b-a3b")
+    layout = Layout(tensor=2, expert=8, data_parallel=16, library="trainyard", sequence_length=64)
+    rank = _Rank(shape, layout, gpu("H100"), LINKS, DEFAULT_CONSTANTS)
+    weights = 128 / 16 * shape.hidden * 3 * shape.moe_ffn * 2 / rank.bytes_per_second
+    assert rank._routed().products == pytest.approx(weights, rel=0.1)

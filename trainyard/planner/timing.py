@@ -414,7 +414,7 @@ class _Rank:
             return 0.0
         width = 2 * shape.kv_dim
         if shape.kv_lora_rank:
-            width = 2 * shape.query_dim + shape.heads * shape.rope_dim
+            width = shape.query_dim + shape.value_dim + shape.heads * shape.rope_dim
         bytes_ = width * self.tokens * layout.context * layout.element_bytes / layout.tensor
         each = all_gather_seconds(bytes_, group(layout.context, layout.tensor, self.links.gpus_per_node), self.links)
         scores = self._score_seconds()
@@ -513,7 +513,7 @@ class _Rank:
             products = self._latent_products()
         else:
             products = self.product(self.tokens, width / split, shape.hidden)
-        last = self.product(self.tokens, shape.hidden, shape.query_dim / split)
+        last = self.product(self.tokens, shape.hidden, shape.value_dim / split)
         around = 6 * self._stream + 3 * width / split
         unpacked = self._unpacked((width + shape.query_dim) * shape.hidden / split)
         elementwise = self._elementwise(around) + self._adapters()
@@ -551,7 +551,7 @@ class _Rank:
         )
         down = self.product(self.tokens, shape.q_lora_rank + shape.kv_lora_rank + shape.rope_dim, shape.hidden)
         up = self.product(self.tokens, queries / split, shape.q_lora_rank or shape.hidden)
-        return down + up + self.product(self.tokens, 2 * shape.query_dim / split, shape.kv_lora_rank)
+        return down + up + self.product(self.tokens, (shape.query_dim + shape.value_dim) / split, shape.kv_lora_rank)
 
     def _score_seconds(self) -> float:
         """Attention's own products: causal and fused, or whole and through memory."""
@@ -603,7 +603,8 @@ class _Rank:
         inputs = 2 if shape.gated_mlp else 1
         hidden = shape.latent or shape.hidden
         copies = self.tokens * shape.experts_per_token / layout.tensor * self._fullest()
-        local = max(1.0, shape.experts / layout.expert)
+        # Our own trainer's tensor ranks divide whole experts; elsewhere each may hold a slice of every one.
+        local = max(1.0, shape.experts / (layout.expert_split if layout.library == "trainyard" else layout.expert))
         products = self.product(copies, inputs * shape.moe_ffn, hidden, local)
         products += self.product(copies, hidden, shape.moe_ffn, local)
         products += self.product(self.tokens / layout.norm_split, shape.experts, shape.hidden, wide=True)
@@ -614,7 +615,8 @@ class _Rank:
         moved = copies * passes * layout.element_bytes / self.bytes_per_second
         around = self._elementwise(6 * shape.hidden / layout.norm_split)
         idle = constants.launch_exposed * constants.launch_moe_seconds * self.moe_era
-        unpacked = self._unpacked(local * (inputs + 1) * shape.moe_ffn * hidden / layout.tensor) + shared.unpacked
+        held = shape.experts / layout.expert_split * (inputs + 1) * shape.moe_ffn * hidden
+        unpacked = self._unpacked(held) + shared.unpacked
         return _Work(products + shared.products, 0.0, moved + around + shared.elementwise, idle, unpacked=unpacked)
 
     def _mamba(self) -> _Work:
@@ -683,8 +685,13 @@ def _gathers(layout: Layout) -> float:
 
 
 def _expert_group(layout: Layout, links: Fabric) -> Group:
-    """Ranks of one expert group follow each other: the tensor ranks take part with their own tokens."""
-    return group(layout.expert, 1, links.gpus_per_node)
+    """Ranks that exchange tokens: tensor ranks that hold one expert together, or divide them, lie between them.
+
+    So it is in our own trainer's mesh (training_container/trainer/strategies/expert_parallel.py) and in torchtitan's.
+    Megatron's recipes have experts whole on each tensor rank, which takes part with its own tokens.
+    """
+    between = layout.expert_tensor or (1 if layout.engine == "megatron" else layout.tensor)
+    return group(layout.expert, between, links.gpus_per_node)
 
 
 def _expert_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fabric, constants: Constants) -> float:
@@ -718,17 +725,30 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
     """ZeRO-3 per micro-batch: parameters gathered forward and backward, gradients scattered."""
     if layout.zero_stage < 3 or layout.shard_degree == 1:
         return 0.0
-    members = group(layout.shard_degree, layout.tensor, links.gpus_per_node)
-    params = stage_params(shape, layout, stage).total
     units = stage.layers + 1
-    gathered = params * layout.element_bytes / units
-    times = (1 if layout.keeps_gathered else 2) * all_gather_seconds(gathered, members, links)
-    if layout.offloads_parameters:
-        times += 2 * gathered / layout.shard_degree / PCIE_BYTES_PER_SECOND
-    if layout.method == "full":
-        reduced = params * 4 / units if layout.engine == "torch" else gathered
-        times += all_gather_seconds(reduced, members, links)
+    times = 0.0
+    for params, members in _sharded(stage_params(shape, layout, stage), layout, links):
+        gathered = params * layout.element_bytes / units
+        times += (1 if layout.keeps_gathered else 2) * all_gather_seconds(gathered, members, links)
+        if layout.offloads_parameters:
+            times += 2 * gathered / members.size / PCIE_BYTES_PER_SECOND
+        if layout.method == "full":
+            reduced = params * 4 / units if layout.engine == "torch" else gathered
+            times += all_gather_seconds(reduced, members, links)
     return times * units
+
+
+def _sharded(params: StageParams, layout: Layout, links: Fabric) -> Iterator[tuple[float, Group]]:
+    """(parameters, the ranks that share them): of an expert only those that hold it, which are further apart.
+
+    Its neighbours in a host hold other experts, so that the copies of one lie in as many hosts as there are.
+    """
+    together = group(layout.shard_degree, layout.tensor, links.gpus_per_node)
+    if layout.expert == 1 or not params.expert:
+        yield params.total, together
+        return
+    yield params.dense, together
+    yield params.expert, group(layout.expert_shard_degree, layout.expert_split, links.gpus_per_node)
 
 
 def _replica_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> tuple[float, float]:
@@ -745,11 +765,12 @@ def _replica_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> tuple[
         replicas = ranks // layout.shard_degree
         stride = layout.tensor * layout.shard_degree
         members = group(replicas, stride, links.gpus_per_node)
-        return all_reduce_seconds(params.total / layout.shard_degree * gradient, members, links), 0.0
+        held = params.dense / layout.shard_degree + params.expert / layout.expert_shard_degree
+        return all_reduce_seconds(held * gradient, members, links), 0.0
     reduced = gathered = 0.0
     for size, count, stride in (
         (params.dense, ranks, layout.tensor),
-        (params.expert, ranks // layout.expert, layout.tensor * layout.expert),
+        (params.expert, ranks * layout.tensor // layout.expert_split, layout.expert_split),
     ):
         members = group(max(1, count), stride, links.gpus_per_node)
         if layout.zero_stage:
@@ -794,7 +815,7 @@ def _optimizer_seconds(shape: ModelShape, layout: Layout, device: Gpu, constants
     share = layout.shard_degree if layout.zero_stage else 1
     both = _most_params(shape, layout)
     # Experts are spread over the ranks already: fewer of them share an expert's state.
-    params = both.dense / share + both.expert / max(1, share // layout.expert)
+    params = both.dense / share + both.expert / (layout.expert_shard_degree if layout.zero_stage else 1)
     if layout.method != "full":
         params *= 0.01
     bytes_ = params * (each.parameter + each.gradient + each.optimizer)
