@@ -1,6 +1,6 @@
 """What an environment's tenants share: the image repository, which image they run, the training queues, the trail."""
 
-from aws_cdk import RemovalPolicy, Stack
+from aws_cdk import Stack
 from aws_cdk import aws_ecr as ecr
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_ssm as ssm
@@ -9,7 +9,7 @@ from constructs import Construct
 from stacks.constructs.audit import AuditTrail
 from stacks.constructs.budget_stop import BudgetActor
 from stacks.constructs.queues import SharedQueues
-from stacks.settings import stack_settings
+from stacks.settings import removal_policy, stack_settings
 from trainyard.spec.platform import EnvironmentSpec
 
 UNRELEASED_DIGEST = "sha256:" + "0" * 64
@@ -31,7 +31,6 @@ class PlatformStack(Stack):
         super().__init__(
             scope, name, description="trainyard: what all tenants share", **stack_settings(environment, stateful=True)
         )
-        retain = environment.retain_data
         self.images = ecr.Repository(
             self,
             "Images",
@@ -42,8 +41,8 @@ class PlatformStack(Stack):
             lifecycle_rules=[
                 ecr.LifecycleRule(max_image_count=KEPT_IMAGES, description="Releases that can be rolled back to")
             ],
-            removal_policy=RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY,
-            empty_on_delete=not retain,
+            removal_policy=removal_policy(environment),
+            empty_on_delete=not environment.retain_data,
         )
         # A release puts a new value here and deploys nothing: CloudFormation changes the parameter only if the value
         # in the template changes, and this one never does.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from aws_cdk import DefaultStackSynthesizer, Environment, Tags
+from aws_cdk import DefaultStackSynthesizer, Environment, RemovalPolicy, Tags
 from constructs import IConstruct
 
 from stacks.naming import TAG_COST_CENTER, TAG_ENVIRONMENT, TAG_TENANT, TenantScope
@@ -17,6 +17,12 @@ def stack_settings(environment: EnvironmentSpec, *, stateful: bool) -> dict[str,
         # The rule would be the templates' only Parameter, and the CLI checks the bootstrap version anyway.
         "synthesizer": DefaultStackSynthesizer(generate_bootstrap_version_rule=False),
     }
+
+
+def removal_policy(environment: EnvironmentSpec) -> RemovalPolicy:
+    """Of what holds data: kept, where the environment keeps its data, but for a stack whose creation fails. What that
+    made is empty, and would stand in the next attempt's way, by its name or by its cost."""
+    return RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE if environment.retain_data else RemovalPolicy.DESTROY
 
 
 def tag_environment(scope: IConstruct, environment: EnvironmentSpec) -> None:

@@ -1,6 +1,6 @@
 """Who did what: a trail of the account's API calls and of every object read or written, in a bucket that is locked."""
 
-from aws_cdk import Duration, RemovalPolicy
+from aws_cdk import Duration
 from aws_cdk import aws_cloudtrail as cloudtrail
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
@@ -11,6 +11,7 @@ from stacks.constructs.acknowledged import BUCKETS, acknowledge
 from stacks.constructs.keys import ADMINISTER
 from stacks.constructs.storage import TORN_UPLOAD_DAYS, object_lock
 from stacks.naming import PARTITION
+from stacks.settings import removal_policy
 from trainyard.spec.platform import EnvironmentSpec
 
 CLOUDTRAIL = "cloudtrail.amazonaws.com"
@@ -113,7 +114,7 @@ class AuditTrail(Construct):
             enable_key_rotation=True,
             rotation_period=Duration.days(365),
             pending_window=Duration.days(30 if retain else 7),
-            removal_policy=RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY,
+            removal_policy=removal_policy(environment),
             policy=iam.PolicyDocument(statements=statements),
         )
 
@@ -139,7 +140,7 @@ class AuditTrail(Construct):
                     abort_incomplete_multipart_upload_after=Duration.days(TORN_UPLOAD_DAYS),
                 )
             ],
-            removal_policy=RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY,
+            removal_policy=removal_policy(environment),
         )
         own_trail = {"StringEquals": {"aws:SourceArn": self._arn}}
         files = bucket.arn_for_objects(f"AWSLogs/{environment.account}/*")

@@ -5,7 +5,7 @@ client states and lets no other packet of a connection through; the training gro
 it. Only the training subnet has a route to it, so endpoints and file system stay without.
 """
 
-from aws_cdk import Fn, RemovalPolicy, Tags
+from aws_cdk import Fn, Tags
 from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_logs as logs
 from aws_cdk import aws_networkfirewall as networkfirewall
@@ -16,6 +16,7 @@ from stacks.constructs.keys import TenantKeys
 from stacks.constructs.logs import RETENTION
 from stacks.constructs.network import TenantNetwork
 from stacks.naming import TenantScope
+from stacks.settings import removal_policy
 from trainyard.spec.platform import EgressSpec
 
 EGRESS_BLOCK, FIREWALL_BLOCK, NAT_BLOCK = "100.64.0.0/27", "100.64.0.0/28", "100.64.0.16/28"
@@ -148,7 +149,7 @@ class TenantEgress(Construct):
             "Dropped",
             encryption_key=keys.logs,
             retention=RETENTION[tenant.spec.log_retention_days],
-            removal_policy=RemovalPolicy.RETAIN if tenant.environment.retain_data else RemovalPolicy.DESTROY,
+            removal_policy=removal_policy(tenant.environment),
         )
         logging = networkfirewall.CfnLoggingConfiguration
         logging(

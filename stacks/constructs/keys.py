@@ -3,13 +3,14 @@ key, and change its policy under the eyes of CloudTrail, but can't use it."""
 
 from dataclasses import dataclass, replace
 
-from aws_cdk import Duration, RemovalPolicy
+from aws_cdk import Duration
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
 from constructs import Construct
 
 from stacks.constructs.identity import TenantRoles
 from stacks.naming import PARTITION, TenantScope
+from stacks.settings import removal_policy
 
 READ = ["kms:Decrypt", "kms:DescribeKey"]
 READ_WRITE = [
@@ -116,7 +117,7 @@ class TenantKeys(Construct):
             enable_key_rotation=True,
             rotation_period=Duration.days(365),
             pending_window=Duration.days(30 if retain else 7),
-            removal_policy=RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY,
+            removal_policy=removal_policy(tenant.environment),
             policy=iam.PolicyDocument(statements=[administration, *statements]),
         )
 

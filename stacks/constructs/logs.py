@@ -1,6 +1,5 @@
 """The tenant's own log group, and the network's flow logs."""
 
-from aws_cdk import RemovalPolicy
 from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_logs as logs
@@ -10,6 +9,7 @@ from stacks.constructs.guard_rails import TenantBoundary
 from stacks.constructs.keys import TenantKeys
 from stacks.constructs.network import TenantNetwork
 from stacks.naming import TenantScope
+from stacks.settings import removal_policy
 
 RETENTION = {
     30: logs.RetentionDays.ONE_MONTH,
@@ -66,5 +66,5 @@ class TenantLogs(Construct):
             construct_id,
             encryption_key=keys.logs,
             retention=RETENTION[tenant.spec.log_retention_days],
-            removal_policy=RemovalPolicy.RETAIN if tenant.environment.retain_data else RemovalPolicy.DESTROY,
+            removal_policy=removal_policy(tenant.environment),
         )

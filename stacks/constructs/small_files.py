@@ -6,7 +6,6 @@ policy (the tenant's roles, over TLS, through the mount target; a client without
 
 from typing import Any
 
-from aws_cdk import RemovalPolicy
 from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_efs as efs
 from constructs import Construct
@@ -17,6 +16,7 @@ from stacks.constructs.machine_permissions import USE_FILES
 from stacks.constructs.network import TenantNetwork
 from stacks.constructs.statements import Statement, allow
 from stacks.naming import TenantScope
+from stacks.settings import removal_policy
 from trainyard.spec.cluster import SmallFilesSpec
 
 NFS = ec2.Port.tcp(2049)
@@ -48,7 +48,7 @@ class TenantSmallFiles(Construct):
         keys: TenantKeys,
     ) -> None:
         super().__init__(scope, construct_id)
-        retain, system = tenant.environment.retain_data, efs.CfnFileSystem
+        system = efs.CfnFileSystem
         moves = [
             system.LifecyclePolicyProperty(transition_to_ia=f"AFTER_{spec.archive_after_days}_DAYS"),
             system.LifecyclePolicyProperty(transition_to_primary_storage_class="AFTER_1_ACCESS"),
@@ -64,7 +64,7 @@ class TenantSmallFiles(Construct):
             backup_policy=system.BackupPolicyProperty(status="DISABLED"),
             file_system_policy=_policy(tenant),
         )
-        self.resource.apply_removal_policy(RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY)
+        self.resource.apply_removal_policy(removal_policy(tenant.environment))
         acknowledge(self.resource, BACKUPS)
         clients = network.training_security_group
         servers = ec2.SecurityGroup(

@@ -1,6 +1,6 @@
 """A tenant's buckets, and the file system that jobs read from."""
 
-from aws_cdk import Duration, RemovalPolicy
+from aws_cdk import Duration
 from aws_cdk import aws_fsx as fsx
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
@@ -11,6 +11,7 @@ from stacks.constructs.acknowledged import BUCKETS, acknowledge
 from stacks.constructs.keys import TenantKeys
 from stacks.constructs.network import TenantNetwork
 from stacks.naming import TenantScope
+from stacks.settings import removal_policy
 
 TORN_UPLOAD_DAYS = 7
 """After which the parts of an upload that was never completed go: nobody sees them, and they cost as objects do."""
@@ -92,7 +93,7 @@ class TenantBuckets(Construct):
                 *([ages] if ages.transitions or ages.expiration else []),
             ],
             # No auto_delete_objects: it would put a Lambda that can empty the bucket beside the data.
-            removal_policy=RemovalPolicy.RETAIN if tenant.environment.retain_data else RemovalPolicy.DESTROY,
+            removal_policy=removal_policy(tenant.environment),
         )
         acknowledge(bucket, BUCKETS | ({} if bucket_key else ASKED_BY_OBJECT))
         for statement in _own_key_only(bucket, key):
@@ -184,12 +185,12 @@ class TenantFileSystem(Construct):
                 copy_tags_to_backups=True if backups else None,
             ),
         )
-        self.resource.apply_removal_policy(RemovalPolicy.RETAIN if retain else RemovalPolicy.DESTROY)
+        self.resource.apply_removal_policy(removal_policy(tenant.environment))
         self.resource.node.add_dependency(*network.lustre_rules)
         if retain:
             # Its servers' interfaces stay in these, so a stack that tried to delete them would fail half-way.
             for ground in (network.vpc, network.training_subnet, network.file_system_security_group):
-                ground.apply_removal_policy(RemovalPolicy.RETAIN)
+                ground.apply_removal_policy(removal_policy(tenant.environment))
         for path, folder in sorted(spec.links.items()):
             self._link(path, f"s3://{buckets.data.bucket_name}/{folder}", tenant)
 
@@ -209,4 +210,4 @@ class TenantFileSystem(Construct):
                 auto_export_policy=events.AutoExportPolicyProperty(events=CHANGES),
             ),
         )
-        link.apply_removal_policy(RemovalPolicy.RETAIN if tenant.environment.retain_data else RemovalPolicy.DESTROY)
+        link.apply_removal_policy(removal_policy(tenant.environment))

@@ -156,7 +156,7 @@ def test_file_system_is_persistent_and_under_the_tenants_key(account: Any) -> No
 
 def test_data_outlives_the_stack_where_the_environment_says_so(templates: dict[str, Any]) -> None:
     stateful = {"AWS::KMS::Key", "AWS::S3::Bucket", "AWS::FSx::FileSystem", "AWS::Logs::LogGroup"}
-    for environment, expected in (("local", "Delete"), ("production", "Retain")):
+    for environment, expected in (("local", "Delete"), ("production", "RetainExceptOnCreate")):
         policies = {
             (item["Type"], item.get("DeletionPolicy"))
             for template in templates[environment].values()

@@ -44,7 +44,7 @@ def test_log_files_are_locked_where_data_is_kept_and_can_be_destroyed_elsewhere(
         lock = bucket["Properties"].get("ObjectLockConfiguration", {}).get("Rule")
         expected = {"DefaultRetention": {"Days": 400, "Mode": "GOVERNANCE"}}
         assert lock == (expected if locked else None)
-        assert bucket["DeletionPolicy"] == ("Retain" if locked else "Delete")
+        assert bucket["DeletionPolicy"] == ("RetainExceptOnCreate" if locked else "Delete")
         (rule,) = bucket["Properties"]["LifecycleConfiguration"]["Rules"]
         assert rule["ExpirationInDays"] == 400, "not before the lock ends, or the lifecycle would never finish"
 

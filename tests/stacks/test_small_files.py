@@ -62,7 +62,7 @@ def test_no_copy_of_it_is_made_under_another_key_where_data_is_retained_too(
     content = optional_environment.model_dump(mode="json") | {"retain_data": True}
     kept = synthesize(EnvironmentSpec.model_validate(content))
     (files,) = (item for item in kept[FOUNDATION]["Resources"].values() if item["Type"] == "AWS::EFS::FileSystem")
-    assert files["DeletionPolicy"] == "Retain"
+    assert files["DeletionPolicy"] == "RetainExceptOnCreate"
     assert files["Properties"]["BackupPolicy"] == {"Status": "DISABLED"}
     assert "AWS::Backup" not in str(kept[FOUNDATION])
 

@@ -101,13 +101,13 @@ def test_a_file_system_that_is_kept_keeps_the_ground_it_stands_on(
 ) -> None:
     """FSx leaves its servers' interfaces in the subnet: deleting that would fail half-way through the stack."""
     (system,) = of_type(resources, "FSx::FileSystem")
-    assert system["DeletionPolicy"] == "Retain"
+    assert system["DeletionPolicy"] == "RetainExceptOnCreate"
     ground = [
         *(item["Ref"] for item in system["Properties"]["SubnetIds"]),
         *(item["Fn::GetAtt"][0] for item in system["Properties"]["SecurityGroupIds"]),
     ]
     ground += [resources[name]["Properties"]["VpcId"]["Ref"] for name in ground]
-    assert {resources[name].get("DeletionPolicy") for name in ground} == {"Retain"}
+    assert {resources[name].get("DeletionPolicy") for name in ground} == {"RetainExceptOnCreate"}
     local = templates["local"]["trainyard-local-acme-foundation"]["Resources"]
     assert {item.get("DeletionPolicy", "Delete") for item in of_type(local, "EC2::VPC")} == {"Delete"}
 
