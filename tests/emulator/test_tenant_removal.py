@@ -75,7 +75,7 @@ def deploy(site: Site, spec: EnvironmentSpec, tenant: str = "acme") -> dict[str,
         "Lustre": resource("FSx::FileSystem", lustre),
     }
     for item in resources.values():
-        item["DeletionPolicy"] = "Retain" if spec.retain_data else "Delete"
+        item["DeletionPolicy"] = "RetainExceptOnCreate" if spec.retain_data else "Delete"
     stack = f"trainyard-{spec.name}-{tenant}"
     foundation = {
         "Resources": resources,
@@ -252,7 +252,7 @@ def test_a_locked_object_stops_the_removal_before_any_stack_goes(
     key = resource("KMS::Key", {"KeyPolicy": KEY_POLICY})
     plain = resource("S3::Bucket", versioned)
     for item in (bucket, key, plain):
-        item["DeletionPolicy"] = "Retain" if retain_data else "Delete"
+        item["DeletionPolicy"] = "RetainExceptOnCreate" if retain_data else "Delete"
     template = {"Resources": {"Data": bucket, "Key": key, "Plain": plain}}
     assert site.deploy(stack, template) == "CREATE_COMPLETE", site.failures(stack)
     listed = site("cloudformation").list_stack_resources(StackName=stack)["StackResourceSummaries"]
@@ -401,3 +401,16 @@ def test_export_copies_each_current_object_and_counts_them(site: Site, account: 
     assert bodies == [b"y", b"xx"]
     with pytest.raises(AwsRefusedError, match=r"-absent/: AWS refused"):
         removal.storage.export(account, account, f"{name}-from", f"s3://{name}-absent/", silent)
+
+
+def test_why_a_stack_of_many_resources_could_not_be_deleted_is_found_behind_the_newest_events(
+    site: Site, account: Account, name: str, tmp_path: Path
+) -> None:
+    spec = environment(name, retain_data=True, data="retain")
+    many = {f"P{index}": resource("SSM::Parameter", {"Type": "String", "Value": "x"}) for index in range(60)}
+    bucket = resource("S3::Bucket", {"BucketName": name}, DependsOn=list(many))
+    stack = f"trainyard-{name}-acme-foundation"
+    assert site.deploy(stack, {"Resources": {**many, "Full": bucket}}) == "CREATE_COMPLETE", site.failures(stack)
+    site("s3").put_object(Bucket=name, Key="one", Body=b"x")
+    with pytest.raises(AwsRefusedError, match="DELETE_FAILED: Full: The bucket you tried to delete is not empty"):
+        remove(account, plan(account, spec, "acme", tmp_path), tmp_path, silent)

@@ -185,6 +185,8 @@ def test_a_hyperpod_cluster_goes_before_the_roles_that_its_machines_act_as(
     monkeypatch.setattr(deployment, "prepare", lambda *_: new)
     monkeypatch.setattr(deployment, "open_account", lambda _: None)
     monkeypatch.setattr(deployment, "deployed_stacks", lambda _: [])
+    monkeypatch.setattr(deployment, "failed_creations", lambda *_: [])
+    monkeypatch.setattr(deployment, "release", lambda *_: None)
     monkeypatch.setattr(deployment, "deployed_templates", lambda *_: old)
     spec: Any = SimpleNamespace(emulated=False)
 
@@ -212,6 +214,8 @@ def test_nobody_takes_the_assembly_from_a_deployment_that_goes_on(
     """The CLI reads templates as it comes to them. A question that deploys nothing waits for no deployment."""
     monkeypatch.setattr(deployment, "open_account", lambda _: None)
     monkeypatch.setattr(deployment, "check_losses", lambda *_: [])
+    monkeypatch.setattr(deployment, "failed_creations", lambda *_: [])
+    monkeypatch.setattr(deployment, "release", lambda *_: None)
     monkeypatch.setattr(deployment, "synthesize_into", lambda *_: {})
     deploys, may_end, seen = threading.Event(), threading.Event(), []
 

@@ -20,10 +20,12 @@ from trainyard.operate.stateful import (
     deployed_first,
     deployed_stacks,
     deployed_templates,
+    failed_creations,
     left_behind,
     refuse_dropped_exports,
     refuse_losses,
     refuse_namesakes,
+    release,
 )
 from trainyard.spec.platform import EnvironmentSpec
 
@@ -138,6 +140,7 @@ def deploy(
         progress("deploying")
         chosen = list(stacks) or ["--all"]
         options = ["--require-approval", "never", "--concurrency", "4", "--progress", "events"]
+        release(access, failed_creations(access, _reached(wanted, stacks)))
         if first:
             cdk(checkout, ["deploy", *first, "--exclusively", "--app", str(assembly), *options], aws, log, progress)
         cdk(checkout, ["deploy", *chosen, "--app", str(assembly), *options], aws, log, progress)
@@ -191,10 +194,15 @@ def check_losses(
     there = deployed_stacks(account)
     for warning in [*refuse_namesakes(there, wanted, stacks), *left_behind(there, wanted)]:
         say(f"warning: {warning}")
-    # A tenant's stacks bring the platform's along: the CLI deploys what they depend on first.
-    chosen = set(wanted) if not stacks else {*stacks, *(name for name in wanted if name.endswith("-platform"))}
-    deployed = deployed_templates(account, sorted(chosen))
+    chosen = _reached(wanted, stacks)
+    deployed = deployed_templates(account, sorted(chosen - set(failed_creations(account, chosen))))
     refuse_losses(deployed, wanted, accepted)
     first = deployed_first(deployed, wanted)
     refuse_dropped_exports(deployed, wanted, first)
     return first
+
+
+def _reached(wanted: Mapping[str, Template], stacks: Sequence[str]) -> set[str]:
+    """What deploying `stacks` deploys: a tenant's bring the platform's along, as the CLI deploys first what they depend
+    on."""
+    return set(wanted) if not stacks else {*stacks, *(name for name in wanted if name.endswith("-platform"))}

@@ -160,14 +160,35 @@ def refuse_dropped_exports(
 
 def deployed_stacks(account: Account) -> list[str]:
     """Names of all of this project's stacks that exist in the account and region, of whatever environment."""
+    return list(_statuses(account))
+
+
+FAILED_CREATION = ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED")
+
+
+def failed_creations(account: Account, names: Collection[str]) -> list[str]:
+    """Those of the stacks whose first deployment failed: nothing is left in them, and the next makes them anew."""
+    return [name for name, status in _statuses(account).items() if name in names and status in FAILED_CREATION]
+
+
+def release(account: Account, names: Collection[str]) -> None:
+    """Let the CLI delete stacks whose first deployment failed, as it does to make them anew: it protects a stack before
+    it makes it, and its own deletion is then refused."""
+    cloudformation = account.client("cloudformation")
+    for name in names:
+        with aws_errors("unprotecting", f"stack {name}, whose first deployment failed"):
+            cloudformation.update_termination_protection(StackName=name, EnableTerminationProtection=False)
+
+
+def _statuses(account: Account) -> dict[str, str]:
     with aws_errors("listing", "the account's stacks"):
         pages = account.client("cloudformation").get_paginator("list_stacks").paginate()
         found = [item for page in pages for item in page["StackSummaries"]]
-    return [
-        item["StackName"]
+    return {
+        item["StackName"]: item["StackStatus"]
         for item in found
         if item["StackName"].startswith("trainyard-") and item["StackStatus"] != "DELETE_COMPLETE"
-    ]
+    }
 
 
 def refuse_namesakes(deployed: Collection[str], wanted: Collection[str], stacks: Collection[str] = ()) -> list[str]:

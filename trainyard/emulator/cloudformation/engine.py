@@ -3,7 +3,8 @@
 Replaced here, each because the real CDK CLI or a real template meets it:
 - a type that isn't known fails (moto warns and says CREATE_COMPLETE);
 - an unknown Fn::GetAtt fails (moto drops the property);
-- a failed create or update is rolled back, with an event that carries the reason (moto answers HTTP 500);
+- a failed create or update is rolled back, with an event that carries the reason (moto answers HTTP 500); what is to
+  be retained stays, and a stack whose creation failed can only be deleted;
 - resources are made in dependency order, DependsOn included, and destroyed in the reverse;
 - updates go by a resource's own rule: in place, or replacement (moto forgets a resource without an update method);
 - change sets are looked up by stack and name (the CLI gives every stack's the same name);
@@ -38,6 +39,10 @@ _deploy_lock = threading.RLock()
 
 class _DeploymentFailed(Exception):
     """A stack operation that failed and was rolled back; the stack's events hold the reason."""
+
+    def __init__(self, reason: str, *, is_undone: bool) -> None:
+        super().__init__(reason)
+        self.is_undone = is_undone
 
 
 class _ChangeSetNotFound(ServiceException):  # type: ignore[misc]  # moto's classes are untyped here
@@ -235,8 +240,8 @@ class _Operation:
             kind = self.template.get("Resources", {}).get(current, {}).get("Type", "AWS::CloudFormation::Stack")
             verb = "UPDATE" if current in self.old_resources or (not current and self.old_resources) else "CREATE"
             _event(self.stack, current or self.stack.name, "", kind, f"{verb}_FAILED", reason)
-            self._roll_back()
-            raise _DeploymentFailed(reason) from error
+            is_undone = self._roll_back()
+            raise _DeploymentFailed(reason, is_undone=is_undone) from error
         self._remove_what_is_gone()
         for clean in self._cleanup:
             clean()
@@ -277,9 +282,17 @@ class _Operation:
         _event(self.stack, logical_id, "", kind, "CREATE_IN_PROGRESS")
         resource: Any = self.map[logical_id]
         assert isinstance(resource, ManagedResource)
-        self._undo.append(lambda: self._destroy(logical_id, resource))
+        self._undo.append(lambda: self._take_back(logical_id, resource))
         _event(self.stack, logical_id, resource.physical_resource_id, kind, "CREATE_COMPLETE")
         return resource
+
+    def _take_back(self, logical_id: str, resource: ManagedResource) -> None:
+        """Undo a creation. What says Retain stays even so: RetainExceptOnCreate is for those that shouldn't."""
+        if self.template["Resources"][logical_id].get("DeletionPolicy") != "Retain":
+            self._destroy(logical_id, resource)
+            return
+        _event(self.stack, logical_id, resource.physical_resource_id, resource.spec.name, "DELETE_SKIPPED")
+        self.map._parsed_resources.pop(logical_id, None)
 
     def _replace(self, logical_id: str, old: ManagedResource) -> None:
         parsed = self.map._parsed_resources
@@ -317,8 +330,9 @@ class _Operation:
             )
             if wanted or not isinstance(resource, ManagedResource):
                 continue
-            if self.old_resources[logical_id].get("DeletionPolicy", "").startswith("Retain"):
+            if _is_retained(self.old_resources[logical_id]):
                 del self.map._parsed_resources[logical_id]
+                _event(self.stack, logical_id, resource.physical_resource_id, resource.spec.name, "DELETE_SKIPPED")
                 continue
             try:
                 self._destroy(logical_id, resource)
@@ -333,11 +347,14 @@ class _Operation:
                 )
                 self.map._parsed_resources.pop(logical_id, None)
 
-    def _roll_back(self) -> None:
+    def _roll_back(self) -> bool:
+        """Whether all was undone."""
+        is_undone = True
         for undo in reversed(self._undo):
             try:
                 undo()
             except Exception as error:  # a roll-back goes on to the end, and says what stayed
+                is_undone = False
                 _event(
                     self.stack,
                     self.stack.name,
@@ -351,6 +368,13 @@ class _Operation:
         self.map.input_parameters = self.old_parameters
         if self.old_template:
             self._load(self.old_template, self.old_parameters)
+        else:  # a failed creation: its template can still be read, and what couldn't be undone be deleted
+            self.stack.template, self.stack.template_dict = self.text, self.template
+            made = {name for name, item in self.map._parsed_resources.items() if isinstance(item, ManagedResource)}
+            self.map._resource_json_map = {
+                name: item for name, item in self.template.get("Resources", {}).items() if name in made
+            }
+        return is_undone
 
     def _check_exports(self) -> None:
         backend = cfn_models.cloudformation_backends[self.stack.account_id][self.stack.region_name]
@@ -385,9 +409,13 @@ class _Operation:
             backend.exports[export.name] = export
 
 
+def _is_retained(definition: Mapping[str, Any]) -> bool:
+    return str(definition.get("DeletionPolicy", "")) in ("Retain", "RetainExceptOnCreate")
+
+
 def _importer(backend: CloudFormationBackend, export_name: str) -> str | None:
     for stack in list(backend.stacks.values()):
-        if any(name == export_name for name in _imports(stack)):
+        if stack.status not in _FAILED_CREATION and any(name == export_name for name in _imports(stack)):
             return str(stack.name)
     return None
 
@@ -407,6 +435,15 @@ def _imports(stack: Stack) -> Iterable[str]:
     return walk(stack.template_dict.get("Resources", {}))
 
 
+_FAILED_CREATION = ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED")
+"""Of such a stack nothing is left but its name: it can be deleted, and nothing else."""
+
+
+def _require_changeable(stack: Stack) -> None:
+    if stack.status in _FAILED_CREATION:
+        raise ValidationError(message=f"Stack:{stack.stack_id} is in {stack.status} state and can not be updated.")
+
+
 def _deploy(stack: Stack, verb: str, template_text: str, parameters: dict[str, Any] | None) -> None:
     """Bring `stack` to a template; its status and events tell how it went. `verb` is CREATE or UPDATE."""
     stack.status = f"{verb}_IN_PROGRESS"
@@ -416,8 +453,10 @@ def _deploy(stack: Stack, verb: str, template_text: str, parameters: dict[str, A
     except _DeploymentFailed as failure:
         rolled_back = "ROLLBACK" if verb == "CREATE" else "UPDATE_ROLLBACK"
         stack._add_stack_event(f"{rolled_back}_IN_PROGRESS", resource_status_reason=str(failure))
-        stack._add_stack_event(f"{rolled_back}_COMPLETE")
-        stack.status = f"{rolled_back}_COMPLETE"
+        # After an update what is new and can't be deleted again is left behind, and the stack is as it was.
+        ended = "COMPLETE" if failure.is_undone or verb == "UPDATE" else "FAILED"
+        stack._add_stack_event(f"{rolled_back}_{ended}")
+        stack.status = f"{rolled_back}_{ended}"
         stack.stack_status_reason = str(failure)
         return
     stack._add_stack_event(f"{verb}_COMPLETE")
@@ -486,7 +525,11 @@ def _update_stack(
     _require_known_types(Stack.parse_template(template))
     with _deploy_lock:
         stack = self.get_stack(name)
-        _deploy(stack, "UPDATE", template, _with_previous(stack, parameters))
+        _require_changeable(stack)
+        wanted = _with_previous(stack, parameters)
+        if not _is_changed(stack, Stack.parse_template(template), wanted, stack.tags if tags is None else tags):
+            raise ValidationError(message="No updates are to be performed.")
+        _deploy(stack, "UPDATE", template, wanted)
         if tags is not None:
             stack.tags = tags
     return stack
@@ -525,7 +568,7 @@ def _destroy_stack(backend: CloudFormationBackend, stack: Stack) -> None:
         resource = parsed.get(logical_id)
         if not isinstance(resource, ManagedResource):
             continue
-        if operation.old_resources[logical_id].get("DeletionPolicy") == "Retain":
+        if _is_retained(operation.old_resources[logical_id]):
             _event(stack, logical_id, resource.physical_resource_id, resource.spec.name, "DELETE_SKIPPED")
             continue
         try:
@@ -606,6 +649,8 @@ def _create_change_set(
         stack = next((item for item in self.stacks.values() if stack_name in (item.name, item.stack_id)), None)
         if change_set_type == "UPDATE" and stack is None:
             raise ValidationError(stack_name)
+        if stack is not None:
+            _require_fitting(stack, change_set_type)
         if stack is None:
             stack = _new_stack(self, stack_name, parameters, notification_arns, tags, role_arn)
             stack.status = "REVIEW_IN_PROGRESS"
@@ -630,12 +675,25 @@ def _create_change_set(
     return change_set.change_set_id, stack.stack_id
 
 
+def _require_fitting(stack: Stack, change_set_type: str) -> None:
+    """A set of type CREATE is for a stack that isn't there yet, one of type UPDATE for one that is."""
+    if change_set_type == "CREATE" and stack.status != "REVIEW_IN_PROGRESS":
+        raise ValidationError(message=f"Stack [{stack.name}] already exists and cannot be created again")
+    if change_set_type == "UPDATE" and stack.status == "REVIEW_IN_PROGRESS":
+        raise ValidationError(message=f"Stack [{stack.name}] does not exist")
+    _require_changeable(stack)
+
+
+def _is_changed(stack: Stack, template: Any, parameters: Any, tags: Mapping[str, str] | None) -> bool:
+    same_rest = dict(stack.parameters or {}) == dict(parameters or {}) and dict(tags or {}) == dict(stack.tags or {})
+    return not (same_rest and stack.template_dict == template)
+
+
 def _judge_change_set(change_set: ChangeSet, *, first: bool) -> None:
     """A change set that changes nothing is born FAILED, which is how the CLI learns of "no changes"."""
-    stack = change_set.stack
-    same_template = stack.template_dict == change_set.template_dict
-    same_rest = dict(stack.parameters or {}) == change_set.parameters and (change_set.tags or {}) == (stack.tags or {})
-    if not first and same_template and same_rest:
+    if not first and not _is_changed(
+        change_set.stack, change_set.template_dict, change_set.parameters, change_set.tags
+    ):
         change_set.status, change_set.execution_status = "FAILED", "UNAVAILABLE"
         change_set.status_reason = (
             "The submitted information didn't contain changes. Submit different information to create a change set."
@@ -660,6 +718,7 @@ def _execute_change_set(self: CloudFormationBackend, change_set_name: str, stack
         raise _ChangeSetNotFound(f"ChangeSet [{change_set_name}] does not exist")
     with _deploy_lock:
         stack = change_set.stack
+        _require_changeable(stack)
         change_set.execution_status = "EXECUTE_IN_PROGRESS"
         first = stack.status == "REVIEW_IN_PROGRESS"
         _deploy(stack, "CREATE" if first else "UPDATE", change_set.template, change_set.parameters)

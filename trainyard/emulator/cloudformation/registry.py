@@ -28,18 +28,20 @@ class InProcessClients:
         self._credentials = {"aws_access_key_id": access_key, "aws_secret_access_key": secret_key}
         self._region = region
         self._lock = threading.Lock()
-        self._clients: dict[str, Any] = {}
+        self._clients: dict[tuple[str, str], Any] = {}
 
-    def __call__(self, service: str) -> Any:
-        """The client of `service`; made once, as loading a service model takes tens of milliseconds."""
+    def __call__(self, service: str, region: str = "") -> Any:
+        """The client of `service`, in the emulator's own region where none is named; made once, as loading a service
+        model takes tens of milliseconds."""
+        key = service, region or self._region
         with self._lock:  # boto3 sessions are not thread-safe while they make a client
-            if service not in self._clients:
-                session = boto3.session.Session(region_name=self._region, **self._credentials)
+            if key not in self._clients:
+                session = boto3.session.Session(region_name=key[1], **self._credentials)
                 config = Config(retries={"max_attempts": 0}, s3={"addressing_style": "path"})
                 client = session.client(service, endpoint_url=self._endpoint, config=config)
                 client.meta.events.register("before-send", self._send)
-                self._clients[service] = client
-        return self._clients[service]
+                self._clients[key] = client
+        return self._clients[key]
 
     def _send(self, request: Any, **_: Any) -> AWSResponse:
         url = urlsplit(request.url)
@@ -103,17 +105,18 @@ class _RawContent:
 class _Services:
     """The clients that resource handlers use; set when the server is built."""
 
-    clients: Callable[[str], Any] | None = None
+    clients: Callable[[str, str], Any] | None = None
 
 
-def use_clients(clients: Callable[[str], Any]) -> None:
+def use_clients(clients: Callable[[str, str], Any]) -> None:
     """Let every resource type work through `clients`."""
     _Services.clients = clients
 
 
 def _site(account_id: str, region_name: str) -> Site:
-    assert _Services.clients is not None, "the registry is used before the server was built"
-    return Site(account_id, region_name, _Services.clients)
+    clients = _Services.clients
+    assert clients is not None, "the registry is used before the server was built"
+    return Site(account_id, region_name, lambda service: clients(service, region_name))
 
 
 class ManagedResource:

@@ -320,12 +320,16 @@ def _status(cloudformation: Any, stack_id: str) -> str:
 
 
 def _failures(cloudformation: Any, stack_id: str) -> str:
-    events = cloudformation.describe_stack_events(StackName=stack_id)["StackEvents"]
-    failed = [
-        f"{event['LogicalResourceId']}: {event.get('ResourceStatusReason', '')}"
-        for event in events
-        if event["ResourceStatus"] == "DELETE_FAILED" and event.get("PhysicalResourceId") != stack_id
-    ]
+    """What the newest deletion failed of. Events come newest first, a hundred to a page."""
+    failed: list[str] = []
+    pages = cloudformation.get_paginator("describe_stack_events").paginate(StackName=stack_id)
+    for event in (event for page in pages for event in page["StackEvents"]):
+        status = event["ResourceStatus"]
+        if event.get("PhysicalResourceId") == stack_id:
+            if status == "DELETE_IN_PROGRESS":
+                break
+        elif status == "DELETE_FAILED":
+            failed.append(f"{event['LogicalResourceId']}: {event.get('ResourceStatusReason', '')}")
     return "; ".join(failed[:3]) or "CloudFormation gives no reason"
 
 
