@@ -25,7 +25,7 @@ def layer_activation_bytes(
         return residual * (max(layout.element_bytes, 4) / layout.element_bytes if layout.keeps_rest_in_fp32 else 1)
     if recompute == "selective" and layout.engine == "torch":
         share = constants.selective_share if layout.saves_every_second_product else 1.0
-        kept = layout.tokens_per_micro_batch * layout.element_bytes * shape.query_dim / layout.tensor
+        kept = layout.tokens_per_micro_batch * layout.element_bytes * shape.value_dim / layout.tensor
         return residual + kept + share * _product_bytes(shape, layout)
     if layout.method != "full" and layout.engine == "plain":
         return _frozen_bytes(shape, layout, constants)
@@ -55,7 +55,7 @@ def _attention_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float
     if shape.kv_lora_rank:
         # Latent attention (arXiv:2405.04434, section 2.1): keys have all heads, and the position's dimensions are
         # beside the others; both compressed streams and their norms' outputs stay, on every tensor rank.
-        width = 4 * shape.query_dim + 2 * shape.heads * shape.rope_dim
+        width = 2 * (shape.query_dim + shape.value_dim) + 2 * shape.heads * shape.rope_dim
         width += 2 * (shape.q_lora_rank + shape.kv_lora_rank) * layout.tensor // layout.norm_split
     statistics = 4 * shape.heads / layout.tensor
     matrix = 0.0

@@ -60,6 +60,8 @@ class ModelShape:
     """Latent attention: width of the keys' and values' shared bottleneck; 0: ordinary attention."""
     rope_dim: int = 0
     """Latent attention: dimensions of a query and key head that carry the position, beside `head_dim`."""
+    value_head_dim: int = 0
+    """Latent attention: dimensions of a value head; 0: `head_dim`."""
     attention_window: int = 0
     """Positions that half of the layers attend to (gpt-oss); 0: all attend to all."""
     attention_sinks: bool = False
@@ -97,6 +99,11 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @cached_property
+    def value_dim(self) -> int:
+        """Width of all heads' values before the output projection: that of the queries, but under MLA."""
+        return self.heads * (self.value_head_dim or self.head_dim)
+
+    @cached_property
     def moe_layers(self) -> int:
         """Layers with routed experts."""
         if not self.experts:
@@ -123,7 +130,7 @@ class ModelShape:
     @cached_property
     def score_dim(self) -> float:
         """What a token's score row costs: the mean of all heads' query and value widths (equal but under MLA)."""
-        return self.heads * (self.head_dim + self.rope_dim / 2)
+        return (self.query_dim + self.heads * self.rope_dim + self.value_dim) / 2
 
     @cached_property
     def mamba_inner(self) -> int:
@@ -167,13 +174,13 @@ class ModelShape:
         return self.hidden * (self.q_lora_rank + self.kv_lora_rank + self.rope_dim) if self.kv_lora_rank else 0
 
     def _latent_attention_params(self) -> int:
-        """DeepSeek-V2 (arXiv:2405.04434, section 2.1): latents with a norm each, keys and values of `head_dim`."""
+        """DeepSeek-V2 (arXiv:2405.04434, section 2.1): latents with a norm each, keys of `head_dim` beside values."""
         query_out = self.heads * (self.head_dim + self.rope_dim)
         query = self.hidden * query_out
         if self.q_lora_rank:
             query = self.q_lora_rank * (self.hidden + query_out + 1)
         down = self.hidden * (self.kv_lora_rank + self.rope_dim) + self.kv_lora_rank
-        return query + down + 2 * self.kv_lora_rank * self.query_dim + self.query_dim * self.hidden
+        return query + down + self.kv_lora_rank * (self.query_dim + self.value_dim) + self.value_dim * self.hidden
 
     def mlp_params(self, width: int) -> int:
         """A feed-forward block of that width, with biases."""
@@ -240,8 +247,10 @@ class ModelShape:
     @cached_property
     def active_params(self) -> int:
         """Parameters that one token passes through: of the routed experts only the chosen ones."""
-        idle = self.experts - self.experts_per_token
-        return self.params - self.moe_layers * idle * self.one_expert_params if self.experts else self.params
+        if not self.moe_layers:
+            return self.params
+        routed = self.moe_layers + (0 if self.is_hybrid else self.mtp_layers)
+        return self.params - routed * (self.experts - self.experts_per_token) * self.one_expert_params
 
     @cached_property
     def matmul_params(self) -> int:

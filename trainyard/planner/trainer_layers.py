@@ -115,7 +115,7 @@ class TrainerLayers:
         if self.layout.method != "qlora":
             return 0.0
         shape, split = self.shape, self.layout.tensor
-        widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn, shape.query_dim)
+        widest = max(shape.ffn * (shape.num_mlps > 0), shape.shared_ffn, shape.query_dim, shape.value_dim)
         return 2 * self.element * shape.hidden * widest / split
 
     @property
@@ -154,7 +154,7 @@ class TrainerLayers:
         query, key = shape.query_dim, shape.kv_dim
         if shape.kv_lora_rank:
             # Values are a view of one product with the keys' dimensions that have no position, which stays whole.
-            width = 5.0 * query + 2.0 * shape.heads * shape.rope_dim
+            width = 3.0 * query + 2.0 * shape.value_dim + 2.0 * shape.heads * shape.rope_dim
             width += self._latent_norms * layout.tensor
         elif layout.context > 1:
             # Keys and values of all ranks, repeated for every query head; the output in two pieces and put together.
@@ -294,11 +294,11 @@ class TrainerLayers:
         """Selective recomputation: results of products but the last, and of attention; experts' are made again."""
         shape, layout = self.shape, self.layout
         if shape.kv_lora_rank:
-            qkv = 3.0 * shape.query_dim + shape.heads * shape.rope_dim
+            qkv = 2.0 * shape.query_dim + shape.value_dim + shape.heads * shape.rope_dim
             qkv += (shape.q_lora_rank + shape.kv_lora_rank + shape.rope_dim) * layout.tensor
         else:
             qkv = 3 * shape.query_dim if shape.fused_qkv else shape.query_dim + 2 * shape.kv_dim
-        split = qkv + shape.query_dim + width * (2 if shape.gated_mlp else 1)
+        split = qkv + shape.value_dim + width * (2 if shape.gated_mlp else 1)
         each = self.tokens / layout.tensor
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
         return each * (self.element * split + 4 * shape.heads) + self.whole_hidden_bytes * (width > 0)
