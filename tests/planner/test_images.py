@@ -137,6 +137,11 @@ def test_an_image_of_336_pixels_is_577_positions() -> None:
         (["model.config={model_type: vit}"], "only model_type resnet can be planned .given: vit"),
         (["model.config={model_type: resnet, depths: [3, 4]}"], "hidden_sizes has 4 stages and depths 2"),
         (["model.config={model_type: resnet, depths: [3, 4, 0, 3]}"], "must be at least 1"),
+        (["model.config.hidden_sizes=256"], r"hidden_sizes: must be a list, .*given: 256"),
+        (["model.config.depths={a: 3}"], "depths: must be a list"),
+        (["model.config.num_labels=many"], r"num_labels: must be a whole number of at least 1 \(given: 'many'\)"),
+        (["model.config.num_labels=0"], "num_labels: must be a whole number of at least 1"),
+        (["model.config.id2label=5"], "id2label: must give each class's number its name"),
         (["model.config={model_type: resnet, layer_type: wide}"], "layer_type 'wide': must be basic or bottleneck"),
     ],
 )
@@ -144,6 +149,12 @@ def test_what_can_not_be_planned_is_one_line(overrides: list[str], words: str) -
     with pytest.raises(InputError, match=words) as caught:
         plan(resnet(*overrides))
     assert "\n" not in str(caught.value)
+
+
+def test_the_jobs_own_classes_count_before_the_configurations() -> None:
+    named = shape_of_resnet({"id2label": {0: "cat", 1: "dog", 2: "eel"}}, image_size=224)
+    assert (named.classes, shape_of_resnet({"num_labels": 7}, image_size=224).classes) == (3, 7)
+    assert shape_of_resnet({"num_labels": 7}, image_size=224, num_classes=5).classes == 5
 
 
 def test_machines_are_searched_for_images_too() -> None:

@@ -186,6 +186,43 @@ def test_a_task_without_formulas_is_replicated(job: MakeJob) -> None:
     assert resolve(vision).parallelism == ParallelismSpec(data_replicate=128)
 
 
+OPT_350M = {"hidden_size": 1024, "word_embed_proj_dim": 512, "vocab_size": 50272}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "opt", **OPT_350M}, "word_embed_proj_dim differs from hidden_size is not covered"),
+        ({"model_type": "nemotron_h", "layer_types": ["full_attention", "mlp"]}, "without Mamba layers is not covered"),
+        ({"model_type": "bloom", "vocab_size": 1000}, "'bloom': its sizes can't be planned"),
+    ],
+)
+def test_models_that_the_formulas_dont_describe_run_in_the_stated_layout(
+    job: MakeJob, config: dict[str, Any], words: str
+) -> None:
+    spec = job(
+        model={"source": None, "config": config}, parallelism={"data_shard": 128}, data={"document_masks": False}
+    )
+    assert resolve(spec).parallelism.data_shard == 128
+    with pytest.raises(InputError, match=words) as caught:
+        required_shape(spec)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llama", "layer_types": 5}, r"model.config.layer_types: must be a list \(given: 5\)"),
+        ({"model_type": "olmo2", "layer_types": "full_attention"}, "layer_types: must be a list"),
+        ({"model_type": ["llama"]}, "transformers has no causal language model of this type"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_one_line(job: MakeJob, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        resolve(job(model={"source": None, "config": config}))
+    assert "\n" not in str(caught.value)
+
+
 def test_started_processes_decide_over_the_machines_of_the_spec(job: MakeJob) -> None:
     """A job for two hosts of one GPU, tried with two processes and in the emulator."""
     spec = job(model=TINY, compute={"instance_type": "ml.p5.4xlarge", "instance_count": 2})

@@ -1,5 +1,6 @@
 """Parameter counts equal those of the real models, built on the meta device."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -47,8 +48,37 @@ SMALL: dict[str, dict[str, Any]] = {
         "q_lora_rank": 24,
         "kv_lora_rank": 16,
     },
+    "wide-values": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "n_routed_experts": 8,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 40,
+    },
+    "values-by-default": {
+        "model_type": "deepseek_v2",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_experts_per_tok": 3,
+        "qk_nope_head_dim": 32,
+    },
     "gpt_oss": {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "num_local_experts": 6},
     "nemotron_h": {"hidden_size": 64, "hybrid_override_pattern": "ME*M-M", "moe_latent_size": 16, "n_groups": 2},
+    "hybrid-in-words": {
+        "model_type": "nemotron_h",
+        "hidden_size": 64,
+        "layers_block_type": ["mamba", "moe", "attention", "linear_attention", "mlp", "full_attention"],
+        "hybrid_override_pattern": "M",
+    },
+    "hybrid-of-layer-types": {
+        "model_type": "nemotron_h",
+        "hidden_size": 64,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "hybrid-by-default": {"model_type": "nemotron_h", "hidden_size": 64},
     "opt": {"hidden_size": 64, "ffn_dim": 100, "num_attention_heads": 4, "word_embed_proj_dim": 64},
 }
 
@@ -105,6 +135,25 @@ def test_active_parameters_of_experts() -> None:
     assert shape_of_known("llama-2-7b").active_params == shape_of_known("llama-2-7b").params
 
 
+def test_of_layers_that_predict_further_tokens_a_token_uses_its_own_experts_too() -> None:
+    """As many active parameters as one of the model's own, and its projection."""
+    shape = shape_of_known("deepseek-v3")
+    further = dataclasses.replace(shape, mtp_layers=1)
+    layer = dataclasses.replace(shape, layers=shape.layers + 1)
+    projection = 2 * shape.hidden**2 + 2 * shape.hidden
+    assert further.params - shape.params == layer.params - shape.params + projection
+    assert further.active_params - shape.active_params == layer.active_params - shape.active_params + projection
+    assert further.active_params / 1e9 == pytest.approx(38.3, abs=0.1)
+    none_routed = dataclasses.replace(shape, mtp_layers=1, dense_layers=shape.layers)
+    assert none_routed.active_params == none_routed.params
+
+
+def test_scores_cost_as_much_as_keys_and_values_are_wide() -> None:
+    shape = shape_of_known("deepseek-v3")
+    assert shape.score_dim == 128 * (128 + 64 + 128) / 2
+    assert dataclasses.replace(shape, value_head_dim=256).score_dim == 128 * (128 + 64 + 256) / 2
+
+
 def test_flops_per_token_by_hand() -> None:
     shape = shape_of_known("llama-2-7b")
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096 + 32000 * 4096
@@ -150,8 +199,37 @@ def test_a_folder_with_a_config_is_read(tmp_path: Any) -> None:
         ({"model_type": "llama", "hidden_size": "big"}, "hidden_size: must be a whole number"),
         ({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 5}, "5 key/value heads must divide"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "experts per token must be 1 to 8"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 5}, r"mlp_only_layers: must be a list \(given: 5\)"),
+        ({"model_type": "deepseek_v3", "v_head_dim": 0}, r"v_head_dim: must be at least 1 \(given: 0\)"),
+        ({"model_type": "nemotron_h", "layers_block_type": "mamba"}, "layers_block_type: must be a list"),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "gru"]}, "must be a list of mamba, .*mlp"),
+        ({"model_type": "nemotron_h", "layers_block_type": [["mamba"]]}, "must be a list of mamba"),
+        ({"model_type": "nemotron_h", "layers_block_type": []}, "must be a list of mamba"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, "must be a text of M, "),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": 5}, "must be a text of M, "),
     ],
 )
 def test_impossible_models_are_refused(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as caught:
         shape_from_config(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_nobody_can_read_is_one_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.json"
+    for content, words in (
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "must be a JSON object"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=rf"config.json: {words}") as caught:
+            shape_from_source(str(tmp_path))
+        assert "\n" not in str(caught.value)
+
+    def refused(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr("pathlib.Path.read_text", refused)
+    with pytest.raises(InputError, match=r"config.json: can't be read \(Permission denied\)"):
+        shape_from_source(str(tmp_path))

@@ -103,19 +103,38 @@ def shape_of_resnet(
 ) -> ConvolutionalShape:
     """The shape of transformers' ResNet configuration; InputError for a size that can't be."""
     stated = {**DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
+    for name in ("hidden_sizes", "depths"):
+        if not isinstance(stated[name], list | tuple):
+            raise InputError(f"model.config.{name}: must be a list, a number a stage (given: {stated[name]!r})")
     widths, depths = list(stated["hidden_sizes"]), list(stated["depths"])
     sizes = [stated["embedding_size"], stated["num_channels"], *widths, *depths]
     if len(widths) != len(depths) or not widths:
         raise InputError(
             f"model.config: hidden_sizes has {len(widths)} stages and depths {len(depths)}; make them equal"
         )
-    if any(not isinstance(item, int) or isinstance(item, bool) or item < 1 for item in sizes):
+    if not all(_is_size(item) for item in sizes):
         raise InputError("model.config: embedding_size, num_channels, hidden_sizes and depths must be at least 1")
     if stated["layer_type"] not in ("basic", "bottleneck"):
         raise InputError(f"model.config.layer_type {stated['layer_type']!r}: must be basic or bottleneck")
-    labels = num_classes or (len(stated["id2label"]) if stated.get("id2label") else stated["num_labels"])
     layers = tuple(_layers(stated, widths, depths, image_size))
-    return ConvolutionalShape(layers, widths[-1], int(labels))
+    return ConvolutionalShape(layers, widths[-1], num_classes or _num_labels(stated))
+
+
+def _num_labels(stated: Mapping[str, Any]) -> int:
+    """Classes that the configuration states."""
+    names = stated.get("id2label")
+    if names:
+        if not isinstance(names, Mapping):
+            raise InputError(f"model.config.id2label: must give each class's number its name (given: {names!r})")
+        return len(names)
+    number = stated["num_labels"]
+    if not _is_size(number):
+        raise InputError(f"model.config.num_labels: must be a whole number of at least 1 (given: {number!r})")
+    return int(number)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _layers(stated: Mapping[str, Any], widths: list[int], depths: list[int], image_size: int) -> Iterator[Convolution]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainyard.errors import InputError
-from trainyard.planner.families import own_config_from_source
+from trainyard.planner.families import listed, own_config_from_source
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec
 from trainyard.spec.model_types import position_names
@@ -21,7 +21,7 @@ def facts_of(job: JobSpec, shape: ModelShape | None) -> ModelFacts:
     facts = ModelFacts(
         model_type=model_type,
         num_layers=_whole(config.get("num_hidden_layers", config.get("n_layer"))),
-        layer_types=frozenset(map(str, config.get("layer_types") or ())),
+        layer_types=frozenset(map(str, listed(config, "layer_types") or ())),
         max_positions=_whole(positions[0]) if positions else None,
         balances_router=bool(config.get("output_router_logits", False)),
         router_noise=_share(config.get("router_jitter_noise")),
@@ -47,7 +47,7 @@ def _with_sizes(facts: ModelFacts, config: Mapping[str, Any], shape: ModelShape)
         "moe_intermediate_size": shape.moe_ffn if shape.shared_ffn else 0,
     }
     rows = {
-        "heads": shape.heads * (_whole(config.get("v_head_dim")) or shape.head_dim),
+        "heads": shape.value_dim,
         "intermediate_size": shape.ffn,
         "shared experts": shape.shared_ffn,
     }

@@ -20,6 +20,10 @@ from trainyard.spec.model_types import position_names
 Config = Mapping[str, Any]
 
 
+class NotCoveredError(InputError):
+    """A model that there may well be, and that no formula here describes."""
+
+
 def _number(config: Config, default: int | None, *names: str) -> int:
     """The first of `names` in the configuration, else the family's default."""
     for name in names:
@@ -31,6 +35,14 @@ def _number(config: Config, default: int | None, *names: str) -> int:
     if default is None:
         raise InputError(f"model.config: {names[0]} is missing")
     return default
+
+
+def listed(config: Config, name: str) -> list[Any] | None:
+    """What a configuration lists under that name; None where it says nothing."""
+    found = config.get(name)
+    if found is not None and not isinstance(found, list | tuple):
+        raise InputError(f"model.config.{name}: must be a list (given: {found!r})")
+    return None if found is None else list(found)
 
 
 def _common(config: Config, defaults: Mapping[str, int]) -> dict[str, Any]:
@@ -106,7 +118,7 @@ def _qwen3(config: Config) -> ModelShape:
 
 def _dense_layers(config: Config, layers: int) -> int:
     """Layers of a Qwen MoE model without routed experts."""
-    named = set(config.get("mlp_only_layers") or ())
+    named = listed(config, "mlp_only_layers") or []
     step = _number(config, 1, "decoder_sparse_step")
     return sum(index in named or step == 0 or (index + 1) % step != 0 for index in range(layers))
 
@@ -250,7 +262,7 @@ def _gpt_neox(config: Config) -> ModelShape:
 def _opt(config: Config) -> ModelShape:
     hidden = _number(config, 768, "hidden_size")
     if _number(config, hidden, "word_embed_proj_dim") != hidden:
-        raise InputError("model.config: an OPT whose word_embed_proj_dim differs from hidden_size is not covered")
+        raise NotCoveredError("model.config: an OPT whose word_embed_proj_dim differs from hidden_size is not covered")
     heads = _number(config, 12, "num_attention_heads")
     return ModelShape(
         layers=_number(config, 12, "num_hidden_layers"),
@@ -304,8 +316,12 @@ def _deepseek(config: Config) -> ModelShape:
     defaults = DEEPSEEK_DEFAULTS[str(config.get("model_type"))]
     sizes = _common({**config, "num_key_value_heads": None}, defaults)
     expert = _number(config, defaults["moe_intermediate_size"], "moe_intermediate_size")
+    key, value = _number(config, 128, "qk_nope_head_dim"), _number(config, 128, "v_head_dim")
+    if value < 1:
+        raise InputError(f"model.config.v_head_dim: must be at least 1 (given: {value})")
     return ModelShape(
-        **{**sizes, "head_dim": _number(config, 128, "qk_nope_head_dim")},
+        **{**sizes, "head_dim": key},
+        value_head_dim=0 if value == key else value,
         experts=_number(config, defaults["n_routed_experts"], "n_routed_experts"),
         experts_per_token=_number(config, defaults["num_experts_per_tok"], "num_experts_per_tok"),
         moe_ffn=expert,
@@ -343,11 +359,34 @@ def _gpt_oss(config: Config) -> ModelShape:
     )
 
 
+HYBRID_BLOCKS = {
+    **dict.fromkeys(("mamba", "linear_attention"), "M"),
+    **dict.fromkeys(("attention", "full_attention"), "*"),
+    "moe": "E",
+    "mlp": "-",
+}
+"""What transformers calls a hybrid's layers, by its older and its newer words -> their letter in a pattern."""
+
+
+def _hybrid_pattern(config: Config) -> str:
+    """A hybrid's layers, one letter each: transformers 5 writes a list, and reads a pattern where there is none."""
+    name = next((name for name in ("layers_block_type", "layer_types") if config.get(name) is not None), None)
+    if name is not None:
+        blocks = listed(config, name) or []
+        if not blocks or any(not isinstance(block, str) or block not in HYBRID_BLOCKS for block in blocks):
+            raise InputError(f"model.config.{name}: must be a list of {', '.join(HYBRID_BLOCKS)} (one a layer)")
+        return "".join(HYBRID_BLOCKS[block] for block in blocks)
+    pattern = config.get("hybrid_override_pattern", "ME*-")
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*E-"):
+        raise InputError("model.config.hybrid_override_pattern: must be a text of M, *, E and - (one a layer)")
+    return pattern
+
+
 def _nemotron_h(config: Config) -> ModelShape:
     """NVIDIA's hybrids: a pattern of M (Mamba-2), * (attention), E (experts) and - (feed-forward); squared ReLU."""
-    pattern = str(config.get("hybrid_override_pattern") or "")
-    if not pattern or set(pattern) - set("M*E-"):
-        raise InputError("model.config.hybrid_override_pattern: must be a text of M, *, E and - (one a layer)")
+    pattern = _hybrid_pattern(config)
+    if "M" not in pattern:
+        raise NotCoveredError("model.config: a nemotron_h without Mamba layers is not covered")
     defaults = {
         "hidden_size": 4096,
         "num_attention_heads": 32,
@@ -401,13 +440,14 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
 
 
 def shape_from_config(config: Config) -> ModelShape:
-    """The shape of a Hugging Face configuration; InputError for a family whose sizes aren't known or a size of 0."""
+    """The shape of a Hugging Face configuration; InputError for a size that can't be, NotCoveredError for a model of
+    which no formula tells."""
     model_type = str(config.get("model_type"))
     reader = FAMILIES.get(model_type)
     if reader is None:
         close = difflib.get_close_matches(model_type, FAMILIES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise InputError(
+        raise NotCoveredError(
             f"model.config.model_type {model_type!r}: its sizes can't be planned{hint} (known: {', '.join(FAMILIES)})"
         )
     return checked(reader(config))
@@ -539,7 +579,9 @@ def config_from_source(source: str) -> Config:
     if "://" not in source and os.path.isfile(folder / "config.json"):  # noqa: PTH113
         try:
             found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except ValueError as error:
+        except OSError as error:
+            raise InputError(f"{folder / 'config.json'}: can't be read ({error.strerror or error})") from None
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{folder / 'config.json'}: is not JSON ({error})") from None
         if not isinstance(found, dict):
             raise InputError(f"{folder / 'config.json'}: must be a JSON object, is {type(found).__name__}")

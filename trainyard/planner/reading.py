@@ -1,14 +1,15 @@
 """What a job spec means to the formulas: its model's shape, its machines, and its layout for given choices."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trainyard.errors import InputError
 from trainyard.hardware import Instance, instance, instance_types
 from trainyard.planner.constants import has_hopper_workspaces
 from trainyard.planner.families import (
-    FAMILIES,
     Config,
+    NotCoveredError,
     caps_scores,
     config_from_source,
     own_config_from_source,
@@ -51,8 +52,10 @@ def shape_of(job: JobSpec) -> ModelShape | None:
         return None
     config = _stated_config(job)
     if config is not None:
-        # A covered family with an impossible size is an error; another family is only unknown.
-        return shape_from_config(config) if config["model_type"] in FAMILIES else None
+        # A covered model with an impossible size is an error; another one is only unknown.
+        with suppress(NotCoveredError):
+            return shape_from_config(config)
+        return None
     try:
         return required_shape(job)
     except InputError:
