@@ -72,6 +72,59 @@ def test_writing_needs_a_data_key_of_the_buckets_default_or_the_asked_one(tenant
     assert "kms:GenerateDataKey" in multipart
 
 
+def test_a_key_out_of_service_serves_nobody(site: Site, tenants: Tenants) -> None:
+    """Not the root either: it reads nothing of a tenant whose keys await their deletion."""
+    acme, _ = tenants
+    kms = site("kms")
+    put(acme, acme.bucket)
+    blob = kms.encrypt(KeyId=own_key(site), Plaintext=b"secret")["CiphertextBlob"]
+    arn, key_id = acme.key_arn, acme.key_arn.rpartition("/")[2]
+
+    def told() -> set[str]:
+        source = {"Bucket": acme.bucket, "Key": "checkpoint"}
+        calls = [
+            get(acme, acme.bucket),
+            put(acme, acme.bucket),
+            refusal(lambda: site("s3").get_object(**source)),
+            refusal(lambda: site("s3").put_object(**source)),
+            refusal(lambda: site("s3").copy_object(Bucket=acme.bucket, Key="copy", CopySource=source)),
+            refusal(lambda: site("s3").create_multipart_upload(Bucket=acme.bucket, Key="big")),
+        ]
+        return set(calls)
+
+    assert told() == {""}
+    kms.disable_key(KeyId=key_id)
+    assert told() == {f"KMS.DisabledException: {arn} is disabled."}
+    assert "400" in refusal(lambda: acme.s3.head_object(Bucket=acme.bucket, Key="checkpoint"))
+    assert refusal(lambda: kms.encrypt(KeyId=arn, Plaintext=b"x")) == f"DisabledException: {arn} is disabled."
+    kms.enable_key(KeyId=key_id)
+    assert told() == {""}
+    kms.schedule_key_deletion(KeyId=key_id, PendingWindowInDays=7)
+    assert told() == {f"KMS.KMSInvalidStateException: {arn} is pending deletion."}
+    for change in (kms.enable_key, kms.schedule_key_deletion):
+        assert "KMSInvalidStateException" in refusal(lambda change=change: change(KeyId=key_id))  # type: ignore[misc]
+    assert refusal(lambda: site("s3").delete_object(Bucket=acme.bucket, Key="checkpoint")) == ""
+    kms.cancel_key_deletion(KeyId=key_id)
+    assert told() == {f"KMS.DisabledException: {arn} is disabled.", "NoSuchKey: The specified key does not exist."}
+    assert "is not pending deletion" in refusal(lambda: kms.cancel_key_deletion(KeyId=key_id))
+    assert kms.decrypt(CiphertextBlob=blob)["Plaintext"] == b"secret"
+
+
+def test_nothing_is_written_under_a_key_that_is_not_there(site: Site, tenants: Tenants) -> None:
+    acme, _ = tenants
+    missing = acme.key_arn[:-12] + "0" * 12
+    asked = {"Bucket": acme.bucket, "Key": "x", "ServerSideEncryption": "aws:kms", "SSEKMSKeyId": missing}
+    told = refusal(lambda: site("s3").put_object(**asked))
+    assert told == f"KMS.NotFoundException: Key '{missing}' does not exist"
+    default = {"Bucket": acme.bucket, "Key": "x", "ServerSideEncryption": "aws:kms"}
+    assert refusal(lambda: site("s3").put_object(**default)) == ""  # aws/s3, which every account has
+
+
+def own_key(site: Site) -> str:
+    """A key that only the root uses."""
+    return str(site("kms").create_key()["KeyMetadata"]["Arn"])
+
+
 def test_copying_needs_both_ends(tenants: Tenants) -> None:
     acme, globex = tenants
     put(acme, acme.bucket)

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from trainyard import emulator
 from trainyard.launch.place import open_tenant
@@ -87,11 +89,18 @@ def test_a_tenant_leaves_with_its_keys(run: Any, environment_file: Path) -> None
     spec = load_environment(environment_file)
     keys = open_tenant(spec, "globex", "test").contract.keys.model_dump().values()
     before = environment_file.read_text()
+    account = open_account(spec)
+    copy = {"Bucket": f"copies-{uuid.uuid4().hex[:12]}", "Key": "checkpoint"}
+    account.client("s3").create_bucket(Bucket=copy["Bucket"])
+    key = open_tenant(spec, "globex", "test").contract.keys.checkpoints
+    account.client("s3").put_object(**copy, Body=b"weights", ServerSideEncryption="aws:kms", SSEKMSKeyId=key)
     code, document, _ = run("offboard", "--tenant", "globex")
     assert (code, environment_file.read_text()) == (0, before)
     assert [step["made"] for step in document["steps"]] == [True, False]
     code, _, said = run("offboard", "--tenant", "globex", "--yes")
     assert code == 0, said
-    kms = open_account(spec).client("kms")
+    kms = account.client("kms")
     assert {kms.describe_key(KeyId=key)["KeyMetadata"]["KeyState"] for key in keys} == {"PendingDeletion"}
+    with pytest.raises(ClientError, match="KMSInvalidStateException"):  # what was copied elsewhere is shredded too
+        account.client("s3").get_object(**copy)
     assert "globex" not in load_environment(environment_file).tenants

@@ -9,6 +9,7 @@ from typing import Any
 import boto3
 import pytest
 import torch
+from botocore.exceptions import ClientError
 from moto.server import DomainDispatcherApplication, create_backend_app
 from trainer.checkpoint import Checkpointer, destination
 from werkzeug.serving import make_server
@@ -176,3 +177,12 @@ def test_what_a_killed_upload_left_is_removed_at_the_next_start(job: Job, tmp_pa
     assert again.said.count("checkpoint unfinished uploads of an earlier run removed: 1") == 1
     assert again.newest() == 4
     s3.abort_multipart_upload(**others, UploadId=others_upload)
+
+
+@pytest.mark.parametrize("code", ["KMS.DisabledException", "KMS.KMSInvalidStateException", "KMS.NotFoundException"])
+def test_a_key_out_of_service_is_not_asked_again(code: str) -> None:
+    """A person must mend it: a key that awaits its deletion is no passing trouble."""
+    answer = {"Error": {"Code": code, "Message": "arn:aws:kms:us-east-1:123456789012:key/one"}}
+    with pytest.raises(destination.DestinationError) as caught, destination.s3_errors("can't write it"):
+        raise ClientError(answer, "PutObject")
+    assert caught.value.is_refusal

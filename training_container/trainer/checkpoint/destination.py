@@ -28,6 +28,7 @@ _PERMANENT_S3_CODES = {
     "AllAccessDisabled",
     "InvalidAccessKeyId",
     "KMS.DisabledException",
+    "KMS.KMSInvalidStateException",
     "KMS.NotFoundException",
     "NoSuchBucket",
     "PermanentRedirect",

@@ -5,12 +5,12 @@ import json
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from xml.sax.saxutils import escape
 
 import botocore.session
 
-from trainyard.emulator.authorization import actions, s3
+from trainyard.emulator.authorization import actions, key_states, s3
 from trainyard.emulator.authorization.actions import Check, UnmappedError
 from trainyard.emulator.authorization.decide import Judge
 from trainyard.emulator.authorization.principals import Principal, Principals, UnknownCallerError
@@ -75,6 +75,10 @@ class Authorizer:
         if message is not None:
             _drain(environ)
             return deny(start_response, request, "AccessDenied", message)
+        code, message = self._key_refusal(request)
+        if code:
+            _drain(environ)
+            return deny(start_response, request, code, message, status=400)
         return self._answer(environ, start_response, principal, request)
 
     def _caller(self, request: AwsRequest) -> Principal:
@@ -108,6 +112,15 @@ class Authorizer:
             if denial is not None:
                 return denial.message
         return None
+
+    def _key_refusal(self, request: AwsRequest) -> tuple[str, str]:
+        """Of a key that is gone or out of service, to the root too."""
+        if request.service not in ("s3", "kms"):
+            return "", ""
+        try:
+            return key_states.refusal(request, self.checks(request), self.principals.key_state)
+        except UnmappedError:  # only the root's, who is not judged
+            return "", ""
 
     def checks(self, request: AwsRequest) -> list[Check]:
         """What `request` needs to be allowed; UnmappedError where that can't be told."""
@@ -166,13 +179,15 @@ def _respond(
     return [body]
 
 
-def deny(start_response: Any, request: AwsRequest, code: str, message: str) -> list[bytes]:
+def deny(
+    start_response: Any, request: AwsRequest, code: str, message: str, *, status: Literal[400, 403] = 403
+) -> list[bytes]:
     """Answer with an error that the request's own SDK turns into a ClientError with `message`."""
     family = "json" if request.protocol in ("json", "rest-json", "cbor") else request.protocol
     named = _CODES.get(code, {}).get(family, code)
     if request.protocol == "rest-xml":
         body = b"" if request.method == "HEAD" else _s3_error(named, message, request.path)
-        return _respond(start_response, 403, "application/xml", body)
+        return _respond(start_response, status, "application/xml", body)
     if request.protocol == "ec2":
         named = (
             "UnauthorizedOperation"

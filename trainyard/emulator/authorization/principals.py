@@ -122,6 +122,14 @@ class Principals:
             return str(backend.keys[key_id].arn)
         return given if given.startswith("arn:") else f"arn:aws:kms:{region}:{self.account}:key/{key_id or given}"
 
+    def key_state(self, arn: str) -> str | None:
+        """KMS's KeyState of a key of this account; None: it has no such key."""
+        from moto.kms.models import kms_backends
+
+        parts = arn.split(":")
+        key = kms_backends[self.account][parts[3]].keys.get(arn.rpartition("/")[2])
+        return str(key.key_state) if key is not None and key.arn == arn else None
+
     def trusts_service(self, role: Any, service: str, source_arn: str) -> bool:
         """Whether a role's trust policy lets `service` assume it for the resource `source_arn` of this account."""
         context = EvalContext(
