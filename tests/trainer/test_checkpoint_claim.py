@@ -68,6 +68,54 @@ def test_a_start_of_the_same_job_waits_and_is_never_lost(tmp_path: Path) -> None
     assert "acme-a-1 on " in line and line.endswith("has not let go of it; this start goes on")
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+@pytest.mark.parametrize(("folder_mode", "file_mode"), [(0o2775, 0o664), (0o755, 0o644), (0o700, 0o600)])
+def test_whoever_may_save_there_may_ask_who_does(tmp_path: Path, mask: int, folder_mode: int, file_mode: int) -> None:
+    tmp_path.chmod(folder_mode)
+    before = os.umask(mask)
+    try:
+        Claim(tmp_path, claimant=named("acme-a-1"), report=print).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / CLAIM_FILE).stat().st_mode & 0o777 == file_mode
+
+
+def test_a_file_that_only_another_user_may_write_keeps_out_while_that_lives_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def open_as_another(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_RDWR and path.exists() and not path.stat().st_mode & 0o222:  # root is refused nothing
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, flags, *rest)
+
+    with holder(tmp_path, {"TRAINYARD_JOB_ID": "acme-a-1"}) as first:
+        (tmp_path / CLAIM_FILE).chmod(0o444)
+        monkeypatch.setattr(os, "open", open_as_another)
+        with pytest.raises(InputError, match=r"acme-a-1 on .* saves there"):
+            Claim(tmp_path, claimant=named("acme-b-2"), report=print, other_seconds=0.3)
+        first.kill()
+        first.join()
+        mine = Claim(tmp_path, claimant=named("acme-b-2"), report=print, other_seconds=60)
+    # Of another process: here a lock is no obstacle, and to look into the file would give it up.
+    process = multiprocessing.get_context("fork").Process(target=expect_refusal, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    mine.close()
+    # A folder whose files only their owners may remove: who is gone keeps nobody out there either.
+    (tmp_path / CLAIM_FILE).chmod(0o444)
+    monkeypatch.setattr(Path, "unlink", lambda path: os.open(path, os.O_RDWR))
+    Claim(tmp_path, claimant=named("acme-c-3"), report=print, other_seconds=0).close()
+
+
+def expect_refusal(folder: Path) -> None:
+    """Where acme-b-2 saves."""
+    with pytest.raises(InputError, match="acme-b-2 on"):
+        Claim(folder, claimant=named("acme-d-4"), report=print, other_seconds=0)
+
+
 BY_HAND = ({}, {"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "0"})
 
 

@@ -22,6 +22,8 @@ _OWN_SECONDS = 60.0
 _OTHER_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
 _TAKEN = (errno.EACCES, errno.EAGAIN)
+_NUM_TRIES = 5
+"""Of taking a file that others replace meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,14 @@ class Claim:
 
         A file system that knows no locks, or can't be written, costs nothing here: who saves will say so.
         """
+        self._path = folder / CLAIM_FILE
         self._descriptor: int | None = None
+        self._is_writable = False
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-        if self._descriptor is None:
-            return
+        self._open()
         began, is_told = time.monotonic(), False
-        while (holder := self._holder()) is not None:
+        while (holder := self._taken()) is not None:
             is_own = claimant.tells_starts and holder.startswith(f"{claimant.name} ")
             is_another = claimant.tells_starts and not is_own
             if time.monotonic() - began > (other_seconds if is_another else own_seconds):
@@ -89,12 +91,65 @@ class Claim:
             time.sleep(_LOOK_SECONDS)
         self._sign(claimant.name)
 
-    def _holder(self) -> str | None:
-        """Who has it; None once this process has, or where there are no locks."""
+    def _open(self) -> None:
+        """The file, as far as this user may: another user's, in a folder that both save to, for reading alone."""
+        self.close()
+        with suppress(OSError):
+            try:
+                self._descriptor = os.open(self._path, os.O_RDWR)
+            except FileNotFoundError:
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            except PermissionError:
+                if os.access(self._path.parent, os.W_OK):  # else nothing is saved there
+                    self._descriptor, self._is_writable = os.open(self._path, os.O_RDONLY), False
+                return
+            self._is_writable = True
+            self._admit_others(self._descriptor)
+
+    def _admit_others(self, descriptor: int) -> None:
+        """Whoever may write to the folder may have the file, whatever this user's umask and group are."""
+        with suppress(OSError):
+            folder, own = self._path.parent.stat(), os.fstat(descriptor)
+            if own.st_uid == os.geteuid():
+                os.fchown(descriptor, -1, folder.st_gid)
+                os.fchmod(descriptor, folder.st_mode & 0o666)
+
+    def _taken(self) -> str | None:
+        """Who has it; None once this process has, or where nobody can."""
+        for _ in range(_NUM_TRIES):
+            holder = self._holder()
+            if holder is not None or self._descriptor is None:
+                return holder
+            if self._is_writable and self._is_there():
+                return None
+            if not self._is_writable:  # of another user whose process has ended, and who alone may write to it
+                try:
+                    if self._is_there():
+                        self._path.unlink()
+                except OSError:  # nor may it go: then it keeps nobody out
+                    self.close()
+                    return None
+            self._open()
+        return None
+
+    def _is_there(self) -> bool:
+        """Whether the file at hand is still the folder's: who found nobody's may have replaced it."""
         assert self._descriptor is not None
         try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+        except OSError:  # nobody can say
+            return True
+
+    def _holder(self) -> str | None:
+        """Who has the file at hand; None once this process has, or where there are no locks."""
+        if self._descriptor is None:
+            return None
+        kind = fcntl.LOCK_EX if self._is_writable else fcntl.LOCK_SH  # which shows one who has it alone as well
+        try:
             # Of the process: children that it forks don't keep it.
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._descriptor, kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _TAKEN:
                 words = os.pread(self._descriptor, 400, 0).decode(errors="replace").partition("\n")[0]
@@ -102,7 +157,8 @@ class Claim:
         return None
 
     def _sign(self, name: str) -> None:
-        assert self._descriptor is not None
+        if self._descriptor is None:
+            return
         with suppress(OSError):  # a full disk costs the name
             os.ftruncate(self._descriptor, 0)
             line = f"{name} on {socket.gethostname()}, process {os.getpid()}\n"
