@@ -26,7 +26,8 @@ def keep_room(room: Path) -> None:
 def tell(path: Path, text: str, room: Path) -> None:
     """Make `path` a file of `text`, whole or not at all, by writing over `room`; OSError where that can't be done."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = text.encode()
+    # A reason may name what is no text: a file's name in another encoding, half a character of somebody's JSON.
+    content = text.encode(errors="backslashreplace")
     descriptor = os.open(room, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         written = 0

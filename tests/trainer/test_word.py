@@ -18,6 +18,7 @@ from trainer.host import rank
 from trainer.host.hosts import OneHost
 from trainer.host.recovery import Ending, RestartPolicy
 from trainer.host.run import ROOM, Folders, HostRun, Place, finish
+from trainer.host.word import first_line
 from trainer.kubernetes import LOST_EXIT_CODE, tell_ending
 
 from trainyard.errors import JobFailedError
@@ -80,6 +81,45 @@ def test_where_nothing_can_be_written_over_a_name_tells_it_and_who_starts_pods_a
     disk.is_full = False
     assert tell_ending(1, tmp_path, tmp_path / "message") == LOST_EXIT_CODE
     assert (tmp_path / "message").read_text() == LOST
+
+
+NO_TEXT = "rank 0 on algo-1: ValueError: bad row \ud83d in caf\udce9.jsonl"
+"""Half a character of somebody's JSON, and a file's name in another encoding."""
+WRITTEN_OUT = NO_TEXT.encode(errors="backslashreplace").decode()
+
+
+@pytest.mark.parametrize("takes_writes_over", [True, False])
+def test_a_reason_that_is_no_text_is_written_out(takes_writes_over: bool, disk: Disk, tmp_path: Path) -> None:
+    keep_room(tmp_path / "output" / ROOM)
+    disk.is_full, disk.takes_writes_over = True, takes_writes_over
+    assert finish(Ending(1, NO_TEXT, details=(NO_TEXT,)), tmp_path / "output") == 1
+    disk.is_full = False
+    assert first_line(tmp_path / "output/failure") == WRITTEN_OUT
+    assert tell_ending(1, tmp_path, tmp_path / "message") == 1
+    assert (tmp_path / "message").read_text() == WRITTEN_OUT
+
+
+def test_a_name_of_bytes_is_read_all_the_same(tmp_path: Path) -> None:
+    os.symlink(b"caf\xe9 is full", os.fsencode(tmp_path / "failure"))  # noqa: PTH211  # of bytes
+    assert first_line(tmp_path / "failure") == "caf\\udce9 is full"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "utf-8:surrogateescape"])
+def test_what_is_no_text_is_said_all_the_same(encoding: str) -> None:
+    program = f"from trainer.speech import say; say({NO_TEXT!a}); say('step=2 \\xe9')"
+    paths = str(Path(rank.__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": f"{paths}:{Path(paths).parent}"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=300)
+    second = "step=2 \\xe9" if encoding == "ascii" else "step=2 \xe9"
+    assert done.stdout.decode() == f"{WRITTEN_OUT}\n{second}\n", done.stderr
+
+
+def test_what_is_no_text_is_said_to_somebodys_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    for log in (io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")):
+        monkeypatch.setattr(sys, "stdout", log)
+        speech.say(NO_TEXT)
+        log.seek(0)
+        assert log.read() == f"{WRITTEN_OUT}\n"
 
 
 def test_a_word_without_room_and_without_a_full_disk_is_told_all_the_same(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Runtime:
         """
         if self.store is None:
             return True
-        key = hashlib.sha256(f"{socket.gethostname()} {words}".encode()).hexdigest()
+        key = hashlib.sha256(f"{socket.gethostname()} {words}".encode(errors="backslashreplace")).hexdigest()
         try:
             return int(self.store.add(f"said/{key}", 1)) == 1
         except dist.DistError:

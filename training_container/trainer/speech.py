@@ -29,14 +29,17 @@ class _Mouth:
 
 def _write(stream: TextIO, text: str) -> None:
     """All of it, or OSError."""
+    # Who speaks may quote what is no text, a file's name in another encoding say; a line is lost for no character.
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    content = text.encode(encoding, "backslashreplace")
     if stream is not sys.__stdout__:  # somebody's own, which may be no file
-        stream.write(text)
+        stream.write(content.decode(encoding))
         stream.flush()
         return
     # Past Python's layers: an unbuffered one says nothing of what a disk that fills up had no room for, and a buffered
     # one keeps a line that was refused, to bring it later.
     stream.flush()
-    descriptor, rest = stream.fileno(), memoryview(text.encode(stream.encoding, stream.errors or "strict"))
+    descriptor, rest = stream.fileno(), memoryview(content)
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]

@@ -26,13 +26,20 @@ def tell_somehow(path: Path, line: str, more: str, room: Path) -> None:
             return
     with suppress(OSError):
         path.unlink(missing_ok=True)
-        path.symlink_to(line[:_LONGEST_LINK])
+        path.symlink_to(_plain(line)[:_LONGEST_LINK])
 
 
 def first_line(path: Path) -> str:
     """What was told there, however; empty where nothing was."""
     try:
         # No path: that would make one slash of two.
-        return os.readlink(path) if path.is_symlink() else path.read_text(encoding="utf-8").splitlines()[0]  # noqa: PTH115
+        if path.is_symlink():
+            return _plain(os.readlink(path))  # noqa: PTH115
+        return path.read_text(encoding="utf-8", errors="backslashreplace").splitlines()[0]
     except (OSError, IndexError):
         return ""
+
+
+def _plain(text: str) -> str:
+    """With what is no text (a cut character, a file's name in another encoding) written out."""
+    return text.encode(errors="backslashreplace").decode()
