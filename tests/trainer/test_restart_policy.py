@@ -114,3 +114,10 @@ def test_of_many_hosts_one_that_was_told_to_stop_ends_all_and_the_first_cause_is
     assert judged(RestartPolicy(RecoverySpec()), {"algo-1": told, "algo-2": follows}) == told
     saved = Ending(75, "saved; resume me")
     assert judged(RestartPolicy(RecoverySpec()), {"algo-1": Ending(0, ""), "algo-2": saved}) == saved
+
+
+def test_a_job_may_be_started_again_more_often_than_a_number_can_be_doubled() -> None:
+    judge = policy(max_restarts=5000)
+    orders = [judge(died(step)) for step in range(1, 1200)]
+    assert {order.delay_seconds for order in orders[9:] if isinstance(order, Restart)} == {LONGEST_BACKOFF_SECONDS}
+    assert all(isinstance(order, Restart) for order in orders)

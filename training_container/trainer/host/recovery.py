@@ -16,6 +16,8 @@ from trainer.speech import say
 from trainyard.spec.job import RecoverySpec
 
 LONGEST_BACKOFF_SECONDS = 300.0
+_MOST_DOUBLINGS = 64
+"""A month's job may be started again more often than a power of two has room in a number."""
 
 _REPEATS_OF_WORDS = 2
 """The same error at the same step, again after a restart from a checkpoint: the program does that, not the machine."""
@@ -106,7 +108,8 @@ class RestartPolicy:
         now = self._clock()
         if spent := self._spent(now):
             return _with_words(failure, f"{spent} (recovery.max_restarts)")
-        delay = min(self._spec.backoff_seconds * 2 ** len(self._restarted_at), LONGEST_BACKOFF_SECONDS)
+        doubled = self._spec.backoff_seconds * 2.0 ** min(len(self._restarted_at), _MOST_DOUBLINGS)
+        delay = min(doubled, LONGEST_BACKOFF_SECONDS)
         self._restarted_at.append(now)
         self._num_restarts += 1
         return Restart(delay, self._num_restarts, failure)
