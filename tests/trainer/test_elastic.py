@@ -168,7 +168,9 @@ def test_an_adapted_batch_reads_the_same_samples_in_more_steps_at_its_rate(tmp_p
 )
 def test_a_lost_host_is_the_reason_unless_this_one_has_its_own(own: Ending, told: str) -> None:
     port = free_port()
-    judge = Judge(["algo-1", "algo-2"], "127.0.0.1", port, RestartPolicy(RecoverySpec(max_restarts=1)))
+    judge = Judge(
+        ["algo-1", "algo-2"], "127.0.0.1", port, RestartPolicy(RecoverySpec(max_restarts=1)), arrival_seconds=600
+    )
     first = ManyHosts("algo-1", "127.0.0.1", port, judge=judge, patience_seconds=60)
     second = ManyHosts("algo-2", "127.0.0.1", port, judge=None, patience_seconds=60)
     try:

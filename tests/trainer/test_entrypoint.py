@@ -11,12 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from trainer import entrypoint
-from trainer.host.rank import RankReport
 from trainer.host.run import Folders, HostRun, Place
 from trainer_testing.distributed import free_port
 
@@ -305,9 +303,10 @@ def test_a_peer_lost_as_the_host_is_told_to_stop_is_a_loss_once_steps_were_made(
     moment: str, code: int, tmp_path: Path
 ) -> None:
     """SageMaker ends all containers when one has ended: the others' last word must not be that nothing was lost."""
-    tree = opt_ml(tmp_path / "ml", processes_per_host=1)
+    tree = opt_ml(tmp_path / "ml")
     with running(tree, {"all": f"lose a peer {moment}"}) as process:
-        wait_for(tree / "output/data/ready-0", process)
+        for rank in (0, 1):
+            wait_for(tree / f"output/data/ready-{rank}", process)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=400)
     assert process.returncode == code, output
@@ -539,14 +538,3 @@ def test_a_host_name_may_appear_late(monkeypatch: pytest.MonkeyPatch, capsys: py
     answers.append(entrypoint.socket.gaierror("not known"))
     with pytest.raises(JobFailedError, match="host algo-1 has no address after 0 s"):
         entrypoint.first_address(place, {}, patience_seconds=0)
-
-
-def test_who_left_without_a_word_as_it_was_told_to_is_not_the_cause() -> None:
-    tail = [f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code}" for rank, code in ((1, 75), (0, 1))]
-    crashed = RankReport(0, 7, 1, 1.0, "RuntimeError: the loss is not a number")
-    host: Any = SimpleNamespace(_tail=tail, _place=SimpleNamespace(host="algo-1"), _killed=(), _was_told_to_stop=False)
-    ending = HostRun._failure(host, {0: crashed, 1: RankReport(1, 8)}, 1, made_a_step=True)
-    assert ending.reason == "rank 0 on algo-1: RuntimeError: the loss is not a number"
-    tail[0] = tail[0].replace("75", "-9")
-    ending = HostRun._failure(host, {0: crashed, 1: RankReport(1, 8)}, 1, made_a_step=True)
-    assert ending.reason == "rank 1 on algo-1 was killed by SIGKILL: out of memory on the host, or killed from outside"

@@ -140,7 +140,9 @@ def test_hosts_put_their_ranks_answers_together() -> None:
 
 def test_a_host_that_sees_a_hang_has_the_others_look_too_and_all_hear_the_same() -> None:
     port = free_port()
-    judge = Judge(["algo-1", "algo-2"], "127.0.0.1", port, RestartPolicy(RecoverySpec(max_restarts=1)))
+    judge = Judge(
+        ["algo-1", "algo-2"], "127.0.0.1", port, RestartPolicy(RecoverySpec(max_restarts=1)), arrival_seconds=600
+    )
     first, second = (
         ManyHosts(host, "127.0.0.1", port, judge=judge if host == "algo-1" else None, patience_seconds=60)
         for host in ("algo-1", "algo-2")

@@ -213,7 +213,10 @@ def join_hosts(place: Place, job: ResolvedJob, address: str, settings: Mapping[s
         return OneHost(policy)
     port = int(settings.get("TRAINYARD_RENDEZVOUS_PORT", DEFAULT_PORT)) + 1
     silence = float(settings.get("TRAINYARD_HOST_SILENCE_SECONDS", SILENCE_SECONDS))
-    judge = Judge(place.hosts, address, port, policy, silence_seconds=silence) if place.index == 0 else None
+    arrival = job.spec.recovery.arrival_seconds
+    judge = None
+    if place.index == 0:
+        judge = Judge(place.hosts, address, port, policy, arrival_seconds=arrival, silence_seconds=silence)
     return ManyHosts(place.host, address, port, judge=judge, patience_seconds=RESOLVE_SECONDS, silence_seconds=silence)
 
 

@@ -2,7 +2,8 @@
 
 Every start of the ranks is a round. Each host reports how its share of the round ended. The first failure stops the
 others' ranks; when all hosts have reported, one of them, the first, judges, and all do the same. The hosts talk over
-one TCP connection each to the first host, in lines of JSON; a host that falls silent is lost, and the job with it.
+one TCP connection each to the first host, in lines of JSON; a host that falls silent is lost, and the job with it, and
+so is one that has not come in time.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Protocol
 
@@ -50,11 +51,16 @@ class Hosts(Protocol):
     def have_answered(self) -> bool:
         """Whether all hosts have told so in this round."""
 
-    def conclude(self, ending: Ending) -> Restart | Ending:
-        """Report how this host's ranks ended; what all hosts do now. Waits for the others."""
+    def conclude(self, ending: Ending, is_time_up: Callable[[], bool] = ...) -> Restart | Ending:
+        """Report how this host's ranks ended; what all hosts do now. Waits for the others, until time is up: then this
+        host's ending is its own."""
 
     def close(self) -> None:
         """Let go of the others."""
+
+
+def _never() -> bool:
+    return False
 
 
 class OneHost:
@@ -79,7 +85,7 @@ class OneHost:
         """See Hosts."""
         return False
 
-    def conclude(self, ending: Ending) -> Restart | Ending:
+    def conclude(self, ending: Ending, is_time_up: Callable[[], bool] = _never) -> Restart | Ending:
         """See Hosts."""
         return judged(self._policy, {"": ending})
 
@@ -105,8 +111,11 @@ class Judge:
         port: int,
         policy: RestartPolicy,
         *,
+        arrival_seconds: float,
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
+        """`arrival_seconds`: a host that has not come by then is lost, once those that have can't go on without it."""
+        self._arrival_seconds = arrival_seconds
         self._silence_seconds = silence_seconds
         self._start = secrets.token_hex(8)
         self._hosts = frozenset(hosts)
@@ -115,8 +124,11 @@ class Judge:
         self._connections: dict[str, _Connection] = {}
         self._endings: dict[str, Ending] = {}
         self._answered: set[str] = set()
-        self._has_stopped = False
+        self._stop: Stop | None = None
+        """What all were told in this round, who comes later too."""
         self._is_over = False
+        self._is_late = False
+        """The time is over in which hosts may come."""
         try:
             self._listener = socket.create_server((address, port))
         except OSError as error:
@@ -124,6 +136,14 @@ class Judge:
                 f"port {port} of {address}, on which the hosts agree, can't be opened: {error.strerror}"
             ) from None
         threading.Thread(target=self._accept, daemon=True).start()
+        self._timer = threading.Timer(arrival_seconds, self._on_late)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _on_late(self) -> None:
+        with self._lock:
+            self._is_late = True
+            self._go_on()
 
     def _accept(self) -> None:
         while True:
@@ -144,13 +164,14 @@ class Judge:
                 return
             self._connections[host] = connection
             connection.send({"start": self._start})
+            if self._stop is not None:
+                connection.send({"stop": self._stop})
         while (message := connection.receive()) is not None:
             with self._lock:
                 if "ending" in message:
                     self._note(host, _ending(message["ending"]))
-                elif "hang" in message and not self._has_stopped:
-                    self._has_stopped = True
-                    self._tell_all({"stop": "hang"})
+                elif "hang" in message:
+                    self._tell_stop("hang")
                 elif "answered" in message:
                     self._answered.add(host)
                     if self._answered == self._hosts:
@@ -162,26 +183,41 @@ class Judge:
         if self._is_over:  # a host was lost: what the others say afterwards is theirs alone
             return
         self._endings[host] = ending
-        if ending.exit_code != 0 and not self._has_stopped:
-            self._has_stopped = True
-            self._tell_all({"stop": _stop(ending)})
-        if set(self._endings) == self._hosts:
-            self._conclude(judged(self._policy, self._endings))
+        if ending.exit_code != 0:
+            self._tell_stop(_stop(ending))
+        self._go_on()
 
-    def _lost(self, host: str) -> None:
+    def _go_on(self) -> None:
+        """Conclude, where there is nobody left to wait for."""
+        waited_for = self._hosts - set(self._endings)
+        if self._is_over or not self._endings or not waited_for.isdisjoint(self._connections):
+            return
+        # Who has never come saves nothing that others, once told to stop, would have to wait for.
+        if not waited_for or any(ending.was_told_to_stop for ending in self._endings.values()):
+            self._conclude(judged(self._policy, self._endings))
+        elif self._is_late:
+            why = f"it has not come within {self._arrival_seconds:.0f} s (recovery.arrival_seconds)"
+            self._lost(min(waited_for), f"{why}: did its machine start, and what does its own log say?")
+
+    def _lost(self, host: str, why: str = "its entrypoint was killed, or the network parted") -> None:
         if self._is_over:
             return
         # Its own reason, where it gave one, says more; and what is done stays done.
         known = dict(self._endings)
-        known.setdefault(host, Ending(1, f"host {host} is gone: its entrypoint was killed, or the network parted"))
+        known.setdefault(host, Ending(1, f"host {host} is gone: {why}"))
         self._tell_all({"stop": "lost"})
         self._conclude(cause(known))
 
     def _conclude(self, order: Restart | Ending) -> None:
-        self._endings, self._answered, self._has_stopped = {}, set(), False
+        self._endings, self._answered, self._stop = {}, set(), None
         kind = "restart" if isinstance(order, Restart) else "finish"
         self._is_over = kind == "finish"
         self._tell_all({kind: asdict(order)})
+
+    def _tell_stop(self, stop: Stop) -> None:
+        if self._stop is None:
+            self._stop = stop
+            self._tell_all({"stop": stop})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for connection in self._connections.values():
@@ -189,6 +225,7 @@ class Judge:
 
     def close(self) -> None:
         """Stop listening."""
+        self._timer.cancel()
         self._listener.close()
 
 
@@ -250,7 +287,7 @@ class ManyHosts:
         """See Hosts."""
         return self._have_answered
 
-    def conclude(self, ending: Ending) -> Restart | Ending:
+    def conclude(self, ending: Ending, is_time_up: Callable[[], bool] = _never) -> Restart | Ending:
         """See Hosts."""
         self._connection.send({"ending": asdict(ending)})
         while True:
@@ -258,6 +295,8 @@ class ManyHosts:
             with contextlib.suppress(queue.Empty):
                 order = self._orders.get(timeout=0.2)
                 break
+            if is_time_up():
+                return ending
         if isinstance(order, Restart):
             self._stop, self._have_answered = None, False
             return order

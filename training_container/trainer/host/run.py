@@ -5,7 +5,6 @@ import ctypes
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -13,12 +12,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from trainer.host.failures import broken_torch, failures, lost_a_peer
 from trainer.host.hosts import Hosts
 from trainer.host.losses import LostHosts
 from trainer.host.rank import RESUME_EXIT_CODE, STOP_FILE, RankReport, read_reports
@@ -37,16 +37,11 @@ ROOM = ".room"
 _TAIL_LINES = 300
 _POLL_SECONDS = 0.2
 _SURVIVOR_SECONDS = 5.0
-"""How long ranks may take to find out that another one is dead, and leave by themselves."""
+"""How long ranks may take to find out that another one is dead, and leave by themselves. Also, once the time after a
+signal to stop is over, how long the other hosts may take to say how theirs ended."""
+_TORCHRUN_SECONDS = 900
+"""How long torchrun waits for its like on the other hosts, if not told (torch's launcher)."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PEER_LOSS = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|remote process exited|timed out|DistNetworkError|DistStoreError",
-    re.IGNORECASE,
-)
-"""What a rank says when another one is gone: a consequence, not the cause."""
-_PEER_MISSED = re.compile(r"did not arrive within|can't reach the first host|could not connect to each other")
-"""The same, in the words of `trainer.rendezvous`."""
-_TORCHRUN_FAILURE = re.compile(r"rank\s+:\s+(\d+) \(local_rank: \d+\)\s+exitcode\s+:\s+(-?\d+)")
 
 
 @dataclass(frozen=True)
@@ -98,6 +93,8 @@ class HostRun:
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._process: subprocess.Popen[bytes] | None = None
         self._was_told_to_stop = False
+        self._told_at = math.inf
+        """When it was (monotonic)."""
         self._was_killed = False
         self._hang = ""
         """Which rank hangs and where it stands; empty where none does."""
@@ -142,7 +139,7 @@ class HostRun:
             signal.signal(number, self._on_signal)
         while True:
             ending = self._run_once(hosts) if not self._was_told_to_stop else _stopped_between()
-            order = hosts.conclude(ending)
+            order = hosts.conclude(ending, self._is_time_up)
             if isinstance(order, Ending):
                 self._log.ended()
                 return self._losses.judged(order, start=hosts.start)
@@ -307,6 +304,7 @@ class HostRun:
             *("--master-addr", self._address),
             *("--master-port", self._settings.get("TRAINYARD_RENDEZVOUS_PORT", str(DEFAULT_PORT))),
             *("--max-restarts", "0"),
+            *("--rdzv-conf", f"timeout={max(_TORCHRUN_SECONDS, math.ceil(self._job.spec.recovery.arrival_seconds))}"),
             # Ranks write there nothing; but where none is given torchrun makes a temporary one that nobody removes.
             *("--log-dir", str(self._work / "torchrun")),
             # Who signals all processes of a job, as Slurm does, reaches torchrun too, which would kill the ranks after
@@ -346,7 +344,7 @@ class HostRun:
             self._tell_ranks(signal.SIGUSR1, self._ranks())
             return
         if number != signal.SIGALRM and not self._was_told_to_stop:
-            self._was_told_to_stop = True
+            self._was_told_to_stop, self._told_at = True, time.monotonic()
             say(f"entrypoint: told to stop; the ranks have {self._grace_seconds:.0f} s to save")
             signal.setitimer(signal.ITIMER_REAL, self._grace_seconds)
             # For ranks that are only just being started; before the look at those that run. A full disk may take none.
@@ -358,6 +356,10 @@ class HostRun:
         elif number == signal.SIGALRM:
             self._was_killed = True
             self._kill_all()
+
+    def _is_time_up(self) -> bool:
+        """Whether who told this host to stop would soon kill it: the others' word may come too late."""
+        return time.monotonic() > self._told_at + self._grace_seconds + _SURVIVOR_SECONDS
 
     @property
     def _own_ranks(self) -> range:
@@ -388,8 +390,9 @@ class HostRun:
             return Ending(1, self._hang)
         if self._was_told_to_stop and not reports:
             return _stopped_between()
-        # What a rank failed of by itself would be met again.
-        if self._was_killed and (made_a_step or set(codes.values()) <= {None, 0, RESUME_EXIT_CODE}):
+        # What a rank failed of by itself would be met again, and where all have ended none was cut short.
+        has_failed = not set(codes.values()) <= {None, 0, RESUME_EXIT_CODE}
+        if self._was_killed and None in codes.values() and (made_a_step or not has_failed):
             return self._cut_short(codes, made_a_step=made_a_step)
         return self._failure(reports, torchrun_code, made_a_step=made_a_step)
 
@@ -399,49 +402,37 @@ class HostRun:
         if not made_a_step:
             # A long tokenization or restore is not broken off by the signal; to make it anew is all that is lost.
             return Ending(RESUME_EXIT_CODE, f"stopped before the first step, killed {grace}; resume me")
-        late = ", ".join(str(rank) for rank, code in codes.items() if code is None)
-        return Ending(1, f"ranks {late} of {self._place.host} did not save and exit within {grace}")
+        late = [str(rank) for rank, code in codes.items() if code is None]
+        return Ending(1, f"ranks {', '.join(late)} of {self._place.host} did not save and exit within {grace}")
 
     def _failure(self, reports: Mapping[int, RankReport], torchrun_code: int, *, made_a_step: bool) -> Ending:
-        tail = tuple(self._tail)
-        died = {int(rank): int(code) for rank, code in _TORCHRUN_FAILURE.findall("\n".join(tail))}
-        # Another rank's end told it to stop, and a second time as it wrote its word: it left none, and caused nothing.
-        silent = [
-            rank
-            for rank, code in died.items()
-            if rank in reports
-            and reports[rank].exit_code is None
-            and code != RESUME_EXIT_CODE
-            and rank not in self._killed
-        ]
-        for rank in silent:
-            why = _signal_words(died[rank])
-            return Ending(1, f"rank {rank} on {self._place.host} {why}", tail)
-        failed = [report for report in reports.values() if report.exit_code not in (None, 0, RESUME_EXIT_CODE)]
-        # A cause comes before its consequences, and a peer's loss is always a consequence.
-        failed.sort(key=lambda report: (_lost_a_peer(report), not _words(report), report.ended_at or 0.0))
-        is_only_lost = any(map(_lost_a_peer, failed)) and not any(map(_has_own_words, failed))
+        tail, host = tuple(self._tail), self._place.host
+        failed = failures(reports, tail, killed=self._killed, has_peers=self._job.world_size > 1)
+        is_only_lost = any(one.lost_a_peer for one in failed) and all(
+            one.lost_a_peer or not one.words for one in failed
+        )
         if self._was_told_to_stop and is_only_lost and not made_a_step:
             # Told to stop while the ranks were still meeting: one left before another had found it; no step is lost.
             # Or a host was, and SageMaker ends the others: that the judge knows, and `conclude` prefers its word.
             return Ending(RESUME_EXIT_CODE, "stopped before the first step; resume me")
-        if failed:
-            report = failed[0]
-            words = _words(report) or f"exit code {report.exit_code}; the first host's reason may say more"
-            lost_a_peer = _lost_a_peer(report)
-            note = " (it lost another rank: see the other hosts' reason)" if lost_a_peer else ""
+        if failed and (report := failed[0].report) is not None:
+            words = failed[0].words or f"exit code {report.exit_code}; the first host's reason may say more"
+            note = " (it lost another rank: see the other hosts' reason)" if failed[0].lost_a_peer else ""
             return Ending(
                 exit_code=2 if report.exit_code == 2 else 1,
-                reason=f"rank {report.rank} on {self._place.host}: {words}{note}",
+                reason=f"rank {report.rank} on {host}: {words}{note}",
                 details=report.stderr_tail,
-                has_spoken=not lost_a_peer,
-                is_consequence=lost_a_peer,
+                has_spoken=not failed[0].lost_a_peer,
+                is_consequence=failed[0].lost_a_peer,
             )
-        broken = _broken_torch(tail) if not reports else None
+        if failed:
+            return Ending(1, f"rank {failed[0].rank} on {host} {failed[0].words}", tail)
+        broken = broken_torch(tail) if not reports else None
         if broken is not None:
-            return Ending(1, f"torch can't be imported on {self._place.host}: {broken}", tail)
+            return Ending(1, f"torch can't be imported on {host}: {broken}", tail)
         words = next((line for line in reversed(tail) if line.strip()), f"exit code {torchrun_code}")
-        return Ending(1, f"torchrun failed on {self._place.host}: {words.strip()}", tail)
+        is_consequence = len(self._place.hosts) > 1 and lost_a_peer(words)
+        return Ending(1, f"torchrun failed on {host}: {words.strip()}", tail, is_consequence=is_consequence)
 
 
 def _stopped_between() -> Ending:
@@ -454,38 +445,6 @@ def _exists(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
     except (OSError, IndexError):
         return False
-
-
-def _words(report: RankReport) -> str:
-    """Why a rank failed, in one line: its exception, else the last thing it wrote to stderr."""
-    last_line = report.stderr_tail[-1].strip() if report.stderr_tail else ""
-    return report.error or last_line.removeprefix("trainyard: ")
-
-
-def _lost_a_peer(report: RankReport) -> bool:
-    """Whether a rank failed because another one was gone, or never came."""
-    return bool(_PEER_LOSS.search(report.error) or _PEER_MISSED.search(_words(report)))
-
-
-def _has_own_words(report: RankReport) -> bool:
-    """Whether it says anything else than that; a host's second rank leaves a common error to the first."""
-    return bool(_words(report)) and not _lost_a_peer(report)
-
-
-def _signal_words(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code} and no word"
-    name = signal.Signals(-exit_code).name
-    return f"was killed by {name}" + (
-        ": out of memory on the host, or killed from outside" if name == "SIGKILL" else ""
-    )
-
-
-def _broken_torch(tail: Sequence[str]) -> str | None:
-    """What Python said when `import torch` failed, if it did."""
-    errors = ("ImportError", "ModuleNotFoundError", "OSError")
-    is_import = any("torch" in line for line in tail)
-    return next((line for line in reversed(tail) if line.startswith(errors)), None) if is_import else None
 
 
 def finish(ending: Ending, output: Path) -> int:
