@@ -19,6 +19,7 @@ from trainyard.launch.checks import refused_by_plan
 from trainyard.planner import plan, search
 from trainyard.planner.goodput import (
     RESTART_SECONDS,
+    Saved,
     Saving,
     best_interval_seconds,
     expected_seconds,
@@ -134,7 +135,7 @@ def test_tiers_by_hand() -> None:
     assert tiers["s3"].read_bytes_per_second == 4 * 6.25e9
     assert tiers["fsx"].read_bytes_per_second == 9.6e9, "the file system's own rate, shared by four clients"
     assert {tier.name for tier in tiers_of(None, 1)} == {"s3", "fsx"}
-    found = goodput(70e9, 128, 16, asynchronous=True, interval_seconds=1800, machine=machine)
+    found = goodput(Saved(70e9), 128, 16, asynchronous=True, interval_seconds=1800, machine=machine)
     times = {tier.name: tier for tier in found.tiers}
     assert times["s3"].save_seconds == pytest.approx(70e9 * 12 / (16 * 6.25e9))
     assert times["s3"].recovery_seconds == pytest.approx(RESTART_SECONDS + times["s3"].restore_seconds)
@@ -145,7 +146,7 @@ def test_tiers_by_hand() -> None:
 def test_spot_fails_more_often_and_costs_goodput() -> None:
     assert hours_between_failures(8, spot=True) < 12 < hours_between_failures(8, spot=False)
     common = {"asynchronous": True, "interval_seconds": 900.0}
-    safe, spot = (goodput(7e9, 8, 1, spot=spot, **common) for spot in (False, True))  # type: ignore[arg-type]
+    safe, spot = (goodput(Saved(7e9), 8, 1, spot=spot, **common) for spot in (False, True))  # type: ignore[arg-type]
     assert spot.fraction < safe.fraction < 1
     assert spot.best_interval_seconds < safe.best_interval_seconds
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainyard.hardware import Price, gpu
 from trainyard.planner.communication import EFA, Fabric, all_reduce_seconds, group
 from trainyard.planner.constants import DEFAULT_MEMORY
-from trainyard.planner.goodput import goodput
+from trainyard.planner.goodput import Saved, goodput
 from trainyard.planner.layout import Engine, Layout
 from trainyard.planner.memory import Memory, memory
 from trainyard.planner.money import cost_usd
@@ -164,8 +164,8 @@ def test_goodput_is_a_share_and_the_best_interval_is_best(
     params: float, gpus: int, asynchronous: bool, interval: float
 ) -> None:
     hosts = max(1, gpus // 8)
-    stated = goodput(params, gpus, hosts, asynchronous=asynchronous, interval_seconds=interval)
-    best = goodput(params, gpus, hosts, asynchronous=asynchronous, interval_seconds=stated.best_interval_seconds)
+    stated = goodput(Saved(params), gpus, hosts, asynchronous=asynchronous, interval_seconds=interval)
+    best = goodput(Saved(params), gpus, hosts, asynchronous=asynchronous, interval_seconds=stated.best_interval_seconds)
     assert 0 <= stated.fraction <= best.fraction + 1e-9 <= 1 + 1e-9
 
 

@@ -49,10 +49,11 @@ def host_of(job: JobSpec, layout: Layout, machines: Machines, formulas: Formulas
     """A host's own memory under the layout."""
     return host_memory(
         formulas.params,
-        formulas.saved,
+        formulas.saved.params,
         layout,
         machines.processes_per_host,
         asynchronous_saves=job.checkpoint.asynchronous,
+        bytes_per_saved=formulas.saved.bytes_per_param,
     )
 
 

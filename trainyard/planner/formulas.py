@@ -15,9 +15,10 @@ from trainyard.planner.convolutions import (
     shape_of_resnet,
 )
 from trainyard.planner.families import config_from_source
+from trainyard.planner.goodput import Saved
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import Memory, memory, rank_memory
-from trainyard.planner.money import saved_params
+from trainyard.planner.money import saved_of, saved_params
 from trainyard.planner.reading import required_shape
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.timing import StepTime, step_time, time_spread
@@ -41,8 +42,8 @@ class Formulas:
     """Of a language model alone: its layout can be chosen. None: the one that the job states."""
     params: int
     active_params: int
-    saved: float
-    """Parameters that a checkpoint holds."""
+    saved: Saved
+    """What a checkpoint holds."""
     unit: Literal["tokens", "images"]
     units_per_sample: int
     flops_per_sample: float
@@ -70,7 +71,7 @@ def _language(job: JobSpec) -> Formulas:
         shape=shape,
         params=shape.params,
         active_params=shape.active_params,
-        saved=saved_params(job, shape),
+        saved=saved_of(job, saved_params(job, shape), ends=_ends(job, shape)),
         unit="tokens",
         units_per_sample=length,
         flops_per_sample=shape.flops_per_token(length) * length * (1.0 if job.model.adapter is None else 2 / 3),
@@ -79,6 +80,13 @@ def _language(job: JobSpec) -> Formulas:
         step=lambda layout, device, links: step_time(shape, layout, device, links),
         spread=lambda layout, device: time_spread(shape, layout, device),
     )
+
+
+def _ends(job: JobSpec, shape: ModelShape) -> float:
+    """Parameters of embedding and head, where they are trained themselves."""
+    if job.model.adapter is not None:
+        return 0.0
+    return shape.embedding_params + shape.vocab * shape.hidden * (not shape.tied_embeddings)
 
 
 UNCHECKED = "no published run has checked the formulas for images: the interval is a guess"
@@ -90,7 +98,7 @@ def _images(job: JobSpec) -> Formulas:
         shape=None,
         params=shape.params,
         active_params=shape.params,
-        saved=float(shape.params),
+        saved=saved_of(job, shape.params),
         unit="images",
         units_per_sample=1,
         flops_per_sample=shape.flops_per_image,
@@ -105,11 +113,14 @@ def _images(job: JobSpec) -> Formulas:
 def _vision_language(job: JobSpec) -> Formulas:
     both, frozen, adapted = shape_of_vision_language(job), is_frozen(job), job.model.adapter is not None
     length = job.data.sequence_length
+    # A frozen tower's weights are the source's, and in no checkpoint.
+    trained = float(both.params - (both.tower_params if frozen else 0))
+    saved = saved_params(job, both.language) if adapted else trained
     return Formulas(
         shape=None,
         params=both.params,
         active_params=both.params,
-        saved=saved_params(job, both.language) if adapted else float(both.params),
+        saved=saved_of(job, saved, ends=_ends(job, both.language)),
         unit="tokens",
         units_per_sample=length,
         flops_per_sample=vision_language_flops_per_sample(both, length, frozen=frozen, adapted=adapted),

@@ -16,8 +16,14 @@ from typing import Literal
 from trainyard.hardware import Instance, failures_per_node_day
 from trainyard.hardware.tables import rows
 
-CHECKPOINT_BYTES_PER_PARAM = 12
-"""fp32 weights and both moments: the trainer's layout-free format."""
+WEIGHT_BYTES = 4
+"""In fp32, as all in the trainer's layout-free format: weights, the optimizer's averages, the weights' own if asked."""
+
+CHECKPOINT_BYTES_PER_PARAM = 3 * WEIGHT_BYTES
+"""Weights and AdamW's two averages; those that it keeps in 8 bits are saved in fp32."""
+
+SAVED_AVERAGES = {"adamw": 2, "adamw_8bit": 2, "adafactor": 0, "muon": 1, "sgd": 1}
+"""Optimizer -> the averages of a weight that it saves; adafactor's rows and columns are next to nothing."""
 
 HOST_COPY_BYTES_PER_SECOND = 10e9
 """From one GPU to pinned host memory, over PCIe, with the copy's own overhead: an asynchronous save's only stall."""
@@ -57,6 +63,15 @@ MOST_TIMES_THE_WORK = 1e6
 """A run that takes longer than so many times its work does not finish."""
 
 TierName = Literal["nvme", "fsx", "s3"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds."""
+
+    params: float
+    """The adapters' alone, for LoRA."""
+    bytes_per_param: float = CHECKPOINT_BYTES_PER_PARAM
 
 
 @dataclass(frozen=True)
@@ -200,36 +215,45 @@ class Goodput:
 
 
 def goodput(
-    params: float,
+    saved: Saved,
     num_gpus: int,
     num_hosts: int,
     *,
     asynchronous: bool,
     interval_seconds: float,
     machine: Instance | None = None,
-    tier: TierName = "s3",
+    destination: Literal["fsx", "s3"] = "s3",
+    disks_first: bool = False,
+    copied_to_peers: bool = False,
     spot: bool = False,
     work_seconds: float = math.inf,
 ) -> Goodput:
-    """Goodput of a job; `params` counts what a checkpoint holds (the adapters alone, for LoRA).
+    """Goodput of a job.
 
-    `tier`: where it saves first; `work_seconds`: the run's, which no interval exceeds.
+    `destination`: where a save stays; `disks_first`: it goes there from the hosts' own disks, where they have some;
+    `copied_to_peers`: each host's part lies on the next host's disks as well; `work_seconds`: the run's, which no
+    interval exceeds.
     """
-    size = params * CHECKPOINT_BYTES_PER_PARAM
+    size = saved.params * saved.bytes_per_param
     times = {item.name: _times(item, size) for item in tiers_of(machine, num_hosts)}
-    place = times.get(tier, times["s3"])
-    # Reclaimed and lost machines take their disks with them: what they had is read from the store behind.
-    restored = times["s3"] if place.name == "nvme" else place
-    stall = size / num_gpus / HOST_COPY_BYTES_PER_SECOND if asynchronous else place.save_seconds
+    behind = times[destination]
+    place = times.get("nvme", behind) if disks_first else behind
+    local = 0.0 if place is behind else place.save_seconds * (2 if copied_to_peers else 1)
+    # A save ends with its commit at the destination; the next one waits for that.
+    committed = local + behind.save_seconds
+    # Reclaimed and lost machines take their disks with them: what they had is read from the destination, and unless
+    # their neighbours have it too, what isn't committed there is lost.
+    lag = local if local and copied_to_peers else committed
+    stall = size / num_gpus / HOST_COPY_BYTES_PER_SECOND if asynchronous else committed
     between = 3600 * hours_between_failures(num_gpus, spot=spot)
-    best = max(best_interval_seconds(stall, between), place.save_seconds)
+    best = max(best_interval_seconds(stall, between), committed)
     # A save must end before the next begins.
-    interval = max(interval_seconds, place.save_seconds)
+    interval = max(interval_seconds, committed)
     saving = Saving(
         interval=interval,
         stall=stall,
-        save=place.save_seconds if asynchronous else 0.0,
-        recovery=restored.recovery_seconds,
+        save=lag if asynchronous else 0.0,
+        recovery=behind.recovery_seconds,
         between_failures=between,
     )
     # Of a run without end, that of a single piece is its share.

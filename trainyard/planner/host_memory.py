@@ -43,13 +43,19 @@ class HostMemory:
 
 
 def host_memory(
-    params: float, saved: float, layout: Layout, ranks_per_host: int, *, asynchronous_saves: bool
+    params: float,
+    saved: float,
+    layout: Layout,
+    ranks_per_host: int,
+    *,
+    asynchronous_saves: bool,
+    bytes_per_saved: float = CHECKPOINT_BYTES_PER_PARAM,
 ) -> HostMemory:
     """What one host of so many ranks needs; each rank writes its equal part of a checkpoint.
 
     `params`: the model's; `saved`: those that a checkpoint holds.
     """
-    copies = saved * CHECKPOINT_BYTES_PER_PARAM / layout.world_size if asynchronous_saves else 0.0
+    copies = saved * bytes_per_saved / layout.world_size if asynchronous_saves else 0.0
     return HostMemory(
         processes=(SYSTEM_GIB + PROCESS_GIB * ranks_per_host) * GIB,
         checkpoint=copies * ranks_per_host,

@@ -11,8 +11,10 @@ from trainyard.hardware import GIB, Price, PriceBook
 from trainyard.hardware.prices import PURCHASES, Purchase
 from trainyard.planner.goodput import (
     RECOVERY_OBJECTIVE_SECONDS,
+    SAVED_AVERAGES,
+    WEIGHT_BYTES,
     Goodput,
-    TierName,
+    Saved,
     expected_seconds,
     goodput,
     spread_of_failures,
@@ -111,9 +113,16 @@ def saved_params(job: JobSpec, shape: ModelShape) -> float:
     return lora_params(shape, whole, Stage(shape.layers, True, True, 1))
 
 
-def first_tier(job: JobSpec) -> TierName:
-    """Where a save is whole first."""
-    return "nvme" if job.checkpoint.local_directory is not None else destination_tier(job)
+def saved_of(job: JobSpec, params: float, *, ends: float = 0.0) -> Saved:
+    """So many parameters as a checkpoint holds them. `ends`: embedding's and head's, which muon leaves to AdamW."""
+    optimizer = job.training.optimizer
+    averages = float(SAVED_AVERAGES[optimizer.kind])
+    if optimizer.kind == "muon":
+        averages += (SAVED_AVERAGES["adamw"] - SAVED_AVERAGES["muon"]) * ends / params
+    elif optimizer.kind == "sgd" and not optimizer.momentum:
+        averages = 0.0
+    averages += optimizer.average_decay is not None
+    return Saved(params, (1 + averages) * WEIGHT_BYTES * (2 if job.training.precision == "fp64" else 1))
 
 
 def destination_tier(job: JobSpec) -> Literal["fsx", "s3"]:
@@ -133,9 +142,9 @@ def interval_seconds(job: JobSpec, step_seconds: float, best_seconds: float) -> 
 
 
 def goodput_of(
-    job: JobSpec, machines: Machines, saved: float, step_seconds: float, steps: int | None
+    job: JobSpec, machines: Machines, saved: Saved, step_seconds: float, steps: int | None
 ) -> tuple[Goodput, float | None]:
-    """(saves and failures of the job's run, the work between saves as the job says it). `saved`: parameters."""
+    """(saves and failures of the job's run, the work between saves as the job says it)."""
     # Without periodic saves, a failure costs the run up to its end; one in epochs counts as a day.
     run_seconds = (steps or 0) * step_seconds or 24 * 3600.0
 
@@ -147,7 +156,9 @@ def goodput_of(
             asynchronous=job.checkpoint.asynchronous,
             interval_seconds=interval,
             machine=machines.instance,
-            tier=first_tier(job),
+            destination=destination_tier(job),
+            disks_first=job.checkpoint.local_directory is not None,
+            copied_to_peers=job.checkpoint.peer_copy,
             spot=job.compute.spot,
         )
 
