@@ -7,6 +7,7 @@ from functools import partialmethod
 from pathlib import Path
 
 import pytest
+import urllib3
 from boto3.exceptions import RetriesExceededError
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError, SSLError
 
@@ -213,6 +214,7 @@ def test_who_does_not_answer_for_a_while_is_asked_again(store: FolderRecordStore
         (ClientError({"Error": {"Code": "ThrottlingException", "Message": "Rate exceeded"}}, "GetLogEvents"), True),
         (ClientError({"Error": {"Code": "503"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "GetObject"), True),  # type: ignore[typeddict-item]
         (RetriesExceededError(ConnectionError("reset")), True),
+        (urllib3.exceptions.SSLError("DECRYPTION_FAILED_OR_BAD_RECORD_MAC"), True),
         (ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "GetObject"), False),
         (NoCredentialsError(), False),
         (SSLError(endpoint_url="https://s3", error="self-signed"), False),

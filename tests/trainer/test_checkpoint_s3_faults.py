@@ -10,8 +10,10 @@ import boto3
 import pytest
 import torch
 from botocore.exceptions import ClientError
+from botocore.response import StreamingBody
 from moto.server import DomainDispatcherApplication, create_backend_app
 from trainer.checkpoint import Checkpointer, destination
+from urllib3.exceptions import SSLError
 from werkzeug.serving import make_server
 
 BUCKET = "acme-checkpoints"
@@ -179,7 +181,35 @@ def test_what_a_killed_upload_left_is_removed_at_the_next_start(job: Job, tmp_pa
     s3.abort_multipart_upload(**others, UploadId=others_upload)
 
 
-@pytest.mark.parametrize("code", ["KMS.DisabledException", "KMS.KMSInvalidStateException", "KMS.NotFoundException"])
+@pytest.mark.parametrize("way", ["readinto", "read"])
+def test_a_connection_that_breaks_amid_an_answer_is_asked_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Of TLS the HTTP client raises an error of its own, which the SDK hands on as it is."""
+    original, broken = getattr(StreamingBody, way), []
+
+    def break_once(self: StreamingBody, *rest: Any, **options: Any) -> Any:
+        if not broken:
+            broken.append(way)
+            raise SSLError("DECRYPTION_FAILED_OR_BAD_RECORD_MAC")
+        return original(self, *rest, **options)
+
+    monkeypatch.setattr(StreamingBody, way, break_once)
+    tensors = {"model.a": torch.zeros(NUM_FLOATS)}
+    info = job.checkpoints.latest(lambda: tensors)
+    assert info is not None and info.step == 1 and broken == [way]
+    assert any("next try in" in line and "BAD_RECORD_MAC" in line for line in job.said), job.said
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "KMS.DisabledException",
+        "KMS.InvalidKeyUsageException",
+        "KMS.KMSInvalidStateException",
+        "KMS.NotFoundException",
+    ],
+)
 def test_a_key_out_of_service_is_not_asked_again(code: str) -> None:
     """A person must mend it: a key that awaits its deletion is no passing trouble."""
     answer = {"Error": {"Code": code, "Message": "arn:aws:kms:us-east-1:123456789012:key/one"}}

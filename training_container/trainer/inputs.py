@@ -62,6 +62,7 @@ def _copy_from_s3(uri: str, target: Path) -> None:
     import boto3
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
+    from urllib3.exceptions import HTTPError
 
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     s3 = boto3.client("s3")
@@ -80,7 +81,7 @@ def _copy_from_s3(uri: str, target: Path) -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 s3.download_file(bucket, key, str(file))
                 count += 1
-    except (Boto3Error, BotoCoreError, ClientError, OSError) as error:
+    except (Boto3Error, BotoCoreError, ClientError, HTTPError, OSError) as error:
         raise JobFailedError(f"{uri}: can't be copied to {target}: {error}") from None
     if count == 0:
         raise InputError(f"{uri}: there is nothing there")

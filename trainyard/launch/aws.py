@@ -79,6 +79,7 @@ def aws_errors(action: str, resource: str, mend: str = "") -> Iterator[None]:
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError, SSLError
     from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
 
     try:
         with _transfers_causes():
@@ -92,8 +93,8 @@ def aws_errors(action: str, resource: str, mend: str = "") -> Iterator[None]:
         advice = _MENDS.get(code, mend)
         kind = AwsAwayError if _is_passing(error) else AwsRefusedError
         raise kind(f"{action} {resource}: AWS refused: {why}" + (f"; {advice}" if advice else "")) from error
-    except Boto3Error as error:
-        raise AwsAwayError(f"{action} {resource}: {_one_line(str(error))}") from error  # a transfer that broke off
+    except (Boto3Error, HTTPError) as error:  # an answer that broke off: of TLS the SDK wraps nothing
+        raise AwsAwayError(f"{action} {resource}: {_one_line(str(error))}") from error
     except ResponseParserError as error:
         raise AwsRefusedError(f"{action} {resource}: {ERROR_PAGE}; is a proxy between here and AWS?") from error
     except BotoCoreError as error:

@@ -28,6 +28,7 @@ _PERMANENT_S3_CODES = {
     "AllAccessDisabled",
     "InvalidAccessKeyId",
     "KMS.DisabledException",
+    "KMS.InvalidKeyUsageException",
     "KMS.KMSInvalidStateException",
     "KMS.NotFoundException",
     "NoSuchBucket",
@@ -451,6 +452,7 @@ def s3_errors(what: str) -> Iterator[None]:
     """The SDK's errors as DestinationError, or MissingFileError: `what` failed, and why."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+    from urllib3.exceptions import HTTPError
 
     try:
         yield
@@ -459,7 +461,7 @@ def s3_errors(what: str) -> Iterator[None]:
         if code in ("NoSuchKey", "NoSuchUpload", "404", "NotFound"):
             raise MissingFileError(f"{what}: no such object") from error
         raise DestinationError(f"{what}: {code}", permanent=code in _PERMANENT_S3_CODES) from error
-    except (BotoCoreError, Boto3Error) as error:
+    except (BotoCoreError, Boto3Error, HTTPError) as error:  # of TLS amid an answer the SDK wraps nothing
         text = " ".join(str(error).split())[:300]
         # upload_file wraps the service's answer in text alone.
         # Where there are none at all; who can't be asked for them now may answer later.
