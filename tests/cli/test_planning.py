@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,35 @@ def test_a_search_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)
     assert [option["instance_count"] for option in found["options"] if option["chosen"]] != []
     assert {option["instance_type"] for option in found["options"]} == {"ml.p5.48xlarge"}
+
+
+def test_a_search_draws_its_page_though_nothing_fits_the_jobs_own_machines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The search is asked for just then: the page is of what it chose, and without that of the machines alone."""
+    page = tmp_path / "plan.html"
+    large = ["plan", str(JOBS / "llama-70b.yaml"), "--set", "compute.instance_count=1", "--set", "parallelism=auto"]
+    large += ["--set", "budget=null", "--html", str(page)]
+    few = ["--search", "--instances", "p5.48xlarge", "--max-nodes", "8"]
+    assert "nothing fits 1 x p5.48xlarge" in refused(large, capsys) and not page.exists()
+    assert run([*large, *few, "--deadline-hours", "672"]) == 0
+    assert "-> " in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert "Memory of a GPU" in text and re.search(r"on \d x ml\.p5\.48xlarge: ", text)
+    assert run([*large, *few, "--deadline-hours", "0.001"]) == 0
+    assert "nothing keeps to 0.001 h" in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert "Nothing was chosen" in text and "Memory of a GPU" not in text and "p5.48xlarge" in text
+
+
+def test_a_search_to_a_loss_says_the_steps_that_it_was_made_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    curve = tmp_path / "curve.csv"
+    curve.write_text("tokens,loss\n1000000,9\n100000000,3\n")
+    few = ["--search", "--instances", "p5.48xlarge", "--max-nodes", "1", "--loss-curve", str(curve)]
+    assert run(["plan", JOB, *few, "--target-loss", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    said = [part for item in found["overrides"] for part in ("--set", item)]
+    assert run(["plan", JOB, *said, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == found["steps"] < 1000

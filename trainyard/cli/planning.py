@@ -12,7 +12,7 @@ from trainyard.errors import InputError
 
 if TYPE_CHECKING:
     from trainyard.hardware import PriceBook
-    from trainyard.planner import Search
+    from trainyard.planner import Plan, Search
     from trainyard.spec.job import JobSpec
 
 
@@ -82,6 +82,7 @@ def plan(
     jobs/llama-70b.yaml --dry-run --rank 127
     """
     from trainyard import planner
+    from trainyard.planner.target import length_words, until_loss
     from trainyard.spec.job import load_job
 
     if rank is not None and not dry_run:
@@ -108,8 +109,6 @@ def plan(
     if (loss_curve is None) != (target_loss is None):
         raise InputError("--loss-curve and --target-loss: the cost of a loss needs both, or leave both out")
     if loss_curve is not None and target_loss is not None:
-        from trainyard.planner.target import until_loss
-
         spec, note = until_loss(spec, loss_curve, target_loss)
         print(f"note: {note}", file=sys.stderr)
     found = None
@@ -122,6 +121,8 @@ def plan(
             region=region,
             book=book,
         )
+        if target_loss is not None and found.overrides:
+            found = found.model_copy(update={"overrides": (*length_words(spec), *found.overrides)})
     if html is not None:
         _write_page(html, spec, region, book, found)
     if as_json:
@@ -166,15 +167,30 @@ def _cut(path: Path) -> str:
 
 
 def _write_page(file: Path, spec: "JobSpec", region: str, book: "PriceBook", found: "Search | None") -> None:
-    from trainyard import planner
     from trainyard.planner.page import page_of
 
-    text = page_of(spec, planner.plan(spec, region=region, book=book), book=book, search=found)
+    text = page_of(*_drawn(spec, region, book, found), book=book, search=found)
     try:
         write_page(file, text)
     except (OSError, ValueError) as error:
         raise InputError(f"--html {_cut(file)}: can't be written ({_reason(error)})") from None
     print(f"{file}: written", file=sys.stderr)
+
+
+def _drawn(spec: "JobSpec", region: str, book: "PriceBook", found: "Search | None") -> "tuple[JobSpec, Plan | None]":
+    """The job and its plan; where its own machines can't have it, as the search has chosen, if anything."""
+    from trainyard import planner
+    from trainyard.planner.moving import changed
+
+    try:
+        return spec, planner.plan(spec, region=region, book=book)
+    except InputError:
+        if found is None:
+            raise
+    if not found.overrides:
+        return spec, None
+    moved = changed(spec, found.overrides)
+    return moved, planner.plan(moved, region=region, book=book)
 
 
 def predict(

@@ -31,10 +31,35 @@ tr.chosen { font-weight: bold; } td.number { text-align: right; } .note { color:
 """
 
 
-def page_of(job: JobSpec, plan: Plan, *, book: PriceBook, search: Search | None = None) -> str:
-    """The page as HTML. Without a search, dollars against hours are of the job's own type in other numbers."""
-    found = search or _own_type(job, plan, book)
-    sections = [
+def page_of(job: JobSpec, plan: Plan | None, *, book: PriceBook, search: Search | None = None) -> str:
+    """The page as HTML. Without a search, dollars against hours are of the job's own type in other numbers; without a
+    plan, as nothing fits, there is what the search says of machines."""
+    found = search or (_own_type(job, plan, book) if plan else None)
+    money = (
+        "Dollars against hours",
+        _money(found),
+        "Each machine at its fastest layout, saves and failures counted. Joined: "
+        "none is both faster and cheaper. Crosses: the 80% intervals, without what prices do.",
+    )
+    sections = [*(_sections(job, plan, book) if plan else ()), money]
+    body = "".join(
+        f"<h2>{escape(title)}</h2>{picture or UNKNOWN}<p class=note>{escape(words)}</p>"
+        for title, picture, words in sections
+    )
+    said = (*(plan.notes if plan else ()), *(found.notes if found else ()))
+    notes = "".join(f"<p class=note>{escape(note)}</p>" for note in said)
+    headline = escape(_headline(plan) if plan else "Nothing was chosen, and no layout fits the job's own machines.")
+    table = _table(found) if found else ""
+    name = escape(job.name)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}: plan</title>'
+        f"<style>{STYLE}</style></head><body><h1>{name}</h1><p>{headline}</p>{body}{table}{notes}</body></html>\n"
+    )
+
+
+def _sections(job: JobSpec, plan: Plan, book: PriceBook) -> list[tuple[str, str, str]]:
+    """(title, picture, words) of what a plan is asked for."""
+    return [
         ("Memory of a GPU, worst rank", _memory(plan), _memory_words(plan)),
         ("A step's time", _time(plan), "Black: the 80% interval, by how far published runs lie from such an estimate."),
         (
@@ -43,24 +68,7 @@ def page_of(job: JobSpec, plan: Plan, *, book: PriceBook, search: Search | None 
             "Tokens/s of all GPUs, each number of machines at its fastest layout; pale: the "
             "80% interval. Strong: the same global batch. Weak: a batch that grows with the machines.",
         ),
-        (
-            "Dollars against hours",
-            _money(found),
-            "Each machine at its fastest layout, saves and failures counted. Joined: "
-            "none is both faster and cheaper. Crosses: the 80% intervals, without what prices do.",
-        ),
     ]
-    body = "".join(
-        f"<h2>{escape(title)}</h2>{picture or UNKNOWN}<p class=note>{escape(words)}</p>"
-        for title, picture, words in sections
-    )
-    notes = "".join(f"<p class=note>{escape(note)}</p>" for note in (*plan.notes, *(found.notes if found else ())))
-    headline = escape(_headline(plan))
-    table = _table(found) if found else ""
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(plan.job)}: plan</title>'
-        f"<style>{STYLE}</style></head><body><h1>{escape(plan.job)}</h1><p>{headline}</p>{body}{table}{notes}</body></html>\n"
-    )
 
 
 def _headline(plan: Plan) -> str:

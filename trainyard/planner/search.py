@@ -18,12 +18,14 @@ from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.memory import Memory
 from trainyard.planner.money import cost_of, goodput_of, quotes_of, todays_book
+from trainyard.planner.moving import Moved, moved_to
 from trainyard.planner.reading import Machines, layout_of, machines_of
 from trainyard.planner.resolve import (
     check_precision,
     levels,
     micro_batch_choices,
     num_steps,
+    resolve,
     sequences_per_rank,
 )
 from trainyard.planner.results import Configuration, Option, Search
@@ -63,9 +65,10 @@ def search(
     """The machines and layouts for a job, ranked; InputError in one line for a wrong option or model.
 
     `instances`: the types to look at; default: those with a price, and the job's own. `max_nodes`: default twice the
-    job's own number, at least 16. `deadline_hours`: default the job's compute.max_hours.
+    job's own number, at least 16. `deadline_hours`: default the job's compute.max_hours. A job on a training plan is
+    looked at on the machines that were bought, unless types or more of them are asked for: these are on demand.
     """
-    job = job.inelastic()  # other machines are compared by the same batch
+    stated, job = job, job.inelastic()  # other machines are compared by the same batch
     formulas = formulas_of(job)
     check_job(job, formulas.shape)
     if max_nodes is not None and max_nodes < 1:
@@ -74,14 +77,14 @@ def search(
         raise InputError(f"--deadline-hours {deadline_hours:g}: must be above 0")
     book = book or todays_book()
     types, left_out = _types(job, instances, region, book)
-    most = max_nodes or max(LEAST_MOST_NODES, 2 * job.compute.instance_count)
+    on_plan = job.compute.training_plan is not None and types == [_own_type(job)]
+    most = max_nodes or _most_machines(job, on_plan=on_plan)
     looked = _Searched(formulas=formulas, region=region, book=book)
-    options = [
-        option for moved in _moved(job, types, most) if (option := looked.option(moved, machines_of(moved))) is not None
-    ]
+    options = [option for item in _places(job, types, most) if (option := looked.moved_option(stated, *item))]
     if not options:
         batch = job.training.global_batch_size
-        raise InputError(f"training.global_batch_size {batch}: no layout of up to {most} machines divides it")
+        divides = f"training.global_batch_size {batch}: no layout of up to {most} machines divides it"
+        raise InputError(looked.refusal or divides)
     limit = deadline_hours or job.compute.max_hours
     budget = job.budget.max_usd if job.budget else None
     ranked = _ranked(options, limit, budget)
@@ -94,8 +97,15 @@ def search(
         )
     if num_steps(job) is None:
         notes.append(f"the job is stated in epochs: hours and dollars are of {STEPS_OF_ENDLESS:,} steps")
+    if on_plan:
+        notes.append(
+            f"compute.training_plan {job.compute.training_plan}: was bought for {job.compute.instance_count} x "
+            f"{types[0]}, and no other type was looked at; on demand, without it: --instances, --max-nodes"
+        )
     if chosen is None:
         notes.append(_nothing_chosen(ranked, limit, budget))
+    elif (changed := looked.moved_of(chosen).note()) is not None:
+        notes.append(changed)
     return Search(
         job=job.name,
         params=formulas.params,
@@ -107,7 +117,7 @@ def search(
         num_estimates=looked.num_estimates,
         options=tuple(ranked),
         alternatives=() if chosen is None else looked.alternatives(chosen),
-        overrides=() if chosen is None else _overrides(job, chosen, limit),
+        overrides=() if chosen is None else _overrides(looked.moved_of(chosen), chosen, limit),
         notes=tuple(notes),
     )
 
@@ -117,6 +127,10 @@ def fastest(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | Non
     looked = _Searched(formulas=formulas_of(job), region=region, book=book or todays_book())
     machines = machines_of(job)
     if machines.instance is None:
+        return None
+    try:
+        check_precision(job, machines)
+    except InputError:
         return None
     option = looked.option(job, machines)
     return None if option is None else option.configuration
@@ -132,7 +146,9 @@ def _types(job: JobSpec, asked: Sequence[str], region: str, book: PriceBook) -> 
                     f"--instances {name}: has {instance(name).accelerator}, the trainer runs on NVIDIA GPUs"
                 )
         return list(dict.fromkeys(named)), []
-    own = (job.compute.instance_type or "").removeprefix("ml.")
+    own = _own_type(job)
+    if job.compute.training_plan is not None:
+        return [own], []
     priced: list[str] = []
     without: list[str] = []
     for name in _distinct_types():
@@ -148,6 +164,16 @@ def _types(job: JobSpec, asked: Sequence[str], region: str, book: PriceBook) -> 
     if own and own not in priced:
         priced.append(own)
     return priced, without
+
+
+def _own_type(job: JobSpec) -> str:
+    return (job.compute.instance_type or "").removeprefix("ml.")
+
+
+def _most_machines(job: JobSpec, *, on_plan: bool) -> int:
+    """How many are looked at where nobody says it: of what a training plan bought as many as the job has."""
+    own = job.compute.instance_count
+    return own if on_plan else max(LEAST_MOST_NODES, 2 * own)
 
 
 def _has_price(book: PriceBook, name: str, region: str, purchase: str) -> bool:
@@ -173,19 +199,15 @@ def _distinct_types() -> list[str]:
     return sorted(machine.type for machine in smallest.values())
 
 
-def _moved(job: JobSpec, types: Sequence[str], most: int) -> Iterator[JobSpec]:
-    """The job on every machine: its layout forgotten, counts in powers of two, its own, and the most."""
+def _places(job: JobSpec, types: Sequence[str], most: int) -> Iterator[tuple[str, int]]:
+    """(type, count) of the machines to look at: counts in powers of two, the job's own, and the most."""
     for name in types:
         machine = instance(name)
         counts = {*powers(most), most} if machine.efa_interfaces else {1}
         full = f"ml.{name}"
         if job.compute.instance_type in (full, name) and (machine.efa_interfaces or job.compute.instance_count == 1):
             counts.add(job.compute.instance_count)
-        for count in sorted(item for item in counts if item <= most):
-            compute = job.compute.model_copy(
-                update={"backend": "sagemaker", "instance_type": full, "instance_count": count}
-            )
-            yield job.model_copy(update={"compute": compute, "parallelism": "auto"})
+        yield from ((full, count) for count in sorted(item for item in counts if item <= most))
 
 
 @dataclass(frozen=True)
@@ -206,6 +228,8 @@ class _Machine:
     fitting: Sequence[_Fitting]
     too_large: Sequence[tuple[ParallelismSpec, Layout]]
     """Each at its most frugal."""
+    moved: Moved | None = None
+    """How the job comes there; None: it is there."""
 
 
 @dataclass
@@ -217,15 +241,27 @@ class _Searched:
     book: PriceBook
     num_layouts: int = 0
     num_estimates: int = 0
+    refusal: str | None = None
+    """Why the first machine on which the job can't run was left out."""
     _memory: dict[Layout, Memory] = field(default_factory=dict)
     _found: dict[tuple[str, int], _Machine] = field(default_factory=dict)
 
-    def option(self, job: JobSpec, machines: Machines) -> Option | None:
-        """The machine with its fastest configuration that fits, else with the one nearest to it; None: no layout."""
+    def moved_option(self, stated: JobSpec, name: str, count: int) -> Option | None:
+        """The job as it was stated on `count` machines of a type; None: there it doesn't run, or has no layout."""
         try:
-            check_precision(job, machines)
-        except InputError:
+            moved = moved_to(stated, name, count)
+            machines = machines_of(moved.job)
+            check_precision(moved.job, machines)
+            return self.option(moved.job, machines, moved)
+        except InputError as error:
+            self.refusal = self.refusal or str(error)
             return None
+
+    def option(self, job: JobSpec, machines: Machines, moved: Moved | None = None) -> Option | None:
+        """The machine with its fastest configuration that fits, else with the one nearest to it; None: no layout.
+
+        Of a job that is `moved` the fastest that `launch` takes; InputError says why it takes none.
+        """
         shape = self.formulas.shape
         rules = Rules(job, shape)
         fitting, too_large = self._look(job, machines, layouts(job, machines, shape, rules), rules)
@@ -235,13 +271,18 @@ class _Searched:
         if not fitting and not too_large:
             return None
         name = str(job.compute.instance_type)
-        self._found[name, machines.num_hosts] = _Machine(job, machines, fitting, too_large)
+        self._found[name, machines.num_hosts] = _Machine(job, machines, fitting, too_large, moved)
         if fitting:
-            best = min(fitting, key=lambda item: item.seconds)
-            return self._priced(job, machines, best)
+            return self._priced(job, machines, _fastest_to_run(fitting, moved))
         nearest = min(too_large, key=lambda item: self._use(item[1]).needed)
         item = configuration(job, nearest[0], nearest[1], machines, self.formulas)
         return self._option(job, machines, item.model_copy(update={"verdict": does_not_fit(item)}))
+
+    def moved_of(self, chosen: Option) -> Moved:
+        """How the job comes to the chosen machines."""
+        moved = self._found[chosen.instance_type, chosen.instance_count].moved
+        assert moved is not None
+        return moved
 
     def alternatives(self, chosen: Option) -> tuple[Configuration, ...]:
         """Other configurations of the chosen machines, fitting ones first, with why they lost."""
@@ -371,6 +412,23 @@ class _Searched:
         )
 
 
+def _fastest_to_run(fitting: Sequence[_Fitting], moved: Moved | None) -> _Fitting:
+    """The fastest; of a moved job the fastest that the command starts as it was priced. InputError: none."""
+    refusal = None
+    for item in sorted(fitting, key=lambda one: one.seconds):
+        if moved is None:
+            return item
+        layout = item.layout
+        try:
+            runs = resolve(moved.with_layout(_layout_words(item.parallelism, layout.micro_batch, layout.recompute)))
+        except InputError as error:
+            refusal = refusal or error
+            continue
+        if runs.gradient_accumulation_steps == layout.num_micro_batches:
+            return item
+    raise refusal or InputError(f"{moved.own.name if moved else ''}: no layout runs as it was priced")
+
+
 def _ranked(options: Sequence[Option], limit: float, budget: float | None) -> list[Option]:
     """Options with verdicts: those that keep to the limits by dollars, then the others that fit, then the rest."""
     fitting = [item for item in options if item.configuration.fits]
@@ -467,33 +525,36 @@ def _nothing_chosen(ranked: Sequence[Option], limit: float, budget: float | None
     )
 
 
-def _overrides(job: JobSpec, chosen: Option, limit: float) -> tuple[str, ...]:
+def _overrides(moved: Moved, chosen: Option, limit: float) -> tuple[str, ...]:
     """What to --set so that the job runs as chosen, in the hours of the search where the job itself allows fewer."""
-    item = chosen.configuration
+    item, compute = chosen.configuration, moved.own.compute
+    found = [
+        *moved.overrides,
+        *_layout_words(item.parallelism, item.micro_batch_size, item.activation_checkpointing),
+    ]
+    hours = min(limit, MOST_HOURS)
+    if hours > compute.max_hours:
+        found.append(f"compute.max_hours={hours:.10g}")
+        if compute.max_wait_hours is not None and compute.max_wait_hours < hours:
+            found.append(f"compute.max_wait_hours={hours:.10g}")
+    return tuple(found)
+
+
+def _layout_words(parallelism: ParallelismSpec, micro_batch: int, recompute: Recompute) -> tuple[str, ...]:
     default = ParallelismSpec()
     stated = {
         name: value
-        for name, value in item.parallelism.model_dump(mode="json").items()
+        for name, value in parallelism.model_dump(mode="json").items()
         if value != getattr(default, name) and name not in ("fsdp", "zero", "deepspeed")
     }
-    if item.parallelism.zero != default.zero:
-        stated["zero"] = {"offload_parameters": item.parallelism.zero.offload_parameters}
+    if parallelism.zero != default.zero:
+        stated["zero"] = {"offload_parameters": parallelism.zero.offload_parameters}
     words = ", ".join(f"{name}: {_yaml(value)}" for name, value in stated.items())
-    found = [
-        f"compute.instance_type={chosen.instance_type}",
-        f"compute.instance_count={chosen.instance_count}",
+    return (
         f"parallelism={{{words}}}",
-        f"training.micro_batch_size={item.micro_batch_size}",
-        f"training.activation_checkpointing={item.activation_checkpointing}",
-    ]
-    if job.compute.backend != "sagemaker":
-        found.insert(0, "compute.backend=sagemaker")
-    hours = min(limit, MOST_HOURS)
-    if hours > job.compute.max_hours:
-        found.append(f"compute.max_hours={hours:.10g}")
-        if job.compute.max_wait_hours is not None and job.compute.max_wait_hours < hours:
-            found.append(f"compute.max_wait_hours={hours:.10g}")
-    return tuple(found)
+        f"training.micro_batch_size={micro_batch}",
+        f"training.activation_checkpointing={recompute}",
+    )
 
 
 def _yaml(value: object) -> str:

@@ -33,6 +33,11 @@ def until_loss(job: JobSpec, curve: Path, target: float) -> tuple[JobSpec, str]:
     return moved, note
 
 
+def length_words(job: JobSpec) -> tuple[str, ...]:
+    """What to --set so that the job ends after the steps of `until_loss`."""
+    return f"training.steps={job.training.steps}", "training.tokens=null", "training.epochs=null"
+
+
 def _seen_at(curve: Path, points: list[tuple[float, float]], target: float) -> float:
     """What was seen when the loss came to `target` to stay: a curve's noise may touch it long before."""
     if not (math.isfinite(target) and target > 0):

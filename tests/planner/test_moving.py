@@ -1,0 +1,157 @@
+"""The search's command: whatever a job asks of its own machines, what is proposed runs, and runs as it was priced."""
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainyard.errors import InputError
+from trainyard.hardware.prices import PriceBook
+from trainyard.hardware.tables import rows
+from trainyard.planner import plan, resolve, search
+from trainyard.planner.moving import changed, moved_to
+from trainyard.planner.reading import machines_of
+from trainyard.planner.results import Option, Search
+from trainyard.planner.target import length_words
+from trainyard.spec.job import JobSpec
+
+MakeJob = Callable[..., JobSpec]
+PEERS = {"peer_copy": True, "local_directory": "/opt/ml/local"}
+SMALL = {"source": "llama-3.2-1b"}
+
+
+def chosen_of(found: Search) -> Option:
+    return next(item for item in found.options if item.chosen)
+
+
+@pytest.mark.parametrize(
+    ("sections", "where", "said"),
+    [
+        pytest.param({"checkpoint": PEERS}, ("p5.48xlarge", 1), "checkpoint.peer_copy=false", id="peer"),
+        pytest.param(
+            {"preflight": {"across_gb_per_second": 10}}, ("p5.48xlarge", 1), "across_gb_per_second=null", id="across"
+        ),
+        pytest.param(
+            {"preflight": {"host_gb_per_second": 10}}, ("p5.4xlarge", 2), "host_gb_per_second=null", id="one GPU a host"
+        ),
+        pytest.param(
+            {"preflight": {"host_gb_per_second": 300, "across_gb_per_second": 40}},
+            ("p4d.24xlarge", 2),
+            "across_gb_per_second=null",
+            id="floors of another type",
+        ),
+        pytest.param({"preflight": {"collectives": "stop"}}, ("p5.4xlarge", 1), "collectives=auto", id="one rank"),
+        pytest.param(
+            {"recovery": {"elastic": {"min_instances": 3, "max_instances": 4}}, "compute": {"instance_count": 4}},
+            ("p5.48xlarge", 2),
+            "recovery.elastic=null",
+            id="limits",
+        ),
+        pytest.param(
+            {
+                "recovery": {"elastic": {"min_instances": 1, "max_instances": 4, "batch": "adapt"}},
+                "compute": {"instance_count": 2},
+            },
+            ("p5.48xlarge", 1),
+            "training.global_batch_size=256",
+            id="adapted batch",
+        ),
+        pytest.param(
+            {"compute": {"backend": "slurm", "instance_type": "p5.48xlarge", "queue": "gpu"}},
+            ("p5.48xlarge", 2),
+            "compute.queue=null",
+            id="partition",
+        ),
+        pytest.param({"compute": {"queue": "gpu"}}, ("p4d.24xlarge", 2), "compute.queue=null", id="queue"),
+    ],
+)
+def test_what_the_chosen_machines_cannot_keep_is_in_the_command(
+    job: MakeJob, sections: dict[str, Any], where: tuple[str, int], said: str
+) -> None:
+    spec = job(**{"model": SMALL, **sections})
+    found = search(spec, instances=[where[0]], max_nodes=where[1], deadline_hours=600)
+    options = [
+        item for item in found.options if (item.instance_type, item.instance_count) == (f"ml.{where[0]}", where[1])
+    ]
+    assert len(options) == 1, "the machine is looked at"
+    moved = moved_to(spec, f"ml.{where[0]}", where[1])
+    assert any(item.endswith(said) for item in moved.overrides)
+    assert said.partition("=")[0] in str(moved.note())
+    again = changed(spec, found.overrides)
+    runs, planned = resolve(again), chosen_of(found).configuration
+    assert (runs.gradient_accumulation_steps, runs.steps) == (planned.gradient_accumulation_steps, found.steps)
+    assert runs.learning_rate == pytest.approx(resolve(spec).learning_rate)
+    time = plan(again).chosen.time
+    assert time is not None and planned.time is not None
+    assert time.step_seconds == pytest.approx(planned.time.step_seconds)
+
+
+def test_what_the_machines_can_keep_stays(job: MakeJob) -> None:
+    spec = job(
+        compute={"instance_count": 4, "queue": "gpu"},
+        checkpoint=PEERS,
+        preflight={"host_gb_per_second": 300, "across_gb_per_second": 40},
+        recovery={"elastic": {"min_instances": 2, "max_instances": 4}},
+    )
+    moved = moved_to(spec, "ml.p5.48xlarge", 2)
+    assert moved.overrides == ("compute.instance_type=ml.p5.48xlarge", "compute.instance_count=2")
+    assert moved.note() is None
+
+
+def test_a_machine_on_which_the_job_cannot_be_is_left_out_with_its_reason(job: MakeJob) -> None:
+    spec = job(training={"precision": "fp8"})
+    both = search(spec, instances=["p4d.24xlarge", "p5.48xlarge"], max_nodes=1, deadline_hours=600)
+    assert {item.instance_type for item in both.options} == {"ml.p5.48xlarge"}
+    with pytest.raises(InputError, match="fp8 needs Ada or Hopper"):
+        search(spec, instances=["p4d.24xlarge"], max_nodes=1)
+
+
+def book_with_plans() -> PriceBook:
+    plans = [
+        {"instance": name, "region": "us-east-1", "zone": "", "purchase": "training plan", "price": price,
+         "source": "test", "as_of": "2025-11-01"}
+        for name, price in (("p4d.24xlarge", "12"), ("p5.48xlarge", "35"))
+    ]  # fmt: skip
+    return PriceBook([*plans, *rows("aws_prices")], today=datetime.date(2025, 11, 20))
+
+
+def test_a_training_plan_pays_for_the_machines_that_it_bought(job: MakeJob) -> None:
+    spec = job(compute={"training_plan": "my-p5-plan", "instance_count": 2}, model=SMALL)
+    found = search(spec, book=book_with_plans(), deadline_hours=600)
+    assert {(item.instance_type, item.instance_count) for item in found.options} == {
+        ("ml.p5.48xlarge", 1),
+        ("ml.p5.48xlarge", 2),
+    }
+    assert "my-p5-plan" in chosen_of(found).price_basis and "my-p5-plan: was bought for 2 x p5" in found.notes[0]
+    asked = search(
+        spec, instances=["p4d.24xlarge", "p5.48xlarge"], max_nodes=4, book=book_with_plans(), deadline_hours=600
+    )
+    paid = {(item.instance_type, item.instance_count) for item in asked.options if "my-p5-plan" in item.price_basis}
+    assert paid == {("ml.p5.48xlarge", 1), ("ml.p5.48xlarge", 2)}
+    assert not any("my-p5-plan" in note for note in asked.notes)
+    elsewhere = moved_to(spec, "ml.p4d.24xlarge", 2)
+    assert "compute.training_plan=null" in elsewhere.overrides and elsewhere.job.compute.training_plan is None
+
+
+def test_every_option_is_of_what_its_command_runs(job: MakeJob) -> None:
+    """Whatever is chosen by other limits: each machine's fastest layout is one that is taken."""
+    spec = job(checkpoint=PEERS, preflight={"host_gb_per_second": 10}, model=SMALL)
+    found = search(spec, instances=["p5.48xlarge", "p4d.24xlarge", "g5.12xlarge"], max_nodes=4, deadline_hours=600)
+    assert len(found.options) > 6
+    for item in found.options:
+        moved = moved_to(spec, item.instance_type, item.instance_count)
+        use = item.configuration
+        stated = {
+            "parallelism": use.parallelism,
+            "training": moved.job.training.model_copy(update={"micro_batch_size": use.micro_batch_size}),
+        }
+        runs = resolve(moved.job.model_copy(update=stated))
+        assert runs.gradient_accumulation_steps == use.gradient_accumulation_steps
+        assert machines_of(moved.job).world_size == item.num_gpus
+
+
+def test_the_steps_to_a_loss_are_in_words(job: MakeJob) -> None:
+    spec = job(training={"steps": None, "epochs": 3})
+    to_loss = spec.model_copy(update={"training": spec.training.model_copy(update={"steps": 7, "epochs": None})})
+    assert changed(spec, length_words(to_loss)).training == to_loss.training
