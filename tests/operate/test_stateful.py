@@ -95,8 +95,7 @@ def test_the_emulator_agrees_on_what_replaces() -> None:
     for kind, known in REPLACED_BY.items():
         emulated = RESOURCE_TYPES.get(kind)
         if emulated is not None and emulated.update is not None:
-            stricter = {"KmsKeyId"} if kind == "AWS::Logs::LogGroup" else set()
-            assert set(emulated.replaced_by) - stricter <= {path.split(".")[0] for path in known}, kind
+            assert set(emulated.replaced_by) == set(known), kind
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,15 @@ from moto.batch import urls as batch_urls
 from moto.batch.exceptions import ClientException
 from moto.batch.models import BatchBackend, JobQueue
 from moto.batch.responses import BatchResponse
+from moto.core.exceptions import JsonRESTError
 from moto.core.responses import BaseResponse
 from moto.ec2.models.vpcs import VPCBackend
+from moto.fsx.exceptions import FileSystemNotFound
 from moto.fsx.models import FileSystem
+from moto.fsx.responses import FSxResponse
 from moto.iam.access_control import PermissionResult
+from moto.logs.exceptions import ResourceNotFoundException as LogGroupNotFound
+from moto.logs.responses import LogsResponse
 from moto.s3.models import FakeBucket
 from moto.s3.responses import S3Response
 from moto.sts.models import STSBackend
@@ -27,6 +32,7 @@ def install() -> None:
     _execute_what_was_judged()
     _let_vpcs_go()
     _complete_file_systems()
+    _encrypt_log_groups()
     _name_the_root()
     _add_service_environments()
 
@@ -74,6 +80,39 @@ def _complete_file_systems() -> None:
         return content
 
     FileSystem.to_dict = described
+    response: Any = FSxResponse
+    response.update_file_system = _update_file_system
+
+
+def _update_file_system(self: Any) -> str:
+    """UpdateFileSystem: in place, and never smaller. moto has none."""
+    given = json.loads(self.body)
+    system = self.fsx_backend.file_systems.get(given["FileSystemId"])
+    if system is None:
+        raise FileSystemNotFound(given["FileSystemId"])
+    wanted = given.get("StorageCapacity")
+    if wanted is not None and wanted * 10 < system.storage_capacity * 11:
+        raise JsonRESTError(
+            "BadRequest",
+            f"StorageCapacity {wanted} must be at least 10 percent above the {system.storage_capacity} GiB",
+        )
+    system.storage_capacity = wanted or system.storage_capacity
+    system.lustre_configuration = {**(system.lustre_configuration or {}), **given.get("LustreConfiguration", {})}
+    return json.dumps({"FileSystem": system.to_dict()})
+
+
+def _encrypt_log_groups() -> None:
+    """AssociateKmsKey and DisassociateKmsKey, which moto lacks."""
+
+    def associate(self: Any) -> str:
+        name = self._get_param("logGroupName")
+        if name not in self.logs_backend.groups:
+            raise LogGroupNotFound
+        self.logs_backend.groups[name].kms_key_id = self._get_param("kmsKeyId")
+        return ""
+
+    response: Any = LogsResponse
+    response.associate_kms_key = response.disassociate_kms_key = associate
 
 
 def _name_the_root() -> None:
@@ -167,6 +206,8 @@ def _delete_environment(self: Any) -> str:
     environment = environments.get(self._get_param("serviceEnvironment"))
     arn = environment["serviceEnvironmentArn"]
     users = [queue.name for queue in self.batch_backend._job_queues.values() if arn in _environments_of(queue)]
+    if environment["state"] != "DISABLED":
+        raise ClientException(f"Service environment {arn} must be DISABLED before it is deleted")
     if users:
         raise ClientException(f"Cannot delete, found existing JobQueue relationship: {users[0]}")
     del environments.items[arn]

@@ -296,6 +296,7 @@ class _Operation:
 
     def _replace(self, logical_id: str, old: ManagedResource) -> None:
         parsed = self.map._parsed_resources
+        _require_free_name(logical_id, old, self.template["Resources"][logical_id])
         reason = "Requested update requires the creation of a new physical resource; hence creating one."
         _event(self.stack, logical_id, old.physical_resource_id, old.spec.name, "UPDATE_IN_PROGRESS", reason)
         del parsed[logical_id]
@@ -407,6 +408,18 @@ class _Operation:
             del backend.exports[name]
         for export in stack.exports:
             backend.exports[export.name] = export
+
+
+def _require_free_name(logical_id: str, old: ManagedResource, definition: Mapping[str, Any]) -> None:
+    """CloudFormation makes the new one before the old goes. An API says itself that a name is taken; where only a
+    record stands behind a type nobody would."""
+    name = old.spec.name_property
+    stated = definition.get("Properties", {}).get(name)
+    if old.spec.recorded and stated and stated == old.properties.get(name):
+        raise ValidationError(
+            message="CloudFormation cannot update a stack when a custom-named resource requires replacing. Rename "
+            f"{stated} and update the stack again. ({logical_id})"
+        )
 
 
 def _is_retained(definition: Mapping[str, Any]) -> bool:

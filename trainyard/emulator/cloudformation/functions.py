@@ -12,6 +12,7 @@ from trainyard.emulator.cloudformation.model import (
     ResourceType,
     Site,
     UnsupportedPropertyError,
+    changed_tags,
     fit_name,
     found,
     ignore_missing,
@@ -66,6 +67,12 @@ def _update(site: Site, name: str, old: Properties, new: Properties) -> Mapping[
     client.update_function_configuration(FunctionName=name, **to_api("lambda", "UpdateFunctionConfiguration", changed))
     if old["Code"] != new["Code"]:
         client.update_function_code(FunctionName=name, **_code(new))
+    gone, kept = changed_tags(old, new)
+    if gone:
+        client.untag_resource(Resource=_attributes(site, name)["Arn"], TagKeys=gone)
+    if kept:
+        tags = {tag["Key"]: tag["Value"] for tag in kept}
+        client.tag_resource(Resource=_attributes(site, name)["Arn"], Tags=tags)
     return _attributes(site, name)
 
 
@@ -102,6 +109,14 @@ def _forbid(site: Site, physical_id: str, properties: Properties) -> None:
 
 
 TYPES = (
-    ResourceType("AWS::Lambda::Function", _create, _exists, _delete, _update, ("FunctionName",), "FunctionName"),
+    ResourceType(
+        "AWS::Lambda::Function",
+        _create,
+        _exists,
+        _delete,
+        _update,
+        ("DurableConfig", "FunctionName", "PackageType", "TenancyConfig"),
+        "FunctionName",
+    ),
     ResourceType("AWS::Lambda::Permission", _permit, _is_permitted, _forbid),
 )

@@ -13,6 +13,7 @@ from trainyard.emulator.cloudformation.model import (
     Site,
     as_bool,
     as_list,
+    changed_tags,
     fit_name,
     found,
     ignore_missing,
@@ -101,8 +102,11 @@ def _put_inline_policy(site: Site, properties: Properties, generated: str) -> Cr
     return Created(_policy_id(properties), {"Id": properties["PolicyName"]})
 
 
-def _update_inline_policy(site: Site, physical_id: str, old: Properties, new: Properties) -> None:
-    _put_inline_policy(site, new, "")
+def _update_inline_policy(site: Site, physical_id: str, old: Properties, new: Properties) -> Created:
+    updated = _put_inline_policy(site, new, "")
+    for role in sorted(set(as_list(old.get("Roles"))) - set(as_list(new.get("Roles")))):
+        ignore_missing(partial(site.client("iam").delete_role_policy, RoleName=role, PolicyName=new["PolicyName"]))
+    return updated
 
 
 def _inline_policy_exists(site: Site, physical_id: str) -> bool:
@@ -168,6 +172,14 @@ def _create_instance_profile(site: Site, properties: Properties, generated: str)
     return Created(name, {"Arn": profile["Arn"]})
 
 
+def _update_instance_profile(site: Site, name: str, old: Properties, new: Properties) -> None:
+    iam = site.client("iam")
+    for role in old["Roles"]:  # a profile holds one
+        ignore_missing(partial(iam.remove_role_from_instance_profile, InstanceProfileName=name, RoleName=role))
+    for role in new["Roles"]:
+        iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=role)
+
+
 def _delete_instance_profile(site: Site, name: str, properties: Properties) -> None:
     iam = site.client("iam")
     for role in properties["Roles"]:
@@ -221,6 +233,9 @@ def _update_key(site: Site, key_id: str, old: Properties, new: Properties) -> No
     kms.put_key_policy(KeyId=key_id, PolicyName="default", Policy=_document(new["KeyPolicy"]))
     kms.update_key_description(KeyId=key_id, Description=new.get("Description", ""))
     _set_key_state(site, key_id, new)
+    gone, _ = changed_tags(old, new)
+    if gone:
+        kms.untag_resource(KeyId=key_id, TagKeys=gone)
     if _key_tags(new):
         kms.tag_resource(KeyId=key_id, Tags=_key_tags(new))
 
@@ -263,7 +278,7 @@ TYPES = (
         _inline_policy_exists,
         _delete_inline_policy,
         _update_inline_policy,
-        ("PolicyName", "Roles"),
+        ("PolicyName",),
         "PolicyName",
     ),
     ResourceType(
@@ -280,7 +295,9 @@ TYPES = (
         _create_instance_profile,
         lambda site, name: found(lambda: site.client("iam").get_instance_profile(InstanceProfileName=name)),
         _delete_instance_profile,
-        name_property="InstanceProfileName",
+        _update_instance_profile,
+        ("InstanceProfileName", "Path"),
+        "InstanceProfileName",
     ),
     ResourceType(
         "AWS::IAM::ServiceLinkedRole", _create_service_linked_role, _role_exists, lambda site, name, properties: None

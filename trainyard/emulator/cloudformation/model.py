@@ -42,10 +42,12 @@ class ResourceType:
     exists: Callable[[Site, str], bool]
     """(site, physical id): asked of the real API, so that it sees what was removed behind CloudFormation's back."""
     delete: Callable[[Site, str, Properties], None]
-    update: Callable[[Site, str, Properties, Properties], Mapping[str, Any] | None] | None = None
-    """(site, physical id, old properties, new properties) -> attributes that changed, if any."""
+    update: Callable[[Site, str, Properties, Properties], "Mapping[str, Any] | Created | None"] | None = None
+    """(site, physical id, old properties, new properties) -> attributes that changed, if any; `Created` where the
+    physical id changes too."""
     replaced_by: tuple[str, ...] = ()
-    """Properties whose change replaces the resource although there is an `update`."""
+    """Properties whose change replaces the resource although there is an `update`: the createOnlyProperties of the
+    CloudFormation registry's schema (a test compares). A dot leads into a property's own."""
     name_property: str = ""
     recorded: bool = False
     """No API stands behind it: CloudFormation's own record is all there is."""
@@ -142,6 +144,13 @@ def tags_of(properties: Properties) -> list[dict[str, str]]:
     tags = properties.get("Tags") or []
     pairs = tags.items() if isinstance(tags, Mapping) else ((tag["Key"], tag["Value"]) for tag in tags)
     return [{"Key": str(key), "Value": as_text(value)} for key, value in pairs]
+
+
+def changed_tags(old: Properties, new: Properties) -> tuple[list[str], list[dict[str, str]]]:
+    """Keys of tags to take away, and tags to set."""
+    before, after = tags_of(old), tags_of(new)
+    kept = {tag["Key"] for tag in after}
+    return sorted({tag["Key"] for tag in before} - kept), [tag for tag in after if tag not in before]
 
 
 def found(call: Callable[[], Any]) -> bool:

@@ -112,6 +112,12 @@ def _create_route(site: Site, properties: Properties, generated: str) -> Created
     return Created(f"{properties['RouteTableId']}|{destination}", {"CidrBlock": destination})
 
 
+def _update_route(site: Site, physical_id: str, old: Properties, new: Properties) -> None:
+    # AWS has ReplaceRoute for it; moto's doesn't know every target.
+    _delete_route(site, physical_id, old)
+    _create_route(site, new, "")
+
+
 def _route_exists(site: Site, physical_id: str) -> bool:
     table_id, _, destination = physical_id.partition("|")
 
@@ -206,7 +212,22 @@ def _rule_type(direction: str) -> ResourceType:
             ]
         )
 
-    return ResourceType(f"AWS::EC2::SecurityGroup{direction}", create, exists, delete)
+    def describe(site: Site, rule_id: str, old: Properties, new: Properties) -> Created:
+        # AWS keeps the rule; moto changes no description but those of addresses.
+        delete(site, rule_id, old)
+        return create(site, new, "")
+
+    end = "Source" if direction == "Ingress" else "Destination"
+    replacing = ("CidrIp", "CidrIpv6", "FromPort", "GroupId", "IpProtocol", "ToPort")
+    own = ("SourceSecurityGroupName", "SourceSecurityGroupOwnerId", "GroupName") if direction == "Ingress" else ()
+    return ResourceType(
+        f"AWS::EC2::SecurityGroup{direction}",
+        create,
+        exists,
+        delete,
+        describe,
+        (*replacing, f"{end}PrefixListId", f"{end}SecurityGroupId", *own),
+    )
 
 
 def _create_endpoint(site: Site, properties: Properties, generated: str) -> Created:
@@ -271,6 +292,11 @@ def _create_address(site: Site, properties: Properties, generated: str) -> Creat
         Domain=properties.get("Domain", "vpc"), **_tagged("elastic-ip", properties)
     )
     return Created(answer["PublicIp"], {"AllocationId": answer["AllocationId"], "PublicIp": answer["PublicIp"]})
+
+
+def _update_address(site: Site, public_ip: str, old: Properties, new: Properties) -> None:
+    (address,) = site.client("ec2").describe_addresses(PublicIps=[public_ip])["Addresses"]
+    _retag(site, address["AllocationId"], old, new)
 
 
 def _delete_address(site: Site, public_ip: str, properties: Properties) -> None:
@@ -402,7 +428,7 @@ TYPES = (
         _described("describe_vpcs", "VpcIds", "Vpcs"),
         _delete_vpc,
         _update_vpc,
-        ("CidrBlock", "InstanceTenancy"),
+        ("CidrBlock", "InstanceTenancy", "Ipv4IpamPoolId", "Ipv4NetmaskLength", "VpcEncryptionControl"),
     ),
     ResourceType(
         "AWS::EC2::Subnet",
@@ -410,7 +436,19 @@ TYPES = (
         _described("describe_subnets", "SubnetIds", "Subnets"),
         _deleted("delete_subnet", "SubnetId"),
         _update_subnet,
-        ("CidrBlock", "AvailabilityZone", "VpcId"),
+        (
+            "AvailabilityZone",
+            "AvailabilityZoneId",
+            "CidrBlock",
+            "Ipv4IpamPoolId",
+            "Ipv4NetmaskLength",
+            "Ipv6CidrBlock",
+            "Ipv6IpamPoolId",
+            "Ipv6Native",
+            "Ipv6NetmaskLength",
+            "OutpostArn",
+            "VpcId",
+        ),
     ),
     ResourceType(
         "AWS::EC2::RouteTable",
@@ -426,7 +464,14 @@ TYPES = (
         _association_exists,
         _deleted("disassociate_route_table", "AssociationId"),
     ),
-    ResourceType("AWS::EC2::Route", _create_route, _route_exists, _delete_route),
+    ResourceType(
+        "AWS::EC2::Route",
+        _create_route,
+        _route_exists,
+        _delete_route,
+        _update_route,
+        ("DestinationCidrBlock", "DestinationIpv6CidrBlock", "DestinationPrefixListId", "RouteTableId"),
+    ),
     ResourceType(
         "AWS::EC2::SecurityGroup",
         _create_security_group,
@@ -443,16 +488,45 @@ TYPES = (
         _endpoint_exists,
         _deleted("delete_vpc_endpoints", "VpcEndpointIds", as_ids=True),
         _update_endpoint,
-        ("VpcId", "ServiceName", "VpcEndpointType"),
+        (
+            "DnsOptions.PrivateDnsPreference",
+            "DnsOptions.PrivateDnsSpecifiedDomains",
+            "ResourceConfigurationArn",
+            "ServiceName",
+            "ServiceNetworkArn",
+            "ServiceRegion",
+            "VpcEndpointType",
+            "VpcId",
+        ),
     ),
     ResourceType(
         "AWS::EC2::FlowLog",
         _create_flow_log,
         _described("describe_flow_logs", "FlowLogIds", "FlowLogs"),
         _deleted("delete_flow_logs", "FlowLogIds", as_ids=True),
+        _retag,
+        (
+            "DeliverCrossAccountRole",
+            "DeliverLogsPermissionArn",
+            "DestinationOptions",
+            "LogDestination",
+            "LogDestinationType",
+            "LogFormat",
+            "LogGroupName",
+            "MaxAggregationInterval",
+            "ResourceId",
+            "ResourceType",
+            "TagFieldSpecifications",
+            "TrafficType",
+        ),
     ),
     ResourceType(
-        "AWS::EC2::EIP", _create_address, _described("describe_addresses", "PublicIps", "Addresses"), _delete_address
+        "AWS::EC2::EIP",
+        _create_address,
+        _described("describe_addresses", "PublicIps", "Addresses"),
+        _delete_address,
+        _update_address,
+        ("Address", "IpamPoolId", "NetworkBorderGroup", "TransferAddress"),
     ),
     ResourceType(
         "AWS::EC2::VPCCidrBlock",
@@ -467,11 +541,19 @@ TYPES = (
         lambda site, arn: True,
         _delete_firewall,
         lambda site, arn, old, new: None,
-        ("FirewallName", "VpcId", "SubnetMappings"),
+        # AWS adds and takes subnets in place; here a firewall's endpoints are made with it.
+        ("FirewallName", "NatGatewayMappings", "NoSourcePreservation", "SubnetMappings", "VpcEndpoint", "VpcId"),
         "FirewallName",
         recorded=True,
     ),
-    ResourceType("AWS::EC2::NatGateway", _create_nat, _nat_exists, _deleted("delete_nat_gateway", "NatGatewayId")),
+    ResourceType(
+        "AWS::EC2::NatGateway",
+        _create_nat,
+        _nat_exists,
+        _deleted("delete_nat_gateway", "NatGatewayId"),
+        _retag,
+        ("AllocationId", "AvailabilityMode", "ConnectivityType", "PrivateIpAddress", "SubnetId", "VpcId"),
+    ),
     ResourceType(
         "AWS::EC2::InternetGateway",
         _create_internet_gateway,

@@ -10,6 +10,7 @@ from trainyard.emulator.cloudformation.model import (
     Properties,
     ResourceType,
     Site,
+    changed_tags,
     fit_name,
     found,
     ignore_missing,
@@ -31,6 +32,29 @@ def _create_log_group(site: Site, properties: Properties, generated: str) -> Cre
     logs.create_log_group(logGroupName=name, **parameters, **tags)
     _set_retention(site, name, {}, properties)
     return Created(name, {"Arn": f"arn:aws:logs:{site.region}:{site.account}:log-group:{name}:*"})
+
+
+def _update_log_group(site: Site, name: str, old: Properties, new: Properties) -> None:
+    logs = site.client("logs")
+    _set_retention(site, name, old, new)
+    if new.get("KmsKeyId") != old.get("KmsKeyId"):
+        if new.get("KmsKeyId"):
+            logs.associate_kms_key(logGroupName=name, kmsKeyId=new["KmsKeyId"])
+        else:
+            logs.disassociate_kms_key(logGroupName=name)
+    _retag(logs, "resourceArn", f"arn:aws:logs:{site.region}:{site.account}:log-group:{name}", old, new)
+
+
+def _retag(client: Any, argument: str, arn: str, old: Properties, new: Properties) -> None:
+    """By TagResource and UntagResource, which differ in the case of their parameters and the form of their tags."""
+    gone, kept = changed_tags(old, new)
+    spell = (lambda name: name[0].lower() + name[1:]) if argument[0].islower() else str
+    if gone:
+        client.untag_resource(**{argument: arn, spell("TagKeys"): gone})
+    if kept:
+        as_map = client.meta.service_model.operation_model("TagResource").input_shape.members[spell("Tags")].type_name
+        tags = {tag["Key"]: tag["Value"] for tag in kept} if as_map == "map" else kept
+        client.tag_resource(**{argument: arn, spell("Tags"): tags})
 
 
 def _set_retention(site: Site, name: str, old: Properties, new: Properties) -> None:
@@ -102,6 +126,21 @@ def _set_topic_attributes(site: Site, arn: str, old: Properties, new: Properties
             )
 
 
+def _update_topic(site: Site, arn: str, old: Properties, new: Properties) -> None:
+    sns = site.client("sns")
+    _set_topic_attributes(site, arn, old, new)
+    _retag(sns, "ResourceArn", arn, old, new)
+    before, after = old.get("Subscription") or [], new.get("Subscription") or []
+    pages = sns.get_paginator("list_subscriptions_by_topic").paginate(TopicArn=arn)
+    there = {(item["Protocol"], item["Endpoint"]): item for page in pages for item in page["Subscriptions"]}
+    for item in before:
+        if item not in after and (gone := there.get((item["Protocol"], item["Endpoint"]))):
+            sns.unsubscribe(SubscriptionArn=gone["SubscriptionArn"])
+    for item in after:
+        if item not in before:
+            sns.subscribe(TopicArn=arn, Protocol=item["Protocol"], Endpoint=item["Endpoint"])
+
+
 def _topic_exists(site: Site, arn: str) -> bool:
     return found(lambda: site.client("sns").get_topic_attributes(TopicArn=arn)["Attributes"])
 
@@ -115,6 +154,15 @@ def _put_topic_policy(site: Site, properties: Properties) -> None:
 def _create_topic_policy(site: Site, properties: Properties, generated: str) -> Created:
     _put_topic_policy(site, properties)
     return Created("|".join(properties["Topics"]), {"Id": generated})
+
+
+def _update_topic_policy(site: Site, physical_id: str, old: Properties, new: Properties) -> Created:
+    _put_topic_policy(site, new)
+    for arn in sorted(set(old["Topics"]) - set(new["Topics"])):
+        ignore_missing(
+            partial(site.client("sns").set_topic_attributes, TopicArn=arn, AttributeName="Policy", AttributeValue="")
+        )
+    return Created("|".join(new["Topics"]))
 
 
 def _topic_policy_exists(site: Site, physical_id: str) -> bool:
@@ -134,12 +182,16 @@ def _subscribe(site: Site, properties: Properties, generated: str) -> Created:
         without=("FilterPolicy", "RawMessageDelivery", "DeliveryPolicy", "RedrivePolicy", "Region"),
     )
     arn = site.client("sns").subscribe(**parameters, ReturnSubscriptionArn=True)["SubscriptionArn"]
+    _set_subscription(site, arn, {}, properties)
+    return Created(arn, {"Arn": arn})
+
+
+def _set_subscription(site: Site, arn: str, old: Properties, new: Properties) -> None:
     for name in ("FilterPolicy", "RawMessageDelivery", "DeliveryPolicy", "RedrivePolicy"):
-        if name in properties:
-            value = properties[name]
+        if old.get(name) != new.get(name):
+            value = new.get(name, "false" if name == "RawMessageDelivery" else {})
             text = value if isinstance(value, str) else json.dumps(value)
             site.client("sns").set_subscription_attributes(SubscriptionArn=arn, AttributeName=name, AttributeValue=text)
-    return Created(arn, {"Arn": arn})
 
 
 def _subscription_exists(site: Site, arn: str) -> bool:
@@ -156,7 +208,13 @@ def _create_parameter(site: Site, properties: Properties, generated: str) -> Cre
 
 def _update_parameter(site: Site, name: str, old: Properties, new: Properties) -> Mapping[str, Any]:
     parameters = to_api("ssm", "PutParameter", new, without=("Name", "Tags"))
-    site.client("ssm").put_parameter(Name=name, Overwrite=True, **parameters)
+    ssm = site.client("ssm")
+    ssm.put_parameter(Name=name, Overwrite=True, **parameters)
+    gone, kept = changed_tags(old, new)
+    if gone:
+        ssm.remove_tags_from_resource(ResourceType="Parameter", ResourceId=name, TagKeys=gone)
+    if kept:
+        ssm.add_tags_to_resource(ResourceType="Parameter", ResourceId=name, Tags=kept)
     return {"Type": new["Type"], "Value": new["Value"]}
 
 
@@ -179,7 +237,7 @@ def _create_rule(site: Site, properties: Properties, generated: str) -> Created:
 def _put_rule(site: Site, bus: str, name: str, old: Properties, new: Properties) -> str:
     events = site.client("events")
     parameters = to_api("events", "PutRule", new, without=("Name", "Targets", "EventBusName", "Tags"))
-    tags = {"Tags": tags_of(new)} if tags_of(new) else {}
+    tags = {"Tags": tags_of(new)} if tags_of(new) and not old else {}
     arn = events.put_rule(Name=name, EventBusName=bus, **parameters, **tags)["RuleArn"]
     targets = new.get("Targets") or []
     gone = {target["Id"] for target in old.get("Targets") or []} - {target["Id"] for target in targets}
@@ -197,7 +255,8 @@ def _put_rule(site: Site, bus: str, name: str, old: Properties, new: Properties)
 
 
 def _update_rule(site: Site, physical_id: str, old: Properties, new: Properties) -> None:
-    _put_rule(site, *_bus_and_name(physical_id), old, new)
+    arn = _put_rule(site, *_bus_and_name(physical_id), old, new)
+    _retag(site.client("events"), "ResourceARN", arn, old, new)
 
 
 def _rule_exists(site: Site, physical_id: str) -> bool:
@@ -250,8 +309,8 @@ TYPES = (
         _create_log_group,
         _log_group_exists,
         lambda site, name, properties: ignore_missing(lambda: site.client("logs").delete_log_group(logGroupName=name)),
-        _set_retention,
-        ("LogGroupName", "KmsKeyId"),
+        _update_log_group,
+        ("LogGroupName",),
         "LogGroupName",
     ),
     ResourceType(
@@ -284,8 +343,8 @@ TYPES = (
         _create_topic,
         _topic_exists,
         lambda site, arn, properties: ignore_missing(lambda: site.client("sns").delete_topic(TopicArn=arn)),
-        _set_topic_attributes,
-        ("TopicName", "Subscription"),
+        _update_topic,
+        ("FifoTopic", "TopicName"),
         "TopicName",
     ),
     ResourceType(
@@ -294,14 +353,15 @@ TYPES = (
         _topic_policy_exists,
         # The policy goes with its topic; AWS itself refuses to leave a topic without one.
         lambda site, physical_id, properties: None,
-        lambda site, physical_id, old, new: _put_topic_policy(site, new),
-        ("Topics",),
+        _update_topic_policy,
     ),
     ResourceType(
         "AWS::SNS::Subscription",
         _subscribe,
         _subscription_exists,
         lambda site, arn, properties: ignore_missing(lambda: site.client("sns").unsubscribe(SubscriptionArn=arn)),
+        _set_subscription,
+        ("Endpoint", "Protocol", "Region", "TopicArn"),
     ),
     ResourceType(
         "AWS::SSM::Parameter",
@@ -315,5 +375,12 @@ TYPES = (
     ResourceType(
         "AWS::Events::Rule", _create_rule, _rule_exists, _delete_rule, _update_rule, ("Name", "EventBusName"), "Name"
     ),
-    ResourceType("AWS::Budgets::Budget", _create_budget, _budget_exists, _delete_budget, _update_budget),
+    ResourceType(
+        "AWS::Budgets::Budget",
+        _create_budget,
+        _budget_exists,
+        _delete_budget,
+        _update_budget,
+        ("Budget.BudgetName", "NotificationsWithSubscribers"),
+    ),
 )

@@ -14,7 +14,7 @@ from moto.cloudformation.exceptions import ValidationError
 from moto.core.common_models import CloudFormationModel
 
 from trainyard.emulator.cloudformation.catalogue import RESOURCE_TYPES
-from trainyard.emulator.cloudformation.model import ResourceType, Site
+from trainyard.emulator.cloudformation.model import Created, ResourceType, Site, as_text
 
 WsgiApp = Callable[[dict[str, Any], Any], Any]
 
@@ -151,15 +151,23 @@ class ManagedResource:
     def replaced_by_change(self, new: Mapping[str, Any]) -> bool:
         """Whether going to `new` properties needs another resource, as CloudFormation's "Update requires" says."""
         return self.spec.update is None or any(
-            self.properties.get(name) != new.get(name) for name in self.spec.replaced_by
+            _at(self.properties, path) != _at(new, path) for path in self.spec.replaced_by
         )
 
     def change(self, new: Mapping[str, Any], account_id: str, region_name: str) -> None:
         """Update in place."""
         assert self.spec.update is not None
         changed = self.spec.update(_site(account_id, region_name), self.physical_resource_id, self.properties, new)
+        if isinstance(changed, Created):
+            self.physical_resource_id, changed = changed.physical_id, changed.attributes
         self.attributes.update(changed or {})
         self.properties = new
+
+
+def _at(properties: Any, path: str) -> Any:
+    for key in path.split("."):
+        properties = properties.get(key) if isinstance(properties, Mapping) else None
+    return as_text(properties) if isinstance(properties, bool | int) else properties  # 5 and "5", true and "true"
 
 
 def _model_class(spec: ResourceType) -> type[Any]:

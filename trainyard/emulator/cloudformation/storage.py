@@ -11,6 +11,8 @@ from trainyard.emulator.cloudformation.model import (
     ResourceType,
     Site,
     UnsupportedPropertyError,
+    as_bool,
+    changed_tags,
     fit_name,
     found,
     ignore_missing,
@@ -203,6 +205,24 @@ def _create_file_system(site: Site, properties: Properties, generated: str) -> C
     return Created(system["FileSystemId"], attributes)
 
 
+def _update_file_system(site: Site, system_id: str, old: Properties, new: Properties) -> None:
+    fsx, before, after = site.client("fsx"), old.get("LustreConfiguration") or {}, new.get("LustreConfiguration") or {}
+    wanted: dict[str, Any] = {
+        "LustreConfiguration": {key: after[key] for key in after if after[key] != before.get(key)}
+    }
+    if int(old.get("StorageCapacity", 0)) != int(new.get("StorageCapacity", 0)):
+        wanted["StorageCapacity"] = new["StorageCapacity"]
+    changes = {key: value for key, value in wanted.items() if value}
+    if changes:
+        fsx.update_file_system(**to_api("fsx", "UpdateFileSystem", {"FileSystemId": system_id, **changes}))
+    arn = fsx.describe_file_systems(FileSystemIds=[system_id])["FileSystems"][0]["ResourceARN"]
+    gone, kept = changed_tags(old, new)
+    if gone:
+        fsx.untag_resource(ResourceARN=arn, TagKeys=gone)
+    if kept:
+        fsx.tag_resource(ResourceARN=arn, Tags=kept)
+
+
 def _file_system_exists(site: Site, file_system_id: str) -> bool:
     return found(lambda: site.client("fsx").describe_file_systems(FileSystemIds=[file_system_id])["FileSystems"])
 
@@ -242,6 +262,12 @@ def _update_repository(site: Site, name: str, old: Properties, new: Properties) 
         )
         ecr.put_image_scanning_configuration(repositoryName=name, **scanning)
     _set_repository_policies(site, name, old, new)
+    arn = ecr.describe_repositories(repositoryNames=[name])["repositories"][0]["repositoryArn"]
+    gone, kept = changed_tags(old, new)
+    if gone:
+        ecr.untag_resource(resourceArn=arn, tagKeys=gone)
+    if kept:
+        ecr.tag_resource(resourceArn=arn, tags=kept)
 
 
 def _repository_exists(site: Site, name: str) -> bool:
@@ -255,7 +281,7 @@ TYPES = (
         lambda site, name: found(lambda: site.client("s3").head_bucket(Bucket=name)),
         lambda site, name, properties: ignore_missing(lambda: site.client("s3").delete_bucket(Bucket=name)),
         _configure_bucket,
-        ("BucketName",),
+        ("BucketName", "BucketNamePrefix", "BucketNamespace"),
         "BucketName",
     ),
     ResourceType(
@@ -273,13 +299,33 @@ TYPES = (
         lambda site, system_id, properties: ignore_missing(
             lambda: site.client("fsx").delete_file_system(FileSystemId=system_id)
         ),
+        _update_file_system,
+        (
+            "BackupId",
+            "FileSystemType",
+            "FileSystemTypeVersion",
+            "KmsKeyId",
+            "LustreConfiguration.CopyTagsToBackups",
+            "LustreConfiguration.DeploymentType",
+            "LustreConfiguration.DriveCacheType",
+            "LustreConfiguration.EfaEnabled",
+            "LustreConfiguration.ExportPath",
+            "LustreConfiguration.ImportPath",
+            "LustreConfiguration.ImportedFileChunkSize",
+            "LustreConfiguration.PerUnitStorageThroughput",
+            "SecurityGroupIds",
+            "StorageType",
+            "SubnetIds",
+        ),
     ),
     ResourceType(
         "AWS::ECR::Repository",
         _create_repository,
         _repository_exists,
         lambda site, name, properties: ignore_missing(
-            lambda: site.client("ecr").delete_repository(repositoryName=name, force=True)
+            lambda: site.client("ecr").delete_repository(
+                repositoryName=name, force=as_bool(properties.get("EmptyOnDelete", False))
+            )
         ),
         _update_repository,
         ("RepositoryName", "EncryptionConfiguration"),
