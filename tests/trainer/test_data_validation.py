@@ -1,5 +1,6 @@
 """Validation sets: which sources make one, when each is due, what is told of it."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -8,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from test_data import build, corpus, resolved, source
+from trainer import heartbeat
 from trainer.data import MicroBatch
+from trainer.rendezvous import Patience
 from trainer.tasks.causal_lm import CausalLM
 from trainer.validation import Validation
 
 from trainyard.errors import JobFailedError
-from trainyard.spec.job import DataSpec, ResolvedJob
+from trainyard.spec.job import DataSpec, RecoverySpec, ResolvedJob
+
+PATIENCE = Patience(RecoverySpec())
 
 
 class _Alone:
@@ -52,7 +57,7 @@ def job_with_sets(tmp_path: Path) -> ResolvedJob:
 
 def validation_of(tmp_path: Path) -> Validation:
     job = job_with_sets(tmp_path)
-    return Validation(job, CausalLM(), build(job, tmp_path), _Alone())  # type: ignore[arg-type]
+    return Validation(job, CausalLM(), build(job, tmp_path), _Alone(), PATIENCE)  # type: ignore[arg-type]
 
 
 def test_sources_of_one_name_are_one_set_and_each_has_its_size(tmp_path: Path) -> None:
@@ -110,11 +115,44 @@ def test_a_stop_breaks_a_validation_off_between_two_batches(tmp_path: Path, caps
     assert "validation step=11 broken off: told to stop" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_what_a_set_runs_first_may_be_compiled_for_as_long_as_the_first_step(
+    is_compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heart = tmp_path / "heart"
+    monkeypatch.setenv(heartbeat.FILE_VARIABLE, str(heart))
+    monkeypatch.setattr(heartbeat, "_heart", functools.cache(heartbeat._Heart))
+    job = job_with_sets(tmp_path)
+    training = job.spec.training.model_copy(update={"compile": is_compiled})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
+    validation = Validation(job, CausalLM(), build(job, tmp_path), _Alone(), PATIENCE)  # type: ignore[arg-type]
+
+    def patience_at(step: int) -> set[bool]:
+        found = set()
+
+        class Looking(_Constant):
+            def evaluate(self, batches: list[MicroBatch]) -> torch.Tensor:
+                beat = heartbeat.read_beat(heart)
+                assert beat is not None
+                found.add(beat.is_patient)
+                return super().evaluate(batches)
+
+        validation.run(Looking(1.0), validation.due(step, 11), step)  # type: ignore[arg-type]
+        beat = heartbeat.read_beat(heart)
+        assert beat is not None and not beat.is_patient, "what follows is a step as any"
+        return found
+
+    assert patience_at(3) == {is_compiled}
+    assert patience_at(6) == {False}
+    assert patience_at(8) == {is_compiled}, "other sets may be of other shapes"
+    assert patience_at(11) == {False}
+
+
 def test_a_set_without_a_token_to_learn_is_refused_by_name(tmp_path: Path) -> None:
     job = job_with_sets(tmp_path)
     data = build(job, tmp_path)
     data.named_validation[0].stream.num_steps = 0
-    validation = Validation(job, CausalLM(), data, _Alone())  # type: ignore[arg-type]
+    validation = Validation(job, CausalLM(), data, _Alone(), PATIENCE)  # type: ignore[arg-type]
     with pytest.raises(JobFailedError, match=r"data.validation, set code: not a single token to learn"):
         validation.run(_Constant(1.0), validation.due(3, 11), 3)  # type: ignore[arg-type]
 

@@ -29,9 +29,9 @@ class Host:
             heartbeat_file(folder, rank).unlink(missing_ok=True)
         self.watch = StepWatch(folder, range(2), spec, known_start_seconds=known_start_seconds, clock=lambda: self.now)
 
-    def beat(self, rank: int, step: int) -> None:
+    def beat(self, rank: int, step: int, *, is_patient: bool = False) -> None:
         self._num_beats += 1
-        heartbeat_file(self._folder, rank).write_text(f"{step:012d} {self._num_beats:012d}\n")
+        heartbeat_file(self._folder, rank).write_text(f"{step:012d} {self._num_beats:012d} {is_patient:d}\n")
 
     def after(self, seconds: float) -> dict[int, float]:
         """Who hangs after so long without a word."""
@@ -79,6 +79,22 @@ def test_who_is_late_with_its_first_step_is_not_blamed_for_the_start(tmp_path: P
         assert host.after(1) == {}
     host.beat(0, 9)
     assert set(host.after(101)) == {0, 1}
+
+
+def test_a_rank_that_compiles_may_be_silent_as_at_the_start(tmp_path: Path) -> None:
+    host = Host(tmp_path, known_start_seconds=5)
+    for step in range(1, 9):
+        host.beat(0, step)
+        host.beat(1, step)
+        assert host.after(1) == {}
+    host.beat(0, 8, is_patient=True)
+    assert set(host.after(101)) == {1}
+    host.beat(1, 8, is_patient=True)
+    assert host.after(3400) == {}
+    assert set(host.after(200)) == {0}
+    host.beat(0, 8)
+    host.beat(1, 8, is_patient=True)
+    assert host.after(1) == {} and set(host.after(100)) == {0}, "from its next beat on the limit is a step's again"
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -137,7 +137,8 @@ class Session:
             cache_dir=scratch_dir / "token_cache",
         )
         self._course = Course(job, sequences_per_epoch=self.data.train.num_sequences)
-        self._validation = Validation(job, task, self.data, runtime)
+        self._patience = Patience(job.spec.recovery)
+        self._validation = Validation(job, task, self.data, runtime, self._patience)
         self.strategy = self._made_engine()
         self._tell_choices()
         assert self.strategy.data_parallel_rank == data_parallel_rank(job.parallelism, runtime.rank)
@@ -158,7 +159,6 @@ class Session:
         self._upcoming: GlobalBatch | None = None
         self._told: _Told | None = None
         self._checkpoint_is_late = False
-        self._patience = Patience(job.spec.recovery)
         self._begin_observing(expected or Expected())
         if job.spec.training.on_anomaly == "rollback" and self._checkpointer.last_committed_step is None:
             self.save()  # the first step may be the one that goes wrong

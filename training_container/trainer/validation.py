@@ -1,13 +1,15 @@
 """Validation sets: when each is due, its loss, and what rows, stdout and result.json say of it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from trainer.data import JobData, ValidationSet
-from trainer.heartbeat import beat
+from trainer.heartbeat import beat, patiently
+from trainer.rendezvous import Patience
 from trainer.runtime import Runtime
 from trainer.speech import say
 from trainer.strategies import Strategy
@@ -22,10 +24,14 @@ LARGEST_LOSS_NATS = 700.0
 class Validation:
     """Runs the sets of a job that are due. A set without a name is the job's own: its loss is `validation_loss`."""
 
-    def __init__(self, job: ResolvedJob, task: Task, data: JobData, runtime: Runtime) -> None:
+    def __init__(self, job: ResolvedJob, task: Task, data: JobData, runtime: Runtime, patience: Patience) -> None:
         self._measures = task.measures
         self._tells_perplexity = task.unit == "tokens"
         self._runtime = runtime
+        self._patience = patience
+        self._is_compiled = job.spec.training.compile
+        self._known: set[str | None] = set()
+        """Sets that were run before, by name: what they need is compiled."""
         # Ranks that split one model read the same sequences: what they count, they count together.
         self._num_readers = runtime.world_size // job.parallelism.data_parallel_size
         own = [] if data.validation is None else [ValidationSet(None, data.validation, every_steps=None)]
@@ -54,7 +60,8 @@ class Validation:
         self.was_broken_off = False
         row: dict[str, Any] = {}
         for one in sets:
-            found = self._run_set(strategy, one, must_exit)
+            with self._first_time(one.name):
+                found = self._run_set(strategy, one, must_exit)
             if found is None:
                 self.was_broken_off = True
                 if self._runtime.is_first:
@@ -70,6 +77,16 @@ class Validation:
             else:
                 row.setdefault("validation_sets", {})[one.name] = found
         return row
+
+    @contextmanager
+    def _first_time(self, name: str | None) -> Iterator[None]:
+        """Around a set's run: compiled blocks are compiled anew for it, without gradients, as for the first step."""
+        if not self._is_compiled or name in self._known:
+            yield
+            return
+        with self._patience.as_at_start(), patiently():
+            yield
+        self._known.add(name)
 
     def _run_set(
         self, strategy: Strategy, one: ValidationSet, must_exit: Callable[[], bool]

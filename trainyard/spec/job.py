@@ -580,13 +580,15 @@ class RecoverySpec(SpecModel):
     on, unless a person says otherwise."""
     hang_seconds: Seconds | None = 120.0
     """A rank that finished no step for this long, and for ten times the median step, hangs; before the first step of a
-    restart it may take three times as long as the longest start so far, if that is longer (and a minute at least). A
-    process that is stopped for this long hangs whatever it is at. null: never."""
+    restart it may take three times as long as the longest start so far, if that is longer (and a minute at least), and
+    where blocks are compiled a set's first validation of a start may take start_minutes. A process that is stopped for
+    this long hangs whatever it is at. null: never."""
     start_minutes: float = Field(default=60.0, gt=0, le=24 * 60)
     """How long the job's first step may take, from the last sign of life of the ranks; collectives wait as long until
     it is done. A save that takes longer is a hang too."""
     arrival_seconds: Seconds = 600.0
-    """How long the ranks wait for each other at the start; then the ones that are missing are named."""
+    """How long the ranks wait for each other at the start; then the ones that are missing are named. A host that has
+    not come by then is lost, once the others' starts have failed without it (torchrun's, after 15 minutes at least)."""
     collective_seconds: Seconds | None = None
     """After the first step, how long a collective waits for a rank before it fails; saves and the job's end keep the
     start's limit. null: twice hang_seconds, at least 600, so that a hang is looked into before ranks give up."""

@@ -2,8 +2,9 @@
 
 A rank hangs when its heartbeat has not changed for `hang_seconds` and for ten times the median step. Before the first
 step of a start the newest beat of all ranks here counts, since one that has read its part of a checkpoint waits for the
-others: it may be `start_minutes` old in the job's first start, and as old as three such starts in later ones. A process
-that is stopped (SIGSTOP, frozen) for `hang_seconds` hangs whatever it is at.
+others: it may be `start_minutes` old in the job's first start, and as old as three such starts in later ones. A rank
+that says so (it compiles what a validation runs) has `start_minutes` too. A process that is stopped (SIGSTOP, frozen)
+for `hang_seconds` hangs whatever it is at.
 """
 
 import contextlib
@@ -118,7 +119,15 @@ class StepWatch:
         since_first = self._clock() - self._started - (self.first_step_seconds or 0.0)
         silent = {rank: min(seconds, since_first) for rank, seconds in silent.items()}
         limit = self.limit_seconds
-        return {} if limit is None else {rank: seconds for rank, seconds in silent.items() if seconds > limit}
+        if limit is None:
+            return {}
+        # Three starts may be too few: what is compiled now may be no part of a start.
+        patient = {rank: max(limit, 60 * self._spec.start_minutes) for rank in silent if self._is_patient(rank)}
+        return {rank: seconds for rank, seconds in silent.items() if seconds > patient.get(rank, limit)}
+
+    def _is_patient(self, rank: int) -> bool:
+        beat = self._seen[rank].beat
+        return beat is not None and beat.is_patient
 
     def _stopped_for_too_long(self, reports: Mapping[int, RankReport]) -> set[int]:
         """Ranks whose processes have been stopped at every look for `hang_seconds`."""
