@@ -10,7 +10,7 @@ import pytest
 from trainyard.cli.dry_running import known_configuration
 from trainyard.errors import InputError
 from trainyard.hardware import instance
-from trainyard.planner import resolve
+from trainyard.planner import resolve, search
 from trainyard.planner.candidates import Rules, layouts, split_of
 from trainyard.planner.facts import facts_of
 from trainyard.planner.families import config_from_source
@@ -284,3 +284,23 @@ def test_the_machine_without_efa_is_fine_alone(job: MakeJob) -> None:
         compute={"instance_type": "ml.g5.2xlarge", "instance_count": 1},
     )
     assert resolve(spec).world_size == 1
+
+
+def test_a_stated_micro_batch_that_divides_nothing_is_what_is_wrong(job: MakeJob) -> None:
+    """Not the memory, of which there is enough."""
+    spec = job(training={"global_batch_size": 256, "micro_batch_size": 3})
+    with pytest.raises(InputError, match=r"256: is not divisible by \d+ \(.* x micro_batch_size 3\); nearest allowed"):
+        resolve(spec)
+    with pytest.raises(InputError, match=r"divides it into micro-batches of 3 \(training.micro_batch_size\)"):
+        search(spec, instances=["p5.48xlarge"], max_nodes=2)
+
+
+def test_auto_takes_no_pipeline_that_it_cannot_fill(job: MakeJob) -> None:
+    compute = {"instance_type": "ml.p4d.24xlarge", "instance_count": 8}
+    spec = job(model={"source": "llama-2-7b"}, training={"global_batch_size": 4}, compute=compute)
+    with pytest.raises(InputError, match=r"batch_size 4: is too small for 64 ranks.*needs 8 sequences.*--search"):
+        resolve(spec)
+    # With as many as that it runs, and with eight by a layout that splits the model further.
+    for batch in (16, 8):
+        taken = resolve(job(model={"source": "llama-2-7b"}, training={"global_batch_size": batch}, compute=compute))
+        assert taken.gradient_accumulation_steps >= taken.parallelism.pipeline

@@ -6,7 +6,7 @@ model family without formulas) plain data parallelism and small micro-batches.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trainyard.errors import InputError
 from trainyard.planner.candidates import Rules
@@ -293,16 +293,45 @@ def _automatic_choice(
             found = largest_micro_batch(job, parallelism, machines, shape, recompute)
             if found is not None:
                 return parallelism, recompute, found
-    for parallelism in model_parallel_layouts(job, machines, shape):
-        if job.global_batch_size % parallelism.data_parallel_size:
-            continue
+    split = [
+        item
+        for item in model_parallel_layouts(job, machines, shape)
+        if job.global_batch_size % item.data_parallel_size == 0
+    ]
+    starved: ParallelismSpec | None = None
+    for parallelism in split:
         for recompute in levels(job, parallelism):
             found = largest_micro_batch(job, parallelism, machines, shape, recompute)
-            if found is not None:
+            if found is None:
+                continue
+            if sequences_per_rank(job, parallelism) // found >= parallelism.pipeline:
                 return parallelism, recompute, found
-    if not dividing:
+            starved = starved or parallelism
+    if not (dividing or split):
         sequences_per_rank(job, candidates[0])
-    raise InputError(_nothing_fits(job, machines, shape, dividing[-1]))
+    _check_stated_micro_batch(job, [*dividing, *split])
+    if starved is not None:
+        raise InputError(_too_few_sequences(job, machines, starved))
+    raise InputError(_nothing_fits(job, machines, shape, (dividing or split)[-1]))
+
+
+def _check_stated_micro_batch(job: JobSpec, layouts: Sequence[ParallelismSpec]) -> None:
+    """InputError where the stated micro-batch divides no layout's share, so that none was looked at."""
+    stated = job.training.micro_batch_size
+    if stated != "auto" and not any(micro_batch_choices(job, item) for item in layouts):
+        check_micro_batch(job, layouts[0], stated, sequences_per_rank(job, layouts[0]))
+
+
+def _too_few_sequences(job: JobSpec, machines: Machines, layout: ParallelismSpec) -> str:
+    """Of a model that only pipelines hold, whose micro-batches are fewer than their stages."""
+    stated = job.training.micro_batch_size
+    least = layout.data_parallel_size * layout.pipeline * (1 if stated == "auto" else stated)
+    return (
+        f"training.global_batch_size {job.global_batch_size}: is too small for {machines.world_size} ranks; the layout "
+        f"that splits the model least and fits (tensor {layout.tensor}, pipeline {layout.pipeline}, data_shard "
+        f"{layout.data_shard}) needs {least} sequences a step; raise it, take fewer machines, or take a layout that "
+        "trainyard plan --search finds"
+    )
 
 
 def _nothing_fits(job: JobSpec, machines: Machines, shape: ModelShape, parallelism: ParallelismSpec) -> str:

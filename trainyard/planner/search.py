@@ -17,7 +17,7 @@ from trainyard.planner.facts import check_job
 from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.memory import Memory
-from trainyard.planner.money import cost_of, goodput_of, quotes_of, todays_book
+from trainyard.planner.money import cost_of, goodput_of, quotes_of, todays_book, unpriced_storage
 from trainyard.planner.moving import Moved, moved_to
 from trainyard.planner.reading import Machines, layout_of, machines_of
 from trainyard.planner.resolve import (
@@ -82,8 +82,12 @@ def search(
     looked = _Searched(formulas=formulas, region=region, book=book)
     options = [option for item in _places(job, types, most) if (option := looked.moved_option(stated, *item))]
     if not options:
-        batch = job.training.global_batch_size
-        divides = f"training.global_batch_size {batch}: no layout of up to {most} machines divides it"
+        training = job.training
+        divides = (
+            f"training.global_batch_size {training.global_batch_size}: no layout of up to {most} machines divides it"
+        )
+        if training.micro_batch_size != "auto":
+            divides += f" into micro-batches of {training.micro_batch_size} (training.micro_batch_size)"
         raise InputError(looked.refusal or divides)
     limit = deadline_hours or job.compute.max_hours
     budget = job.budget.max_usd if job.budget else None
@@ -102,6 +106,8 @@ def search(
             f"compute.training_plan {job.compute.training_plan}: was bought for {job.compute.instance_count} x "
             f"{types[0]}, and no other type was looked at; on demand, without it: --instances, --max-nodes"
         )
+    if any(item.usd is not None for item in ranked) and (missing := unpriced_storage(job, region, book)):
+        notes.append(missing)
     if chosen is None:
         notes.append(_nothing_chosen(ranked, limit, budget))
     elif (changed := looked.moved_of(chosen).note()) is not None:
