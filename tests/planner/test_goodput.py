@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from trainyard.hardware import instance
-from trainyard.planner import plan
+from trainyard.planner import plan, search
 from trainyard.planner.formulas import formulas_of
 from trainyard.planner.goodput import Goodput, Saved, goodput
+from trainyard.planner.money import kept_checkpoints
 from trainyard.planner.results import CheckpointPlan, TierPlan
 from trainyard.spec.job import JobSpec, load_job
 
@@ -103,3 +104,78 @@ def test_a_frozen_towers_weights_are_in_no_checkpoint() -> None:
     frozen = load_job(JOBS / "vlm-llava-7b.yaml", ["images.freeze_vision=true"])
     tower = formulas_of(both).saved.params - formulas_of(frozen).saved.params
     assert tower / 1e6 == pytest.approx(303.5, rel=0.01)
+
+
+def played(job: JobSpec, steps: int, every_save: int) -> tuple[float, int]:
+    """(the mean number of checkpoints over a run that saves every so many steps, the number at its end), by the rule
+    that the trainer removes by."""
+    saved: dict[int, float | None] = {}
+    total = 0
+    for step in range(1, steps + 1):
+        if step % every_save == 0:
+            saved[step] = None
+            saved = dict.fromkeys(job.checkpoint.retention.kept(saved))
+        total += len(saved)
+    return total / steps, len(saved)
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "keep_every_steps", "keep_last"),
+    [(100, 100, 3), (100, 1000, 3), (100, 250, 2), (7, 500, 3), (50, None, 4), (1000, 500, 1)],
+)
+def test_kept_checkpoints_are_those_that_retention_leaves(
+    job: MakeJob, every_steps: int, keep_every_steps: int | None, keep_last: int
+) -> None:
+    spec = job(
+        checkpoint={"every_steps": every_steps, "keep_every_steps": keep_every_steps, "keep_last": keep_last},
+    )
+    steps, seconds = 20_000, 2.0
+    found = kept_checkpoints(spec, steps, seconds, min(every_steps * seconds, 1e9))
+    during, after = played(spec, steps, every_steps)
+    # Half of one more: none is there before its step.
+    assert found.during == pytest.approx(during, rel=0.01, abs=0.6)
+    assert found.after == pytest.approx(after, abs=1)
+
+
+def test_saves_by_the_clock_are_kept_where_they_happen_to_come(job: MakeJob) -> None:
+    spec = job(checkpoint={"every_minutes": 15.0, "keep_every_steps": 100, "keep_last": 3})
+    # 200 steps are asked for, and of 450 seconds' steps one in two is saved.
+    assert kept_checkpoints(spec, 20_000, 450.0, 900.0).after == pytest.approx(100 + 3 * (1 - 100 / 10_000))
+    # The clock comes before every_steps, which is then a save of its own.
+    both = job(checkpoint={"every_minutes": 15.0, "every_steps": 1000, "keep_every_steps": 100, "keep_last": 3})
+    found = kept_checkpoints(both, 20_000, 9.0, 900.0)
+    assert found.after == pytest.approx(20 + 180 / 100 + 3, abs=0.5)
+
+
+def test_checkpoints_that_stay_are_paid_for_during_the_run_and_named_after_it(job: MakeJob) -> None:
+    run = {"model": {"source": "llama-3.1-70b"}, "training": {"steps": 20_000}}
+    saving = {"every_steps": 100, "every_minutes": 1e6, "keep_last": 3}
+    few, many = (plan(job(**run, checkpoint=saving | more)) for more in ({}, {"keep_every_steps": 100}))
+    assert few.cost is not None and many.cost is not None and many.checkpoint is not None
+    assert many.cost.storage_gb_months == pytest.approx(few.cost.storage_gb_months * 100 / 3)
+    assert (few.cost.checkpoints_after, many.cost.checkpoints_after) == (3, 200)
+    size = many.checkpoint.size_gib * 2**30 / 1e9
+    assert many.cost.storage_gb_after == pytest.approx(200 * size)
+    assert many.cost.storage_usd_a_month_after == pytest.approx(200 * size * 0.023)
+    assert many.cost.planned_usd is not None and few.cost.planned_usd is not None
+    more = (many.cost.storage_usd or 0) - (few.cost.storage_usd or 0)
+    assert more > 100 and many.cost.planned_usd - few.cost.planned_usd == pytest.approx(more)
+    assert any("about 200 checkpoints are left at the end, 169," in note for note in many.notes)
+    assert not any("are left at the end" in note for note in few.notes)
+    best = plan(job(**run, checkpoint=saving | {"keep_best": {"metric": "loss", "num": 2}}))
+    assert best.cost is not None and best.cost.checkpoints_after == 5
+
+
+def test_dollars_say_that_they_are_without_storage_where_its_price_is_not_known(job: MakeJob) -> None:
+    words = "no price known for s3-standard in us-west-2: what checkpoints cost in S3 is not in the dollars"
+    elsewhere, here = plan(job(), region="us-west-2"), plan(job())
+    assert elsewhere.cost is not None and elsewhere.cost.planned_usd is not None, "else this would prove nothing"
+    assert elsewhere.cost.storage_usd is None and words in elsewhere.notes
+    assert not any("s3-standard" in note for note in here.notes)
+    for region, says in (("us-west-2", True), ("us-east-1", False)):
+        found = search(job(), instances=["p5.48xlarge"], max_nodes=1, region=region)
+        assert (words in found.notes) is says
+    cluster = {"backend": "slurm", "instance_type": "p5.48xlarge"}
+    shared = plan(job(compute=cluster, checkpoint={"destination": "/fsx/checkpoints"}), region="us-west-2")
+    assert shared.cost is not None and shared.cost.storage_usd == 0
+    assert not any("s3-standard" in note for note in shared.notes)

@@ -220,6 +220,37 @@ def hours_of(time: TimePlan, run: Goodput) -> Hours | None:
     return Hours(expected, max(expected / factor, fastest), expected * factor)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Numbers of checkpoints that retention leaves."""
+
+    during: float
+    """The mean over the run."""
+    after: float
+    """When it has ended, until somebody removes them."""
+
+
+def kept_checkpoints(job: JobSpec, steps: int, step_seconds: float, interval_seconds: float) -> Kept:
+    """How many checkpoints of a run stay. Those of `keep_every_steps` grow from none to all of them.
+
+    `interval_seconds`: between saves.
+    """
+    spec = job.checkpoint
+    best = spec.keep_best.num if spec.keep_best is not None else 0
+    if spec.keep_every_steps is None:
+        return Kept(spec.keep_last + best, spec.keep_last + best)
+    wanted = steps // spec.keep_every_steps
+    by_steps = spec.every_steps if isinstance(spec.every_steps, int) else None
+    for_good = float(steps // math.lcm(by_steps, spec.keep_every_steps) if by_steps else 0)
+    if by_steps is None or interval_seconds < by_steps * step_seconds:
+        # Saves by the clock come at any step, and are kept where it happens to be one of these.
+        for_good += (wanted - for_good) * min(1.0, step_seconds / interval_seconds)
+    saves = max(steps * step_seconds / interval_seconds, for_good, 1.0)
+    # Of the newest some stay for good as well.
+    others = best + spec.keep_last * (1 - for_good / saves)
+    return Kept(others + for_good / 2, others + for_good)
+
+
 def cost_of(
     job: JobSpec,
     *,
@@ -236,8 +267,9 @@ def cost_of(
         return None
     rate, basis = _rate(job, quotes)
     month = hours.expected / HOURS_PER_MONTH
-    kept = run.checkpoint_bytes / 1e9 * job.checkpoint.keep_last * month if math.isfinite(month) else math.inf
-    storage = _storage_usd(kept, quotes, book)
+    kept, each_gb = kept_checkpoints(job, steps, time.step_seconds, run.interval_seconds), run.checkpoint_bytes / 1e9
+    gb_months = kept.during * each_gb * month if math.isfinite(month) else math.inf
+    storage = _storage_usd(job, gb_months, quotes, book)
 
     def usd(each: float, price: Price | None) -> float | None:
         return cost_usd(each, machines.num_hosts, price)
@@ -257,8 +289,11 @@ def cost_of(
         usd_spot=usd(hours.expected, quotes.found.get("spot")),
         usd_capacity_block=usd(hours.expected, quotes.found.get("capacity_block")),
         usd_training_plan=usd(hours.expected, quotes.found.get("training_plan")),
-        storage_gb_months=kept,
+        storage_gb_months=gb_months,
         storage_usd=storage,
+        checkpoints_after=kept.after,
+        storage_gb_after=kept.after * each_gb,
+        storage_usd_a_month_after=_storage_usd(job, kept.after * each_gb, quotes, book),
         planned_usd=total,
         planned_usd_low=planned(hours.low),
         planned_usd_high=planned(hours.high),
@@ -298,11 +333,25 @@ def _rate(job: JobSpec, quotes: Quotes) -> tuple[Price | None, str]:
     )
 
 
-def _storage_usd(gb_months: float, quotes: Quotes, book: PriceBook) -> float | None:
+def _storage_usd(job: JobSpec, gb_months: float, quotes: Quotes, book: PriceBook) -> float | None:
+    """Of checkpoints in S3; a file system is the tenant's, whatever lies in it."""
     if not quotes.found:
         return None
+    if destination_tier(job) != "s3":
+        return 0.0
     region = next(iter(quotes.found.values())).region
     try:
         return gb_months * book.storage(STORE, region).usd_per_gb_month
     except InputError:
         return None
+
+
+def unpriced_storage(job: JobSpec, region: str, book: PriceBook) -> str | None:
+    """That dollars are without what the job's checkpoints cost in S3, and why; None where they have it."""
+    if destination_tier(job) != "s3":
+        return None
+    try:
+        book.storage(STORE, region)
+    except InputError as error:
+        return f"{str(error).partition('; get today')[0]}: what checkpoints cost in S3 is not in the dollars"
+    return None

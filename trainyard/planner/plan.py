@@ -16,6 +16,7 @@ from trainyard.planner.money import (
     quotes_of,
     todays_book,
     unpriced,
+    unpriced_storage,
 )
 from trainyard.planner.reading import Machines, layout_of, machines_of, warned_of_slurm
 from trainyard.planner.resolve import (
@@ -26,7 +27,7 @@ from trainyard.planner.resolve import (
     resolve,
     sequences_per_rank,
 )
-from trainyard.planner.results import CheckpointPlan, Configuration, Plan, TimePlan
+from trainyard.planner.results import CheckpointPlan, Configuration, Cost, Plan, TimePlan
 from trainyard.spec.job import JobSpec, ParallelismSpec, ResolvedJob
 
 __all__ = ["Configuration", "Plan", "plan"]
@@ -85,6 +86,7 @@ def plan(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | None =
         notes=(
             *([missing] if missing else quotes.notes),
             *formulas.notes,
+            *_notes_of_storage(job, cost, region, book),
             *_notes(job, steps, machines, configurations, chosen, checkpoint),
         ),
     )
@@ -174,6 +176,23 @@ def _notes(
         notes.append(
             f"recovery: {checkpoint.recovery_seconds:.0f} s from a failure to the next step, beyond the objective of "
             f"{RECOVERY_OBJECTIVE_SECONDS:.0f}"
+        )
+    return notes
+
+
+def _notes_of_storage(job: JobSpec, cost: Cost | None, region: str, book: PriceBook) -> list[str]:
+    """What the dollars lack of S3's, and what the run leaves there."""
+    if cost is None or cost.planned_usd is None:
+        return []
+    missing = unpriced_storage(job, region, book)
+    notes = [missing] if missing else []
+    every = job.checkpoint.keep_every_steps
+    if every is not None and cost.storage_gb_after:
+        a_month = cost.storage_usd_a_month_after
+        price = f", ${a_month:,.2f} a month in S3" if a_month else ""
+        notes.append(
+            f"checkpoint.keep_every_steps {every}: about {cost.checkpoints_after:,.0f} checkpoints are left at the end,"
+            f" {cost.storage_gb_after:,.0f} GB{price}, until somebody removes them"
         )
     return notes
 

@@ -145,6 +145,11 @@ class Cost(SpecModel):
     """Checkpoints that are kept, from the run's begin to its end."""
     storage_usd: float | None
     """Of these in S3; what moves between S3 and machines of one region costs nothing."""
+    checkpoints_after: float = 0.0
+    """How many are left when the run has ended, until somebody removes them; with the next two."""
+    storage_gb_after: float = 0.0
+    storage_usd_a_month_after: float | None = None
+    """Of these in S3. In no other dollars of the plan."""
     planned_usd: float | None
     """Machines on demand, or for a spot job at its spot price (where that isn't known, the on-demand price); and
     storage, where its price is known."""
