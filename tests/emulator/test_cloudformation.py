@@ -105,11 +105,18 @@ def test_a_policy_is_detached_from_roles_that_are_not_listed(site: Site, name: s
     iam.delete_role(RoleName=name)
 
 
+def remove_queue(site: Site, arn: str) -> None:
+    """As AWS wants it: out of service first."""
+    assert "must be DISABLED" in refusal(lambda: site("batch").delete_job_queue(jobQueue=arn))
+    site("batch").update_job_queue(jobQueue=arn, state="DISABLED")
+    site("batch").delete_job_queue(jobQueue=arn)
+
+
 def test_what_is_removed_behind_its_back_is_missed_by_name(site: Site, name: str, tmp_path: Path) -> None:
     for group, remove in (
         ("storage", lambda ids: site("s3").delete_bucket_policy(Bucket=ids["BucketPolicy"])),
         ("operations", lambda ids: site("sns").unsubscribe(SubscriptionArn=ids["Mail"])),
-        ("queues", lambda ids: site("batch").delete_job_queue(jobQueue=ids["Queue"])),
+        ("queues", lambda ids: remove_queue(site, ids["Queue"])),
         ("identity", lambda ids: site("iam").delete_role_policy(RoleName=ids["Role"], PolicyName="more")),
     ):
         stack = f"{name}-{group}"

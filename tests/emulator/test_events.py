@@ -193,12 +193,14 @@ def test_a_queued_jobs_end_is_told_by_its_name_and_queue() -> None:
     bus = EventBus(
         cast(Any, SimpleNamespace(account="1", region="here")), cast(Any, None), lambda e: heard.append(e) or []
     )
-    jobs = ServiceJobs(cast(Any, SimpleNamespace(account="1", region="here")), cast(Any, SimpleNamespace(listen=id)))
+    jobs = ServiceJobs(
+        cast(Any, SimpleNamespace(account="1", region="here")), cast(Any, SimpleNamespace(listen=id)), lambda _: {}
+    )
     jobs.listen(bus.service_job_ended)
     jobs.shares["q/quota-share/acme"] = QuotaShare("arn", "acme", "q", {})
     request = {"jobName": "acme-a", "jobQueue": "q", "quotaShareName": "acme"}
     payload = {"ResourceConfig": {"InstanceType": "ml.p5.4xlarge", "InstanceCount": 1}}
-    job = jobs.submit(request | {"serviceRequestPayload": json.dumps(payload)}, "q", {})
+    job = jobs.submit(request | {"serviceRequestPayload": json.dumps(payload)}, "q")
     assert heard == []
     jobs.terminate(job.job_id, "enough")
     (event,) = heard

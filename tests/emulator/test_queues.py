@@ -1,6 +1,8 @@
 """Training queues: shares from a stack, jobs that wait, borrow, make room for the owner and go on; who may ask."""
 
 import json
+import re
+import time
 from typing import Any
 
 import pytest
@@ -172,6 +174,97 @@ def test_a_token_makes_one_request_of_identical_ones_alone(queue: Queue) -> None
     assert same == one != other
     for job_id in (one, other):
         queue.site("batch").terminate_service_job(jobId=job_id, reason="never mind")
+
+
+def test_a_queue_follows_its_capacity(queue: Queue) -> None:
+    """Jobs that wait see more machines without another's coming, and fewer; what runs goes on."""
+    batch = queue.site("batch")
+    (order,) = batch.describe_job_queues(jobQueues=[queue.arn])["jobQueues"][0]["serviceEnvironmentOrder"]
+
+    def update(**more: Any) -> None:
+        if "count" in more:
+            more["capacityLimits"] = [{"maxCapacity": more.pop("count"), "capacityUnit": GPU}]
+        batch.update_service_environment(serviceEnvironment=order["serviceEnvironment"], **more)
+
+    update(count=1)
+    first = queue.submit("acme", "one", **HELD)
+    queue.until(first, "RUNNING")
+    second = queue.submit("globex", "two", **HELD)
+    assert queue.job(second)["status"] == "RUNNABLE"
+    update(count=2)
+    queue.until(second, "RUNNING")
+    update(count=2, state="DISABLED")
+    third = queue.submit("acme", "three")
+    batch.terminate_service_job(jobId=first, reason="enough")
+    queue.until(first, "FAILED")
+    assert (queue.job(second)["status"], queue.job(third)["status"]) == ("RUNNING", "RUNNABLE")
+    update(count=1, state="ENABLED")
+    time.sleep(1)
+    assert queue.job(third)["status"] == "RUNNABLE", "of the one machine there is the other's job has it"
+    update(count=2)
+    queue.until(third, "SUCCEEDED")
+    batch.terminate_service_job(jobId=second, reason="enough")
+    queue.until(second, "FAILED")
+
+
+def test_what_is_in_service_is_not_deleted(queue: Queue) -> None:
+    batch = queue.site("batch")
+    (order,) = batch.describe_job_queues(jobQueues=[queue.arn])["jobQueues"][0]["serviceEnvironmentOrder"]
+    environment = order["serviceEnvironment"]
+    delete = {"serviceEnvironment": environment}
+    assert "must be DISABLED" in refusal(lambda: batch.delete_service_environment(**delete))
+    assert "must be DISABLED" in refusal(lambda: batch.delete_job_queue(jobQueue=queue.name))
+    batch.update_service_environment(serviceEnvironment=environment, state="DISABLED")
+    assert "JobQueue relationship" in refusal(lambda: batch.delete_service_environment(**delete))
+    waits = queue.submit("acme", "waits")
+    batch.update_job_queue(jobQueue=queue.name, state="DISABLED")
+    batch.delete_job_queue(jobQueue=queue.name)
+    assert queue.job(waits)["statusReason"] == f"Job queue {queue.name} was deleted"
+    share = f"{queue.arn}/quota-share/acme"
+    assert "does not exist" in refusal(lambda: batch.describe_quota_share(quotaShareArn=share))
+    queue.site("cloudformation").delete_stack(StackName=queue.name)
+
+
+def test_jobs_are_listed_by_name_whatever_its_case(queue: Queue) -> None:
+    batch = queue.site("batch")
+    large = {"payload": {"ResourceConfig": {"InstanceType": GPU, "InstanceCount": 3, "VolumeSizeInGB": 10}}}
+    ids = [queue.submit("acme", job, **large) for job in ("One", "one-more", "two")]
+
+    def listed(*values: str) -> list[str]:
+        found = batch.list_service_jobs(jobQueue=queue.arn, filters=[{"name": "JOB_NAME", "values": list(values)}])
+        return [job["jobName"] for job in found["jobSummaryList"]]
+
+    assert listed("ACME-one") == ["acme-One"]
+    assert listed("acme-ONE*") == ["acme-one-more", "acme-One"]
+    assert listed("one*") == []
+    both = [{"name": "JOB_NAME", "values": ["x"]}, {"name": "QUOTA_SHARE_NAME", "values": ["acme"]}]
+    assert "one filter" in refusal(lambda: batch.list_service_jobs(jobQueue=queue.arn, filters=both))
+    for job_id in ids:
+        batch.terminate_service_job(jobId=job_id, reason="never mind")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"jobName": "x" * 300}, "jobName takes up to 128"),
+        ({"jobName": "bad name!*"}, "jobName takes up to 128"),
+        ({"retryStrategy": {"attempts": 50}}, "between 1 and 10"),
+        (
+            {"retryStrategy": {"attempts": 1, "evaluateOnExit": [{"action": "EXIT", "onStatusReason": "x" * 513}]}},
+            "up to 512",
+        ),
+        ({"tags": {f"key-{number}": "" for number in range(80)}}, "'tags' failed.*less than or equal to 50"),
+        ({"clientToken": "x" * 65}, "'clientToken' failed.*less than or equal to 64"),
+        ({"schedulingPriority": 10_000}, "between 0 and 9999"),
+        ({"serviceJobType": "OTHER"}, "SAGEMAKER_TRAINING"),
+        # A second of it would be no limit here, where nothing looks at it.
+        ({"timeoutConfig": {"attemptDurationSeconds": 1}}, "timeoutConfig: the emulator"),
+    ],
+)
+def test_what_batch_refuses_of_a_job(queue: Queue, change: dict[str, Any], told: str) -> None:
+    refused = refusal(lambda: queue.submit("acme", "job", **change))
+    assert refused.startswith("ClientException: ")
+    assert re.search(told, refused), refused
 
 
 def test_the_own_share_and_the_own_jobs_are_told_apart_by_name_and_tag(

@@ -12,6 +12,7 @@ import pytest
 from emulator_testing import TRUST_SAGEMAKER, Site, allow, policy, refusal, wait_for
 
 from trainyard import emulator
+from trainyard.emulator import shapes
 from trainyard.emulator.client import job_attempts, reclaim_after
 from trainyard.emulator.processes import processes_under
 from trainyard.errors import InputError
@@ -298,11 +299,25 @@ def test_reclaim_on_demand_and_what_cannot_be_reclaimed(place: Place, info: emul
     place.finished(on_demand)
 
 
+RESOURCES = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 1, "VolumeSizeInGB": 10}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"TrainingJobName": "has_underscore"}, "ValidationException.*trainingJobName"),
-        ({"ResourceConfig": {"InstanceType": "ml.z9.huge", "InstanceCount": 1, "VolumeSizeInGB": 1}}, "instance type"),
+        ({"TrainingJobName": "ends\n"}, "(?s)ValidationException.*trainingJobName"),
+        ({"ResourceConfig": RESOURCES | {"InstanceType": "ml.z9.huge"}}, "resourceConfig.instanceType.*enum value set"),
+        ({"ResourceConfig": RESOURCES | {"KeepAlivePeriodInSeconds": 99_999}}, "less than or equal to 21600"),
+        ({"ResourceConfig": RESOURCES | {"VolumeKmsKeyId": "some-key"}}, "VolumeKmsKeyId is not supported"),
+        ({"Environment": {"LONG": "x" * 513}}, "'environment.LONG' failed.*less than or equal to 512"),
+        ({"HyperParameters": {"long": "x" * 9_000}}, "hyperParameters.long"),
+        ({"HyperParameters": {"lines": "one\ntwo"}}, "hyperParameters.lines.*pattern"),
+        ({"Tags": [{"Key": f"key-{number}", "Value": ""} for number in range(60)]}, "'tags' failed"),
+        ({"Tags": [{"Key": "owner", "Value": "a,b"}]}, r"tags.1.member.value.*pattern"),
+        ({"VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"] * 9}}, "vpcConfig.securityGroupIds"),
+        ({"RetryStrategy": {"MaximumRetryAttempts": 99}}, "retryStrategy.maximumRetryAttempts"),
+        ({"OutputDataConfig": {"S3OutputPath": "/not/s3"}}, "outputDataConfig.s3OutputPath"),
         ({"EnableManagedSpotTraining": True}, "Invalid MaxWaitTimeInSeconds"),
         ({"StoppingCondition": {"MaxRuntimeInSeconds": 60, "MaxWaitTimeInSeconds": 90}}, "only supported for managed"),
         (
@@ -322,6 +337,25 @@ def test_what_is_refused_at_once(place: Place, change: dict[str, Any], message: 
     request = place.request("refused") | change
     refused = refusal(lambda: place.site("sagemaker").create_training_job(**request))
     assert re.search(message, refused), refused
+
+
+def test_shapes_know_every_pattern_of_what_is_judged_by_them() -> None:
+    """Java's, some of which `re` lacks; letters of any alphabet count as letters."""
+    for service, operation in (("sagemaker", "CreateTrainingJob"), ("batch", "SubmitServiceJob")):
+        waiting, seen = [shapes._shape(service, operation)], set()
+        while waiting:
+            shape = waiting.pop()
+            if shape.name in seen:
+                continue
+            seen.add(shape.name)
+            shapes._compiled(shape.metadata.get("pattern", ""))
+            waiting += getattr(shape, "members", {}).values()
+            waiting += [part for name in ("member", "key", "value") if (part := getattr(shape, name, None)) is not None]
+        assert len(seen) > 10
+    tags = [{"Key": "trainyard:cost-center", "Value": "Prüfung 東京 2"}]
+    assert [one for one in shapes.violations("sagemaker", "CreateTrainingJob", {"Tags": tags}) if "tags" in one] == []
+    with pytest.raises(shapes.WrongTypeError, match=r"resourceConfig\.instanceCount must be of type integer"):
+        shapes.violations("sagemaker", "CreateTrainingJob", {"ResourceConfig": {"InstanceCount": "1"}})
 
 
 def test_names_are_unique_and_quotas_are_kept(place: Place, info: emulator.EmulatorInfo) -> None:

@@ -121,7 +121,7 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = str(_OBJECT_IN_MEMORY_BYTES)
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
-    from trainyard.emulator import backends, pages
+    from trainyard.emulator import backends, pages, resource_policies
     from trainyard.emulator.authorization.middleware import Authorizer, OwnService
     from trainyard.emulator.batch import api as batch_api
     from trainyard.emulator.batch.service_jobs import ServiceJobs
@@ -141,6 +141,7 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     backends.install()
     engine.install()
     pages.install()
+    resource_policies.install()
     moto = DomainDispatcherApplication(create_backend_app)
     clients = registry.InProcessClients(
         moto, info.endpoint, info.admin_access_key_id, info.admin_secret_access_key, info.region
@@ -161,7 +162,7 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     own["servicequotas"] = QuotaService(jobs)
     functions = Functions(info, state_dir / "functions", authorizer.principals)
     functions_api.install(functions)
-    service_jobs = ServiceJobs(info, jobs)
+    service_jobs = ServiceJobs(info, jobs, lambda queue: batch_api.capacity_now(info, queue))
     batch_api.install(service_jobs)
     authorizer.principals.service_job_tags = service_jobs.tags
     bus = EventBus(info, functions)

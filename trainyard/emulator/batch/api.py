@@ -1,20 +1,27 @@
 """AWS Batch's operations on quota shares and on jobs in training queues, which moto lacks."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moto.batch import urls as batch_urls
 from moto.batch.exceptions import ClientException
-from moto.batch.models import SchedulingPolicy
+from moto.batch.models import SchedulingPolicy, batch_backends
 from moto.batch.responses import BatchResponse
 
+from trainyard.emulator import shapes
 from trainyard.emulator.backends import service_environments
 from trainyard.emulator.batch.service_jobs import QuotaShare, ServiceJobs
+from trainyard.emulator.info import EmulatorInfo
 
 _MAX_SHARES = 20
 _MAX_LIMITS = 5
 _PAGE = 100
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_MAX_ATTEMPTS = 10
+_MAX_PATTERN_CHARACTERS = 512
+_MAX_PRIORITY = 9999
 _STRATEGIES = ("RESERVE", "LEND", "LEND_AND_BORROW")
 
 
@@ -36,6 +43,7 @@ def install(jobs: ServiceJobs) -> None:
         setattr(response, action, _answering(operation))
         batch_urls.url_paths[f"{{0}}/v1/{action}$"] = BatchResponse.dispatch
     _remember_quota_policies(response)
+    _follow_capacity(jobs, response)
 
 
 def _answering(operation: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Callable[[Any], str]:
@@ -43,6 +51,30 @@ def _answering(operation: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Ca
         return json.dumps(operation(self.batch_backend, json.loads(self.body or "{}")))
 
     return answer
+
+
+def _follow_capacity(jobs: ServiceJobs, response: Any) -> None:
+    """Whose turn it is changes with a service environment; a queue takes its jobs and shares with it."""
+    update, delete = response.updateserviceenvironment, response.deletejobqueue
+
+    def update_environment(self: Any) -> str:
+        answer = str(update(self))
+        jobs.shares_changed()
+        return answer
+
+    def delete_queue(self: Any) -> str:
+        queue = self.batch_backend.get_job_queue(self._get_param("jobQueue"))
+        if queue is not None and queue.state != "DISABLED":
+            raise ClientException(f"Job queue {queue.name} must be DISABLED before it is deleted")
+        if queue is not None:
+            for job in list(jobs.jobs.values()):
+                if job.queue == queue.arn:
+                    jobs.terminate(job.job_id, f"Job queue {queue.name} was deleted")
+            for arn in [share.arn for share in list(jobs.shares.values()) if share.queue == queue.arn]:
+                del jobs.shares[arn]
+        return str(delete(self))
+
+    response.updateserviceenvironment, response.deletejobqueue = update_environment, delete_queue
 
 
 def _remember_quota_policies(response: Any) -> None:
@@ -79,8 +111,19 @@ def _capacity(backend: Any, queue: Any) -> dict[str, int]:
     if not getattr(policy, "quota_share_policy", None):
         raise ClientException(f"Job queue {queue.name} has no quota share scheduling policy")
     (order,) = queue.service_environment_order
-    limits = service_environments(backend).get(order["serviceEnvironment"])["capacityLimits"]
-    return {item["capacityUnit"]: int(item["maxCapacity"]) for item in limits}
+    environment = service_environments(backend).get(order["serviceEnvironment"])
+    if environment["state"] != "ENABLED":
+        return {}  # "to prevent new service jobs from being placed in" it (API reference, UpdateServiceEnvironment)
+    return {item["capacityUnit"]: int(item["maxCapacity"]) for item in environment["capacityLimits"]}
+
+
+def capacity_now(info: EmulatorInfo, queue_arn: str) -> Mapping[str, int]:
+    """Instances of a quota-managed queue, by type; none where there is none to give, and so nobody's turn."""
+    backend = batch_backends[info.account][info.region]
+    try:
+        return _capacity(backend, _queue(backend, queue_arn))
+    except ClientException:  # it is gone, or no quota-managed one any more
+        return {}
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
@@ -149,13 +192,35 @@ def _list_shares(jobs: ServiceJobs, backend: Any, request: dict[str, Any]) -> di
     return {"quotaShares": [_described(share) for share in jobs.shares.values() if share.queue == queue.arn]}
 
 
+def _require_sound(request: dict[str, Any]) -> None:
+    """What SubmitServiceJob's reference says of its parameters; the SDK's shapes know half of it."""
+    try:
+        wrong = shapes.violations("batch", "SubmitServiceJob", request)
+    except shapes.WrongTypeError as error:
+        wrong = [str(error)]
+    if wrong:
+        raise ClientException(shapes.detected(wrong))
+    if not _NAME.fullmatch(request["jobName"]):
+        raise ClientException("jobName takes up to 128 letters, digits, hyphens and underscores")
+    retries = request.get("retryStrategy") or {"attempts": 1}
+    if not 1 <= retries["attempts"] <= _MAX_ATTEMPTS:
+        raise ClientException(f"retryStrategy.attempts must be between 1 and {_MAX_ATTEMPTS}")
+    if any(len(rule.get("onStatusReason", "")) > _MAX_PATTERN_CHARACTERS for rule in retries.get("evaluateOnExit", [])):
+        raise ClientException(f"onStatusReason takes up to {_MAX_PATTERN_CHARACTERS} characters")
+    if not 0 <= request.get("schedulingPriority", 0) <= _MAX_PRIORITY:
+        raise ClientException(f"schedulingPriority must be between 0 and {_MAX_PRIORITY}")
+    for name in ("timeoutConfig", "preemptionConfiguration", "shareIdentifier"):
+        if name in request:
+            raise ClientException(f"{name}: the emulator's queues don't know it")
+
+
 def _submit(jobs: ServiceJobs, backend: Any, request: dict[str, Any]) -> dict[str, Any]:
+    _require_sound(request)
     queue = _queue(backend, request["jobQueue"])
-    if request.get("serviceJobType") != "SAGEMAKER_TRAINING":
-        raise ClientException("serviceJobType must be SAGEMAKER_TRAINING")
     if queue.state != "ENABLED":
         raise ClientException(f"Job queue {queue.name} is {queue.state}")
-    job = jobs.submit(request, queue.arn, _capacity(backend, queue))
+    _capacity(backend, queue)
+    job = jobs.submit(request, queue.arn)
     return {"jobArn": job.arn, "jobName": request["jobName"], "jobId": job.job_id}
 
 
@@ -164,9 +229,17 @@ def _terminate(jobs: ServiceJobs, request: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _named(name: str, value: str) -> bool:
+    """Whether a job's name is one that the filter means: whatever its case, by its beginning with a * at the end."""
+    name, value = name.lower(), value.lower()
+    return name.startswith(value[:-1]) if value.endswith("*") else name == value
+
+
 def _list(jobs: ServiceJobs, backend: Any, request: dict[str, Any]) -> dict[str, Any]:
     queue = _queue(backend, request["jobQueue"])
-    filters = {item["name"]: set(item["values"]) for item in request.get("filters") or []}
+    filters = {item["name"]: item["values"] for item in request.get("filters") or []}
+    if len(filters) > 1:
+        raise ClientException("only one filter can be used at a time")
     # By a job's name all are listed, else those of one status: botocore says it so of JOB_NAME and QUOTA_SHARE_NAME.
     status = "" if "JOB_NAME" in filters else request.get("jobStatus") or "RUNNING"
 
@@ -175,10 +248,13 @@ def _list(jobs: ServiceJobs, backend: Any, request: dict[str, Any]) -> dict[str,
         unknown = set(filters) - set(fits)
         if unknown:
             raise ClientException(f"filter {sorted(unknown)[0]} is not known to the emulator")
-        by_name = all(fits[name] in values for name, values in filters.items())
+        matches = {"JOB_NAME": _named, "QUOTA_SHARE_NAME": str.__eq__}
+        by_name = all(any(matches[name](fits[name], value) for value in values) for name, values in filters.items())
         return job.queue == queue.arn and by_name and (not status or job.status == status)
 
     found = [job.summary() for job in jobs.all() if wanted(job)]
+    if filters:
+        found.reverse()  # "with the most recent jobs being first"
     start, limit = int(request.get("nextToken") or 0), int(request.get("maxResults") or _PAGE)
     page: dict[str, Any] = {"jobSummaryList": found[start : start + limit]}
     if start + limit < len(found):

@@ -147,24 +147,26 @@ class QuotaShare:
 class ServiceJobs:
     """All jobs of all queues, and the one thread that moves them on."""
 
-    def __init__(self, info: EmulatorInfo, training: TrainingJobs) -> None:
-        self._info, self._training = info, training
+    def __init__(
+        self, info: EmulatorInfo, training: TrainingJobs, capacity: Callable[[str], Mapping[str, int]]
+    ) -> None:
+        """`capacity`: of a queue by its ARN, instances by type, as they are now; of a type that isn't there nothing new
+        starts, and nothing is stopped."""
+        self._info, self._training, self._capacity_of = info, training, capacity
         self._lock = threading.RLock()
         self._changed = threading.Event()
         self.jobs: dict[str, ServiceJob] = {}
         self.shares: dict[str, QuotaShare] = {}
         self._tokens: dict[str, str] = {}
         self._orders = 0
-        self._capacity: dict[str, dict[str, int]] = {}
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         training.listen(self._heard)
         threading.Thread(target=self._work, daemon=True, name="batch").start()
 
     # ---- what the API does ---------------------------------------------------------------------------------
 
-    def submit(self, request: Mapping[str, Any], queue: str, capacity: Mapping[str, int]) -> ServiceJob:
-        """SubmitServiceJob into a quota-managed queue, `capacity` instances of each type in all. The payload is not
-        looked at, as on AWS, but for what it holds."""
+    def submit(self, request: Mapping[str, Any], queue: str) -> ServiceJob:
+        """SubmitServiceJob into a quota-managed queue. As on AWS, the payload isn't looked at but for what it holds."""
         token = str(request.get("clientToken") or "")
         try:
             payload = json.loads(request["serviceRequestPayload"])
@@ -184,7 +186,6 @@ class ServiceJobs:
             self._orders += 1
             job = ServiceJob(request, arn, job_id, queue, self._orders, payload)
             self.jobs[job_id] = job
-            self._capacity[queue] = dict(capacity)
             if token:
                 self._tokens[token] = job_id
         self._changed.set()
@@ -233,7 +234,7 @@ class ServiceJobs:
         self._listeners.append(listener)
 
     def shares_changed(self) -> None:
-        """Look again at whose turn it is."""
+        """Look again at whose turn it is: by other shares, or another capacity."""
         self._changed.set()
 
     # ---- the thread ----------------------------------------------------------------------------------------
@@ -256,7 +257,8 @@ class ServiceJobs:
             for job in list(self.jobs.values()):
                 if job.training_job:
                     self._follow(job)
-            turns = [self._turn(queue, kind) for queue, kinds in self._capacity.items() for kind in kinds]
+            wanted = dict.fromkeys((job.queue, job.kind) for job in self.jobs.values() if job.status not in ENDED)
+            turns = [self._turn(queue, kind) for queue, kind in wanted]
         for item in turns:
             for job_id in item.preempt:
                 self._preempt(self.jobs[job_id])
@@ -264,6 +266,9 @@ class ServiceJobs:
                 self._start(self.jobs[job_id])
 
     def _turn(self, queue: str, kind: str) -> Turn:
+        capacity = self._capacity_of(queue).get(kind)
+        if capacity is None:
+            return Turn()
         shares = {item.name: share for item in self.shares.values() if item.queue == queue and (share := item.of(kind))}
         mine = [
             job for job in self.jobs.values() if job.queue == queue and job.kind == kind and job.status not in ENDED
@@ -276,7 +281,7 @@ class ServiceJobs:
             for job in sorted(mine, key=lambda job: job.order)
             if not job.training_job
         ]
-        return turn(self._capacity[queue][kind], shares, held, waiting)
+        return turn(capacity, shares, held, waiting)
 
     def _start(self, job: ServiceJob) -> None:
         with self._lock:

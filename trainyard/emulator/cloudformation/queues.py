@@ -67,6 +67,14 @@ def _environment_exists(site: Site, arn: str) -> bool:
     )
 
 
+def _delete_environment(site: Site, arn: str, properties: Properties) -> None:
+    def delete() -> None:
+        site.client("batch").update_service_environment(serviceEnvironment=arn, state="DISABLED")
+        site.client("batch").delete_service_environment(serviceEnvironment=arn)
+
+    ignore_missing(delete)
+
+
 def _create_queue(site: Site, properties: Properties, generated: str) -> Created:
     name = properties.get("JobQueueName") or generated
     parameters = to_api("batch", "CreateJobQueue", {**properties, "JobQueueName": name}, without=("Tags",))
@@ -82,6 +90,14 @@ def _update_queue(site: Site, arn: str, old: Properties, new: Properties) -> Map
 
 def _queue_exists(site: Site, arn: str) -> bool:
     return found(lambda: site.client("batch").describe_job_queues(jobQueues=[arn])["jobQueues"])
+
+
+def _delete_queue(site: Site, arn: str, properties: Properties) -> None:
+    def delete() -> None:
+        site.client("batch").update_job_queue(jobQueue=arn, state="DISABLED")
+        site.client("batch").delete_job_queue(jobQueue=arn)
+
+    ignore_missing(delete)
 
 
 def _create_share(site: Site, properties: Properties, generated: str) -> Created:
@@ -132,9 +148,7 @@ TYPES = (
         "AWS::Batch::ServiceEnvironment",
         _create_environment,
         _environment_exists,
-        lambda site, arn, properties: ignore_missing(
-            lambda: site.client("batch").delete_service_environment(serviceEnvironment=arn)
-        ),
+        _delete_environment,
         _update_environment,
         ("ServiceEnvironmentName", "ServiceEnvironmentType"),
         "ServiceEnvironmentName",
@@ -143,7 +157,7 @@ TYPES = (
         "AWS::Batch::JobQueue",
         _create_queue,
         _queue_exists,
-        lambda site, arn, properties: ignore_missing(lambda: site.client("batch").delete_job_queue(jobQueue=arn)),
+        _delete_queue,
         _update_queue,
         ("JobQueueName", "JobQueueType"),
         "JobQueueName",
