@@ -15,11 +15,14 @@ from moto.fsx.exceptions import FileSystemNotFound
 from moto.fsx.models import FileSystem
 from moto.fsx.responses import FSxResponse
 from moto.iam.access_control import PermissionResult
+from moto.iam.models import iam_backends
 from moto.logs.exceptions import ResourceNotFoundException as LogGroupNotFound
 from moto.logs.responses import LogsResponse
 from moto.s3.models import FakeBucket
 from moto.s3.responses import S3Response
+from moto.sts.exceptions import STSValidationError
 from moto.sts.models import STSBackend
+from moto.sts.responses import TokenResponse
 
 from trainyard.emulator.authorization.requests import OPERATION_KEY
 from trainyard.emulator.cloudformation.storage import lustre_mount_name
@@ -33,6 +36,7 @@ def install() -> None:
     _let_vpcs_go()
     _complete_file_systems()
     _encrypt_log_groups()
+    _end_sessions_in_time()
     _name_the_root()
     _add_service_environments()
 
@@ -99,6 +103,30 @@ def _update_file_system(self: Any) -> str:
     system.storage_capacity = wanted or system.storage_capacity
     system.lustre_configuration = {**(system.lustre_configuration or {}), **given.get("LustreConfiguration", {})}
     return json.dumps({"FileSystem": system.to_dict()})
+
+
+_CHAINED_SESSION_SECONDS = 3600
+"""Of AssumeRole's API reference; how long a session may last else is its role's own."""
+
+
+def _end_sessions_in_time() -> None:
+    """A role's session lasts no longer than the role allows, and an hour where a role's session asks for it."""
+    assume = TokenResponse.assume_role
+
+    def assume_role(self: Any) -> Any:
+        wanted, arn = self._get_int_param("DurationSeconds", 3600), str(self._get_param("RoleArn"))
+        roles = iam_backends[self.current_account]["aws"].roles.values()
+        longest = next((int(role.max_session_duration or 3600) for role in roles if role.arn == arn), wanted)
+        sessions = self.backend.assumed_roles
+        if wanted > longest:
+            raise STSValidationError("The requested DurationSeconds exceeds the MaxSessionDuration set for this role.")
+        if wanted > _CHAINED_SESSION_SECONDS and any(item.access_key_id == self.get_access_key() for item in sessions):
+            raise STSValidationError(
+                "The requested DurationSeconds exceeds the 1 hour session limit for roles assumed by role chaining."
+            )
+        return assume(self)
+
+    TokenResponse.assume_role = assume_role
 
 
 def _encrypt_log_groups() -> None:

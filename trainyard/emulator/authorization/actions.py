@@ -59,12 +59,14 @@ _RESOURCES: dict[str, dict[str, str]] = {
     },
     "logs": {
         **_each("log-group:{logGroupName}:log-stream:{logStreamName}", "GetLogEvents PutLogEvents DeleteLogStream"),
+        # CloudWatch Logs asks of a group as of a stream without a name: its refusals say so, and its API reference names
+        # a group's ARN with `:*` as the one for policies.
         **_each(
-            "log-group:{logGroupName}",
+            "log-group:{logGroupName}:log-stream:",
             "CreateLogStream DescribeLogStreams FilterLogEvents CreateLogGroup DeleteLogGroup PutRetentionPolicy "
             "DescribeMetricFilters PutMetricFilter",
         ),
-        "DescribeLogGroups": "log-group:{logGroupNamePrefix}*",
+        "DescribeLogGroups": "log-group:{logGroupNamePrefix}:log-stream:",
         "ListTagsForResource": "={resourceArn}",
     },
     "ssm": {
