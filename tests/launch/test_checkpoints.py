@@ -338,6 +338,22 @@ def test_a_copy_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
 
 
+def test_a_manifest_that_names_files_elsewhere_is_not_copied(tmp_path: Path) -> None:
+    """Its names would be written to outside of the target."""
+    folder = save(tmp_path / "a", 10)
+    (tmp_path / "a/elsewhere").write_bytes(b"x")
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest["shards"].append({"name": "../../elsewhere", "bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()})
+    content = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "COMMITTED").write_text(json.dumps({"manifest_sha256": hashlib.sha256(content).hexdigest()}))
+    (found,) = checkpoints.list_checkpoints(str(tmp_path / "a"), None)
+    assert "'../../elsewhere' is no name of a file" in found.problem
+    with pytest.raises(JobFailedError, match="is no name of a file"):
+        checkpoints.copy(str(tmp_path / "a"), None, [found], str(tmp_path / "b"))
+    assert not (tmp_path / "b/elsewhere").exists()
+
+
 def test_a_copy_never_costs_a_good_one_at_its_target(tmp_path: Path) -> None:
     shard = save(tmp_path / "a", 10) / "__0_0.distcp"
     beside = ("metrics.jsonl", "attempts.json", "goodput.jsonl", "left_out_batches.jsonl")

@@ -19,10 +19,10 @@ Layout under the destination (a folder or an s3:// prefix):
 
 Inside: `destination` (where bytes go), `manifest` (what is promised), `host_copy` (plan and staging), `writing` (shards
 hashed as they are written), `restore` (which one is good), `blocks` (hashes of parts of files), `needs` (which of them
-tensors need, and where in these they go), `ranges` (who reads what), `reading` (the reading itself), `disk` (files of
-this host, through the page cache or past it), `delivery` (the way to the destination, and what stays there), `saving`
-(one save's way from host memory to its commit), `behind` (the thread that goes it), `checkpointer` (when, and the
-load).
+tensors need, and where in these they go), `index` (DCP's `.metadata`), `ranges` (who reads what), `reading` (the
+reading itself), `disk` (files of this host, through the page cache or past it), `delivery` (the way to the destination,
+and what stays there), `saving` (one save's way from host memory to its commit), `behind` (the thread that goes it),
+`checkpointer` (when, and the load).
 """
 
 import importlib

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -30,16 +29,18 @@ from trainer.checkpoint.destination import (
 )
 from trainer.checkpoint.group import Group, Value
 from trainer.checkpoint.host_copy import HostCopy, SharedPlan
+from trainer.checkpoint.index import INDEX, parse_index
 from trainer.checkpoint.local_tier import LocalCheckpoint, LocalTier
 from trainer.checkpoint.manifest import (
     COMMITTED,
     FOLDER,
     PREVIOUS_STEP,
+    ManifestError,
     step_folder,
     step_of,
 )
 from trainer.checkpoint.needs import Needs
-from trainer.checkpoint.reading import INDEX, AlteredError, mismatch
+from trainer.checkpoint.reading import AlteredError, mismatch
 from trainer.checkpoint.restore import CheckpointInfo, OpenStep, Restorer
 from trainer.checkpoint.saving import Save, Saver
 from trainer.heartbeat import beat
@@ -613,7 +614,12 @@ def _index_of(info: CheckpointInfo) -> Metadata:
     """Where the checkpoint's tensors lie: out of the host's own copy, where all of it was verified there."""
     reader = info.reader
     is_here = reader is None or (info.is_fetched and not reader.knows_index and (info.folder / INDEX).is_file())
-    return FileSystemReader(info.folder).read_metadata() if reader is None or is_here else reader.index
+    if reader is not None and not is_here:
+        return reader.index
+    try:
+        return parse_index((info.folder / INDEX).read_bytes())
+    except ManifestError as error:
+        raise AlteredError(str(error)) from None
 
 
 def _with_sizes(attachments: Mapping[str, Path]) -> list[Attachment]:

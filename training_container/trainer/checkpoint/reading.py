@@ -8,7 +8,6 @@ other types, other devices. While one range is hashed others are read.
 import contextlib
 import hashlib
 import os
-import pickle
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,12 +22,12 @@ from trainer.checkpoint.destination import Destination
 from trainer.checkpoint.disk import read_at
 from trainer.checkpoint.group import cores_a_rank
 from trainer.checkpoint.head_start import HeadStart
+from trainer.checkpoint.index import INDEX, parse_index
 from trainer.checkpoint.manifest import Manifest, ManifestError, NewerFormatError, step_folder
 from trainer.checkpoint.needs import Needs, Placements
 from trainer.checkpoint.ranges import Range, Tables, ranges_of
 from trainer.heartbeat import beat
 
-INDEX = ".metadata"
 _NUM_READERS = 8
 """Requests at once of a rank: one connection to S3 gives some 100 MB/s, and one core copies and hashes some 3 GB/s."""
 _NUM_BEFORE_BEGUN = 3
@@ -195,11 +194,10 @@ class StepReader:
     def index(self) -> Metadata:
         """torch.distributed.checkpoint's: which box of which tensor lies where. AlteredError when it isn't whole."""
         if self._index is None:
-            content = self._whole(INDEX)
             try:
-                self._index = pickle.loads(content)
-            except Exception as error:  # of a class that this torch doesn't know: pickle raises what it likes
-                raise AlteredError(f"{INDEX} can't be read ({type(error).__name__}: {error})") from None
+                self._index = parse_index(self._whole(INDEX))
+            except ManifestError as error:
+                raise AlteredError(str(error)) from None
         return self._index
 
     def num_bytes(self, shard: str) -> int:
@@ -300,6 +298,8 @@ class FolderReader:
     def table(self, shard: str) -> BlockTable:
         """Where in a shard file boxes lie; their hashes may be missing. AlteredError, OSError; InputError where a
         newer trainer wrote it."""
+        if shard not in self._names:
+            raise AlteredError(f"{shard} is not in the manifest")
         if shard not in self._tables:
             name = shard + BLOCKS_SUFFIX
             try:
