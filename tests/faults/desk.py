@@ -116,7 +116,7 @@ class DeskSite:
 
     def act(self, kind: str, draw: random.Random) -> bool:
         if kind == "disk_full":
-            return fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5))
+            return fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5), self.root / "faults")
         directory = Path(self.destination)
         self._resumes = 2 if kind == "two_launchers" else 1
         os.kill(json.loads((directory / "process.json").read_text())["pid"], signal.SIGKILL)

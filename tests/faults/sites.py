@@ -27,7 +27,9 @@ _SIBLING_SECONDS = 45.0
 """How long the other hosts may take to find out that one is lost."""
 DISK_MIB = 48
 MEETING_SECONDS = 10.0
-"""How much longer a disk is full, or S3 fails, for a job that has not met it yet."""
+"""How much longer S3 fails for a job that has not met it yet, or a disk is full for one that waits at its last step."""
+_LONGEST_FULL_SECONDS = 100.0
+"""A disk, for a job that has steps to do: on a busy machine a save may be long in coming."""
 _MET_FULL_DISK = re.compile(r"checkpoint \S+ .*(not committed|not uploaded|MiB free)")
 LEFTOVERS = ("*partial*", "staging/*/*", "fetched/*")
 """Files that no job leaves on its hosts' disks."""
@@ -93,13 +95,18 @@ def full_disk(folder: Path) -> Iterator[None]:
         ballast.unlink(missing_ok=True)
 
 
-def fill_disk(folder: Path, told: Callable[[], Sequence[str]], seconds: float) -> bool:
-    """Leave no byte free under `folder` for a while: whether a save met it, by what the job has `told` so far."""
+def fill_disk(folder: Path, told: Callable[[], Sequence[str]], seconds: float, faults: Path) -> bool:
+    """Leave no byte free under `folder` for a while: whether a save met it, by what the job has `told` so far.
+
+    `faults`: where the job's ranks tell that they wait at its last step.
+    """
     num_told = len(told())
     with full_disk(folder):
         time.sleep(seconds)
-        until = time.monotonic() + MEETING_SECONDS
+        until, is_held = time.monotonic() + _LONGEST_FULL_SECONDS, False
         while not (is_met := any(map(_MET_FULL_DISK.search, told()[num_told:]))) and time.monotonic() < until:
+            if not is_held and any(faults.glob("held-*")):
+                is_held, until = True, min(until, time.monotonic() + MEETING_SECONDS)
             time.sleep(0.05)
     return is_met
 
@@ -293,7 +300,7 @@ class HostsSite:
 
     def _fill_disk(self, seconds: float) -> bool:
         """Whether a save met it."""
-        return fill_disk(self._disk, lambda: self.lines, seconds)
+        return fill_disk(self._disk, lambda: self.lines, seconds, self.root / "faults")
 
     def leftovers(self) -> list[str]:
         until = time.monotonic() + 30

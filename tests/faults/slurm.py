@@ -169,7 +169,7 @@ class SlurmSite:
 
     def act(self, kind: str, draw: random.Random) -> bool:
         if kind == "disk_full":
-            return fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5))
+            return fill_disk(self._folder, self._told, draw.uniform(1.0, 2.5), self.root / "faults")
         if kind == "controller_lost":
             self._cluster.stop_controller()
             time.sleep(draw.uniform(0.5, 3.0))

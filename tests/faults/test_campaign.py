@@ -265,7 +265,10 @@ def test_a_full_disk_that_no_save_met_did_not_happen(
 ) -> None:
     monkeypatch.setattr(sites, "MEETING_SECONDS", -1.0)
     site = object.__new__(sites.HostsSite)
-    site._disk, site.lines = tmp_path, ["algo-1 checkpoint step=3 not committed: of an earlier fault"]
+    site.root = site._disk = tmp_path
+    site.lines = ["algo-1 checkpoint step=3 not committed: of an earlier fault"]
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults/held-0").touch()
 
     class Full:
         def write(self, _: bytes) -> None:
@@ -274,6 +277,17 @@ def test_a_full_disk_that_no_save_met_did_not_happen(
 
     monkeypatch.setattr(Path, "open", lambda *_, **__: contextlib.nullcontext(Full()))
     assert site._fill_disk(0.0) is is_met
+
+
+def test_a_full_disk_waits_for_a_save_as_long_as_one_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "MEETING_SECONDS", -1.0)
+    monkeypatch.setattr(sites, "full_disk", lambda _: contextlib.nullcontext())
+    looks: list[list[str]] = [[], [], [], ["checkpoint step=6 not committed: a disk is too full for it"]]
+    told = iter(looks)
+    assert sites.fill_disk(tmp_path, lambda: next(told), 0.0, tmp_path)
+    (tmp_path / "held-2").touch()
+    told = iter(looks)
+    assert not sites.fill_disk(tmp_path, lambda: next(told), 0.0, tmp_path), "the job waits for this, not the reverse"
 
 
 def test_a_job_that_was_told_to_stop_may_end_though_another_fault_came_after(tmp_path: Path) -> None:

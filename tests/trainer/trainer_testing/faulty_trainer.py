@@ -7,7 +7,7 @@ TRAINYARD_TEST_FAULTS names a folder with `faults.json`: a list of faults, each 
 - `first_sequence`, of kind "poison", instead of `step`: the place of the batch whose loss is no number on this rank;
 - `always`: in every start, not once in all of them; `until`: not after that time (epoch seconds);
 - `holds`: it takes a while, in which each step takes so many seconds longer, and the job must not end before `over-N`
-  says that it is over.
+  says that it is over; `held-N`: nothing but the last step is left to do.
 
 `kind` is one of `KINDS`, which happen to this process, or else something that whoever watches the folder does when
 `done-N` appears; with `then_kill` the rank waits for `over-N` and dies. N is the fault's place in the list. Of kind
@@ -198,6 +198,8 @@ class Faults:
                 continue
             until = time.monotonic() + (_LONGEST_HOLD_SECONDS if is_last else fault["holds"])
             while self._is_done(number) and not (self._folder / f"over-{number}").exists():
+                if is_last:
+                    (self._folder / f"held-{number}").touch()
                 heartbeat.beat()
                 time.sleep(0.02)
                 if time.monotonic() > until:
