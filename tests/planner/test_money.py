@@ -6,7 +6,9 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +32,7 @@ from trainyard.planner.goodput import (
     tiers_of,
 )
 from trainyard.planner.host_memory import host_memory
-from trainyard.planner.layout import Layout
+from trainyard.planner.layout import Layout, Precision
 from trainyard.planner.money import ONE_IN_TEN, todays_book
 from trainyard.planner.page import page_of
 from trainyard.planner.render import print_plan
@@ -40,6 +42,7 @@ from trainyard.planner.simulation import mean_seconds, play
 from trainyard.spec.job import JobSpec
 
 MakeJob = Callable[..., JobSpec]
+Place = Literal["none", "cpu", "nvme"]
 DAY = datetime.date(2025, 11, 20)
 
 SAVINGS = [
@@ -204,6 +207,47 @@ def test_host_memory_by_hand() -> None:
     assert synchronous.checkpoint == 0 and synchronous.offloaded == 0
 
 
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "weights", "each", "buffers"),
+    [
+        ("bf16", "cpu", "none", 1.5 * 16, 0),
+        ("bf16", "cpu", "cpu", 1.5 * 18, 0),
+        ("fp32", "cpu", "cpu", 1.5 * 20, 0),
+        ("bf16", "cpu", "nvme", 1.5 * 16, 8),
+        # On the disk are weights, moments and the step's gradients; those that micro-batches add up are not.
+        ("bf16", "nvme", "none", 4, 8),
+        ("fp16", "nvme", "none", 2, 8),
+        ("bf16", "nvme", "nvme", 4, 8),
+        ("bf16", "nvme", "cpu", 4 + 2, 8),
+    ],
+)
+def test_what_deepspeed_leaves_in_a_hosts_memory(
+    precision: Precision, optimizer: Place, weights: Place, each: float, buffers: float
+) -> None:
+    layout = Layout(
+        engine="deepspeed",
+        library="trainyard",
+        zero_stage=3,
+        shard_degree=16,
+        data_parallel=16,
+        precision=precision,
+        offload=optimizer,
+        offload_parameters=weights,
+    )
+    use = host_memory(7e9, 7e9, layout, 8, asynchronous_saves=False)
+    assert use.offloaded == pytest.approx(7e9 * each / 2)
+    assert use.disk_buffers == buffers * 8 * 2**30
+    assert use.needed == use.processes + use.offloaded + use.disk_buffers
+
+
+def test_of_adapters_the_host_holds_their_state_alone() -> None:
+    layout = Layout(engine="deepspeed", zero_stage=3, shard_degree=8, data_parallel=8, offload="cpu", method="lora")
+    both = host_memory(70e9, 1e9, layout, 8, asynchronous_saves=False)
+    weights = host_memory(70e9, 1e9, replace(layout, offload_parameters="cpu"), 8, asynchronous_saves=False)
+    assert both.offloaded == pytest.approx(1e9 * 16 * 1.5)
+    assert weights.offloaded - both.offloaded == pytest.approx(70e9 * 2 * 1.5)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.booleans())
 def test_more_hosts_never_need_more_of_each(hosts: int, weights_too: bool) -> None:
@@ -216,7 +260,7 @@ def test_more_hosts_never_need_more_of_each(hosts: int, weights_too: bool) -> No
             shard_degree=8 * count,
             data_parallel=8 * count,
             offload="cpu",
-            offloads_parameters=weights_too,
+            offload_parameters="cpu" if weights_too else "none",
         )
         return host_memory(shape.params, shape.params, layout, 8, asynchronous_saves=True).needed
 

@@ -226,7 +226,7 @@ def test_weights_in_the_hosts_memory_free_the_gpu_of_them_alone_and_cost_time(
     layout = dataclasses.replace(
         layout, engine="deepspeed", zero_stage=3, shard_degree=layout.data_parallel, pipeline=1, tensor=1, offload="cpu"
     )
-    away = dataclasses.replace(layout, offloads_parameters=True)
+    away = dataclasses.replace(layout, offload_parameters="cpu")
     here_memory, away_memory = memory(shape, layout), memory(shape, away)
     assert away_memory.parameters < here_memory.parameters
     assert away_memory.gradients == here_memory.gradients

@@ -1,12 +1,16 @@
 """What a rank of our own trainer holds: the worst of all ranks, and what optimizers, DeepSpeed and adapters keep."""
 
 import dataclasses
+from typing import Literal
 
 import pytest
 
-from trainyard.planner.layout import Layout, Schedule
+from trainyard.planner.families import shape_of_known
+from trainyard.planner.layout import Layout, Precision, Schedule
 from trainyard.planner.memory import memory, rank_memory
 from trainyard.planner.shapes import ModelShape
+
+Place = Literal["none", "cpu", "nvme"]
 
 SHAPE = ModelShape(layers=36, hidden=2048, ffn=8192, heads=16, kv_heads=4, head_dim=128, vocab=128256)
 """As large at its ends as in six of its layers each."""
@@ -37,3 +41,60 @@ def test_the_worst_rank_is_the_worst_of_all_along_the_pipeline(
     assert sum(rank.parameters for rank in every) / 4 * 2 == pytest.approx(
         shape.params + (is_tied and schedule != "zero_bubble") * shape.vocab * shape.hidden
     )
+
+
+DEEPSPEED = Layout(
+    library="trainyard",
+    engine="deepspeed",
+    data_parallel=8,
+    shard_degree=8,
+    num_micro_batches=2,
+    loss_chunk_tokens=2048,
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload", "weights", "gradients", "optimizer"),
+    [
+        # Autocast, as under DDP.
+        (0, "bf16", "none", 4, 4, 8),
+        (1, "bf16", "none", 2, 2, 12 / 8),
+        (2, "bf16", "none", 2, 4 / 8, 12 / 8),
+        (3, "bf16", "none", 2 / 8, 4 / 8, 12 / 8),
+        (3, "fp16", "none", 2 / 8, 2 / 8, 12 / 8),
+        (0, "fp32", "none", 4, 4, 8),
+        # The weights that are updated are a copy, though of the same type.
+        (2, "fp32", "none", 4, 4 / 8, 12 / 8),
+        # Sums of a wider type than the weights' stay on the GPU under stage 2.
+        (1, "bf16", "cpu", 2, 2, 0),
+        (2, "bf16", "cpu", 2, 4 / 8, 0),
+        (2, "fp16", "cpu", 2, 0, 0),
+        (3, "bf16", "cpu", 2 / 8, 0, 0),
+        (3, "bf16", "nvme", 2 / 8, 0, 0),
+    ],
+)
+def test_deepspeeds_state_by_stage(
+    stage: int, precision: Precision, offload: Place, weights: float, gradients: float, optimizer: float
+) -> None:
+    """Bytes a parameter, which `tests/trainer/test_deepspeed_memory.py` holds against DeepSpeed's own tensors."""
+    layout = dataclasses.replace(DEEPSPEED, zero_stage=stage, precision=precision, offload=offload)
+    use = memory(SHAPE, layout)
+    kept = (use.parameters, use.gradients, use.optimizer)
+    assert [part / SHAPE.params for part in kept] == pytest.approx([weights, gradients, optimizer])
+
+
+def test_deepspeeds_stage_0_in_bf16_is_what_ddp_is() -> None:
+    ddp = memory(SHAPE, dataclasses.replace(DEEPSPEED, engine="torch"))
+    assert memory(SHAPE, DEEPSPEED) == ddp
+    assert memory(SHAPE, dataclasses.replace(DEEPSPEED, zero_stage=1)).activations < ddp.activations
+
+
+def test_a_405b_with_all_on_disk_fits_the_gpus_that_hold_its_activations() -> None:
+    """94.5 GiB of its gradients were counted on each GPU."""
+    shape = shape_of_known("llama-3.1-405b")
+    away = dataclasses.replace(
+        DEEPSPEED, zero_stage=3, offload="nvme", offload_parameters="nvme", recompute="full", num_micro_batches=1
+    )
+    use = memory(shape, away)
+    assert use.state == 0
+    assert use.needed < 79 * 2**30

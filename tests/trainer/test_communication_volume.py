@@ -15,6 +15,9 @@ from trainer_testing.families import FAMILIES
 from trainer_testing.text_job import write_job
 from trainer_testing.tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, VOCAB_SIZE, tiny_job
 
+from trainyard.planner.layout import Layout
+from trainyard.planner.timing import _sent_gradient_bytes
+
 pytestmark = pytest.mark.slow
 
 HIDDEN, INNER, LAYERS = 64, 128, 2
@@ -42,6 +45,7 @@ IN_TWO = (
     Case("expert", model=MIXTRAL, parallelism={"data_shard": 2, "expert": 2}, micro_batch_size=8),
     *(Case(f"zero{stage}", f"zero{stage}", micro_batch_size=8) for stage in (1, 2, 3)),
     *(Case(f"zero{stage}, 4 micro-batches", f"zero{stage}") for stage in (1, 2, 3)),
+    *(Case(f"zero{stage}, bf16", f"zero{stage}", micro_batch_size=8, job={"precision": "bf16"}) for stage in (1, 2, 3)),
 )
 
 
@@ -198,6 +202,16 @@ def test_zero_3_sends_no_more_than_three_times_the_weights(
     assert counts["reduce_scatter"] == [num_micro_batches, num_micro_batches * ALL]
     assert ALL <= counts["all_gather"][1] <= 2 * num_micro_batches * ALL
     assert counts["all_reduce"] == [2, 2 * SCALAR]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_sends_gradients_of_16_bits_in_32(in_two: dict[str, list[Counts]], stage: int) -> None:
+    """As the planner has it; weights travel in 16."""
+    counts = in_two[f"zero{stage}, bf16"][0]
+    layout = Layout(engine="deepspeed", library="trainyard", zero_stage=stage, precision="bf16")
+    num_elements = ALL // BYTES
+    assert counts["reduce_scatter" if stage == 3 else "reduce"][1] == _sent_gradient_bytes(layout) * num_elements == ALL
+    assert counts["all_gather"][1] == 2 * num_elements
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])

@@ -257,7 +257,7 @@ def _is_assumed(item: Configuration) -> bool:
 
 
 def _counted_gib(item: Configuration) -> float:
-    return counted_gib(item.host.checkpoint_gib, item.host.offloaded_gib, item.parallelism.offload)
+    return counted_gib(item.host.checkpoint_gib, item.host.offloaded_gib)
 
 
 def refused_by_tenant(job: JobSpec, contract: TenantContract, say: Say = say_nothing) -> list[str]:

@@ -120,6 +120,7 @@ def does_not_fit(item: Configuration) -> str:
     if use.available_gib is not None and use.total_gib > use.available_gib:
         return f"does not fit: {use.total_gib:.1f} GiB of {use.available_gib:.1f}; {largest_part(use)}"
     parts = {"processes": host.processes_gib, "copies of a save": host.checkpoint_gib, "offloaded": host.offloaded_gib}
+    parts["buffers before a disk"] = host.disk_buffers_gib
     name = max(parts, key=lambda part: parts[part])
     have = "?" if host.available_gib is None else f"{host.available_gib:.0f}"
     return f"does not fit the host: {host.total_gib:.0f} GiB of {have}; {name} {parts[name]:.0f}"

@@ -60,8 +60,8 @@ class Layout:
     """Beside adapters, copies of the embedding and the head are trained whole."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where optimizer state lives."""
-    offloads_parameters: bool = False
-    """ZeRO-3: a rank's part of the weights lives in the host's memory or on its disk between uses."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """ZeRO-3: where a rank's part of the weights lives between uses."""
     flash_attention: bool = True
     fp32_softmax: bool = False
     """Attention is written out (eager), and keeps the fp32 result of its softmax too."""
@@ -133,6 +133,12 @@ class Layout:
     def element_bytes(self) -> int:
         """Bytes of an activation element; FP8 matmuls still keep activations in bf16."""
         return {"fp32": 4, "fp64": 8}.get(self.precision, 2)
+
+    @property
+    def is_deepspeed_autocast(self) -> bool:
+        """Our own trainer's ZeRO stage 0 in bf16: fp32 weights, cast product by product, as under DDP."""
+        ours = self.engine == "deepspeed" and self.library == "trainyard"
+        return ours and self.zero_stage == 0 and self.precision == "bf16"
 
     @property
     def keeps_rest_in_fp32(self) -> bool:

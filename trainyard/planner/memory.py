@@ -147,17 +147,24 @@ def state_bytes(layout: Layout) -> StateBytes:
     """The training state under the layout's engine, precision and optimizer."""
     moments = moment_bytes(layout)
     if layout.precision == "fp32":
-        return StateBytes(4, 4, moments, 0)
+        # Our own trainer's DeepSpeed (0.19) updates a copy of a rank's part of the weights, of whatever type they are.
+        is_copied = layout.engine == "deepspeed" and layout.library == "trainyard" and layout.zero_stage > 0
+        return StateBytes(4, 4, 4 * is_copied + moments, 0)
     if layout.precision == "fp64":
         return StateBytes(8, 8, 2 * moments, 0)
     if layout.engine == "plain":
         return StateBytes(2, 2, moments / 2, 0)
-    if layout.engine == "deepspeed":
-        return StateBytes(2, 2, 4 + moments, 0)
+    if layout.engine == "deepspeed" and not layout.is_deepspeed_autocast:
+        return StateBytes(2, 4 if _sums_in_fp32(layout) else 2, 4 + moments, 0)
     if layout.engine == "megatron":
         # nanotron's fp32 accumulators stand beside the gradients that autograd makes.
         return StateBytes(2, 6 if layout.library == "nanotron" else 4, 4 + moments, 0)
     return StateBytes(4, 4, moments, 2)
+
+
+def _sums_in_fp32(layout: Layout) -> bool:
+    """Our own trainer has DeepSpeed sum gradients in fp32 where it cuts them (`strategies/deepspeed_settings.py`)."""
+    return layout.library == "trainyard" and layout.precision == "bf16" and layout.zero_stage >= 2
 
 
 def memory(shape: ModelShape, layout: Layout, constants: MemoryConstants = DEFAULT_MEMORY) -> Memory:
@@ -237,13 +244,31 @@ def _state(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams)
     """(parameters, gradients, optimizer) in bytes."""
     if layout.method != "full":
         return _adapter_state(shape, layout, stage, params, 1 / layout.shard_degree if layout.zero_stage >= 3 else 1.0)
+    return trained_state(params, layout)
+
+
+def trained_state(params: StageParams, layout: Layout) -> tuple[float, float, float]:
+    """(parameters, gradients, optimizer) in bytes of what is trained whole."""
     each = state_bytes(layout)
-    weights = 0.0 if layout.offloads_parameters else each.parameter
-    gradient = each.gradient - _main_gradient_bytes(layout) / 2
+    weights = each.parameter if layout.offload_parameters == "none" else 0.0
+    gradient = 0.0 if _offloads_gradients(layout) else each.gradient - _main_gradient_bytes(layout) / 2
     optimizer = each.optimizer if layout.offload == "none" else 0.0
     parts = ((weights, 3), (gradient, 2), (optimizer, 1))
     sizes = [bytes_ * _held(params, layout, needed_stage) for bytes_, needed_stage in parts]
     return sizes[0], sizes[1], sizes[2]
+
+
+def _offloads_gradients(layout: Layout) -> bool:
+    """Whether our own trainer's DeepSpeed (0.19) sums gradients in the host's memory, as the optimizer's state isn't on
+    the GPU.
+
+    Stage 3 does, for a disk too. Stage 2 has gradients of a wider type than the weights' in a buffer on the GPU until
+    the step; stage 1 sends nothing before a step's last micro-batch.
+    """
+    if layout.library != "trainyard" or layout.offload == "none" or layout.zero_stage < 2:
+        return False
+    each = state_bytes(layout)
+    return layout.zero_stage == 3 or each.gradient == each.parameter
 
 
 def _held(params: StageParams, layout: Layout, needed_stage: int) -> float:
@@ -288,7 +313,7 @@ def _adapter_state(
     # litgpt's head is a four-bit linear too; transformers' fine-tuning keeps what is not quantized in fp32.
     linear_bytes = QLORA_BYTES if layout.method == "qlora" else float(layout.element_bytes)
     whole_bytes = 4.0 if layout.keeps_rest_in_fp32 else float(layout.element_bytes)
-    base = (linears * linear_bytes + vocabulary * whole_bytes) * share * (not layout.offloads_parameters)
+    base = (linears * linear_bytes + vocabulary * whole_bytes) * share * (layout.offload_parameters == "none")
     adapters = lora_params(shape, layout, stage)
     copies = vocabulary * layout.trains_vocabulary
     # In the training precision, with averages in it as well.

@@ -244,7 +244,7 @@ def layout_of(
         lora_targets=tuple(adapter.targets) if adapter else (),
         library="trainyard",
         offload=parallelism.offload,
-        offloads_parameters=parallelism.zero.offload_parameters != "none",
+        offload_parameters=parallelism.zero.offload_parameters,
         flash_attention=not is_eager,
         hopper_attention=job.model.attention == "flash_attention_3",
         fp32_softmax=is_eager and model_type_of(job) != "gpt2",  # by transformers' modeling files

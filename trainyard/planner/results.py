@@ -53,6 +53,9 @@ class HostMemoryPlan(SpecModel):
     checkpoint_gib: float
     """Copies that an asynchronous save writes from."""
     offloaded_gib: float
+    """Optimizer state, gradients and weights that live there."""
+    disk_buffers_gib: float = 0.0
+    """Assumed, of what lives on a disk."""
     total_gib: float
     rank_gib: float
     """Of one process: all but the system's part, divided by the ranks."""

@@ -730,10 +730,11 @@ def _sharding_seconds(shape: ModelShape, layout: Layout, stage: Stage, links: Fa
     for params, members in _sharded(stage_params(shape, layout, stage), layout, links):
         gathered = params * layout.element_bytes / units
         times += (1 if layout.keeps_gathered else 2) * all_gather_seconds(gathered, members, links)
-        if layout.offloads_parameters:
+        if layout.offload_parameters != "none":
             times += 2 * gathered / members.size / PCIE_BYTES_PER_SECOND
         if layout.method == "full":
-            reduced = params * 4 / units if layout.engine == "torch" else gathered
+            in_fp32 = layout.engine == "torch" or layout.library == "trainyard"
+            reduced = params * 4 / units if in_fp32 else gathered
             times += all_gather_seconds(reduced, members, links)
     return times * units
 
@@ -789,9 +790,10 @@ def _most_params(shape: ModelShape, layout: Layout) -> StageParams:
 def _sent_gradient_bytes(layout: Layout) -> float:
     """Bytes a parameter of what the ranks add up: Megatron's gradients are of fp16 there, and summed in fp32 else.
 
-    nanotron's state counts autograd's gradients beside the fp32 sums: only these travel.
+    nanotron's state counts autograd's gradients beside the fp32 sums: only these travel. Our own trainer has DeepSpeed
+    send all in fp32.
     """
-    if layout.library == "nanotron" and layout.precision not in ("fp32", "fp64"):
+    if layout.library in ("nanotron", "trainyard") and layout.precision not in ("fp32", "fp64"):
         return 4.0
     if layout.engine == "megatron" and layout.precision == "fp16":
         return 2.0

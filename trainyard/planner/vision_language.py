@@ -15,8 +15,9 @@ from trainyard.planner.activations import encoder_bytes
 from trainyard.planner.communication import Fabric
 from trainyard.planner.families import config_from_source, normal_name, shape_from_config
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import Memory, memory, state_bytes
+from trainyard.planner.memory import Memory, memory, state_bytes, trained_state
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import StageParams
 from trainyard.planner.timing import StepTime, step_time
 from trainyard.spec.job import ImageSpec, JobSpec
 
@@ -162,7 +163,6 @@ def is_frozen(job: JobSpec) -> bool:
 def vision_language_memory(shape: VisionLanguageShape, layout: Layout, *, frozen: bool) -> Memory:
     """The language model's, and the tower's and the projector's state and activations."""
     use = memory(shape.language, layout)
-    share = 1 / layout.shard_degree if layout.zero_stage == 3 else 1.0
     each = state_bytes(layout)
     trained = shape.projector_params + (0 if frozen else shape.tower_params)
     if layout.method != "full":
@@ -172,11 +172,13 @@ def vision_language_memory(shape: VisionLanguageShape, layout: Layout, *, frozen
     # The projector's input, its middle and output.
     kept += 3 * layout.micro_batch * shape.image_tokens * shape.language.hidden * layout.element_bytes
     others = shape.tower_params + shape.projector_params
+    weights, _, _ = trained_state(StageParams(others, 0.0), layout)
+    _, gradients, optimizer = trained_state(StageParams(trained, 0.0), layout)
     return dataclasses.replace(
         use,
-        parameters=use.parameters + others * each.parameter * share,
-        gradients=use.gradients + trained * each.gradient * share,
-        optimizer=use.optimizer + trained * each.optimizer * share,
+        parameters=use.parameters + weights,
+        gradients=use.gradients + gradients,
+        optimizer=use.optimizer + optimizer,
         activations=use.activations + kept,
         buffers=use.buffers + shape.tower_params / max(1, shape.tower.encoder_layers) * 2 * each.compute_copy,
     )
