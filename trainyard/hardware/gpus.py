@@ -29,6 +29,17 @@ GENERATIONS = {
 }
 
 
+GRACE_GB = {"GH200": (120,)}
+"""In the names of parts that driver and torch print: the memory of the processor beside the GPU, where it is no more
+than twice the GPU's own ("GH200 480GB" is of 96 GB as well)."""
+
+UNNAMED_GB = {"A100": (40, 80), "A800": (40, 80), "V100": (16, 32)}
+"""Sizes that are known for what they are without their unit: "A100-40"."""
+
+MOST_TIMES = 2
+"""A size of more than so many times the part's own is a machine's. GPUs have been refitted with twice."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One accelerator. Peaks are dense, without sparsity, in TFLOP/s."""
@@ -80,8 +91,12 @@ def gpu(name: str, memory_gb: float | None = None) -> Gpu:
         close = difflib.get_close_matches(name.upper(), known, n=2, cutoff=0.5)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise InputError(f"unknown GPU {name!r}{hint} (known: {', '.join(known)})")
-    size = memory_gb if memory_gb is not None else _size_in(name)
+    size = memory_gb if memory_gb is not None else _size_in(name, key)
     return _build(key, size)
+
+
+_SIZE = r"(?:(\d+(?:\.\d+)?)\s*GI?B\b|(?<![A-Z0-9.])(\d+)\s*G(?![A-Z0-9.])|(\d{4,})\s*MI?B\b)"
+"""A number of GB or GiB, of G alone, of MiB as nvidia-smi prints them. "A10G" is a name, "3g.20gb" a part of 20."""
 
 
 @functools.cache
@@ -95,7 +110,7 @@ def _key(name: str) -> str | None:
     text = " ".join(re.sub(r"[-_/]", " ", name.upper()).replace("NVIDIA", "").replace("GEFORCE", "").split())
     text = text.replace("RTX PRO SERVER 6000", "RTX PRO 6000")
     # "H100 80GB PCIe" is another part than "H100 80GB HBM3".
-    text = " ".join(re.sub(r"\b\d+\s*GI?B\b", " ", text).split())
+    text = " ".join(re.sub(rf"\b{_SIZE}", " ", text).split())
     # The longest name first, so that "GB200" is not read as "B200".
     for known in sorted(_known(), key=len, reverse=True):
         if re.search(rf"(?<![A-Z0-9]){re.escape(known)}(?![A-Z0-9])", text):
@@ -103,9 +118,17 @@ def _key(name: str) -> str | None:
     return None
 
 
-def _size_in(name: str) -> float | None:
-    match = re.search(r"(\d+)\s*G(?:I?B)\b", name.upper())
-    return float(match.group(1)) if match else None
+def _size_in(name: str, key: str) -> float | None:
+    """The GiB that a name says, of memory that such a part can have; None: the part's usual ones."""
+    usual = _build(key, None).memory_gib / USABLE_MEMORY_SHARE
+    for match in re.finditer(_SIZE, name.upper()):
+        size = float(match.group(1) or match.group(2)) if not match.group(3) else float(match.group(3)) / 1024
+        if usual < size <= usual * GIB / 1e9 * 1.01:
+            return None  # in decimal GB, as vendors print it
+        if 0 < size <= MOST_TIMES * usual and size not in GRACE_GB.get(key, ()):
+            return size
+    unnamed = re.search(rf"{re.escape(key)}[-_/ ](\d+)(?![A-Z0-9.])", name.upper())
+    return float(unnamed.group(1)) if unnamed and int(unnamed.group(1)) in UNNAMED_GB.get(key, ()) else None
 
 
 @functools.cache
@@ -135,15 +158,12 @@ def _build(key: str, memory_gb: float | None) -> Gpu:
 
 
 def _capacity_gib(key: str, metrics: dict[str, tuple[float, str]]) -> float:
-    """GiB of memory: from the instance table (in MiB, exact) where the GPU is in it, else the datasheet's size.
-
-    Vendors print 80 GB for 80 GiB up to Hopper's H100 but decimal GB from the H200 on.
-    """
+    """GiB of memory: from the instance table (in MiB, exact) where the GPU is in it, else as the driver shows it where
+    that was read, else the datasheet's size, which is of GiB up to Hopper's H100."""
     sizes = [float(row["accel_mem_MiB_each"]) / 1024 for row in rows("aws_instances") if row["accel_name"] == key]
     if sizes:
         return max(sizes)
-    value = metrics["hbm_capacity"][0]
-    return value * 1e9 / GIB if value > 100 else value
+    return metrics["memory_shown"][0] / 1024 if "memory_shown" in metrics else metrics["hbm_capacity"][0]
 
 
 def with_memory(device: Gpu, memory_gib: float) -> Gpu:
