@@ -38,8 +38,9 @@ class Moment:
 
 
 def worst_moment(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> Moment:
-    """The moment of a step at which a rank of the stage holds most."""
-    return max(_Step(shape, layout, stage, params).moments(), key=lambda moment: moment.total)
+    """The moment of a step at which a rank of the stage holds most; of a stage without layers or head there is none."""
+    moments = _Step(shape, layout, stage, params).moments()
+    return max(moments, key=lambda moment: moment.total, default=Moment(0.0, 0.0, 0.0))
 
 
 class _Step:
