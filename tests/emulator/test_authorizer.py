@@ -440,6 +440,8 @@ def job_request(role_arn: str, name: str, **more: Any) -> dict[str, Any]:
 def test_create_training_job_is_judged_by_its_request(site: Site, name: str) -> None:
     job_role = site.role(f"{name}-job", TRUST_SAGEMAKER)
     launcher = site.role(name)
+    subnet = site("ec2").describe_subnets()["Subnets"][0]["SubnetId"]
+    group = site("ec2").describe_security_groups()["SecurityGroups"][0]["GroupId"]
     arn = f"arn:aws:sagemaker:us-east-1:{ACCOUNT}:training-job/{name}-*"
     passing = allow(
         "iam:PassRole", job_role, Condition={"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
@@ -449,7 +451,7 @@ def test_create_training_job_is_judged_by_its_request(site: Site, name: str) -> 
         deny("sagemaker:CreateTrainingJob", Condition={"Null": {"sagemaker:VpcSubnets": "true"}}),
         deny(
             "sagemaker:CreateTrainingJob",
-            Condition={"ForAnyValue:StringNotEquals": {"sagemaker:VpcSubnets": ["subnet-1"]}},
+            Condition={"ForAnyValue:StringNotEquals": {"sagemaker:VpcSubnets": [subnet]}},
         ),
         deny(
             "sagemaker:CreateTrainingJob",
@@ -461,12 +463,13 @@ def test_create_training_job_is_judged_by_its_request(site: Site, name: str) -> 
         deny("sagemaker:CreateTrainingJob", Condition={"StringNotEquals": {"aws:RequestTag/team": "red"}}),
     ]
     sagemaker = site.make_client(site.assume(launcher), "sagemaker")
+    network = {"VpcConfig": {"Subnets": [subnet], "SecurityGroupIds": [group]}}
 
     def rule(*statements: Any) -> None:
         site("iam").put_role_policy(RoleName=name, PolicyName="launch", PolicyDocument=policy(*statements))
 
     def create(job: str, role: str = job_role, **more: Any) -> str:
-        return refusal(lambda: sagemaker.create_training_job(**job_request(role, job, **more)))
+        return refusal(lambda: sagemaker.create_training_job(**job_request(role, job, **{**network, **more})))
 
     rule(*rules)
     assert "iam:PassRole on resource: " + job_role in create(f"{name}-1")

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import tarfile
 import uuid
 from pathlib import Path
@@ -299,6 +300,60 @@ def test_reclaim_on_demand_and_what_cannot_be_reclaimed(place: Place, info: emul
     place.finished(on_demand)
 
 
+def test_what_sagemaker_does_as_the_jobs_role_is_the_roles_to_allow(place: Place) -> None:
+    """The network interfaces, the image and the grant for a volume's key: without one of them AWS fails the job."""
+    ec2, kms = place.site("ec2"), place.site("kms")
+    vpc = ec2.create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]
+    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.9.0.0/24")["Subnet"]["SubnetId"]
+    group = ec2.create_security_group(GroupName=place.name, Description="its", VpcId=vpc)["GroupId"]
+    key = kms.create_key()["KeyMetadata"]["Arn"]
+    image = "123456789012.dkr.ecr.us-east-1.amazonaws.com/trainer@sha256:" + "0" * 64
+    of_the_vpc = {"ArnEquals": {"ec2:Vpc": f"arn:aws:ec2:us-east-1:123456789012:vpc/{vpc}"}}
+    of_sagemaker = {
+        "Bool": {"kms:GrantIsForAWSResource": "true"},
+        "StringEquals": {"kms:ViaService": "sagemaker.us-east-1.amazonaws.com"},
+    }
+    interfaces = "arn:aws:ec2:us-east-1:123456789012:network-interface/*"
+    repository = "arn:aws:ecr:us-east-1:123456789012:repository/trainer"
+    rights = {
+        "s3:": allow("s3:*", [f"arn:aws:s3:::{place.bucket}", f"arn:aws:s3:::{place.bucket}/*"]),
+        "logs:": allow("logs:*"),
+        "ecr:GetAuthorizationToken on resource: *": allow("ecr:GetAuthorizationToken"),
+        f"ecr:BatchCheckLayerAvailability on resource: {repository}": allow("ecr:Batch*", repository),
+        f"ecr:GetDownloadUrlForLayer on resource: {repository}": allow("ecr:GetDownloadUrlForLayer", repository),
+        "ec2:DescribeNetworkInterfaces on resource: *": allow("ec2:Describe*"),
+        f"ec2:CreateNetworkInterface on resource: .*{subnet}": allow("ec2:CreateNetworkInterface"),
+        "ec2:CreateNetworkInterfacePermission": allow("ec2:*", interfaces, Condition=of_the_vpc),
+        f"kms:CreateGrant on resource: {key}": allow("kms:CreateGrant", key, Condition=of_sagemaker),
+    }
+    more = {
+        "AlgorithmSpecification": {"TrainingImage": image, "TrainingInputMode": "File"},
+        "VpcConfig": {"Subnets": [subnet], "SecurityGroupIds": [group]},
+        "ResourceConfig": RESOURCES | {"InstanceType": "ml.p3.16xlarge", "VolumeKmsKeyId": key},
+    }
+    for number, missing in enumerate([*list(rights)[2:], ""]):
+        place.grant(*(right for name, right in rights.items() if name != missing))
+        described = place.finished(place.create(f"needs-{number}", **more))
+        told = described.get("FailureReason", "")
+        assert (described["TrainingJobStatus"] == "Completed") == (missing == ""), (missing, told)
+        assert re.search(f"^ClientError: .* not authorized to perform: {missing}" if missing else "^$", told), told
+    kms.disable_key(KeyId=key.rpartition("/")[2])
+    told = place.finished(place.create("key", **more))["FailureReason"]
+    assert told == f"ClientError: the volumes' key {key} is Disabled"
+
+    def elsewhere(subnet: str, group: str) -> str:
+        network = {"Subnets": [subnet], "SecurityGroupIds": [group]}
+        return refusal(lambda: place.create("elsewhere", VpcConfig=network))
+
+    assert "ValidationException: VpcConfig: the subnet ID 'subnet-none' does not exist" in elsewhere(
+        "subnet-none", group
+    )
+    assert "the security group ID 'sg-none' does not exist" in elsewhere(subnet, "sg-none")
+    other = ec2.describe_security_groups(Filters=[{"Name": "group-name", "Values": ["default"]}])["SecurityGroups"]
+    foreign = next(one["GroupId"] for one in other if one["VpcId"] != vpc)
+    assert "of 2 VPCs" in elsewhere(subnet, foreign)
+
+
 RESOURCES = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 1, "VolumeSizeInGB": 10}
 
 
@@ -332,8 +387,6 @@ RESOURCES = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 1, "VolumeSizeIn
     ],
 )
 def test_what_is_refused_at_once(place: Place, change: dict[str, Any], message: str) -> None:
-    import re
-
     request = place.request("refused") | change
     refused = refusal(lambda: place.site("sagemaker").create_training_job(**request))
     assert re.search(message, refused), refused

@@ -52,6 +52,8 @@ class JobSite:
     """What a plan says of the job of that name, spot or not."""
     refusal_for: Callable[[str], str] = lambda name: ""
     """FailureReason of the job of that name before it has machines; empty: it gets them."""
+    denial_of: Callable[[Mapping[str, Any], Session], str] = lambda request, session: ""
+    """What the job's role may not do of what SageMaker does as it; empty: nothing is missing."""
     changed: Callable[[dict[str, Any]], None] = lambda description: None
     """Told of every new TrainingJobStatus, with what DescribeTrainingJob says then."""
 
@@ -152,6 +154,9 @@ class TrainingJob:
             number, self.site.root / self.name / f"attempt-{number}", self.request, instance_count(self.request)
         )
         session = self._assume()
+        if denial := self.site.denial_of(self.request, session):
+            self._end("Failed", "Failed", f"ClientError: {denial}")
+            return None
         attempt.prepare()
         with self._lock:
             if self._stop_wanted:

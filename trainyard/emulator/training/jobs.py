@@ -20,6 +20,7 @@ from trainyard.emulator.info import EmulatorInfo
 from trainyard.emulator.processes import kill_all
 from trainyard.emulator.training.attempt import ReclaimTrigger
 from trainyard.emulator.training.job import FINAL, JobSite, TrainingJob
+from trainyard.emulator.training.rights import JobRights
 from trainyard.emulator.training.validation import instance_count, instance_type, validate
 from trainyard.errors import InputError
 
@@ -40,7 +41,17 @@ class TrainingJobs:
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
         default = [sys.executable, "-m", "trainer.entrypoint"]
-        self._site = JobSite(info, principals, root, argv or default, self._take_plan, self._take_refusal, self._tell)
+        self._rights = JobRights(info, principals)
+        self._site = JobSite(
+            info,
+            principals,
+            root,
+            argv or default,
+            self._take_plan,
+            self._take_refusal,
+            self._rights.denial,
+            self._tell,
+        )
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._info = info
         self._lock = threading.Lock()
@@ -62,6 +73,7 @@ class TrainingJobs:
                 f"Could not assume role {request['RoleArn']}. Please ensure that the role exists and allows principal "
                 "'sagemaker.amazonaws.com' to assume the role."
             )
+        self._rights.require_network(request)
         with self._lock:
             if name.lower() in {other.lower() for other in self._jobs}:
                 raise ResourceInUseException(
