@@ -189,7 +189,7 @@ def test_optimizers_keep_what_their_papers_say(shape: ModelShape, layout: Layout
     }
     assert kept["adafactor"] < 0.01 * kept["adamw"]
     assert math.isclose(kept["adamw_8bit"], kept["adamw"] * 2.03125 / 8)
-    assert math.isclose(kept["muon"], kept["adamw"] / 2)
+    assert kept["adamw"] / 2 < kept["muon"] < kept["adamw"], "the model's ends keep AdamW's two averages"
     assert math.isclose(kept["sgd"], kept["adamw"] / 2)
     averaged = memory(shape, dataclasses.replace(layout, keeps_average=True)).optimizer
     assert math.isclose(averaged, kept["adamw"] * 1.5)

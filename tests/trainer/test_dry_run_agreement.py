@@ -111,6 +111,18 @@ def test_scores_that_are_written_out_are_counted(precision: str) -> None:
     assert planned == pytest.approx(traced, rel=0.2), "its four norms are counted short"
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "tied"), [({"data_replicate": 8}, True), ({"data_replicate": 8}, False), ({"data_shard": 8}, False)]
+)
+def test_muon_leaves_the_models_ends_to_adamw(parallelism: dict[str, Any], tied: bool) -> None:
+    """Two averages of each word's vector, not one: of small models with many words 45% of the optimizer's state."""
+    model = CASES.GROUPED | {"num_hidden_layers": 2, "hidden_size": 1024, "tie_word_embeddings": tied}
+    model |= {"intermediate_size": 4096, "num_attention_heads": 8}
+    job = CASES.few_layers(parallelism, model, optimizer={"kind": "muon"})
+    traced, planned = (getattr(CASES.agreement(CASES.Case("", job, 0)), name) for name in ("traced", "planned"))
+    assert planned["optimizer"] == pytest.approx(traced["optimizer"], rel=0.001)
+
+
 @pytest.mark.parametrize("name", ["hsdp", "mixtral-full", "deepseek-v3"])
 def test_what_is_on_its_way_agrees_too(name: str) -> None:
     """Sums that wait for their copies are gradients, and spread experts stand three times while FSDP gathers them."""

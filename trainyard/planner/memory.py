@@ -130,7 +130,8 @@ def moment_bytes(layout: Layout) -> float:
 
     adamw: two averages. adamw_8bit: two of a byte each, and an fp32 scale for 256 of them (arXiv:2110.02861).
     adamw_paged: nothing, its averages live in managed memory that the allocator doesn't see.
-    adafactor: a mean per row and column, next to nothing (arXiv:1804.04235). muon and sgd: one average.
+    adafactor: a mean per row and column, next to nothing (arXiv:1804.04235). muon and sgd: one average, where muon
+    leaves vectors and the model's ends to AdamW (`_beside_matrices`).
     """
     kinds = {
         "adamw_paged": 0.0,
@@ -244,7 +245,20 @@ def _state(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams)
     """(parameters, gradients, optimizer) in bytes."""
     if layout.method != "full":
         return _adapter_state(shape, layout, stage, params, 1 / layout.shard_degree if layout.zero_stage >= 3 else 1.0)
-    return trained_state(params, layout)
+    weights, gradients, optimizer = trained_state(params, layout)
+    if layout.optimizer == "muon" and layout.offload == "none":
+        others = StageParams(_beside_matrices(shape, layout, stage), 0.0)
+        both = state_bytes(replace(layout, optimizer="adamw")).optimizer - state_bytes(layout).optimizer
+        optimizer += both * _held(others, layout, 1)
+    return weights, gradients, optimizer
+
+
+def _beside_matrices(shape: ModelShape, layout: Layout, stage: Stage) -> float:
+    """Of a stage's parameters those that Muon leaves to AdamW: embeddings, head and norms, as none of them turns one
+    hidden vector into another."""
+    ends = shape.embedding_params * stage.embedding
+    ends += shape.vocab * shape.hidden * (stage.head and not (shape.tied_embeddings and stage.embedding))
+    return ends / layout.tensor + stage.layers * shape.norms_per_layer * shape.norm_params
 
 
 def trained_state(params: StageParams, layout: Layout) -> tuple[float, float, float]:
