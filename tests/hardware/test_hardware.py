@@ -5,7 +5,7 @@ import datetime
 import pytest
 
 from trainyard.errors import InputError
-from trainyard.hardware import failures_per_node_day, gpu, instance, instance_types, price
+from trainyard.hardware import PriceBook, failures_per_node_day, gpu, instance, instance_types, price
 
 
 @pytest.mark.parametrize(
@@ -131,3 +131,30 @@ def test_failure_rate_is_llama_3s() -> None:
     rate, source = failures_per_node_day()
     assert rate == pytest.approx(419 / (2048 * 54), rel=0.01)
     assert "Llama 3" in source
+
+
+def book_of(*found: tuple[str, str, str, str], today: datetime.date | None = datetime.date(2026, 11, 23)) -> PriceBook:
+    """p5.48xlarge: (region, purchase, price, as of)."""
+    keys = ("region", "purchase", "price", "as_of")
+    of = {"instance": "p5.48xlarge", "zone": "", "source": "a test"}
+    return PriceBook([{**of, **dict(zip(keys, row, strict=True))} for row in found], today=today)
+
+
+def test_a_rate_of_sagemakers_alone_is_a_price_of_its_own_machines_and_of_no_other() -> None:
+    book = book_of(("eu-west-1", "sagemaker on-demand", "60", "2026-11-01"))
+    assert book.price("ml.p5.48xlarge", "eu-west-1").usd_per_hour == 60
+    with pytest.raises(InputError, match=r"in eu-west-1; known for it: sagemaker on-demand$"):
+        book.price("p5.48xlarge", "eu-west-1")
+    with pytest.raises(InputError, match=r"in us-east-1; known in eu-west-1$"):
+        book.price("ml.p5.48xlarge", "us-east-1")
+
+
+def test_a_rate_that_is_too_old_stands_in_no_other_ones_way() -> None:
+    own, other = (
+        ("us-east-1", "sagemaker on-demand", "60", "2025-01-01"),
+        ("us-east-1", "on-demand", "50", "2026-11-01"),
+    )
+    assert book_of(own, other).price("ml.p5.48xlarge").usd_per_hour == 50
+    assert book_of(own, other, today=None).price("ml.p5.48xlarge").usd_per_hour == 60
+    with pytest.raises(InputError, match="is of 2025-01-01, 691 days old, and is not quoted after 540"):
+        book_of(own).price("ml.p5.48xlarge")

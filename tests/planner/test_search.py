@@ -1,5 +1,6 @@
 """The search: it finds the best of what it looked at, says in words what it rejects, and what it proposes runs."""
 
+import datetime
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from trainyard.errors import InputError
-from trainyard.hardware import instance
+from trainyard.hardware import PriceBook, instance
 from trainyard.planner import plan, resolve, search
 from trainyard.planner.candidates import Rules, layouts, split_of
 from trainyard.planner.reading import machines_of, required_shape
@@ -292,3 +293,15 @@ def test_scaling_falls_and_more_machines_are_faster_together(job: MakeJob) -> No
             assert more.tokens_per_second > fewer.tokens_per_second
             assert more.low < more.tokens_per_second < more.high
             assert more.efficiency < 1.03
+
+
+def test_a_rate_of_sagemakers_alone_is_enough_to_search_a_region(job: MakeJob) -> None:
+    row = {"instance": "p5.48xlarge", "region": "eu-west-1", "zone": "", "purchase": "sagemaker on-demand"}
+    book = PriceBook(
+        [{**row, "price": "60", "source": "a test", "as_of": "2025-11-01"}], today=datetime.date(2025, 11, 20)
+    )
+    found = search(
+        job(model={"source": "llama-3.2-1b"}), region="eu-west-1", book=book, max_nodes=1, deadline_hours=600
+    )
+    assert {item.instance_type for item in found.options} == {"ml.p5.48xlarge"}
+    assert chosen_of(found).price_basis == "SageMaker training, on demand"

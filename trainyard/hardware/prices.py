@@ -114,12 +114,13 @@ class PriceBook:
         machine = instance(instance_type)
         offers = [row for row in self._rows if row["instance"] == machine.type]
         matching = [row for row in offers if _KINDS[row["purchase"]] == purchase and row["price"] != "none"]
-        here = [row for row in matching if row["region"] in (region, EVERYWHERE)]
         if not instance_type.startswith("ml."):
-            here = [row for row in here if row["purchase"] != SAGEMAKER]
+            matching = [row for row in matching if row["purchase"] != SAGEMAKER]
+        here = [row for row in matching if row["region"] in (region, EVERYWHERE)]
         if not here:
             raise InputError(_refusal(instance_type, region, purchase, offers, matching))
-        chosen = _of_one_source(here)
+        young = [row for row in here if self._is_young(purchase, datetime.date.fromisoformat(row["as_of"]))]
+        chosen = _of_one_source(young or here)
         as_of = datetime.date.fromisoformat(chosen[0]["as_of"])
         self._require_young(purchase, as_of, f"{PURCHASES[purchase]} price of {instance_type} in {region}")
         values = [float(row["price"]) for row in chosen]
@@ -141,11 +142,12 @@ class PriceBook:
         self._require_young("storage", as_of, f"price of {item} in {region}")
         return StoragePrice(float(here[0]["price"]), as_of, here[0]["source"])
 
+    def _is_young(self, kind: str, as_of: datetime.date) -> bool:
+        return self._today is None or (self._today - as_of).days <= MAX_AGE_DAYS[kind]
+
     def _require_young(self, kind: str, as_of: datetime.date, what: str) -> None:
-        if self._today is None:
-            return
-        age = (self._today - as_of).days
-        if age > MAX_AGE_DAYS[kind]:
+        if self._today is not None and not self._is_young(kind, as_of):
+            age = (self._today - as_of).days
             raise InputError(
                 f"the {what} is of {as_of}, {age} days old, and is not quoted after {MAX_AGE_DAYS[kind]}; "
                 "get today's: trainyard prices refresh"

@@ -183,8 +183,9 @@ def _most_machines(job: JobSpec, *, on_plan: bool) -> int:
 
 
 def _has_price(book: PriceBook, name: str, region: str, purchase: str) -> bool:
+    """On SageMaker, where the search's machines are: its own rate counts."""
     try:
-        book.price(name, region, "spot" if purchase == "spot" else "on_demand")
+        book.price(f"ml.{name}", region, "spot" if purchase == "spot" else "on_demand")
     except InputError:
         return False
     return True
