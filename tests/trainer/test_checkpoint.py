@@ -584,9 +584,11 @@ def test_the_only_good_one_stays_when_a_save_fails(tmp_path: Path, monkeypatch: 
     job.save(1)
     monkeypatch.setattr(LocalDestination, "put_bytes", _failing(99, permanent=True))
     job.save(2)
-    assert job.checkpointer.num_failed_saves == 1
+    assert job.checkpointer.num_failed_saves == 1 and job.checkpointer.failed_steps == {2}
     monkeypatch.undo()
     assert Job(destination, tmp_path).newest() == 1
+    job.save(2)
+    assert job.checkpointer.failed_steps == set() and Job(destination, tmp_path).newest() == 2
 
 
 # ---------------------------------------------------------------- failures

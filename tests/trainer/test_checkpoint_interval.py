@@ -2,15 +2,19 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from trainer.checkpoint import Interval, best_interval_seconds
+from trainer.session import Session
 from trainer.strategies import check_supported
 from trainer_testing.text_job import run_trainer, write_job
 
 from trainyard.errors import InputError
 from trainyard.planner.resolve import resolve
 from trainyard.spec.job import CheckpointSpec, load_job
+from trainyard.spec.retention import BestSpec
 
 
 def expected_seconds_per_useful_second(interval: float, stall: float, between: float) -> float:
@@ -81,6 +85,46 @@ def test_a_validated_step_that_is_the_best_so_far_is_saved_and_stays(tmp_path: P
     assert committed == [f"step={step}" for step in sorted({*rising, 8})], output
     left = {path.name for path in (tmp_path / "out/checkpoints").iterdir()}
     assert left == {f"step-{step:08d}" for step in {rising[-1], 8}}
+
+
+def measuring(metric: str, *, failed_elsewhere: set[int]) -> Session:
+    """A session that measures; saves of `failed_elsewhere` fail on another rank."""
+    session: Any = Session.__new__(Session)
+    checkpoint = SimpleNamespace(keep_best=BestSpec(metric=metric))
+    session._job = SimpleNamespace(spec=SimpleNamespace(checkpoint=checkpoint))
+    session._bests = []
+
+    def is_anywhere(flag: bool) -> bool:
+        return flag or session._bests[-1][0] in failed_elsewhere
+
+    session._checkpointer = SimpleNamespace(failed_steps=set(), is_anywhere=is_anywhere)
+    return session  # type: ignore[no-any-return]
+
+
+def test_a_best_step_whose_save_failed_is_made_up_for_by_the_next_best() -> None:
+    session = measuring("validation_loss", failed_elsewhere={4})
+
+    def is_saved(step: int, loss: float) -> bool:
+        session.step = step
+        session._measure({"loss": 1.0, "validation_loss": loss})
+        return session._is_best
+
+    assert is_saved(1, 3.0) and is_saved(2, 1.0) and not is_saved(3, 2.0)
+    session._checkpointer.failed_steps.add(2)
+    assert is_saved(4, 2.0), "the best that there is has 3.0"
+    assert is_saved(5, 2.5), "its save failed too, on another rank"
+    assert not is_saved(6, 2.6) and session._best == 2.5
+    session._measure({"loss": 1.0})
+    assert not session._is_best, "only what was validated"
+
+
+def test_of_every_steps_loss_the_best_alone_is_remembered() -> None:
+    session = measuring("loss", failed_elsewhere={1, 2, 3})
+    for step in range(1, 9):
+        session.step = step
+        session._measure({"loss": 1.0 / step})
+        assert not session._is_best
+    assert session._best == 1 / 8 and len(session._bests) <= 2
 
 
 def test_a_metric_that_this_job_does_not_measure_is_refused_before_data_is_read(tmp_path: Path) -> None:

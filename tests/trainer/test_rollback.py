@@ -127,7 +127,7 @@ def test_the_batch_is_noted_before_the_long_read(tmp_path: Path, found: int | No
     session.clock = SimpleNamespace(excluded=nullcontext)
     session._patience = SimpleNamespace(as_at_start=nullcontext)
     session._goodput = SimpleNamespace(went_back=lambda *_: None)
-    session._metrics = SimpleNamespace(rows=list, drop_after=lambda step: None)
+    session._metrics = SimpleNamespace(rows=list, drop_after=lambda *_: None)
     session._left_out = LeftOutBatches(tmp_path, session._runtime)
     session._load = lambda info, tensors: setattr(watch, "num_overflows", 60)  # as the checkpoint has it
     published = []

@@ -146,7 +146,8 @@ class Session:
         self._open_records()
         self.step = 0
         self._saved_step = 0
-        self._best: float | None = None
+        self._bests: list[tuple[int, float]] = []
+        """(step, value) of those that were the best so far by keep_best, but for those whose save failed."""
         self._measured: dict[str, float] = {}
         self._is_best = False
         self._base = base_model_digest(job)
@@ -264,7 +265,8 @@ class Session:
         if "anomalies" in extra:  # not in checkpoints of the first trainers
             self.anomalies.watch.load_state(extra["anomalies"])
         check_same_base(extra.get("base"), self._base, uri=info.uri, source=self._job.spec.model.source)
-        self._best, self._measured = extra.get("best"), extra.get("metrics") or {}
+        best, self._measured = extra.get("best"), extra.get("metrics") or {}
+        self._bests = [] if best is None else [(info.step, best)]
         self._validation.was_broken_off = extra.get("owes_validation", False)
         self.step = self._saved_step = info.step
         self._course.resumed(info.step, self.data.train.sequences_consumed)
@@ -482,11 +484,32 @@ class Session:
         self._measured = flat_metrics(row)
         best = self._job.spec.checkpoint.keep_best
         value = None if best is None else self._measured.get(best.metric)
-        self._is_best = best is not None and value is not None and best.is_better(value, self._best)
-        if self._is_best:
-            self._best = value
-        # Every step has a loss, and most improve on it: saves of their own are for what is measured now and then.
-        self._is_best = self._is_best and best is not None and best.metric != "loss"
+        self._is_best = False
+        if best is None or value is None:
+            return
+        self._forget_lost_bests()
+        if best.is_better(value, self._best):
+            self._bests.append((self.step, value))
+            self._is_best = self._has_saves_of_bests
+
+    @property
+    def _best(self) -> float | None:
+        return self._bests[-1][1] if self._bests else None
+
+    @property
+    def _has_saves_of_bests(self) -> bool:
+        """Every step has a loss, and most improve on it: saves of their own are for what is measured now and then."""
+        best = self._job.spec.checkpoint.keep_best
+        return best is not None and best.metric != "loss"
+
+    def _forget_lost_bests(self) -> None:
+        """Those whose save failed, on any rank, are not there: the best of the others is what is to be surpassed."""
+        if not self._has_saves_of_bests:
+            del self._bests[:-1]
+            return
+        failed = self._checkpointer.failed_steps
+        while self._bests and self._checkpointer.is_anywhere(self._bests[-1][0] in failed):
+            self._bests.pop()
 
     def is_checkpoint_due(self) -> bool:
         """At the last step, every so many steps, and every so many minutes of the first rank's clock."""
@@ -511,6 +534,7 @@ class Session:
 
     def save(self) -> None:
         """Checkpoints everything that the next step depends on, and the metrics so far."""
+        self._forget_lost_bests()
         extra = {
             "step": self.step,
             "attempt": self._attempt,

@@ -143,6 +143,8 @@ class Checkpointer:
         self._figures: dict[str, float] = {}
         self.num_failed_saves = 0
         """Saves that were skipped or not committed."""
+        self.failed_steps: set[int] = set()
+        """Of these saves, where the step was not saved again."""
         self.last_error: str | None = None
         """Why the last save was not committed; None after a good one."""
 
@@ -204,6 +206,7 @@ class Checkpointer:
         started = time.perf_counter()
         self.wait()
         self.backpressure_seconds = time.perf_counter() - started
+        self.failed_steps.discard(step)
         if step != self.last_committed_step:
             self._begin(step, tensors, extra, attachments or {}, started)
         self.blocked_seconds = time.perf_counter() - started
@@ -355,6 +358,7 @@ class Checkpointer:
 
     def _failed(self, step: int, error: str) -> None:
         self.num_failed_saves += 1
+        self.failed_steps.add(step)
         self.last_error = error
         if self._group.rank == 0:
             self._report(f"checkpoint step={step} not committed: {error}; training goes on")
