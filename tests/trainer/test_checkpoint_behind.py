@@ -1,6 +1,8 @@
 """The thread behind that saves are written in: one for all of them, idle where nothing is asked for."""
 
 import gc
+import os
+import sys
 import threading
 import time
 import weakref
@@ -36,6 +38,29 @@ def test_one_thread_serves_all_actions_and_ends_when_closed() -> None:
     behind.start(lambda: threads.append(threading.current_thread()))
     assert behind.wait(PATIENCE_SECONDS) and threads[3] is not threads[0]
     behind.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+def test_training_goes_first() -> None:
+    """The thread and those that it starts yield the cores; who asked keeps its own priority."""
+    found: list[int] = []
+
+    def ask() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    def ask_twice() -> None:
+        ask()
+        started = threading.Thread(target=ask)
+        started.start()
+        started.join()
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    behind = Behind("test")
+    behind.start(ask_twice)
+    assert behind.wait(PATIENCE_SECONDS)
+    behind.close()
+    assert found == [max(own, 10)] * 2
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
 def test_an_idle_thread_keeps_nothing_of_what_it_did() -> None:

@@ -1,10 +1,17 @@
-"""A thread that does one thing after the other while training goes on."""
+"""A thread that does one thing after the other while training goes on, and yields the cores to it."""
 
+import contextlib
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 
 Action = Callable[[], None]
+
+_NICENESS = 10
+"""Some tenth of a core where training wants all of it, the whole core where it is idle: ranks that had no core to spare
+kept two thirds of their speed beside a save, and keep nine tenths of it (`benchmarks/checkpoint.py --ranks 2`)."""
 
 
 class Behind:
@@ -50,7 +57,16 @@ class Behind:
             self._thread = None
 
 
+def _yield_cores() -> None:
+    """Of this thread, and of those that it will start."""
+    if sys.platform == "linux":  # elsewhere the number of a thread may be another process's
+        with contextlib.suppress(OSError):
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
 def _work(asked: "queue.SimpleQueue[tuple[Action, threading.Event] | None]") -> None:
+    _yield_cores()
     while (one := asked.get()) is not None:
         action, done = one
         try:
