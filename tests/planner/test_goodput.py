@@ -162,8 +162,9 @@ def test_checkpoints_that_stay_are_paid_for_during_the_run_and_named_after_it(jo
     assert more > 100 and many.cost.planned_usd - few.cost.planned_usd == pytest.approx(more)
     assert any("about 200 checkpoints are left at the end, 169," in note for note in many.notes)
     assert not any("are left at the end" in note for note in few.notes)
-    best = plan(job(**run, checkpoint=saving | {"keep_best": {"metric": "loss", "num": 2}}))
-    assert best.cost is not None and best.cost.checkpoints_after == 5
+    for more_kept, number in (({}, 5), ({"keep_every_steps": 100}, 202)):
+        best = plan(job(**run, checkpoint=saving | {"keep_best": {"metric": "loss", "num": 2}} | more_kept))
+        assert best.cost is not None and best.cost.checkpoints_after == number
 
 
 def test_dollars_say_that_they_are_without_storage_where_its_price_is_not_known(job: MakeJob) -> None:
