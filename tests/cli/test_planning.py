@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +119,14 @@ def test_a_search_to_a_loss_says_the_steps_that_it_was_made_for(
     said = [part for item in found["overrides"] for part in ("--set", item)]
     assert run(["plan", JOB, *said, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == found["steps"] < 1000
+
+
+def test_a_byte_that_no_locale_reads_is_one_lines_fault() -> None:
+    """Under a strict locale, too, the lines after it are answered."""
+    lines = b'{"gpu": "caf\xe9"}\n{"gpu": "H100", "model": "llama-3-8b"}\n'
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    command = [sys.executable, "-m", "trainyard", "predict", "--jsonl"]
+    done = subprocess.run(command, input=lines, capture_output=True, env=environment, check=False)
+    odd, good = (json.loads(line) for line in done.stdout.splitlines())
+    assert done.returncode == 2 and b"Traceback" not in done.stderr
+    assert "error" in odd and good["peak_memory_gib"] > 0

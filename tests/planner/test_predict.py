@@ -225,6 +225,11 @@ def test_the_training_state_is_the_frameworks(fields: dict[str, Any], engine: st
         ("50 GB/s per GPU", 400),
         ("400 GB/s per node", 400),
         ("100GbE", 12.5),
+        ("100 Gigabit Ethernet", 12.5),
+        ("100 Gb/s Ethernet", 12.5),
+        ("4x100 Gb/s Ethernet", 50),
+        # Each GPU has a card of what carries RDMA.
+        ("400 Gb/s RoCE over Ethernet", 400),
         ("10G", 1.25),
         ("200Gb", 200),
         ("3.2 Tb/s", 400),
@@ -371,14 +376,28 @@ def test_lines_in_lines_out_and_bad_ones_are_answered_too() -> None:
         ('{"gpu": "H100", "params_b": %s}' % ("9" * 5000), "can't be read or computed"),
         ('{"gpu": "H100", "params_b": %s}' % ("9" * 4000), "params_b: must be"),
         ("[" * 100_000, "can't be read or computed"),
+        ('{"gpu": "H100", "model": "llama-3-8b", "mtp_layers": 1000000000}', "mtp_layers: must be a whole number"),
+        (
+            '{"gpu": "H100", "model": "llama-3-8b", "experts": 900000000, "experts_per_token": 800000000}',
+            "experts_per_token: must be a whole number",
+        ),
+        (b'{"gpu": "H100", "model": "caf\xe9"}', "can't be read or computed: 'utf-8' codec can't decode"),
     ],
-    ids=["float", "double", "unreadable", "whole", "nesting"],
+    ids=["float", "double", "unreadable", "whole", "nesting", "many", "more", "bytes"],
 )  # fmt: skip
-def test_one_odd_line_does_not_end_the_stream(line: str, words: str) -> None:
+def test_one_odd_line_does_not_end_the_stream(line: str | bytes, words: str) -> None:
     errors = Errors()
-    odd, good = (json.loads(text) for text in predict_jsonl([line, json.dumps(LLAMA)], errors))
+    lines = [line if isinstance(line, bytes) else line.encode(), json.dumps(LLAMA).encode()]
+    odd, good = (json.loads(text) for text in predict_jsonl(lines, errors))
     assert words in odd["error"] and len(odd["error"]) < 400
     assert errors.any and set(good) == OUTPUTS
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
+    for line in ("\ufeff" + json.dumps(LLAMA), b"\xef\xbb\xbf" + json.dumps(LLAMA).encode()):
+        errors = Errors()
+        assert [json.loads(text) for text in predict_jsonl([line], errors)] == [predict(LLAMA)]  # type: ignore[arg-type]
+        assert not errors.any
 
 
 def test_a_version_may_be_a_number() -> None:

@@ -207,7 +207,8 @@ def predict(
     if not jsonl:
         raise InputError("predict reads configurations as JSON lines on stdin: trainyard predict --jsonl < FILE")
     errors = planner.Errors()
-    for line in planner.predict_jsonl(sys.stdin, errors):
+    # As bytes: what can't be decoded is one line's fault, in whatever locale.
+    for line in planner.predict_jsonl(getattr(sys.stdin, "buffer", sys.stdin), errors):
         # Flushed line by line: a program may ask one question, read its answer, and ask the next.
         print(line, flush=True)
     if errors.any:

@@ -91,6 +91,8 @@ MOST = {
     "layers": 10_000,
     "head_products": 10_000,
     "encoder_layers": 10_000,
+    "mtp_layers": 10_000,
+    "experts_per_token": 100_000,
     "heads": 100_000,
     "gpus_per_node": 100_000,
     "vp": 10_000,
@@ -290,13 +292,18 @@ class Errors:
     any: bool = False
 
 
-def predict_jsonl(lines: Iterable[str], errors: Errors | None = None) -> Iterator[str]:
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors put before a file's first line."""
+
+
+def predict_jsonl(lines: Iterable[str] | Iterable[bytes], errors: Errors | None = None) -> Iterator[str]:
     """One JSON line out per line in (blank ones are skipped); a bad one gives {"error": ...} and sets `errors.any`."""
     for line in lines:
         if not line.strip():
             continue
         try:
-            content = json.loads(line)
+            text = line.decode("utf-8") if isinstance(line, bytes) else line
+            content = json.loads(text.removeprefix(BYTE_ORDER_MARK))
             if not isinstance(content, dict):
                 raise InputError(f"must be a JSON object, is {type(content).__name__}")
             answer = predict(content)
@@ -813,6 +820,9 @@ def _reads_links(text: str, device: Gpu) -> bool:
 RATE = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[TGM](?:(?:iga)?bits?(?:/s|ps)?|b(?:/s|ps|E)?|E)?)(?![a-z0-9])"
 """A rate: 400 Gb/s, 3.2 Tbps, 50 GB/s, 100GbE, 10G. A capital B counts bytes."""
 
+PLAIN_ETHERNET = r"^(?!.*(?:roce|rdma|spectrum)).*ethernet"
+"""A node's one network. Where it carries RDMA, each GPU has a card of it."""
+
 WITHIN_NODE = (
     rf"(?:nv-?link|nv-?switch|intra(?:-?node)?)\s*(?:v?\d(?:\.\d)?)?[\s:(]*(?:at\s+)?{RATE}",
     rf"{RATE.replace('number', 'n').replace('unit', 'u')}\s*\(?(?:of\s+|over\s+)?(?:nv-?link|nv-?switch|intra)",
@@ -845,7 +855,8 @@ def _of_rates(text: str, lowered: str, gpus_per_node: int) -> float | None:
     if rates:
         speed = _gb_per_second(rates[0])
         # "400 Gb/s", of a node with eight cards of that speed, is each card's; Ethernet of 100GbE is the node's.
-        whole = "node" in lowered or rates[0].group("unit")[-1] in "eE" or speed < SLOW_NODE_GB_PER_SECOND
+        is_ethernet = rates[0].group("unit")[-1] in "eE" or re.search(PLAIN_ETHERNET, lowered) is not None
+        whole = "node" in lowered or is_ethernet or speed < SLOW_NODE_GB_PER_SECOND
         return speed if whole or speed > CARD_GB_PER_SECOND else speed * gpus_per_node
     return None
 

@@ -351,10 +351,10 @@ class _Rank:
             forward += share * max(work.forward, launch)
             backward += share * max(work.backward(frozen=frozen), launch)
             again += share * self._recomputed(work, launch)
-        for work in self._beside(stage):
-            forward += max(work.forward, constants.launch_seconds)
-            backward += max(work.backward(frozen=frozen), constants.launch_seconds)
-            again += self._recomputed(work, constants.launch_seconds)
+        for count, work in self._beside(stage):
+            forward += count * max(work.forward, constants.launch_seconds)
+            backward += count * max(work.backward(frozen=frozen), constants.launch_seconds)
+            again += count * self._recomputed(work, constants.launch_seconds)
         heads = (1 + shape.mtp_layers) * stage.head
         if heads:
             head, launch = self._head_seconds(), constants.launch_seconds
@@ -378,18 +378,19 @@ class _Rank:
         overlapped = self.layout.engine == "megatron" and self.layout.library != "nanotron"
         return self.constants.tensor_exposed_megatron if overlapped else self.constants.tensor_exposed_torch
 
-    def _beside(self, stage: Stage) -> Iterator[_Work]:
-        """Layers that only one stage has: the encoder's before the first, those of further tokens after the last."""
+    def _beside(self, stage: Stage) -> Iterator[tuple[int, _Work]]:
+        """(how many, each one's work) of layers that only one stage has: the encoder's before the first, those of
+        further tokens after the last."""
         shape, layout = self.shape, self.layout
         if stage.embedding and shape.encoder_layers:
             alone = dataclasses.replace(shape, encoder_layers=0, cross_attention=False, experts=0)
             there = dataclasses.replace(layout, sequence_length=shape.encoder_tokens)
             encoder = _Rank(alone, there, self.device, self.links, self.constants)
-            yield from [_sum(encoder._attention(), encoder._mlp(shape.ffn))] * shape.encoder_layers
+            yield shape.encoder_layers, _sum(encoder._attention(), encoder._mlp(shape.ffn))
         if stage.head and shape.mtp_layers:
             block = self._routed() if shape.moe_layers else self._mlp(shape.ffn)
             joined = _Work(self.product(self.tokens, shape.hidden, 2 * shape.hidden / layout.tensor), 0.0, 0.0)
-            yield from [_sum(joined, _sum(self._attention(), block))] * shape.mtp_layers
+            yield shape.mtp_layers, _sum(joined, _sum(self._attention(), block))
 
     def _expert_exposed(self, stage: Stage) -> float:
         """Of the experts' exchange, what stands alone.
