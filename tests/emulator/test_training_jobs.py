@@ -110,7 +110,7 @@ def secondary(description: dict[str, Any]) -> list[str]:
 def test_two_hosts_get_the_container_contract(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.put("in/a.txt")
     place.put("in/deep/b.txt")
-    place.put("input-of-another/c.txt")
+    place.put("in2/c.txt")
     place.put("one.json", b"{}")
     job = place.create(
         "contract",
@@ -135,6 +135,7 @@ def test_two_hosts_get_the_container_contract(place: Place, monkeypatch: pytest.
         "input/data/job/one.json",
         "input/data/train-0/a.txt",
         "input/data/train-0/deep/b.txt",
+        "input/data/train-0/in2/c.txt",  # its key begins with the prefix, which has no slash at its end
     ]
     assert one["files"] == two["files"]
     assert one["channels"]["train-0"] == {
@@ -440,7 +441,9 @@ def test_jobs_are_listed(place: Place) -> None:
     assert len(page["TrainingJobSummaries"]) == 1
     rest = sagemaker.list_training_jobs(NameContains=place.name, MaxResults=1, NextToken=page["NextToken"])
     assert rest["TrainingJobSummaries"] != page["TrainingJobSummaries"]
-    assert "ResourceNotFound" in refusal(lambda: sagemaker.describe_training_job(TrainingJobName="nobody"))
+    for ask in (sagemaker.describe_training_job, sagemaker.stop_training_job):
+        told = refusal(lambda ask=ask: ask(TrainingJobName="nobody"))  # type: ignore[misc]
+        assert told == "ValidationException: Requested resource not found."
 
 
 def test_boto3s_own_waiter_sees_the_end(place: Place) -> None:

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from trainyard.emulator.processes import processes_under
 from trainyard.emulator.training import job as job_module
 from trainyard.emulator.training.attempt import ReclaimTrigger
 from trainyard.emulator.training.job import JobSite, TrainingJob
+from trainyard.emulator.training.tree import failure_reason
 
 
 class NoLogs:
@@ -72,18 +74,23 @@ def test_a_host_that_was_started_ends_when_the_next_one_can_not_be(
     assert processes_under(tmp_path / "jobs") == set()
 
 
-def test_max_wait_ends_a_job_that_is_reclaimed_too_late(make: Callable[..., TrainingJob], tmp_path: Path) -> None:
+def test_max_wait_ends_a_job_that_is_reclaimed_too_late(
+    make: Callable[..., TrainingJob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopping = {"MaxRuntimeInSeconds": 600, "MaxWaitTimeInSeconds": 900}
     job = make(
         "print('step=1'); import time; time.sleep(600)", EnableManagedSpotTraining=True, StoppingCondition=stopping
     )
 
-    def reclaim(_: str, is_spot: bool) -> ReclaimTrigger:
-        if job.attempts:  # by the end of the second attempt the wait is over, and not by that of the first
-            job._created_monotonic -= 901
-        return ReclaimTrigger(re.compile("^step=1"), notice=False)
+    go_on = job._may_go_on
 
-    job.site.trigger_for = reclaim
+    def later() -> bool:
+        if len(job.attempts) == 2:  # by the end of the second attempt the wait is over, and not by that of the first
+            job._created_monotonic -= 901
+        return go_on()
+
+    monkeypatch.setattr(job, "_may_go_on", later)
+    job.site.trigger_for = lambda _, is_spot: ReclaimTrigger(re.compile("^step=1"), notice=False)
     job._run()
     assert job.status == "Stopped"
     assert [item["Status"] for item in job.transitions] == [
@@ -91,3 +98,31 @@ def test_max_wait_ends_a_job_that_is_reclaimed_too_late(make: Callable[..., Trai
         *("Starting", "Downloading", "Training", "Interrupted", "MaxWaitTimeExceeded"),
     ]
     assert processes_under(tmp_path / "jobs") == set()
+
+
+@pytest.mark.parametrize(("reclaims", "end"), [(True, "MaxWaitTimeExceeded"), (False, "MaxRuntimeExceeded")])
+def test_what_ends_first_ends_the_job(make: Callable[..., TrainingJob], reclaims: bool, end: str) -> None:
+    """The wait is waiting and training together: a reclaimed job is not trained past it."""
+    stopping = {"MaxRuntimeInSeconds": 4, "MaxWaitTimeInSeconds": 5}
+    job = make(
+        "import time; print('step=1'); time.sleep(600)", EnableManagedSpotTraining=True, StoppingCondition=stopping
+    )
+
+    def reclaim(_: str, is_spot: bool) -> ReclaimTrigger | None:
+        if reclaims:
+            job._created_monotonic -= 1.5  # what the next machines took to come
+        return ReclaimTrigger(re.compile("^step=1"), notice=False) if reclaims and not job.attempts else None
+
+    job.site.trigger_for = reclaim
+    begun = time.monotonic()
+    job._run()
+    assert (job.status, job.secondary_status) == ("Stopped", end), job.failure_reason
+    assert time.monotonic() - begun < 15
+
+
+def test_a_failure_reason_has_a_limit(tmp_path: Path) -> None:
+    """Whatever is said and however much stands around it."""
+    (tmp_path / "algo-1" / "output").mkdir(parents=True)
+    (tmp_path / "algo-1" / "output" / "failure").write_text("x" * 5000)
+    assert len(failure_reason([tmp_path / "algo-1"], {"algo-1": 1})) == 1024
+    assert len(failure_reason([], {f"algo-{number}": 1 for number in range(200)})) == 1024

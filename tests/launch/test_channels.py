@@ -85,6 +85,25 @@ def test_a_folder_does_not_take_in_its_neighbour(deployed: Account, job: JobSpec
         build_inputs(job, s3, contract)
 
 
+def test_a_file_takes_in_its_neighbour_which_a_jobs_own_role_may_not_read(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    s3 = deployed.client("s3")
+    own = contract.model_copy(update={"job_boundary": "arn:aws:iam::123456789012:policy/boundary"})
+    assert build_inputs(job, s3, own) == build_inputs(job, s3, contract)
+    s3.put_object(Bucket=contract.buckets.data, Key="sets/tokenizer.json/below", Body=b"{}")
+    assert build_inputs(job, s3, own) == build_inputs(job, s3, contract)
+    s3.put_object(Bucket=contract.buckets.data, Key="sets/tokenizer.json.old", Body=b"{}")
+    told = (
+        r"sets/tokenizer.json: SageMaker would also bring s3://acme-data/sets/tokenizer.json.old, .* move one of them"
+    )
+    with pytest.raises(AwsRefusedError, match=told):
+        build_inputs(job, s3, own)
+    assert len(build_inputs(job, s3, contract).channels) == 3, "the tenant's one role reads all of its buckets"
+    both = with_train(job, "tenant://sets/tokenizer.json.old")
+    assert len(build_inputs(both, s3, own).channels) == 3, "the other is an input of the job as well"
+
+
 def test_one_uri_is_one_channel(deployed: Account, job: JobSpec, contract: TenantContract) -> None:
     twice = with_train(job, "tenant://sets/train", "s3://acme-data/sets/train/")
     names = [channel.name for channel in build_inputs(twice, deployed.client("s3"), contract).channels]

@@ -1,6 +1,7 @@
 """What a job reads: its URIs made absolute, checked to exist, and turned into SageMaker input channels."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,7 +97,10 @@ def build_inputs(job: JobSpec, s3: Any, contract: TenantContract) -> Inputs:
         elif uri.startswith("fsx://"):
             channels[uri] = Channel(name, "fsx", uri.removeprefix("fsx://"), uri)
         else:
-            channels[uri] = Channel(name, "s3", existing_s3_location(s3, uri, contract), uri)
+            location = existing_s3_location(s3, uri, contract)
+            if contract.job_boundary and not location.endswith("/"):
+                _require_readable(s3, uri, [other for _, other in _named_uris(absolute)])
+            channels[uri] = Channel(name, "s3", location, uri)
     if len(channels) + 1 > MAX_CHANNELS:
         raise InputError(
             f"data: {len(channels)} different inputs; SageMaker takes {MAX_CHANNELS - 1} beside the job's own: "
@@ -178,3 +182,18 @@ def existing_s3_location(s3: Any, uri: str, contract: TenantContract) -> str:
         f"{uri}: there is nothing there in bucket {bucket}; upload it (aws s3 cp FILE {uri}, or aws s3 cp --recursive "
         f"DIR {uri}/), or correct the path"
     )
+
+
+def _require_readable(s3: Any, uri: str, inputs: Sequence[str]) -> None:
+    """A file is a prefix to SageMaker, which brings all whose names begin so; a role of the job's own may read what is
+    an input and what lies below one, so that anything else would end the job at its download."""
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    with aws_errors("looking beside", uri):
+        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key):
+            for item in page.get("Contents", []):
+                found = f"s3://{bucket}/{item['Key']}"
+                if not any(found == other or found.startswith(f"{other}/") for other in inputs):
+                    raise AwsRefusedError(
+                        f"{uri}: SageMaker would also bring {found}, whose name begins so, and the job's own role may "
+                        "not read that; move one of them, or put the file into a folder and name the folder"
+                    )

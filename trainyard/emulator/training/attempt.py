@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import queue
 import random
@@ -183,14 +184,15 @@ class Attempt:
         self._events.put(("stop", True))
 
     def run(self, deadline: float) -> Outcome:
-        """Wait for the end; past `deadline` (time.monotonic) the job has used its MaxRuntime and is stopped."""
+        """Wait for the end; past `deadline` (time.monotonic) it has used its MaxRuntime or MaxWait and is stopped."""
         exit_codes: dict[str, int] = {}
         kill_at: float | None = None
         while len(exit_codes) < len(self.hosts):
             now = time.monotonic()
             limit = min(deadline, kill_at) if kill_at is not None else deadline
             try:
-                kind, value = self._events.get(timeout=max(0.0, limit - now))
+                # No limit is no timeout: one that is infinite overflows.
+                kind, value = self._events.get(timeout=None if math.isinf(limit) else max(0.0, limit - now))
             except queue.Empty:
                 if kill_at is not None and time.monotonic() >= kill_at:
                     kill_all(self.root, self.pids.values())

@@ -220,12 +220,18 @@ class TrainingJob:
             self._move("Training")
             self.training_started = self.training_started or _now()
         begun = time.monotonic()
-        left = (
-            int((self.request.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds", 86400)) - self.training_seconds
-        )
-        outcome = attempt.run(begun + left)
+        outcome = attempt.run(min(begun + self._runtime_left(), self._wait_ends()))
         self.training_seconds += time.monotonic() - begun
         return outcome
+
+    def _runtime_left(self) -> float:
+        most = int((self.request.get("StoppingCondition") or {}).get("MaxRuntimeInSeconds", 86400))
+        return most - self.training_seconds
+
+    def _wait_ends(self) -> float:
+        """When a spot job must be done, waiting and training together."""
+        wait = (self.request.get("StoppingCondition") or {}).get("MaxWaitTimeInSeconds")
+        return float("inf") if wait is None else self._created_monotonic + int(wait)
 
     def _conclude(self, attempt: Attempt, outcome: Outcome, session: Session) -> None:
         if outcome.kind == "interrupted" and attempt.failure:
@@ -244,17 +250,16 @@ class TrainingJob:
         if outcome.kind == "stopped":
             self._end("Stopped", "Stopped")
         elif outcome.kind == "overdue":
-            self._end("Stopped", "MaxRuntimeExceeded")
+            self._end("Stopped", "MaxRuntimeExceeded" if self._runtime_left() <= 0 else "MaxWaitTimeExceeded")
         else:
             self._end("Completed", "Completed")
 
     def _may_go_on(self) -> bool:
-        wait = (self.request.get("StoppingCondition") or {}).get("MaxWaitTimeInSeconds")
         with self._lock:
             if self._stop_wanted:
                 self._end("Stopped", "Stopped")
                 return False
-            if wait is not None and time.monotonic() - self._created_monotonic > int(wait):
+            if time.monotonic() >= self._wait_ends():
                 self._end("Stopped", "MaxWaitTimeExceeded")
                 return False
             self._move("Starting")

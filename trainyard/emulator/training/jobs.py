@@ -11,7 +11,6 @@ from typing import Any
 from moto.sagemaker.exceptions import (
     AWSValidationException,
     ResourceInUseException,
-    ResourceNotFound,
     SagemakerClientError,
 )
 
@@ -105,10 +104,10 @@ class TrainingJobs:
         return self._quota.get(kind, _DEFAULT_QUOTA)
 
     def get(self, name: str) -> TrainingJob:
-        """The job of that name, or ResourceNotFound as SageMaker words it."""
+        """The job of that name; where there is none, SageMaker calls that an invalid request."""
         job = self._jobs.get(name)
         if job is None:
-            raise ResourceNotFound("Requested resource not found.")
+            raise AWSValidationException("Requested resource not found.")
         return job
 
     def all(self) -> list[TrainingJob]:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from botocore.exceptions import ClientError
 
 _MAX_FAILURE_CHARACTERS = 1024
+"""Of FailureReason, with all that SageMaker writes around the message."""
 
 
 class ChannelError(Exception):
@@ -54,7 +55,11 @@ def _channel_config(request: Mapping[str, Any], channel: Mapping[str, Any]) -> d
 
 
 def fetch_channels(s3: Any, request: Mapping[str, Any], trees: Sequence[Path]) -> None:
-    """Every channel from S3 into each host's input/data; ChannelError names the URI that can't be had."""
+    """Every channel from S3 into each host's input/data; ChannelError names the URI that can't be had.
+
+    All objects whose keys begin so, as SageMaker takes them (S3DataSource: "all objects that match the specified key
+    name prefix"): of `data/train` those of `data/train2/` too.
+    """
     for channel in request.get("InputDataConfig") or []:
         source = channel["DataSource"]["S3DataSource"]
         try:
@@ -69,7 +74,6 @@ def _fetch_channel(s3: Any, name: str, source: Mapping[str, Any], trees: Sequenc
     bucket, prefix = split_uri(uri)
     pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
     keys = [item["Key"] for page in pages for item in page.get("Contents", []) if not item["Key"].endswith("/")]
-    keys = [key for key in keys if _belongs(key, prefix)]
     if not keys:
         raise ChannelError(
             f"ClientError: Data download failed: No S3 objects found under S3 URL {uri} given in input data source."
@@ -87,17 +91,6 @@ def _fetch_channel(s3: Any, name: str, source: Mapping[str, Any], trees: Sequenc
             copy = other / _local_name(key, prefix)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(first, copy)
-
-
-def _belongs(key: str, prefix: str) -> bool:
-    """Whether the object of that key lies below the prefix, and doesn't only begin with the same letters."""
-    return (
-        not prefix
-        or prefix.endswith("/")
-        or key == prefix
-        or key.startswith(prefix + "/")
-        or "/" not in key[len(prefix) :]
-    )
 
 
 def _local_name(key: str, prefix: str) -> PurePosixPath:
@@ -161,6 +154,7 @@ def failure_reason(trees: Sequence[Path], exit_codes: Mapping[str, int]) -> str:
         except OSError:
             continue
         if text:
-            return f"AlgorithmError: {text[:_MAX_FAILURE_CHARACTERS]}, exit code: {exit_codes.get(tree.name, 1)}"
+            return f"AlgorithmError: {text}, exit code: {exit_codes.get(tree.name, 1)}"[:_MAX_FAILURE_CHARACTERS]
     codes = ", ".join(f"{host} {code}" for host, code in exit_codes.items() if code != 0)
-    return f"AlgorithmError: the container ended without a message in /opt/ml/output/failure, exit code: {codes}"
+    silent = "AlgorithmError: the container ended without a message in /opt/ml/output/failure, exit code: "
+    return f"{silent}{codes}"[:_MAX_FAILURE_CHARACTERS]
