@@ -818,6 +818,25 @@ def test_a_disk_that_is_too_full_is_foreseen(destination: str, tmp_path: Path, m
     assert Job(destination, tmp_path).newest() == 3
 
 
+def test_who_empties_the_destination_starts_anew_whatever_the_host_keeps(destination: str, tmp_path: Path) -> None:
+    near = tmp_path / "near"
+    job = Job(destination, tmp_path, local_tier=near)
+    assert job.newest() is None
+    job.save(7)
+    again = Job(destination, tmp_path, local_tier=near)
+    info = again.checkpointer.latest()
+    assert info is not None and info.folder.is_relative_to(near)
+    if destination.startswith("s3:"):
+        open_destination(destination).delete([*open_destination(destination).sizes("")])
+    else:
+        shutil.rmtree(f"{destination}/checkpoints")
+    anew = Job(destination, tmp_path, local_tier=near)
+    assert anew.newest() is None and "was emptied" in anew.said[-1]
+    anew.save(1)
+    assert Job(destination, tmp_path, local_tier=near).newest() == 1
+    assert [path.parent.name for path in near.rglob("COMMITTED")] == ["step-00000001"]
+
+
 def test_full_disks_of_hosts_go_by_where_the_save_is_written(
     destination: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

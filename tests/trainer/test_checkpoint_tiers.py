@@ -281,6 +281,64 @@ def case_full_disk(folder: Path) -> dict[str, Any]:
     return {"second": second, "told": host.said, **host.restore()}
 
 
+def case_emptied(folder: Path) -> dict[str, Any]:
+    """A destination that somebody emptied to start anew: what the hosts keep of the run before is another's."""
+    first = Host(folder, peer_copy=True)
+    found = [first.checkpoints.latest() is None]
+    first.save(7)
+    dist.barrier()
+    if first.rank == 0:
+        shutil.rmtree(first.destination)
+    dist.barrier()
+    host = Host(folder)
+    found += [host.checkpoints.latest() is None, host.checkpoints.latest() is None]
+    before = sorted(path.name for path in host.disk.glob("*/checkpoints/*"))
+    cut_off(host, 3)
+    after = sorted(path.name for path in host.disk.glob("*/checkpoints/*"))
+    return {"found": found, "before": before, "after": after, "told": host.said[:-1], **host.restore()}
+
+
+def case_joined_by_anothers_disk(folder: Path) -> dict[str, Any]:
+    """A host comes with what it kept of another run there, whole and newer: the others' word is taken."""
+    for name, step in (("another", 5), ("this", 1)):
+        host = Host(folder / name, peer_copy=True)
+        host.checkpoints.latest()
+        host.save(step)
+    cut_off(host, 2)
+    if host.rank == 1:
+        (own,), (anothers,) = host.disk.iterdir(), (folder / "another/disk1").iterdir()
+        shutil.rmtree(own)
+        shutil.copytree(anothers, own)
+    dist.barrier()
+    return host.restore()
+
+
+def case_never_written(folder: Path) -> dict[str, Any]:
+    """The destination takes nothing at the first start, not even the run's name, and has nothing at the next."""
+    original = LocalDestination.put_bytes
+
+    def refuse(self: Any, name: str, content: bytes) -> None:
+        if "disk" not in str(self.folder("")):
+            raise DestinationError("can't write: the destination is full", permanent=True)
+        original(self, name, content)
+
+    LocalDestination.put_bytes = refuse  # type: ignore[method-assign]
+    host = Host(folder)
+    host.checkpoints.latest()
+    host.save(1)
+    dist.barrier()
+    LocalDestination.put_bytes = original  # type: ignore[method-assign]
+    return {"error": host.checkpoints.last_error, **host.restore()}
+
+
+def case_first_upload_lost(folder: Path) -> dict[str, Any]:
+    """The job's first save never came to the destination, which has the run's name alone."""
+    host = Host(folder)
+    host.checkpoints.latest()
+    cut_off(host, 1)
+    return {"there": sorted(path.name for path in host.destination.rglob("*") if path.is_file()), **host.restore()}
+
+
 def case_done(folder: Path) -> dict[str, Any]:
     """The last save came to the destination, or did not: what the hosts' disks keep once the job is done."""
     host = Host(folder, peer_copy=True)
@@ -411,6 +469,24 @@ def test_a_full_disk_keeps_nothing_from_the_destination_and_is_taken_again_once_
         "free space or give another checkpoint.local_directory; this one goes to the destination alone"
     )
     assert of(played, "full_disk", "step") == [3, 3] and of(played, "full_disk", "near") == [True, True]
+
+
+def test_a_destination_that_was_emptied_starts_anew(played: list[dict[str, Any]]) -> None:
+    assert of(played, "emptied", "found") == [[True, True, True]] * 2
+    assert of(played, "emptied", "before") == [["step-00000007"]] * 2, "nothing goes before a save takes its place"
+    assert of(played, "emptied", "after") == [["step-00000003"]] * 2
+    (line,) = [line for line in played[0]["emptied"]["told"] if "local_directory" in line]
+    assert line.endswith("was emptied: it is left out, and removed by the first save")
+    assert of(played, "emptied", "step") == [3, 3] and of(played, "emptied", "near") == [True, True]
+
+
+def test_what_no_upload_outlived_is_still_the_runs(played: list[dict[str, Any]]) -> None:
+    assert of(played, "first_upload_lost", "there") == [[".run"]] * 2
+    assert played[0]["never_written"]["error"] is not None
+    for case in ("first_upload_lost", "never_written"):
+        assert of(played, case, "step") == [1, 1] and of(played, case, "near") == [True, True]
+    assert of(played, "joined_by_anothers_disk", "step") == [2, 2]
+    assert of(played, "joined_by_anothers_disk", "near") == [True, True]
 
 
 def test_a_job_that_is_done_leaves_nothing_on_its_hosts_disks(played: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,9 @@ _PATIENT_SAVES = 3
 _PROBE = f"{FOLDER}/.probe"
 """Is written where it isn't known whether anything can be."""
 
+_RUN = f"{FOLDER}/.run"
+"""Is written where the hosts' own disks are used: the run's name, which goes with what is removed to start anew."""
+
 _SPACE_MARGIN_BYTES = 16 << 20
 _SPACE_FACTOR = 1.05
 """Shard files are the tensors and a little more; the disk has other users."""
@@ -110,6 +114,7 @@ class Checkpointer:
         self._behind = Group(self._own_process_group, rank, world_size)
         self._plan = SharedPlan(self._group)
         self._host_copy = HostCopy()
+        self._is_run_named = False
         self._from_tier: LocalCheckpoint | None = None
         """What latest() found there, until it is loaded."""
         self._restorer = Restorer(self._destination, self._group, self._local_dir, self._retry, report)
@@ -428,6 +433,8 @@ class Checkpointer:
         """The hosts' own checkpoint, where it is whole and the destination has no newer one."""
         try:
             newest = self._group.from_first(self._newest_at_destination)
+            if not self._is_run_named:
+                self._name_run(tier)
         except DestinationError as error:
             raise self._restorer.unreachable(error) from None
         self._from_tier = found = tier.newest(newest)
@@ -437,6 +444,40 @@ class Checkpointer:
         return CheckpointInfo(
             step=step, uri=str(found.folder), manifest=found.manifest, folder=found.folder, is_fetched=False
         )
+
+    def _name_run(self, tier: LocalTier) -> None:
+        """Have the hosts' own disks keep what is of this run alone: a destination that was emptied begins another.
+
+        Its name is there from the first start on, so that a save which no upload outlived is still the run's.
+        DestinationError.
+        """
+        run = self._group.from_first(self._run_at_destination)
+        (is_anothers,) = self._group.any(tier.is_of_another_run(run))
+        if is_anothers and self._group.rank == 0:
+            self._report(
+                f"checkpoint.local_directory: what {tier.root} keeps is of a run before {self.uri} was emptied: it is"
+                " left out, and removed by the first save"
+            )
+        tier.name_run(run or self._group.from_first(self._begin_run))
+        self._is_run_named = True
+
+    def _run_at_destination(self) -> str | None:
+        def read() -> str | None:
+            if not self._destination.has(_RUN):
+                return None
+            return self._destination.get_bytes(_RUN).decode(errors="replace").strip()
+
+        try:
+            run: str | None = self._retry("look for its run", read)
+        except MissingFileError:
+            return None
+        return run
+
+    def _begin_run(self) -> str | None:
+        """The new run's name; None where it can't be written: then its saves name none."""
+        run = secrets.token_hex(8)
+        error = attempted(lambda: self._retry("run", lambda: self._destination.put_bytes(_RUN, f"{run}\n".encode())))
+        return run if error is None else None
 
     def _newest_at_destination(self) -> int:
         names = self._retry("listing", lambda: self._destination.sizes(FOLDER))

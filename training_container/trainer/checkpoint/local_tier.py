@@ -3,7 +3,8 @@
 A host holds what its own ranks wrote and, with `peer_copy`, what the host before it did. Under a folder named after
 the destination lies the destination's own layout (`checkpoints/step-<8 digits>/`), so a host's part is looked at as
 any checkpoint is: a marker that belongs to the manifest, files by size and SHA-256. A restore takes a step from here
-when the hosts together hold all of it; what a rank needs and its host lacks comes from a host that has it.
+when the hosts together hold all of it; what a rank needs and its host lacks comes from a host that has it. Beside them
+lies the name of the run that wrote them, as the destination has it: who empties that starts anew.
 """
 
 import hashlib
@@ -37,6 +38,8 @@ from trainer.checkpoint.manifest import (
 from trainer.heartbeat import beat
 from trainyard.errors import JobFailedError
 
+_RUN = "run"
+"""The file that names it."""
 _BLOCK_BYTES = 8 << 20
 """Files go from host to host in blocks of this size: what is in memory besides the model."""
 
@@ -82,6 +85,8 @@ class LocalTier:
         self._num_hosts = max(1, group.world_size // self._local_world_size)
         self.copies = 2 if peer_copy and self._num_hosts > 1 else 1
         """How many hosts' parts a host holds."""
+        self._run: str | None = None
+        self._is_anothers = False
 
     @property
     def is_first_of_host(self) -> bool:
@@ -92,6 +97,22 @@ class LocalTier:
         """Where this host's part of a step lies."""
         return self.root / step_folder(step)
 
+    def is_of_another_run(self, run: str | None) -> bool:
+        """Whether what this host keeps is of another run than the destination names; then it isn't looked at any more.
+
+        What names none is of a trainer that didn't yet, or of a start that couldn't: that is as good as any.
+        """
+        try:
+            own = self._files.get_bytes(_RUN).decode(errors="replace").strip()
+        except (MissingFileError, DestinationError):
+            return False
+        self._is_anothers = own != run
+        return self._is_anothers
+
+    def name_run(self, run: str | None) -> None:
+        """What the destination calls the run from now on; None: nothing."""
+        self._run = run
+
     # ------------------------------------------------------------------ save
 
     def begin(self, step: int) -> None:
@@ -99,14 +120,19 @@ class LocalTier:
 
         At most two steps are on the disk at any time: the one being written, and the one to fall back on.
         """
+        was_anothers, self._is_anothers = self._is_anothers, False
         if not self.is_first_of_host:
             return
         names = self._files.sizes(FOLDER)
         steps = {found for found in map(step_of, names) if found is not None}
         committed = {found for found in steps if f"{step_folder(found)}/{COMMITTED}" in names and found < step}
-        for old in steps - {max(committed, default=-1)}:
+        for old in steps - ({max(committed, default=-1)} if not was_anothers else set()):
             self._remove(old)
         self.folder(step).mkdir(parents=True, exist_ok=True)  # here it shows whether the disk can be written
+        if self._run is not None:
+            self._files.put_bytes(_RUN, f"{self._run}\n".encode())
+        elif was_anothers:
+            self._files.delete([_RUN])
 
     def _remove(self, step: int) -> None:
         self._files.delete([f"{step_folder(step)}/{name}" for name in (COMMITTED, MANIFEST)])
@@ -168,6 +194,8 @@ class LocalTier:
         return None
 
     def _steps(self, at_least: int) -> set[int]:
+        if self._is_anothers:
+            return set()
         try:
             names = self._files.sizes(FOLDER)
         except DestinationError:
@@ -177,6 +205,8 @@ class LocalTier:
 
     def _held(self, step: int) -> _Held:
         """This host's part of a step; its ranks share the hashing of it."""
+        if self._is_anothers:
+            return _Held(None, frozenset(), None)
         try:
             folder = step_folder(step)
             content = self._files.get_bytes(f"{folder}/{MANIFEST}")
