@@ -418,7 +418,8 @@ def test_a_wildcard_in_a_resource_policys_principal_names_nobody(site: Site, ten
     acme, globex = tenants
     put(acme, acme.bucket)
     anyone = allow("s3:ListBucket", f"arn:aws:s3:::{acme.bucket}", Principal={"AWS": f"arn:aws:iam::{ACCOUNT}:role/*"})
-    site("s3").put_bucket_policy(Bucket=acme.bucket, Policy=policy(anyone))
+    told = refusal(lambda: site("s3").put_bucket_policy(Bucket=acme.bucket, Policy=policy(anyone)))
+    assert told == "MalformedPolicy: Invalid principal in policy"
     assert "s3:ListBucket" in refusal(lambda: globex.s3.list_objects_v2(Bucket=acme.bucket))
 
 

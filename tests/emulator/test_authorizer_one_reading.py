@@ -225,7 +225,9 @@ def test_a_method_override_overrides_nothing(site: Site, secret: Tenants) -> Non
 
 def test_one_sub_resource_at_a_time(site: Site, tenants: Tenants) -> None:
     acme, _ = tenants
-    site("s3").put_bucket_policy(Bucket=acme.bucket, Policy=policy(deny("s3:GetBucketCORS", Principal="*")))
+    site("s3").put_bucket_policy(
+        Bucket=acme.bucket, Policy=policy(deny("s3:GetBucketCORS", f"arn:aws:s3:::{acme.bucket}", Principal="*"))
+    )
     site("s3").put_object(Bucket=acme.bucket, Key="kept", Body=b"own")
     tagging = ["s3:PutBucketTagging", "s3:GetObjectRetention", "s3:ListMultipartUploadParts"]
     acme.grant("own", allow([*tagging, "s3:AbortMultipartUpload", "s3:PutObject"]))

@@ -121,7 +121,7 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = str(_OBJECT_IN_MEMORY_BYTES)
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
-    from trainyard.emulator import backends, pages, resource_policies
+    from trainyard.emulator import backends, limits, pages, resource_policies
     from trainyard.emulator.authorization.middleware import Authorizer, OwnService
     from trainyard.emulator.batch import api as batch_api
     from trainyard.emulator.batch.service_jobs import ServiceJobs
@@ -142,6 +142,7 @@ def _build(info: EmulatorInfo, state_dir: Path, training_argv: list[str] | None)
     engine.install()
     pages.install()
     resource_policies.install()
+    limits.install()
     moto = DomainDispatcherApplication(create_backend_app)
     clients = registry.InProcessClients(
         moto, info.endpoint, info.admin_access_key_id, info.admin_secret_access_key, info.region

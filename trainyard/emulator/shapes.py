@@ -26,6 +26,12 @@ def violations(service: str, operation: str, request: Any) -> list[str]:
     return list(_walk(_shape(service, operation), request, ""))
 
 
+def oversized(service: str, operation: str, part: Any) -> list[str]:
+    """Sizes and choices in a part of a request that break a limit: not what it lacks, which others add, nor patterns,
+    some of which CloudFormation's own properties don't keep to."""
+    return list(_walk(_shape(service, operation), part, "", is_part=True))
+
+
 def detected(found: list[str]) -> str:
     """The message of AWS's ValidationException."""
     return f"{len(found)} validation error{'s' * (len(found) > 1)} detected: {'; '.join(found)}"
@@ -50,25 +56,25 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _walk(shape: Any, value: Any, path: str) -> Iterator[str]:
+def _walk(shape: Any, value: Any, path: str, *, is_part: bool = False) -> Iterator[str]:
     wanted = _TYPES.get(shape.type_name)
     if wanted is not None and (not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted)):
         raise WrongTypeError(f"{path or 'the request'} must be of type {shape.type_name}")
-    yield from _own(shape, value, path)
+    yield from _own(shape, value, path, has_pattern=not is_part)
     if shape.type_name == "structure":
-        for name in shape.required_members:
+        for name in () if is_part else shape.required_members:
             if value.get(name) is None:
                 yield f"Value at '{_join(path, name)}' failed to satisfy constraint: Member must not be null"
         for name, member in shape.members.items():
             if value.get(name) is not None:
-                yield from _walk(member, value[name], _join(path, name))
+                yield from _walk(member, value[name], _join(path, name), is_part=is_part)
     elif shape.type_name == "map":
         for key, item in value.items():
-            yield from _walk(shape.key, key, f"{path}.key")
-            yield from _walk(shape.value, item, f"{path}.{key}")
+            yield from _walk(shape.key, key, f"{path}.key", is_part=is_part)
+            yield from _walk(shape.value, item, f"{path}.{key}", is_part=is_part)
     elif shape.type_name == "list":
         for number, item in enumerate(value, 1):
-            yield from _walk(shape.member, item, f"{path}.{number}.member")
+            yield from _walk(shape.member, item, f"{path}.{number}.member", is_part=is_part)
 
 
 def _join(path: str, name: str) -> str:
@@ -76,7 +82,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _own(shape: Any, value: Any, path: str) -> Iterator[str]:
+def _own(shape: Any, value: Any, path: str, *, has_pattern: bool) -> Iterator[str]:
     """What is wrong with this value, and not with what it holds."""
     limits = shape.metadata
     is_number = shape.type_name in ("integer", "long", "float", "double")
@@ -88,7 +94,7 @@ def _own(shape: Any, value: Any, path: str) -> Iterator[str]:
         wrong.append(f"Member must have {what} less than or equal to {limits['max']}")
     if "min" in limits and size < limits["min"]:
         wrong.append(f"Member must have {what} greater than or equal to {limits['min']}")
-    if "pattern" in limits and not _fits(limits["pattern"], value):
+    if has_pattern and "pattern" in limits and not _fits(limits["pattern"], value):
         wrong.append(f"Member must satisfy regular expression pattern: {limits['pattern']}")
     if getattr(shape, "enum", None) and value not in shape.enum:
         wrong.append(f"Member must satisfy enum value set: [{', '.join(shape.enum)}]")

@@ -27,7 +27,7 @@ def trust(service: str) -> dict[str, Any]:
     return {"Version": "2012-10-17", "Statement": [statement]}
 
 
-def document(*actions: str, resource_arn: str = "*", principal: Any = None) -> dict[str, Any]:
+def document(*actions: str, resource_arn: Any = "*", principal: Any = None) -> dict[str, Any]:
     """A policy document that allows these actions."""
     statement: dict[str, Any] = {"Effect": "Allow", "Action": list(actions), "Resource": resource_arn}
     return {"Version": "2012-10-17", "Statement": [statement | ({"Principal": principal} if principal else {})]}
@@ -113,6 +113,7 @@ def network() -> dict[str, Any]:
 def storage() -> dict[str, Any]:
     """A key, buckets, a file system, a repository."""
     everyone = {"AWS": f"arn:aws:iam::{ACCOUNT}:root"}
+    everything = {"Fn::Sub": "${Bucket.Arn}/*"}
     return {
         "Key": resource(
             "KMS::Key",
@@ -158,7 +159,10 @@ def storage() -> dict[str, Any]:
         ),
         "BucketPolicy": resource(
             "S3::BucketPolicy",
-            {"Bucket": ref("Bucket"), "PolicyDocument": document("s3:GetObject", principal=everyone)},
+            {
+                "Bucket": ref("Bucket"),
+                "PolicyDocument": document("s3:GetObject", resource_arn=everything, principal=everyone),
+            },
         ),
         "Vpc": resource("EC2::VPC", {"CidrBlock": "10.8.0.0/16"}),
         "Subnet": resource("EC2::Subnet", {"VpcId": ref("Vpc"), "CidrBlock": "10.8.1.0/24"}),

@@ -59,8 +59,8 @@ _RESOURCES: dict[str, dict[str, str]] = {
     },
     "logs": {
         **_each("log-group:{logGroupName}:log-stream:{logStreamName}", "GetLogEvents PutLogEvents DeleteLogStream"),
-        # CloudWatch Logs asks of a group as of a stream without a name: its refusals say so, and its API reference names
-        # a group's ARN with `:*` as the one for policies.
+        # CloudWatch Logs asks of a group as of a stream without a name: its refusals say so, and by its API reference a
+        # group's ARN stands in policies with `:*`.
         **_each(
             "log-group:{logGroupName}:log-stream:",
             "CreateLogStream DescribeLogStreams FilterLogEvents CreateLogGroup DeleteLogGroup PutRetentionPolicy "

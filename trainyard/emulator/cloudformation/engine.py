@@ -85,7 +85,18 @@ def _name_property(resource_type: str) -> str | None:
     return known.name_property or None if known else None
 
 
-def _require_known_types(template: Mapping[str, Any]) -> None:
+_MOST: Mapping[str, int] = {"Resources": 500, "Parameters": 200, "Outputs": 200, "Mappings": 200}
+"""What a template may hold (CloudFormation quotas)."""
+
+
+def _require_sound(template: Mapping[str, Any]) -> None:
+    for section, most in _MOST.items():
+        number = len(template.get(section, {}))
+        if number > most:
+            raise ValidationError(
+                message=f"Template format error: Number of {section.lower()}, {number}, is greater than maximum "
+                f"allowed, {most}"
+            )
     types = {resource["Type"] for resource in template.get("Resources", {}).values()}
     unknown = sorted(types - set(RESOURCE_TYPES))
     if unknown:
@@ -516,7 +527,7 @@ def _create_stack(
     timeout_in_mins: int | None = None,
     stack_policy_body: str | None = None,
 ) -> Stack:
-    _require_known_types(Stack.parse_template(template))
+    _require_sound(Stack.parse_template(template))
     with _deploy_lock:
         if any(stack.name == name for stack in self.stacks.values()):
             raise cfn_models.AlreadyExistsException(f"Stack [{name}] already exists")
@@ -535,7 +546,7 @@ def _update_stack(
     parameters: list[dict[str, Any]],
     tags: dict[str, str] | None,
 ) -> Stack:
-    _require_known_types(Stack.parse_template(template))
+    _require_sound(Stack.parse_template(template))
     with _deploy_lock:
         stack = self.get_stack(name)
         _require_changeable(stack)
@@ -657,7 +668,7 @@ def _create_change_set(
     role_arn: str | None = None,
 ) -> tuple[str, str]:
     cfn_models.validate_create_change_set(change_set_name)
-    _require_known_types(Stack.parse_template(template))
+    _require_sound(Stack.parse_template(template))
     with _deploy_lock:
         stack = next((item for item in self.stacks.values() if stack_name in (item.name, item.stack_id)), None)
         if change_set_type == "UPDATE" and stack is None:

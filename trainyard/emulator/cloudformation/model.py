@@ -10,6 +10,8 @@ import botocore.session
 from botocore.exceptions import ClientError
 from botocore.model import Shape
 
+from trainyard.emulator import shapes
+
 Properties = Mapping[str, Any]
 Clients = Callable[[str], Any]
 """Service name to boto3 client: inside the daemon as root, in `verify_deployment` over loopback."""
@@ -70,7 +72,8 @@ def _input_shape(service: str, operation: str) -> Shape:
 
 
 def to_api(service: str, operation: str, properties: Properties, *, without: Iterable[str] = ()) -> dict[str, Any]:
-    """`properties` as the parameters of `operation`, matched by the botocore model without regard to case.
+    """`properties` as the parameters of `operation`, matched by the botocore model without regard to case, and within
+    its limits.
 
     `without` names top-level properties that the caller handles itself. Any other property that the operation
     doesn't have raises UnsupportedPropertyError.
@@ -79,6 +82,9 @@ def to_api(service: str, operation: str, properties: Properties, *, without: Ite
     passed = {name: value for name, value in properties.items() if name not in left_out and value is not None}
     converted = _convert(_input_shape(service, operation), passed, "")
     assert isinstance(converted, dict)
+    broken = shapes.oversized(service, operation, converted)
+    if broken:
+        raise ValueError(shapes.detected(broken))
     return converted
 
 
