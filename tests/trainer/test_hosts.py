@@ -122,6 +122,21 @@ def test_a_host_alone_ends_when_it_is_told_to(tmp_path: Path) -> None:
     assert (tree / "output/resume_me").exists() and not (tree / "output/failure").exists()
 
 
+def test_who_is_told_to_stop_ends_though_another_host_never_says_how_its_ranks_ended(tmp_path: Path) -> None:
+    addresses, port = json.dumps({"algo-1": "127.0.0.1", "algo-2": "127.0.0.3"}), free_port()
+    tree = opt_ml(tmp_path / "ml", hosts=("algo-1", "algo-2"), processes_per_host=1)
+    flags = {"TRAINYARD_HOST_ADDRESSES": addresses, "TRAINYARD_RENDEZVOUS_PORT": str(port)}
+    with running(tree, {}, **flags, TRAINYARD_STOP_GRACE_SECONDS="1") as process:
+        wait_for(tree / "trainyard/ranks", process)
+        other = ManyHosts("algo-2", "127.0.0.1", port + 1, judge=None, patience_seconds=60)
+        with closing(other):
+            until(lambda: bool(other.start))
+            process.send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=400)
+    assert process.returncode == 75, output
+    assert (tree / "output/resume_me").exists() and not (tree / "output/failure").exists()
+
+
 def test_a_host_whose_start_fails_alone_names_the_one_that_has_not_come(tmp_path: Path) -> None:
     addresses = json.dumps({"algo-1": "127.0.0.2", "algo-2": "127.0.0.3"})
     tree = opt_ml(tmp_path / "ml", hosts=("algo-1", "algo-2"), processes_per_host=1)
