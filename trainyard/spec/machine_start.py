@@ -13,8 +13,11 @@ Content-Type: text/x-shellscript; charset="us-ascii"
 #!/bin/bash
 # Nobody may enter the folder while nothing is mounted there: a job on a machine without the files fails at once.
 install -d -m 000 /fsx
+# By fstab, as this runs at the first start alone: a machine that is rebooted mounts it again, before Slurm's daemon.
+sed -i '\\# /fsx #d' /etc/fstab
+echo '{dns}@tcp:/{mount} /fsx lustre noatime,flock,_netdev 0 0' >>/etc/fstab
 for try in $(seq 30); do
-  mount -t lustre -o noatime,flock {dns}@tcp:/{mount} /fsx && break
+  mount /fsx && break
   sleep 10
 done
 mountpoint -q /fsx && install -d -m 1777 /fsx/cluster
@@ -22,12 +25,15 @@ mountpoint -q /fsx && install -d -m 1777 /fsx/cluster
 --==TRAINYARD==--
 """
 """PCS joins it with user data of its own, so that it must be MIME; it runs before Slurm's daemon starts (PCS user
-guide, "Working with Amazon EC2 user data")."""
+guide, "Working with Amazon EC2 user data"). A line that an image brought is another file system's, and goes. `_netdev`:
+not before the network (FSx for Lustre user guide, "Mounting your Amazon FSx file system automatically")."""
 
 MOUNT_SMALL_FILES = """\
 install -d -m 000 /efs
+sed -i '\\# /efs #d' /etc/fstab
+echo '{files}:/ /efs efs _netdev,tls,iam,accesspoint={folder} 0 0' >>/etc/fstab
 for try in $(seq 30); do
-  mount -t efs -o tls,iam,accesspoint={folder} {files}:/ /efs && break
+  mount /efs && break
   sleep 10
 done
 """
