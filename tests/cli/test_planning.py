@@ -57,6 +57,16 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             "can't be written (File name too long)",
             id="--html in an endless one",
         ),
+        *(
+            (["--dry-run", name, value], f"{name}: not with --dry-run")
+            for name, value in (
+                ("--instances", "zzz"),
+                ("--max-nodes", "3"),
+                ("--deadline-hours", "3"),
+                ("--loss-curve", "/nonexistent"),
+                ("--target-loss", "2"),
+            )
+        ),
         (["--search", "--deadline-hours", "0"], "--deadline-hours 0: must be above 0"),
         (["--search", "--max-nodes", "0"], "--max-nodes"),
     ],

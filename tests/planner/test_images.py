@@ -4,15 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from trainyard.errors import InputError
-from trainyard.hardware import gpu
+from trainyard.hardware import PriceBook, gpu
 from trainyard.planner import plan, search
 from trainyard.planner.communication import EFA, Fabric
 from trainyard.planner.convolutions import convolutional_memory, convolutional_step, shape_of_resnet
 from trainyard.planner.elastic import smaller
 from trainyard.planner.layout import Layout
 from trainyard.planner.loading import IMAGES_PER_CORE_SECOND
+from trainyard.planner.page import page_of
+from trainyard.planner.render_search import render_search
 from trainyard.planner.vision_language import shape_of_vision_language
 from trainyard.spec.job import JobSpec, load_job
 
@@ -149,6 +152,31 @@ def test_what_can_not_be_planned_is_one_line(overrides: list[str], words: str) -
     with pytest.raises(InputError, match=words) as caught:
         plan(resnet(*overrides))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tower", "size", "words"),
+    [
+        ("model_type: siglip_vision_model", 8, r"patch_size 16: an image of 8 x 8 pixels holds no such patch"),
+        ("model_type: clip_vision_model, hidden_size: 8, num_attention_heads: 16", 224, "16 must divide hidden_size 8"),
+    ],
+)
+def test_towers_that_can_not_be_are_one_line(tower: str, size: int, words: str) -> None:
+    config = f"model={{config: {{model_type: llava, text_config: {{model_type: llama}}, vision_config: {{{tower}}}}}}}"
+    with pytest.raises(InputError, match=words):
+        plan(load_job(JOBS / "vlm-llava-7b.yaml", [config, f"images.size={size}"]))
+
+
+def test_what_is_counted_a_second_stands_above_it() -> None:
+    job = resnet("training.epochs=null", "training.steps=1000")
+    found = search(job, instances=["p5.48xlarge"], max_nodes=1, deadline_hours=600)
+    others = found.model_copy(update={"alternatives": (found.options[0].configuration,)})
+    console = Console(width=240, record=True, force_terminal=False)
+    console.print(render_search(others))
+    printed, book = console.export_text(), PriceBook.opened(today=None)
+    page = page_of(job, plan(job, book=book), book=book, search=found)
+    assert "images/s" in printed and "tokens/s" not in printed
+    assert "Images/s of all GPUs" in page and " images/s, " in page and "okens/s" not in page
 
 
 def test_the_jobs_own_classes_count_before_the_configurations() -> None:

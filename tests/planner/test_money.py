@@ -87,6 +87,9 @@ def test_a_run_that_never_gets_on_is_endless_in_both() -> None:
     assert expected_seconds(50_000, hopeless) > 1e12
     with pytest.raises(ValueError, match="never ends"):
         play(50_000, hopeless, seed=1, most_failures=2000)
+    never_back = Saving(interval=100, stall=1, save=10, recovery=1e6, between_failures=10)
+    with pytest.raises(ValueError, match="never ends"):
+        play(1000, never_back, seed=0, most_failures=2000)
 
 
 def test_without_saves_a_long_run_does_not_finish_and_words_say_so(job: MakeJob) -> None:

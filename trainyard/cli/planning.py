@@ -90,8 +90,14 @@ def plan(
     if dry_run:
         from trainyard.cli.dry_running import plan_and_trace
 
-        if search or html is not None:
-            raise InputError(f"{'--search' if search else '--html'}: not with --dry-run, which traces the job as it is")
+        others = {
+            "--search": search or None,
+            "--html": html,
+            **{"--instances": instances, "--max-nodes": max_nodes, "--deadline-hours": deadline_hours},
+            **{"--loss-curve": loss_curve, "--target-loss": target_loss},
+        }
+        if (other := next((name for name, value in others.items() if value is not None), None)) is not None:
+            raise InputError(f"{other}: not with --dry-run, which traces the job as it is")
         plan_and_trace(load_job(job, overrides or []), rank or 0, as_json=as_json)
         return
     from trainyard.operate.prices import check_region

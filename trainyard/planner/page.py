@@ -64,8 +64,8 @@ def _sections(job: JobSpec, plan: Plan, book: PriceBook) -> list[tuple[str, str,
         ("A step's time", _time(plan), "Black: the 80% interval, by how far published runs lie from such an estimate."),
         (
             "Scaling",
-            _scaling(job, book),
-            "Tokens/s of all GPUs, each number of machines at its fastest layout; pale: the "
+            _scaling(job, book, plan.unit),
+            f"{plan.unit.capitalize()}/s of all GPUs, each number of machines at its fastest layout; pale: the "
             "80% interval. Strong: the same global batch. Weak: a batch that grows with the machines.",
         ),
     ]
@@ -164,7 +164,7 @@ def _time(plan: Plan) -> str:
     return stacked_bars("a step's time", "s", [name.replace("_", " ") for name in used], bars)
 
 
-def _scaling(job: JobSpec, book: PriceBook) -> str:
+def _scaling(job: JobSpec, book: PriceBook, unit: str) -> str:
     curves = {"strong": scaling(job, weak=False, book=book), "weak": scaling(job, weak=True, book=book)}
     shown = {name: points for name, points in curves.items() if len(points) > 1}
     if not shown:
@@ -184,21 +184,23 @@ def _scaling(job: JobSpec, book: PriceBook) -> str:
         picture.text(across.start - 8, up.at(value) + 4, count_of(int(value)), anchor="end", colour="#666")
     ends = []
     for index, (name, points) in enumerate(shown.items()):
-        _curve(picture, points, across, up, COLOURS[index], name)
+        _curve(picture, points, across, up, COLOURS[index], name, unit)
         ends.append((up.at(points[-1].tokens_per_second), f"{name}: {points[-1].efficiency:.0%}", COLOURS[index]))
     for y, words, colour in apart(ends):
         picture.text(across.end + 8, y + 4, words, colour=colour)
     return picture.svg()
 
 
-def _curve(picture: Picture, points: Sequence[Point], across: Scale, up: Scale, colour: str, name: str) -> None:
+def _curve(
+    picture: Picture, points: Sequence[Point], across: Scale, up: Scale, colour: str, name: str, unit: str
+) -> None:
     high = [(across.at(point.num_gpus), up.at(point.high)) for point in points]
     low = [(across.at(point.num_gpus), up.at(point.low)) for point in points]
     picture.area([*high, *reversed(low)], colour=colour)
     picture.path([(across.at(point.num_gpus), up.at(point.tokens_per_second)) for point in points], colour=colour)
     for point in points:
         tip = (
-            f"{name}, {point.num_gpus} GPUs: {point.tokens_per_second:,.0f} tokens/s, {point.efficiency:.0%} of the "
+            f"{name}, {point.num_gpus} GPUs: {point.tokens_per_second:,.0f} {unit}/s, {point.efficiency:.0%} of the "
             f"first's a GPU; {point.configuration.layout}"
         )
         picture.dot(across.at(point.num_gpus), up.at(point.tokens_per_second), 4, colour, tip)

@@ -26,7 +26,7 @@ def render_search(found: Search) -> Group:
     chosen = next((item for item in found.options if item.chosen), None)
     if found.alternatives and chosen is not None:
         parts += [Text(f"other layouts of {chosen.instance_count} x {chosen.instance_type}:")]
-        parts += [alternatives_table(found.alternatives)]
+        parts += [alternatives_table(found.alternatives, unit=found.unit)]
     if chosen is not None and chosen.price_as_of is not None:
         parts.append(
             Text(

@@ -239,6 +239,8 @@ class Search(SpecModel):
     job: str
     params: int
     steps: int | None
+    unit: Literal["tokens", "images"] = "tokens"
+    """What `tokens_per_second` counts."""
     region: str
     deadline_hours: float
     max_usd: float | None

@@ -116,6 +116,7 @@ def search(
         job=job.name,
         params=formulas.params,
         steps=num_steps(job),
+        unit=formulas.unit,
         region=region,
         deadline_hours=limit,
         max_usd=budget,

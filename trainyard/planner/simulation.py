@@ -49,7 +49,7 @@ def play(work: float, saving: Saving, *, seed: int, most_failures: int = 1_000_0
         if pending[0] <= clock:
             whole, saves = pending[1], saves + 1
         pending, done, failures = (math.inf, 0.0), whole, failures + 1
-        clock, failure, again = _recovered(draw, clock, saving)
+        clock, failure, again = _recovered(draw, clock, saving, most_failures - failures)
         failures += again
 
 
@@ -59,10 +59,15 @@ def _next(draw: random.Random, clock: float, saving: Saving) -> float:
     return clock + draw.expovariate(1 / saving.between_failures)
 
 
-def _recovered(draw: random.Random, clock: float, saving: Saving) -> tuple[float, float, int]:
-    """(when the next step begins, when the next failure comes, failures on the way): each begins the recovery anew."""
+def _recovered(draw: random.Random, clock: float, saving: Saving, most: int) -> tuple[float, float, int]:
+    """(when the next step begins, when the next failure comes, failures on the way): each begins the recovery anew.
+
+    ValueError after more than `most` of them.
+    """
     again = 0
     while True:
+        if again > most:
+            raise ValueError("this run never ends")
         failure = _next(draw, clock, saving)
         if failure >= clock + saving.recovery:
             return clock + saving.recovery, failure, again

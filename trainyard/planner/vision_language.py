@@ -115,6 +115,13 @@ def shape_of_vision_language(job: JobSpec) -> VisionLanguageShape:
             )
     language = shape_from_config(text)
     hidden, heads = stated["hidden_size"], stated["num_attention_heads"]
+    if hidden % heads:
+        raise InputError(f"model.config.vision_config: num_attention_heads {heads} must divide hidden_size {hidden}")
+    if stated["image_size"] < stated["patch_size"]:
+        raise InputError(
+            f"model.config.vision_config.patch_size {stated['patch_size']}: an image of {stated['image_size']} x "
+            f"{stated['image_size']} pixels holds no such patch; make images.size, or image_size, at least as large"
+        )
     positions = (stated["image_size"] // stated["patch_size"]) ** 2 + (kind == "clip_vision_model")
     tower = ModelShape(
         layers=1,
