@@ -81,6 +81,19 @@ def test_what_the_edit_can_not_follow_is_refused(text: str, told: str) -> None:
         without_tenant(text, "aa" if "aa" in text else "bb", "env.yaml")
 
 
+def test_a_budget_that_acts_costs_by_its_days_and_a_trail_by_its_events() -> None:
+    """Two actions of one budget are one budget, wherever it is."""
+    action = {"Type": "AWS::Budgets::BudgetsAction", "Properties": {"BudgetName": "acme-local"}}
+    other = {**action, "Properties": {"BudgetName": {"Ref": "Budget"}}}
+    trail = {"Type": "AWS::CloudTrail::Trail", "Properties": {}}
+    template = {"Resources": {"A": action, "B": action, "C": other, "Trail": trail}}
+    for region in ("us-east-1", "eu-central-1"):
+        cost = base_cost([template], region)
+        assert [(line.quantity, line.unit, line.usd_per_month) for line in cost.lines] == [(61, "days", 6.1)]
+        assert cost.by_use == ("AWS::CloudTrail::Trail",)
+        assert "first 62 budget-days a month are free" in cost.lines[0].source
+
+
 def test_base_cost_sums_what_has_a_price_and_names_what_has_none() -> None:
     endpoint = {"VpcEndpointType": "Interface", "SubnetIds": ["a", "b"]}
     lustre = {

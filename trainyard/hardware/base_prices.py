@@ -1,6 +1,7 @@
 """What a tenant costs that runs nothing: endpoints, keys, the file system. From dated rows; what has none is named."""
 
 import datetime
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,8 +14,12 @@ from trainyard.hardware.tables import rows
 HOURS_PER_MONTH = 730
 """AWS's own months."""
 
+EVERY_REGION = "any"
+"""In the table, of what costs the same everywhere."""
+
 BY_USE = frozenset(
     {
+        "AWS::CloudTrail::Trail",
         "AWS::EC2::FlowLog",
         "AWS::ECR::Repository",
         "AWS::EFS::FileSystem",
@@ -94,8 +99,18 @@ def base_cost(templates: Iterable[Mapping[str, Any]], region: str) -> BaseCost:
                 by_use.add(kind)
             for item, quantity, unit in _billed(kind, properties):
                 amounts[item, unit] += quantity
+        acting = _budgets_that_act(template)
+        if acting:
+            amounts["action-enabled-budget", "days"] += round(acting * HOURS_PER_MONTH / 24)
     lines = tuple(_line(item, quantity, unit, region) for (item, unit), quantity in sorted(amounts.items()))
     return BaseCost(region, lines, tuple(sorted(by_use)))
+
+
+def _budgets_that_act(template: Mapping[str, Any]) -> int:
+    """Budgets with actions, however many each has: AWS bills the budget's days."""
+    resources = template.get("Resources", {}).values()
+    actions = [item["Properties"] for item in resources if item["Type"] == "AWS::Budgets::BudgetsAction"]
+    return len({json.dumps(action["BudgetName"], sort_keys=True) for action in actions})
 
 
 _ONE_PRICE = {
@@ -167,7 +182,8 @@ def _cluster(kind: str, properties: Mapping[str, Any]) -> list[tuple[str, int, s
 def _line(item: str, quantity: float, unit: str, region: str) -> CostLine:
     if item.startswith("ec2-"):
         return _machine_line(item, quantity, unit, region)
-    here = [row for row in rows("aws_base_prices") if (row["item"], row["region"]) == (item, region)]
+    named = [row for row in rows("aws_base_prices") if row["item"] == item]
+    here = [row for row in named if row["region"] in (region, EVERY_REGION)]
     if not here:
         return CostLine(item, quantity, unit, None)
     row = here[0]
