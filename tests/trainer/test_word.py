@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_entrypoint import job as resolved_job
+from torch.distributed import HashStore
 from trainer import speech
 from trainer.host import rank
 from trainer.host.hosts import OneHost
@@ -20,6 +22,7 @@ from trainer.host.recovery import Ending, RestartPolicy
 from trainer.host.run import ROOM, Folders, HostRun, Place, finish
 from trainer.host.word import first_line
 from trainer.kubernetes import LOST_EXIT_CODE, tell_ending
+from trainer.runtime import Runtime
 
 from trainyard.errors import JobFailedError
 from trainyard.kept_room import ROOM_BYTES, keep_room
@@ -120,6 +123,11 @@ def test_what_is_no_text_is_said_to_somebodys_own_stream(monkeypatch: pytest.Mon
         speech.say(NO_TEXT)
         log.seek(0)
         assert log.read() == f"{WRITTEN_OUT}\n"
+
+
+def test_what_is_no_text_is_said_once_a_host() -> None:
+    rank: Any = SimpleNamespace(store=HashStore())
+    assert [Runtime.is_first_to_say(rank, NO_TEXT) for _ in range(2)] == [True, False]
 
 
 def test_a_word_without_room_and_without_a_full_disk_is_told_all_the_same(tmp_path: Path) -> None:
