@@ -9,7 +9,7 @@ import yaml
 
 from trainyard.errors import InputError
 from trainyard.spec.job import JobSpec, load_job
-from trainyard.spec.platform import load_environment
+from trainyard.spec.platform import load_environment, parse_contract
 
 JOB: dict[str, Any] = {
     "name": "tiny",
@@ -263,3 +263,24 @@ def test_a_list_whose_item_is_wrong_is_not_told_to_be_empty_too(tmp_path: Path) 
     assert "data.train: list should have at least 1 item, has none" in refusal(
         load_job, changed(JOB, "data.train", []), tmp_path
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[]", "is no contract but a list"),
+        ("null", "is no contract but a NoneType"),
+        ('{"version":"9"}', "version: '9' is no whole number"),
+        ('{"version":true}', "version: True is no whole number"),
+        ('{"version":99}', "contract version 99 is above"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("{}", "environment"),
+    ],
+)
+def test_what_is_no_contract_is_one_line(text: str, told: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_contract(text, "/trainyard/local/acme/contract")
+    assert str(caught.value).startswith("/trainyard/local/acme/contract: ")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)

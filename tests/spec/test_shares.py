@@ -77,6 +77,19 @@ def test_the_percentage_gives_the_whole_instances_that_were_meant(guaranteed: in
         assert guaranteed + guaranteed * percent // 100 == most
 
 
+@pytest.mark.parametrize("guaranteed", [101, 150, 199, 250, 1000])
+def test_no_percentage_gives_more_than_was_asked_for(guaranteed: int) -> None:
+    """Above 100 a percent is more than an instance: then less, and the most that a job may ask for is what there is."""
+    for most in range(guaranteed, 2 * guaranteed + 40):
+        percent, held = shares.borrow_percent(guaranteed, most), shares.reachable(guaranteed, most)
+        assert guaranteed + guaranteed * percent // 100 == held
+        assert most - guaranteed / 100 <= held <= most
+        assert shares.borrow_percent(guaranteed, held) == percent, "told twice, it is the same"
+    made = content(acme=tenant(0, 201, share={"guaranteed": {GPU: 101}}), globex=tenant(1, 1))
+    made["max_instances"][GPU] = 300
+    assert parse(EnvironmentSpec, made, "test.yaml").most("acme") == {GPU: 200}
+
+
 def test_a_tenants_queue_follows_from_its_own_number_alone() -> None:
     made = environment(**{f"t{index}": tenant(index, 1, share={}) for index in (0, 19, 20, 40)})
     assert [made.training_queue(GPU, name)[-1] for name in made.tenants] == ["0", "0", "1", "2"]

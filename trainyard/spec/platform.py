@@ -172,8 +172,8 @@ class BudgetLimits(SpecModel):
     can be resumed in the next month. The quota is looked at every five minutes: so long it can be passed."""
     warn_at_percent: float = Field(default=80.0, gt=0, le=100, json_schema_extra=on_change("update"))
     """Of either quota: the tenant's topic is told, and who launches a job. AWS's budget warns too, hours later."""
-    notify: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("update"))
-    """E-mail addresses."""
+    notify: tuple[str, ...] = Field(min_length=1, max_length=10, json_schema_extra=on_change("update"))
+    """E-mail addresses: AWS Budgets tells no more than ten."""
     stop_at_percent: float | None = Field(default=None, ge=1, le=1000, json_schema_extra=on_change("update"))
     """A back-stop behind the broker's own cap: at so many percent of monthly_usd, by the bill and hours late, AWS takes
     the right to start jobs from whoever submits them. What runs goes on. Default: no such action."""
@@ -559,6 +559,9 @@ class EnvironmentSpec(SpecModel):
         for queue in self.tenants[tenant].queues.values():
             for kind in queue.instance_types:
                 found[kind] = max(found.get(kind, 0), queue.max_instances)
+        for kind, count in self.tenants[tenant].share.guaranteed.items():
+            if 1 <= count <= found.get(kind, 0):
+                found[kind] = shares.reachable(count, found[kind])
         return found
 
     def guaranteed(self, tenant: str) -> dict[str, int]:
@@ -761,10 +764,13 @@ def parse_contract(text: str, where: str) -> TenantContract:
 
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: is not JSON ({error}); deploy the tenant's stack again") from None
-    if content.get("version", 1) > CONTRACT_VERSION:
-        raise InputError(
-            f"{where}: contract version {content['version']} is above {CONTRACT_VERSION}; upgrade trainyard"
-        )
+    if not isinstance(content, dict):
+        raise InputError(f"{where}: is no contract but a {type(content).__name__}; deploy the tenant's stack again")
+    version = content.get("version", 1)
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise InputError(f"{where}: version: {version!r} is no whole number; deploy the tenant's stack again")
+    if version > CONTRACT_VERSION:
+        raise InputError(f"{where}: contract version {version} is above {CONTRACT_VERSION}; upgrade trainyard")
     return parse(TenantContract, content, where)

@@ -50,9 +50,17 @@ class ShareContract(SpecModel):
 def borrow_percent(guaranteed: int, most: int) -> int:
     """What a share may borrow on top, in percent of what it is guaranteed, as CreateQuotaShare's borrowLimit counts.
 
-    Rounded up: the whole instances below are then `most`, as long as a percent is less than an instance.
+    Rounded up: the whole instances below are then `most`, as long as a percent is less than an instance. Above 100
+    guaranteed ones rounded down where that would be more: nobody gets past its max_instances.
     """
-    return -(-100 * (most - guaranteed) // guaranteed)
+    percent = -(-100 * (most - guaranteed) // guaranteed)
+    return percent if guaranteed * percent // 100 <= most - guaranteed else percent - 1
+
+
+def reachable(guaranteed: int, most: int) -> int:
+    """What a share may hold of the `most` that was asked for: less than that only where a percent is more than an
+    instance."""
+    return guaranteed + guaranteed * borrow_percent(guaranteed, most) // 100
 
 
 def strategy(spec: ShareSpec, guaranteed: int, most: int) -> Strategy:
