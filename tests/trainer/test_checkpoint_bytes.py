@@ -239,6 +239,24 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+def test_half_of_a_model_is_refused_and_what_has_no_averages_may_be_left(tmp_path: Path) -> None:
+    """Buffers that another version of a model's code makes anew, an average of weights that is switched off."""
+    layers = [f"model.layers.{number}.w" for number in range(6)]
+    moments = [f"optim.layers.{number}.w.{kind}" for number in range(6) for kind in ("exp_avg", "average")]
+    tensors = {name: torch.ones(3) for name in (*layers, *moments, "model.rotary.inv_freq", "optim.step")}
+    job = Job(str(tmp_path), tmp_path)
+    job.checkpoints.save(1, tensors, {})
+    fewer = {name: torch.zeros(3) for name in tensors if "average" not in name and "rotary" not in name}
+    info = job.checkpoints.latest(lambda: fewer)
+    assert info is not None
+    job.checkpoints.load(info, fewer)
+    assert all(one.sum() == 3 for one in fewer.values())
+    half = {name: torch.zeros(3) for name in fewer if not any(f"layers.{number}" in name for number in (2, 3, 4, 5))}
+    with pytest.raises(InputError, match=r"it holds model.layers.2.w, .* and 1 more, which the job doesn't train"):
+        job.checkpoints.latest(lambda: half, may_spoil=True)
+    assert all(one.sum() == 0 for one in half.values()), "none of it was read"
+
+
 def test_a_flipped_bit_is_found_where_it_is_read_and_only_there(tmp_path: Path) -> None:
     saved(str(tmp_path), tmp_path)
     step = tmp_path / "checkpoints/step-00000002"

@@ -22,6 +22,8 @@ from trainer.strategies.flat_shard import FlatShard
 from trainer_testing.distributed import finish
 from trainer_testing.pool import run_pooled, start_pooled
 
+from trainyard.errors import InputError
+
 BUCKET = "acme-checkpoints"
 
 
@@ -170,6 +172,29 @@ def scenario_more_on_one_rank(rank: Rank) -> dict[str, Any]:
     return {"error": error, "step": info.step, "more": more.unique().tolist()}
 
 
+def scenario_stages(rank: Rank) -> dict[str, Any]:
+    """Each rank has a layer of its own, as a pipeline's stage has; then the last one asks for less than was saved."""
+    names = [f"layers.{number}" for number in (rank.rank, rank.rank + rank.world_size)]
+    tensors = {f"{kind}.{name}": torch.full((3, 4), 7.0) for name in names for kind in ("model", "optim")}
+    tensors = {name + (".exp_avg" if name.startswith("optim") else ""): one for name, one in tensors.items()}
+    rank.checkpoints.save(1, tensors, {})
+    rank.checkpoints.wait()
+    fewer = {name: one for name, one in tensors.items() if "layers.3" not in name}
+    refusals = []
+    for options in ({"may_spoil": True}, {"may_spoil": False}, None):
+        for wanted in (tensors, fewer):
+            loaded = {name: torch.zeros_like(one) for name, one in wanted.items()}
+            try:
+                given = (lambda loaded=loaded: loaded,) if options is not None else ()  # type: ignore[misc]
+                info = rank.checkpoints.latest(*given, **(options or {}))
+                assert info is not None
+                rank.checkpoints.load(info, loaded)
+                assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+            except InputError as error:
+                refusals.append(str(error).partition(": ")[2])
+    return {"refusals": refusals}
+
+
 def scenario_killed_rank(rank: Rank) -> dict[str, Any]:
     """Rank 1 is killed while it writes the second checkpoint; the others must get out."""
     rank.save(1)
@@ -293,6 +318,12 @@ def test_a_full_disk_on_one_rank_skips_the_save_on_all(tmp_path: Path) -> None:
         assert result["failed"].startswith("a disk is too full") and result["kept"] == 1
     assert any("has 0 MiB free" in line for line in results[1]["said"])
     assert any(line.startswith("checkpoint step=2 not committed") for line in results[0]["said"])
+
+
+def test_a_checkpoint_of_more_layers_than_the_job_has_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    refusal = "it holds model.layers.3, which the job doesn't train; the job's model is not the one that was saved"
+    for result in run("stages", 2, str(tmp_path / "destination"), tmp_path):
+        assert result["refusals"] == [refusal] * 3, "and what all ranks together ask for is loaded"
 
 
 def test_a_tensor_that_only_one_rank_has_anew_is_saved(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -330,6 +331,7 @@ def fill_from(folder: Path, ranges: Sequence[Range], tables: Tables, needs: Need
     Transfer(read, tables, verifies=False, placements=needs.placements, devices=needs.devices, of_disk=True).run(ranges)
 
 
+_MODEL, _OPTIMIZER = "model.", "optim."
 _MOMENTUM = "momentum_buffer"
 """Muon's of a matrix, and SGD's of every parameter."""
 _OTHER_MODEL = "the job's model is not the one that was saved"
@@ -350,7 +352,7 @@ def mismatch(index: Metadata, tensors: Mapping[str, torch.Tensor]) -> str | None
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         # Weights are told of first: another model's optimizer keeps other averages too.
-        is_optimizer = all(name.startswith("optim.") for name in missing)
+        is_optimizer = all(name.startswith(_OPTIMIZER) for name in missing)
         cause = _other_optimizer(saved, tensors, missing) if is_optimizer else _OTHER_MODEL
         return f"it holds no {', '.join(missing[:3])}{more}; {cause}"
     for name, tensor in tensors.items():
@@ -359,6 +361,34 @@ def mismatch(index: Metadata, tensors: Mapping[str, torch.Tensor]) -> str | None
             shapes = f"{list(stored.size)} in it and {list(tensor.shape)} in the job"
             return f"{name} has shape {shapes}; {_OTHER_MODEL}"
     return None
+
+
+def weights_asked_for(index: Metadata, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Which of the weights that were trained these tensors are, a bit each: for `left_weights`."""
+    return np.packbits(np.array([name in tensors for name in _trained_weights(index)], dtype=bool)).tobytes()
+
+
+def left_weights(index: Metadata, asked: Iterable[bytes]) -> str | None:
+    """Why a checkpoint is of more than all ranks' tensors are (`weights_asked_for`): one line, or None.
+
+    Half of a larger model would train on as if it were a model. Of what has no averages nothing is said: buffers, which
+    one version of a model's code keeps and another makes anew.
+    """
+    weights = _trained_weights(index)
+    bits = np.bitwise_or.reduce([np.frombuffer(one, dtype=np.uint8) for one in asked])
+    is_asked = np.unpackbits(bits, count=len(weights))
+    left = [name for name, flag in zip(weights, is_asked, strict=True) if not flag]
+    if not left:
+        return None
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    return f"it holds {', '.join(left[:3])}{more}, which the job doesn't train; {_OTHER_MODEL}"
+
+
+def _trained_weights(index: Metadata) -> list[str]:
+    """Names of weights that the checkpoint has the optimizer's averages of."""
+    saved = index.state_dict_metadata
+    owners = {name.removeprefix(_OPTIMIZER).rpartition(".")[0] for name in saved if name.startswith(_OPTIMIZER)}
+    return sorted(name for name in saved if name.startswith(_MODEL) and name.removeprefix(_MODEL) in owners)
 
 
 def _other_optimizer(saved: Mapping[str, Any], wanted: Iterable[str], missing: Iterable[str]) -> str:

@@ -41,7 +41,17 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.checkpoint.needs import Needs
 from trainer.checkpoint.ranges import Extents, Share, divided, ranges_of, union
-from trainer.checkpoint.reading import AlteredError, FolderReader, Read, StepReader, Transfer, fill_from, mismatch
+from trainer.checkpoint.reading import (
+    AlteredError,
+    FolderReader,
+    Read,
+    StepReader,
+    Transfer,
+    fill_from,
+    left_weights,
+    mismatch,
+    weights_asked_for,
+)
 from trainer.heartbeat import beat
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 
@@ -300,7 +310,7 @@ class Restorer:
         host = self._group.rank - self._local_rank  # ranks of a host are numbered in a row
         needs, own = self._needed(step, reader, tensors, straight=straight)
         said = self._group.gather_everywhere((host, *own))
-        for _, _, problem, refused, failure in said:
+        for _, _, problem, refused, failure, _ in said:
             if failure is not None:
                 raise self.unreachable(failure)
             if refused is not None:
@@ -308,6 +318,9 @@ class Restorer:
             if problem is not None:
                 return problem, None
         assert needs is not None
+        left = left_weights(reader.index, [asked for *_, asked in said])
+        if left is not None:
+            raise InputError(f"checkpoint {self._uri(step)}: {left}")
         shares = divided([extents for of_host, extents, *_ in said if of_host == host])
         if not straight:
             shares = [Share({}, union([one.alone, one.shared]), {}) for one in shares]
@@ -330,27 +343,27 @@ class Restorer:
 
     def _needed(
         self, step: int, reader: StepReader, tensors: Mapping[str, torch.Tensor], *, straight: bool
-    ) -> tuple[Needs | None, tuple[Extents, str | None, str | None, DestinationError | None]]:
+    ) -> tuple[Needs | None, tuple[Extents, str | None, str | None, DestinationError | None, bytes]]:
         """What this rank needs, and for the others its blocks, or what is wrong with the checkpoint, or why this job
-        may not have it, or why it can't be read.
+        may not have it, or why it can't be read; and which of its weights this rank asks for.
         """
         try:
             stranger = mismatch(reader.index, tensors)
             if stranger is not None:
                 refused = f"checkpoint {self._uri(step)}: {stranger}"
-                return None, ({}, None, refused, None)
+                return None, ({}, None, refused, None, b"")
             if straight and reader.world_size == self._group.world_size:
                 _begin_early(reader, tensors, self._group.rank)
             needs = Needs(reader.index, tensors)
-            return needs, (needs.blocks(reader.table), None, None, None)
+            return needs, (needs.blocks(reader.table), None, None, None, weights_asked_for(reader.index, tensors))
         except InputError as error:
-            return None, ({}, None, str(error), None)
+            return None, ({}, None, str(error), None, b"")
         except AlteredError as error:
-            return None, ({}, str(error), None, None)
+            return None, ({}, str(error), None, None, b"")
         except MissingFileError as error:
-            return None, ({}, str(error), None, None)
+            return None, ({}, str(error), None, None, b"")
         except DestinationError as error:
-            return None, ({}, None, None, error)
+            return None, ({}, None, None, error, b"")
 
     def _read_share(self, step: int, reader: StepReader, share: Share, needs: Needs | None) -> None:
         """What this rank reads for the host: verified, put into the tensors if `needs` is given, kept for others."""
