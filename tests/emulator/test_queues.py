@@ -218,10 +218,14 @@ def test_what_is_in_service_is_not_deleted(queue: Queue) -> None:
     assert "JobQueue relationship" in refusal(lambda: batch.delete_service_environment(**delete))
     waits = queue.submit("acme", "waits")
     batch.update_job_queue(jobQueue=queue.name, state="DISABLED")
+    assert "existing quota shares" in refusal(lambda: batch.delete_job_queue(jobQueue=queue.name))
+    for tenant in ("acme", "globex"):
+        share = f"{queue.arn}/quota-share/{tenant}"
+        batch.update_quota_share(quotaShareArn=share, state="DISABLED")
+        batch.delete_quota_share(quotaShareArn=share)
+    assert queue.job(waits)["statusReason"] == "Quota share acme was deleted"
     batch.delete_job_queue(jobQueue=queue.name)
-    assert queue.job(waits)["statusReason"] == f"Job queue {queue.name} was deleted"
-    share = f"{queue.arn}/quota-share/acme"
-    assert "does not exist" in refusal(lambda: batch.describe_quota_share(quotaShareArn=share))
+    batch.delete_service_environment(**delete)
     queue.site("cloudformation").delete_stack(StackName=queue.name)
 
 

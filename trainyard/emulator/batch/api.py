@@ -54,7 +54,7 @@ def _answering(operation: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Ca
 
 
 def _follow_capacity(jobs: ServiceJobs, response: Any) -> None:
-    """Whose turn it is changes with a service environment; a queue takes its jobs and shares with it."""
+    """Whose turn it is changes with a service environment; a queue stays as long as its shares, which hold its jobs."""
     update, delete = response.updateserviceenvironment, response.deletejobqueue
 
     def update_environment(self: Any) -> str:
@@ -66,12 +66,8 @@ def _follow_capacity(jobs: ServiceJobs, response: Any) -> None:
         queue = self.batch_backend.get_job_queue(self._get_param("jobQueue"))
         if queue is not None and queue.state != "DISABLED":
             raise ClientException(f"Job queue {queue.name} must be DISABLED before it is deleted")
-        if queue is not None:
-            for job in list(jobs.jobs.values()):
-                if job.queue == queue.arn:
-                    jobs.terminate(job.job_id, f"Job queue {queue.name} was deleted")
-            for arn in [share.arn for share in list(jobs.shares.values()) if share.queue == queue.arn]:
-                del jobs.shares[arn]
+        if queue is not None and any(share.queue == queue.arn for share in list(jobs.shares.values())):
+            raise ClientException(f"Cannot delete, found existing quota shares of job queue {queue.name}")
         return str(delete(self))
 
     response.updateserviceenvironment, response.deletejobqueue = update_environment, delete_queue
