@@ -1,6 +1,9 @@
 """The tenant contract: all that the launcher knows of a tenant, as one SSM parameter."""
 
-from aws_cdk import Stack
+import json
+from typing import Any
+
+from aws_cdk import Stack, Token
 from aws_cdk import aws_ssm as ssm
 from constructs import Construct
 
@@ -9,7 +12,8 @@ from stacks.constructs.hyperpod import TenantHyperPod
 from stacks.constructs.identity import TenantRoles
 from stacks.constructs.permissions import TenantResources
 from stacks.constructs.queues import TenantQueues
-from stacks.naming import TenantScope
+from stacks.naming import PARTITION, TenantScope
+from trainyard.errors import InputError
 from trainyard.spec.cluster import LOGIN_GROUP
 from trainyard.spec.platform import (
     CONTRACT_VERSION,
@@ -25,6 +29,23 @@ from trainyard.spec.platform import (
     TrainingPlanContract,
 )
 from trainyard.spec.shares import ShareContract
+
+MAX_BYTES = 8_192
+"""Systems Manager: of a parameter's value, in the Advanced tier."""
+
+_LONGEST = {
+    "keys": 76,
+    "buckets": 63,
+    "file_system": 48,
+    "subnet_ids": 24,
+    "security_group_ids": 20,
+    "vpc_id": 21,
+    "log_group": 120,
+}
+"""How many characters what AWS makes for these has at most; any other's is a role's ARN, or shorter."""
+
+_NAME_SUFFIX = len("Queue") + 8 + 14
+"""What a queue's name has after the environment file's: the CDK's and CloudFormation's."""
 
 WITHOUT_BOTH = 3
 """The version that has all that is said of a tenant without a tracking server and without HyperPod."""
@@ -47,14 +68,43 @@ class PublishedContract(Construct):
         super().__init__(scope, construct_id)
         contract = tenant_contract(tenant, roles, resources, queues, cluster)
         unsaid = {"tracking"} if contract.tracking is None else None  # an older trainyard knows no such key
+        content = contract.model_dump(mode="json", exclude=unsaid)
+        _check_size(content, tenant)
         ssm.StringParameter(
             self,
             "Parameter",
             parameter_name=tenant.environment.contract_parameter(tenant.name),
             description=f"Contract of tenant {tenant.name}: what trainyard launches with",
             tier=ssm.ParameterTier.ADVANCED,  # a contract with several queues passes the Standard tier's 4 KB
-            string_value=Stack.of(self).to_json_string(contract.model_dump(mode="json", exclude=unsaid)),
+            string_value=Stack.of(self).to_json_string(content),
         )
+
+
+def _check_size(content: dict[str, Any], tenant: TenantScope) -> None:
+    """InputError for a contract that Systems Manager wouldn't take half-way through a deployment."""
+    role = f"arn:{PARTITION}:iam::{tenant.environment.account}:role{tenant.iam_path}jobs/"
+    queue = tenant.arn("batch", f"job-queue/{tenant.stack_name('training')}-Queues")
+    whole = {key: _as_deployed(item, _LONGEST.get(key, len(role) + 64)) for key, item in content.items()}
+    whole["queues"] = {
+        name: _as_deployed(item, len(queue) + len(name) + _NAME_SUFFIX) for name, item in content["queues"].items()
+    }
+    length = len(json.dumps(whole, separators=(",", ":")).encode())
+    if length > MAX_BYTES:
+        spec = tenant.spec
+        raise InputError(
+            f"tenants.{tenant.name}: with {len(spec.queues)} queues and {len(spec.training_plans)} training plans the "
+            f"tenant's contract would have up to {length:,} bytes, and Systems Manager takes {MAX_BYTES:,} of a "
+            "parameter: name fewer of them, put several instance types into a queue, or split the tenant"
+        )
+
+
+def _as_deployed(value: Any, longest: int) -> Any:
+    """The value with texts as long as AWS's in the place of those that are still to come."""
+    if isinstance(value, dict):
+        return {key: _as_deployed(item, longest) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_deployed(item, longest) for item in value]
+    return "x" * longest if isinstance(value, str) and Token.is_unresolved(value) else value
 
 
 def tenant_contract(

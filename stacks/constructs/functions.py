@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from aws_cdk import Duration
+from aws_cdk import Duration, Stack
 from aws_cdk import aws_cloudwatch as cloudwatch
 from aws_cdk import aws_cloudwatch_actions as actions
 from aws_cdk import aws_iam as iam
@@ -20,6 +20,10 @@ from constructs import Construct
 import trainyard
 from stacks.constructs.acknowledged import FUNCTIONS, acknowledge
 from stacks.constructs.permissions import TenantResources
+from trainyard.errors import InputError
+
+MAX_VARIABLES_BYTES = 4_096
+"""Lambda: of all variables of a function's environment."""
 
 FUNCTIONS_FOLDER = Path(trainyard.__file__).parent / "functions"
 PERIOD = Duration.minutes(5)
@@ -45,6 +49,8 @@ def tenant_function(
     `role`: has its rights already; `findings`: why what the checks find of this one is as it should be; `settings`: the
     variable of its environment, and what stands there as JSON.
     """
+    variables = {settings[0]: json.dumps(settings[1], sort_keys=True)} if settings else {}
+    _check_size(variables, scope)
     made = lambda_.Function(
         scope,
         "Function",
@@ -54,13 +60,24 @@ def tenant_function(
         handler=handler,
         code=code,
         role=role.without_policy_updates(),
-        environment={settings[0]: json.dumps(settings[1], sort_keys=True)} if settings else None,
+        environment=variables or None,
         timeout=timeout,
         memory_size=memory_mib,
         log_group=resources.logs.group,
     )
     acknowledge(made, FUNCTIONS | dict(findings))
     return made
+
+
+def _check_size(variables: Mapping[str, str], scope: Construct) -> None:
+    """InputError for settings that Lambda wouldn't take half-way through a deployment. All that may be many in them are
+    the environment's instance types."""
+    length = sum(len(name) + len(text.encode()) for name, text in variables.items())
+    if length > MAX_VARIABLES_BYTES:
+        raise InputError(
+            f"{Stack.of(scope).stack_name}: the settings of its {scope.node.id} would have {length:,} bytes, and "
+            f"Lambda takes {MAX_VARIABLES_BYTES:,} of a function: name fewer instance types in max_instances, queues"
+        )
 
 
 def ring(

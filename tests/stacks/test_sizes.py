@@ -1,0 +1,76 @@
+"""What AWS would refuse half-way through a deployment, as it is too large, is refused before it."""
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aws_cdk import App, Stack
+
+from stacks.constructs import contract as contracts
+from stacks.constructs import functions
+from trainyard.errors import InputError
+from trainyard.spec.platform import BudgetLimits, EnvironmentSpec
+
+Synthesize = Callable[[Any], dict[str, Any]]
+
+
+def with_queues(environment: EnvironmentSpec, number: int) -> EnvironmentSpec:
+    """The environment with acme alone, which has so many queues."""
+    content = environment.model_dump(mode="json")
+    acme = content["tenants"]["acme"]
+    (queue, *_) = acme["queues"].values()
+    acme["queues"] = {f"queue-{index:03}": queue for index in range(number)}
+    acme["cluster"] = None
+    return EnvironmentSpec.model_validate(content | {"tenants": {"acme": acme}})
+
+
+def test_a_contract_too_long_for_a_parameter_is_refused_in_one_line(
+    synthesize: Synthesize, environments: dict[str, EnvironmentSpec]
+) -> None:
+    with pytest.raises(InputError) as refused:
+        synthesize(with_queues(environments["local"], 60))
+    told = str(refused.value)
+    assert told.startswith("tenants.acme: with 60 queues and 0 training plans the tenant's contract would have up to ")
+    assert "Systems Manager takes 8,192 of a parameter" in told and "\n" not in told
+
+
+def test_a_contracts_length_is_told_as_it_will_be(
+    synthesize: Synthesize, environments: dict[str, EnvironmentSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not shorter than what is deployed, and hardly longer: what fits is not refused."""
+    seen: list[int] = []
+    monkeypatch.setattr(
+        contracts, "json", SimpleNamespace(dumps=lambda *a, **b: seen.append(len(json.dumps(*a, **b))) or "x")
+    )
+    templates = synthesize(with_queues(environments["local"], 20))
+    monkeypatch.undo()
+    training = templates["trainyard-local-acme-training"]["Resources"]
+    (value,) = (
+        item["Properties"]["Value"]
+        for item in training.values()
+        if item["Type"] == "AWS::SSM::Parameter" and item["Properties"]["Name"].endswith("/contract")
+    )
+    literal = sum(len(part) for part in value["Fn::Join"][1] if isinstance(part, str))
+    references = [part for part in value["Fn::Join"][1] if not isinstance(part, str)]
+    queues = [part for part in references if "Queue" in json.dumps(part)]
+    assert len(queues) == 20
+    name = "trainyard-local-acme-training-Queuesqueue000Queue01234567-0123456789AB"
+    arns = 20 * len(f"arn:aws:batch:us-east-1:123456789012:job-queue/{name}")
+    assert literal + arns <= seen[0] <= literal + arns + 170 * (len(references) - 20) + 100
+
+
+def test_settings_too_long_for_a_function_are_refused_in_one_line() -> None:
+    stack = Stack(App(), "trainyard-test-acme-training")
+    functions._check_size({"METER": "x" * 4091}, stack)
+    with pytest.raises(InputError) as refused:
+        functions._check_size({"METER": "x" * 4092}, stack)
+    assert "would have 4,097 bytes, and Lambda takes 4,096 of a function" in str(refused.value)
+
+
+def test_a_budget_tells_no_more_addresses_than_aws_takes() -> None:
+    content = {"monthly_usd": 10, "notify": [f"a{index}@example.org" for index in range(10)]}
+    assert len(BudgetLimits.model_validate(content).notify) == 10
+    with pytest.raises(ValueError, match="at most 10 items"):
+        BudgetLimits.model_validate(content | {"notify": [*content["notify"], "b@example.org"]})
