@@ -109,7 +109,11 @@ class TenantAlarms(Construct):
                 principals=[iam.ServicePrincipal("cloudwatch.amazonaws.com")],
                 actions=["sns:Publish"],
                 resources=[topic.topic_arn],
-                conditions={"StringEquals": {"aws:SourceAccount": tenant.environment.account}},
+                conditions={
+                    "StringEquals": {"aws:SourceAccount": tenant.environment.account},
+                    # Of the tenant's own stacks: generated names begin with the stack's.
+                    "ArnLike": {"aws:SourceArn": tenant.arn("cloudwatch", f"alarm:{tenant.stack_name('')}*")},
+                },
             )
         )
         for address in tenant.spec.budget.notify:

@@ -484,7 +484,7 @@ def test_a_contract_that_names_a_bucket_of_nobody_is_found(altered: Alter, names
 )
 def test_a_setting_of_what_all_share_is_found(altered: Alter, names: Deployment, kind: str, path: str) -> None:
     found = altered(lambda templates: setting(PLATFORM, kind, "", path, "any")(templates, names)).wires
-    assert [(item.tenant, item.where) for item in found if UNSEEN in item.why] == [("platform", path)]
+    assert [(item.tenant, item.where) for item in found if UNSEEN in item.why] == [("the platform", path)]
 
 
 @pytest.mark.parametrize("section", ["Parameters", "Conditions", "Mappings", "Rules", "Hooks"])

@@ -307,7 +307,7 @@ MISTAKES: list[tuple[Mistake, str, str, str]] = [
     (tells_others_topic, "Targets.Arn", "globex", "names another tenant's"),
     (alarms_to_a_hook, "Protocol", "every tenant", "they are mailed alone"),
     (broker_as_other, "Role", "globex", "names another tenant's"),
-    (broker_as_platform, "Role", "platform", "runs as a role that is none of the tenant's"),
+    (broker_as_platform, "Role", "the platform", "runs as a role that is none of the tenant's"),
     (meter_of_other, "Environment.METER", "every tenant", 'is not "acme"'),
     (meter_of_others_jobs, "Environment.METER", "every tenant", 'is not ["acme-"]'),
     (a_higher_budget, "Environment.METER", "every tenant", "is not"),
@@ -319,10 +319,10 @@ MISTAKES: list[tuple[Mistake, str, str, str]] = [
     (a_gateway, "Type", "every tenant", "leads out of a network that has no egress"),
     (machines_as_other, "Roles", "globex", "names another tenant's"),
     (others_parameter, "Name", "globex", "names another tenant's"),
-    (cluster_as_platform, "IamInstanceProfileArn", "platform", "runs as a role that is none of the tenant's"),
-    (machines_as_platform, "Roles", "platform", "runs as a role that is none of the tenant's"),
-    (rights_for_the_platform, "Roles", "platform", "gives rights to a role that is none of the tenant's"),
-    (template_as_anybody, "LaunchTemplateData.IamInstanceProfile.Name", "platform", "runs as a role"),
+    (cluster_as_platform, "IamInstanceProfileArn", "the platform", "runs as a role that is none of the tenant's"),
+    (machines_as_platform, "Roles", "the platform", "runs as a role that is none of the tenant's"),
+    (rights_for_the_platform, "Roles", "the platform", "gives rights to a role that is none of the tenant's"),
+    (template_as_anybody, "LaunchTemplateData.IamInstanceProfile.Name", "the platform", "runs as a role"),
     (mounts_others_files, "LaunchTemplateData.UserData", "globex", "names another tenant's"),
     (carries_out, "LaunchTemplateData.UserData", "every tenant", "names a bucket that is none of the tenant's"),
     (carries_out_in_base64, "LaunchTemplateData.UserData", "every tenant", "names a bucket"),
@@ -437,6 +437,82 @@ def test_a_tenant_may_be_called_as_what_all_share_begins(tmp_path: Path) -> None
     content = with_every_option()
     content["tenants"] = dict(zip(("p5", "platform", "p5en"), content["tenants"].values(), strict=True))
     assert resolve_templates(*made(content, tmp_path)).wires == ()
+
+
+def test_a_tenant_called_platform_is_a_tenant(tmp_path: Path) -> None:
+    """Who has its topic, and what its machines run, is looked at as any tenant's; an image that its file names is its
+    own."""
+    content = with_every_option()
+    content["tenants"] = {"platform": content["tenants"].pop("language"), **content["tenants"]}
+    content["tenants"]["platform"]["cluster"]["ami"] = "ssm:/aws/service/x/ami"
+    templates, environment = made(content, tmp_path)
+    assert resolve_templates(templates, environment).wires == ()
+    resource(templates, "trainyard-production-platform-training", "SNS::Subscription")["Endpoint"] = "rival@example.org"
+    (found,) = resolve_templates(templates, environment).wires
+    assert (found.tenant, found.reaches, found.target) == ("platform", "rival@example.org", "every tenant")
+
+
+ANY_ID = "3f2504e0-4f89-11d3-9a0c-0305e82c3301"
+
+
+@pytest.fixture(scope="module")
+def own_words(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """What people may write into the file as they like, and looks like the id or the name of somebody's thing."""
+    content: dict[str, Any] = yaml.safe_load((ROOT / "environments/local.yaml").read_text())
+    acme, globex = content["tenants"]["acme"], content["tenants"]["globex"]
+    acme["cost_center"], globex["cost_center"] = ANY_ID, "s3://trainyard/acme"
+    acme["budget"] |= {"notify": [f"{ANY_ID}@example.org"], "anomaly_usd": 100, "stop_at_percent": 100}
+    acme["network"] = {"egress": {"allowed_domains": ["vpce-0123456789abcdef0.example.org"]}}
+    acme["file_system"] = {"links": {"/trainyard/local/globex/x": f"exports/{ANY_ID}/trainyard-local-globex"}}
+    acme["cluster"] = {
+        **{"slurm_version": "25.05", "ami": "ami-0123456789abcdef0", "root_device": "/dev/xvda"},
+        "node_groups": {"train": {"instance_type": "p5.48xlarge", "max_instances": 2}},
+        "login": {"instance_type": "m6i.xlarge"},
+    }
+    return made(content, tmp_path_factory.mktemp("words"))
+
+
+def test_the_files_own_words_name_nothing(own_words: Whole) -> None:
+    assert resolve_templates(*own_words).wires == ()
+
+
+def tagged_by_cost(templates: Templates, names: Deployment) -> None:
+    tags = resource(templates, FOUNDATION, "EC2::VPC")["Tags"]
+    found = next(tag for tag in tags if tag["Key"] == "trainyard:cost-center")
+    found["Value"] = others(names, "EC2::SecurityGroup")
+
+
+def linked_to_others(templates: Templates, names: Deployment) -> None:
+    link = resource(templates, FOUNDATION, "FSx::DataRepositoryAssociation")
+    link["DataRepositoryPath"] = f"s3://{others(names, 'S3::Bucket', 'BucketsData')}/exports"
+
+
+def group_of_that_id(templates: Templates, names: Deployment) -> None:
+    rule = resource(templates, FOUNDATION, "EC2::SecurityGroupIngress", "NetworkFileSystemGroup")
+    rule["SourceSecurityGroupId"] = ANY_ID
+
+
+@pytest.mark.parametrize(
+    ("mistake", "where"),
+    [
+        (tagged_by_cost, "Tags.Value"),
+        (linked_to_others, "DataRepositoryPath"),
+        (group_of_that_id, "SourceSecurityGroupId"),
+    ],
+)
+def test_the_files_own_words_count_elsewhere(own_words: Whole, mistake: Mistake, where: str) -> None:
+    templates, environment = copy.deepcopy(own_words[0]), own_words[1]
+    mistake(templates, Deployment.of(templates, environment))
+    assert where in [wire.where for wire in resolve_templates(templates, environment).wires]
+
+
+def test_a_stop_policy_that_gives_rights_is_found(everything: Whole) -> None:
+    """It is on no role of the templates, so that no question is asked of it."""
+    templates, stack = copy.deepcopy(everything[0]), "trainyard-production-language-training"
+    allowed = {"Sid": "Extra", "Effect": "Allow", "Action": "*", "Resource": "*"}
+    resource(templates, stack, "IAM::ManagedPolicy")["PolicyDocument"]["Statement"].append(allowed)
+    (found,) = resolve_templates(templates, everything[1]).wires
+    assert (found.tenant, found.where, found.reaches) == ("language", "PolicyDocument", "Extra")
 
 
 def test_what_a_policy_refuses_is_no_connection(altered: Alter, names: Deployment) -> None:
@@ -591,9 +667,9 @@ LARGER: dict[str, tuple[Callable[[Templates], None], str, str, str, str]] = {
         groups_without_storage,
         *("perception", VOLUME_KEY, "None", "is not of the tenant's own things"),
     ),
-    "opens the log": (open_log, "platform", "BlockPublicAcls", "None", "is not shut to the public"),
-    "calls the platform": (calls_the_platform, "platform", "Principal", "*", "may call the function"),
-    "hooks the platform": (hooks_the_platform, "platform", "Protocol", "https", "mailed alone"),
+    "opens the log": (open_log, "the platform", "BlockPublicAcls", "None", "is not shut to the public"),
+    "calls the platform": (calls_the_platform, "the platform", "Principal", "*", "may call the function"),
+    "hooks the platform": (hooks_the_platform, "the platform", "Protocol", "https", "mailed alone"),
 }
 
 
@@ -676,7 +752,7 @@ def test_what_acts_on_a_tenants_thing_from_the_platforms_stack_is_found(everythi
     templates = copy.deepcopy(everything[0])
     mistake(templates, Deployment.of(templates, everything[1]))
     found = resolve_templates(templates, everything[1]).wires
-    assert {wire.tenant for wire in found} == {"platform"}
+    assert {wire.tenant for wire in found} == {"the platform"}
     assert {(wire.where, wire.target) for wire in found} == expected
 
 

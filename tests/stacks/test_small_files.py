@@ -9,11 +9,12 @@ import pytest
 
 from trainyard.errors import InputError
 from trainyard.hardware.base_prices import base_cost
-from trainyard.isolation.crossings import GUARD_RAIL, Crossings, Scope
+from trainyard.isolation.crossings import Crossings
 from trainyard.isolation.evaluator import decide
 from trainyard.isolation.mutants import OWN_ONLY, REFUSES_MORE
 from trainyard.isolation.needs import Needs
 from trainyard.isolation.proof import resolve_templates
+from trainyard.isolation.questions import GUARD_RAIL, Scope
 from trainyard.isolation.templates import Deployment
 from trainyard.operate.stateful import losses, refuse_dropped_exports
 from trainyard.spec.base import parse
@@ -73,7 +74,7 @@ def test_machines_mount_it_over_tls_with_their_role(optional: dict[str, Any], un
         assert len(templates) == 2, "where jobs run, and the login node"
         for template in templates:
             text = base64.b64decode(template["LaunchTemplateData"]["UserData"]).decode()
-            assert ("mount -t efs -o tls,iam,accesspoint=fsap-" in text) is mounted
+            assert (" /efs efs _netdev,tls,iam,accesspoint=fsap-" in text) is mounted
             assert ("install -d -m 000 /efs" in text) is mounted
             assert text.endswith("\n--==TRAINYARD==--\n")
 
@@ -128,18 +129,22 @@ SURVIVORS = {
     # globex's roles name no EFS, and their boundary none of acme's keys in use.
     ("NobodyElse", "removed"): OTHERS,
     ("NobodyElse", "principal swapped for globex's roles"): OTHERS,
+    ("NobodyElse", "principal swapped for another account"): OTHERS,
     ("NobodyElse", WIDENED): REFUSES_MORE,
     ("OverTls", WIDENED): REFUSES_MORE,
     ("InsideTheNetwork", WIDENED): REFUSES_MORE,
     # Nobody's policy and no boundary holds ClientRootAccess.
     ("NobodyIsRoot", "removed"): "still refused by the resources' own policies",
     ("NobodyIsRoot", "principal swapped for globex's roles"): ROOT,
+    ("NobodyIsRoot", "principal swapped for another account"): ROOT,
     # The folder, which its condition names, is of one file system.
     ("UseSmallFiles", "resource widened to *"): OWN_ONLY,
     ("UseSmallFiles", WIDENED): BOUNDARY,
     # Who uses the key through EFS is the account's root principal: of this account anyway.
     ("SmallFilesService", "condition dropped: StringEquals kms:CallerAccount"): OWN_ONLY,
     ("SmallFilesService", WIDENED): OTHERS,
+    # The other account's key users state their own account, which the condition refuses.
+    ("SmallFilesService", "principal swapped for another account"): "still refused by the resources' own policies",
 }
 """What a break of a statement for small files doesn't open, and the guard that still refuses."""
 

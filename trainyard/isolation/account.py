@@ -13,13 +13,17 @@ from trainyard.isolation.templates import Deployment
 from trainyard.spec.platform import TRAINING_LOG_GROUP, EnvironmentSpec, TenantContract, parse_contract
 from trainyard.spec.shares import BATCH_PREFIX
 
-PLATFORM = "platform"
-"""What a finding calls the owner of what all tenants share."""
+PLATFORM = "the platform"
+"""What a finding calls the owner of what all tenants share: words, as a tenant may be called `platform`."""
 
 SHARED_LOG_GROUP = TRAINING_LOG_GROUP
 """SageMaker writes every job's output here, in streams that begin with the job's name."""
 
 TENANT_TAG = "trainyard:tenant"
+
+ENVIRONMENT_TAG = "trainyard:environment"
+
+COST_TAG = "trainyard:cost-center"
 
 NODE_TAG = "trainyard:node"
 
@@ -288,7 +292,8 @@ class _Reader:
             self._add(*trust, job_role_trust(content))
             arn = job_role_arn(content, job_id)
             boundary = self._managed(stack, "EachJob", contract.job_boundary)
-            yield Role(arn, tenant, EACH_JOB, {TENANT_TAG: tenant}, (own,), trust, boundary)
+            tags = {ENVIRONMENT_TAG: self._environment.name, TENANT_TAG: tenant}
+            yield Role(arn, tenant, EACH_JOB, tags, (own,), trust, boundary)
 
     def _identity(self, stack: str, logical_id: str, arn: str) -> Iterator[DocumentKey]:
         name = arn.rsplit("/", 1)[-1]
@@ -364,26 +369,28 @@ class _Reader:
             return Thing(kind, tenant, f"{prefix}*", examples, f"{kind}s of {tenant}", context)
 
         for tenant, contract in self.contracts.items():
+            tags = self._tags(tenant)
             prefixes = [
                 f"{tenant}-",
                 *(f"{batch}{tenant}-" for batch in (BATCH_PREFIX, BATCH_PREFIX.lower()) if contract.shares),
             ]
             for prefix in prefixes:  # a queue's jobs are Batch's to name
                 job = f"arn:aws:sagemaker:{place}:training-job/{prefix}"
-                yield family("training job", tenant, job, "llama-20260101000000-0a1b")
+                yield family("training job", tenant, job, "llama-20260101000000-0a1b", **tags)
                 streams = f"arn:aws:logs:{place}:log-group:{SHARED_LOG_GROUP}:log-stream:{prefix}"
                 yield family("log stream", tenant, streams, "llama-20260101000000-0a1b/algo-1-1700000000")
             if contract.shares:  # told apart by their tags alone
-                queued, own = f"arn:aws:batch:{place}:service-job/", {f"aws:resourcetag/{TENANT_TAG}": tenant}
-                yield Thing("service job", tenant, f"{queued}*", (f"{queued}0a1b",), f"queued jobs of {tenant}", own)
+                queued = f"arn:aws:batch:{place}:service-job/"
+                yield Thing("service job", tenant, f"{queued}*", (f"{queued}0a1b",), f"queued jobs of {tenant}", tags)
             if contract.job_boundary:
                 content = contract.model_dump(mode="json")
                 each, stack = job_role_arn(content, ""), f"trainyard-{self._environment.name}-{tenant}-foundation"
                 trust, name = (stack, "EachJob", "AssumeRolePolicyDocument"), f"roles of {tenant}'s jobs"
-                yield Thing("role", tenant, f"{each}*", (each + example_job(tenant),), name, document=trust)
+                made = self._tags(tenant, with_cost=False)  # the broker says of a role whose it is, not who pays
+                yield Thing("role", tenant, f"{each}*", (each + example_job(tenant),), name, made, trust)
             packages = f"arn:aws:sagemaker:{place}:model-package"
-            yield family("model package", tenant, f"{packages}/{tenant}-", "llama/1")
-            yield family("model package group", tenant, f"{packages}-group/{tenant}-", "llama")
+            yield family("model package", tenant, f"{packages}/{tenant}-", "llama/1", **tags)
+            yield family("model package group", tenant, f"{packages}-group/{tenant}-", "llama", **tags)
             parameters = f"arn:aws:ssm:{place}:parameter/trainyard/{self._environment.name}/{tenant}/"
             yield family("parameter", tenant, parameters, "contract")
             vpc = f"arn:aws:ec2:{place}:vpc/{contract.vpc_id}"
@@ -411,7 +418,17 @@ class _Reader:
             owner = next(
                 (t for t in self.contracts if stack.startswith(f"trainyard-{self._environment.name}-{t}-")), None
             )
-            yield Thing("stack", owner, arn + "*", (arn + "00000000-0000-0000-0000-000000000000",), stack)
+            example = (arn + "00000000-0000-0000-0000-000000000000",)
+            yield Thing("stack", owner, arn + "*", example, stack, self._tags(owner))
+
+    def _tags(self, tenant: str | None, *, with_cost: bool = True) -> dict[str, str]:
+        """What everything of the tenant, or of the platform, is tagged as, by whoever makes it. Other tags it may have
+        too."""
+        said = {ENVIRONMENT_TAG: self._environment.name}
+        if tenant is not None:
+            said[TENANT_TAG] = tenant
+            said |= {COST_TAG: self._environment.tenant(tenant).cost_center} if with_cost else {}
+        return {f"aws:resourcetag/{key}": value for key, value in said.items()}
 
     def endpoints(self) -> Iterator[Endpoint]:
         """The tenants' VPC endpoints."""

@@ -106,7 +106,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     ),
     "file system": _actions(
         "fsx",
-        "DescribeFileSystems UpdateFileSystem DeleteFileSystem CreateBackup CreateFileSystemFromBackup "
+        "UpdateFileSystem DeleteFileSystem CreateBackup CreateFileSystemFromBackup "
         "CreateDataRepositoryAssociation DeleteDataRepositoryAssociation CreateDataRepositoryTask "
         "ReleaseFileSystemNfsV3Locks AssociateFileSystemAliases ManageCrossAccountDataReplication "
         "TagResource UntagResource ListTagsForResource",
@@ -346,6 +346,7 @@ LISTINGS: tuple[str, ...] = (
         "DescribeDhcpOptions DescribeInstances DescribeNetworkInterfaces DescribeSecurityGroups DescribeSubnets "
         "DescribeVpcs",
     ),
+    *_actions("fsx", "DescribeFileSystems"),
     *_actions("sagemaker", "ListTrainingJobs ListModelPackageGroups"),
     *_actions("servicequotas", "GetServiceQuota ListServiceQuotas"),
     *_actions("iam", "ListRoles ListPolicies"),
@@ -372,14 +373,16 @@ WITHOUT_RESOURCE = frozenset(
 """Neither on a thing nor a listing: who am I, metrics, which the proof asks about by their namespace, a machine's own
 sign of life, and MLflow's page, whose the link says that opens it."""
 
+ON_NO_RESOURCE = WITHOUT_RESOURCE | {action.lower() for action in LISTINGS}
+"""What a policy can only allow on `*`."""
+
 
 @lru_cache(maxsize=1_000)
 def every_action(kind: str, patterns: frozenset[str]) -> tuple[str, ...]:
     """The kind's actions, and those of its services that some policy names and this page doesn't know."""
     own = ACTIONS[kind]
     services = {action.partition(":")[0] for action in own}
-    known = {action.lower() for actions in (*ACTIONS.values(), ESCAPES, LISTINGS) for action in actions}
-    known |= WITHOUT_RESOURCE
+    known = {action.lower() for actions in (*ACTIONS.values(), ESCAPES) for action in actions} | ON_NO_RESOURCE
     extra = set()
     for pattern in patterns:
         service, _, _ = pattern.partition(":")

@@ -29,10 +29,11 @@ NO_POLICY = Policy(())
 
 @dataclass(frozen=True, eq=False)
 class Caller:
-    """Who asks: the session of a role, or an AWS service."""
+    """Who asks: the session of a role, an AWS service, or whom an identity provider or S3 knows by another name."""
 
     arn: str
-    """The role's ARN; a service's name (`sagemaker.amazonaws.com`) where `service`."""
+    """The role's ARN; a service's name (`sagemaker.amazonaws.com`) where `service`; a provider's or canonical
+    user's."""
     account: str
     policy: Policy = NO_POLICY
     boundary: Policy | None = None
@@ -197,6 +198,8 @@ def _how_named(statement: Statement, caller: Caller) -> Literal["self", "role", 
 def _listed(principals: Principals, caller: Caller) -> Literal["self", "role", "account", ""]:
     if caller.service:
         return "self" if caller.arn in principals.services or "*" in principals.aws else ""
+    if caller.arn in principals.others:
+        return "self"
     ways = [caller.is_named(name) for name in principals.aws]
     for way in ("self", "role", "account"):
         if way in ways:

@@ -1,4 +1,5 @@
-"""Does the proof see? Every statement of one tenant's policies is broken in turn, and the proof asked again.
+"""Does the proof see? Every statement of one tenant's policies, and of the platform's, is broken in turn, and the proof
+asked again.
 
 A mutant that opens something is caught: the proof names what it opened. One that opens nothing survives, and `why`
 finds the guard that still holds: the one without which the mutant would open what the untouched policies wouldn't.
@@ -10,11 +11,13 @@ from typing import Any
 
 from trainyard.errors import InputError
 from trainyard.isolation.account import Account, DocumentKey, Role
-from trainyard.isolation.crossings import Scope
 from trainyard.isolation.policy import Origin, Principals, Statement
 from trainyard.isolation.proof import Finding, examine
+from trainyard.isolation.questions import Scope
 
 REFUSES_MORE = "it only refuses more, and nothing that the tenant needs"
+_NAMED_ACCOUNT = Principals(aws=("arn:aws:iam::888888888888:root",))
+"""Which the proof can know from the policy alone."""
 OWN_ONLY = "it reaches nothing but the tenant's own: no guard that is lifted makes it open more"
 
 
@@ -89,12 +92,16 @@ def survey(account: Account) -> Survey:
 
 
 def mutants(account: Account, tenant: str, intruder: str) -> Iterator[Mutant]:
-    """Every break of every statement in the tenant's stacks; principals are swapped for the roles of `intruder`."""
-    prefix = f"trainyard-{account.environment.name}-{tenant}-"
+    """Every break of every statement in the tenant's stacks and the platform's; principals are swapped for the roles of
+    `intruder`, and for another account."""
+    prefix, platform = (
+        f"trainyard-{account.environment.name}-{tenant}-",
+        f"trainyard-{account.environment.name}-platform",
+    )
     contract = account.contracts[intruder]
     others = Principals(aws=(contract.roles.job, contract.roles.launcher, contract.roles.auditor))
     for key, statements in account.documents.items():
-        if key[0].startswith(prefix):
+        if key[0].startswith(prefix) or key[0] == platform:
             for index, statement in enumerate(statements):
                 for what, changed in _breaks(statement, others, intruder):
                     rest = (*statements[:index], *((changed,) if changed else ()), *statements[index + 1 :])
@@ -121,6 +128,7 @@ def _breaks(statement: Statement, others: Principals, intruder: str) -> Iterator
         yield "action widened to *", replace(statement, actions=("*",), not_actions=())
     if statement.principals is not None:
         yield f"principal swapped for {intruder}'s roles", replace(statement, principals=others)
+        yield "principal swapped for another account", replace(statement, principals=_NAMED_ACCOUNT)
         if statement.principals.aws != ("*",):
             yield "principal widened to *", replace(statement, principals=Principals(aws=("*",)))
 

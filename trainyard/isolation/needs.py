@@ -19,9 +19,12 @@ from trainyard.isolation.account import (
     Role,
     example_job,
 )
+from trainyard.isolation.catalogue import ON_NO_RESOURCE
 from trainyard.isolation.conditions import Context, Value
-from trainyard.isolation.crossings import CREATE_JOB, OUTSIDER, SUBMIT, image_layers, share_arn, somebody
+from trainyard.isolation.crossings import CREATE_JOB, SUBMIT, share_arn
 from trainyard.isolation.evaluator import Caller, Request
+from trainyard.isolation.passages import image_layers
+from trainyard.isolation.questions import OUTSIDER, somebody
 
 _ABSENT = frozenset({"aws:principaltag/*", "aws:resourcetag/*", "aws:requesttag/*"})
 _SDK_UPLOAD = frozenset({"s3:x-amz-server-side-encryption", "s3:x-amz-server-side-encryption-aws-kms-key-id"})
@@ -101,6 +104,8 @@ class Needs:
         """Every action on every resource. `endpoint`: the service whose VPC endpoint the request comes through."""
         role = self._account.role(self._tenant, label)
         for action in actions.split():
+            # A grant on an ARN gives nothing of these, and would satisfy a need that names one.
+            assert resources == ("*",) or action.lower() not in ON_NO_RESOURCE, action
             for resource in resources:
                 thing = self._account.thing_at(resource)
                 context = self._context(role, {**(thing.context if thing else {}), **(stated or {})}, absent)
@@ -171,7 +176,7 @@ class Needs:
         yield from self._logs("launcher")
         repository = next(thing.pattern for thing in self._account.things_of(None, "image repository"))
         yield from self._may("launcher", "check the image", "ecr:DescribeImages", repository)
-        yield from self._may("launcher", "find the file system", "fsx:DescribeFileSystems", self._file_system())
+        yield from self._may("launcher", "find the file system", "fsx:DescribeFileSystems", "*")
         yield from self._may(
             "launcher", "see jobs and quotas", "sagemaker:ListTrainingJobs servicequotas:GetServiceQuota", "*"
         )
@@ -190,9 +195,6 @@ class Needs:
             describe = "sagemaker:DescribeModelPackageGroup"
             yield from self._may("launcher", "find a model's group", describe, group, endpoint=endpoint)
         yield from self._may("auditor", "see registered models", see, package)
-
-    def _file_system(self) -> str:
-        return f"arn:aws:fsx:{self._place}:file-system/{self._contract.file_system.id}"
 
     def _logs(self, label: str) -> Iterator[Need]:
         own = self._group(self._contract.log_group)
@@ -325,7 +327,7 @@ class Needs:
         repository = next(thing.pattern for thing in self._account.things_of(None, "image repository"))
         yield from self._may(label, "log in to the registry", "ecr:GetAuthorizationToken", "*", endpoint="ecr.api")
         yield from self._may(label, "pull the image", pull, repository, endpoint="ecr.dkr")
-        yield from self._may(label, "find the file system", "fsx:DescribeFileSystems", self._file_system())
+        yield from self._may(label, "find the file system", "fsx:DescribeFileSystems", "*")
 
     def _job_volume(self, label: str) -> Iterator[Need]:
         """SageMaker gives the job a volume as the job's role."""
@@ -573,6 +575,10 @@ class Needs:
             yield self._service("sagemaker.amazonaws.com", "take its role", "sts:AssumeRole", role.arn, stated)
             yield from self._job_network(label)
             yield from self._job_volume(label)
+            region = self._account.environment.region
+            looked: dict[str, Value] = {"kms:viaservice": f"sagemaker.{region}.amazonaws.com"}
+            key = self._contract.keys.checkpoints
+            yield from self._may(label, "look at its volumes' key", "kms:DescribeKey", key, stated=looked)
             made: dict[str, Value] = {"ec2:createaction": "CreateNetworkInterface"}
             yield from self._may(
                 label, "tag interfaces", "ec2:CreateTags", f"{ec2}:network-interface/eni-0", stated=made

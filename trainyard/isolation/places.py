@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainyard.errors import JobFailedError
+from trainyard.isolation.account import COST_TAG
+from trainyard.spec.platform import EnvironmentSpec
 
 EVERYBODY = "every tenant"
 """Whom a finding hurts where it is not one tenant."""
@@ -56,6 +58,54 @@ def strings(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for item in value:
             yield from strings(item, where)
+
+
+@dataclass(frozen=True)
+class OwnWords:
+    """What people wrote into the environment file as they liked, of one tenant: an address or a cost center may hold
+    another thing's id, or look like a name of ours, and connects nothing. Each only where it is put to its use."""
+
+    kind: str
+    cost_center: str | None = None
+    addresses: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, environment: EnvironmentSpec, place: Place) -> "OwnWords":
+        """The tenant's, at one of its things; none where it is the platform's."""
+        spec = environment.tenants.get(place.tenant)
+        if spec is None:
+            return cls(place.kind)
+        egress = spec.network.egress
+        return cls(
+            place.kind, spec.cost_center, spec.budget.notify, egress.allowed_domains if egress is not None else ()
+        )
+
+    def without_cost_center(self, value: Any) -> Any:
+        """The same without the tag, in either form, and without what the contract says of it."""
+        if isinstance(value, list):
+            return [self.without_cost_center(item) for item in value]
+        if isinstance(value, dict):
+            if value.get("Key") == COST_TAG and value.get("Value") == self.cost_center:
+                return {}
+            kept = {name: item for name, item in value.items() if (name, item) != (COST_TAG, self.cost_center)}
+            return {name: self.without_cost_center(item) for name, item in kept.items()}
+        said = settings_of(value) if self.kind == "AWS::SSM::Parameter" else {}
+        if "cost_center" in said and said["cost_center"] == self.cost_center:
+            return json.dumps({name: item for name, item in said.items() if name != "cost_center"})
+        return value
+
+    def rest(self, where: str, text: str) -> str:
+        """The text less what is the file's own; empty where it is all of it."""
+        if self.kind == "AWS::FSx::DataRepositoryAssociation":
+            if where == "FileSystemPath":  # a folder of the file system that FileSystemId names
+                return ""
+            if where == "DataRepositoryPath":  # whose bucket it is, counts
+                return "/".join(text.split("/")[:3]) if text.startswith("s3://") else text
+        last = where.rpartition(".")[2].lower()
+        is_address = last in {"address", "endpoint", "subscribers"} and text in self.addresses
+        is_host = self.kind == "AWS::NetworkFirewall::RuleGroup" and last == "targets" and text in self.hosts
+        return "" if is_address or is_host else text
 
 
 def settings_of(text: object) -> Mapping[str, Any]:

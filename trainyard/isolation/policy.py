@@ -138,6 +138,13 @@ class Policy:
             found = self._by_action[action] = (allows, denies)
         return found
 
+    @cached_property
+    def patterns(self) -> tuple[str, ...]:
+        """What the Allows name, but for everything; where one names what it leaves out, a name that is rarely it."""
+        allows = [statement for statement in self.statements if statement.allows]
+        named = [pattern for statement in allows for pattern in statement.resources if pattern != "*"]
+        return tuple(dict.fromkeys(named + ["*elsewhere" for statement in allows if statement.not_resources]))
+
 
 def parse_statements(document: Mapping[str, Any], stack: str, resource: str, name: str) -> tuple[Statement, ...]:
     """The statements of one resolved document."""

@@ -9,10 +9,11 @@ from typing import Any
 from trainyard.isolation.account import Account, build
 from trainyard.isolation.catalogue import LISTINGS
 from trainyard.isolation.conditions import Context
-from trainyard.isolation.crossings import EVERYWHERE, GUARD_RAIL, Crossings, Question, Scope
+from trainyard.isolation.crossings import Crossings
 from trainyard.isolation.evaluator import Decision, Request, decide
 from trainyard.isolation.needs import Need, Needs
 from trainyard.isolation.places import Wire
+from trainyard.isolation.questions import EVERYWHERE, GUARD_RAIL, Question, Scope
 from trainyard.isolation.templates import Deployment, Template, synthesize
 from trainyard.isolation.wiring import wires
 from trainyard.spec.platform import EnvironmentSpec, load_environment

@@ -14,9 +14,10 @@ from trainyard.functions.job_roles import job_role_arn
 from trainyard.hardware import instance
 from trainyard.isolation.account import NODE_TAG, TENANT_TAG, Account, DocumentKey, Role, example_job
 from trainyard.isolation.conditions import Context, Value
-from trainyard.isolation.crossings import CREATE_JOB, FOREIGN_TYPE, MANAGE_JOB_ROLES, OUTSIDER, SUBMIT, share_arn
+from trainyard.isolation.crossings import CREATE_JOB, FOREIGN_TYPE, MANAGE_JOB_ROLES, SUBMIT, share_arn
 from trainyard.isolation.evaluator import Caller, Request
 from trainyard.isolation.policy import Policy, parse_statements
+from trainyard.isolation.questions import OUTSIDER
 from trainyard.isolation.templates import Deployment
 from trainyard.spec.shares import BATCH_PREFIX
 

@@ -18,7 +18,7 @@ from trainyard.errors import JobFailedError
 from trainyard.isolation.account import DOCUMENTS, PLATFORM, TENANT_TAG, Account
 from trainyard.isolation.catalogue import KIND_OF_TYPE
 from trainyard.isolation.measures import Measures
-from trainyard.isolation.places import EVERYBODY, Place, Wire, in_clear, strings
+from trainyard.isolation.places import EVERYBODY, OwnWords, Place, Wire, in_clear, strings
 from trainyard.isolation.shapes import shortcomings, stated
 from trainyard.isolation.templates import Deployment
 from trainyard.isolation.watchers import Watchers
@@ -236,7 +236,7 @@ class _Wiring:
             "AWS::EC2::SecurityGroupIngress": lambda place: self._in(place, place.properties),
             "AWS::EC2::VPCEndpoint": self._service,
             "AWS::Events::Rule": self._rule,
-            "AWS::IAM::ManagedPolicy": self._holders,
+            "AWS::IAM::ManagedPolicy": self._managed,
             "AWS::IAM::Policy": self._holders,
             "AWS::IAM::Role": self._boundary,
             "AWS::Lambda::Function": self._function,
@@ -259,6 +259,7 @@ class _Wiring:
         the platform's is everybody's by intent: its queues and its repository, and what it lets tenants do with them
         the policies say."""
         return {
+            "AWS::IAM::ManagedPolicy": self._managed,
             "AWS::Lambda::Permission": self._permission,
             "AWS::S3::Bucket": self._bucket,
             "AWS::SNS::Subscription": lambda place: self._subscription(place, place.properties),
@@ -282,11 +283,14 @@ class _Wiring:
             yield place.wire(where, said, EVERYBODY, why)
 
     def _texts(self, place: Place) -> Iterator[tuple[str, str]]:
-        """All but what the evaluator reads: a name there may be a pattern, or what is refused."""
+        """All but what the evaluator reads, where a name may be a pattern, or what is refused; and but the environment
+        file's own words, which may look like anything's name and name nothing."""
         policies = {*DOCUMENTS.get(place.kind, ()), *(("Policies",) if place.kind == "AWS::IAM::Role" else ())}
-        for where, text in strings(place.properties):
-            if where.partition(".")[0] not in policies:
-                yield where, text
+        words = OwnWords.of(self._environment, place)
+        for where, text in strings(words.without_cost_center(place.properties)):
+            said = words.rest(where, text)
+            if said and where.partition(".")[0] not in policies:
+                yield where, said
 
     def _later(self, place: Place) -> Iterator[Wire]:
         """What CloudFormation reads somewhere else when it deploys, policies included, but for a machine's image."""
@@ -502,6 +506,16 @@ class _Wiring:
         for name in ("Users", "Groups"):
             if place.properties.get(name):
                 yield place.wire(name, place.properties[name], EVERYBODY, "gives rights to whom no boundary holds")
+
+    def _managed(self, place: Place) -> Iterator[Wire]:
+        """A stop policy is on no role of the templates: AWS Budgets puts it there, and then it may only refuse."""
+        yield from self._holders(place)
+        for statement in self._account.documents[place.stack, place.logical_id, "PolicyDocument"]:
+            if "/stop/" in self._arn(place) and statement.allows:
+                said = statement.origin.sid or statement.origin.index
+                yield place.wire(
+                    "PolicyDocument", said, EVERYBODY, "allows by a policy that AWS Budgets may put on roles"
+                )
 
     def _boundary(self, place: Place) -> Iterator[Wire]:
         boundary = place.properties.get("PermissionsBoundary")
