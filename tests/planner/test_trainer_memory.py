@@ -1,14 +1,19 @@
 """What a rank of our own trainer holds: the worst of all ranks, and what optimizers, DeepSpeed and adapters keep."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
 
+from trainyard.planner.adapters import adapter_params
 from trainyard.planner.families import shape_of_known
+from trainyard.planner.formulas import formulas_of
 from trainyard.planner.layout import Layout, Precision, Schedule
-from trainyard.planner.memory import memory, rank_memory
+from trainyard.planner.memory import lora_params, memory, rank_memory
 from trainyard.planner.shapes import ModelShape
+from trainyard.planner.stages import Stage
+from trainyard.spec.job import JobSpec
 
 Place = Literal["none", "cpu", "nvme"]
 
@@ -98,3 +103,40 @@ def test_a_405b_with_all_on_disk_fits_the_gpus_that_hold_its_activations() -> No
     use = memory(shape, away)
     assert use.state == 0
     assert use.needed < 79 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "each"),
+    [
+        # Phi-4: 40 heads and 10 of keys, each of 128; a block of 17,920.
+        ("phi-4", ("qkv_proj",), 5120 + (40 + 2 * 10) * 128),
+        ("phi-4", ("gate_up_proj",), 5120 + 2 * 17920),
+        # DeepSeek-V3: 128 heads of 128 and 64 with the position, latents of 1,536 and 512.
+        ("deepseek-v3", ("q_a_proj",), 7168 + 1536),
+        ("deepseek-v3", ("q_b_proj",), 1536 + 128 * (128 + 64)),
+        ("deepseek-v3", ("kv_a_proj_with_mqa",), 7168 + 512 + 64),
+        ("deepseek-v3", ("kv_b_proj",), 512 + 128 * (128 + 128)),
+        ("gpt2-xl", ("c_proj",), 1600 + 1600 + 6400 + 1600),
+        ("llama-3.1-8b", ("q_proj", "k_proj"), 4096 + 4096 + 4096 + 1024),
+    ],
+)
+def test_an_adapter_has_the_sizes_of_what_it_is_beside(name: str, targets: tuple[str, ...], each: int) -> None:
+    shape = shape_of_known(name)
+    layout = Layout(method="lora", lora_rank=16, lora_targets=targets)
+    assert adapter_params(shape, layout, shape.layers, has_head=True) == 16 * shape.layers * each
+
+
+def test_a_heads_adapter_is_there_once() -> None:
+    layout = Layout(method="lora", lora_rank=16, lora_targets=("lm_head",))
+    shape = shape_of_known("llama-3.1-8b")
+    assert adapter_params(shape, layout, 32, has_head=True) == 16 * (4096 + 128256)
+    assert adapter_params(shape, layout, 32, has_head=False) == 0
+
+
+def test_a_checkpoint_holds_the_adapters_that_memory_has(job: Callable[..., JobSpec]) -> None:
+    """117.4 million of 167.8 were counted: each as if of a square matrix."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    adapter = {"kind": "lora", "rank": 64, "alpha": 32, "targets": list(targets)}
+    layout = Layout(library="trainyard", method="lora", lora_rank=64, lora_targets=targets)
+    kept = lora_params(shape_of_known("llama-3.1-8b"), layout, Stage(32, True, True, 1))
+    assert formulas_of(job(model={"adapter": adapter})).saved.params == kept == 167_772_160

@@ -123,6 +123,59 @@ def test_muon_leaves_the_models_ends_to_adamw(parallelism: dict[str, Any], tied:
     assert planned["optimizer"] == pytest.approx(traced["optimizer"], rel=0.001)
 
 
+PHI3 = {
+    **{"model_type": "phi3", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32064, "pad_token_id": 0},
+}
+LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+def _adapted(model: dict[str, Any], targets: list[str], **training: Any) -> Any:
+    job = CASES.adapted({"data_shard": 8}, "lora", model, **training)
+    adapter = job.model.adapter.model_copy(update={"targets": tuple(targets), "rank": 64})
+    changed = job.model_copy(update={"model": job.model.model_copy(update={"adapter": adapter})})
+    return CASES.agreement(CASES.Case("", changed, 0))
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [
+        (PHI3, ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]),
+        pytest.param(CASES.DEEPSEEK_V3, LATENTS, marks=pytest.mark.slow),
+        pytest.param(CASES.DEEPSEEK_V2_LITE, ["q_proj", "kv_b_proj"], marks=pytest.mark.slow),
+        # Two modules of one name in a layer, and one name that a model has once.
+        pytest.param(CASES.GPT2, ["c_proj"], marks=pytest.mark.slow),
+        pytest.param(CASES.GROUPED, ["q_proj", "v_proj", "lm_head"], marks=pytest.mark.slow),
+        pytest.param(CASES.NEOX, ["query_key_value", "dense"], marks=pytest.mark.slow),
+    ],
+    ids=["phi3", "deepseek-v3", "deepseek-v2-lite", "gpt2", "head", "neox"],
+)
+def test_adapters_of_every_name_are_counted_by_their_own_sizes(model: dict[str, Any], targets: list[str]) -> None:
+    # A head that has one gives whole logits: of more than one part, as they are made then.
+    more = {"micro_batch_size": 2, "global_batch_size": 32} if "lm_head" in targets else {}
+    found = _adapted(model, targets, **more)
+    assert found.planned["optimizer"] == pytest.approx(found.traced["optimizer"], rel=0.001)
+    assert abs(found.activations) < ACTIVATIONS
+
+
+@pytest.mark.slow
+def test_a_layer_with_one_matrix_for_queries_keys_and_values_keeps_it() -> None:
+    found = CASES.agreement(CASES.Case("", CASES.few_layers({"data_shard": 8}, PHI3), 0))
+    assert abs(found.activations) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("parallelism", [{"data_shard": 8}, {"data_replicate": 8}], ids=["fsdp", "ddp"])
+def test_the_loss_of_whole_logits_is_made_in_parts(parallelism: dict[str, Any], size: int) -> None:
+    """Of 16 bits: 14 bytes a logit were counted, of which one part's positions alone have them."""
+    model = CASES.SEVEN_BILLION | {"num_hidden_layers": 2, "vocab_size": 128000}
+    job = CASES.few_layers(parallelism, model, loss="logits", micro_batch_size=size, global_batch_size=64)
+    found = CASES.agreement(CASES.Case("", job, 0))
+    moving = [sum(each[name] for name in ("activations", "buffers")) for each in (found.planned, found.traced)]
+    assert moving[0] == pytest.approx(moving[1], rel=ACTIVATIONS)
+
+
 @pytest.mark.parametrize("name", ["hsdp", "mixtral-full", "deepseek-v3"])
 def test_what_is_on_its_way_agrees_too(name: str) -> None:
     """Sums that wait for their copies are gradients, and spread experts stand three times while FSDP gathers them."""

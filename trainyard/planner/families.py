@@ -204,7 +204,7 @@ def caps_scores(config: Config) -> bool:
 
 def _phi3(config: Config) -> ModelShape:
     defaults = LLAMA_DEFAULTS | {"hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064}
-    return ModelShape(**_common(config, defaults))
+    return ModelShape(**_common(config, defaults), fused_qkv=True)
 
 
 LEARNED_POSITIONS = {"gpt2": 1024, "opt": 2048}

@@ -15,12 +15,13 @@ from trainyard.planner.activations import (
     mtp_bytes,
     pipeline_buffer_bytes,
 )
+from trainyard.planner.adapters import adapter_params
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB, MemoryConstants
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_at, stage_params, stages
 from trainyard.planner.trainer_layers import TrainerLayers
-from trainyard.planner.trainer_memory import adapter_params, worst_moment
+from trainyard.planner.trainer_memory import worst_moment
 
 SMALL_WORKSPACE_MIB, LARGE_WORKSPACE_MIB = 8.125, 32.0
 """torch's cuBLAS workspace of one stream and handle: its default before Hopper, and since (or :4096:8)."""
@@ -237,7 +238,7 @@ def workspace_bytes(layout: Layout, *, experts: bool = False) -> float:
 def lora_params(shape: ModelShape, layout: Layout, stage: Stage) -> float:
     """Adapter parameters on one rank of a stage."""
     if layout.lora_targets:
-        return stage.layers * adapter_params(shape, layout) / layout.tensor
+        return adapter_params(shape, layout, stage.layers, has_head=stage.head) / layout.tensor
     return stage.layers * layout.num_lora_targets * layout.lora_rank * 2 * shape.hidden / layout.tensor
 
 

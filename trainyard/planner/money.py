@@ -109,7 +109,7 @@ def saved_params(job: JobSpec, shape: ModelShape) -> float:
     adapter = job.model.adapter
     if adapter is None:
         return float(shape.params)
-    whole = Layout(lora_rank=adapter.rank, num_lora_targets=len(adapter.targets))
+    whole = Layout(lora_rank=adapter.rank, lora_targets=tuple(adapter.targets))
     return lora_params(shape, whole, Stage(shape.layers, True, True, 1))
 
 

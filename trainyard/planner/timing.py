@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainyard.hardware import Gpu
+from trainyard.planner.adapters import MLP_OUTPUTS
 from trainyard.planner.communication import (
     EFA,
     Fabric,
@@ -28,7 +29,6 @@ from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES, state_bytes
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_params, stages
-from trainyard.planner.trainer_layers import MLP_OUTPUTS
 
 PCIE_BYTES_PER_SECOND = 24e9
 """One way between a host's memory and a GPU: what 16 lanes of PCIe 4 give in practice."""
@@ -38,9 +38,6 @@ PROCESSORS = {"volta": 80, "turing": 40, "ampere": 108, "ada": 142, "hopper": 13
 
 EARLY = 2023.0
 """Frameworks before this year waited for their collectives to end, data parallelism's too, and fused fewer kernels."""
-
-LAYER_OUTPUTS = MLP_OUTPUTS | {"c_proj"}
-"""Names of a layer's last projection: GPT-2's attention has one of that name too."""
 
 ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj"})
 """The same of layers that are attention or a state space model alone."""
@@ -439,7 +436,7 @@ class _Rank:
         nobody has).
         """
         shape, layout = self.shape, self.layout
-        outputs = LAYER_OUTPUTS | ATTENTION_OUTPUTS if shape.is_hybrid else LAYER_OUTPUTS
+        outputs = MLP_OUTPUTS | ATTENTION_OUTPUTS if shape.is_hybrid else MLP_OUTPUTS
         is_adapted = layout.method == "lora" and not outputs.isdisjoint(layout.lora_targets)
         is_narrow = layout.method == "qlora" or (layout.precision == "fp8" and layout.library == "trainyard")
         is_read = shape.norms_per_layer >= 4 or shape.dropout or layout.dropout

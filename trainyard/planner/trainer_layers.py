@@ -9,16 +9,22 @@ they read.
 from dataclasses import dataclass
 from functools import cached_property
 
+from trainyard.planner.adapters import (
+    ATTENTION_INPUTS,
+    ATTENTION_OUTPUTS,
+    HEADS,
+    LATENT_INPUTS,
+    MLP_INPUTS,
+    MLP_OUTPUTS,
+)
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 
 NORM_BACKWARD_BYTES = 20
 """Of an element, while an RMS norm written out in fp32 (`LlamaRMSNorm`) is differentiated: five tensors."""
 
-ATTENTION_INPUTS = frozenset({"q_proj", "k_proj", "v_proj", "c_attn", "query_key_value"})
-MLP_INPUTS = frozenset({"gate_proj", "up_proj", "c_fc", "dense_h_to_4h", "fc1"})
-MLP_OUTPUTS = frozenset({"down_proj", "dense_4h_to_h", "fc2"})
-"""Names of adapted layers, by what they read."""
+LOSS_PART_TOKENS = 2048
+"""Positions of whole logits of 16 bits whose loss the trainer makes at one time (`losses/token_loss.py`)."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,8 @@ class TrainerLayers:
             width = 3.0 * query + 2.0 * query * layout.context
         elif shape.fused_qkv and not shape.learned_positions:
             # One product whose values are a view of it; queries and keys rotated, so that the output has to be copied.
-            width = 3.0 * query + 4.0 * query
+            width = query + 2.0 * key + 2.0 * query + key
+            width += query * (not self.is_frozen or self._adapts(ATTENTION_OUTPUTS))
         else:
             width = 2.0 * query + 2.0 * key
         if shape.qk_norm_per_head:
@@ -184,7 +191,10 @@ class TrainerLayers:
     def _latent_norms(self) -> float:
         """Latents' norms, in elements of a token: inputs in float32, normalized values and outputs."""
         latents = self.shape.q_lora_rank + self.shape.kv_lora_rank
-        return latents * (4.0 / self.element + (1.0 if self.is_frozen else 2.0))
+        if not self.is_frozen:
+            return latents * (4.0 / self.element + 2.0)
+        read = sum(getattr(self.shape, LATENT_INPUTS[name]) for name in LATENT_INPUTS.keys() & self.layout.lora_targets)
+        return latents * 4.0 / self.element + read
 
     @cached_property
     def mlp_bytes(self) -> float:
@@ -222,8 +232,8 @@ class TrainerLayers:
 
     @property
     def _router_bytes(self) -> float:
-        """Scores in float32, and a copy of what the router reads where that is in float32 too."""
-        copied = self.hidden * 4 * (self.shape.wide_router and self.element < 4)
+        """Scores in float32, and a copy of what the router reads where that is in float32 too, for its gradient."""
+        copied = self.hidden * 4 * (self.shape.wide_router and self.element < 4 and not self.is_frozen)
         return self.tokens * 4 * self.shape.experts + copied
 
     @property
@@ -297,7 +307,7 @@ class TrainerLayers:
             qkv = 2.0 * shape.query_dim + shape.value_dim + shape.heads * shape.rope_dim
             qkv += (shape.q_lora_rank + shape.kv_lora_rank + shape.rope_dim) * layout.tensor
         else:
-            qkv = 3 * shape.query_dim if shape.fused_qkv else shape.query_dim + 2 * shape.kv_dim
+            qkv = shape.query_dim + 2 * shape.kv_dim
         split = qkv + shape.value_dim + width * (2 if shape.gated_mlp else 1)
         each = self.tokens / layout.tensor
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
@@ -310,7 +320,7 @@ class TrainerLayers:
         """The last norm, over all of a rank's tokens: tensor parallelism has gathered them."""
         input_bytes = 4 if self.shape.norm == "rms" else self.residual_element
         normalized = self.residual_element if self.shape.norm == "rms" and not self.is_frozen else 0
-        output = 0 if self.is_frozen else self.residual_element
+        output = 0 if self.is_frozen and not self._adapts(HEADS) else self.residual_element
         return self.hidden * (max(input_bytes, self.residual_element) + normalized + output)
 
     @cached_property
@@ -324,9 +334,10 @@ class TrainerLayers:
 
     @property
     def loss_is_in_head(self) -> bool:
-        """The trainer's rule (`losses/head.py`): by chunks, or by one where ranks share the vocabulary."""
+        """The trainer's rule (`losses/head.py`): by chunks, or by one where ranks share the vocabulary; not of a head
+        with an adapter."""
         chunk = self.layout.loss_chunk_tokens
-        return chunk is not None and (self._head_split > 1 or self.tokens > chunk)
+        return chunk is not None and not self._adapts(HEADS) and (self._head_split > 1 or self.tokens > chunk)
 
     @cached_property
     def loss_bytes(self) -> float:
@@ -336,11 +347,19 @@ class TrainerLayers:
             # Logits, their log-softmax, and two gradients in float32; the logits themselves are let go where they are.
             wide = max(4, self.element)
             is_kept = self.element < wide or self.layout.pipeline > 1
+            if self.element < wide and self.tokens > LOSS_PART_TOKENS:
+                return self._parts_of_logits_bytes(LOSS_PART_TOKENS / self.tokens)
             return self.tokens * self.shape.vocab * (3 * wide + self.element * is_kept)
         chunk = min(float(self.layout.loss_chunk_tokens or 0), self.tokens)
         is_one = self.tokens <= (self.layout.loss_chunk_tokens or 0)
         logits = chunk * entries * (4 + (self.element if self.element < 4 else 0))
         return logits + self.hidden * self.residual_element + self._head_gradient_bytes(is_one=is_one)
+
+    def _parts_of_logits_bytes(self, part: float) -> float:
+        """Whole logits of 16 bits, whose loss is made of one such part at a time: the last part's, beside the others'
+        gradients; or the gradients of all, and put together, as an adapted head's own logits in the forward pass."""
+        last = 12 * part + self.element * (1 - part)
+        return self.tokens * self.shape.vocab * (self.element + max(last, 2 * self.element))
 
     def _head_gradient_bytes(self, *, is_one: bool) -> float:
         """The head's gradient, summed over chunks in float32, and the next one to be added."""

@@ -9,6 +9,7 @@ one it is depends on the sizes, so each is reckoned, and the largest is the answ
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainyard.planner.adapters import adapter_params
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams
@@ -315,8 +316,7 @@ class _Step:
         return self._root * layers.element + gathered * layers.weight_element
 
     def _adapters(self) -> float:
-        layout, shape = self._layout, self._shape
-        return shape.layers * adapter_params(shape, layout)
+        return adapter_params(self._shape, self._layout, self._stage.layers, has_head=self._stage.head)
 
     def _weights_and_gradients(self, number: int, made: float, before: float) -> float:
         """In a backward pass: this layer and the next, the gradients that it made, those of the one `before` on their
@@ -341,26 +341,3 @@ class _Step:
         if self._stage.embedding:
             passes = passes * (layout.chunks - 1) / (2 * layout.chunks)
         return (passes + (0 if self._stage.head and layout.chunks == 1 else 1)) * self._layers.whole_hidden_bytes
-
-
-def adapter_params(shape: ModelShape, layout: Layout) -> float:
-    """Parameters of one layer's adapters, each of its two matrices by the sizes of what it is put beside."""
-    query, key, hidden, ffn = shape.query_dim, shape.kv_dim, shape.hidden, shape.ffn
-    sizes = {
-        "q_proj": hidden + query,
-        "k_proj": hidden + key,
-        "v_proj": hidden + key,
-        "o_proj": query + hidden,
-        "gate_proj": hidden + ffn,
-        "up_proj": hidden + ffn,
-        "down_proj": ffn + hidden,
-        "fc1": hidden + ffn,
-        "fc2": ffn + hidden,
-        "c_attn": hidden + 3 * query,
-        "query_key_value": hidden + 3 * query,
-        "dense": query + hidden,
-        "c_fc": hidden + ffn,
-        "dense_h_to_4h": hidden + ffn,
-        "dense_4h_to_h": ffn + hidden,
-    }
-    return float(sum(layout.lora_rank * sizes.get(name, 2 * hidden) for name in layout.lora_targets))

@@ -1,0 +1,74 @@
+"""The linear layers that adapters are put beside, by the names that transformers' models give them: what each reads,
+and how large an adapter's two matrices are.
+
+A mean over a model's layers: of a mixture's, those with an ordinary feed-forward block have a `gate_proj`, and those
+with a shared expert one of its width.
+"""
+
+from trainyard.planner.layout import Layout
+from trainyard.planner.shapes import ModelShape
+
+ATTENTION_INPUTS = frozenset(
+    {
+        *("q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv"),
+        *("q_a_proj", "kv_a_proj_with_mqa"),
+    }
+)
+"""They read what the norm before attention gives."""
+ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "dense", "c_proj"})
+"""They read what attention gives."""
+LATENT_INPUTS = {"q_b_proj": "q_lora_rank", "kv_b_proj": "kv_lora_rank"}
+"""They read what the norm of a latent gives, and its width."""
+MLP_INPUTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "c_fc", "dense_h_to_4h", "fc1", "fc_in"})
+"""They read what the norm before the feed-forward block gives."""
+MLP_OUTPUTS = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})
+"""They read what is inside of that block. GPT-2's attention ends in a `c_proj` too."""
+HEADS = frozenset({"lm_head", "embed_out"})
+"""The output projection: once in a model, not in each layer."""
+
+
+def adapter_params(shape: ModelShape, layout: Layout, layers: float, *, has_head: bool) -> float:
+    """Parameters of the adapters of so many layers, and of the head's."""
+    sizes = _sizes(shape)
+    # What this page has no name for: a square matrix in each layer.
+    each = sum(sizes.get(name, 2.0 * shape.hidden) for name in layout.lora_targets if name not in HEADS)
+    head = has_head * (shape.hidden + shape.vocab) * len(HEADS.intersection(layout.lora_targets))
+    return layout.lora_rank * (layers * each + head)
+
+
+def _sizes(shape: ModelShape) -> dict[str, float]:
+    """Inputs and outputs of all layers of a name, of one layer of the model."""
+    hidden, block = shape.hidden, _block(shape, 1)
+    found = dict.fromkeys(MLP_INPUTS | MLP_OUTPUTS, block) | {"gate_up_proj": _block(shape, 2)}
+    share = shape.num_attentions / shape.layers
+    found |= {name: share * size for name, size in _attention_sizes(shape).items()}
+    found["c_proj"] = share * (shape.value_dim + hidden) + block
+    if shape.is_hybrid:
+        mamba = shape.mamba_layers / shape.layers
+        mixed = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
+        found["in_proj"] = mamba * (hidden + shape.mamba_inner + mixed + shape.mamba_heads)
+        found["out_proj"] = mamba * (shape.mamba_inner + hidden)
+    return found
+
+
+def _attention_sizes(shape: ModelShape) -> dict[str, float]:
+    hidden, key = shape.hidden, shape.kv_dim
+    queries = shape.heads * (shape.head_dim + shape.rope_dim)
+    return {
+        "q_proj": hidden + queries,
+        **dict.fromkeys(("k_proj", "v_proj"), hidden + key),
+        **dict.fromkeys(("o_proj", "out_proj", "dense"), shape.value_dim + hidden),
+        **dict.fromkeys(("c_attn", "query_key_value", "qkv_proj", "Wqkv"), hidden + shape.query_dim + 2 * key),
+        "q_a_proj": hidden + shape.q_lora_rank,
+        "q_b_proj": shape.q_lora_rank + queries,
+        "kv_a_proj_with_mqa": hidden + shape.kv_lora_rank + shape.rope_dim,
+        "kv_b_proj": shape.kv_lora_rank + shape.query_dim + shape.value_dim,
+    }
+
+
+def _block(shape: ModelShape, tensors: int) -> float:
+    """Of a feed-forward block one projection's inputs and outputs, `tensors` times as wide as the block."""
+    hidden = shape.hidden
+    dense = shape.num_mlps * (hidden + tensors * shape.ffn)
+    shared = shape.moe_layers * (hidden + tensors * shape.shared_ffn) if shape.shared_ffn else 0
+    return (dense + shared) / shape.layers
