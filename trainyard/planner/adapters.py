@@ -17,8 +17,8 @@ ATTENTION_INPUTS = frozenset(
 """They read what the norm before attention gives."""
 ATTENTION_OUTPUTS = frozenset({"o_proj", "out_proj", "dense", "c_proj"})
 """They read what attention gives."""
-LATENT_INPUTS = {"q_b_proj": "q_lora_rank", "kv_b_proj": "kv_lora_rank"}
-"""They read what the norm of a latent gives, and its width."""
+QUERY_LATENT_INPUTS, KEY_LATENT_INPUTS = frozenset({"q_b_proj"}), frozenset({"kv_b_proj"})
+"""They read what the norm of a latent gives."""
 MLP_INPUTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "c_fc", "dense_h_to_4h", "fc1", "fc_in"})
 """They read what the norm before the feed-forward block gives."""
 MLP_OUTPUTS = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})

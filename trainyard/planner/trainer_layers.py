@@ -13,9 +13,10 @@ from trainyard.planner.adapters import (
     ATTENTION_INPUTS,
     ATTENTION_OUTPUTS,
     HEADS,
-    LATENT_INPUTS,
+    KEY_LATENT_INPUTS,
     MLP_INPUTS,
     MLP_OUTPUTS,
+    QUERY_LATENT_INPUTS,
 )
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
@@ -193,7 +194,8 @@ class TrainerLayers:
         latents = self.shape.q_lora_rank + self.shape.kv_lora_rank
         if not self.is_frozen:
             return latents * (4.0 / self.element + 2.0)
-        read = sum(getattr(self.shape, LATENT_INPUTS[name]) for name in LATENT_INPUTS.keys() & self.layout.lora_targets)
+        read = self.shape.q_lora_rank * self._adapts(QUERY_LATENT_INPUTS)
+        read += self.shape.kv_lora_rank * self._adapts(KEY_LATENT_INPUTS)
         return latents * 4.0 / self.element + read
 
     @cached_property
