@@ -135,6 +135,13 @@ def _roles(tenant: TenantScope, use: KeyUse) -> list[iam.PolicyStatement]:
         grants = statement("TrainingVolumes", use.volumes, ["kms:CreateGrant"])
         grants.add_conditions(on_volumes)
         statements.append(grants)
+        # HyperPod also looks at the key as the role (SageMaker developer guide, "Customer managed AWS KMS key
+        # encryption for SageMaker HyperPod"); readers and writers may anyway.
+        unseen = tuple(role for role in use.volumes if role not in (*use.readers, *use.writers))
+        if unseen:
+            look = statement("SeeVolumesKey", unseen, ["kms:DescribeKey"])
+            look.add_conditions({"StringEquals": on_volumes["StringEquals"]})
+            statements.append(look)
     if use.each_job and tenant.isolates_jobs:
         statements.append(_each_job(tenant, "EachJob", use.each_job, {}))
         if use.volumes:

@@ -53,6 +53,7 @@ WILDCARDS = {
     **TRACKING_WILDCARDS,
     "CountViolations": "PutMetricData has no resource; the condition holds it to the tenant's namespace.",
     "CreateTrainingLogGroup": SHARED_GROUP,
+    "FindFileSystem": "DescribeFileSystems has no resource: it shows that file systems exist, and nothing in them.",
     "FindJobRoles": "ListRoles has no resource: it shows that roles exist; the function looks at those of its path.",
     "FindLogs": SHARED_GROUP,
     "FindQueuedJobs": "ListServiceJobs has no resource: it shows names and states of a queue's jobs, no requests.",
@@ -176,6 +177,7 @@ def _hyperpod(tenant: TenantScope, resources: TenantResources) -> list[Statement
         allow("FindScript", ["s3:ListBucket"], [data.bucket_arn], listing),
         *be_hyperpod(tenant, vpc_id=vpc, scripts=data.arn_for_objects(f"{SCRIPTS_FOLDER}/*")),
         _volumes(resources),
+        allow("SeeVolumesKey", ["kms:DescribeKey"], [resources.keys.checkpoints.key_arn]),
         *_network_interfaces(tenant, resources.network),
     ]
 
@@ -220,7 +222,7 @@ def _work(tenant: TenantScope, resources: TenantResources) -> list[Statement]:
             ["ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"],
             [resources.images.repository_arn],
         ),
-        allow("FindFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
+        allow("FindFileSystem", ["fsx:DescribeFileSystems"], ANYTHING),
         *log_runs(tenant),
     ]
 
@@ -418,7 +420,6 @@ def _launcher(tenant: TenantScope, resources: TenantResources) -> list[Statement
         allow("UseDataKey", READ_WRITE, [keys.data.key_arn, keys.artifacts.key_arn]),
         allow("DecryptCheckpoints", READ, [keys.checkpoints.key_arn]),
         *_read_logs(tenant, resources),
-        allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         allow("SeeImage", ["ecr:DescribeImages"], [resources.images.repository_arn]),
         *open_shells(tenant),
         *track_jobs(tenant),
@@ -456,7 +457,6 @@ def _auditor(tenant: TenantScope, resources: TenantResources) -> list[Statement]
             [tenant.role_pattern],
         ),
         *_read_logs(tenant, resources),
-        allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         _see_account(),
     ]
 
@@ -491,7 +491,6 @@ def _operator(tenant: TenantScope, resources: TenantResources) -> list[Statement
         *_leave_queue(tenant),
         allow("ReadContract", ["ssm:GetParameter", "ssm:GetParameters"], parameter_arns(tenant)),
         *_read_logs(tenant, resources),
-        allow("SeeFileSystem", ["fsx:DescribeFileSystems"], [_file_system_arn(tenant, resources)]),
         _see_account(),
     ]
 
@@ -510,10 +509,6 @@ def _tracking(resources: TenantResources) -> list[Statement]:
 def _see_models(tenant: TenantScope) -> Statement:
     actions = ["sagemaker:DescribeModelPackage", "sagemaker:DescribeModelPackageGroup", "sagemaker:ListModelPackages"]
     return allow("SeeModels", actions, [tenant.model_packages, tenant.model_package_groups])
-
-
-def _file_system_arn(tenant: TenantScope, resources: TenantResources) -> str:
-    return tenant.arn("fsx", f"file-system/{resources.file_system.resource.ref}")
 
 
 def parameter_arns(tenant: TenantScope) -> list[str]:
@@ -549,6 +544,7 @@ def _see_account() -> Statement:
             "ec2:DescribeSecurityGroups",
             "ec2:DescribeSubnets",
             "ec2:DescribeVpcs",
+            "fsx:DescribeFileSystems",
             "sagemaker:ListTrainingJobs",
             "servicequotas:GetServiceQuota",
             "servicequotas:ListServiceQuotas",

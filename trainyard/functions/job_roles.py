@@ -184,11 +184,10 @@ def _image_and_files(contract: Mapping[str, Any]) -> list[dict[str, Any]]:
     place = f"{contract['region']}:{contract['account']}"
     pull = ["ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
     repository = f"arn:aws:ecr:{place}:repository/trainyard-{contract['environment']}"
-    files = f"arn:aws:fsx:{place}:file-system/{contract['file_system']['id']}"
     return [
         _allow("LogInToRegistry", ["ecr:GetAuthorizationToken"], ["*"]),
         _allow("PullImage", pull, [repository]),
-        _allow("FindFileSystem", ["fsx:DescribeFileSystems"], [files]),
+        _allow("FindFileSystem", ["fsx:DescribeFileSystems"], ["*"]),
     ]
 
 
