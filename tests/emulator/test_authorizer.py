@@ -237,6 +237,18 @@ def test_an_attached_managed_policy_counts_in_its_default_version(site: Site, na
     assert "s3:ListAllMyBuckets" in refusal(s3.list_buckets)
 
 
+def test_what_has_no_resource_is_allowed_on_all_or_not_at_all(site: Site, name: str) -> None:
+    fsx = site.make_client(site.assume(site.role(name)), "fsx")
+
+    def told(resource: str) -> str:
+        document = policy(allow("fsx:DescribeFileSystems", resource))
+        site("iam").put_role_policy(RoleName=name, PolicyName="own", PolicyDocument=document)
+        return refusal(fsx.describe_file_systems)
+
+    assert "fsx:DescribeFileSystems" in told(f"arn:aws:fsx:us-east-1:{ACCOUNT}:file-system/*")
+    assert told("*") == ""
+
+
 def test_a_session_policy_narrows(site: Site, tenants: Tenants) -> None:
     acme, _ = tenants
     narrow = site.assume(acme.role_arn, Policy=policy(allow(["s3:GetObject", "kms:Decrypt"])))

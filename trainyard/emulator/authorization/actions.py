@@ -99,9 +99,9 @@ _RESOURCES: dict[str, dict[str, str]] = {
         "DescribeRepositories": "repository/{repositoryNames|*}",
     },
     "fsx": {
-        "DescribeFileSystems": "file-system/{FileSystemIds|*}",
-        "DescribeDataRepositoryAssociations": "association/{AssociationIds|*}",
-        **_each("task/*", "CreateDataRepositoryTask DescribeDataRepositoryTasks"),
+        # None of the three has a resource in the service authorization reference, though it is asked about named ones.
+        **_each(_ANY, "DescribeFileSystems DescribeDataRepositoryAssociations DescribeDataRepositoryTasks"),
+        "CreateDataRepositoryTask": "task/*",
         "ListTagsForResource": "={ResourceARN}",
     },
     "batch": {
