@@ -5,6 +5,7 @@ import re
 
 from aws_cdk.region_info import RegionInfo
 
+from stacks.constructs.network import most_zones
 from trainyard.errors import InputError
 from trainyard.hardware import instance, network_interfaces
 from trainyard.spec.cluster import ClusterSpec
@@ -56,6 +57,18 @@ def _check_zones(environment: EnvironmentSpec) -> None:
         raise InputError(
             f"environment {environment.name}: availability_zones names {', '.join(twice)} twice; an endpoint takes one "
             "subnet per zone, so name each zone once"
+        )
+    taking, prefix = environment.endpoint_zones, environment.network.vpc_prefix_length
+    if not taking:
+        raise InputError(
+            f"environment {environment.name}: availability_zones names Local Zones alone, which take no endpoints; "
+            f"name one of the region's own zones beside them, e.g. {environment.region}a"
+        )
+    if len(taking) > most_zones(prefix):
+        raise InputError(
+            f"environment {environment.name}: availability_zones names {len(taking)} zones, and a tenant's /{prefix} "
+            f"has endpoint subnets for {most_zones(prefix)}; name fewer, or take a smaller network.vpc_prefix_length "
+            "before the first deployment"
         )
 
 

@@ -55,6 +55,11 @@ EFA_SERVERS = {
 }
 
 
+def most_zones(vpc_prefix_length: int) -> int:
+    """For endpoints in one half of a VPC: AWS has no subnet smaller than /28."""
+    return int(2 ** (28 - (vpc_prefix_length + 1)))
+
+
 def subnet_blocks(vpc_cidr: str, num_zones: int) -> tuple[str, list[str]]:
     """The VPC's first half for training, and one equal piece of the other half per zone for endpoints.
 
@@ -62,12 +67,12 @@ def subnet_blocks(vpc_cidr: str, num_zones: int) -> tuple[str, list[str]]:
     """
     training, rest = ipaddress.IPv4Network(vpc_cidr).subnets(prefixlen_diff=1)
     pieces = list(rest.subnets(prefixlen_diff=max(0, (num_zones - 1).bit_length())))
-    assert pieces[0].prefixlen <= 28, f"AWS has no subnet smaller than /28; {vpc_cidr} can't serve {num_zones} zones"
+    assert num_zones <= most_zones(rest.prefixlen - 1), "checked before synthesis"
     return str(training), [str(piece) for piece in pieces[:num_zones]]
 
 
 class TenantNetwork(Construct):
-    """VPC without gateway or NAT; one training subnet in the first zone; endpoints in all zones."""
+    """VPC without gateway or NAT; one training subnet in the first zone; endpoints in all zones that take them."""
 
     vpc: ec2.Vpc
     training_subnet: ec2.PrivateSubnet
@@ -96,11 +101,12 @@ class TenantNetwork(Construct):
             restrict_default_security_group=False,  # would need a custom resource's Lambda; nothing uses that group
         )
         acknowledge(self.vpc, DEFAULT_GROUP)
-        training_block, endpoint_blocks = subnet_blocks(cidr, len(zones))
+        endpoint_zones = tenant.environment.endpoint_zones
+        training_block, endpoint_blocks = subnet_blocks(cidr, len(endpoint_zones))
         self.training_subnet = self._subnet("Training", zones[0], training_block)
         endpoint_subnets = [
             self._subnet(f"Endpoints{number}", zone, block)
-            for number, (zone, block) in enumerate(zip(zones, endpoint_blocks, strict=True), start=1)
+            for number, (zone, block) in enumerate(zip(endpoint_zones, endpoint_blocks, strict=True), start=1)
         ]
         self._make_training_group()
         self._make_file_system_group(efa=tenant.spec.file_system.efa)

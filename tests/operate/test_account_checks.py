@@ -73,6 +73,27 @@ def test_zones(account: Any, environment: EnvironmentSpec) -> None:
     assert (level, finding) == ("fail", "not available: us-east-1a (none), us-east-1b (none)") and "us-east-1c" in mend
 
 
+def test_endpoints_are_offered_in_the_zones_that_get_them(account: Any, environment: EnvironmentSpec) -> None:
+    names = [f"com.amazonaws.us-east-1.{name}" for name in ENDPOINT_SERVICES if name != "s3"]
+
+    def offered(zones: dict[str, list[str]]) -> dict[str, Any]:
+        both = ["us-east-1a", "us-east-1b"]
+        return {"ServiceDetails": [{"ServiceName": name, "AvailabilityZones": zones.get(name, both)} for name in zones]}
+
+    whole = {name: ["us-east-1a", "us-east-1b", "us-east-1c"] for name in names}
+    local = environment.model_copy(update={"availability_zones": ("us-east-1a", "us-east-1-dfw-2a", "us-east-1b")})
+    for _ in range(2):
+        account.says("ec2", "describe_vpc_endpoint_services", offered(whole))
+    assert one(account_checks.endpoint_services(account, environment)) == ("pass", "8 in us-east-1a, us-east-1b", "")
+    assert one(account_checks.endpoint_services(account, local))[0] == "pass", "a Local Zone gets none"
+    account.says("ec2", "describe_vpc_endpoint_services", offered(whole | {names[0]: ["us-east-1a"]}))
+    level, finding, mend = one(account_checks.endpoint_services(account, environment))
+    assert (level, finding) == ("fail", f"not offered: {names[0]} in us-east-1b") and "availability_zones" in mend
+    account.says("ec2", "describe_vpc_endpoint_services", offered({name: whole[name] for name in names[1:]}))
+    level, finding, _ = one(account_checks.endpoint_services(account, environment))
+    assert (level, finding) == ("warn", f"EC2 names none such: {names[0]}")
+
+
 def test_offerings_of_the_zone_where_training_runs(account: Any, environment: EnvironmentSpec) -> None:
     def offered(zone: str) -> dict[str, Any]:
         return {"InstanceTypeOfferings": [{"InstanceType": "p5.4xlarge", "Location": zone}]}
@@ -219,14 +240,17 @@ def test_what_is_not_answered_is_said_and_never_passed(
         *(("ecr", "describe_images"), ("iam", "simulate_principal_policy")),
     ):
         account.says(service, operation, code)
-    for operation in ("describe_availability_zones", "describe_instance_type_offerings", "describe_vpc_endpoints"):
+    for operation in (
+        *("describe_availability_zones", "describe_vpc_endpoint_services", "describe_instance_type_offerings"),
+        "describe_vpc_endpoints",
+    ):
         account.says("ec2", operation, code)
     asked: list[Callable[[], Iterable[Check]]] = [
         lambda: account_checks.of_environment(account, environment),
         lambda: account_checks.of_tenant(account, contract, None, IMAGE),
     ]
     found = [check for question in asked for check in question()]
-    assert len(found) == 8
+    assert len(found) == 9
     for check in found:
         assert check.level == "warn" and check.finding.startswith("not known: ") and check.mend, check
 

@@ -242,6 +242,39 @@ def test_a_region_that_is_none_is_refused(environments: dict[str, Any]) -> None:
         check_environment(_changed(environments, {"region": "us-wset-2", "availability_zones": ["us-wset-2a"]}))
 
 
+def test_more_zones_than_a_network_has_endpoint_subnets_for_are_refused(environments: dict[str, Any]) -> None:
+    changes = {
+        "availability_zones": [f"us-east-1{letter}" for letter in "abcdefghi"],
+        "network": {"cidr": "10.64.0.0/16", "vpc_prefix_length": 24},
+    }
+    with pytest.raises(InputError, match="names 9 zones, and a tenant's /24 has endpoint subnets for 8; name fewer"):
+        check_environment(_changed(environments, changes))
+    changes["availability_zones"] = changes["availability_zones"][:8]
+    check_environment(_changed(environments, changes))
+
+
+def test_a_local_zone_may_hold_training_and_gets_no_endpoint(synthesize: Any, environments: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="names Local Zones alone, which take no endpoints"):
+        check_environment(_changed(environments, {"availability_zones": ["us-east-1-dfw-2a"]}))
+    zones = ["us-east-1-dfw-2a", "us-east-1b"]
+    tenants = {"acme": environments["local"].model_dump(mode="json")["tenants"]["acme"]}
+    made = synthesize(_changed(environments, {"availability_zones": zones, "tenants": tenants}))
+    found = made["trainyard-local-acme-foundation"]["Resources"]
+    where = {
+        name: item["Properties"]["AvailabilityZone"]
+        for name, item in found.items()
+        if item["Type"].endswith("::Subnet")
+    }
+    assert sorted(where.values()) == zones
+    used = [
+        subnet["Ref"]
+        for item in found.values()
+        if item["Type"] == "AWS::EC2::VPCEndpoint"
+        for subnet in item["Properties"].get("SubnetIds", [])
+    ]
+    assert used and {where[name] for name in used} == {"us-east-1b"}
+
+
 def test_a_zone_named_twice_is_refused(environments: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="us-east-1a twice"):
         check_environment(_changed(environments, {"availability_zones": ["us-east-1a", "us-east-1a"]}))

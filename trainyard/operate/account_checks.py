@@ -56,6 +56,8 @@ def of_environment(account: Account, environment: EnvironmentSpec) -> Iterator[C
     """Bootstrap, zones, quotas and where the instance types are offered."""
     yield asked("bootstrap", lambda: bootstrap(account, environment), "ssm:GetParameter")
     yield asked("zones", lambda: zones(account, environment), "ec2:DescribeAvailabilityZones")
+    needs = "ec2:DescribeVpcEndpointServices"
+    yield asked("endpoint services", lambda: endpoint_services(account, environment), needs)
     yield asked("offerings", lambda: offerings(account, environment), "ec2:DescribeInstanceTypeOfferings")
     yield from quotas(account, environment)
 
@@ -91,6 +93,34 @@ def zones(account: Account, environment: EnvironmentSpec) -> Check:
 
 def _unavailable(wanted: Iterable[str], states: Mapping[str, str]) -> list[str]:
     return [f"{name} ({states.get(name, 'none')})" for name in wanted if states.get(name) != "available"]
+
+
+def endpoint_services(account: Account, environment: EnvironmentSpec) -> Check:
+    """Whether each service's endpoints are offered in all zones that get them: EC2 refuses an endpoint with a subnet in
+    another zone, half-way through a deployment."""
+    # Without a filter: the whole list is a page or two, and the emulator's EC2 knows no filter here.
+    pages = account.client("ec2").get_paginator("describe_vpc_endpoint_services").paginate()
+    offered = {item["ServiceName"]: set(item["AvailabilityZones"]) for page in pages for item in page["ServiceDetails"]}
+    wanted = _interface_services(environment)
+    lacking = {name: sorted(set(environment.endpoint_zones) - offered[name]) for name in wanted if name in offered}
+    if bad := [f"{name} in {', '.join(zones)}" for name, zones in lacking.items() if zones]:
+        mend = "take those zones out of availability_zones (changing them replaces what is deployed)"
+        return Check("endpoint services", "fail", f"not offered: {'; '.join(bad)}", mend)
+    if unknown := [name for name in wanted if name not in offered]:
+        mend = "take another region, or a tenant without what needs it"
+        return Check("endpoint services", "warn", f"EC2 names none such: {', '.join(unknown)}", mend)
+    return Check("endpoint services", "pass", f"{len(wanted)} in {', '.join(environment.endpoint_zones)}")
+
+
+def _interface_services(environment: EnvironmentSpec) -> list[str]:
+    """The services of which some tenant's network has an interface endpoint, by their whole names."""
+    names = [name for name in ENDPOINT_SERVICES if name != "s3"]
+    clusters = [tenant.cluster for tenant in environment.tenants.values() if tenant.cluster is not None]
+    names += ["ssmmessages"] if clusters else []
+    names += ["pcs"] if any(cluster.engine == "pcs" for cluster in clusters) else []
+    found = [f"com.amazonaws.{environment.region}.{name}" for name in names]
+    tracks = any(tenant.tracking is not None for tenant in environment.tenants.values())
+    return found + ([f"aws.sagemaker.{environment.region}.experiments"] if tracks else [])
 
 
 def offerings(account: Account, environment: EnvironmentSpec) -> Check:

@@ -370,7 +370,8 @@ class EnvironmentSpec(SpecModel):
         json_schema_extra=on_change("replace"),
     )
     availability_zones: tuple[str, ...] = Field(min_length=1, json_schema_extra=on_change("replace"))
-    """The first one is where EFA, FSx and training run; endpoints use all. Synthesis looks nothing up."""
+    """The first one is where EFA, FSx and training run; endpoints use all but Local Zones. Synthesis looks nothing
+    up."""
     emulated: bool = False
     """AWS on this machine (trainyard.emulator) stands in for the account."""
     retain_data: bool = Field(default=True, json_schema_extra=on_change("update"))
@@ -552,6 +553,12 @@ class EnvironmentSpec(SpecModel):
     def encrypts_by_job(self, tenant: str) -> bool:
         """Whether what a job writes is encrypted under keys that KMS gives that job's role alone."""
         return self.tenants[tenant].job_isolation == "key"
+
+    @property
+    def endpoint_zones(self) -> tuple[str, ...]:
+        """The zones that can hold interface endpoints: those of the region itself, no Local Zones (Local Zones user
+        guide, "How AWS Local Zones work", Considerations)."""
+        return tuple(name for name in self.availability_zones if len(name) == len(self.region) + 1)
 
     def most(self, tenant: str) -> dict[str, int]:
         """Instances by type that the tenant's jobs may hold together in the training queues, with borrowed ones."""
