@@ -45,6 +45,7 @@ def test_it_holds(queued: Site) -> None:
     assert proof.open_guard_rails == ()
     assert proof.denied_own == ()
     assert proof.unknown_keys == ()
+    assert proof.foreign_wires == ()
     (listing,) = [line for line in proof.unscopable if line.startswith("batch:ListServiceJobs ")]
     assert {"broker", "launcher", "operator"} <= set(listing.partition("(")[2].rstrip(")").split(", "))
     assert not [line for line in proof.unscopable if line.startswith("batch:DescribeServiceJob")]

@@ -119,6 +119,7 @@ _ATTRIBUTES = frozenset({"DeletionPolicy", "DependsOn", "Metadata", "Properties"
 _OPAQUE = re.compile(
     r"\b(?:[a-z]{2,6}-[0-9a-f]{17}|(?:eni|fs|rtb|sg|subnet|vpc|vpce)-[0-9a-f]{8}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b"
 )
+_HEARD_QUEUES = "EventPattern.detail.jobQueue.prefix"
 _ACCOUNT = re.compile(r"\barn:aws[a-z-]*:[a-z0-9-]+:[a-z0-9-]*:(\d{12}):")
 _BUCKET = re.compile(r"(?:\barn:aws[a-z-]*:s3:::|\bs3://)([a-z0-9][a-z0-9.-]*)")
 
@@ -309,7 +310,9 @@ class _Wiring:
             for name in names:
                 buckets = name.startswith("arn:aws:s3:::")  # _foreign's
                 ours = name in self._owners or f"{name}:*" in self._owners or name in known
-                if not (buckets or ours or name.startswith(measures.own_roles)):
+                # How the names of queues begin, in what a rule hears of; whose jobs those are, _rule holds.
+                begins = where == _HEARD_QUEUES and any(other.startswith(name) for other in self._owners)
+                if not (buckets or ours or begins or name.startswith(measures.own_roles)):
                     yield place.wire(where, name, EVERYBODY, "names what no template makes")
 
     def _owned(self, place: Place) -> Iterator[Wire]:
