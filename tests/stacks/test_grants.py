@@ -10,6 +10,8 @@ from typing import Any
 
 from trainyard.functions.job_roles import job_role_policies
 from trainyard.isolation.account import example_job
+from trainyard.isolation.evaluator import decide
+from trainyard.isolation.needs import Needs
 from trainyard.isolation.proof import resolve_templates
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +92,20 @@ def test_every_allow_of_a_single_jobs_role_gives_what_it_names(
         own = contract.model_dump(mode="json")
         given = job_role_policies(own, example_job(tenant), [f"s3://{contract.buckets.data}/train/"])
         assert list(idle(given)) == []
+
+
+def test_the_proof_sees_a_grant_that_gives_nothing(
+    templates: dict[str, dict[str, Any]], environments: dict[str, Any]
+) -> None:
+    made = json.loads(json.dumps(templates["local"]))
+    for template in made.values():
+        for _, document in documents(template):
+            for statement in document["Statement"]:
+                if statement.get("Sid") == "FindFileSystem":
+                    statement["Resource"] = "arn:aws:fsx:us-east-1:123456789012:file-system/*"
+    account = resolve_templates(made, environments["local"]).account
+    asked = [need for need in Needs(account, "acme").all() if need.request.action == "fsx:DescribeFileSystems"]
+    assert {need.principal: decide(need.request).allowed for need in asked} == {"job": False, "launcher": True}
 
 
 def test_a_grant_that_gives_nothing_would_be_seen() -> None:
