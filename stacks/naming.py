@@ -129,6 +129,11 @@ class TenantScope:
         }
 
     @property
+    def training_queue_prefix(self) -> str:
+        """What the ARNs of all the environment's training queues begin with, and of no other environment's."""
+        return self.arn("batch", f"job-queue/trainyard-{self.environment.name}-")
+
+    @property
     def shares(self) -> list[str]:
         """The tenant's shares of them, which have its name."""
         return [f"{queue}/quota-share/{self.name}" for queue in self.training_queues.values()]
@@ -136,7 +141,7 @@ class TenantScope:
     @property
     def share_pattern(self) -> str:
         """The tenant's shares in all of the environment's queues, for a policy that has no room for each."""
-        return self.arn("batch", f"job-queue/trainyard-{self.environment.name}-*/quota-share/{self.name}")
+        return f"{self.training_queue_prefix}*/quota-share/{self.name}"
 
     @property
     def service_jobs(self) -> str:

@@ -107,7 +107,8 @@ class Broker(Construct):
                     detail={
                         "status": ["SUCCEEDED", "FAILED"],
                         "jobName": [{"prefix": f"{tenant.name}-"}],
-                        "jobQueue": list(tenant.training_queues.values()),
+                        # Not each by name: EventBridge takes 2,048 characters of a pattern, less than 26 queues have.
+                        "jobQueue": [{"prefix": tenant.training_queue_prefix}],
                     },
                 ),
                 targets=[self._sweep("$.detail.jobName")],

@@ -111,7 +111,8 @@ class BudgetMeter(Construct):
         errors, text = self.function.metric_errors(period=EVERY), "the meter fails"
         tell("Blind", metric=errors, description=said(text, logs), periods=3)
         text = "the meter hasn't looked for a quarter of an hour (or never yet)"
-        looks = self._metric("BudgetUsedPercent", "SampleCount")
+        # Lambda's own count: a job of another tenant can write figures into this namespace (docs/isolation.md).
+        looks = self.function.metric_invocations(period=EVERY)
         tell(
             "Silent", metric=looks, description=said(text, logs), periods=3, is_below=True, no_figure=missing.BREACHING
         )
@@ -145,7 +146,8 @@ def meter_settings(tenant: TenantScope) -> dict[str, object]:
         "rates": rates,
         "gpus": gpus_of(kinds),
         "budget": budget.model_dump(mode="json", include={"monthly_usd", "monthly_gpu_hours", "when_spent"}),
-        "queues": sorted(tenant.training_queues.values()) if tenant.queued else [],
+        # Names, which Batch takes as it takes ARNs: Lambda has 4,096 bytes for all of this.
+        "queues": sorted(arn.rpartition("/")[2] for arn in tenant.training_queues.values()) if tenant.queued else [],
     }
 
 

@@ -80,9 +80,10 @@ class JobGuard(Construct):
         self._alarms(tenant, topic)
 
     def metric_violations(self, tenant: TenantScope) -> cloudwatch.Metric:
-        """Jobs that were stopped."""
+        """1 where a job was stopped. The greatest figure, not their sum, which a forged -1 would bring down to nothing:
+        a job of another tenant can write into this namespace (docs/isolation.md)."""
         return cloudwatch.Metric(
-            namespace=_namespace(tenant), metric_name=_metric(tenant), statistic="Sum", period=PERIOD
+            namespace=_namespace(tenant), metric_name=_metric(tenant), statistic="Maximum", period=PERIOD
         )
 
     def _alarms(self, tenant: TenantScope, topic: sns.ITopic) -> None:

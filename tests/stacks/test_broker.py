@@ -69,6 +69,17 @@ def test_of_a_queued_job_the_queue_tells_the_end_by_the_attempts_name(rules: dic
         assert said == ([{"sweep": True, "ended": "language-a"}] if asked else [])
 
 
+def test_its_rules_name_no_queue_by_one_so_that_any_number_fits(rules: dict[str, list[dict[str, Any]]]) -> None:
+    """EventBridge takes 2,048 characters of a pattern."""
+    patterns = [json.dumps(rule["EventPattern"]) for rule in rules["language"] if "EventPattern" in rule]
+    assert any("job-queue" in pattern for pattern in patterns) and not any(QUEUE in pattern for pattern in patterns)
+    kind = "Batch Service Job State Change"
+    elsewhere = QUEUE.replace("trainyard-production-", "trainyard-productiontwo-")
+    assert elsewhere != QUEUE
+    said = told(rules["language"], "aws.batch", kind, jobName="language-a", jobQueue=elsewhere, status="SUCCEEDED")
+    assert said == [], "another environment's queue"
+
+
 def test_each_hour_all_are_looked_at(rules: dict[str, list[dict[str, Any]]]) -> None:
     for name, number in (("language", 2), ("perception", 1)):
         hourly = [rule for rule in rules[name] if rule.get("ScheduleExpression") == "rate(1 hour)"]

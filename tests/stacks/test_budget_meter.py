@@ -41,6 +41,15 @@ def test_it_knows_exact_prices_gpus_and_the_quotas(settings: dict[str, Any]) -> 
     assert settings["prefixes"][0] == "acme-" and settings["queues"] == []
 
 
+def test_queues_are_named_in_few_characters(templates: dict[str, dict[str, Any]]) -> None:
+    """Lambda takes 4,096 bytes of settings, and ARNs of a queue for each of 22 types were more."""
+    resources = templates["production"]["trainyard-production-language-training"]["Resources"].values()
+    variables = [item["Properties"].get("Environment", {}).get("Variables", {}) for item in resources]
+    (text,) = (found["METER"] for found in variables if "METER" in found)
+    queues = json.loads(text)["queues"]
+    assert queues and all(name.startswith("trainyard-production-") for name in queues)
+
+
 def test_types_that_only_other_tenants_have_now_are_priced_too(settings: dict[str, Any]) -> None:
     from trainyard.spec.platform import load_environment
 
@@ -63,7 +72,8 @@ def test_no_figure_is_no_all_clear(account: Any) -> None:
         ("UnpricedJobs-local", "Maximum"): ("ignore", reached),
         ("LongestWaitSeconds-local", "Maximum"): ("notBreaching", reached),
         ("Errors", "Sum"): ("notBreaching", reached),
-        ("BudgetUsedPercent-local", "SampleCount"): ("breaching", "LessThanThreshold"),
+        # Lambda's own count, which no job's log line can add to.
+        ("Invocations", "Sum"): ("breaching", "LessThanThreshold"),
     }
 
 

@@ -252,6 +252,8 @@ def test_a_stopped_job_and_one_that_could_not_be_checked_ring(account: Any) -> N
     ours = {name: item for name, item in alarms.items() if name.startswith("JobGuard")}
     assert {item["MetricName"] for item in ours.values()} == {"JobViolations-local", "Errors"}
     assert all(item["AlarmActions"] and item["Threshold"] == 1 for item in ours.values())
+    (stopped,) = (item for item in ours.values() if item["Namespace"].startswith("trainyard/"))
+    assert stopped["Statistic"] == "Maximum", "a sum would be brought down by a forged figure"
 
 
 def test_breaking_the_glass_is_told(account: Any) -> None:

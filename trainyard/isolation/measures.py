@@ -42,7 +42,9 @@ class Measures:
             "budget": budget.model_dump(mode="json", include={"monthly_usd", "monthly_gpu_hours", "when_spent"}),
             "rates": rates,
             "gpus": {kind: instance(kind).num_gpus for kind in kinds},
-            "queues": sorted(self._queue(kind) for kind in self._kinds) if self._queued else [],
+            "queues": sorted(self.environment.training_queue(kind, self._tenant) for kind in self._kinds)
+            if self._queued
+            else [],
         }
 
     def _broker(self) -> dict[str, Any]:
@@ -141,9 +143,6 @@ class Measures:
     def _prefixes(self) -> list[str]:
         batch = [f"{prefix}{self._tenant}-" for prefix in (BATCH_PREFIX, BATCH_PREFIX.lower()) if self._queued]
         return [f"{self._tenant}-", *batch]
-
-    def _queue(self, kind: str) -> str:
-        return self._arn("batch", f"job-queue/{self.environment.training_queue(kind, self._tenant)}")
 
     def _arn(self, service: str, resource: str) -> str:
         return f"arn:aws:{service}:{self.environment.region}:{self.environment.account}:{resource}"

@@ -20,6 +20,7 @@ _LIMITS = (
     "compare it with a second, independent one. Neither is AWS.",
     "Service control and session policies are not modelled: both can only take rights away. Credentials of people and "
     "of CI that are no tenant's roles are the account's own matter.",
+    "Figures are not held apart: a job's log line can add to a metric of another tenant, and so ring its alarms.",
     "In an attack, every condition key that the request doesn't state is taken to be the caller's choice.",
 )
 
