@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +80,82 @@ def test_whoever_may_save_there_may_ask_who_does(tmp_path: Path, mask: int, fold
     assert (tmp_path / CLAIM_FILE).stat().st_mode & 0o777 == file_mode
 
 
+def test_in_a_folder_of_a_group_that_is_not_this_users_others_may_ask_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchown", refused)
+    for mode, expected in ((0o777, 0o666), (0o2770, 0o666), (0o755, 0o644), (0o700, 0o600)):
+        tmp_path.chmod(mode)
+        Claim(tmp_path, claimant=named("acme-a-1"), report=print).close()
+        assert (tmp_path / CLAIM_FILE).stat().st_mode & 0o777 == expected
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_a_link_there_leaves_what_it_leads_to_alone(tmp_path: Path, link: Any) -> None:
+    folder, private = tmp_path / "shared", tmp_path / "private"
+    folder.mkdir()
+    folder.chmod(0o777)
+    private.write_text("mine")
+    private.chmod(0o600)
+    link(folder / CLAIM_FILE, private)
+    Claim(folder, claimant=named("acme-a-1"), report=print).close()
+    assert private.read_text() == "mine" and private.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pipe_there_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / CLAIM_FILE)
+    monkeypatch.setattr(os, "open", open_as_another(os.open))
+    (tmp_path / CLAIM_FILE).chmod(0o444)
+    Claim(tmp_path, claimant=named("acme-a-1"), report=print).close()
+    assert (tmp_path / CLAIM_FILE).read_text().startswith("acme-a-1 on ")
+
+
+def open_as_another(opened: Any) -> Any:
+    """As a user who owns nothing there: root is refused nothing."""
+
+    def open_as(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_RDWR and path.exists() and not path.stat().st_mode & 0o222:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, flags, *rest)  # type: ignore[no-any-return]
+
+    return open_as
+
+
+def test_of_two_who_replace_a_dead_users_file_one_has_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find that nobody has it; the other one is through when this one removes it."""
+    (tmp_path / CLAIM_FILE).write_text("acme-a-1 on a machine, process 1\n")
+    (tmp_path / CLAIM_FILE).chmod(0o444)
+    monkeypatch.setattr(os, "open", open_as_another(os.open))
+    others: list[Any] = []
+    stack = ExitStack()
+
+    def after_another(remove: Any) -> Any:
+        def late(path: Path, *rest: Any) -> Any:
+            if not others and path.name == CLAIM_FILE:
+                others.append(None)  # nor does the other one wait for a third
+                others.append(stack.enter_context(holder(tmp_path, {"TRAINYARD_JOB_ID": "acme-b-2"})))
+            return remove(path, *rest)
+
+        return late
+
+    for name in ("unlink", "rename"):
+        monkeypatch.setattr(Path, name, after_another(getattr(Path, name)))
+    with stack, pytest.raises(InputError, match=r"acme-b-2 on .* saves there"):
+        Claim(tmp_path, claimant=named("acme-c-3"), report=print, other_seconds=0.3)
+    assert len(others) == 2 and [path.name for path in tmp_path.iterdir()] == [CLAIM_FILE]
+
+
 def test_a_file_that_only_another_user_may_write_keeps_out_while_that_lives_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = os.open
-
-    def open_as_another(path: Any, flags: int, *rest: Any) -> int:
-        if flags & os.O_RDWR and path.exists() and not path.stat().st_mode & 0o222:  # root is refused nothing
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return opened(path, flags, *rest)
-
     with holder(tmp_path, {"TRAINYARD_JOB_ID": "acme-a-1"}) as first:
         (tmp_path / CLAIM_FILE).chmod(0o444)
-        monkeypatch.setattr(os, "open", open_as_another)
+        monkeypatch.setattr(os, "open", open_as_another(os.open))
         with pytest.raises(InputError, match=r"acme-a-1 on .* saves there"):
             Claim(tmp_path, claimant=named("acme-b-2"), report=print, other_seconds=0.3)
         first.kill()
@@ -106,7 +169,8 @@ def test_a_file_that_only_another_user_may_write_keeps_out_while_that_lives_and_
     mine.close()
     # A folder whose files only their owners may remove: who is gone keeps nobody out there either.
     (tmp_path / CLAIM_FILE).chmod(0o444)
-    monkeypatch.setattr(Path, "unlink", lambda path: os.open(path, os.O_RDWR))
+    for name in ("unlink", "rename"):
+        monkeypatch.setattr(Path, name, lambda path, *_: os.open(path, os.O_RDWR))
     Claim(tmp_path, claimant=named("acme-c-3"), report=print, other_seconds=0).close()
 
 

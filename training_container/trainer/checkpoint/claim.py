@@ -6,7 +6,9 @@ Two jobs at one destination would go on from each other's steps, and each remove
 import errno
 import fcntl
 import os
+import secrets
 import socket
+import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +24,8 @@ _OWN_SECONDS = 60.0
 _OTHER_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
 _TAKEN = (errno.EACCES, errno.EAGAIN)
+_AS_IT_LIES = os.O_NOFOLLOW | os.O_NONBLOCK
+"""Not what a link names, which may be a file of this user's that somebody else wants changed; nor wait for a pipe."""
 _NUM_TRIES = 5
 """Of taking a file that others replace meanwhile."""
 
@@ -96,23 +100,29 @@ class Claim:
         self.close()
         with suppress(OSError):
             try:
-                self._descriptor = os.open(self._path, os.O_RDWR)
+                self._descriptor = os.open(self._path, os.O_RDWR | _AS_IT_LIES)
             except FileNotFoundError:
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | _AS_IT_LIES, 0o666)
             except PermissionError:
                 if os.access(self._path.parent, os.W_OK):  # else nothing is saved there
-                    self._descriptor, self._is_writable = os.open(self._path, os.O_RDONLY), False
+                    self._descriptor, self._is_writable = os.open(self._path, os.O_RDONLY | _AS_IT_LIES), False
                 return
-            self._is_writable = True
-            self._admit_others(self._descriptor)
+            found = os.fstat(self._descriptor)
+            # What has another name as well may be anybody's: it is replaced, not written to.
+            self._is_writable = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
+            if self._is_writable and found.st_uid == os.geteuid():
+                self._admit_others(self._descriptor)
 
     def _admit_others(self, descriptor: int) -> None:
         """Whoever may write to the folder may have the file, whatever this user's umask and group are."""
         with suppress(OSError):
-            folder, own = self._path.parent.stat(), os.fstat(descriptor)
-            if own.st_uid == os.geteuid():
+            folder = self._path.parent.stat()
+            mode = folder.st_mode & 0o666
+            try:
                 os.fchown(descriptor, -1, folder.st_gid)
-                os.fchmod(descriptor, folder.st_mode & 0o666)
+            except OSError:  # not this user's group: its members are others to the file
+                mode |= (mode & 0o060) >> 3
+            os.fchmod(descriptor, mode)
 
     def _taken(self) -> str | None:
         """Who has it; None once this process has, or where nobody can."""
@@ -125,18 +135,33 @@ class Claim:
             if not self._is_writable:  # of another user whose process has ended, and who alone may write to it
                 try:
                     if self._is_there():
-                        self._path.unlink()
+                        self._remove()
                 except OSError:  # nor may it go: then it keeps nobody out
                     self.close()
                     return None
             self._open()
         return None
 
+    def _remove(self) -> None:
+        """The file at hand, and no other: one that somebody else has put in its place meanwhile is theirs. OSError."""
+        assert self._descriptor is not None
+        aside = self._path.with_name(f"{CLAIM_FILE}.{os.getpid()}.{secrets.token_hex(4)}")
+        self._path.rename(aside)
+        if not os.path.samestat(aside.lstat(), os.fstat(self._descriptor)):
+            try:
+                os.link(aside, self._path, follow_symlinks=False)
+            except FileExistsError:  # who missed theirs has made another
+                pass
+            except OSError:  # a file system that knows no links
+                aside.rename(self._path)
+                return
+        aside.unlink()
+
     def _is_there(self) -> bool:
         """Whether the file at hand is still the folder's: who found nobody's may have replaced it."""
         assert self._descriptor is not None
         try:
-            return os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+            return os.path.samestat(self._path.lstat(), os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
         except OSError:  # nobody can say
@@ -157,7 +182,7 @@ class Claim:
         return None
 
     def _sign(self, name: str) -> None:
-        if self._descriptor is None:
+        if self._descriptor is None or not self._is_writable:
             return
         with suppress(OSError):  # a full disk costs the name
             os.ftruncate(self._descriptor, 0)
