@@ -3,13 +3,15 @@
 import hashlib
 import json
 import os
+import pathlib
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -67,6 +69,43 @@ def test_nothing_else_is_made_of_it(asked: tuple[Any, ...]) -> None:
         parse_index(pickle.dumps(Calls(*asked)))
     with pytest.raises(ManifestError, match=r"can't be read \(it holds a dict\)"):
         parse_index(pickle.dumps({}))
+
+
+ENCODING = "torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "state"),
+    [
+        (b"cpathlib\nPosixPath\n", b"(N(Vname\nV../../evil\ndt"),
+        (b"cpathlib\nPosixPath\n", b"(Vname\nV../../evil\nd"),
+        (b"ctorch.serialization\n_get_layout\n", b"(N(Vcache\n(dV__code__\nNdt"),
+        (b"ctorch.serialization\n_get_layout\n", b"(Vcache\n(dd"),
+        (b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"(N(V__eq__\nNdt"),
+        (b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n", b"(N(Vsizes\nNdt"),
+        (f"c{ENCODING}".encode(), b"(N(VTORCH_CHANNELS_LAST\nNdt"),
+        (f"c{ENCODING}(I0\ntR".encode(), b"(V_value_\nI7\nd"),
+        (f"cbuiltins\ngetattr\n(c{ENCODING}VTORCH_CHANNELS_LAST\ntR".encode(), b"(N(V_name_\nVevil\ndt"),
+        (b"ctorch\nSize\n", b"(N(V__len__\nNdt"),
+        (b"ctorch\nfloat32\n", b"(N(Vitemsize\nI9\ndt"),
+        (b"ccollections\nOrderedDict\n", b"(N(Vget\nNdt"),
+    ],
+)
+def test_nothing_of_the_process_is_changed_by_it(target: bytes, state: bytes) -> None:
+    """A pickle's BUILD sets attributes of whatever it was given, of classes and functions as well."""
+
+    def of_the_process() -> list[object]:
+        owners = [pathlib.PosixPath, pathlib.PurePosixPath, pathlib.Path, torch.serialization._get_layout]
+        owners += [torch.Size, OrderedDict, metadata._MEM_FORMAT_ENCODING, *metadata._MEM_FORMAT_ENCODING]
+        owners += [
+            one for one in vars(metadata).values() if isinstance(one, type) and one.__module__ == metadata.__name__
+        ]
+        return [dict(vars(owner)) for owner in owners] + [torch.float32.itemsize]
+
+    before = of_the_process()
+    with pytest.raises(ManifestError):
+        parse_index(target + state + b"b.")
+    assert of_the_process() == before
 
 
 def lay(destination: Path, step: int, files: dict[str, bytes]) -> None:
