@@ -591,6 +591,22 @@ def test_the_only_good_one_stays_when_a_save_fails(tmp_path: Path, monkeypatch: 
     assert job.checkpointer.failed_steps == set() and Job(destination, tmp_path).newest() == 2
 
 
+def test_a_step_that_is_trained_again_has_not_failed_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(str(tmp_path / "destination"), tmp_path)
+    with monkeypatch.context() as away:
+        away.setattr(LocalDestination, "put_bytes", _failing(99, permanent=True))
+        job.save(1)
+    job.save(2)
+    with monkeypatch.context() as away:
+        away.setattr(LocalDestination, "put_bytes", _failing(99, permanent=True))
+        job.save(3)
+    assert job.checkpointer.failed_steps == {1, 3}
+    info = job.checkpointer.latest()
+    assert info is not None
+    job.checkpointer.load(info, state(0))
+    assert job.checkpointer.failed_steps == {1}
+
+
 # ---------------------------------------------------------------- failures
 
 

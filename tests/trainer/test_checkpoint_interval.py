@@ -1,5 +1,6 @@
 """checkpoint.every_steps: auto, from the formula to a run; and the best steps, saved when they are seen."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,8 @@ import pytest
 from trainer.checkpoint import Interval, best_interval_seconds
 from trainer.session import Session
 from trainer.strategies import check_supported
-from trainer_testing.text_job import run_trainer, write_job
+from trainer_testing.distributed import finish
+from trainer_testing.text_job import read_until, run_trainer, start_trainer, write_job
 
 from trainyard.errors import InputError
 from trainyard.planner.resolve import resolve
@@ -116,6 +118,31 @@ def test_a_best_step_whose_save_failed_is_made_up_for_by_the_next_best() -> None
     assert not is_saved(6, 2.6) and session._best == 2.5
     session._measure({"loss": 1.0})
     assert not session._is_best, "only what was validated"
+
+
+def test_a_save_that_is_tried_again_says_the_best_that_it_brings() -> None:
+    session = measuring("validation_loss", failed_elsewhere=set())
+    for session.step, loss in ((1, 3.0), (2, 1.0)):
+        session._measure({"loss": 1.0, "validation_loss": loss})
+    session._checkpointer.failed_steps.add(2)
+    session._forget_lost_bests(saved_now=2)
+    assert session._best == 1.0
+    session._forget_lost_bests(saved_now=3)
+    assert session._best == 3.0
+
+
+def test_a_last_save_that_came_at_the_second_try_says_that_it_is_the_best(tmp_path: Path) -> None:
+    job, there = write_job(tmp_path, "single", steps=2, validation_every_steps=2), tmp_path / "shared"
+    there.mkdir()
+    (there / "checkpoints").symlink_to(tmp_path / "nowhere")  # nothing can be written there, and nothing is
+    settings = [f"checkpoint.destination={there}", "checkpoint.keep_best.metric=validation_loss"]
+    (rank,) = start_trainer(1, job, tmp_path / "out", *(word for value in settings for word in ("--set", value)))
+    read_until(rank, "checkpoint step=2 not committed")
+    (there / "checkpoints").unlink()
+    ((code, output),) = finish([rank], timeout_seconds=600)
+    assert code == 0, output
+    extra = json.loads((there / "checkpoints/step-00000002/manifest.json").read_text())["extra"]
+    assert extra["best"] == extra["metrics"]["validation_loss"]
 
 
 def test_of_every_steps_loss_the_best_alone_is_remembered() -> None:

@@ -502,13 +502,18 @@ class Session:
         best = self._job.spec.checkpoint.keep_best
         return best is not None and best.metric != "loss"
 
-    def _forget_lost_bests(self) -> None:
-        """Those whose save failed, on any rank, are not there: the best of the others is what is to be surpassed."""
+    def _forget_lost_bests(self, *, saved_now: int | None = None) -> None:
+        """Those whose save failed, on any rank, are not there: the best of the others is what is to be surpassed.
+
+        `saved_now`: a step that is there in a moment.
+        """
         if not self._has_saves_of_bests:
             del self._bests[:-1]
             return
         failed = self._checkpointer.failed_steps
-        while self._bests and self._checkpointer.is_anywhere(self._bests[-1][0] in failed):
+        while self._bests and self._bests[-1][0] != saved_now:
+            if not self._checkpointer.is_anywhere(self._bests[-1][0] in failed):
+                return
             self._bests.pop()
 
     def is_checkpoint_due(self) -> bool:
@@ -534,7 +539,7 @@ class Session:
 
     def save(self) -> None:
         """Checkpoints everything that the next step depends on, and the metrics so far."""
-        self._forget_lost_bests()
+        self._forget_lost_bests(saved_now=self.step)
         extra = {
             "step": self.step,
             "attempt": self._attempt,
