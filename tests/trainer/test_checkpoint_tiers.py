@@ -9,9 +9,12 @@ import io
 import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -262,9 +265,30 @@ def case_unreadable_when_received(folder: Path) -> dict[str, Any]:
     return {"first": host.said[:1], **host.restore()}
 
 
+@contextmanager
+def no_byte_free(host: Host) -> Iterator[None]:
+    """The second host's disk takes nothing at all."""
+    mkdir, write = Path.mkdir, Path.write_bytes
+
+    def refusing(original: Any) -> Any:
+        def refuse(path: Path, *rest: Any, **options: Any) -> Any:
+            if host.rank == 1 and path.is_relative_to(host.disk):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(path, *rest, **options)
+
+        return refuse
+
+    Path.mkdir, Path.write_bytes = refusing(mkdir), refusing(write)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Path.mkdir, Path.write_bytes = mkdir, write  # type: ignore[method-assign]
+
+
 def case_full_disk(folder: Path) -> dict[str, Any]:
     """One host's disk is full for the second save, which goes to the destination alone, and has room for the third."""
     host = Host(folder)
+    host.checkpoints.latest()
     host.save(1)
     host.checkpoints.take_figures()
     original = checkpointer.free_bytes
@@ -273,12 +297,18 @@ def case_full_disk(folder: Path) -> dict[str, Any]:
         return 1 << 20 if host.rank == 1 and place.is_relative_to(host.disk) else original(place)
 
     checkpointer.free_bytes = free
-    host.save(2)
+    with no_byte_free(host):
+        host.save(2)
     figures = host.checkpoints.take_figures()
     second = {"error": host.checkpoints.last_error, "from": host.restore()["near"], "timed": "local_seconds" in figures}
     checkpointer.free_bytes = original
     host.save(3)
-    return {"second": second, "told": host.said, **host.restore()}
+    told = {"second": second, "told": host.said, **host.restore()}
+    with no_byte_free(host):  # filled in the moment after it was looked at
+        host.save(4)
+    filled = host.checkpoints.last_error, host.said[-2:]
+    host.save(5)
+    return {**told, "filled": filled, "after": host.restore()}
 
 
 def case_emptied(folder: Path) -> dict[str, Any]:
@@ -288,7 +318,7 @@ def case_emptied(folder: Path) -> dict[str, Any]:
     first.save(7)
     dist.barrier()
     if first.rank == 0:
-        shutil.rmtree(first.destination)
+        subprocess.run(f"rm -rf {first.destination}/checkpoints/*", shell=True, check=True)
     dist.barrier()
     host = Host(folder)
     found += [host.checkpoints.latest() is None, host.checkpoints.latest() is None]
@@ -310,7 +340,11 @@ def case_joined_by_anothers_disk(folder: Path) -> dict[str, Any]:
         shutil.rmtree(own)
         shutil.copytree(anothers, own)
     dist.barrier()
-    return host.restore()
+    original = socket.gethostname
+    socket.gethostname = lambda: f"host-{host.rank}"
+    told = host.restore()
+    socket.gethostname = original
+    return told
 
 
 def case_never_written(folder: Path) -> dict[str, Any]:
@@ -469,6 +503,9 @@ def test_a_full_disk_keeps_nothing_from_the_destination_and_is_taken_again_once_
         "free space or give another checkpoint.local_directory; this one goes to the destination alone"
     )
     assert of(played, "full_disk", "step") == [3, 3] and of(played, "full_disk", "near") == [True, True]
+    error, (line, _) = played[0]["full_disk"]["filled"]
+    assert error is None and line.endswith("No space left on device; step 4 goes to the destination alone")
+    assert [(one["step"], one["near"]) for one in of(played, "full_disk", "after")] == [(5, True)] * 2
 
 
 def test_a_destination_that_was_emptied_starts_anew(played: list[dict[str, Any]]) -> None:
@@ -476,15 +513,17 @@ def test_a_destination_that_was_emptied_starts_anew(played: list[dict[str, Any]]
     assert of(played, "emptied", "before") == [["step-00000007"]] * 2, "nothing goes before a save takes its place"
     assert of(played, "emptied", "after") == [["step-00000003"]] * 2
     (line,) = [line for line in played[0]["emptied"]["told"] if "local_directory" in line]
-    assert line.endswith("was emptied: it is left out, and removed by the first save")
+    assert line.endswith("has now: it is left out, and removed by the first save")
     assert of(played, "emptied", "step") == [3, 3] and of(played, "emptied", "near") == [True, True]
 
 
 def test_what_no_upload_outlived_is_still_the_runs(played: list[dict[str, Any]]) -> None:
-    assert of(played, "first_upload_lost", "there") == [[".run"]] * 2
+    assert of(played, "first_upload_lost", "there") == [["run"]] * 2
     assert played[0]["never_written"]["error"] is not None
     for case in ("first_upload_lost", "never_written"):
         assert of(played, case, "step") == [1, 1] and of(played, case, "near") == [True, True]
+    (line, *_) = played[0]["joined_by_anothers_disk"]["said"]
+    assert " keeps on host-1 is of another run than " in line, "the one host, whoever tells it"
     assert of(played, "joined_by_anothers_disk", "step") == [2, 2]
     assert of(played, "joined_by_anothers_disk", "near") == [True, True]
 

@@ -9,7 +9,7 @@ uploading happen behind. Whatever goes wrong there is one line on stdout and in 
 Layout under the destination (a folder or an s3:// prefix):
 
     metrics.jsonl                         attachments, as of the last commit
-    checkpoints/.run                      the run's name, where hosts' own disks are used
+    checkpoints/run                       the run's name, where hosts' own disks are used
     checkpoints/step-00000010/__0_0.distcp, ...   shards, one per rank (torch.distributed.checkpoint)
                               __0_0.distcp.blocks where in it tensors lie, and hashes of their blocks
                               .metadata           its index

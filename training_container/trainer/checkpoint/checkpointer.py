@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -60,8 +61,9 @@ _PATIENT_SAVES = 3
 _PROBE = f"{FOLDER}/.probe"
 """Is written where it isn't known whether anything can be."""
 
-_RUN = f"{FOLDER}/.run"
-"""Is written where the hosts' own disks are used: the run's name, which goes with what is removed to start anew."""
+_RUN = f"{FOLDER}/run"
+"""Is written where the hosts' own disks are used: the run's name. It goes with what is removed to start anew,
+by `rm checkpoints/*` too: no dot."""
 
 _SPACE_MARGIN_BYTES = 16 << 20
 _SPACE_FACTOR = 1.05
@@ -288,7 +290,7 @@ class Checkpointer:
         """Remove now what would go once `step` is committed; the newest good one stays until then."""
         tier = self._saver.tier
         if tier is not None:
-            attempted(lambda: tier.begin(step))  # if that fails, the save itself will tell
+            attempted(lambda: tier.begin(step, only_removes=True))  # if that fails, the save itself will tell
         if self._destination.folder("") is not None:
             self._group.from_first(lambda: self._delivery.prune(step))
         self._group.wait_for_all()
@@ -452,11 +454,13 @@ class Checkpointer:
         DestinationError.
         """
         run = self._group.from_first(self._run_at_destination)
-        (is_anothers,) = self._group.any(tier.is_of_another_run(run))
-        if is_anothers and self._group.rank == 0:
+        own_host = socket.gethostname() if tier.is_of_another_run(run) else None
+        hosts = sorted({host for host in self._group.gather_everywhere(own_host) if host is not None})
+        if hosts and self._group.rank == 0:
+            more = f" and {len(hosts) - 3} more hosts" if len(hosts) > 3 else ""
             self._report(
-                f"checkpoint.local_directory: what {tier.root} keeps is of a run before {self.uri} was emptied: it is"
-                " left out, and removed by the first save"
+                f"checkpoint.local_directory: what {tier.root} keeps on {', '.join(hosts[:3])}{more} is of another run"
+                f" than {self.uri} has now: it is left out, and removed by the first save"
             )
         tier.name_run(run or self._group.from_first(self._begin_run))
         self._is_run_named = True
@@ -512,6 +516,8 @@ class Checkpointer:
             self._saver.tier.bring(local, needs.files | {file + BLOCKS_SUFFIX for file in needs.files})
         self._together(info, lambda: info.fill(needs))
         self._restorer.discard(info)
+        # Those that training comes to again have yet to fail.
+        self.failed_steps = {step for step in self.failed_steps if step <= info.step}
         if local is None or self._is_committed(info.step):
             self.last_committed_step = info.step
         else:

@@ -102,12 +102,15 @@ class LocalTier:
 
         What names none is of a trainer that didn't yet, or of a start that couldn't: that is as good as any.
         """
-        try:
-            own = self._files.get_bytes(_RUN).decode(errors="replace").strip()
-        except (MissingFileError, DestinationError):
-            return False
-        self._is_anothers = own != run
+        own = self._run_kept()
+        self._is_anothers = own is not None and own != run
         return self._is_anothers
+
+    def _run_kept(self) -> str | None:
+        try:
+            return self._files.get_bytes(_RUN).decode(errors="replace").strip()
+        except (MissingFileError, DestinationError):
+            return None
 
     def name_run(self, run: str | None) -> None:
         """What the destination calls the run from now on; None: nothing."""
@@ -115,10 +118,11 @@ class LocalTier:
 
     # ------------------------------------------------------------------ save
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, only_removes: bool = False) -> None:
         """Make room for a step: all but the newest committed one go, promises first. OSError, DestinationError.
 
         At most two steps are on the disk at any time: the one being written, and the one to fall back on.
+        `only_removes`: the step is not written here; the disk may be full to the last byte.
         """
         was_anothers, self._is_anothers = self._is_anothers, False
         if not self.is_first_of_host:
@@ -128,10 +132,12 @@ class LocalTier:
         committed = {found for found in steps if f"{step_folder(found)}/{COMMITTED}" in names and found < step}
         for old in steps - ({max(committed, default=-1)} if not was_anothers else set()):
             self._remove(old)
+        if only_removes:
+            return
         self.folder(step).mkdir(parents=True, exist_ok=True)  # here it shows whether the disk can be written
-        if self._run is not None:
+        if self._run is not None and self._run != self._run_kept():
             self._files.put_bytes(_RUN, f"{self._run}\n".encode())
-        elif was_anothers:
+        elif self._run is None and was_anothers:
             self._files.delete([_RUN])
 
     def _remove(self, step: int) -> None:

@@ -372,7 +372,7 @@ def left_weights(index: Metadata, asked: Iterable[bytes]) -> str | None:
     """Why a checkpoint is of more than all ranks' tensors are (`weights_asked_for`): one line, or None.
 
     Half of a larger model would train on as if it were a model. Of what has no averages nothing is said: buffers, which
-    one version of a model's code keeps and another makes anew.
+    one version of a model's code keeps and another makes anew; nor, therefore, of what SGD trained without momentum.
     """
     weights = _trained_weights(index)
     bits = np.bitwise_or.reduce([np.frombuffer(one, dtype=np.uint8) for one in asked])

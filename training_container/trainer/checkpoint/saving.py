@@ -28,6 +28,7 @@ from trainer.checkpoint.manifest import (
     step_folder,
 )
 from trainer.checkpoint.restore import Retry
+from trainyard.kept_room import FULL
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Saver:
 
     def write_and_commit(self, save: Save) -> str | None:
         """None when the checkpoint is committed, else why not; the same on every rank."""
-        error = self._begin_folders(save.step)
+        error = self._begin_folders(save)
         tier = self._tier_of(save)
         if error is not None:
             return error
@@ -115,17 +116,37 @@ class Saver:
         """Commit at the destination what is on the hosts' own disks: why that failed, or None."""
         return self._begin_destination(save.step) or self._send_and_commit(save, promise)
 
-    def _begin_folders(self, step: int) -> str | None:
+    def _begin_folders(self, save: Save) -> str | None:
         """Remove what an earlier attempt left of this step, its promise first: why that failed, or None.
 
         On the hosts' own disks too, if the save passes them by: what they kept of the step would be taken for it.
         """
-        tier = self.tier
-        if tier is not None:
-            error = _first_of(self._group.gather_everywhere(attempted(lambda: tier.begin(step))))
-            if error is not None:
-                self._give_up_tier(error)
-        return self._begin_destination(step)
+        if self.tier is not None:
+            self._begin_tier(self.tier, save)
+        return self._begin_destination(save.step)
+
+    def _begin_tier(self, tier: LocalTier, save: Save) -> None:
+        """A disk that is full is passed by, for this save, and one that is broken from now on."""
+        full: list[bool] = []
+
+        def begin() -> None:
+            try:
+                tier.begin(save.step, only_removes=save.passes_tier)
+            except (OSError, DestinationError) as error:
+                cause = error if isinstance(error, OSError) else error.__cause__
+                full.append(getattr(cause, "errno", None) in FULL)
+                raise
+
+        said = self._group.gather_everywhere((attempted(begin), full == [True]))
+        error = _first_of([one for one, _ in said])
+        if error is None:
+            return
+        if not all(is_full for one, is_full in said if one is not None):
+            self._give_up_tier(error)
+            return
+        if not save.passes_tier and self._group.rank == 0:
+            self._report(f"checkpoint.local_directory: {error}; step {save.step} goes to the destination alone")
+        save.passes_tier = True
 
     def sweep(self, prefixes: Iterable[str]) -> None:
         """Once a start each, before the first upload there (first rank): what a killed run's uploads left goes."""
