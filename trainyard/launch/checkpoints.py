@@ -13,6 +13,7 @@ from typing import Any
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError, TrainyardError
 from trainyard.launch.checkpoint_files import FOLDER, Files, open_files, sha256
+from trainyard.spec.checkpoint_names import file_name
 from trainyard.spec.retention import Retention
 
 _MARKER = "COMMITTED"
@@ -96,7 +97,7 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         return seen
     try:
         manifest, digest = _manifest(files, folder)
-        shards = tuple((_file_name(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in manifest["shards"])
+        shards = tuple((file_name(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in manifest["shards"])
         extra = dict(manifest["extra"])
         world_size = int(manifest["world_size"])
     except _GoneError as error:
@@ -124,14 +125,6 @@ def _look_at(files: Files, step: int, names: dict[str, int]) -> Checkpoint:
         extra=extra,
         manifest_sha256=digest,
     )
-
-
-def _file_name(given: Any) -> str:
-    """ValueError where it would lead out of the step's folder: a copy would write elsewhere."""
-    name = str(given)
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"{name!r} is no name of a file")
-    return name
 
 
 def _unreadable(checkpoint: Checkpoint, error: TrainyardError) -> Checkpoint:

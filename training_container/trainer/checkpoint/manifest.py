@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import InputError
+from trainyard.spec.checkpoint_names import file_name
 
 FORMAT_VERSION = 1
 FOLDER = "checkpoints"
@@ -112,20 +113,12 @@ def parse_manifest(content: bytes) -> Manifest:
         return Manifest(
             step=int(raw["step"]),
             world_size=int(raw["world_size"]),
-            files=tuple(ShardFile(_file_name(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in raw["shards"]),
+            files=tuple(ShardFile(file_name(s["name"]), int(s["bytes"]), str(s["sha256"])) for s in raw["shards"]),
             extra=dict(raw["extra"]),
             extra_by_rank=dict(raw.get("extra_by_rank", {})),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ManifestError(f"{MANIFEST} can't be read ({type(error).__name__}: {error})") from None
-
-
-def _file_name(given: Any) -> str:
-    """ValueError where it would lead out of the step's folder: whoever reads it may copy the file to their own."""
-    name = str(given)
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"{name!r} is no name of a file")
-    return name
 
 
 def commit_marker(step: int, manifest: bytes, *, replaced: bytes | None = None) -> bytes:
