@@ -12,7 +12,7 @@ from trainyard.launch.contract import read_contract, read_image
 from trainyard.launch.record import CREATED, SUBMITTED, S3RecordStore
 from trainyard.launch.sagemaker_backend import SageMakerBackend
 from trainyard.launch.session import Account, assume
-from trainyard.spec.job import JobSpec, ResolvedJob
+from trainyard.spec.job import JobSpec, ModelSpec, ResolvedJob
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
 
 
@@ -155,3 +155,30 @@ def test_a_foreign_contract_is_refused(
     deployed.client("ssm").put_parameter(Name="/trainyard/test/acme/contract", Value=other, Overwrite=True)
     with pytest.raises(AwsRefusedError, match=r"tenant globex.*which is not where it was read"):
         read_contract(deployed, environment, "acme")
+
+
+def test_a_model_in_the_tenants_bucket_is_planned_by_its_own_configuration(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    config = {**(job.model.config or {}), "num_hidden_layers": 3}
+    s3 = deployed.client("s3")
+    for name in ("own", "llama-3.1-8b"):
+        s3.put_object(Bucket="acme-data", Key=f"models/{name}/config.json", Body=json.dumps(config))
+    sizes = {}
+    for name in ("own", "llama-3.1-8b"):
+        named = job.model_copy(update={"model": ModelSpec(source=f"tenant://models/{name}/")})
+        sizes[name] = launch(named, contract, account=deployed, launcher=deployed).plan["params"]
+    assert sizes["own"] == sizes["llama-3.1-8b"] < 1e6, "its sizes, whatever it is called"
+
+
+def test_a_job_without_a_plan_says_that_nothing_holds_its_memory_and_dollars(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    s3 = deployed.client("s3")
+    s3.put_object(Bucket="acme-data", Key="models/torn/config.json", Body=b"[1, ")
+    named = job.model_copy(update={"model": ModelSpec(source="tenant://models/torn")})
+    said: list[str] = []
+    record = launch(named, contract, account=deployed, launcher=deployed, say=said.append)
+    assert "unplanned" in record.plan
+    (warning,) = [line for line in said if "there is no plan" in line]
+    assert "memory, hours and dollars" in warning and "tenant://models/torn" in warning and "\n" not in warning

@@ -292,11 +292,14 @@ def resume(
     """
     from trainyard.launch import watch
     from trainyard.launch.elastic import reviser
+    from trainyard.launch.model_config import learn_recorded
 
     options = as_given(environment, tenant)
     with _told_what_to_do(options), console(stderr=True).status("resuming") as spinner:
         place, job_id = place_and_id(job, environment, tenant)
         revise = reviser(overrides or [], processes, force=force, needs_price=not place.emulated)
+        if revise is not None:  # which plans anew
+            learn_recorded(place.s3, place.store.read(job_id).record)
         record = watch.resume(
             place.store, place.backend, job_id, revise=revise, force=force, say=teller(spinner), options=options
         )

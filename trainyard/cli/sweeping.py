@@ -25,7 +25,7 @@ from trainyard.errors import InputError, JobFailedError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from trainyard.launch.place import Place
+    from trainyard.launch.place import Place, TenantAccess
     from trainyard.launch.record import JobRecord
     from trainyard.operate.sweep.record import SweepRecord, SweepStore
     from trainyard.operate.sweep.runner import Runner
@@ -250,7 +250,10 @@ class VerbLauncher:
         if self._record.max_cost_usd is None:
             return None
         from trainyard.launch.launcher import planned
+        from trainyard.launch.model_config import learn_model
 
+        if access := self._tenants_access(spec):
+            learn_model(access.launcher.client("s3"), spec, access.contract)
         plan, _ = planned(spec)
         cost = plan.get("cost") or {}
         return cost.get("planned_usd")
@@ -261,10 +264,15 @@ class VerbLauncher:
 
     def _tenants_place(self, spec: "JobSpec") -> "Place | None":
         """Where the tenant's jobs live; None where they are this machine's."""
+        access = self._tenants_access(spec)
+        return None if access is None else access.place
+
+    def _tenants_access(self, spec: "JobSpec") -> "TenantAccess | None":
+        """The tenant, opened; None where the jobs are this machine's."""
         from trainyard.launch.place import open_tenant
 
         deployed = None if spec.tenant is None else tenants_environment(spec, self._record.environment)
-        return None if deployed is None else open_tenant(deployed, spec.tenant, f"job {spec.name}").place
+        return None if deployed is None else open_tenant(deployed, spec.tenant, f"job {spec.name}")
 
     def launch(self, spec: "JobSpec") -> "tuple[Place, JobRecord]":
         """See operate.sweep.runner.Launcher."""

@@ -14,6 +14,7 @@ from trainyard.launch.backend import Backend, Say, say_nothing
 from trainyard.launch.channels import build_inputs, is_streamed
 from trainyard.launch.contract import read_image
 from trainyard.launch.local_backend import LocalBackend, check_trainer
+from trainyard.launch.model_config import learn_model
 from trainyard.launch.queue_backend import backend_of
 from trainyard.launch.record import (
     CREATED,
@@ -57,6 +58,7 @@ def launch(
         checks.check_share(job, contract)
     checks.check_queue(job, contract, backend.running())
     say("planning")
+    learn_model(launcher.client("s3"), job, contract)
     plan, refusals = planned(job, region=contract.region, needs_price=not contract.emulated, say=say)
     hours = checks.refused_hours(job, contract)
     if hours and contract.broker:  # which holds to it, whatever is forced here
@@ -91,6 +93,7 @@ def launch_on_machines(
     InputError where the plan, the tenant's hours or its month refuse it (which yield to `force`), or the backend does.
     """
     say("planning")
+    learn_model(launcher.client("s3"), job, contract)
     plan, refusals = planned(job, region=contract.region, needs_price=not contract.emulated, say=say)
     forced = refuse_or_force([*checks.refused_by_tenant(job, contract, say), *refusals], force)
     say("looking for the data")
@@ -178,6 +181,7 @@ def planned(
     try:
         plan = planner.plan(job, region=region, book=book)
     except InputError as error:
+        say(f"warning: there is no plan, so nothing holds memory, hours and dollars against their limits: {error}")
         return {"job": job.name, "unplanned": str(error)}, []
     unpriced = checks.refused_without_price(plan)
     warnings = checks.warned_by_plan(plan, job, is_on_this_machine=is_on_this_machine)

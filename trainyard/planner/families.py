@@ -572,8 +572,25 @@ def shape_of_known(name: str) -> ModelShape:
     return shape_from_config(KNOWN_CONFIGS[known])
 
 
+_LEARNT: dict[str, Config] = {}
+"""What whoever asked AWS has read of models elsewhere, by `model.source`."""
+
+
+def learn_config(source: str, config: Config) -> None:
+    """Plan `source`, which lies elsewhere, by `config` from now on; by its name where that alone can be planned."""
+    if known_name(source) is not None:
+        try:
+            shape_from_config(config)
+        except InputError:
+            return
+    _LEARNT[source] = config
+
+
 def config_from_source(source: str) -> Config:
-    """The configuration of `model.source`: a local folder's config.json, else of a known name within the path."""
+    """The configuration of `model.source`: what was learnt of it, a local folder's config.json, else of a known name
+    within the path."""
+    if source in _LEARNT:
+        return _LEARNT[source]
     folder = Path(source)
     # os.path answers False for a name that no folder can have (too long), where Path raises.
     if "://" not in source and os.path.isfile(folder / "config.json"):  # noqa: PTH113
@@ -587,6 +604,11 @@ def config_from_source(source: str) -> Config:
             raise InputError(f"{folder / 'config.json'}: must be a JSON object, is {type(found).__name__}")
         return found
     known = known_name(source)
+    if known is None and "://" in source:
+        raise InputError(
+            f"model.source {source!r}: its sizes aren't known here; name a folder with config.json that is a copy of "
+            "the model's (--set model.source=FOLDER); a launch reads the one that lies there itself"
+        )
     if known is None:
         raise InputError(
             f"model.source {source!r}: its sizes aren't known here; name a folder with config.json, or a path that "
