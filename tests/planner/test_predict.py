@@ -230,6 +230,16 @@ def test_the_training_state_is_the_frameworks(fields: dict[str, Any], engine: st
         ("4x100 Gb/s Ethernet", 50),
         # Each GPU has a card of what carries RDMA.
         ("400 Gb/s RoCE over Ethernet", 400),
+        ("Ethernet, 100 Gb/s", 12.5),
+        ("100 Gb/s Ethernet, no InfiniBand", 12.5),
+        # Of two networks it is that of the rate, or the one with RDMA.
+        ("InfiniBand 400 Gb/s, Ethernet management", 400),
+        ("InfiniBand 400 Gb/s and Ethernet for storage", 400),
+        ("Ethernet for storage, NDR, 400 Gb/s", 400),
+        ("EFA 400 Gb/s ethernet", 400),
+        ("Slingshot 200 Gb/s (Ethernet)", 200),
+        ("Ethernet 25 Gb/s, InfiniBand 400 Gb/s", 400),
+        ("InfiniBand within a pod, 100 Gb/s Ethernet", 12.5),
         ("10G", 1.25),
         ("200Gb", 200),
         ("3.2 Tb/s", 400),

@@ -820,8 +820,11 @@ def _reads_links(text: str, device: Gpu) -> bool:
 RATE = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[TGM](?:(?:iga)?bits?(?:/s|ps)?|b(?:/s|ps|E)?|E)?)(?![a-z0-9])"
 """A rate: 400 Gb/s, 3.2 Tbps, 50 GB/s, 100GbE, 10G. A capital B counts bytes."""
 
-PLAIN_ETHERNET = r"^(?!.*(?:roce|rdma|spectrum)).*ethernet"
-"""A node's one network. Where it carries RDMA, each GPU has a card of it."""
+RDMA = (
+    r"(?<!no )(?<!without )(?:roce|rdma|spectrum|infiniband|slingshot|\befa|(?<![a-z])ib(?![a-z])"
+    r"|(?<![a-z])[xnhe]dr(?![a-z]))"
+)
+"""A network of which each GPU has a card; Ethernet that carries none of it is a node's one network."""
 
 WITHIN_NODE = (
     rf"(?:nv-?link|nv-?switch|intra(?:-?node)?)\s*(?:v?\d(?:\.\d)?)?[\s:(]*(?:at\s+)?{RATE}",
@@ -853,12 +856,29 @@ def _of_rates(text: str, lowered: str, gpus_per_node: int) -> float | None:
     if cards:
         return float(cards.group(1)) * float(cards.group(2)) / 8
     if rates:
-        speed = _gb_per_second(rates[0])
+        # Of several networks the GPUs' is the one with RDMA.
+        rate = next((item for item in rates if re.search(RDMA, _beside(lowered, item))), rates[0])
+        speed = _gb_per_second(rate)
         # "400 Gb/s", of a node with eight cards of that speed, is each card's; Ethernet of 100GbE is the node's.
-        is_ethernet = rates[0].group("unit")[-1] in "eE" or re.search(PLAIN_ETHERNET, lowered) is not None
+        is_ethernet = rate.group("unit")[-1] in "eE" or _is_plain_ethernet(lowered, rate)
         whole = "node" in lowered or is_ethernet or speed < SLOW_NODE_GB_PER_SECOND
         return speed if whole or speed > CARD_GB_PER_SECOND else speed * gpus_per_node
     return None
+
+
+def _beside(lowered: str, rate: re.Match[str]) -> str:
+    """The words that a rate stands among, from comma to comma."""
+    return re.split("[,;]", lowered[: rate.start()])[-1] + " " + re.split("[,;]", lowered[rate.end() :])[0]
+
+
+def _is_plain_ethernet(lowered: str, rate: re.Match[str]) -> bool:
+    """Whether a rate is Ethernet's without RDMA: by the words beside it, or by all where these name no network."""
+    for words in (_beside(lowered, rate), lowered):
+        if re.search(RDMA, words):
+            return False
+        if "ethernet" in words:
+            return True
+    return False
 
 
 def _stated_gb_per_second(text: str, gpus_per_node: int) -> float | None:
