@@ -75,6 +75,9 @@ def test_an_unknown_type_is_refused_with_close_names() -> None:
         ("NVIDIA A10G", "A10G", 22.1),
         ("V100 x 16", "V100", 31.6),
         ("A100 MIG 3g.20gb", "A100", 19.8),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "A100", 19.8),
+        ("A100-SXM4-80GB MIG 1g.10gb", "A100", 9.9),
+        ("NVIDIA A100 80GB PCIe MIG 1g.20gb+me", "A100", 19.8),
         # Decimal GB of the same part; a part that was made with more; a refitted one.
         ("B200 192GB", "B200", 177.1),
         ("H100 96GB HBM2e", "H100", 94.9),

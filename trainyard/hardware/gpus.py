@@ -99,6 +99,10 @@ _SIZE = r"(?:(\d+(?:\.\d+)?)\s*GI?B\b|(?<![A-Z0-9.])(\d+)\s*G(?![A-Z0-9.])|(\d{4
 """A number of GB or GiB, of G alone, of MiB as nvidia-smi prints them. "A10G" is a name, "3g.20gb" a part of 20."""
 
 
+_PART = r"(?<![A-Z0-9])\d+G\.(\d+)GB(?![A-Z0-9])"
+"""A profile of MIG: beside it the driver names the whole GPU, with its size."""
+
+
 @functools.cache
 def _known() -> frozenset[str]:
     return frozenset(
@@ -121,6 +125,9 @@ def _key(name: str) -> str | None:
 def _size_in(name: str, key: str) -> float | None:
     """The GiB that a name says, of memory that such a part can have; None: the part's usual ones."""
     usual = _build(key, None).memory_gib / USABLE_MEMORY_SHARE
+    part = re.search(_PART, name.upper())
+    if part and 0 < int(part.group(1)) <= usual:
+        return float(part.group(1))
     for match in re.finditer(_SIZE, name.upper()):
         size = float(match.group(1) or match.group(2)) if not match.group(3) else float(match.group(3)) / 1024
         if usual < size <= usual * GIB / 1e9 * 1.01:
