@@ -20,6 +20,7 @@ def test_what_is_mounted_is_mounted_again_after_a_reboot(
     table, told = tmp_path / "fstab", tmp_path / "told"
     table.write_text(
         "UUID=1 / xfs defaults 0 0\nfs-9@tcp:/other /fsx lustre _netdev 0 0\nfs-8:/ /efs efs _netdev 0 0\n"
+        "fs-7@tcp:/third\t/fsx\tlustre\t_netdev\t0\t0\nfs-6:/fsx /mnt nfs _netdev 0 0\n"
     )
     text = machine_start("fs-1.fsx.us-east-1.amazonaws.com", "abc", small)
     script = text.split("\n\n", 2)[2].removesuffix("--==TRAINYARD==--\n").replace("/etc/fstab", str(table))
@@ -33,6 +34,11 @@ def test_what_is_mounted_is_mounted_again_after_a_reboot(
         told.write_text("")
         subprocess.run(["bash", "-c", script], env={"PATH": f"{tools}:{os.environ['PATH']}"}, check=True)
         left = [] if small else ["fs-8:/ /efs efs _netdev 0 0"]
-        assert table.read_text().splitlines() == ["UUID=1 / xfs defaults 0 0", *left, *expected]
+        assert table.read_text().splitlines() == [
+            "UUID=1 / xfs defaults 0 0",
+            *left,
+            "fs-6:/fsx /mnt nfs _netdev 0 0",
+            *expected,
+        ]
         mounted = [line for line in told.read_text().splitlines() if line.startswith("mount ")]
         assert mounted == [f"mount {line.split()[1]}" for line in expected], "by the table, so that it is tried at once"

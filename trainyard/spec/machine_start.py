@@ -14,7 +14,7 @@ Content-Type: text/x-shellscript; charset="us-ascii"
 # Nobody may enter the folder while nothing is mounted there: a job on a machine without the files fails at once.
 install -d -m 000 /fsx
 # By fstab, as this runs at the first start alone: a machine that is rebooted mounts it again, before Slurm's daemon.
-sed -i '\\# /fsx #d' /etc/fstab
+sed -i '\\#[[:space:]]/fsx[[:space:]]#d' /etc/fstab
 echo '{dns}@tcp:/{mount} /fsx lustre noatime,flock,_netdev 0 0' >>/etc/fstab
 for try in $(seq 30); do
   mount /fsx && break
@@ -30,7 +30,7 @@ not before the network (FSx for Lustre user guide, "Mounting your Amazon FSx fil
 
 MOUNT_SMALL_FILES = """\
 install -d -m 000 /efs
-sed -i '\\# /efs #d' /etc/fstab
+sed -i '\\#[[:space:]]/efs[[:space:]]#d' /etc/fstab
 echo '{files}:/ /efs efs _netdev,tls,iam,accesspoint={folder} 0 0' >>/etc/fstab
 for try in $(seq 30); do
   mount /efs && break
