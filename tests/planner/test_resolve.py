@@ -300,6 +300,10 @@ def test_auto_takes_no_pipeline_that_it_cannot_fill(job: MakeJob) -> None:
     spec = job(model={"source": "llama-2-7b"}, training={"global_batch_size": 4}, compute=compute)
     with pytest.raises(InputError, match=r"batch_size 4: is too small for 64 ranks.*needs 8 sequences.*--search"):
         resolve(spec)
+    by_two = {"global_batch_size": 8, "micro_batch_size": 2}
+    twice = job(model={"source": "llama-2-7b"}, training=by_two, compute=compute)
+    with pytest.raises(InputError, match=r"raise it, lower training.micro_batch_size, take fewer machines"):
+        resolve(twice)
     # With as many as that it runs, and with eight by a layout that splits the model further.
     for batch in (16, 8):
         taken = resolve(job(model={"source": "llama-2-7b"}, training={"global_batch_size": batch}, compute=compute))

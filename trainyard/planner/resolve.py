@@ -325,12 +325,14 @@ def _check_stated_micro_batch(job: JobSpec, layouts: Sequence[ParallelismSpec]) 
 def _too_few_sequences(job: JobSpec, machines: Machines, layout: ParallelismSpec) -> str:
     """Of a model that only pipelines hold, whose micro-batches are fewer than their stages."""
     stated = job.training.micro_batch_size
+    # At 1 there is nothing to lower.
+    smaller = "" if stated in ("auto", 1) else "lower training.micro_batch_size, "
     least = layout.data_parallel_size * layout.pipeline * (1 if stated == "auto" else stated)
     return (
         f"training.global_batch_size {job.global_batch_size}: is too small for {machines.world_size} ranks; the layout "
         f"that splits the model least and fits (tensor {layout.tensor}, pipeline {layout.pipeline}, data_shard "
-        f"{layout.data_shard}) needs {least} sequences a step; raise it, take fewer machines, or take a layout that "
-        "trainyard plan --search finds"
+        f"{layout.data_shard}) needs {least} sequences a step; raise it, {smaller}take fewer machines, or take a "
+        "layout that trainyard plan --search finds"
     )
 
 
