@@ -137,6 +137,22 @@ def test_kept_checkpoints_are_those_that_retention_leaves(
     assert found.after == pytest.approx(after, abs=1)
 
 
+@pytest.mark.parametrize("keep_every_steps", [None, 1000, 250])
+@pytest.mark.parametrize(("steps", "keep_last"), [(500, 10), (600, 10), (1500, 5), (100, 3)])
+def test_a_short_run_keeps_no_more_than_it_saves(
+    job: MakeJob, steps: int, keep_last: int, keep_every_steps: int | None
+) -> None:
+    """Ten were counted of a run with two saves."""
+    spec = job(checkpoint={"every_steps": 250, "keep_every_steps": keep_every_steps, "keep_last": keep_last})
+    found = kept_checkpoints(spec, steps, 2.0, 500.0)
+    during, after = played(spec, steps, 250)
+    saves, is_between = divmod(steps, 250)
+    # The end is saved though it comes between.
+    saves, after = saves + (is_between > 0), after + (is_between > 0)
+    assert found.after == pytest.approx(after, abs=0.2) and found.after <= saves
+    assert found.during == pytest.approx(during, abs=1.1)
+
+
 def test_saves_by_the_clock_are_kept_where_they_happen_to_come(job: MakeJob) -> None:
     spec = job(checkpoint={"every_minutes": 15.0, "keep_every_steps": 100, "keep_last": 3})
     # 200 steps are asked for, and of 450 seconds' steps one in two is saved.

@@ -186,7 +186,8 @@ def test_hours_and_dollars_by_hand(job: MakeJob) -> None:
     )
     assert cost.expected_hours == pytest.approx(expected_seconds(work, saving) / 3600)
     assert cost.usd_on_demand == pytest.approx(cost.expected_hours * 16 * 55.04)
-    assert cost.storage_gb_months == pytest.approx(8.0303e9 * 12 / 1e9 * 3 * cost.expected_hours / 730, rel=1e-3)
+    assert cost.storage_gb_months == pytest.approx(8.0303e9 * 12 / 1e9 * 0.5 * cost.expected_hours / 730, rel=1e-3)
+    assert cost.checkpoints_after == 1, "less than 15 minutes: the end alone is saved"
     assert cost.storage_usd == pytest.approx(cost.storage_gb_months * 0.023)
     assert cost.planned_usd == pytest.approx((cost.usd_on_demand or 0) + (cost.storage_usd or 0))
     assert cost.usd_per_million_tokens == pytest.approx((cost.planned_usd or 0) / (100 * 512 * 4096) * 1e6)

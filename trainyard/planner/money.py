@@ -237,18 +237,26 @@ def kept_checkpoints(job: JobSpec, steps: int, step_seconds: float, interval_sec
     """
     spec = job.checkpoint
     best = spec.keep_best.num if spec.keep_best is not None else 0
+    # The end is saved whatever the interval is; less than a millionth of one is rounding.
+    saves = max(math.ceil(steps * step_seconds / interval_seconds - 1e-6), 1)
     if spec.keep_every_steps is None:
-        return Kept(spec.keep_last + best, spec.keep_last + best)
+        return _kept(spec.keep_last, saves, best=best, for_good=0.0)
     wanted = steps // spec.keep_every_steps
     by_steps = spec.every_steps if isinstance(spec.every_steps, int) else None
     for_good = float(steps // math.lcm(by_steps, spec.keep_every_steps) if by_steps else 0)
     if by_steps is None or interval_seconds < by_steps * step_seconds:
         # Saves by the clock come at any step, and are kept where it happens to be one of these.
         for_good += (wanted - for_good) * min(1.0, step_seconds / interval_seconds)
-    saves = max(steps * step_seconds / interval_seconds, for_good, 1.0)
     # Of the newest some stay for good as well.
-    others = best + spec.keep_last * (1 - for_good / saves)
-    return Kept(others + for_good / 2, others + for_good)
+    newest = spec.keep_last * (1 - min(1.0, for_good / saves))
+    return _kept(newest, max(saves, for_good), best=best, for_good=for_good)
+
+
+def _kept(newest: float, saves: float, *, best: int, for_good: float) -> Kept:
+    """No more than is saved: of a short run what is saved grows, as what stays for good does, from none to all. The
+    best are saves of their own, whenever a validation finds one."""
+    others = saves - for_good
+    return Kept(best + min(newest, others / 2) + for_good / 2, best + min(newest, others) + for_good)
 
 
 def cost_of(
