@@ -1,6 +1,7 @@
 """When a checkout is set up anew: its stamp, without setting anything up."""
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -62,3 +63,16 @@ def test_who_may_not_write_runs_what_is_set_up_and_is_told_where_it_is_not(
     assert setup.main() == 2
     told = capsys.readouterr().err
     assert told.startswith("trainyard: the checkout can't be set up (") and told.count("\n") == 1
+
+
+def test_scripts_run_their_own_checkouts_code_wherever_they_are_started(tmp_path: Path) -> None:
+    (tmp_path / "trainyard").mkdir()
+    (tmp_path / "trainyard/__init__.py").write_text("raise SystemExit('the code of another checkout')\n")
+    root = SETUP.parents[2]
+    done = subprocess.run([root / "scripts/runbooks/job_hung", "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # Python puts the working folder before everything that is installed, unless it is told -P.
+    scripts = [path for path in (root / "scripts").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    starts = [path for path in scripts if " -m trainyard" in path.read_text()]
+    assert len(starts) > 20
+    assert [path.name for path in starts if '/bin/python" -P -m trainyard' not in path.read_text()] == []
