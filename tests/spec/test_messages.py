@@ -284,3 +284,13 @@ def test_what_is_no_contract_is_one_line(text: str, told: str) -> None:
     assert str(caught.value).startswith("/trainyard/local/acme/contract: ")
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("quota", ["monthly_usd", "monthly_gpu_hours"])
+def test_a_tenant_is_frozen_by_a_little_money_and_who_writes_none_is_told(tmp_path: Path, quota: str) -> None:
+    spent = changed(ENVIRONMENT, f"tenants.acme.budget.{quota}", 0)
+    told = refusal(load_environment, spent, tmp_path)
+    assert f"budget.{quota}" in told and "monthly_usd: 0.01" in told and "monthly_gpu_hours: 0.01" in told
+    path = tmp_path / "frozen.yaml"
+    path.write_text(yaml.safe_dump(changed(ENVIRONMENT, f"tenants.acme.budget.{quota}", 0.01)))
+    assert getattr(load_environment(path).tenants["acme"].budget, quota) == 0.01

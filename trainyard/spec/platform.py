@@ -9,7 +9,7 @@ import ipaddress
 import itertools
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -181,6 +181,16 @@ class BudgetLimits(SpecModel):
     """Unusual spending of at least so many dollars is told the same day, by an anomaly monitor over the tenant's tag.
     Needs the organization's management account: in a member account AWS refuses the monitor, and with it the whole
     deployment. Default: no monitor."""
+
+    @field_validator("monthly_usd", "monthly_gpu_hours", mode="before")
+    @classmethod
+    def _frozen_by_a_little(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == 0:
+            raise ValueError(
+                "must be above 0; so that no further job starts, write monthly_usd: 0.01, and monthly_gpu_hours: 0.01 "
+                "for types without a price, with when_spent: finish"
+            )
+        return value
 
 
 MAX_ALLOWED_DOMAINS = 100
