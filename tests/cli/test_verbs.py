@@ -298,7 +298,8 @@ def test_logs_go_on_over_a_read_without_lines(
 ) -> None:
     where = str(environment_path)
     job_id = launch_json(job_path, where, capsys)["job_id"]
-    reads = [["one"], [], ["two"]]
+    meters = '{"_aws":{"Timestamp":1}}'  # for CloudWatch alone
+    reads = [["one", meters], [], ["two"]]
 
     def read_logs(_: object, __: object, cursor: LogCursor) -> list[LogLine]:
         texts = reads.pop(0)
@@ -307,7 +308,7 @@ def test_logs_go_on_over_a_read_without_lines(
 
     monkeypatch.setattr("trainyard.launch.sagemaker_backend.SageMakerBackend.read_logs", read_logs)
     assert output_of(["logs", job_id, "-e", where], capsys) == "algo-1 one\nalgo-1 two\n"
-    reads[:] = [["one"], [], ["two"]]
+    reads[:] = [["one", meters], [], ["two"]]
     assert output_of(["logs", job_id, "-e", where, "--follow"], capsys) == "algo-1 one\nalgo-1 two\n"
 
 

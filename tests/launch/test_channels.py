@@ -150,6 +150,8 @@ def test_a_path_no_host_can_read_is_refused(job: JobSpec, contract: TenantContra
     with pytest.raises(InputError, match=message) as refused:
         absolute_job(with_train(job, path), contract)
     assert str(refused.value).startswith("data.train.0.path: ")
+    if "can't be read" in message:  # a file is copied without --recursive, which is for folders
+        assert "(aws s3 cp FILE s3://acme-data/<path>, for a folder with --recursive" in str(refused.value)
 
 
 def test_more_inputs_than_sagemaker_takes(deployed: Account, job: JobSpec, contract: TenantContract) -> None:

@@ -497,3 +497,18 @@ def test_show_and_remove_without_an_account(
     assert run(["tenant", "remove", str(local), "globex", "--confirm", "acme"]) == 2
     assert "is not the tenant's name, globex; nothing was changed" in capsys.readouterr().err
     assert run(["tenant", "remove", str(local), "globex"]) == 3
+
+
+def test_a_tenant_shows_where_data_goes_and_who_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = types.SimpleNamespace(
+        version=3,
+        log_group="logs",
+        buckets=types.SimpleNamespace(data="acme-data"),
+        roles=types.SimpleNamespace(launcher="arn:aws:iam::123456789012:role/launcher"),
+    )
+    monkeypatch.setattr(survey, "stack_status", lambda *_: "CREATE_COMPLETE")
+    monkeypatch.setattr(survey, "read_contract", lambda *_: contract)
+    monkeypatch.setattr(survey, "deployed_templates", lambda *_: {})
+    account: Any = None
+    told = survey.state(account, load_environment(checkout_root() / "environments/local.yaml"), "acme").contract
+    assert "data bucket: acme-data" in told and contract.roles.launcher in told

@@ -24,6 +24,7 @@ from trainyard.errors import InputError, JobFailedError, TrainyardError
 from trainyard.spec.backends import BackendName
 
 if TYPE_CHECKING:
+    from trainyard.launch.backend import LogLine
     from trainyard.launch.place import Place
     from trainyard.launch.record import JobRecord
     from trainyard.launch.watch import Status
@@ -216,7 +217,7 @@ def logs(
     tenant: TenantOption = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
 ) -> None:
-    """Print a job's output, every host's lines in time order.
+    """Print a job's output, every host's lines in time order, without those that tell CloudWatch its meters.
 
     Example: trainyard logs acme-stdlib-llama-20260131120000-1a2b --follow
     """
@@ -230,17 +231,22 @@ def logs(
         _print_all_lines(place, record, LogCursor())
         return
     for _, lines in watch.watch(place.store, place.backend, job_id, sleep=time.sleep):
-        for line in lines:
+        for line in filter(_is_for_people, lines):
             print(f"{line.host} {line.text}", flush=True)
 
 
 def _print_all_lines(place: "Place", record: "JobRecord", cursor: Any) -> None:
     # What ends it is the cursor's word, not an empty read: CloudWatch's pages may be empty before the end.
     while True:
-        for line in place.backend.read_logs(record, cursor):
+        for line in filter(_is_for_people, place.backend.read_logs(record, cursor)):
             print(f"{line.host} {line.text}")
         if not cursor.more:
             return
+
+
+def _is_for_people(line: "LogLine") -> bool:
+    """Not the meters' lines, 1.5 KB of JSON each, which CloudWatch alone reads; `metrics.jsonl` has them."""
+    return not line.text.startswith('{"_aws":')
 
 
 def stop(

@@ -66,7 +66,8 @@ def _absolute(uri: str, where: str, contract: TenantContract) -> str:
     if not separator or scheme not in {"s3", "tenant", "artifact", "fsx"}:
         raise InputError(
             f"{where}: {uri!r} can't be read from a training host, which has no internet and none of your files; "
-            f"copy it to the tenant's data bucket (aws s3 cp --recursive ... s3://{contract.buckets.data}/...) and "
+            f"copy it to the tenant's data bucket as its launcher (aws s3 cp FILE s3://{contract.buckets.data}/<path>, "
+            "for a folder with --recursive; docs/data.md) and "
             "write tenant://<path>, artifact://<path>, s3://<bucket>/<path> or fsx://<path>"
         )
     if not rest.strip("/"):

@@ -55,7 +55,7 @@ class State:
     stacks: Mapping[str, str]
     """Stack name to CloudFormation's status, or "not deployed"."""
     contract: str
-    """The contract's version, or why it can't be read."""
+    """The contract's version, and what people need of it to bring data; or why it can't be read."""
     cost: BaseCost | None
     """Of the deployed templates; None where nothing is deployed."""
 
@@ -73,7 +73,10 @@ def state(account: Account, environment: EnvironmentSpec, tenant: str) -> State:
     if any(status != NOT_DEPLOYED for status in stacks.values()):
         try:
             found = read_contract(account, environment, tenant)
-            contract = f"version {found.version}; log group: {found.log_group}"
+            contract = (
+                f"version {found.version}; log group: {found.log_group}; data bucket: {found.buckets.data}; "
+                f"launcher, who writes there: {found.roles.launcher}"
+            )
         except TrainyardError as error:
             contract = str(error)
     templates = deployed_templates(account, [name for name in names if stacks[name] != NOT_DEPLOYED])
