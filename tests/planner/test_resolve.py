@@ -12,7 +12,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import instance
 from trainyard.planner import resolve, search
 from trainyard.planner.candidates import Rules, layouts, split_of
-from trainyard.planner.facts import facts_of
+from trainyard.planner.facts import check_job, facts_of
 from trainyard.planner.families import config_from_source
 from trainyard.planner.known_models import KNOWN_CONFIGS, STAND_INS
 from trainyard.planner.memory import memory
@@ -142,6 +142,23 @@ def test_sizes_written_as_another_familys_say_nothing_of_the_models_own(
     (tmp_path / name / "config.json").write_text(json.dumps(config_from_source(name)))
     with pytest.raises(InputError, match=r"model.adapter.targets: .*no linear layer that can be adapted"):
         resolve(job(model={"source": str(tmp_path / name), "adapter": adapter}))
+
+
+@pytest.mark.parametrize(
+    ("name", "has", "lacks"), [("deepseek-v3", "q_a_proj", "q_proj"), ("deepseek-v2-lite", "q_proj", "q_b_proj")]
+)
+def test_an_adapter_of_queries_is_beside_the_kind_that_the_model_has(
+    job: MakeJob, name: str, has: str, lacks: str
+) -> None:
+    """They come through a latent or they don't; the trainer would find no such layer once machines are rented."""
+
+    def checked(target: str) -> None:
+        spec = job(model={"source": name, "adapter": {"kind": "lora", "targets": [target, "kv_b_proj"]}})
+        check_job(spec, required_shape(spec))
+
+    checked(has)
+    with pytest.raises(InputError, match=rf"model.adapter.targets: {lacks}: no linear layer.*; it has .*{has}"):
+        checked(lacks)
 
 
 def test_of_a_family_that_is_not_known_no_split_is_proposed(job: MakeJob) -> None:

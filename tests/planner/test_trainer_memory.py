@@ -114,6 +114,10 @@ def test_a_405b_with_all_on_disk_fits_the_gpus_that_hold_its_activations() -> No
         # DeepSeek-V3: 128 heads of 128 and 64 with the position, latents of 1,536 and 512.
         ("deepseek-v3", ("q_a_proj",), 7168 + 1536),
         ("deepseek-v3", ("q_b_proj",), 1536 + 128 * (128 + 64)),
+        # Each model has one kind of queries: V2-Lite's come through no latent.
+        ("deepseek-v3", ("q_proj",), 0),
+        ("deepseek-v2-lite", ("q_proj",), 2048 + 16 * (128 + 64)),
+        ("deepseek-v2-lite", ("q_a_proj", "q_b_proj"), 0),
         ("deepseek-v3", ("kv_a_proj_with_mqa",), 7168 + 512 + 64),
         ("deepseek-v3", ("kv_b_proj",), 512 + 128 * (128 + 128)),
         ("gpt2-xl", ("c_proj",), 1600 + 1600 + 6400 + 1600),

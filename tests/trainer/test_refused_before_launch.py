@@ -186,6 +186,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "no linear layer",
     ),
+    "lora of queries beside a latent, shared experts": (
+        job_of(
+            *(DEEPSEEK, {"tensor": 2, "data_shard": 4}),
+            source="config",
+            model={"adapter": LORA | {"targets": ["q_proj" if DEEPSEEK["q_lora_rank"] else "q_a_proj"]}},
+        ),
+        "no linear layer",
+    ),
     "lora of the head, in a pipeline": (
         job_of(
             *(LLAMA, {"pipeline": 2, "data_shard": 4}),

@@ -55,12 +55,13 @@ def _attention_sizes(shape: ModelShape) -> dict[str, float]:
     hidden, key = shape.hidden, shape.kv_dim
     queries = shape.heads * (shape.head_dim + shape.rope_dim)
     return {
-        "q_proj": hidden + queries,
+        # Queries come through a latent or they don't: no model has layers of both kinds.
+        "q_proj": 0 if shape.q_lora_rank else hidden + queries,
         **dict.fromkeys(("k_proj", "v_proj"), hidden + key),
         **dict.fromkeys(("o_proj", "out_proj", "dense"), shape.value_dim + hidden),
         **dict.fromkeys(("c_attn", "query_key_value", "qkv_proj", "Wqkv"), hidden + shape.query_dim + 2 * key),
-        "q_a_proj": hidden + shape.q_lora_rank,
-        "q_b_proj": shape.q_lora_rank + queries,
+        "q_a_proj": hidden + shape.q_lora_rank if shape.q_lora_rank else 0,
+        "q_b_proj": shape.q_lora_rank + queries if shape.q_lora_rank else 0,
         "kv_a_proj_with_mqa": hidden + shape.kv_lora_rank + shape.rope_dim,
         "kv_b_proj": shape.kv_lora_rank + shape.query_dim + shape.value_dim,
     }

@@ -55,6 +55,7 @@ def _with_sizes(facts: ModelFacts, config: Mapping[str, Any], shape: ModelShape)
         facts,
         num_layers=shape.layers,
         num_experts=shape.experts,
+        has_query_latent=shape.q_lora_rank > 0 if shape.kv_lora_rank else None,
         hidden_size=shape.hidden,
         split_sizes={name: size for name, size in split.items() if size},
         row_widths={name: width for name, width in rows.items() if width},

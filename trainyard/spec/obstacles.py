@@ -262,6 +262,8 @@ def _target_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
             " whose weights are packed and get no adapter in this trainer; name layers of the attention"
         )
     known = LINEAR_LAYERS[model.model_type] - (_EXPERT_TARGETS if model.num_experts else set())
+    if model.has_query_latent is not None:
+        known -= {"q_proj"} if model.has_query_latent else {"q_a_proj", "q_b_proj"}
     if missing := [target for target in adapter.targets if target not in known]:
         yield (
             f"model.adapter.targets: {', '.join(missing)}: no linear layer that can be adapted has this name in"

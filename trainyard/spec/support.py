@@ -125,6 +125,8 @@ class ModelFacts:
     """router_jitter_noise: what goes into the router is multiplied by 1 give or take as much, in training."""
     norms_heads: bool = False
     """use_qk_norm: queries and keys are normalized; in Cohere by weights of each head's own."""
+    has_query_latent: bool | None = None
+    """Of latent attention, whether queries come through a latent as well (q_lora_rank); None: it has none at all."""
     causal_if: str | None = None
     """What would keep tokens from seeing later ones, which they do; None: they don't."""
 

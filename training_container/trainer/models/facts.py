@@ -28,6 +28,9 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
         balances_router=bool(getattr(config, "output_router_logits", False)),
         router_noise=float(getattr(config, "router_jitter_noise", None) or 0.0),
         norms_heads=bool(getattr(config, "use_qk_norm", False)),
+        has_query_latent=getattr(config, "q_lora_rank", None) is not None
+        if getattr(config, "kv_lora_rank", None)
+        else None,
         causal_if=causal_if(config.model_type, lambda name: getattr(config, name, None)),
     )
 
