@@ -34,9 +34,7 @@ MAX_BYTES = 8_192
 """Systems Manager: of a parameter's value, in the Advanced tier."""
 
 _LONGEST = {
-    "keys": 76,
     "buckets": 63,
-    "file_system": 48,
     "subnet_ids": 24,
     "security_group_ids": 20,
     "vpc_id": 21,
@@ -44,8 +42,9 @@ _LONGEST = {
 }
 """How many characters what AWS makes for these has at most; any other's is a role's ARN, or shorter."""
 
-_NAME_SUFFIX = len("Queue") + 8 + 14
-"""What a queue's name has after the environment file's: the CDK's and CloudFormation's."""
+_NAME_SUFFIX = len("Queue") + 8 + 17
+"""What a queue's name has after the environment file's: the CDK's in its logical id, then CloudFormation's. It calls
+queues of Batch <logical id>-<16 characters at most>, without the stack's name, which it gives most other things."""
 
 WITHOUT_BOTH = 3
 """The version that has all that is said of a tenant without a tracking server and without HyperPod."""
@@ -83,8 +82,12 @@ class PublishedContract(Construct):
 def _check_size(content: dict[str, Any], tenant: TenantScope) -> None:
     """InputError for a contract that Systems Manager wouldn't take half-way through a deployment."""
     role = f"arn:{PARTITION}:iam::{tenant.environment.account}:role{tenant.iam_path}jobs/"
-    queue = tenant.arn("batch", f"job-queue/{tenant.stack_name('training')}-Queues")
-    whole = {key: _as_deployed(item, _LONGEST.get(key, len(role) + 64)) for key, item in content.items()}
+    queue = tenant.arn("batch", "job-queue/Queues")
+    longest = _LONGEST | {
+        "keys": len(tenant.arn("kms", "key/")) + 36,
+        "file_system": len(f"fs-0123456789abcdef0.fsx.{tenant.environment.region}.amazonaws.com"),
+    }
+    whole = {key: _as_deployed(item, longest.get(key, len(role) + 64)) for key, item in content.items()}
     whole["queues"] = {
         name: _as_deployed(item, len(queue) + len(name) + _NAME_SUFFIX) for name, item in content["queues"].items()
     }
