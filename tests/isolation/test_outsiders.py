@@ -110,6 +110,14 @@ def actor_of_any_policy(templates: Templates) -> None:
     del statement["Condition"]
 
 
+def actor_of_policies(pattern: str) -> Edit:
+    def edit(templates: Templates) -> None:
+        document = resource(templates, PLATFORM, "IAM::Role", "BudgetActor")["Policies"][0]["PolicyDocument"]
+        document["Statement"][0]["Condition"] = {"ArnLike": {"iam:PolicyARN": f"arn:aws:iam::{OWN}:policy/{pattern}"}}
+
+    return edit
+
+
 def ledger(role: str) -> Edit:
     def edit(templates: Templates) -> None:
         found = resource(templates, FOUNDATION, "IAM::Policy", role)["PolicyDocument"]
@@ -241,6 +249,14 @@ OPENINGS: dict[str, tuple[Edit, str, str, str]] = {
         actor_of_any_policy,
         *("the platform's BudgetActor", "iam:AttachRolePolicy", "acme"),
     ),
+    "a budget's role that gives any policy of the account": (
+        actor_of_policies("*"),
+        *("the platform's BudgetActor", "iam:AttachRolePolicy", "acme"),
+    ),
+    "a budget's role that gives any policy of a tenant": (
+        actor_of_policies("trainyard/local/acme/*"),
+        *("the platform's BudgetActor", "iam:AttachRolePolicy", "acme"),
+    ),
     "the ledger for jobs": (ledger("PermissionsJob"), "job", "s3:PutObject", GUARD_RAIL),
     "the ledger for the launcher": (ledger("PermissionsLauncher"), "launcher", "s3:PutObject", GUARD_RAIL),
     "the ledger for jobs, by its own policy": (
@@ -302,7 +318,12 @@ def test_stop_policies_may_be_put_on_roles_and_no_others(site: Site) -> None:
         if question.principal.startswith("the platform's BudgetActor")
         and question.request.action in ("iam:AttachRolePolicy", "iam:DetachRolePolicy")
     ]
-    assert asked and set(asked) == {"arn:aws:iam::aws:policy/AdministratorAccess"}
+    own = f"arn:aws:iam::{OWN}:policy"
+    assert set(asked) == {
+        "arn:aws:iam::aws:policy/AdministratorAccess",
+        f"{own}/Administrators",
+        *(f"{own}/trainyard/local/{folder}Boundary" for folder in ("", "acme/", "globex/")),
+    }
 
 
 def test_each_pattern_makes_an_example_and_what_it_leaves_out_too(site: Site) -> None:

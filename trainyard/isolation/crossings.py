@@ -118,16 +118,32 @@ class Crossings:
                 for action in self._actions[thing.kind]:
                     if action not in allowed:
                         request = Request(caller, action, resource, context, policy)
-                        yield self._asked_by(role, tenant, target or PLATFORM, thing.name, request)
+                        yield from self._asked_by(role, tenant, target or PLATFORM, thing.name, request)
 
-    def _asked_by(self, role: Role, tenant: str, target: str, thing: str, request: Request) -> Question:
+    def _asked_by(self, role: Role, tenant: str, target: str, thing: str, request: Request) -> Iterator[Question]:
         """Of the platform's role AWS Budgets is known to put stop policies on tenants' roles: it is asked of others."""
         if role.tenant is not None:
-            return Question(tenant, target, role.label, thing, request)
-        if request.action in _STOPS:
-            said = {**request.context.stated, "iam:policyarn": "arn:aws:iam::aws:policy/AdministratorAccess"}
-            request = replace(request, context=replace(request.context, stated=said))
-        return Question(tenant, target, f"{PLATFORM}'s {role.label}", thing, request)
+            yield Question(tenant, target, role.label, thing, request)
+        elif request.action not in _STOPS:
+            yield Question(tenant, target, f"{PLATFORM}'s {role.label}", thing, request)
+        else:
+            for policy in self._no_stops(target):
+                said = {**request.context.stated, "iam:policyarn": policy}
+                asked = replace(request, context=replace(request.context, stated=said))
+                text = f"iam:policyarn = {policy}"
+                yield Question(tenant, target, f"{PLATFORM}'s {role.label}", thing, asked, text)
+
+    def _no_stops(self, target: str) -> tuple[str, ...]:
+        """Policies that are no stop policies: AWS's, one of the account's own, and one where the target's are, as the
+        boundary is, which lets each of its roles do the most that any may."""
+        environment = self._account.environment
+        own = f"arn:aws:iam::{environment.account}:policy/"
+        folders = [f"{name}/" for name in environment.tenants if name == target]
+        return (
+            "arn:aws:iam::aws:policy/AdministratorAccess",
+            f"{own}Administrators",
+            *(f"{own}trainyard/{environment.name}/{folder}Boundary" for folder in folders or [""]),
+        )
 
     def _context(
         self, role: Role, stated: Mapping[str, Value], *, absent: frozenset[str] = frozenset(), free: bool = True
@@ -213,7 +229,7 @@ class Crossings:
                 thing = self._account.thing_at(resource)
                 policy = self._account.policy_of(thing) if thing else None
                 request = Request(caller, action, resource, context, policy)
-                yield self._asked_by(role, tenant, GUARD_RAIL, resource, request)
+                yield from self._asked_by(role, tenant, GUARD_RAIL, resource, request)
 
     def _own(self, tenant: str) -> Iterable[str]:
         """Of the tenant's things, those that would raise rights or start compute."""
