@@ -21,8 +21,16 @@ def stack_settings(environment: EnvironmentSpec, *, stateful: bool) -> dict[str,
 
 def removal_policy(environment: EnvironmentSpec) -> RemovalPolicy:
     """Of what holds data: kept, where the environment keeps its data, but for a stack whose creation fails. What that
-    made is empty, and would stand in the next attempt's way, by its name or by its cost."""
+    made is empty, and would stand in the next attempt's way, by its name or by its cost. What a service writes into as
+    soon as it is there isn't empty: see `written_at_once`."""
     return RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE if environment.retain_data else RemovalPolicy.DESTROY
+
+
+def written_at_once(environment: EnvironmentSpec) -> RemovalPolicy:
+    """Of what a service writes into while the stack is still made: kept even where that fails. A bucket whose versions
+    are locked can't be deleted, and nor then can the stack. Only for what stands in nobody's way, by a generated name.
+    """
+    return RemovalPolicy.RETAIN if environment.retain_data else RemovalPolicy.DESTROY
 
 
 def tag_environment(scope: IConstruct, environment: EnvironmentSpec) -> None:

@@ -11,7 +11,7 @@ from stacks.constructs.acknowledged import BUCKETS, acknowledge
 from stacks.constructs.keys import ADMINISTER
 from stacks.constructs.storage import TORN_UPLOAD_DAYS, object_lock
 from stacks.naming import PARTITION
-from stacks.settings import removal_policy
+from stacks.settings import written_at_once
 from trainyard.spec.platform import EnvironmentSpec
 
 CLOUDTRAIL = "cloudtrail.amazonaws.com"
@@ -114,7 +114,7 @@ class AuditTrail(Construct):
             enable_key_rotation=True,
             rotation_period=Duration.days(365),
             pending_window=Duration.days(30 if retain else 7),
-            removal_policy=removal_policy(environment),
+            removal_policy=written_at_once(environment),
             policy=iam.PolicyDocument(statements=statements),
         )
 
@@ -140,7 +140,7 @@ class AuditTrail(Construct):
                     abort_incomplete_multipart_upload_after=Duration.days(TORN_UPLOAD_DAYS),
                 )
             ],
-            removal_policy=removal_policy(environment),
+            removal_policy=written_at_once(environment),
         )
         own_trail = {"StringEquals": {"aws:SourceArn": self._arn}}
         files = bucket.arn_for_objects(f"AWSLogs/{environment.account}/*")
