@@ -112,10 +112,25 @@ def test_a_search_draws_its_page_though_nothing_fits_the_jobs_own_machines(
     assert "-> " in capsys.readouterr().out
     text = page.read_text(encoding="utf-8")
     assert "Memory of a GPU" in text and re.search(r"on \d x ml\.p5\.48xlarge: ", text)
+    assert "the job can&#x27;t be: nothing fits 1 x p5.48xlarge" in text, "why it isn't drawn as it is stated"
     assert run([*large, *few, "--deadline-hours", "0.001"]) == 0
     assert "nothing keeps to 0.001 h" in capsys.readouterr().out
     text = page.read_text(encoding="utf-8")
     assert "Nothing was chosen" in text and "Memory of a GPU" not in text and "p5.48xlarge" in text
+    assert "the job can&#x27;t be: nothing fits 1 x p5.48xlarge" in text
+
+
+def test_a_page_of_nothing_says_what_the_jobs_own_machines_refuse(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """That no layout fits was said of a batch that nothing divides."""
+    page = tmp_path / "plan.html"
+    odd = ["plan", str(JOBS / "llama-8b-lora.yaml"), "--set", "compute.instance_type=ml.p5.48xlarge"]
+    odd += ["--set", "parallelism={data_shard: 8}", "--set", "training.global_batch_size=7", "--html", str(page)]
+    few = ["--search", "--instances", "p4d.24xlarge", "--max-nodes", "1", "--deadline-hours", "0.01"]
+    assert run([*odd, *few]) == 0
+    capsys.readouterr()
+    assert re.search(r"can&#x27;t be: training\.global_batch_size 7: is not divisible", page.read_text("utf-8"))
 
 
 def test_a_search_to_a_loss_says_the_steps_that_it_was_made_for(

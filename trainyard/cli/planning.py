@@ -175,7 +175,8 @@ def _cut(path: Path) -> str:
 def _write_page(file: Path, spec: "JobSpec", region: str, book: "PriceBook", found: "Search | None") -> None:
     from trainyard.planner.page import page_of
 
-    text = page_of(*_drawn(spec, region, book, found), book=book, search=found)
+    job, drawn, refusal = _drawn(spec, region, book, found)
+    text = page_of(job, drawn, book=book, search=found, refusal=refusal)
     try:
         write_page(file, text)
     except (OSError, ValueError) as error:
@@ -183,20 +184,23 @@ def _write_page(file: Path, spec: "JobSpec", region: str, book: "PriceBook", fou
     print(f"{file}: written", file=sys.stderr)
 
 
-def _drawn(spec: "JobSpec", region: str, book: "PriceBook", found: "Search | None") -> "tuple[JobSpec, Plan | None]":
-    """The job and its plan; where its own machines can't have it, as the search has chosen, if anything."""
+def _drawn(
+    spec: "JobSpec", region: str, book: "PriceBook", found: "Search | None"
+) -> "tuple[JobSpec, Plan | None, str | None]":
+    """The job and its plan; where its own machines can't have it, as the search has chosen, if anything, and why."""
     from trainyard import planner
     from trainyard.planner.moving import changed
 
     try:
-        return spec, planner.plan(spec, region=region, book=book)
-    except InputError:
+        return spec, planner.plan(spec, region=region, book=book), None
+    except InputError as error:
         if found is None:
             raise
+        refusal = str(error)
     if not found.overrides:
-        return spec, None
+        return spec, None, refusal
     moved = changed(spec, found.overrides)
-    return moved, planner.plan(moved, region=region, book=book)
+    return moved, planner.plan(moved, region=region, book=book), refusal
 
 
 def predict(

@@ -31,9 +31,11 @@ tr.chosen { font-weight: bold; } td.number { text-align: right; } .note { color:
 """
 
 
-def page_of(job: JobSpec, plan: Plan | None, *, book: PriceBook, search: Search | None = None) -> str:
+def page_of(
+    job: JobSpec, plan: Plan | None, *, book: PriceBook, search: Search | None = None, refusal: str | None = None
+) -> str:
     """The page as HTML. Without a search, dollars against hours are of the job's own type in other numbers; without a
-    plan, as nothing fits, there is what the search says of machines."""
+    plan there is what the search says of machines. `refusal`: why the job can't be as it is stated."""
     found = search or (_own_type(job, plan, book) if plan else None)
     money = (
         "Dollars against hours",
@@ -46,9 +48,11 @@ def page_of(job: JobSpec, plan: Plan | None, *, book: PriceBook, search: Search 
         f"<h2>{escape(title)}</h2>{picture or UNKNOWN}<p class=note>{escape(words)}</p>"
         for title, picture, words in sections
     )
-    said = (*(plan.notes if plan else ()), *(found.notes if found else ()))
+    own = (f"As it is stated, the job can't be: {refusal}",) if plan and refusal else ()
+    said = (*own, *(plan.notes if plan else ()), *(found.notes if found else ()))
     notes = "".join(f"<p class=note>{escape(note)}</p>" for note in said)
-    headline = escape(_headline(plan) if plan else "Nothing was chosen, and no layout fits the job's own machines.")
+    nothing = f"Nothing was chosen, and as it is stated the job can't be: {refusal or 'it has no plan'}."
+    headline = escape(_headline(plan) if plan else nothing)
     table = _table(found) if found else ""
     name = escape(job.name)
     return (
