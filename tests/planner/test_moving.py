@@ -1,6 +1,7 @@
 """The search's command: whatever a job asks of its own machines, what is proposed runs, and runs as it was priced."""
 
 import datetime
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -103,8 +104,44 @@ def test_a_machine_on_which_the_job_cannot_be_is_left_out_with_its_reason(job: M
     spec = job(training={"precision": "fp8"})
     both = search(spec, instances=["p4d.24xlarge", "p5.48xlarge"], max_nodes=1, deadline_hours=600)
     assert {item.instance_type for item in both.options} == {"ml.p5.48xlarge"}
+    assert any(
+        re.match(r"left out: 1 x ml\.p4d\.24xlarge: training\.precision: fp8 needs Ada", note) for note in both.notes
+    )
+    own = job(training={"precision": "fp8"}, compute={"instance_type": "ml.p4d.24xlarge", "instance_count": 1})
+    notes = search(own, max_nodes=2, deadline_hours=600).notes
+    # Its own type counts as named; of the others nobody asked.
+    assert [note.partition(":")[2][:27] for note in notes if "left out: " in note] == [" 1, 2 x ml.p4d.24xlarge: tr"]
+    # Nor is one without a layout left out without a word.
+    odd = job(model={"source": "phi-2"}, data={"sequence_length": 2048}, training={"global_batch_size": 7})
+    notes = search(odd, instances=["p4d.24xlarge", "g5.2xlarge"], max_nodes=1, deadline_hours=9999).notes
+    assert "left out: 1 x ml.p4d.24xlarge: training.global_batch_size 7: no layout of up to 1 machines" in notes[0]
     with pytest.raises(InputError, match="fp8 needs Ada or Hopper"):
         search(spec, instances=["p4d.24xlarge"], max_nodes=1)
+
+
+ADAPTED = {"adapter": {"kind": "lora"}}
+
+
+def test_where_no_machine_has_a_layout_the_reason_is_what_keeps_the_last_of_them_out(job: MakeJob) -> None:
+    both = ["p4d.24xlarge", "p5.48xlarge"]
+    # Of A100s 8 bits are refused, but an H100 has them: there it is the batch.
+    short = {"sequence_length": 2048}
+    odd = job(model=ADAPTED, data=short, training={"precision": "fp8", "global_batch_size": 7})
+    with pytest.raises(InputError, match="global_batch_size 7: divides only into layouts whose pipelines"):
+        search(odd, instances=both, max_nodes=2)
+    two = {"global_batch_size": 32, "micro_batch_size": 2}
+    apart = job(model={"attention": "flash_attention_3"}, data={"packing": True, "document_masks": True}, training=two)
+    with pytest.raises(InputError, match=r"flash_attention_3 keeps packed documents apart with .*micro_batch_size 1"):
+        search(apart, instances=both, max_nodes=1)
+    with pytest.raises(InputError, match=r"batch_size 7: no layout of up to 1 machines divides it$"):
+        search(job(model={"source": "phi-2"}, training={"global_batch_size": 7}), instances=both, max_nodes=1)
+
+
+def test_documents_kept_apart_by_flash_attention_3_are_searched_in_micro_batches_of_one(job: MakeJob) -> None:
+    """Every layout was asked with sixteen sequences, and refused."""
+    spec = job(model={"attention": "flash_attention_3", **ADAPTED}, data={"packing": True, "document_masks": True})
+    found = search(spec, instances=["p5.48xlarge"], max_nodes=2, deadline_hours=600)
+    assert chosen_of(found).configuration.micro_batch_size == 1
 
 
 def book_with_plans() -> PriceBook:
@@ -123,7 +160,10 @@ def test_a_training_plan_pays_for_the_machines_that_it_bought(job: MakeJob) -> N
         ("ml.p5.48xlarge", 1),
         ("ml.p5.48xlarge", 2),
     }
-    assert "my-p5-plan" in chosen_of(found).price_basis and "my-p5-plan: was bought for 2 x p5" in found.notes[0]
+    assert "my-p5-plan" in chosen_of(found).price_basis and "my-p5-plan: the job holds 2 x p5" in found.notes[0]
+    for asked in ({"instances": ["p5.48xlarge"]}, {"max_nodes": 2}):
+        notes = search(spec, **asked, book=book_with_plans(), deadline_hours=600).notes
+        assert not any("was looked at" in note for note in notes), "what is asked for is no news"
     asked = search(
         spec, instances=["p4d.24xlarge", "p5.48xlarge"], max_nodes=4, book=book_with_plans(), deadline_hours=600
     )

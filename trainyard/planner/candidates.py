@@ -13,7 +13,7 @@ from trainyard.planner.facts import facts_of
 from trainyard.planner.reading import Machines, check_shape
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec, ZeroSpec
-from trainyard.spec.obstacles import FP8_MULTIPLE, layout_obstacles
+from trainyard.spec.obstacles import FP8_MULTIPLE, layout_obstacles, separates_documents
 from trainyard.spec.support import TENSOR_FAMILIES
 
 LEAST_CONTEXT_TOKENS = 2048
@@ -39,15 +39,20 @@ class Rules:
             # Classifiers are small: no formula knows what sharding one saves.
             may_shard = self._job.task != "image_classification" or layout.data_shard == 1
             return layout.engine == "torch" and may_shard and self._is_valid(layout)
-        if not self.accepts_batch(
-            layout, micro_batch=FP8_MULTIPLE, num_micro_batches=layout.pipeline, recompute="none"
-        ):
+        if self.obstacle(layout) is not None:
             return False
         try:
             check_shape(layout, shape)
         except InputError:
             return False
         return self._is_proposed(layout, shape) and self._is_valid(layout)
+
+    def obstacle(self, layout: ParallelismSpec) -> str | None:
+        """What keeps the trainer from the layout with every batch; None: nothing, as far as its words go."""
+        # The least that 8-bit products take; flash_attention_3 keeps documents apart in one sequence alone.
+        one = self._job.model.attention == "flash_attention_3" and separates_documents(self._job)
+        size = FP8_MULTIPLE if self._job.training.precision == "fp8" and not one else 1
+        return self.batch_obstacle(layout, micro_batch=size, num_micro_batches=layout.pipeline, recompute="none")
 
     def _is_proposed(self, layout: ParallelismSpec, shape: ModelShape) -> bool:
         """Whether it is a layout to propose: what the parity suite holds, in even parts."""
@@ -69,6 +74,15 @@ class Rules:
         """Whether an accepted layout takes these micro-batches and this recomputation."""
         if self._shape is None:
             return recompute == "none"
+        found = self.batch_obstacle(
+            layout, micro_batch=micro_batch, num_micro_batches=num_micro_batches, recompute=recompute
+        )
+        return found is None
+
+    def batch_obstacle(
+        self, layout: ParallelismSpec, *, micro_batch: int, num_micro_batches: int, recompute: str
+    ) -> str | None:
+        """What the trainer says against them."""
         found = layout_obstacles(
             self._job,
             layout,
@@ -77,7 +91,7 @@ class Rules:
             num_micro_batches=num_micro_batches,
             recompute=recompute,
         )
-        return next(found, None) is None
+        return next(found, None)
 
     def _is_valid(self, layout: ParallelismSpec) -> bool:
         """What the job's own validators say of 8-bit products, compiled blocks, and so on."""
@@ -95,11 +109,45 @@ def powers(limit: int) -> list[int]:
 
 def layouts(job: JobSpec, machines: Machines, shape: ModelShape | None, rules: Rules) -> list[ParallelismSpec]:
     """The layouts of all ranks, the model split least first."""
-    candidates = _torch_layouts(job, machines, shape) if shape is not None else _unsplit_layouts(machines)
-    found = [item for item in candidates if rules.accepts(item)]
-    found += [item for item in _deepspeed_layouts(machines) if rules.accepts(item)]
+    found = [item for item in _candidates(job, machines, shape) if rules.accepts(item)]
     batch = job.global_batch_size
     return sorted((item for item in found if batch % item.data_parallel_size == 0), key=split_of)
+
+
+def _candidates(job: JobSpec, machines: Machines, shape: ModelShape | None) -> Iterator[ParallelismSpec]:
+    yield from _torch_layouts(job, machines, shape) if shape is not None else _unsplit_layouts(machines)
+    yield from _deepspeed_layouts(machines)
+
+
+def obstacle_of_all(job: JobSpec, machines: Machines, shape: ModelShape | None, rules: Rules) -> str | None:
+    """What keeps the trainer from every layout of these machines, said of the one that splits the model least.
+
+    None: it takes some, and the batch divides into none of them.
+    """
+    if shape is None:
+        return None
+    found = sorted(_candidates(job, machines, shape), key=split_of)
+    accepted = [item for item in found if rules.accepts(item)]
+    if not accepted:
+        return next((words for item in found if (words := rules.obstacle(item)) is not None), None)
+    training = job.training
+    size = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
+    recompute = "none" if training.activation_checkpointing == "auto" else training.activation_checkpointing
+    starved = False
+    for item in accepted:
+        count, rest = divmod(job.global_batch_size, item.data_parallel_size * size)
+        if not rest and count < item.pipeline:
+            starved = True
+            continue
+        words = rules.batch_obstacle(item, micro_batch=size, num_micro_batches=count, recompute=recompute)
+        if not rest and words is not None:
+            return words
+    if starved:
+        return (
+            f"training.global_batch_size {job.global_batch_size}: divides only into layouts whose pipelines have more "
+            "stages than it has micro-batches; raise it"
+        )
+    return None
 
 
 def split_of(layout: ParallelismSpec) -> int:

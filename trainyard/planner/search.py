@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from trainyard.errors import InputError
 from trainyard.hardware import DEFAULT_REGION, Instance, PriceBook, instance, instance_types
-from trainyard.planner.candidates import Rules, layouts, offloading_layouts, powers, split_of
+from trainyard.planner.candidates import Rules, layouts, obstacle_of_all, offloading_layouts, powers, split_of
 from trainyard.planner.communication import fabric_of
 from trainyard.planner.configurations import configuration, does_not_fit, fits_both, host_of, verdict_of
 from trainyard.planner.facts import check_job
@@ -66,7 +66,7 @@ def search(
 
     `instances`: the types to look at; default: those with a price, and the job's own. `max_nodes`: default twice the
     job's own number, at least 16. `deadline_hours`: default the job's compute.max_hours. A job on a training plan is
-    looked at on the machines that were bought, unless types or more of them are asked for: these are on demand.
+    looked at on as many of its type as it has, unless types or more of them are asked for: these are on demand.
     """
     stated, job = job, job.inelastic()  # other machines are compared by the same batch
     formulas = formulas_of(job)
@@ -82,18 +82,12 @@ def search(
     looked = _Searched(formulas=formulas, region=region, book=book)
     options = [option for item in _places(job, types, most) if (option := looked.moved_option(stated, *item))]
     if not options:
-        training = job.training
-        divides = (
-            f"training.global_batch_size {training.global_batch_size}: no layout of up to {most} machines divides it"
-        )
-        if training.micro_batch_size != "auto":
-            divides += f" into micro-batches of {training.micro_batch_size} (training.micro_batch_size)"
-        raise InputError(looked.refusal or divides)
+        raise InputError(looked.why_nothing(job, most))
     limit = deadline_hours or job.compute.max_hours
     budget = job.budget.max_usd if job.budget else None
     ranked = _ranked(options, limit, budget)
     chosen = next((item for item in ranked if item.chosen), None)
-    notes = []
+    notes = looked.notes_of_missing([*asked_types(instances), _own_type(job)], most)
     if left_out:
         notes.append(
             f"{len(left_out)} types without a price in {region} were left out (name them: --instances "
@@ -101,10 +95,11 @@ def search(
         )
     if num_steps(job) is None:
         notes.append(f"the job is stated in epochs: hours and dollars are of {STEPS_OF_ENDLESS:,} steps")
-    if on_plan:
+    if on_plan and max_nodes is None and not asked_types(instances):
         notes.append(
-            f"compute.training_plan {job.compute.training_plan}: was bought for {job.compute.instance_count} x "
-            f"{types[0]}, and no other type was looked at; on demand, without it: --instances, --max-nodes"
+            f"compute.training_plan {job.compute.training_plan}: the job holds {job.compute.instance_count} x "
+            f"{types[0]} of it, and its size isn't known here: no more and no other type was looked at; on demand, "
+            "without it: --instances, --max-nodes"
         )
     if any(item.usd is not None for item in ranked) and (missing := unpriced_storage(job, region, book)):
         notes.append(missing)
@@ -145,14 +140,13 @@ def fastest(job: JobSpec, *, region: str = DEFAULT_REGION, book: PriceBook | Non
 
 def _types(job: JobSpec, asked: Sequence[str], region: str, book: PriceBook) -> tuple[list[str], list[str]]:
     """(types to look at, types that are left out for want of a price), without `ml.`."""
-    if any(name.strip() for name in asked):
-        named = [name.strip().removeprefix("ml.") for name in asked if name.strip()]
+    if named := asked_types(asked):
         for name in named:
             if instance(name).gpu is None:
                 raise InputError(
                     f"--instances {name}: has {instance(name).accelerator}, the trainer runs on NVIDIA GPUs"
                 )
-        return list(dict.fromkeys(named)), []
+        return named, []
     own = _own_type(job)
     if job.compute.training_plan is not None:
         return [own], []
@@ -173,12 +167,17 @@ def _types(job: JobSpec, asked: Sequence[str], region: str, book: PriceBook) -> 
     return priced, without
 
 
+def asked_types(asked: Sequence[str]) -> list[str]:
+    """What --instances names, without `ml.`, each once."""
+    return list(dict.fromkeys(name.strip().removeprefix("ml.") for name in asked if name.strip()))
+
+
 def _own_type(job: JobSpec) -> str:
     return (job.compute.instance_type or "").removeprefix("ml.")
 
 
 def _most_machines(job: JobSpec, *, on_plan: bool) -> int:
-    """How many are looked at where nobody says it: of what a training plan bought as many as the job has."""
+    """How many are looked at where nobody says it: on a training plan as many as the job has."""
     own = job.compute.instance_count
     return own if on_plan else max(LEAST_MOST_NODES, 2 * own)
 
@@ -218,6 +217,14 @@ def _places(job: JobSpec, types: Sequence[str], most: int) -> Iterator[tuple[str
         yield from ((full, count) for count in sorted(item for item in counts if item <= most))
 
 
+def _undivided(job: JobSpec, most: int) -> str:
+    training = job.training
+    words = f"training.global_batch_size {training.global_batch_size}: no layout of up to {most} machines divides it"
+    if training.micro_batch_size != "auto":
+        words += f" into micro-batches of {training.micro_batch_size} (training.micro_batch_size)"
+    return words
+
+
 @dataclass(frozen=True)
 class _Fitting:
     """One layout at its fastest."""
@@ -249,8 +256,10 @@ class _Searched:
     book: PriceBook
     num_layouts: int = 0
     num_estimates: int = 0
-    refusal: str | None = None
-    """Why the first machine on which the job can't run was left out."""
+    refusals: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Why machines on which the job can't run are left out: (type, count) -> the first obstacle."""
+    without_layout: list[tuple[JobSpec, Machines]] = field(default_factory=list)
+    """The job on machines that it may run on, but that no layout suits."""
     _memory: dict[Layout, Memory] = field(default_factory=dict)
     _found: dict[tuple[str, int], _Machine] = field(default_factory=dict)
 
@@ -262,8 +271,36 @@ class _Searched:
             check_precision(moved.job, machines)
             return self.option(moved.job, machines, moved)
         except InputError as error:
-            self.refusal = self.refusal or str(error)
+            self.refusals[name, count] = str(error)
             return None
+
+    def why_nothing(self, job: JobSpec, most: int) -> str:
+        """One reason where no machine has a layout: what all refuse, else what keeps the others from having one."""
+        if not self.without_layout:
+            return next(iter(self.refusals.values()))
+        reasons = (self._obstacle(*item) for item in self.without_layout)
+        return next((reason for reason in reasons if reason is not None), _undivided(job, most))
+
+    def _obstacle(self, job: JobSpec, machines: Machines) -> str | None:
+        shape = self.formulas.shape
+        return obstacle_of_all(job, machines, shape, Rules(job, shape))
+
+    def notes_of_missing(self, types: Sequence[str], most: int) -> list[str]:
+        """Why machines of these types, which somebody named, are not in the table: each reason once."""
+        counts: dict[tuple[str, str], list[int]] = {}
+        for (name, count), reason in self.refusals.items():
+            counts.setdefault((name, reason), []).append(count)
+        there = {name for name, _ in self._found}
+        for job, machines in self.without_layout:
+            # Of a type with other numbers in the table, that a batch doesn't divide into all of them is no news.
+            if (name := str(job.compute.instance_type)) not in there:
+                reason = self._obstacle(job, machines) or _undivided(job, most)
+                counts.setdefault((name, reason), []).append(machines.num_hosts)
+        return [
+            f"left out: {', '.join(map(str, found))} x {name}: {reason}"
+            for (name, reason), found in counts.items()
+            if name.removeprefix("ml.") in types
+        ]
 
     def option(self, job: JobSpec, machines: Machines, moved: Moved | None = None) -> Option | None:
         """The machine with its fastest configuration that fits, else with the one nearest to it; None: no layout.
@@ -277,6 +314,7 @@ class _Searched:
             more, larger = self._look(job, machines, offloading_layouts(job, machines, rules), rules)
             fitting, too_large = more, [*too_large, *larger]
         if not fitting and not too_large:
+            self.without_layout.append((job, machines))
             return None
         name = str(job.compute.instance_type)
         self._found[name, machines.num_hosts] = _Machine(job, machines, fitting, too_large, moved)
