@@ -33,7 +33,7 @@ FAILURES = {
 
 
 class BudgetMeter(Construct):
-    """The function and its schedule; alarms at the tenant's warning, at 100 %, and where it can't look."""
+    """The function and its schedule; alarms at the tenant's warning, at 100 %, where it fails or isn't called."""
 
     function: lambda_.Function
 
@@ -110,8 +110,9 @@ class BudgetMeter(Construct):
         self._alarm_of_waits(topic)
         errors, text = self.function.metric_errors(period=EVERY), "the meter fails"
         tell("Blind", metric=errors, description=said(text, logs), periods=3)
-        text = "the meter hasn't looked for a quarter of an hour (or never yet)"
-        # Lambda's own count: a job of another tenant can write figures into this namespace (docs/isolation.md).
+        text = "the meter wasn't called for a quarter of an hour (or never yet)"
+        # Lambda's own count of calls, failed ones too, which Blind tells: a job of another tenant can write figures
+        # into this namespace (docs/isolation.md).
         looks = self.function.metric_invocations(period=EVERY)
         tell(
             "Silent", metric=looks, description=said(text, logs), periods=3, is_below=True, no_figure=missing.BREACHING

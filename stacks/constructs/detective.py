@@ -81,7 +81,8 @@ class JobGuard(Construct):
 
     def metric_violations(self, tenant: TenantScope) -> cloudwatch.Metric:
         """1 where a job was stopped. The greatest figure, not their sum, which a forged -1 would bring down to nothing:
-        a job of another tenant can write into this namespace (docs/isolation.md)."""
+        a job of another tenant can write into this namespace. With forged ones it can still hold the alarm ringing, so
+        that a further stop isn't told (docs/isolation.md)."""
         return cloudwatch.Metric(
             namespace=_namespace(tenant), metric_name=_metric(tenant), statistic="Maximum", period=PERIOD
         )

@@ -29,7 +29,7 @@ class Question:
     tenant: str
     """Who asks; empty for somebody who is no tenant's."""
     target: str
-    """Whose it is: a tenant, `platform`, or `guard-rail`."""
+    """Whose it is: a tenant, `the platform`, or `a guard-rail`."""
     principal: str
     thing: str
     request: Request
