@@ -26,6 +26,19 @@ def groups(site: Site, prefix: str) -> set[str]:
     return {item["logGroupName"].removeprefix(prefix) for item in found}
 
 
+def admin(site: Site) -> Account:
+    """The account, as who may all."""
+    info = site.info
+    return Account(
+        EndpointSession(
+            endpoint_url=info.endpoint,
+            aws_access_key_id=info.admin_access_key_id,
+            aws_secret_access_key=info.admin_secret_access_key,
+            region_name=info.region,
+        )
+    )
+
+
 def failing(name: str) -> dict[str, Any]:
     """Three log groups, and what fails after them."""
     return {
@@ -88,6 +101,10 @@ def test_what_a_roll_back_cant_delete_fails_it_and_is_the_stacks_to_delete(site:
         lambda: site("cloudformation").update_stack(StackName=name, TemplateBody=json.dumps({"Resources": {}}))
     )
     assert "is in ROLLBACK_FAILED state and can not be updated" in update
+    said: list[str] = []
+    release(admin(site), [name], said.append)
+    (line,) = said
+    assert line.endswith(", with what its rollback couldn't delete: Role (AWS::IAM::Role)")
     site("iam").remove_role_from_instance_profile(InstanceProfileName=name, RoleName=name)
     site("cloudformation").delete_stack(StackName=name)
     assert "does not exist" in refusal(lambda: site.stack_status(name))
@@ -175,15 +192,8 @@ def test_long_answers_come_in_pages(site: Site, name: str) -> None:
 
 def test_a_first_deployment_that_failed_is_no_loss_and_can_be_repeated(site: Site, name: str) -> None:
     """The CLI protects a stack before it makes it, and can't delete it then to make it anew."""
-    info, stack, foreign = site.info, f"trainyard-{name}-acme-foundation", f"trainyard-{name}-globex-foundation"
-    account = Account(
-        EndpointSession(
-            endpoint_url=info.endpoint,
-            aws_access_key_id=info.admin_access_key_id,
-            aws_secret_access_key=info.admin_secret_access_key,
-            region_name=info.region,
-        )
-    )
+    stack, foreign = f"trainyard-{name}-acme-foundation", f"trainyard-{name}-globex-foundation"
+    account = admin(site)
 
     def content(cidr: str) -> dict[str, Any]:
         vpc = resource("EC2::VPC", {"CidrBlock": cidr})
@@ -193,7 +203,9 @@ def test_a_first_deployment_that_failed_is_no_loss_and_can_be_repeated(site: Sit
         assert site.deploy(own, content("10.4.0.0/20")) == "ROLLBACK_COMPLETE"
         site("cloudformation").update_termination_protection(StackName=own, EnableTerminationProtection=True)
     assert check_losses(account, {stack: content("10.5.0.0/20")}, [], []) == []
-    release(account, failed_creations(account, {stack}))
+    said: list[str] = []
+    release(account, failed_creations(account, {stack}), said.append)
+    assert said == [f"stack {stack}: its first deployment failed; it is unprotected, deleted and made anew"]
     assert "TerminationProtection" in refusal(lambda: site("cloudformation").delete_stack(StackName=foreign))
     site("cloudformation").delete_stack(StackName=stack)
     assert failed_creations(account, {stack}) == []

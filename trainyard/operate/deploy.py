@@ -140,7 +140,7 @@ def deploy(
         progress("deploying")
         chosen = list(stacks) or ["--all"]
         options = ["--require-approval", "never", "--concurrency", "4", "--progress", "events"]
-        release(access, failed_creations(access, _reached(wanted, stacks)))
+        release(access, failed_creations(access, _reached(wanted, stacks)), say)
         if first:
             cdk(checkout, ["deploy", *first, "--exclusively", "--app", str(assembly), *options], aws, log, progress)
         cdk(checkout, ["deploy", *chosen, "--app", str(assembly), *options], aws, log, progress)

@@ -5,7 +5,7 @@ the old one deleted, or left to nobody. So the synthesized templates are compare
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,16 +167,26 @@ FAILED_CREATION = ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED")
 
 
 def failed_creations(account: Account, names: Collection[str]) -> list[str]:
-    """Those of the stacks whose first deployment failed: nothing is left in them, and the next makes them anew."""
+    """Those of the stacks whose first deployment failed: the next deletes them and makes them anew. Nothing of
+    theirs was ever used; what couldn't be deleted is still in those in ROLLBACK_FAILED."""
     return [name for name, status in _statuses(account).items() if name in names and status in FAILED_CREATION]
 
 
-def release(account: Account, names: Collection[str]) -> None:
+def release(account: Account, names: Collection[str], say: Callable[[str], None] = lambda _: None) -> None:
     """Let the CLI delete stacks whose first deployment failed, as it does to make them anew: it protects a stack before
-    it makes it, and its own deletion is then refused."""
+    it makes it, and its own deletion is then refused. `say` gets a line for each, with what is still in it."""
     cloudformation = account.client("cloudformation")
     for name in names:
         with aws_errors("unprotecting", f"stack {name}, whose first deployment failed"):
+            pages = cloudformation.get_paginator("list_stack_resources").paginate(StackName=name)
+            left = [
+                f"{item['LogicalResourceId']} ({item['ResourceType']})"
+                for page in pages
+                for item in page["StackResourceSummaries"]
+                if item["ResourceStatus"] not in ("DELETE_COMPLETE", "DELETE_SKIPPED")
+            ]
+            still = f", with what its rollback couldn't delete: {', '.join(left)}" if left else ""
+            say(f"stack {name}: its first deployment failed; it is unprotected, deleted and made anew{still}")
             cloudformation.update_termination_protection(StackName=name, EnableTerminationProtection=False)
 
 
