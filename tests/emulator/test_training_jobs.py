@@ -14,8 +14,10 @@ from emulator_testing import TRUST_SAGEMAKER, Site, allow, policy, refusal, wait
 
 from trainyard import emulator
 from trainyard.emulator import shapes
+from trainyard.emulator.authorization.principals import Principals, Session
 from trainyard.emulator.client import job_attempts, reclaim_after
 from trainyard.emulator.processes import processes_under
+from trainyard.emulator.training.rights import JobRights
 from trainyard.errors import InputError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -353,6 +355,17 @@ def test_what_sagemaker_does_as_the_jobs_role_is_the_roles_to_allow(place: Place
     other = ec2.describe_security_groups(Filters=[{"Name": "group-name", "Values": ["default"]}])["SecurityGroups"]
     foreign = next(one["GroupId"] for one in other if one["VpcId"] != vpc)
     assert "of 2 VPCs" in elsewhere(subnet, foreign)
+
+
+def test_a_network_that_goes_before_an_attempt_starts_fails_the_job_with_a_reason(
+    info: emulator.EmulatorInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between CreateTrainingJob and a spot job's second attempt."""
+    rights = JobRights(info, Principals(info.account, ""))
+    request = {"VpcConfig": {"Subnets": ["subnet-gone"], "SecurityGroupIds": ["sg-1"]}}
+    monkeypatch.setattr(Principals, "resolve", lambda *_: None)
+    told = rights.denial(request, Session("", "", ""))
+    assert told == "VpcConfig: the subnet ID 'subnet-gone' does not exist"
 
 
 RESOURCES = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 1, "VolumeSizeInGB": 10}

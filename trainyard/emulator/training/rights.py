@@ -46,7 +46,14 @@ class JobRights:
             raise AWSValidationException(f"VpcConfig: subnets and security groups are of {len(vpcs)} VPCs, not of one")
 
     def denial(self, request: Mapping[str, Any], session: Session) -> str:
-        """What the job's role, as SageMaker has assumed it, may not do of what the job needs; empty: all is well."""
+        """What the job's role, as SageMaker has assumed it, may not do of what the job needs; empty: all is well.
+
+        Asked as an attempt starts: the network may have gone since the job was made.
+        """
+        try:
+            self.require_network(request)
+        except AWSValidationException as gone:
+            return str(gone.message)
         principal = self._principals.resolve(session.access_key_id, session.session_token)
         for check in [*self._image(request), *self._network(request), *self._volumes(request)]:
             denied = self._judge.deny(principal, check, self._info.region)
