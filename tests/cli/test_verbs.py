@@ -16,6 +16,7 @@ from rich.console import Console
 
 from trainyard.cli import jobs, live
 from trainyard.cli.app import run
+from trainyard.cli.checkpoints import destination_of
 from trainyard.cli.live import follow
 from trainyard.cli.seen import Seen
 from trainyard.errors import InputError, JobFailedError
@@ -417,3 +418,12 @@ def test_following_shows_steps_states_and_checkpoints(
 
 def _status(record: JobRecord, state: str) -> Status:
     return Status(record, Observation(state))
+
+
+def test_an_export_looks_for_the_tokenizer_where_the_jobs_record_has_it(
+    job_path: str, environment_path: Path, deployed: Account, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(environment_path)
+    job_id = launch_json(job_path, where, capsys)["job_id"]
+    tokenizer = "s3://acme-data/sets/tokenizer.json"
+    assert destination_of(job_id, where, None).beside == (tokenizer,)

@@ -6,6 +6,7 @@ The file is also the program whose memory is measured: `python -m test_export CH
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,15 @@ def test_types_average_and_tokenizer(tmp_path: Path) -> None:
         tokenizer=str(tmp_path / "tokenizer"),
     )
     assert export(asked)["beside"] == ["tokenizer.json"]
+    # Of a job on other machines the paths in its checkpoints are nothing here: its record says where it had them from.
+    (tmp_path / "source").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "source" / name).write_text("{}")
+    elsewhere = replace(asked, beside=(str(tmp_path / "nothing"), str(tmp_path / "source")))
+    found = export(replace(elsewhere, to=tmp_path / "beside", tokenizer=None))["beside"]
+    assert found == ["tokenizer.json", "tokenizer_config.json"]
+    found = export(replace(elsewhere, to=tmp_path / "stated"))["beside"]
+    assert found == ["tokenizer.json"], "what is stated is mixed with nothing"
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     for name, parameter in read.named_parameters():
         assert parameter.dtype == torch.bfloat16

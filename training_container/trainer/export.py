@@ -83,6 +83,8 @@ class Export:
     merge: bool = False
     base: Path | None = None
     tokenizer: str | None = None
+    beside: tuple[str, ...] = ()
+    """Where the job's tokenizer and model lie outside of its hosts, whose own paths are nothing on this machine."""
     dtype: torch.dtype | None = None
     """None: as saved."""
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
@@ -349,7 +351,8 @@ def _set_type(path: Path, groups: Sequence[Group]) -> None:
 def _copy_beside(asked: Export, extra: dict[str, Any], folder: Path) -> list[str]:
     """Tokenizer and generation settings of the job's own source, as far as this machine can read them."""
     source = str(asked.base) if asked.base is not None else extra.get("model_source")
-    places = [place for place in (asked.tokenizer or extra.get("tokenizer"), source) if place]
+    further = () if asked.tokenizer is not None else asked.beside
+    places = [place for place in (asked.tokenizer or extra.get("tokenizer"), source, *further) if place]
     copied = []
     for name in _TOKENIZER_FILES:
         for place in places:
@@ -358,7 +361,7 @@ def _copy_beside(asked: Export, extra: dict[str, Any], folder: Path) -> list[str
                 break
     if asked.tokenizer is not None and not copied:
         raise InputError(f"--tokenizer {asked.tokenizer}: no file of a tokenizer is there")
-    if source is not None and _copy_small(source, _GENERATION_CONFIG, folder):
+    if any(_copy_small(place, _GENERATION_CONFIG, folder) for place in (source, *asked.beside) if place):
         copied.append(_GENERATION_CONFIG)
     return copied
 
@@ -394,10 +397,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", action="store_true", help="put the adapter into its base model")
     parser.add_argument("--base", type=Path, help="folder of the base model; default: the job's model.source")
     parser.add_argument("--tokenizer", help="folder whose tokenizer goes along; default: the job's")
+    parser.add_argument("--beside", action="append", default=[], help="where else the job's tokenizer may lie: s3://")
     parser.add_argument("--dtype", choices=sorted(DTYPE_NAMES), help="type of the weights; default: as saved")
     parser.add_argument("--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="largest file of weights")
     parser.add_argument("--continue", dest="goes_on", action="store_true", help="write over what a killed run left")
     options = vars(parser.parse_args(arguments))
+    options["beside"] = tuple(options["beside"])
     options["dtype"] = DTYPE_NAMES[options["dtype"]] if options["dtype"] else None
     try:
         written = export(Export(**options))

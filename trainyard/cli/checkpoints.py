@@ -11,6 +11,7 @@ from trainyard.cli.output import console, print_json
 from trainyard.errors import InputError, JobFailedError
 
 if TYPE_CHECKING:
+    from trainyard.launch.record import JobRecord
     from trainyard.spec.retention import Retention
 
 DEFAULT_VERB = "list"
@@ -246,6 +247,8 @@ class Where(NamedTuple):
     """What a process of our own needs in its environment to reach it."""
     rules: "Retention | None" = None
     """Which of them the job keeps; None for a folder."""
+    beside: tuple[str, ...] = ()
+    """Where its tokenizer and its model's files lie in S3."""
 
 
 def destination_of(job: str, environment: str, tenant: str | None) -> Where:
@@ -265,7 +268,15 @@ def destination_of(job: str, environment: str, tenant: str | None) -> Where:
     job_id = job_id_of(job)
     place = place_of(job_id, environment, tenant)
     record = place.store.read(job_id).record
-    return Where(record.checkpoint_destination, place.s3, place.variables, record.spec.checkpoint.retention)
+    return Where(
+        record.checkpoint_destination, place.s3, place.variables, record.spec.checkpoint.retention, beside_of(record)
+    )
+
+
+def beside_of(record: "JobRecord") -> tuple[str, ...]:
+    """Where in S3 the job's tokenizer and its model's files lie: its checkpoints know its hosts' paths alone."""
+    spec = record.resolved.spec
+    return tuple(uri for uri in (spec.data.tokenizer, spec.model.source) if uri and uri.startswith("s3://"))
 
 
 def _client_of(tenant: str, environment: str, what: str) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainyard.cli.checkpoints import CheckpointsOf, StepOption, destination_of
+from trainyard.cli.checkpoints import CheckpointsOf, StepOption, beside_of, destination_of
 from trainyard.cli.options import DEFAULT_ENVIRONMENT, EnvironmentOption, JobId, JsonOption, TenantOption
 from trainyard.cli.output import console, print_json, turner
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
@@ -85,7 +85,7 @@ def export(
                 "folder, and copy that (aws s3 cp --recursive)"
             )
         turner(spinner)(f"writing {to}")
-        written = run_export(place.destination, arguments, place.variables)
+        written = run_export(place.destination, [*arguments, *_beside(place.beside)], place.variables)
     if as_json:
         print_json(written)
         return
@@ -100,7 +100,7 @@ def export(
 
 def _warn_of_no_tokenizer(beside: Iterable[str]) -> None:
     if not any(name.startswith(("tokenizer", "vocab")) for name in beside):
-        print("  without a tokenizer: the job's was not found on this machine; --tokenizer DIR brings one along")
+        print("  without a tokenizer: the job's was not found; --tokenizer DIR brings one along")
 
 
 def _arguments(
@@ -118,6 +118,10 @@ def _arguments(
     for option, value in (("--step", step), ("--base", base), ("--tokenizer", tokenizer), ("--dtype", dtype)):
         arguments += [] if value is None else [option, str(value)]
     return arguments + [option for option, wanted in (("--average", average), ("--merge", merge)) if wanted]
+
+
+def _beside(places: Iterable[str]) -> list[str]:
+    return [word for place in places for word in ("--beside", place)]
 
 
 def promote(
@@ -173,7 +177,8 @@ def promote(
         if listing is None:
             turn(f"writing {promotion.uri}")
             arguments = _arguments(promotion.uri, taken, False, merge, base, tokenizer, dtype, max_shard_gib)
-            run_export(record.checkpoint_destination, [*arguments, "--continue"], launcher.variables())
+            arguments += ["--continue", *_beside(beside_of(record))]
+            run_export(record.checkpoint_destination, arguments, launcher.variables())
             listing = registry.check_listing(registry.exported(promotion, s3), promotion)
         if found is None:
             turn(f"registering {promotion.group}")
