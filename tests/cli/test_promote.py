@@ -40,9 +40,11 @@ def run_here(checkpoints: str, arguments: list[str], variables: dict[str, str]) 
     """`python -m trainer.export` without its process: moto is in this one."""
     from trainer.export import Export, export
 
-    assert arguments[-1] == "--continue"
-    given = dict(zip(arguments[:-1:2], arguments[1::2], strict=True))
+    assert "--continue" in arguments
+    pairs = [one for one in arguments if one != "--continue"]
+    given = dict(zip(pairs[::2], pairs[1::2], strict=True))
     size, step, tokenizer = int(given["--max-shard-bytes"]), int(given["--step"]), given.get("--tokenizer")
+    tokenizer = None if tokenizer is not None and tokenizer.startswith("s3://") else tokenizer  # none lies there
     return export(Export(checkpoints, given["--to"], step, tokenizer=tokenizer, max_shard_bytes=size, goes_on=True))
 
 

@@ -180,7 +180,7 @@ def test_a_price_is_missing_only_where_one_would_be_paid(job: MakeJob) -> None:
 
 
 def test_an_unknown_model_is_refused_with_what_would_help(job: MakeJob) -> None:
-    with pytest.raises(InputError, match=r"model.source 's3://x/mystery'.*config.json.*llama-3.1-8b"):
+    with pytest.raises(InputError, match=r"model.source 's3://x/mystery'.*config.json.*--set model.source=FOLDER"):
         plan(job(model={"source": "s3://x/mystery"}))
 
 

@@ -285,7 +285,6 @@ def test_a_zone_named_twice_is_refused(environments: dict[str, Any]) -> None:
     [
         (["nobody"], "nobody: not an e-mail address"),
         (["a@example.com", "a@example.com"], "2 addresses, 1 of them different"),
-        ([f"a{number}@example.com" for number in range(11)], "11 addresses.*up to 10"),
     ],
 )
 def test_addresses_that_aws_would_refuse_are_refused_here(

@@ -34,7 +34,7 @@ def stored(dtype: torch.dtype, memory_format: torch.memory_format) -> TensorStor
     return TensorStorageMetadata(properties, torch.Size([3, 6]), [chunk])
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", range(pickle.DEFAULT_PROTOCOL, pickle.HIGHEST_PROTOCOL + 1))
 def test_what_an_index_may_hold_is_read_as_torch_reads_it(protocol: int) -> None:
     formats = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
     tensors = {f"{dtype} {one}": stored(dtype, one) for dtype in DTYPES for one in formats}
