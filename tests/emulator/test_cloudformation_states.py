@@ -7,8 +7,7 @@ import boto3
 from emulator_testing import Site, refusal
 from emulator_testing.templates import ref, resource, trust
 
-from trainyard.launch.endpoint import EndpointSession
-from trainyard.launch.session import Account
+from trainyard.launch.session import emulated_account
 from trainyard.operate.deploy import check_losses
 from trainyard.operate.stateful import failed_creations, release
 
@@ -24,19 +23,6 @@ def groups(site: Site, prefix: str) -> set[str]:
     """Names of the log groups that are there."""
     found = site("logs").describe_log_groups(logGroupNamePrefix=prefix)["logGroups"]
     return {item["logGroupName"].removeprefix(prefix) for item in found}
-
-
-def admin(site: Site) -> Account:
-    """The account, as who may all."""
-    info = site.info
-    return Account(
-        EndpointSession(
-            endpoint_url=info.endpoint,
-            aws_access_key_id=info.admin_access_key_id,
-            aws_secret_access_key=info.admin_secret_access_key,
-            region_name=info.region,
-        )
-    )
 
 
 def failing(name: str) -> dict[str, Any]:
@@ -102,7 +88,7 @@ def test_what_a_roll_back_cant_delete_fails_it_and_is_the_stacks_to_delete(site:
     )
     assert "is in ROLLBACK_FAILED state and can not be updated" in update
     said: list[str] = []
-    release(admin(site), [name], said.append)
+    release(emulated_account(site.info, site.info.region), [name], said.append)
     (line,) = said
     assert line.endswith(", with what its rollback couldn't delete: Role (AWS::IAM::Role)")
     site("iam").remove_role_from_instance_profile(InstanceProfileName=name, RoleName=name)
@@ -193,7 +179,7 @@ def test_long_answers_come_in_pages(site: Site, name: str) -> None:
 def test_a_first_deployment_that_failed_is_no_loss_and_can_be_repeated(site: Site, name: str) -> None:
     """The CLI protects a stack before it makes it, and can't delete it then to make it anew."""
     stack, foreign = f"trainyard-{name}-acme-foundation", f"trainyard-{name}-globex-foundation"
-    account = admin(site)
+    account = emulated_account(site.info, site.info.region)
 
     def content(cidr: str) -> dict[str, Any]:
         vpc = resource("EC2::VPC", {"CidrBlock": cidr})

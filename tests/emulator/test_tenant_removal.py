@@ -13,8 +13,7 @@ from emulator_testing import Site
 from emulator_testing.templates import att, ref, resource
 
 from trainyard.errors import AwsRefusedError, InputError
-from trainyard.launch.endpoint import EndpointSession
-from trainyard.launch.session import Account
+from trainyard.launch.session import Account, emulated_account
 from trainyard.operate.tenants import leftovers, removal
 from trainyard.operate.tenants.removal import plan, remove, write_report
 from trainyard.operate.tenants.survey import state
@@ -26,15 +25,7 @@ STATEFUL = ("Data", "Lustre", "Key", "Group", "Vpc", "Subnet", "Clients")
 
 @pytest.fixture
 def account(site: Site) -> Account:
-    info = site.info
-    return Account(
-        EndpointSession(
-            endpoint_url=info.endpoint,
-            aws_access_key_id=info.admin_access_key_id,
-            aws_secret_access_key=info.admin_secret_access_key,
-            region_name=info.region,
-        )
-    )
+    return emulated_account(site.info, site.info.region)
 
 
 def environment(name: str, *, retain_data: bool, **removal_spec: str) -> EnvironmentSpec:

@@ -23,8 +23,7 @@ from trainyard import emulator
 from trainyard.errors import AwsRefusedError, InputError
 from trainyard.isolation.templates import synthesize_into
 from trainyard.launch.contract import read_image
-from trainyard.launch.endpoint import EndpointSession
-from trainyard.launch.session import Account
+from trainyard.launch.session import Account, emulated_account
 from trainyard.operate.deploy import cdk
 from trainyard.operate.image import __main__ as command
 from trainyard.operate.image import docker, layout, publish, sbom
@@ -44,14 +43,7 @@ def bootstrapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Account]:
     folder = tmp_path_factory.mktemp("account")
     info = emulator.start(folder / "emulator")
     try:
-        account = Account(
-            EndpointSession(
-                endpoint_url=info.endpoint,
-                aws_access_key_id=info.admin_access_key_id,
-                aws_secret_access_key=info.admin_secret_access_key,
-                region_name=REGION,
-            )
-        )
+        account = emulated_account(info, REGION)
         image = {"image": f"sha256:{'ab' * 32}", "checks": "off"}
         synthesize_into(folder / "cdk.out", ROOT / "environments/local.yaml", ROOT, image)
         options = ["--app", str(folder / "cdk.out")]

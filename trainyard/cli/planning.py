@@ -1,6 +1,7 @@
 """`plan` and `predict`: what a job will need, before it costs anything."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,36 +82,17 @@ def plan(
     --dry-run proves it: the rank's memory and messages, traced here, of any job. Example: trainyard plan
     jobs/llama-70b.yaml --dry-run --rank 127
     """
-    from trainyard import planner
+    if rank is not None and not dry_run:
+        raise InputError("--rank: says which rank --dry-run traces; give both, or neither")
+    asked = {"--instances": instances, "--max-nodes": max_nodes, "--deadline-hours": deadline_hours}
+    target = {"--loss-curve": loss_curve, "--target-loss": target_loss}
+    if dry_run:
+        _trace(job, overrides, rank, {"--search": search or None, "--html": html, **asked, **target}, as_json)
+        return
+    _check_options(region, html, search, asked)
     from trainyard.planner.target import length_words, until_loss
     from trainyard.spec.job import load_job
 
-    if rank is not None and not dry_run:
-        raise InputError("--rank: says which rank --dry-run traces; give both, or neither")
-    if dry_run:
-        from trainyard.cli.dry_running import plan_and_trace
-
-        others = {
-            "--search": search or None,
-            "--html": html,
-            **{"--instances": instances, "--max-nodes": max_nodes, "--deadline-hours": deadline_hours},
-            **{"--loss-curve": loss_curve, "--target-loss": target_loss},
-        }
-        if (other := next((name for name, value in others.items() if value is not None), None)) is not None:
-            raise InputError(f"{other}: not with --dry-run, which traces the job as it is")
-        plan_and_trace(load_job(job, overrides or []), rank or 0, as_json=as_json)
-        return
-    from trainyard.operate.prices import check_region
-
-    check_region(region)
-    if instances is not None and not instances.replace(",", "").strip():
-        raise InputError(f"--instances {instances!r}: names no type; e.g. p5.48xlarge,p4d.24xlarge")
-    if html is not None:
-        _check_folder(html)
-    asked = {"--instances": instances, "--max-nodes": max_nodes, "--deadline-hours": deadline_hours}
-    given = [name for name, value in asked.items() if value is not None]
-    if given and not search:
-        raise InputError(f"{given[0]}: belongs to --search; give both, or neither")
     spec, book = load_job(job, overrides or []), _book()
     if (loss_curve is None) != (target_loss is None):
         raise InputError("--loss-curve and --target-loss: the cost of a loss needs both, or leave both out")
@@ -119,18 +101,50 @@ def plan(
         print(f"note: {note}", file=sys.stderr)
     found = None
     if search:
+        from trainyard import planner
+
+        types = (instances or "").split(",")
         found = planner.search(
-            spec,
-            instances=(instances or "").split(","),
-            max_nodes=max_nodes,
-            deadline_hours=deadline_hours,
-            region=region,
-            book=book,
+            spec, instances=types, max_nodes=max_nodes, deadline_hours=deadline_hours, region=region, book=book
         )
         if target_loss is not None and found.overrides:
             found = found.model_copy(update={"overrides": (*length_words(spec), *found.overrides)})
     if html is not None:
         _write_page(html, spec, region, book, found)
+    _show(spec, region, book, found, as_json)
+
+
+def _trace(
+    job: Path, overrides: list[str] | None, rank: int | None, others: Mapping[str, object], as_json: bool
+) -> None:
+    """`--dry-run`, to which no other option belongs."""
+    from trainyard.cli.dry_running import plan_and_trace
+    from trainyard.spec.job import load_job
+
+    if (other := next((name for name, value in others.items() if value is not None), None)) is not None:
+        raise InputError(f"{other}: not with --dry-run, which traces the job as it is")
+    plan_and_trace(load_job(job, overrides or []), rank or 0, as_json=as_json)
+
+
+def _check_options(region: str, html: Path | None, search: bool, asked: Mapping[str, object]) -> None:
+    """InputError before the job is read, where what was `asked` of a search is wrong or there is no search."""
+    from trainyard.operate.prices import check_region
+
+    check_region(region)
+    types = asked["--instances"]
+    if types is not None and not str(types).replace(",", "").strip():
+        raise InputError(f"--instances {types!r}: names no type; e.g. p5.48xlarge,p4d.24xlarge")
+    if html is not None:
+        _check_folder(html)
+    given = [name for name, value in asked.items() if value is not None]
+    if given and not search:
+        raise InputError(f"{given[0]}: belongs to --search; give both, or neither")
+
+
+def _show(spec: "JobSpec", region: str, book: "PriceBook", found: "Search | None", as_json: bool) -> None:
+    """What was found, or the plan of the job as it is: a table, or JSON."""
+    from trainyard import planner
+
     if as_json:
         result = found or planner.plan(spec, region=region, book=book)
         print(result.model_dump_json(indent=2))

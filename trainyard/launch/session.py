@@ -15,6 +15,7 @@ from trainyard.launch.aws import aws_errors
 from trainyard.spec.platform import EnvironmentSpec
 
 if TYPE_CHECKING:
+    from trainyard.emulator import EmulatorInfo
     from trainyard.launch.endpoint import EndpointSession
 
 ROLE_SESSION_SECONDS = 3600
@@ -123,9 +124,21 @@ def open_account(environment: EnvironmentSpec) -> Account:
     return account
 
 
+def emulated_account(info: "EmulatorInfo", region: str) -> Account:
+    """The emulator's account in a region, as its administrator."""
+    from trainyard.launch.endpoint import EndpointSession
+
+    session = EndpointSession(
+        endpoint_url=info.endpoint,
+        aws_access_key_id=info.admin_access_key_id,
+        aws_secret_access_key=info.admin_secret_access_key,
+        region_name=region,
+    )
+    return Account(session)
+
+
 def _emulated(environment: EnvironmentSpec) -> Account:
     from trainyard import emulator
-    from trainyard.launch.endpoint import EndpointSession
 
     info = emulator.find(emulator_state())
     if info is None:
@@ -133,13 +146,7 @@ def _emulated(environment: EnvironmentSpec) -> Account:
             f"environment {environment.name} is emulated and no emulator is running; start it with "
             "`scripts/quickstart` (deploys too) or `trainyard emulator start`"
         )
-    session = EndpointSession(
-        endpoint_url=info.endpoint,
-        aws_access_key_id=info.admin_access_key_id,
-        aws_secret_access_key=info.admin_secret_access_key,
-        region_name=environment.region,
-    )
-    return Account(session)
+    return emulated_account(info, environment.region)
 
 
 def _real(environment: EnvironmentSpec) -> Account:
