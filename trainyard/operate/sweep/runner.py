@@ -55,7 +55,7 @@ def propose(
     search: Search, launcher: Launcher, token: str, job_name: str, before: Sequence[Trial], *, strict: bool = True
 ) -> Trial:
     """The trial after those, with its plan. Where its settings are no job's: InputError, or if not `strict` a refused
-    trial, which a search that learns is told of as one that failed: else it would propose the same for ever."""
+    trial, which a search that learns is told of as one that diverged: else it would propose the same for ever."""
     told = [Told(one.overrides, math.inf if one.diverged or one.state == REFUSED else one.value) for one in before]
     number = len(before) + 1
     overrides = search.propose(number - 1, told)
@@ -198,9 +198,11 @@ class Runner:
         self._failed_looks.pop(trial.number, None)
         course = self._courses.setdefault(trial.number, Course())
         course.look(place, current.record, finished=current.finished)
-        self._num_steps[trial.number] = current.record.resolved.steps or 0
         seen = self._with_figures(trial, current.record, current.state)
         self._keep(seen)
+        # A job in epochs knows its steps when its data are read, and we when one has made them all.
+        made = max((int(row["step"]) for row in course.ordered()), default=0) if current.state == "Completed" else 0
+        self._num_steps[trial.number] = current.record.resolved.steps or made
         if current.state == "Failed" and place.has_resumer and watch.may_be_resumed(current.record):
             self._late_looks[trial.number] = self._late_looks.get(trial.number, 0) + 1
         else:

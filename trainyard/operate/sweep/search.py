@@ -5,6 +5,7 @@ before would have.
 """
 
 import importlib.util
+import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -43,8 +44,10 @@ class _Grid:
     is_fixed = True
 
     def __init__(self, axes: Sequence[Axis], num_trials: int | None) -> None:
-        self._all = grid(axes)
-        self.num_trials = len(self._all) if num_trials is None else min(num_trials, len(self._all))
+        found, size = grid(axes), math.prod(len(axis.choices) for axis in axes)
+        self.num_trials = size if num_trials is None else min(num_trials, size)
+        # No more are kept than may be made: of many axes nobody could hold them all.
+        self._all = list(itertools.islice(found, min(self.num_trials, MOST_TRIALS)))
 
     def propose(self, number: int, told: Sequence[Told]) -> tuple[str, ...]:
         """See Search."""
@@ -87,10 +90,10 @@ class _Optuna:
         for one in told:
             if one.value is None:
                 continue
-            value = one.value if math.isfinite(one.value) else None
-            state = optuna.trial.TrialState.COMPLETE if value is not None else optuna.trial.TrialState.FAIL
+            # Infinity too, of trials that diverged or were no job: one told as failed would be left out, and the
+            # sampler would go there again and again.
             params = self._params(one.overrides)
-            study.add_trial(optuna.trial.create_trial(params=params, distributions=spread, value=value, state=state))
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=spread, value=one.value))
         params = study.ask(spread).params
         return tuple(f"{axis.key}={_text(axis, params[axis.key])}" for axis in self._axes)
 

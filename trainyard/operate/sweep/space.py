@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,11 +100,11 @@ def parse_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
     return axes
 
 
-def grid(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
+def grid(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
     """Every combination as overrides, the last axis the fastest; InputError where an axis is a range."""
     ranged = next((axis for axis in axes if axis.kind is not None), None)
     if ranged is not None:
         raise InputError(
             f"--over {ranged.key}: a grid has no ranges; list values, or give --search random|optuna and --trials N"
         )
-    return list(itertools.product(*([f"{axis.key}={choice}" for choice in axis.choices] for axis in axes)))
+    return itertools.product(*([f"{axis.key}={choice}" for choice in axis.choices] for axis in axes))

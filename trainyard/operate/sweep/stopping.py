@@ -52,8 +52,10 @@ def halving(running: Sequence[int], curves: Curves, num_steps: int) -> dict[int,
 
 def median(running: Sequence[int], curves: Curves, num_steps: int) -> dict[int, str]:
     """The median rule (Golovin et al. 2017, Google Vizier): a trial whose best value so far is worse than the median of
-    the others' running means at the same step is stopped."""
+    the others' running means at the same step is stopped. Nobody is while nobody knows how many steps a job has (0)."""
     found: dict[int, str] = {}
+    if num_steps < 1:
+        return found
     for trial in running:
         own = curves.get(trial, {})
         last = max(own, default=0)
