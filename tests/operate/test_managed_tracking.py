@@ -41,7 +41,8 @@ class FakeAccount:
 
 
 def signature_of(method: str, url: str, headers: Any, body: bytes) -> str:
-    """What AWS would compute from the request as it came."""
+    """What AWS would compute from the request as it came. A plus is one to it, and no space: it would write %2B."""
+    url = url.replace("+", "%2B")
     names = headers["Authorization"].partition("SignedHeaders=")[2].partition(",")[0].split(";")
     request = AWSRequest(method, url, data=body, headers={name: headers[name] for name in names if name != "host"})
     request.context["timestamp"] = headers["X-Amz-Date"]

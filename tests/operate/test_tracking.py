@@ -20,7 +20,16 @@ from operate_mlflow import NoMlflowError, python, server
 from trainyard.cli.app import run
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
 from trainyard.launch.record import FolderRecordStore, JobRecord
-from trainyard.operate.tracking import Server, check_no_secret, metrics_of, metrics_version, params_of, tags_of, track
+from trainyard.operate.tracking import (
+    RefusedError,
+    Server,
+    check_no_secret,
+    metrics_of,
+    metrics_version,
+    params_of,
+    tags_of,
+    track,
+)
 from trainyard.spec.job import load_job
 
 ROWS = [
@@ -146,6 +155,48 @@ def test_files_are_put_again_only_where_something_is_new(kept: JobRecord, monkey
     write_rows(kept, 3)
     assert told() == 6 and told() == 0
     assert told(kept.with_state("Failed")) == 6
+
+
+def test_a_jobs_end_is_told_to_a_server_that_takes_no_files(kept: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that keeps its artifacts in a bucket of its own refuses them each time."""
+    statuses: list[str] = []
+
+    def ask(_: Server, path: str, content: dict[str, Any] | None = None, **__: str) -> dict[str, Any]:
+        if path == "runs/update":
+            statuses.append((content or {})["status"])
+        run = {"info": {"run_id": "r", "experiment_id": "0", "artifact_uri": "s3://somewhere/0/r"}}
+        return {"experiment": {"experiment_id": "0"}, "runs": [run]}
+
+    monkeypatch.setattr(Server, "ask", ask)
+    write_rows(kept, 2)
+    with pytest.raises(JobFailedError, match="start it with --serve-artifacts"):
+        track(Server("http://localhost:5000"), kept.with_state("Failed"), None, experiment="x")
+    assert statuses == ["FAILED"]
+
+
+def test_an_experiment_that_somebody_makes_at_the_same_time_is_taken(
+    kept: JobRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two trials of a sweep are told at once."""
+    asked: list[str] = []
+
+    def send(_: Server, address: str, *__: Any) -> bytes:
+        asked.append(address.partition("/mlflow/")[2].partition("?")[0])
+        if asked == ["experiments/get-by-name"]:
+            raise RefusedError("HTTP 404: no experiment", '{"error_code": "RESOURCE_DOES_NOT_EXIST"}')
+        if asked[-1] == "experiments/create":
+            raise RefusedError("HTTP 400: exists", f'{{"error_code": "{why}"}}')
+        run = {"info": {"run_id": "r", "experiment_id": "0", "artifact_uri": "mlflow-artifacts:/0/r"}}
+        return json.dumps({"experiment": {"experiment_id": "0"}, "runs": [run]}).encode()
+
+    monkeypatch.setattr(Server, "_send", send)
+    write_rows(kept, 2)
+    why = "RESOURCE_ALREADY_EXISTS"
+    assert track(Server("http://localhost:5000"), kept, None, experiment="x").num_steps == 2
+    asked.clear()
+    why = "PERMISSION_DENIED"
+    with pytest.raises(RefusedError, match="exists"):
+        track(Server("http://localhost:5000"), kept, None, experiment="x")
 
 
 def test_one_telling_reads_each_file_of_a_bucket_once(kept: JobRecord, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,9 @@ class Server:
 
     def ask(self, path: str, content: Mapping[str, Any] | None = None, **query: str) -> dict[str, Any]:
         """GET, or POST of `content`, and the answer; JobFailedError in a line where there is none."""
-        address = f"{self.uri}{API}/{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        # A space as %20: AWS takes a plus for one when it checks what is signed.
+        words = urllib.parse.urlencode(query, quote_via=urllib.parse.quote)
+        address = f"{self.uri}{API}/{path}" + (f"?{words}" if query else "")
         body = None if content is None else json.dumps(content).encode()
         answer = self._send(address, body, "GET" if content is None else "POST", "application/json")
         try:
@@ -92,7 +94,7 @@ class Server:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")
-            raise _RefusedError(
+            raise RefusedError(
                 f"{self.uri}: {method} {address[len(self.uri) :]}: {_told(error.code, text)}", text
             ) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -199,7 +201,9 @@ def _is_address(uri: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and len(uri.split()) == 1
 
 
-class _RefusedError(JobFailedError):
+class RefusedError(JobFailedError):
+    """A server's refusal, with its own words for other programs."""
+
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)
         self.text = text
@@ -245,6 +249,11 @@ def track(server: Server, record: JobRecord, s3: Any, *, experiment: str, with_p
     changed = [{"key": key, "value": value} for key, value in told.items() if tags.get(key) != value]
     if changed:
         server.ask("runs/log-batch", {"run_id": info["run_id"], "tags": changed})
+    status: dict[str, Any] = {"run_id": info["run_id"], "status": STATUSES.get(record.state, "RUNNING")}
+    if record.finished:
+        status["end_time"] = _milliseconds(record.states[-1].at)
+    # Before the files: a server that takes none would else never hear of the end.
+    server.ask("runs/update", status)
     of_files = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
     if tags.get(FILES_TAG) != of_files:
         for name, content in files_of(record, s3).items():
@@ -252,10 +261,6 @@ def track(server: Server, record: JobRecord, s3: Any, *, experiment: str, with_p
         # Said when all are there: where one was refused, the next time puts them again.
         done = [{"key": FILES_TAG, "value": of_files}]
         server.ask("runs/log-batch", {"run_id": info["run_id"], "tags": done})
-    status: dict[str, Any] = {"run_id": info["run_id"], "status": STATUSES.get(record.state, "RUNNING")}
-    if record.finished:
-        status["end_time"] = _milliseconds(record.states[-1].at)
-    server.ask("runs/update", status)
     page = server.page(info["experiment_id"], info["run_id"]) if with_page else f"{server.uri}, run {info['run_id']}"
     return Tracked(info["run_id"], page, len(fresh))
 
@@ -291,14 +296,25 @@ def _run_of(server: Server, record: JobRecord, experiment: str) -> dict[str, Any
 
 
 def _experiment(server: Server, name: str) -> str:
+    """The experiment of that name, found or made: by us, or by another job's teller meanwhile."""
     try:
-        return str(server.ask("experiments/get-by-name", experiment_name=name)["experiment"]["experiment_id"])
-    except _RefusedError as error:
+        return _experiment_there(server, name)
+    except RefusedError as error:
         if "RESOURCE_DOES_NOT_EXIST" not in error.text:
             raise
+    try:
+        return str(server.ask("experiments/create", {"name": name})["experiment_id"])
+    except RefusedError as error:
+        if "RESOURCE_ALREADY_EXISTS" not in error.text:
+            raise
+    return _experiment_there(server, name)
+
+
+def _experiment_there(server: Server, name: str) -> str:
+    try:
+        return str(server.ask("experiments/get-by-name", experiment_name=name)["experiment"]["experiment_id"])
     except KeyError:
         raise JobFailedError(f"{server.uri}: tells no experiment {name}; is it an MLflow tracking server?") from None
-    return str(server.ask("experiments/create", {"name": name})["experiment_id"])
 
 
 def params_of(record: JobRecord) -> dict[str, str]:
