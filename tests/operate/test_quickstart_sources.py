@@ -1,12 +1,19 @@
-"""What a quickstart looks at before it says that nothing has changed: all that its assembly is made from."""
+"""What a quickstart looks at: the files that a person names, and, before it says that nothing has changed, all that its
+assembly is made from."""
 
+import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from trainyard.operate.quickstart import __main__ as command
+from trainyard.operate.quickstart import report as reporting
 from trainyard.operate.quickstart.flow import SOURCES, sources_digest
 from trainyard.operate.quickstart.options import Options
 
@@ -18,6 +25,24 @@ for found in pkgutil.walk_packages(stacks.__path__, "stacks."):
     importlib.import_module(found.name)
 print(*(module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)), sep="\\n")
 """
+
+REPORT = reporting.QuickstartReport.model_validate(
+    {
+        "passed": True,
+        "seconds": {"total": 1.0},
+        "tenants": ["acme", "other"],
+        "job": {
+            **{"name": "acme-tiny-1", "status": "Completed", "steps": 2, "hosts": 2, "strategy": "fsdp2"},
+            **{"tokens_per_second": 1.0},
+        },
+        "loss": {"first": 2.0, "last": 1.0, "validation_last": 1.0, "unigram_entropy": 2.0, "list": [2.0, 1.0]},
+        "reclaim": {"step": 1, "resumed_step": 1, "bitwise_equal": True, "seconds_to_next_step": 1.0},
+        "isolation": {"attempts": 1, "denied": 1, "controls_allowed": 1, "details": []},
+        "cost": {"planned_usd": None, "price_basis": "", "run_usd": None},
+        "artifacts": ["s3://b/k"],
+        "machine": "",
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +68,35 @@ def test_the_same_content_under_another_name_is_a_change(tmp_path: Path) -> None
     before = sources_digest(_options(tmp_path))
     first.rename(second)
     assert sources_digest(_options(tmp_path)) != before
+
+
+def test_paths_are_the_callers_wherever_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run in the checkout, and the report names files by their URIs, which no relative path has."""
+    given: list[Options] = []
+
+    def run(options: Options, _: object) -> SimpleNamespace:
+        given.append(options)
+        return SimpleNamespace(passed=True)
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    words = ["--output-dir", "out", "--job", "mine/job.yaml", "--environment", "../env.yaml"]
+    monkeypatch.setattr(sys, "argv", ["quickstart", *words])
+    assert command.main() == 0
+    named = (given[0].output_dir, given[0].job, given[0].environment)
+    assert named == (tmp_path / "out", tmp_path / "mine/job.yaml", tmp_path.parent / "env.yaml")
+    assert (given[0].output_dir / "loss.png").as_uri().endswith("/out/loss.png")
+
+
+@pytest.mark.parametrize(("name", "words"), [("environments/local.yaml", ""), ("my env.yaml", "--environment '{}'")])
+def test_what_to_look_at_next_is_looked_for_where_the_job_is(tmp_path: Path, name: str, words: str) -> None:
+    console = Console(file=io.StringIO(), width=400)
+    options = replace(_options(tmp_path), environment=tmp_path / name)
+    reporting.print_summary(console, REPORT, options)
+    shown = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    (line,) = [line.strip("│ ").rpartition("│")[2].strip() for line in shown if "trainyard status" in line]
+    assert line == f".venv/bin/trainyard status acme-tiny-1 {words.format(tmp_path / name)}".strip()
 
 
 def test_every_source_is_there() -> None:

@@ -22,9 +22,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1234, help="chooses the step of the spot reclaim (default 1234)")
     parser.add_argument("--port", type=int, default=None, help="the emulator's port (default: any free one)")
-    parser.add_argument("--environment", type=Path, default=checkout_root() / "environments/local.yaml")
-    parser.add_argument("--job", type=Path, default=checkout_root() / "jobs/quickstart.yaml")
-    parser.add_argument("--output-dir", type=Path, default=state_root() / "quickstart")
+    parser.add_argument("--environment", type=_path, default=checkout_root() / "environments/local.yaml")
+    parser.add_argument("--job", type=_path, default=checkout_root() / "jobs/quickstart.yaml")
+    parser.add_argument("--output-dir", type=_path, default=state_root() / "quickstart")
     arguments = parser.parse_args()
     # SIGTERM takes the same way out as Ctrl-C: what this run started is stopped.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -41,6 +41,11 @@ def main() -> int:
         )
         return 130
     return 0 if report.passed else 1
+
+
+def _path(text: str) -> Path:
+    """As the caller means it: what the quickstart runs, runs in the checkout."""
+    return Path(text).resolve()
 
 
 if __name__ == "__main__":

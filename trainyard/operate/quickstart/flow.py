@@ -80,7 +80,7 @@ def run(options: Options, console: Console) -> reporting.QuickstartReport:
     report = build_report(narrator, environment, main_run, reference, probed, plan, dataset, options)
     reporting.draw_loss(report, reference.losses, options.output_dir / "loss.png")
     reporting.write_report(report, options.output_dir)
-    reporting.print_summary(console, report, options.output_dir)
+    reporting.print_summary(console, report, options)
     if not report.passed:
         console.print("[red]Something above did not hold: see the NO lines.[/]")
     return report

@@ -1,6 +1,7 @@
 """What a quickstart found: the report file (with its published schema), the closing table, the picture."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.operate.quickstart.options import Options
 from trainyard.spec.base import SpecModel
 
 
@@ -157,7 +159,7 @@ def sparkline(values: tuple[float, ...], width: int = 40) -> str:
     return "".join(blocks[round((value - low) / ((high - low) or 1.0) * (len(blocks) - 1))] for value in sampled)
 
 
-def print_summary(console: Console, report: QuickstartReport, folder: Path) -> None:
+def print_summary(console: Console, report: QuickstartReport, options: Options) -> None:
     """The closing table: what happened, what it would have cost, where the time went, where to look next."""
     job, reclaim, cost = report.job, report.reclaim, report.cost
     yes = {True: "[green]yes[/]", False: "[red]NO[/]"}
@@ -189,16 +191,17 @@ def print_summary(console: Console, report: QuickstartReport, folder: Path) -> N
     )
     times = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in report.seconds.items() if phase != "total")
     table.add_row("time", f"{report.seconds['total']:.0f} s: {times}")
-    table.add_row(
-        "look next",
-        Text("\n").join(
-            Text(line)
-            for line in (
-                str(folder / "report.json"),
-                str(folder / "loss.png"),
-                f".venv/bin/trainyard status {job.name}",
-                f".venv/bin/trainyard logs {job.name}",
-            )
-        ),
-    )
+    table.add_row("look next", Text("\n").join(map(Text, _look_next(job.name, options))))
     console.print(table, highlight=False)
+
+
+def _look_next(job_id: str, options: Options) -> tuple[str, ...]:
+    """Files and commands."""
+    usual = options.checkout / "environments/local.yaml"
+    where = "" if options.environment == usual else f" --environment {shlex.quote(str(options.environment))}"
+    return (
+        str(options.output_dir / "report.json"),
+        str(options.output_dir / "loss.png"),
+        f".venv/bin/trainyard status {job_id}{where}",
+        f".venv/bin/trainyard logs {job_id}{where}",
+    )
