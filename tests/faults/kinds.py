@@ -88,6 +88,8 @@ _NAMES_IN_RANKS = {
     "clock_jump": "clock",
 }
 _STEPS_APART = 4
+_FAULTS_UNTIL_ANOTHER = 2
+"""After so many more there is a second good checkpoint again."""
 _FIRST_STEP = 5
 """The first checkpoint is of step 3."""
 _FIRST_DAMAGED_STEP = 7
@@ -165,6 +167,7 @@ class Deck:
                 if site in kind.sites and (not kind.after or (before is not None and before.kind.name == kind.after))
                 for moment in kind.moments
                 if moment != "restore" or _may_be_met_restoring(before, kind)
+                if not (kind.is_damage and _has_left_one_checkpoint(faults))
             ]
             draw.shuffle(choices)
             kind, moment = min(choices, key=lambda choice: self._cost(engine, *choice))
@@ -185,6 +188,11 @@ class Deck:
     def _cost(self, engine: str, kind: Kind, moment: str) -> float:
         name = kind.name
         return self._num_played[name,] + self._num_played[name, engine] + 0.5 * self._num_played[name, moment]
+
+
+def _has_left_one_checkpoint(before: Sequence[Fault]) -> bool:
+    """A full disk refused saves, and had older ones removed for the last: there is nothing to spoil for a while."""
+    return any("disk_full" in fault.kind.name for fault in before[-_FAULTS_UNTIL_ANOTHER:])
 
 
 def _may_be_met_restoring(before: Fault | None, kind: Kind) -> bool:
