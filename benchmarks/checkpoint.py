@@ -238,13 +238,14 @@ class Disk(Contender):
 
     def __init__(self, num_bytes: int) -> None:
         self._buffer = memoryview(bytearray(os.urandom(min(_BLOCK_BYTES, num_bytes))))
-        self._num_blocks = max(1, num_bytes // len(self._buffer))
+        self._num_bytes = num_bytes
 
     def save(self, folder: Path) -> Pending:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank-{dist.get_rank()}").open("wb", buffering=0) as file:
-            for _ in range(self._num_blocks):
-                file.write(self._buffer)
+            left = self._num_bytes
+            while left:
+                left -= file.write(self._buffer[:left])
             os.fsync(file.fileno())
         return Pending()
 

@@ -3,6 +3,7 @@ assembly is made from."""
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -79,7 +80,7 @@ def test_paths_are_the_callers_wherever_its_commands_run(tmp_path: Path, monkeyp
         return SimpleNamespace(passed=True)
 
     monkeypatch.setattr(command, "run", run)
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     words = ["--output-dir", "out", "--job", "mine/job.yaml", "--environment", "../env.yaml"]
     monkeypatch.setattr(sys, "argv", ["quickstart", *words])

@@ -48,6 +48,19 @@ def test_ratios_are_of_one_turn_and_goals_are_judged_by_them(monkeypatch: pytest
     assert not next(iter(slow["goals_met"].values())), "a copy that takes less than a fifth excuses nothing"
 
 
+@pytest.mark.parametrize("num_bytes", [(20 << 20) + 5, 3])
+def test_the_disk_is_asked_for_as_many_bytes_as_a_restore_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_bytes: int
+) -> None:
+    """In whole blocks it read up to a tenth less than what it is held against."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    disk = runpy.run_path(str(BENCHMARKS / "checkpoint.py"))["Disk"](num_bytes)
+    disk.save(tmp_path / "disk")
+    assert (tmp_path / "disk/rank-0").stat().st_size == num_bytes
+    disk.restore(tmp_path / "disk")
+
+
 @pytest.mark.parametrize(
     ("s5cmd", "ours", "is_met"),
     [
