@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from trainer import collective_names, lean_imports
 from trainer.strategies.deepspeed_import import load_deepspeed
 from transformers import GPT2Config
@@ -132,6 +134,25 @@ def test_torch_makes_no_causal_bias_inside_a_dispatch_mode() -> None:
     """Met by `causal_bias` of strategies/context_parallel.py: selective recomputation and dry runs are such modes."""
     with FakeTensorMode(), pytest.raises(RuntimeError, match="not a subclass of the requested type"):
         causal_lower_right(2, 4)
+
+
+def test_what_draws_and_is_kept_leaves_other_numbers_to_what_is_computed_again() -> None:
+    """Met by `_drops` of models/build.py, which keeps no attention that drops."""
+    kept = [torch.ops.aten.native_dropout.default]
+    numbers = []
+
+    def block(values: torch.Tensor) -> torch.Tensor:
+        dropped, _ = torch.native_dropout(values, 0.5, True)
+        numbers.append(torch.rand(()))
+        return (dropped * values.sin()).exp()
+
+    values = torch.randn(32, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    result = checkpoint(block, values, use_reentrant=False, context_fn=contexts)
+    assert isinstance(result, torch.Tensor)
+    result.sum().backward()
+    first, again = numbers
+    assert first != again
 
 
 def test_torch_multiplies_no_groups_of_float64() -> None:

@@ -20,10 +20,10 @@ from trainer.leaving import leave
 from trainer.models.build import outline_model
 from trainer.optimizers.schedule import learning_rate_at
 from trainer.runtime import Runtime, distributed_runtime
-from trainer.seeds import seed_everything
+from trainer.seeds import restore_rng_state, rng_state, seed_everything
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.flat_shard import FlatShard
-from trainer.strategies.mesh import random_stream
+from trainer.strategies.mesh import has_same_streams, random_stream
 
 from trainer_testing.pool import run_pooled
 from trainer_testing.tiny import VOCAB_SIZE, global_targets, rank_batches, tiny_job
@@ -84,7 +84,7 @@ def train(request: RunRequest, job: ResolvedJob, strategy: Strategy, runtime: Ru
     """Losses, gradient norms and the validation loss at the end, as every rank sees them."""
     assert job.steps is not None
     if request.load:
-        load(request.load, strategy, runtime)
+        load(request.load, strategy, job, runtime)
     losses, grad_norms, applied = [], [], []
     for step in range(request.first_step, request.last_step + 1):
         batches = rank_batches(job, step, strategy.data_parallel_rank, is_packed=request.is_packed)
@@ -96,7 +96,7 @@ def train(request: RunRequest, job: ResolvedJob, strategy: Strategy, runtime: Ru
         grad_norms.append(update.grad_norm)
         applied.append(update.was_applied)
         if request.save and step == request.save_after_step:
-            save(request.save, step, strategy, runtime)
+            save(request.save, step, strategy, job, runtime)
     batches = rank_batches(job, VALIDATION_STEP, strategy.data_parallel_rank, is_packed=request.is_packed)
     targets = global_targets(VALIDATION_STEP, job.spec.training.global_batch_size)
     total = runtime.sum_over_ranks(strategy.evaluate(batches).item())[0] / targets
@@ -123,14 +123,15 @@ def checkpoints_at(folder: str, runtime: Runtime) -> Checkpointer:
     )
 
 
-def save(folder: str, step: int, strategy: Strategy, runtime: Runtime) -> None:
+def save(folder: str, step: int, strategy: Strategy, job: ResolvedJob, runtime: Runtime) -> None:
     """As a session does; returns when it is committed."""
+    streams = {"world_size": runtime.world_size, "ranks_a_stream": job.parallelism.tensor, "rng": rng_state()}
     with closing(checkpoints_at(folder, runtime)) as checkpoints:
-        checkpoints.save(step, strategy.state_tensors(), {"engine": strategy.engine_state()})
+        checkpoints.save(step, strategy.state_tensors(), {"engine": strategy.engine_state(), **streams})
         assert checkpoints.last_committed_step == step, checkpoints.last_error
 
 
-def load(folder: str, strategy: Strategy, runtime: Runtime) -> None:
+def load(folder: str, strategy: Strategy, job: ResolvedJob, runtime: Runtime) -> None:
     """As a session does, straight into the engine's tensors."""
     with closing(checkpoints_at(folder, runtime)) as checkpoints:
         tensors = strategy.state_tensors()
@@ -139,12 +140,14 @@ def load(folder: str, strategy: Strategy, runtime: Runtime) -> None:
         extra = checkpoints.load(info, tensors)
         strategy.after_load(tensors)
         strategy.load_engine_state(extra["engine"])
+    if has_same_streams(job.parallelism, extra):
+        restore_rng_state(extra["rng"])
 
 
 def weights_of(strategy: Strategy) -> dict[str, torch.Tensor]:
-    """What this rank has of the model: live, by name."""
+    """What this rank has of the model and of its weights' averages: live, by name."""
     tensors = strategy.state_tensors().items()
-    return {name: tensor for name, tensor in tensors if name.startswith("model.")}
+    return {name: tensor for name, tensor in tensors if name.startswith("model.") or name.endswith(".average")}
 
 
 def weights_error(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], runtime: Runtime) -> float:

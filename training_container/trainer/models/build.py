@@ -1,7 +1,7 @@
 """The model: an unmodified Hugging Face class, from a configuration or from a directory."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any
@@ -163,7 +163,8 @@ _KEPT_OPERATIONS = frozenset(
         *varlen_operations(),
     }
 )
-"""selective: results of matrix products and attention are kept, everything cheap is recomputed."""
+"""selective: results of matrix products and attention are kept (but for attention that drops), everything cheap is
+recomputed."""
 
 
 def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
@@ -181,9 +182,17 @@ def _checkpoint_activations(model: PreTrainedModel, mode: str) -> None:
         raise InputError(f"training.activation_checkpointing: {mode}: {_one_line(error)}; set it to none") from None
 
 
-def _selective_policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    is_kept = operation in _KEPT_OPERATIONS and not _in_last_product.get()
+def _selective_policy(_: Any, operation: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+    is_kept = operation in _KEPT_OPERATIONS and not _in_last_product.get() and not _drops(operation, args, named)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops(operation: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether it draws numbers (a GPU's fused attention with dropout). Kept, it would not draw them again where its
+    block is recomputed, and what the block drops after it would be other elements than in the forward pass: torch puts
+    the generator back once, at the block's beginning."""
+    names = (argument.name for argument in operation._schema.arguments)
+    return float((dict(zip(names, args, strict=False)) | dict(named)).get("dropout_p", 0.0)) > 0.0
 
 
 _in_last_product: ContextVar[bool] = ContextVar("in_last_product", default=False)
