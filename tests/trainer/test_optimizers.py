@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,52 @@ def test_the_average_is_saved_under_the_weights_names(folder: Path, two_ranks: d
     saved = FileSystemReader(folder / "average-fsdp" / step_folder(HALF)).read_metadata().state_dict_metadata
     weights = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     assert {f"optim.{name}.average" for name in weights} <= set(saved)
+
+
+TIED = MODEL | {"num_hidden_layers": 4, "tie_word_embeddings": True}
+AVERAGED: list[tuple[str, dict[str, Any]]] = [
+    ("ddp", {}),
+    ("fsdp", {}),
+    ("pipeline2", {"pipeline": 2}),
+    ("pipeline2", {"pipeline": 2, "pipeline_schedule": "zero_bubble"}),
+    ("tensor2", {"tensor": 2}),
+]
+"""Of a tied model: a pipeline has its average at both ends, and in zero_bubble one rank has both."""
+
+
+def test_averages_are_one_processs_on_the_way_and_after_a_resume_under_another_layout(tmp_path: Path) -> None:
+    """No loss depends on them: they are compared themselves, in float64."""
+    job = {"model": TIED, "optimizer": KINDS["average"], "precision": "fp64"}
+    weights = tmp_path / "weights"
+    one = run(1, [RunRequest("single", last_step=STEPS, job=job, keep_weights=str(weights))])[0]
+    kept = torch.load(weights)
+    averages = {name for name in kept if name.endswith(".average")}
+    assert {f"optim.{name.removeprefix('model.')}.average" for name in kept if name.startswith("model.")} == averages
+    moved = {
+        name: kept[name] - kept[f"model.{name.removeprefix('optim.').removesuffix('.average')}"] for name in averages
+    }
+    assert all(difference.abs().max() > 1e-4 for difference in moved.values()), "an average is no copy of the weights"
+    whole = [
+        RunRequest(
+            name,
+            last_step=STEPS,
+            job=job | {"parallelism": layout},
+            save=str(tmp_path / str(number)),
+            save_after_step=HALF,
+            weights=str(weights),
+        )
+        for number, (name, layout) in enumerate(AVERAGED)
+    ]
+    half = {"first_step": HALF + 1, "save": None}
+    same = [replace(request, load=request.save, **half) for request in whole]
+    # Each goes on from the next one's.
+    other = [
+        replace(request, load=from_.save, **half) for request, from_ in zip(whole, whole[1:] + whole[:1], strict=True)
+    ]
+    for requests in (whole, same + other):
+        for request, result in zip(requests, run(2, requests), strict=True):
+            assert result["weights_error"] < 1e-7, request
+            assert worst_relative_error(result, one) < 1e-7, request
 
 
 def run_steps(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, num_steps: int) -> None:

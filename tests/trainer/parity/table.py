@@ -70,9 +70,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hsdp2x2-tensor2": {"data_replicate": 2, "data_shard": 2, "tensor": 2},
     "pipeline2-fsdp2-tensor2": {"pipeline": 2, "data_shard": 2, "tensor": 2},
     "pipeline2-fsdp2-expert2": {"pipeline": 2, "data_shard": 2, "expert": 2},
+    "expert2-tensor2": {"data_shard": 2, "expert": 2, "tensor": 2},
+    "fsdp2-expert2-tensor2": {"data_shard": 4, "expert": 2, "tensor": 2},
     "ddp2-context2-tensor2": {"data_replicate": 2, "context": 2, "tensor": 2},
     **{f"zero{stage}-{world}": _zero(world, stage) for world in (2, 4) for stage in (0, 1, 2, 3)},
     **{f"zero{stage}-2-offload": _zero(2, stage, offload="cpu") for stage in (1, 2, 3)},
+    "zero3-2-offload-weights": _zero(2, 3, offload="cpu", zero={"offload_parameters": "cpu"}),
 }
 """Name -> the job's parallelism section."""
 
