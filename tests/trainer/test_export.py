@@ -99,6 +99,19 @@ def test_an_export_is_the_model_and_a_job_starts_from_it(tmp_path: Path, capsys:
     assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_what_transformers_keeps_in_float32_is_exported_so(tmp_path: Path) -> None:
+    """The router's bias decides which experts are chosen: rounded to bfloat16, it would choose others."""
+    from transformers import AutoModelForCausalLM
+
+    model = saved_model(tmp_path / "job", "DeepSeek-V3")
+    export(Export(str(tmp_path / "job"), tmp_path / "hf", dtype=torch.bfloat16))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    types = {name: value.dtype for name, value in load_file(tmp_path / "hf/model.safetensors").items()}
+    (bias,) = [name for name in types if name.endswith("e_score_correction_bias")]
+    assert {name for name, dtype in types.items() if dtype != torch.bfloat16} == {bias}
+    assert torch.equal(read.get_buffer(bias), model.get_buffer(bias))
+
+
 def test_types_average_and_tokenizer(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

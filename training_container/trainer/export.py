@@ -216,7 +216,9 @@ def _write(asked: Export, step: OpenStep, folder: Path, *, finished: Callable[[P
         else:
             groups, stem, kind = adapter_groups(described, read), "adapter_model", "adapter"
             write_adapter_config(folder, adapter, base_model=source)
-    groups = _in_type(groups, asked.dtype)
+    if asked.dtype is not None:
+        kept = [] if kind == "adapter" else _kept_in_float32(config, extra.get("model_class"))
+        groups = _in_type(groups, asked.dtype, kept)
     limit = asked.max_shard_bytes if kind != "adapter" else sys.maxsize
     files = write_shards(folder, groups, stem=stem, max_shard_bytes=limit, finished=finished)
     if kind != "adapter":
@@ -321,19 +323,20 @@ def _check_base(base: Path, saved: str | None) -> None:
         )
 
 
-def _in_type(groups: Sequence[Group], dtype: torch.dtype | None) -> list[Group]:
-    """The groups with tensors of floating point in that type; counters and masks stay as they are."""
-    if dtype is None:
-        return list(groups)
-    return [
-        replace(
-            group,
-            tensors=tuple(
-                replace(tensor, dtype=dtype) if tensor.dtype.is_floating_point else tensor for tensor in group.tensors
-            ),
-        )
-        for group in groups
-    ]
+def _in_type(groups: Sequence[Group], dtype: torch.dtype, kept: Sequence[str]) -> list[Group]:
+    """The groups with tensors of floating point in that type; counters, masks and what `kept` names stay themselves."""
+
+    def typed(tensor: Described) -> Described:
+        stays = not tensor.dtype.is_floating_point or any(f".{name}." in f".{tensor.name}." for name in kept)
+        return tensor if stays else replace(tensor, dtype=dtype)
+
+    return [replace(group, tensors=tuple(map(typed, group.tensors))) for group in groups]
+
+
+def _kept_in_float32(config: dict[str, Any], class_name: str | None) -> list[str]:
+    """Parts of names of what transformers holds in float32 whatever a model's type is, as it would round it no more:
+    DeepSeek-V3's router bias, whose small differences decide which experts a token goes to."""
+    return list(getattr(_outline(config, class_name), "_keep_in_fp32_modules_strict", None) or ())
 
 
 def _set_type(path: Path, groups: Sequence[Group]) -> None:
