@@ -244,6 +244,25 @@ def wheel(folder: Path, name: str, version: str, tags: str, needs: str = "") -> 
         file.writestr(f"{name}-{version}.dist-info/RECORD", "")
 
 
+@pytest.mark.parametrize(
+    ("tags", "is_kept"),
+    [("cp312-abi3", False), ("cp311-abi3", True), ("cp310-abi3", True), ("cp312-cp312", False), ("py3-none", True)],
+)
+def test_a_wheel_of_a_build_for_a_newer_python_is_not_this_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tags: str, is_kept: bool
+) -> None:
+    """The stable ABI goes on with later Pythons, and not with earlier ones: pip would refuse it inside the image."""
+    name = f"six-1.0-{tags}-manylinux_2_17_x86_64.whl"
+    (tmp_path / name).write_text("of a build for 3.12")
+
+    def pip(arguments: list[str], *, epoch: int) -> None:
+        (tmp_path / "six-1.0-cp311-cp311-manylinux_2_17_x86_64.whl").write_text("new")
+
+    monkeypatch.setattr(context, "_pip", pip)
+    context.fetch_wheels(["six==1.0"], tmp_path, Target("cpu", "3.11"), epoch=0)
+    assert (tmp_path / name).exists() is is_kept and len(list(tmp_path.iterdir())) == 1
+
+
 def test_cudas_torch_is_taken_though_there_is_one_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip holds `2.13.0+cpu` for a better 2.13.0: from a local build before, or from an index that has both. With it
     come its CUDA libraries, whatever glibc they name."""

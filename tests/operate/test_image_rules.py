@@ -207,6 +207,12 @@ def test_a_damaged_layout_is_refused(tmp_path: Path) -> None:
     largest.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     with pytest.raises(InputError, match=r"build (it|the image|or copy)"):
         layout.read(folder)
+    largest.write_bytes(whole)
+    packed = next(path for path in (folder / "blobs/sha256").iterdir() if path.read_bytes().startswith(b"\x1f\x8b"))
+    content = packed.read_bytes()
+    packed.write_bytes(content[:10] + bytes([7]) + content[11:])  # a block of a kind that deflate does not have
+    with pytest.raises(InputError, match=r"can't be read: .*invalid block type; build the image again"):
+        layout.read(folder)
     largest.unlink()
     with pytest.raises(InputError, match="is missing; build or copy"):
         layout.read(folder)

@@ -203,13 +203,16 @@ def _wheel_of(pin: str, wheels: Path, target: Target) -> Path | None:
     from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
     name, version = pin.split("==")
-    usable = {f"cp{target.python.replace('.', '')}", "py3", "py2.py3"}
+    minor = int(target.python.partition(".")[2])
+    usable = {f"cp3{minor}", "py3"}
+    # The stable ABI of a Python is that of every later one.
+    stable = {f"cp3{number}" for number in range(2, minor + 1)}
     for path in sorted(wheels.glob("*.whl")):
         try:
             found, found_version, _, tags = parse_wheel_filename(path.name)
         except InvalidWheelFilename:
             continue
-        fits = any(tag.interpreter in usable or tag.abi == "abi3" for tag in tags)
+        fits = any(tag.interpreter in (stable if tag.abi == "abi3" else usable) for tag in tags)
         if found == canonicalize_name(name) and str(found_version) == version and fits:
             return path
     return None

@@ -9,6 +9,7 @@ import io
 import json
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -141,7 +142,7 @@ def _layer(folder: Path, descriptor: Mapping[str, Any], number: int) -> Iterator
                     yield _file(tar, member, number)
             while stream.read(1 << 20):
                 pass
-        except (tarfile.TarError, EOFError, OSError) as error:
+        except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
             raise InputError(f"{path}: layer {number} can't be read: {error}; build the image again") from None
         if f"sha256:{hashed.digest()}" != digest:
             raise InputError(f"{path}: layer {number} is not what its name says; build or copy the image again")
