@@ -31,6 +31,15 @@ def test_the_union_of_the_rules_stays(rules: Retention, kept: set[int]) -> None:
     assert rules.kept(SAVED) == kept
 
 
+@pytest.mark.parametrize("at", range(1, 6))
+def test_what_is_no_number_takes_no_place_of_the_best(at: int) -> None:
+    """Wherever it stands: a sort has no order with it, and ended with it first."""
+    saved = dict(enumerate([0.9, 0.5, 0.8, 0.7, 0.6], start=1)) | {at: math.nan}
+    best = sorted((value, step) for step, value in saved.items() if step != at)
+    for num in (1, 2, 3):
+        assert Retention(1, keep_best=BestSpec(num=num)).kept(saved) == {5, *(step for _, step in best[:num])}
+
+
 def test_the_newest_always_stays_and_what_went_is_never_missed() -> None:
     """Removing after each save keeps what removing once at the end would."""
     numbers = random.Random(0)

@@ -47,8 +47,10 @@ class Retention:
             kept |= {step for step in steps if step % self.keep_every_steps == 0}
         if self.keep_best is not None:
             sign = 1 if self.keep_best.mode == "min" else -1
-            valued = [(sign * value, step) for step, value in saved.items() if value is not None]
-            kept |= {step for value, step in sorted(valued)[: self.keep_best.num] if not math.isnan(value)}
+            # What is no number is neither more nor less than any: among the others it would keep them from their order.
+            numbers = {step: value for step, value in saved.items() if value is not None and not math.isnan(value)}
+            best = sorted((sign * value, step) for step, value in numbers.items())
+            kept |= {step for _, step in best[: self.keep_best.num]}
         return kept
 
     def value_of(self, extra: Mapping[str, Any]) -> float | None:
