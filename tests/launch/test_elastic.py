@@ -81,6 +81,27 @@ def test_what_would_be_another_run_is_refused(override: str) -> None:
         reviser([override], None)
 
 
+def test_a_whole_section_keeps_what_a_resume_keeps(job: JobSpec, resolved: ResolvedJob) -> None:
+    """It replaced the checkpoints' place too: the next attempt found none, and trained from the first step on."""
+    before = record_of(job, resolved)
+    compute = before.spec.compute
+    sections = [
+        "checkpoint={keep_last: 9}",
+        f"compute={{instance_type: {compute.instance_type}, instance_count: {compute.instance_count}}}",
+    ]
+    after = revised(before, sections, None)
+    assert after.spec.checkpoint.keep_last == after.resolved.spec.checkpoint.keep_last == 9
+    assert after.resolved.spec.checkpoint.destination == before.checkpoint_destination
+    assert after.spec.checkpoint.destination == before.spec.checkpoint.destination
+    assert after.spec.compute.backend == after.resolved.spec.compute.backend == "sagemaker"
+    for override in ("checkpoint={destination: s3://other/place}", "compute={backend: local}"):
+        with pytest.raises(InputError, match=r"but for checkpoint\.destination and compute\.backend") as refused:
+            revised(before, ["compute.max_hours=2", override], None)
+        assert str(refused.value).startswith(f"--set {override}: a resume keeps")
+    with pytest.raises(InputError, match="checkpoint: input should be a mapping"):
+        revised(before, ["checkpoint=null"], None)
+
+
 def test_nothing_asked_for_changes_nothing() -> None:
     assert reviser([], None) is None
 

@@ -5,6 +5,7 @@ has to be decided anew is what `planner.resolve` decides: micro-batch, accumulat
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from trainyard import planner
 from trainyard.errors import InputError
@@ -38,11 +39,7 @@ def reviser(
         key = override.partition("=")[0]
         allowed = key.split(".")[0] in _CHANGEABLE or key in _CHANGEABLE_FIELDS
         if not allowed or key in _FIXED_FIELDS:
-            raise InputError(
-                f"--set {override}: a resume keeps the job's data, model, batch and checkpoints; it may change"
-                f" {', '.join(f'{section}.*' for section in _CHANGEABLE)}, {', '.join(_CHANGEABLE_FIELDS)};"
-                " launch a new job for anything else"
-            )
+            raise _another_run(override)
     if not overrides and num_processes is None:
         return None
     return lambda record: revised(record, overrides, num_processes, force=force, needs_price=needs_price)
@@ -61,8 +58,7 @@ def revised(
         raise InputError("--processes is for jobs on this machine; on SageMaker each GPU has its process")
     where = f"--set for job {record.job_id}"
     spec, absolute = (
-        parse(JobSpec, apply_overrides(given.model_dump(mode="json"), overrides), where)
-        for given in (record.spec, record.resolved.spec)
+        parse(JobSpec, _with_overrides(given, overrides), where) for given in (record.spec, record.resolved.spec)
     )
     if record.backend == "local":
         _check_same_machine(record.spec, spec)
@@ -80,6 +76,30 @@ def revised(
     fewer = smaller(resolved.spec) if record.backend == "sagemaker" else ()
     return record.model_copy(
         update={"spec": spec, "resolved": resolved, "smaller": fewer, "plan": plan, "forced": forced}
+    )
+
+
+def _with_overrides(given: JobSpec, overrides: Sequence[str]) -> dict[str, Any]:
+    """The job's content with those set. A whole section, `checkpoint={keep_last: 9}`, replaces all that stands in it
+    but for what a resume keeps; InputError where it states that otherwise."""
+    content = before = given.model_dump(mode="json")
+    for override in overrides:
+        content = apply_overrides(content, [override])
+        for section, name in (field.split(".") for field in _FIXED_FIELDS):
+            inside = content[section]
+            if not isinstance(inside, dict):
+                continue  # which is refused for what it is
+            if inside.setdefault(name, before[section][name]) != before[section][name]:
+                raise _another_run(override)
+    return content
+
+
+def _another_run(override: str) -> InputError:
+    fixed = " and ".join(_FIXED_FIELDS)
+    return InputError(
+        f"--set {override}: a resume keeps the job's data, model, batch and checkpoints; it may change"
+        f" {', '.join(f'{section}.*' for section in _CHANGEABLE)} (but for {fixed}), {', '.join(_CHANGEABLE_FIELDS)};"
+        " launch a new job for anything else"
     )
 
 
