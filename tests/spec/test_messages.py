@@ -219,6 +219,46 @@ def test_an_override_that_yaml_reads_into_no_value_is_refused_with_the_reason(
     assert "\n" not in str(caught.value)
 
 
+def test_a_number_may_be_written_as_json_writes_it(tmp_path: Path) -> None:
+    """PyYAML reads it as text: a model's configuration, copied from its config.json, ended the job at its start."""
+    config = (
+        '{"model_type": "llama", "rms_norm_eps": 1e-05, "rope_theta": 1E6, "nested": [{"a": -2.5e+3}], "name": "1e9"}'
+    )
+    (tmp_path / "job.yaml").write_text(
+        f"name: 1e9\nmodel: {{config: {config}}}\ndata: {{train: [{{path: 7e7, format: text}}]}}\n"
+        "training: {tokens: 2e9, global_batch_size: 4, learning_rate: 3e-4, optimizer: {betas: [.9, 95e-2]}}\n"
+    )
+    layout = ["parallelism={engine: deepspeed, deepspeed: {zero_optimization: {sub_group_size: 1e8}}}"]
+    job = load_job(tmp_path / "job.yaml", [*layout, "training.validation_every_steps=1e3"])
+    assert job.model.config == {
+        **{"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "nested": [{"a": -2500.0}]},
+        "name": "1e9",
+    }
+    assert (job.training.tokens, job.training.learning_rate, job.training.optimizer.betas) == (
+        2 * 10**9,
+        3e-4,
+        (0.9, 0.95),
+    )
+    assert job.training.validation_every_steps == 1000
+    assert job.parallelism != "auto" and job.parallelism.deepspeed == {"zero_optimization": {"sub_group_size": 1e8}}
+    assert (job.name, job.data.train[0].path) == ("1e9", "7e7"), "text stays text"
+    for field, value in (("training.steps", "15e-1"), ("training.steps", "1e999"), ("training.learning_rate", "1e999")):
+        with pytest.raises(InputError, match=rf"{field}: input should be a .*\(given: "):
+            load_job(tmp_path / "job.yaml", ["training.tokens=null", f"{field}={value}"])
+
+
+def test_two_numbers_and_a_colon_are_no_number_in_base_sixty(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
+    for field, value in (
+        ("compute.max_hours", "2:30"),
+        ("training.steps", "1:00"),
+        ("recovery.window_minutes", "1:30.5"),
+    ):
+        with pytest.raises(InputError, match=rf"{field}: .*unable to parse string.* \(given: '{value}'\)"):
+            load_job(tmp_path / "job.yaml", [f"{field}={value}"])
+    assert load_job(tmp_path / "job.yaml", ["compute.max_hours=2.5", "training.steps=0x10"]).training.steps == 16
+
+
 def test_a_folder_in_the_files_place_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"can't be read: Is a directory$"):
         load_job(tmp_path)

@@ -2,6 +2,7 @@
 
 import datetime
 import difflib
+import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ class SpecModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _truth_is_no_number(cls, content: Any) -> Any:
-        """YAML reads yes, on and true as a truth value, which pydantic takes for 1: `steps: yes` would be one step."""
+    def _numbers_where_they_belong(cls, content: Any) -> Any:
+        """YAML reads yes, on and true as a truth value, which pydantic takes for 1: `steps: yes` would be one step. And
+        it reads 1e-5 as text, which a model's configuration, or a whole number, would have as it is."""
         if not isinstance(content, dict):
             return content
         places = _places(cls)
-        return {key: _told_as_text(value, places.get(key)) for key, value in content.items()}
+        return {key: _as_meant(value, places.get(key)) for key, value in content.items()}
 
 
 @dataclass(frozen=True)
@@ -39,25 +41,40 @@ class _Place:
 
     is_number: bool
     """A number and no truth value."""
+    is_text: bool
+    is_anything: bool
+    """Somebody else's settings, such as a model's configuration, and what stands in them."""
     inside: "_Place | None"
 
 
-def _told_as_text(value: Any, place: _Place | None) -> Any:
-    """`value`, with truth values as text wherever a number is expected: pydantic then refuses them."""
+class Exponent(str):
+    """A number as JSON may write it, 1e-5 or 1E9, which stood in YAML without quotes: where text is expected it is text
+    (a job may be called 1e9), and a number elsewhere."""
+
+    __slots__ = ()
+
+
+def _as_meant(value: Any, place: _Place | None) -> Any:
+    """`value`, with truth values as text wherever a number is expected (pydantic then refuses them), and numbers with
+    an exponent as numbers."""
     if place is None:
         return value
     if isinstance(value, bool):
         return str(value).lower() if place.is_number else value
+    if isinstance(value, Exponent):
+        is_meant = place.is_anything or (place.is_number and not place.is_text)
+        return float(value) if is_meant and math.isfinite(float(value)) else str(value)
+    inside = place if place.is_anything else place.inside
     if isinstance(value, dict):
-        return {key: _told_as_text(item, place.inside) for key, item in value.items()}
+        return {key: _as_meant(item, inside) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_told_as_text(item, place.inside) for item in value]
+        return [_as_meant(item, inside) for item in value]
     return value
 
 
 @cache
 def _places(model: type[BaseModel]) -> dict[str, _Place]:
-    """By field, those that have a number somewhere."""
+    """By field, those that have a number somewhere, or anything."""
     found = {name: _place((field.annotation,)) for name, field in model.model_fields.items()}
     return {name: place for name, place in found.items() if place is not None}
 
@@ -65,8 +82,10 @@ def _places(model: type[BaseModel]) -> dict[str, _Place]:
 def _place(annotations: Iterable[Any]) -> _Place | None:
     kinds = {kind for annotation in annotations for kind in _branches(annotation)}
     inside = _place(argument for kind in kinds for argument in _contents(kind)) if kinds else None
-    is_number = bool(kinds & {int, float}) and bool not in kinds
-    return _Place(is_number, inside) if is_number or inside is not None else None
+    is_number, is_anything = bool(kinds & {int, float}) and bool not in kinds, Any in kinds
+    if not (is_number or is_anything or inside is not None):
+        return None
+    return _Place(is_number=is_number, is_text=str in kinds, is_anything=is_anything, inside=inside)
 
 
 def _contents(kind: Any) -> Sequence[Any]:
@@ -113,8 +132,9 @@ def on_change(effect: Literal["none", "update", "replace"]) -> dict[str, Any]:
     return {"on_change": effect}
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML says the last of two equal keys wins in silence; for a job or an environment that is a trap."""
+class _Loader(yaml.SafeLoader):
+    """YAML without three traps: the last of two equal keys wins in silence, 1e-5 is a text (of numbers with exponents
+    PyYAML knows only 1.0e-5), and 2:30 is 150, in base 60, as which it would be so many hours."""
 
 
 def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -129,7 +149,29 @@ def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode)
     return loader.construct_mapping(node, deep=True)
 
 
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+
+
+def _exponent(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Exponent:
+    return Exponent(loader.construct_scalar(node))
+
+
+_Loader.add_implicit_resolver(
+    "tag:trainyard,2026:exponent",
+    re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)[eE][-+]?[0-9]+\Z"),
+    list("-+.0123456789"),
+)
+_Loader.add_constructor("tag:trainyard,2026:exponent", _exponent)
+
+
+def _in_base_ten(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    if ":" in node.value:
+        return node.value
+    return loader.construct_yaml_int(node) if node.tag.endswith(":int") else loader.construct_yaml_float(node)
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _Loader.add_constructor(_tag, _in_base_ten)
 
 
 _YAML_KINDS: dict[type, str] = {
@@ -145,7 +187,7 @@ def _kind(value: object) -> str:
 def _parsed(text: str) -> Any:
     """What the YAML says; yaml.YAMLError where it isn't any, also where PyYAML lets an error of Python's through."""
     try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)
+        return yaml.load(text, Loader=_Loader)
     except InputError:
         raise
     except RecursionError:
