@@ -354,7 +354,7 @@ def test_a_stop_tells_the_pods_and_is_remembered(submitted: Submitted, kubectl: 
     seen = observed(backend, record, kubectl, config_map, train_job, pod(train_job, 0, running=running()))
     assert seen.state == "Stopping"
     seen = observed(backend, record, kubectl, config_map)
-    assert (seen.state, seen.note) == ("Stopped", "")
+    assert (seen.state, seen.note, seen.ended_at) == ("Stopped", "", "2026-01-31T13:00:00+00:00")
     del config_map["metadata"]["annotations"]
     assert observed(backend, record, kubectl, config_map).note == "its TrainJob was deleted, or never applied"
     kubectl.has()

@@ -426,6 +426,8 @@ def test_ends_that_batch_alone_knows() -> None:
     assert together({**waiting, "status": "FAILED", "statusReason": "why"}, None, 1).failure == "why"
     assert together({**waiting, "status": "FAILED", "isTerminated": True}, None, 1).state == "Stopped"
     assert together({**waiting, "status": "SUCCEEDED"}, None, 1).state == "Completed"
+    taken_out = {**waiting, "status": "FAILED", "isTerminated": True, "stoppedAt": 1_769_860_800_000}
+    assert together(taken_out, None, 1).ended_at == "2026-01-31T12:00:00+00:00"
     failed = {"TrainingJobStatus": "Failed", "FailureReason": "InternalServerError: x\ny"}
     assert together({**waiting, "status": "FAILED"}, failed, 1).failure == "InternalServerError: x"
     assert together({**waiting, "status": "RUNNABLE"}, failed, 1).note.endswith("again: InternalServerError: x")

@@ -1,7 +1,7 @@
 """What SageMaker and CloudWatch tell of a tenant's jobs, on clients that play a script and on moto."""
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -11,9 +11,11 @@ from trainyard.launch import launch, watch
 from trainyard.launch.backend import LogCursor
 from trainyard.launch.checks import RunningJob
 from trainyard.launch.elastic import reviser
+from trainyard.launch.goodput import account_of
 from trainyard.launch.record import JobRecord, S3RecordStore
 from trainyard.launch.sagemaker_backend import SageMakerBackend, _read_stream, observation
 from trainyard.launch.session import Account
+from trainyard.launch.watch import merged
 from trainyard.spec.job import JobSpec
 from trainyard.spec.platform import TenantContract
 
@@ -113,6 +115,28 @@ def test_moments_are_told_in_utc_wherever_they_are_asked_for(monkeypatch: pytest
     monkeypatch.undo()
     time.tzset()
     assert told == ["2026-01-31T12:00:00+00:00"] * 3
+
+
+def test_a_job_that_came_to_its_time_limit_ended_then_and_not_when_somebody_looks(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    """SageMaker's last transition has a finer word than the status: the days until a look were hours in a queue."""
+    record = launch(job, contract, account=deployed, launcher=deployed)
+    began = datetime.fromisoformat(record.states[-1].at)
+    hours = {"Starting": 0.0, "Training": 1.0, "Stopping": 23.9, "MaxRuntimeExceeded": 24.0}
+    changes = [{"Status": word, "StartTime": began + timedelta(hours=at)} for word, at in hours.items()]
+    ended = {"TrainingJobStatus": "Stopped", "SecondaryStatus": "MaxRuntimeExceeded"}
+    seen = observation({**ended, "SecondaryStatusTransitions": changes}, 1)
+    states = merged(record, seen).states
+    assert (states[-1].state, datetime.fromisoformat(states[-1].at)) == ("Stopped", began + timedelta(hours=24))
+    start = {"start": {"process_seconds": 1.0}}
+    account_of_time = account_of([start], states, now=began + timedelta(days=9))
+    assert account_of_time is not None and account_of_time.wall_seconds < 24.1 * 3600
+    assert merged(merged(record, seen), seen).states == states
+    told = {**ended, "SecondaryStatusTransitions": [], "TrainingEndTime": began + timedelta(hours=3)}
+    assert observation(told, 1).ended_at == (began + timedelta(hours=3)).isoformat(timespec="seconds")
+    running = {"TrainingJobStatus": "InProgress", "SecondaryStatus": "Training", "SecondaryStatusTransitions": changes}
+    assert observation(running, 1).ended_at == ""
 
 
 def test_states_come_from_one_list_read_no_further_than_needed(

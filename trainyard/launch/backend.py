@@ -31,6 +31,8 @@ class Observation:
     """Why it failed, first line."""
     transitions: tuple[StateChange, ...] = ()
     """Every state since the attempt was submitted, oldest first."""
+    ended_at: str = ""
+    """Of one that has ended, when, as far as the backend knows (ISO 8601, UTC): who looks may come days later."""
     reclaims: int = 0
     """How often spot capacity was taken away."""
     running_seconds: float | None = None

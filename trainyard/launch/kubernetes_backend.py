@@ -222,6 +222,7 @@ class Look:
             note=note,
             failure=failure,
             transitions=tuple(transitions),
+            ended_at=self._stop_asked_at if state == "Stopped" and not at else "",
             reclaims=int(restarts),
             running_seconds=seconds,
         )
@@ -248,11 +249,21 @@ class Look:
     def _is_running(self) -> bool:
         return any(_container(pod).get("state", {}).get("running") for pod in self.pods)
 
+    @property
+    def _marks(self) -> dict[str, str]:
+        found: dict[str, str] = (self.config_map or {}).get("metadata", {}).get("annotations", {})
+        return found
+
+    @property
+    def _stop_asked_at(self) -> str:
+        """All that is known of the end of a job whose objects are gone: it came within two minutes after that."""
+        asked = self._marks.get(STOP_MARK, "")
+        return _iso(asked) if _STAMP.fullmatch(asked) else ""
+
     def _deleted(self) -> tuple[str, str, str, str]:
-        marks = (self.config_map or {}).get("metadata", {}).get("annotations", {})
         if self._is_running or self.train_job is not None:
             return "Stopping", "", "", ""
-        return "Stopped", "" if STOP_MARK in marks else "its TrainJob was deleted, or never applied", "", ""
+        return "Stopped", "" if STOP_MARK in self._marks else "its TrainJob was deleted, or never applied", "", ""
 
     def _failed(self, condition: dict[str, Any]) -> tuple[str, str, str]:
         if condition.get("reason") == "DeadlineExceeded":

@@ -5,6 +5,7 @@ of capacity, after what its retry rules mend, and after it was stopped because t
 """
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from trainyard.errors import InputError
@@ -141,13 +142,18 @@ def together(queued: dict[str, Any], started: dict[str, Any] | None, attempt: in
         if last is not None and last.state == ended:
             return last
         # It ended where SageMaker had no part in it: taken out while it waited, or never taken.
-        return Observation(ended, reason, "" if ended != "Failed" else reason, last.transitions if last else ())
+        failure = reason if ended == "Failed" else ""
+        return Observation(ended, reason, failure, last.transitions if last else (), _iso(queued.get("stoppedAt")))
     if last is None or last.state in TERMINAL_STATES or status in ("SUBMITTED", "PENDING", "RUNNABLE"):
         why = reason or "its machines are in use, or lent and on their way back"
         if last is not None and not reason:
             why = f"to be started again: {last.failure or last.note}"
         return Observation(QUEUED, f"{queued_at(queued)}: {why}", "", last.transitions if last else ())
     return last
+
+
+def _iso(milliseconds: int | None) -> str:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="seconds") if milliseconds else ""
 
 
 def _was_stopped(queued: dict[str, Any], last: Observation | None) -> bool:

@@ -204,7 +204,8 @@ def observation(description: dict[str, Any], attempt: int) -> Observation:
     status = description["TrainingJobStatus"]
     secondary = description.get("SecondaryStatus") or status
     # Stopped and Failed have finer secondary words (MaxRuntimeExceeded ...): those go into the note.
-    state = status if status in {"Completed", "Failed", "Stopped"} else secondary
+    is_over = status in TERMINAL_STATES
+    state = status if is_over else secondary
     transitions = tuple(
         StateChange(
             state=change["Status"],
@@ -220,12 +221,20 @@ def observation(description: dict[str, Any], attempt: int) -> Observation:
     return Observation(
         state=state,
         note=note,
+        ended_at=_ended_at(description) if is_over else "",
         failure=(str(description.get("FailureReason") or "").splitlines() or [""])[0],
         transitions=transitions,
         reclaims=sum(change.state == "Interrupted" for change in transitions),
         running_seconds=description.get("TrainingTimeInSeconds"),
         billable_seconds=description.get("BillableTimeInSeconds"),
     )
+
+
+def _ended_at(description: dict[str, Any]) -> str:
+    """When a job ended whose last transition may have a finer word than its status; empty where nothing says it."""
+    last = (description.get("SecondaryStatusTransitions") or [{}])[-1]
+    moment = last.get("StartTime") or description.get("TrainingEndTime")
+    return moment.astimezone(UTC).isoformat(timespec="seconds") if moment else ""
 
 
 _OPTIONAL_RESOURCES = {

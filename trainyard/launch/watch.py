@@ -68,7 +68,7 @@ def merged(record: JobRecord, observation: Observation) -> JobRecord:
         once.setdefault((change.attempt, change.state, datetime.fromisoformat(change.at)), change)
     current = record if len(once) == len(record.states) else record.model_copy(update={"states": tuple(once.values())})
     # The status may be ahead of the transitions, or be coarser than they are (Stopped over MaxRuntimeExceeded).
-    current = current.with_state(observation.state, note=observation.note)
+    current = current.with_state(observation.state, note=observation.note, at=observation.ended_at or None)
     return current.with_attempt(reclaims=observation.reclaims, failure=observation.failure)
 
 
