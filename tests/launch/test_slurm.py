@@ -17,9 +17,9 @@ from launch_testing import contract_content, job_content
 from trainer.host.losses import _diagnosis
 
 from trainyard import planner
-from trainyard.errors import AwsRefusedError, InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
 from trainyard.launch import cluster, cluster_shell
-from trainyard.launch.backend import AwayError, LogCursor, LogLine
+from trainyard.launch.backend import AwayError, LogCursor, LogLine, SilentError
 from trainyard.launch.backends import ByRecord
 from trainyard.launch.checks import refused_by_month, refused_by_tenant
 from trainyard.launch.cluster import (
@@ -330,6 +330,8 @@ def test_a_login_node_that_cannot_look_tells_of_no_job_s_end(monkeypatch: pytest
     for look in (lambda: backend.observe(record), lambda: backend.states([record])):
         with pytest.raises(AwayError, match=r"^a test: jobs can't be looked at there: bash: sudo: command not found$"):
             look()
+    with pytest.raises(AwayError, match=r"^a test: logs can't be read there: bash: sudo: command not found$"):
+        backend.read_logs(record, LogCursor())
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
@@ -434,7 +436,7 @@ def test_an_attempt_that_was_never_submitted_is_unknown() -> None:
 
 
 def test_a_controller_that_is_down_is_no_failed_job() -> None:
-    with pytest.raises(InputError, match="the controller does not answer"):
+    with pytest.raises(SilentError, match="the controller does not answer"):
         read_looks(["job /a", "submitted attempt=1", "submitted id=3", "unreachable"])["/a"].observation(1)
 
 
@@ -563,7 +565,7 @@ def test_a_session_that_takes_nothing_is_left_in_time(
     """Typing a script counts as well: one that is longer than a terminal's buffer waited for ever."""
     (tmp_path / "bin" / cluster_shell.PLUGIN).write_text("#!/bin/sh\nexec sleep 1000\n")
     monkeypatch.setattr(cluster_shell, "SESSION_SECONDS", 1.0)
-    with pytest.raises(AwsRefusedError, match="gave no answer within 1 s; repeat the command"):
+    with pytest.raises(AwsAwayError, match="gave no answer within 1 s; repeat the command"):
         login_node.run("true", random.Random(1).randbytes(400_000).hex())
 
 
@@ -572,7 +574,7 @@ def test_a_session_that_ends_is_told(login_node: Any, tmp_path: Path) -> None:
         "#!/bin/sh\necho 'SessionId: x : i-0 is not connected.'\nexit 254\n"
     )
     words = "the session on the login node of tenant acme ended: SessionId: x : i-0 is not connected."
-    with pytest.raises(AwsRefusedError, match=f"^{re.escape(words)}$"):
+    with pytest.raises(AwsAwayError, match=f"^{re.escape(words)}$"):
         login_node.run("true")
 
 

@@ -11,10 +11,10 @@ import urllib3
 from boto3.exceptions import RetriesExceededError
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError, SSLError
 
-from trainyard.errors import AwsRefusedError, InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
 from trainyard.launch import watch
 from trainyard.launch.aws import aws_errors
-from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say, say_nothing
+from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say, SilentError, say_nothing
 from trainyard.launch.launcher import SubmissionInterruptedError, new_record
 from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange, StoredRecord
 from trainyard.spec.job import JobSpec, ResolvedJob
@@ -236,6 +236,22 @@ def test_a_watch_outlives_what_passes_by_itself(error: Exception, passes: bool, 
     else:
         with pytest.raises(AwsRefusedError, match=r"^reading look 1: "):
             list(seen)
+
+
+@pytest.mark.parametrize("error", [SilentError("the controller does not answer"), AwsAwayError("the session ended")])
+def test_a_watch_outlives_a_cluster_that_is_silent_for_a_while(error: Exception, store: FolderRecordStore) -> None:
+    class Silent(AwayBackend):
+        def observe(self, record: JobRecord) -> Observation | None:
+            try:
+                return super().observe(record)
+            except AwayError:
+                raise error from None
+
+    seen = watch.watch(store, Silent({1, 2}, TRAINING, COMPLETED), JOB_ID, sleep=lambda _: None)
+    assert [status.state for status, _ in seen] == ["Training", "Completed"]
+    with pytest.raises(type(error)):
+        watch.resume(store, Silent({0}, TRAINING), JOB_ID, force=True)  # it is not gone for good
+    assert store.read(JOB_ID).record.attempt.number == 1
 
 
 def test_many_logs_are_read_less_often(store: FolderRecordStore) -> None:

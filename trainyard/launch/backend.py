@@ -15,7 +15,11 @@ def say_nothing(_: str) -> None:
     """For callers that print nothing."""
 
 
-class AwayError(InputError):
+class SilentError(InputError):
+    """Who knows of a job gives no answer now, and may a little later: who follows the job asks again."""
+
+
+class AwayError(SilentError):
     """Nothing answers where the job runs: the address is wrong, or it is away for a while and the job goes on."""
 
 

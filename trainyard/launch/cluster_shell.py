@@ -22,8 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainyard.errors import AwsRefusedError, InputError
+from trainyard.errors import AwsAwayError, AwsRefusedError, InputError
 from trainyard.launch.aws import aws_errors
+from trainyard.launch.backend import SilentError
 from trainyard.launch.session import Account
 from trainyard.spec.platform import ClusterContract, TenantContract
 
@@ -99,7 +100,7 @@ class HereShell:
                 env=bare_environment(),
             )
         except subprocess.TimeoutExpired:
-            raise InputError(
+            raise SilentError(
                 f"Slurm's commands gave no answer within {LOCAL_SECONDS:.0f} s; does `scontrol ping` say UP?"
             ) from None
         return Answer(done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"))
@@ -147,7 +148,7 @@ class SessionShell:
             return read_answer(self._heard_until(f"{mark}=end", deadline), mark)
         except OSError as error:
             self.close()
-            raise AwsRefusedError(f"the session on {self.where} ended: {error.strerror}; repeat the command") from None
+            raise AwsAwayError(f"the session on {self.where} ended: {error.strerror}; repeat the command") from None
 
     def login_node(self) -> str:
         """Session Manager's name of the tenant's running login node; AwsRefusedError where there is none."""
@@ -248,7 +249,7 @@ class SessionShell:
         left = deadline - time.monotonic()
         if left <= 0:
             self.close()
-            raise AwsRefusedError(f"{self.where} gave no answer within {SESSION_SECONDS:.0f} s; repeat the command")
+            raise AwsAwayError(f"{self.where} gave no answer within {SESSION_SECONDS:.0f} s; repeat the command")
         terminal = [self._terminal]
         readable, writable, _ = select.select(terminal, terminal if writes else [], [], min(left, 1.0))
         try:
@@ -259,7 +260,7 @@ class SessionShell:
         if not heard and (readable or (self._process is not None and self._process.poll() is not None)):
             words = self._heard.decode("utf-8", "replace").strip().splitlines()
             self.close()
-            raise AwsRefusedError(f"the session on {self.where} ended: {words[-1] if words else 'no reason given'}")
+            raise AwsAwayError(f"the session on {self.where} ended: {words[-1] if words else 'no reason given'}")
         return bool(writable)
 
     def close(self) -> None:
@@ -313,7 +314,7 @@ def read_answer(heard: str, mark: str) -> Answer:
     try:
         out, err = (gzip.decompress(base64.b64decode("".join(part.split()))) for part in match.group(1, 3))
     except (ValueError, OSError, EOFError) as error:
-        raise AwsRefusedError(f"the session's answer is spoilt ({error}); repeat the command") from None
+        raise AwsAwayError(f"the session's answer is spoilt ({error}); repeat the command") from None
     return Answer(int(match.group(2)), out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainyard.errors import InputError
-from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say
+from trainyard.launch.backend import AwayError, LogCursor, LogLine, Observation, Say, SilentError
 from trainyard.launch.channels import job_files
 from trainyard.launch.cluster_shell import ClusterShell
 from trainyard.launch.record import JobRecord, StateChange
@@ -147,6 +147,7 @@ for index in "${!names[@]}"; do
   left=$((left - count))
   echo "file $file $offset $(tail -c +$((offset + 1)) "$file" | head -c "$count" | base64 -w 0) $more"
 done
+exit 0
 """
 
 _STATES = {
@@ -260,6 +261,8 @@ class SlurmBackend:
         known = [f"{name}:{offset}" for name, offset in cursor.positions.items()]
         limits = str(LOG_BYTES), str(LOG_SHARE_BYTES)
         answer = self._shell.run(_LOGS, self._directory_of(record), *limits, *known)
+        if answer.code:  # as of a look: a job without a line ends the script with 0
+            raise AwayError(f"{self._shell.where}: logs can't be read there: {answer.words}")
         cursor.more = False
         now_ms = int(time.time() * 1000)
         lines: list[LogLine] = []
@@ -326,7 +329,7 @@ class Look:
     def _now(self, events: Sequence[StateChange]) -> tuple[str, str, str]:
         """State, note and failure of a job whose script has not written its end."""
         if self.is_unreachable:
-            raise InputError(f"job {self.submitted['id']} of Slurm's: the controller does not answer (scontrol ping)")
+            raise SilentError(f"job {self.submitted['id']} of Slurm's: the controller does not answer (scontrol ping)")
         word = self.slurm.get("JobState", "")
         state = _STATES.get(word, "Failed" if not word else "Training")
         if state == "Stopping" and events and events[-1].state == "Interrupted":

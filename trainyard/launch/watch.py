@@ -7,7 +7,16 @@ from datetime import datetime
 
 from trainyard.errors import AwsAwayError, InputError
 from trainyard.functions import job_resumer
-from trainyard.launch.backend import AwayError, Backend, LogCursor, LogLine, Observation, Say, say_nothing
+from trainyard.launch.backend import (
+    AwayError,
+    Backend,
+    LogCursor,
+    LogLine,
+    Observation,
+    Say,
+    SilentError,
+    say_nothing,
+)
 from trainyard.launch.launcher import submit_attempt
 from trainyard.launch.ray_jobs import is_tunnel
 from trainyard.launch.record import CREATED, JobRecord, RecordConflictError, RecordStore, StateChange, update
@@ -105,7 +114,7 @@ def watch(
 ) -> Iterator[tuple[Status, list[LogLine]]]:
     """The job's state and its new log lines, again and again, until it has ended and its logs are read.
 
-    AwayError or AwsAwayError where nothing answers the first look, or MOST_AWAY_LOOKS later ones: the job goes on
+    SilentError or AwsAwayError where nothing answers the first look, or MOST_AWAY_LOOKS later ones: the job goes on
     without being seen.
     """
     cursor = LogCursor()
@@ -118,7 +127,7 @@ def watch(
             # Asked before the logs are read: lines written before the end are then always seen.
             finished = current.finished or current.observation is None
             lines = backend.read_logs(current.record, cursor)
-        except (AwayError, AwsAwayError):
+        except (SilentError, AwsAwayError):
             away += 1
             if away > MOST_AWAY_LOOKS:
                 raise
