@@ -2,7 +2,7 @@
 
 import time
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -62,7 +62,7 @@ class ListedJobs:
     def get_paginator(self, _: str) -> "ListedJobs":
         return self
 
-    def paginate(self, *, NameContains: str, StatusEquals: str = "", **_: str) -> Any:
+    def paginate(self, *, NameContains: str, StatusEquals: str = "", **_: Any) -> Any:
         found = [
             {"TrainingJobName": name, "TrainingJobStatus": status, "SecondaryStatus": f"{status}, finely"}
             for name, status, _, _ in self.jobs
@@ -152,6 +152,31 @@ def test_states_come_from_one_list_read_no_further_than_needed(
     ended = record.with_state("Completed")
     assert SageMakerBackend(account, contract).states([ended]) == {}, "nobody asks about what has ended"
     assert account.num_pages == 1
+
+
+def test_a_record_that_sagemaker_never_had_has_no_history_read(
+    deployed: Account, job: JobSpec, contract: TenantContract
+) -> None:
+    """Its launcher died before the submission: every list of jobs looked for it in all that the tenant ever ran."""
+    record = launch(job, contract, account=deployed, launcher=deployed)
+    now = datetime.fromisoformat(record.attempt.created_at)
+
+    class History(ListedJobs):
+        asked: ClassVar[list[dict[str, Any]]] = []
+
+        def paginate(self, *, CreationTimeAfter: datetime, **asked: Any) -> Any:
+            self.asked.append(asked)
+            for number in range(99):
+                if now - timedelta(days=number) <= CreationTimeAfter:
+                    return
+                self.num_pages += 1
+                yield {"TrainingJobSummaries": [{"TrainingJobName": "acme-x", "TrainingJobStatus": "Completed"}]}
+
+    account: Any = History()
+    assert SageMakerBackend(account, contract).states([record]) == {}
+    assert account.num_pages == 1
+    assert account.asked[0]["PaginationConfig"] == {"PageSize": 100}, "else it is ten a page"
+    assert SageMakerBackend(deployed, contract).states([record]).keys() == {record.job_id}
 
 
 def test_a_resume_counts_the_running_jobs_too(

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from datetime import UTC
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainyard.errors import AwsRefusedError, InputError
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 _LOG_PAGES_PER_READ = 20
 """A bound on one read, so that a follower of a chatty job still shows something every second or two."""
+
+_PAGE_SIZE = 100
+"""SageMaker's largest; unasked it lists ten jobs a call, of few calls a second."""
+_CLOCKS_APART = timedelta(days=1)
+"""An attempt is written down before SageMaker has it, by the clock of whoever launches it."""
 
 
 class SageMakerBackend:
@@ -110,11 +115,14 @@ class SageMakerBackend:
                 raise
 
     def states(self, records: Sequence[JobRecord]) -> dict[str, str]:
-        """By ListTrainingJobs, newest first, read only as far as the oldest of `records` that had not ended."""
-        wanted = {record.attempt.training_job_name: record.job_id for record in records if not record.finished}
+        """By ListTrainingJobs, newest first, read only as far as the oldest of `records` that had not ended; also where
+        SageMaker has none of it, as of a launch that was interrupted."""
+        attempts = {record.attempt.training_job_name: record for record in records if not record.finished}
+        wanted = {name: record.job_id for name, record in attempts.items()}
         found: dict[str, str] = {}
         if wanted:
-            for job in self._listed():
+            oldest = min(datetime.fromisoformat(record.attempt.created_at) for record in attempts.values())
+            for job in self._listed(CreationTimeAfter=oldest - _CLOCKS_APART):
                 if job_id := wanted.get(job["TrainingJobName"]):
                     ended = job["TrainingJobStatus"] in TERMINAL_STATES
                     status = job["TrainingJobStatus"]
@@ -140,13 +148,19 @@ class SageMakerBackend:
                 ]
         return jobs
 
-    def _listed(self, **only: str) -> Iterator[dict[str, Any]]:
+    def _listed(self, **only: Any) -> Iterator[dict[str, Any]]:
         prefix = f"{self._contract.tenant}-"
         with aws_errors("listing", f"training jobs of tenant {self._contract.tenant}"):
             pages = (
                 self._launcher.client("sagemaker")
                 .get_paginator("list_training_jobs")
-                .paginate(NameContains=prefix, SortBy="CreationTime", SortOrder="Descending", **only)
+                .paginate(
+                    NameContains=prefix,
+                    SortBy="CreationTime",
+                    SortOrder="Descending",
+                    PaginationConfig={"PageSize": _PAGE_SIZE},
+                    **only,
+                )
             )
             for page in pages:
                 yield from (job for job in page["TrainingJobSummaries"] if job["TrainingJobName"].startswith(prefix))
