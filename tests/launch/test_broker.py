@@ -400,6 +400,30 @@ def test_gpu_hours_are_a_quota_of_their_own_without_a_price(
     assert ask()["warning"] == f"100% of {_month()}'s 101.00 GPU-hours are spent or promised with this job"
 
 
+def test_gpu_hours_of_what_was_kept_warm_count_though_they_were_idle(
+    ask: Any, record: JobRecord, sagemaker: Jobs, deployed: Account, contract: TenantContract
+) -> None:
+    """As the meter counts them: of an hour of training and six of waiting all seven."""
+    sagemaker.add("acme-warm", 2, billed=3600)
+    retained = {"Status": "Terminated", "ResourceRetainedBillableTimeInSeconds": 6 * 3600}
+    sagemaker.jobs["acme-warm"] |= {"TrainingTimeInSeconds": 3600, "WarmPoolStatus": retained}
+    _ledger(deployed, sagemaker).promise("acme-x", _ledger(deployed, sagemaker).entry("x", 1, 60), lambda *_: None)
+    kept = _kept(deployed)["acme-warm"]
+    assert (kept["held"], kept["billed"]) == (7 * 3600, 7 * 3600)
+
+
+def test_a_job_that_names_no_machines_keeps_nobody_from_submitting(
+    ask: Any, record: JobRecord, sagemaker: Jobs
+) -> None:
+    """SageMaker's answer about a serverless job, an administrator's perhaps, says nothing of resources."""
+    sagemaker.add("acme-serverless", 1, billed=60)
+    sagemaker.jobs["acme-serverless"]["WarmPoolStatus"] = {"Status": "InUse"}
+    sagemaker.add("acme-serverless-2", 1)
+    for name in ("acme-serverless", "acme-serverless-2"):
+        del sagemaker.jobs[name]["ResourceConfig"]
+    assert ask()["submitted"] == JOB_ID
+
+
 @pytest.fixture
 def mid_month(monkeypatch: pytest.MonkeyPatch) -> datetime.datetime:
     """The broker's moment: what began hours or days ago began in the same month."""
@@ -459,6 +483,30 @@ def test_with_stop_who_waits_for_machines_spends_nothing_until_they_come(
     sagemaker.described.clear()
     assert "5,004.00 of" in ask()["refused"]
     assert "acme-waiting" not in sagemaker.described, "it has begun, and need not be asked again"
+
+
+def test_with_stop_a_spot_job_spends_nothing_while_its_machines_are_gone(
+    ask: Any,
+    record: JobRecord,
+    sagemaker: Jobs,
+    deployed: Account,
+    contract: TenantContract,
+    mid_month: datetime.datetime,
+) -> None:
+    """It ran for an hour, and waits for spot capacity since; when that is back it spends again."""
+    _retell(deployed, contract, when_spent="stop")
+    sagemaker.add("acme-ended", 2, hours=1000, billed=412 * 3600)  # 4,944 of 5,000 USD
+    sagemaker.add("acme-spot", 1, hours=1000)
+    began = mid_month - datetime.timedelta(hours=40)
+    lost = {"Status": "Interrupted", "StartTime": began + datetime.timedelta(hours=1)}
+    job = sagemaker.jobs["acme-spot"]
+    job |= {"TrainingStartTime": began, "EnableManagedSpotTraining": True, "SecondaryStatusTransitions": [lost]}
+    assert ask()["submitted"] == JOB_ID
+    del sagemaker.jobs[JOB_ID]
+    back = began + datetime.timedelta(hours=30)
+    trains = {"Status": "Training", "StartTime": back}
+    job["SecondaryStatusTransitions"] = [{**lost, "EndTime": back}, trains]
+    assert "5,010.00 of" in ask()["refused"], "11 hours of it"
 
 
 def test_a_type_without_a_price_is_let_through_and_said_to_be_uncapped(

@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,28 @@ def test_spot_is_billed_as_sagemaker_tells_it_and_holds_its_machines_all_the_sam
     assert running.rate(RATES) == Decimal("2.5"), "nobody has billed it yet: at the spot price"
     assert running.billed_seconds == 5 * 3600
     assert running.rate({KIND: {"on_demand": Decimal(7)}}) == 7, "and where that isn't known, at its most"
+
+
+def test_what_was_interrupted_holds_no_machines_until_it_has_some_again() -> None:
+    """Of a running spot job: nobody bills the wait for capacity, which can take days."""
+
+    def change(status: str, since: float, until: float | None = None) -> dict[str, Any]:
+        ends = {} if until is None else {"EndTime": NOON - timedelta(hours=until)}
+        return {"Status": status, "StartTime": NOON - timedelta(hours=since), **ends}
+
+    started = [change("Starting", 6, 4.5), change("Downloading", 4.5, 4), change("Training", 4, 3)]
+    waits = [*started, change("Interrupted", 3)]
+    runs = [*started, change("Interrupted", 3, 2), change("Starting", 2, 1), change("Downloading", 1)]
+    for changes, held in ((started, 5), (waits, 2), (runs, 3)):
+        told = {"TrainingJobStatus": "InProgress", "SecondaryStatusTransitions": changes}
+        running = used(job(EnableManagedSpotTraining=True, **told))
+        assert (running.held_seconds, running.billed_seconds) == (held * 3600, held * 3600)
+    assert used(job(SecondaryStatusTransitions=runs)).held_seconds == 3600, "of an ended one SageMaker tells it"
+
+
+def test_a_job_that_is_being_deleted_has_ended() -> None:
+    ended = used(job(TrainingJobStatus="Deleting", began=NOON - timedelta(days=9)))
+    assert (ended.held_seconds, ended.is_running) == (3600, False)
 
 
 def test_a_warm_pools_idle_time_and_a_plans_price_count() -> None:
@@ -142,6 +165,7 @@ class Clients:
         self.stopped: list[str] = []
         self.unstoppable: set[str] = set()
         self.metrics: dict[str, float] = {}
+        self.exceptions = types.SimpleNamespace(ClientError=ClientError)
 
     def client(self, _: str) -> "Clients":
         return self
@@ -149,8 +173,11 @@ class Clients:
     def get_paginator(self, operation: str) -> Any:
         return types.SimpleNamespace(paginate=getattr(self, f"_{operation}"))
 
-    def _list_training_jobs(self, NameContains: str, CreationTimeAfter: datetime) -> Iterator[dict[str, Any]]:
+    def _list_training_jobs(
+        self, NameContains: str, CreationTimeAfter: datetime, PaginationConfig: dict[str, int]
+    ) -> Iterator[dict[str, Any]]:
         assert CreationTimeAfter < month_of(datetime.now(UTC))[0] - timedelta(days=28)
+        assert PaginationConfig == {"PageSize": 100}, "left alone SageMaker lists ten at a time"
         yield {"TrainingJobSummaries": [item for name, item in self.jobs.items() if NameContains in name]}
 
     def _list_service_jobs(self, jobQueue: str, filters: Any, jobStatus: str) -> Iterator[dict[str, Any]]:
@@ -227,8 +254,13 @@ def test_at_100_percent_what_runs_is_told_to_save_and_end(monkeypatch: pytest.Mo
     assert clients.stopped == ["acme-runs"]
     clients.stopped.clear()
     spent = {"monthly_gpu_hours": 0.0001, "when_spent": "stop"}
-    assert looked(monkeypatch, clients, queues=("arn:q",), **spent)["stopped"] == ["acme-b"]
-    assert clients.stopped == ["1: the month's budget is spent"], "Batch would start again what SageMaker alone ended"
+    batch_runs = job("AWSBatchacme-r", began=datetime.now(UTC) - timedelta(hours=1), TrainingJobStatus="InProgress")
+    clients.jobs["AWSBatchacme-r"] = batch_runs
+    assert looked(monkeypatch, clients, queues=("arn:q",), **spent)["stopped"] == ["acme-runs", "acme-b"]
+    told = ["acme-runs", "1: the month's budget is spent"]
+    assert clients.stopped == told, "Batch would start again what SageMaker alone ended; the rest isn't Batch's"
+    clients.stopped.clear()
+    assert looked(monkeypatch, clients, **spent)["stopped"] == ["AWSBatchacme-r", "acme-runs"], "it queues no more"
 
 
 @pytest.mark.parametrize("queues", [(), ("arn:q",)])
@@ -241,7 +273,7 @@ def test_jobs_are_stopped_though_nobody_can_be_told(
     monkeypatch.setattr(clients, "put_metric_data", refused)
     with pytest.raises(OSError, match="throttled"):
         looked(monkeypatch, clients, queues=queues, monthly_usd=0.000001, when_spent="stop")
-    assert clients.stopped == (["1: the month's budget is spent"] if queues else ["acme-runs"])
+    assert clients.stopped == ["acme-runs", *(["1: the month's budget is spent"] if queues else [])]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["stopped"], "its log tells it all the same"
 
 
@@ -252,10 +284,13 @@ def test_a_job_that_cant_be_stopped_leaves_no_other_running(
     clients.jobs["acme-later"] = clients.jobs["acme-runs"] | {"TrainingJobName": "acme-later"}
     clients.queued.append({"jobId": "2", "jobName": "acme-c", "share": "acme", "status": "RUNNING"})
     clients.unstoppable = {"acme-later", "1"}
-    with pytest.raises(RuntimeError, match=r"not stopped: acme-(later|b): OSError: no route to (acme-later|1)$"):
+    later = "acme-later: OSError: no route to acme-later"
+    others = "; acme-b: OSError: no route to 1" if queues else ""
+    with pytest.raises(RuntimeError, match=f"^not stopped: {later}{others}$"):
         looked(monkeypatch, clients, queues=queues, monthly_usd=0.000001, when_spent="stop")
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert answer["stopped"] == (["acme-c"] if queues else ["acme-runs"]) and len(answer["failed"]) == 1
+    assert answer["stopped"] == ["acme-runs", *(["acme-c"] if queues else [])]
+    assert len(answer["failed"]) == (2 if queues else 1)
 
 
 @pytest.mark.parametrize("queues", [(), ("arn:q",)])
@@ -264,8 +299,12 @@ def test_a_job_that_ended_or_was_stopped_meanwhile_is_no_failure(
 ) -> None:
     """Each end of a job starts a look, so that of many that are stopped at once several look together."""
 
+    if queues:  # Batch's own: it alone is told
+        clients.jobs["AWSBatchacme-r"] = clients.jobs.pop("acme-runs") | {"TrainingJobName": "AWSBatchacme-r"}
+
     def refused(name: str) -> None:
-        clients.jobs["acme-runs"] = clients.jobs["acme-runs"] | {"TrainingJobStatus": "Stopping"}
+        if not queues:
+            clients.jobs["acme-runs"] = clients.jobs["acme-runs"] | {"TrainingJobStatus": "Stopping"}
         clients.queued.clear()
         raise OSError(f"{name} has ended")
 
@@ -278,6 +317,9 @@ def test_a_job_that_ended_or_was_stopped_meanwhile_is_no_failure(
 def test_a_job_of_which_nobody_knows_whether_it_ended_is_told_as_refused(
     monkeypatch: pytest.MonkeyPatch, clients: Clients, queues: tuple[str, ...]
 ) -> None:
+    if queues:  # Batch's own: it alone is told
+        clients.jobs["AWSBatchacme-r"] = clients.jobs.pop("acme-runs") | {"TrainingJobName": "AWSBatchacme-r"}
+
     def refused(*_: object, **__: object) -> None:
         monkeypatch.setattr(clients, "describe_training_job", refused)
         monkeypatch.setattr(clients, "_list_service_jobs", refused)
@@ -286,6 +328,22 @@ def test_a_job_of_which_nobody_knows_whether_it_ended_is_told_as_refused(
     monkeypatch.setattr(clients, "_check", refused)
     with pytest.raises(RuntimeError, match=r"not stopped: acme-(runs|b): OSError: no route"):
         looked(monkeypatch, clients, queues=queues, monthly_usd=0.000001, when_spent="stop")
+
+
+def test_a_job_that_was_deleted_since_it_was_listed_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, clients: Clients
+) -> None:
+    describe = clients.describe_training_job
+
+    def gone(TrainingJobName: str) -> dict[str, Any]:
+        if TrainingJobName == "acme-ended":
+            told = {"Code": "ValidationException", "Message": "Requested resource not found."}
+            raise ClientError({"Error": told}, "DescribeTrainingJob")  # type: ignore[typeddict-item]
+        return describe(TrainingJobName)
+
+    monkeypatch.setattr(clients, "describe_training_job", gone)
+    assert looked(monkeypatch, clients)["failed"] == []
+    assert clients.metrics["SpentUsd-test"] > 0
 
 
 def test_a_look_that_has_no_time_for_all_that_ended_leaves_the_rest_to_the_next(

@@ -15,6 +15,7 @@ from launch_testing import JOB_ID
 
 from trainyard.cli.app import run
 from trainyard.errors import InputError
+from trainyard.functions import budget_meter
 from trainyard.functions.broker_queue import training_job_prefix
 from trainyard.hardware import PriceBook
 from trainyard.launch.place import TenantAccess
@@ -101,6 +102,16 @@ def test_charges_are_split_by_the_day_and_add_up_to_the_cent_and_below(access: T
     assert [group.key for group in costs.grouped(found, "day")] == ["2026-03-10", "2026-03-11"]
     assert costs.grouped(found, "cost-centre")[0].key == "research-100"
     assert costs.grouped(found, "job")[0].num_jobs == 1, "a resume is the same job"
+
+
+def test_a_month_of_more_jobs_than_the_meter_looks_at_at_once_is_shown_whole(
+    access: TenantAccess, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person's command has no limit of a function's time; of what it has no time for it could say nothing."""
+    monkeypatch.setattr(budget_meter, "PATIENCE_SECONDS", -1.0)
+    for number in range(3):
+        sagemaker.add(f"acme-x-2026031000000{number}-0000", day(10), 1)
+    assert len(charged(access)) == 3
 
 
 def test_only_the_month_counts_and_only_the_tenants_jobs(access: TenantAccess, sagemaker: Jobs) -> None:

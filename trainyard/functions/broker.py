@@ -10,10 +10,11 @@ import os
 from typing import Any
 
 from trainyard.functions import broker_rules as rules
-from trainyard.functions.broker_ledger import PREPAID, BusyError, Ledger, described
+from trainyard.functions.broker_ledger import PREPAID, BusyError, Ledger
 from trainyard.functions.broker_queue import QueueLedger, queue_up
 from trainyard.functions.broker_roles import JobRoles, once_seen
 from trainyard.functions.broker_rules import Refused
+from trainyard.functions.job_meter import described
 from trainyard.functions.training_request import keep_alive_seconds, stopping_condition, training_job_request
 
 MAX_RECORD_BYTES = 4 * 2**20

@@ -1,8 +1,8 @@
 """What a tenant's jobs hold, and what of a month's money they take: a small object in S3 that the broker alone writes.
 
-It is a cache and a lock, not the truth: SageMaker's own descriptions are, which nobody can delete, and from which it is
-made anew where it is lost. Every write is conditional, so that of two submissions at the same moment the second sees
-the first's instances and money.
+It is a cache and a lock, not the truth: SageMaker's own descriptions are, which no role of a tenant's can delete, and
+from which it is made anew where it is lost. Every write is conditional, so that of two submissions at the same moment
+the second sees the first's instances and money.
 """
 
 import datetime
@@ -12,7 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainyard.functions.job_meter import ENDED, LONGEST_DAYS, OVER, is_settled, month_of, uses_of
+from trainyard.functions.job_meter import (
+    ENDED,
+    LONGEST_DAYS,
+    OVER,
+    described,
+    interrupted_seconds,
+    is_settled,
+    month_of,
+    uses_of,
+)
 
 TRIES = 6
 RUNS = ("InProgress", "Stopping")
@@ -57,8 +66,8 @@ class Ledger:
         self._key = f"broker/ledger-{self.month}.json"
 
     def entry(self, kind: str, count: int, seconds: int) -> dict[str, Any]:
-        """A job as the ledger holds it: `seconds` at its longest, `started` (epoch) once it has machines, `billed` and
-        `held` once it has ended."""
+        """A job as the ledger holds it: `seconds` at its longest, `started` (epoch) once it has machines, with spot for
+        how many seconds it was `interrupted` since, `billed` and `held` once it has ended."""
         rates = {"usd_per_hour": self._prices.get(kind), "gpus": self._gpus.get(kind, 0)}
         times = {"at": self.now_seconds, "started": None, "billed": None}
         return {"type": kind, "count": count, "seconds": seconds, **rates, **times}
@@ -154,11 +163,12 @@ class Ledger:
         alive = {name for status in RUNS for name in self._listed(StatusEquals=status)}
         for name in sorted({*self._of_the_month(), *alive, *jobs}):
             # Each job is described once as it runs: what was promised under its name may have been another's; and until
-            # then, as it has no machines and no beginning. One that has ended is done with when its machines are kept
-            # warm no more.
+            # then, as it has no machines and no beginning. A spot job each time, as it may be without machines again.
+            # One that has ended is done with when its machines are kept warm no more.
             known = jobs.get(name, {})
             has_ended = known.get("billed") is not None and not known.get("warm")
-            if has_ended or (name in alive and known.get("started") is not None):
+            has_begun = known.get("started") is not None and "interrupted" not in known
+            if has_ended or (name in alive and has_begun):
                 continue
             found = self._describe(name)
             is_lapsed = name in jobs and self.now_seconds - jobs[name]["at"] > UNSEEN_SECONDS
@@ -188,7 +198,7 @@ class Ledger:
         if job is None:
             return None
         first, following = month_of(self._now)
-        started, resources = job.get("TrainingStartTime"), job["ResourceConfig"]
+        started, resources = job.get("TrainingStartTime"), job.get("ResourceConfig") or {}
         longest = job["StoppingCondition"].get("MaxRuntimeInSeconds", 86_400)
         longest += resources.get("KeepAlivePeriodInSeconds") or 0
         # What it ran before the month is that month's.
@@ -196,14 +206,17 @@ class Ledger:
         entry = self.entry(resources.get("InstanceType", ""), resources.get("InstanceCount", 0), longest)
         entry["at"] = max(job["CreationTime"], first).timestamp()
         entry["started"] = max(started, first).timestamp() if started else None
+        if started and job.get("EnableManagedSpotTraining"):
+            entry["interrupted"] = interrupted_seconds(job, max(started, first), self._now)
         if resources.get("TrainingPlanArn"):
             entry["usd_per_hour"] = PREPAID
         if job["TrainingJobStatus"] in ENDED:
             uses = uses_of(job, self._now)
             share = uses[0].share(first, following) if uses else 1
             billed = job.get("BillableTimeInSeconds", 0)
-            entry["held"] = round(share * job.get("TrainingTimeInSeconds", billed))
-            entry["billed"] = round(share * (billed + _kept_warm(job)))
+            warm = _kept_warm(job)
+            entry["held"] = round(share * (job.get("TrainingTimeInSeconds", billed) + warm))
+            entry["billed"] = round(share * (billed + warm))
             entry |= {} if is_settled(job) else {"warm": True}
         return entry
 
@@ -213,15 +226,4 @@ def _kept_warm(job: Mapping[str, Any]) -> int:
     pool = job.get("WarmPoolStatus") or {}
     if pool.get("Status") in OVER:
         return int(pool.get("ResourceRetainedBillableTimeInSeconds", 0))
-    return int(job["ResourceConfig"].get("KeepAlivePeriodInSeconds") or 0) if pool else 0
-
-
-def described(sagemaker: Any, name: str) -> dict[str, Any] | None:
-    """DescribeTrainingJob's answer; None where there is no such job."""
-    try:
-        return dict(sagemaker.describe_training_job(TrainingJobName=name))
-    except sagemaker.exceptions.ClientError as error:
-        # SageMaker answers ValidationException for an unknown job; the only argument, its name, is well-formed.
-        if error.response["Error"]["Code"] in ("ResourceNotFound", "ValidationException"):
-            return None
-        raise
+    return int((job.get("ResourceConfig") or {}).get("KeepAlivePeriodInSeconds") or 0) if pool else 0

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainyard.functions.broker_ledger import UNSEEN_SECONDS, described
+from trainyard.functions.broker_ledger import UNSEEN_SECONDS
 from trainyard.functions.broker_queue import known_job
 from trainyard.functions.broker_rules import Refused
+from trainyard.functions.job_meter import described
 from trainyard.functions.job_roles import (
     MAX_POLICY_CHARACTERS,
     job_role_path,

@@ -323,10 +323,12 @@ def _refuse_spent(contract: Mapping[str, Any], month: str, *, spent: float, most
 
 
 def _elapsed(job: Mapping[str, Any], now_seconds: float) -> float:
-    """Since a job has machines. One that only waits for them takes nothing; nor does one in a queue, which may wait:
-    what that takes the meter sees, which ends it in time."""
+    """For how long a job has had machines. One that only waits for them takes nothing; nor does one in a queue, which
+    may wait: what that takes the meter sees, which ends it in time."""
     started = job.get("started")
-    return 0.0 if started is None or "queue" in job else min(max(0.0, now_seconds - started), job["seconds"])
+    if started is None or "queue" in job:
+        return 0.0
+    return float(min(max(0.0, now_seconds - started - job.get("interrupted", 0)), job["seconds"]))
 
 
 def remarks(entry: Mapping[str, Any], warnings: list[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ trainer saves a checkpoint and ends, and the job can be resumed.
 
 import datetime
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from trainyard.functions.job_meter import (
     LONGEST_DAYS,
     Rates,
     Use,
+    described,
     is_settled,
     month_of,
     uses_of,
@@ -74,20 +76,16 @@ def survey(
     since: datetime.datetime,
     now: datetime.datetime,
     ended: dict[str, list[Use]],
+    patience_seconds: float = math.inf,
 ) -> tuple[list[Use], list[str], float]:
     """(use of the jobs whose names begin so and that may hold machines after `since`, names of those that run and
     aren't being stopped, seconds that the one waits that waits longest). `ended`: what is known of ended ones already,
-    and gets to be. RuntimeError where there are more of these than one look has time for: the next one goes on."""
-    states: dict[str, str] = {}
-    created = since - datetime.timedelta(days=LONGEST_DAYS)
-    for prefix in prefixes:
-        pages = sagemaker.get_paginator("list_training_jobs").paginate(NameContains=prefix, CreationTimeAfter=created)
-        listed = [job for page in pages for job in page["TrainingJobSummaries"]]
-        states |= {job["TrainingJobName"]: job["TrainingJobStatus"] for job in listed}
-    states = {name: state for name, state in states.items() if name.startswith(tuple(prefixes))}
+    and gets to be. RuntimeError where there are more of these than `patience_seconds` let it look at: the next one goes
+    on."""
+    states = _states(sagemaker, prefixes, since - datetime.timedelta(days=LONGEST_DAYS))
     uses = []
     longest_wait = 0.0
-    until, already = time.monotonic() + PATIENCE_SECONDS, len(ended)
+    until, already = time.monotonic() + patience_seconds, len(ended)
     for name in sorted(states, key=lambda name: (states[name] not in ENDED, name)):
         found = ended.get(name)
         if found is None:
@@ -95,13 +93,27 @@ def survey(
                 raise RuntimeError(
                     f"{len(ended):,} ended jobs are known, not all yet; the next look goes on from there"
                 )
-            job = sagemaker.describe_training_job(TrainingJobName=name)
+            job = described(sagemaker, name)
+            if job is None:  # deleted since it was listed
+                continue
             found = uses_of(job, now)
             longest_wait = max(longest_wait, waiting_seconds(job, now))
             if is_settled(job):
                 ended[name] = found
         uses += found
     return uses, sorted(name for name, state in states.items() if state == "InProgress"), longest_wait
+
+
+def _states(sagemaker: Any, prefixes: Iterable[str], created: datetime.datetime) -> dict[str, str]:
+    """Status of each job whose name begins so, created after that moment."""
+    states: dict[str, str] = {}
+    for prefix in prefixes:
+        pages = sagemaker.get_paginator("list_training_jobs").paginate(
+            NameContains=prefix, CreationTimeAfter=created, PaginationConfig={"PageSize": 100}
+        )
+        listed = [job for page in pages for job in page["TrainingJobSummaries"]]
+        states |= {job["TrainingJobName"]: job["TrainingJobStatus"] for job in listed}
+    return {name: state for name, state in states.items() if name.startswith(tuple(prefixes))}
 
 
 def longest_wait_in_queues(settings: Mapping[str, Any], batch: Any, now: datetime.datetime) -> tuple[float, list[str]]:
@@ -141,8 +153,10 @@ def stop_all(
                 return
         stopped.append(name)
 
-    if not settings["queues"]:
-        for name in running:
+    # Where there are queues, what Batch named is theirs to end; what was started at once, as before they were, isn't.
+    own = f"{settings['tenant']}-" if settings["queues"] else ""
+    for name in running:
+        if name.startswith(own):
             runs = partial(_runs, sagemaker, name)
             attempt(name, partial(sagemaker.stop_training_job, TrainingJobName=name), runs)
     for queue in settings["queues"]:
@@ -199,7 +213,10 @@ def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     sagemaker, budget = boto3.client("sagemaker"), settings["budget"]
     rates = {kind: {way: Decimal(usd) for way, usd in known.items()} for kind, known in settings["rates"].items()}
     batch = boto3.client("batch") if settings["queues"] else None
-    uses, running, waited = survey(sagemaker, settings["prefixes"], since=month_of(now)[0], now=now, ended=_ended)
+    first, _ = month_of(now)
+    uses, running, waited = survey(
+        sagemaker, settings["prefixes"], since=first, now=now, ended=_ended, patience_seconds=PATIENCE_SECONDS
+    )
     found = taken(uses, rates, settings["gpus"], now)
     percent = used_percent(found, budget)
     queued, unasked = longest_wait_in_queues(settings, batch, now)

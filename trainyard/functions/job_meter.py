@@ -1,7 +1,8 @@
 """What a training job takes: instance-seconds from SageMaker's own description of it, and dollars at a dated price.
 
-Pure, standard library alone: the same figures for the function that watches a month's quota and for `trainyard cost`.
-Dollars are decimal numbers to a millionth; those of any parts of a job's time add up to the job's own, exactly.
+Standard library alone, and pure but for `described`: the same figures for the function that watches a month's quota and
+for `trainyard cost`. Dollars are decimal numbers to a millionth; those of any parts of a job's time add up to the job's
+own, exactly.
 """
 
 import datetime
@@ -13,9 +14,12 @@ from typing import Any
 LONGEST_DAYS = 2 * 28
 """A job's waiting and running: what was created before a month may still take something of it."""
 MICRO = Decimal("0.000001")
-ENDED = ("Completed", "Failed", "Stopped")
+ENDED = ("Completed", "Failed", "Stopped", "Deleting")
+"""SageMaker's statuses of a job that has ended; one that is deleted is no more after the last."""
 OVER = ("Terminated", "Reused")
 """States of a warm pool that no longer waits."""
+_WITHOUT_MACHINES = ("Interrupted", "Starting", "Pending")
+"""Secondary statuses that follow each other from the loss of a spot job's machines until it has others."""
 
 Rates = Mapping[str, Mapping[str, Decimal]]
 """USD an instance-hour: instance type -> way to buy (on_demand, spot, training_plan) -> price, where known."""
@@ -86,7 +90,8 @@ def uses_of(job: Mapping[str, Any], now: datetime.datetime) -> list[Use]:
     if began is None:
         return []
     until = now if is_running else job.get("TrainingEndTime") or now
-    wall = max(0, round((until - began).total_seconds()))
+    waited = interrupted_seconds(job, began, until) if is_running else 0
+    wall = max(0, round((until - began).total_seconds()) - waited)
     resources = job.get("ResourceConfig") or {}
     pool = _kept_warm(job, now - until)
     held = wall if is_running else int(job.get("TrainingTimeInSeconds", wall))
@@ -113,6 +118,28 @@ def waiting_seconds(job: Mapping[str, Any], now: datetime.datetime) -> float:
         return 0.0
     created = job.get("CreationTime")
     return 0.0 if created is None else max(0.0, (now - created).total_seconds())
+
+
+def interrupted_seconds(job: Mapping[str, Any], since: datetime.datetime, until: datetime.datetime) -> int:
+    """For how long between two moments a job was without the machines that spot capacity took: it isn't billed then."""
+    lost, total = False, datetime.timedelta(0)
+    for change in job.get("SecondaryStatusTransitions") or []:
+        lost = change["Status"] == "Interrupted" or (lost and change["Status"] in _WITHOUT_MACHINES)
+        if lost:
+            span = min(change.get("EndTime") or until, until) - max(change["StartTime"], since)
+            total += max(span, datetime.timedelta(0))
+    return round(total.total_seconds())
+
+
+def described(sagemaker: Any, name: str) -> dict[str, Any] | None:
+    """DescribeTrainingJob's answer; None where there is no such job."""
+    try:
+        return dict(sagemaker.describe_training_job(TrainingJobName=name))
+    except sagemaker.exceptions.ClientError as error:
+        # SageMaker answers ValidationException for an unknown job; the only argument, its name, is well-formed.
+        if error.response["Error"]["Code"] in ("ResourceNotFound", "ValidationException"):
+            return None
+        raise
 
 
 def is_settled(job: Mapping[str, Any]) -> bool:

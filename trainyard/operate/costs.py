@@ -1,7 +1,7 @@
 """Who spent what: every training job's machines by the day, at a named and dated price, from SageMaker's own word.
 
-SageMaker's descriptions of jobs are what nobody can rewrite or delete; a job's record tells what was planned. Dollars
-are decimal numbers: a table's parts add up to its total to the millionth.
+SageMaker's descriptions of jobs are what nobody can rewrite, and no role of a tenant's can delete; a job's record tells
+what was planned. Dollars are decimal numbers: a table's parts add up to its total to the millionth.
 """
 
 import datetime

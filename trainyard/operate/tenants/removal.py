@@ -377,7 +377,8 @@ def _account_for(account: Account, planned: Plan, report: Report, why: Mapping[s
             Left("AWS::Logs::LogGroup", name, "HyperPod made it, under AWS's own key; " + leftovers.EXISTS)
         )
         there += [report.left[-1]]
-    report.left.append(Left("training jobs", jobs, "SageMaker keeps their descriptions; it can delete none"))
+    way = "SageMaker keeps their descriptions; who needs none of them: aws sagemaker delete-training-job"
+    report.left.append(Left("training jobs", jobs, f"{way} --training-job-name NAME"))
     return there
 
 
