@@ -21,7 +21,17 @@ from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer.tasks.batch_norm import BatchNorm
 from trainer.tasks.building import config_of
-from trainer.tasks.images import IMAGENET_MEAN, ImageTransform, Pixels, Preprocessing, centre_box, decoded, random_box
+from trainer.tasks.image_classification import Classes
+from trainer.tasks.images import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ImageTransform,
+    Pixels,
+    Preprocessing,
+    centre_box,
+    decoded,
+    random_box,
+)
 from trainer.tasks.samples import SampleStream, SampleTable
 from trainer_testing.distributed import finish
 from trainer_testing.faulty_trainer import FOLDER_VARIABLE
@@ -273,6 +283,17 @@ def test_what_is_no_picture_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) 
         decoded(good)
 
 
+def test_greys_of_sixteen_bits_are_scaled_and_not_clipped() -> None:
+    """Microscopes and X-rays: by Pillow's own conversion all above 255 of 65,535 is white."""
+    wide = (np.arange(64 * 64, dtype=np.uint16) * 16).reshape(64, 64)
+    for kind in ("png", "tiff"):
+        content = io.BytesIO()
+        Image.fromarray(wide).save(content, kind)
+        found = np.asarray(decoded(content.getvalue()))
+        assert found.shape == (64, 64, 3) and np.array_equal(found[..., 0], wide >> 8)
+        assert np.array_equal(found[..., 0], found[..., 2])
+
+
 def build(job: dict[str, Any], cache: Path, rank: int = 0, size: int = 1) -> Any:
     spec = parse(JobSpec, job | {"parallelism": {"data_replicate": size}}, "job")
     resolved = resolve(spec, world_size=size)
@@ -344,6 +365,13 @@ def test_classes_may_have_names(tmp_path: Path) -> None:
     assert labels == [COLOURS.index(sample["cls"].decode()) for sample in list(classified(20, seed=1, names=True))[:16]]
     with pytest.raises(InputError, match=r"its class '.*' is no number"):
         build(job, tmp_path)
+    bilinear = Image.Resampling.BILINEAR
+    known = Classes(
+        2, {"cat": 0, "dog": 1, "fish": 2}, Preprocessing(16, IMAGENET_MEAN, IMAGENET_STD, resample=bilinear)
+    )
+    assert known.label_of({"cls": b"dog"}) == 1
+    with pytest.raises(BadRecordError, match=r"class is 2 \('fish' in images.class_names\), the model has 2"):
+        known.label_of({"cls": b"fish"})
 
 
 @pytest.mark.parametrize(

@@ -81,16 +81,19 @@ class Classes:
     def label_of(self, members: dict[str, bytes]) -> int:
         """The sample's class, 0 to number - 1; BadRecordError where it has none or another."""
         stated = _stated_label(members)
-        if stated in self.names:
-            return self.names[stated]
+        label, named = self.names.get(stated), f" ({stated[:60]!r} in images.class_names)"
+        if label is None:
+            label, named = self._number_in(stated), ""
+        if not 0 <= label < self.number:
+            raise BadRecordError(f"its class is {label}{named}, the model has {self.number} (0 to {self.number - 1})")
+        return label
+
+    def _number_in(self, stated: str) -> int:
         try:
-            label = int(stated)
+            return int(stated)
         except ValueError:
             known = f"is not in images.class_names ({len(self.names)} names)" if self.names else "is no number"
             raise BadRecordError(f"its class {stated[:60]!r} {known}") from None
-        if not 0 <= label < self.number:
-            raise BadRecordError(f"its class is {label}, the model has {self.number} (0 to {self.number - 1})")
-        return label
 
 
 def _stated_label(members: dict[str, bytes]) -> str:

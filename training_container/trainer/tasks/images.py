@@ -67,7 +67,7 @@ def decoded(content: bytes) -> Image.Image:
     """The picture in RGB, whole; BadRecordError when it is none, is cut off or is far too large to be one."""
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return image.convert("RGB")
+            return _in_eight_bits(image).convert("RGB")
     except Image.DecompressionBombError:
         raise BadRecordError("the image has more pixels than Pillow decodes") from None
     except UnidentifiedImageError:  # its own words name an object in memory
@@ -75,6 +75,14 @@ def decoded(content: bytes) -> Image.Image:
     except (OSError, SyntaxError, ValueError, TypeError, EOFError, IndexError, struct.error) as error:
         # What Pillow's decoders raise on broken files: no one kind of error.
         raise BadRecordError(f"the image can't be decoded ({_one_line(error)})") from None
+
+
+def _in_eight_bits(image: Image.Image) -> Image.Image:
+    """Greys of 16 bits by their upper half, as Pillow reads colours of 16 bits: its own `convert` clips them, and what
+    is above 255 of 65,535 would be white."""
+    if not image.mode.startswith("I;16"):
+        return image
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
 def random_box(
