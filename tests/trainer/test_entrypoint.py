@@ -479,6 +479,14 @@ def test_class_names_get_their_channel(tmp_path: Path) -> None:
     assert here.spec.images.class_names == str(tree / "input/data/class-names/names.txt")
 
 
+def test_a_folder_in_an_input_that_has_its_name_is_not_all_of_it(tmp_path: Path) -> None:
+    """s3://data/train is a folder: data sets of the Hub have their files in data/, beside others."""
+    tree = opt_ml(tmp_path)
+    (tree / "input/data/train-0" / TRAIN_URI.rsplit("/", 1)[1]).mkdir()
+    here = entrypoint.read_job(tree, entrypoint.read_place(tree), {"TRAINYARD_PROCESSES_PER_HOST": "1"})
+    assert here.spec.data.train[0].path == str(tree / "input/data/train-0")
+
+
 def test_streamed_data_keeps_its_place_and_the_chat_template_gets_its_channel(tmp_path: Path) -> None:
     tree = opt_ml(tmp_path)
     planned = job(1, 1)

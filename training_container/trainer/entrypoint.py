@@ -140,7 +140,7 @@ def _with_local_paths(job: ResolvedJob, channels: Mapping[str, Any], inputs: Pat
             raise InputError(f"{uri}: its channel {name} is not at {folder}")
         # An S3 prefix may name one object: it lies in the channel under its own name.
         file = folder / uri.rstrip("/").rsplit("/", 1)[-1]
-        return str(file if file.exists() else folder)
+        return str(file if file.is_file() else folder)  # a folder of that name is one of those in it
 
     spec = job.spec
 
