@@ -1,5 +1,6 @@
 """Data: formats, the token cache, one global order for any number of ranks, packing, resume, validation."""
 
+import errno
 import gzip
 import json
 import math
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from trainer.data import IGNORED_LABEL, BatchStream, JobData, TextData, build_data
 from trainer.data import readers as readers_module
+from trainer.data.files import LocalFile, local_files
 from trainer.data.stream import Permutation, SequenceTable
 from trainer.data.token_cache import TokenCache, entropy_nats, open_token_cache
 from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer
@@ -351,7 +353,7 @@ def test_ready_made_tokens_of_a_small_vocabulary_need_no_more_than_theirs(tmp_pa
     assert build(resolved({"train": [letters]}), tmp_path).vocab_size == 33
     assert build(resolved({"train": [letters, source(corpus(tmp_path))]}), tmp_path).vocab_size == 257
     np.save(tmp_path / "letters/b.npy", np.asarray([4, -1], dtype=np.int8))
-    with pytest.raises(InputError, match=r"b.npy: holds id -1, the vocabulary's ids are 0 to 4294967295"):
+    with pytest.raises(InputError, match=r"b.npy: holds id -1, the vocabulary's ids are 0 to 268435455"):
         build(resolved({"train": [letters]}), tmp_path)
 
 
@@ -479,17 +481,71 @@ def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str, kind: str
 def test_wrong_paths_and_tokens_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     np.save(tmp_path / "a.npy", np.asarray([1, 999], dtype=np.int64))
+    np.save(tmp_path / "minus.npy", np.asarray([1, -1]).astype(np.uint32))  # counted, it would take 32 GiB
     tokenizer = str(json_tokenizer(tmp_path / "tokenizer"))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"train": [source(tmp_path / "nowhere")]}, "no such file or folder"),
         ({"train": [source(tmp_path / "empty")]}, "no file that ends in .jsonl"),
         ({"train": [{"path": "s3://bucket/x", "format": "text"}]}, "the trainer reads local files"),
         ({"train": [source(tmp_path / "a.npy", "tokens")], "tokenizer": tokenizer}, "holds id 999"),
+        ({"train": [source(tmp_path / "minus.npy", "tokens")]}, "id 4294967295, the vocabulary's ids are 0 to 2684"),
         ({"train": [source(corpus(tmp_path))], "tokenizer": str(tmp_path / "empty")}, "holds no tokenizer.json"),
     ]
     for data, message in cases:
         with pytest.raises(InputError, match=message):
             build(resolved(data), tmp_path)
+
+
+def test_what_a_folder_is_read_without_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that learns from less than it was given looks like any other."""
+    root = tmp_path / "data"
+    for name in ("open", "closed", ".hidden", "elsewhere"):
+        folder = tmp_path / name if name == "elsewhere" else root / name
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text("text")
+    wanted = DataSource(path=str(root), format="text")
+    assert [path.parent.name for path in local_files(wanted)] == ["closed", "open"]
+    assert capsys.readouterr().out == ""
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "gone.txt").symlink_to(tmp_path / "nothing.txt")
+    honest = os.scandir
+
+    def scandir(path: str) -> Any:  # root may list any folder
+        if Path(path).name in refused:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return honest(path)
+
+    refused = {"closed", ".hidden"}
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert [path.parent.name for path in local_files(wanted)] == ["open"]
+    said = capsys.readouterr().out
+    assert said == (
+        f"warning: data path {root}: without closed (Permission denied), gone.txt (a link to nothing),"
+        " linked (a link to a folder, which is not followed)\n"
+    )
+    monkeypatch.setenv("RANK", "1")
+    local_files(wanted)
+    assert capsys.readouterr().out == "", "said once"
+    refused = {"data"}
+    with pytest.raises(InputError, match="data: can't be read: Permission denied"):
+        local_files(wanted)
+
+
+def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+
+    def stat(path: Path, **_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", stat)
+    for read in (
+        lambda: local_files(DataSource(path=str(tmp_path / "a.txt"), format="text")),
+        lambda: LocalFile.at(tmp_path),
+    ):
+        with pytest.raises(InputError, match="can't be read: Permission denied"):
+            read()
 
 
 # ---------------------------------------------------------------- the cache

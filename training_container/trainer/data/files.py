@@ -1,10 +1,13 @@
 """The files of a source, wherever they lie: listed in one order, opened, told apart when they change."""
 
+import contextlib
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from trainer.speech import say
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource
 
@@ -15,6 +18,8 @@ SUFFIXES = {
     "webdataset": (".tar",),
 }
 """What the names of a folder's files end in, by format; any name for text."""
+
+_NUM_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,10 @@ class LocalFile(DataFile):
     @classmethod
     def at(cls, path: Path) -> "LocalFile":
         """The file as it is now. Its place is absolute: a relative one names other files from another folder."""
-        facts = path.stat()
+        try:
+            facts = path.stat()
+        except OSError as error:
+            raise _unreadable(path, error) from None
         return cls(str(path), facts.st_size, f"{path.resolve()} {facts.st_mtime_ns}", path)
 
     def open(self) -> BinaryIO:
@@ -64,7 +72,9 @@ class LocalFile(DataFile):
 
     def is_unchanged(self) -> bool:
         """See DataFile."""
-        return LocalFile.at(self.path) == self
+        with contextlib.suppress(InputError):  # it is gone
+            return LocalFile.at(self.path) == self
+        return False
 
 
 def local_files(source: DataSource) -> list[Path]:
@@ -75,16 +85,62 @@ def local_files(source: DataSource) -> list[Path]:
             "copy them here first, or read them from S3 with data.streaming: true"
         )
     root = Path(source.path)
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise InputError(f"data path {source.path}: no such file or folder")
-    files = [
-        path for path in root.rglob("*") if path.is_file() and is_wanted(path.relative_to(root).as_posix(), source)
-    ]
+    try:
+        if root.is_file():
+            return [root]
+        if not root.is_dir():
+            raise InputError(f"data path {source.path}: no such file or folder")
+        files, left_out = _below(root, source)
+    except OSError as error:
+        raise _unreadable(root, error) from None
+    if left_out:
+        _warn(source, left_out)
     if not files:
         raise no_file(source)
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _below(root: Path, source: DataSource) -> tuple[list[Path], list[str]]:
+    """(the files of a folder, what is left out of it and why), hidden ones apart. Links to folders are not followed:
+    what they lead to may be there already."""
+    files: list[Path] = []
+    left_out: list[str] = []
+
+    def note(path: Path, why: str) -> None:
+        left_out.append(f"{path.relative_to(root).as_posix()} ({why})")
+
+    def unread(error: OSError) -> None:
+        if Path(error.filename) == root:
+            raise error
+        note(Path(error.filename), error.strerror or "can't be read")
+
+    for folder, names, found in os.walk(root, onerror=unread):
+        names[:] = [name for name in names if not name.startswith(".")]
+        for path in (Path(folder, name) for name in names):
+            if path.is_symlink():
+                note(path, "a link to a folder, which is not followed")
+        for path in (Path(folder, name) for name in found):
+            if not is_wanted(path.relative_to(root).as_posix(), source):
+                continue
+            try:
+                if path.is_file():
+                    files.append(path)
+                elif path.is_symlink():
+                    note(path, "a link to nothing")
+            except OSError as error:
+                note(path, error.strerror or "can't be read")
+    return files, left_out
+
+
+def _warn(source: DataSource, left_out: list[str]) -> None:
+    """A line of the first rank's: all see the same."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        more = f" and {len(left_out) - _NUM_SHOWN} more" if len(left_out) > _NUM_SHOWN else ""
+        say(f"warning: data path {source.path}: without {', '.join(sorted(left_out)[:_NUM_SHOWN])}{more}")
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError(f"data path {path}: can't be read: {error.strerror or error}")
 
 
 def is_wanted(name: str, source: DataSource) -> bool:

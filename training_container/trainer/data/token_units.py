@@ -25,6 +25,9 @@ from trainyard.errors import InputError
 _FORMAT_VERSION = 1
 _BATCH_CHARACTERS = 1 << 20
 _COPY_TOKENS = 1 << 20
+MOST_OPEN_IDS = 1 << 28
+"""Of ready-made ids whose vocabulary nobody states: far more than any model has rows for. A -1 that was written as a
+uint32 is above, and to count how often each id occurs would take 32 GiB."""
 KINDS = ("tokens", "ends", "learnt", "json")
 """The files of a unit, in the order in which they must appear."""
 
@@ -235,10 +238,10 @@ class _Writer:
 def check_ids(ids: npt.NDArray[Any], where: str, vocabulary: Vocabulary) -> None:
     """InputError if an id is outside the vocabulary."""
     largest, smallest = int(ids.max()), int(ids.min())
-    if smallest < 0 or largest >= 1 << 32 or (largest >= vocabulary.size and not vocabulary.is_open):
+    count = MOST_OPEN_IDS if vocabulary.is_open else vocabulary.size
+    if smallest < 0 or largest >= count:
         wrong = smallest if smallest < 0 else largest
-        most = (1 << 32 if vocabulary.is_open else vocabulary.size) - 1
-        raise InputError(f"{where}: holds id {wrong}, the vocabulary's ids are 0 to {most}")
+        raise InputError(f"{where}: holds id {wrong}, the vocabulary's ids are 0 to {count - 1}")
 
 
 def _num_characters(value: Any) -> int:
