@@ -1,12 +1,15 @@
 """WebDataset shards: every sample at random, one global order, a cached index, broken shards in one line."""
 
+import errno
 import io
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trainer.data import webdataset
+from trainer.data.files import LocalFile
 from trainer.data.webdataset import ShardIndex
 
 from trainyard.errors import InputError
@@ -77,7 +80,7 @@ def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert index.read_sample(4) == {"bin": b"\x04"}
 
 
-def test_a_broken_shard_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_broken_shard_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tmp_path / "whole.tar"
     write_shard(whole, [("a.jpg", b"x" * 5000), ("b.jpg", b"y" * 5000)])
     cases = {
@@ -108,6 +111,19 @@ def test_a_broken_shard_is_named_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message) as caught:
             ShardIndex.open(DataSource(path=str(tmp_path / name), format="webdataset"), tmp_path / "cache")
         assert "\n" not in str(caught.value) and name in str(caught.value)
+    write_shard(tmp_path / "many.tar", [(f"img.{number}.jpg", b"x") for number in range(4)])
+    with monkeypatch.context() as patched:
+        patched.setattr(webdataset, "_MOST_EXTENSIONS", 3)
+        with pytest.raises(InputError, match=r"many.tar: img: has .3.jpg, and 3 other extensions come before"):
+            ShardIndex.open(DataSource(path=str(tmp_path / "many.tar"), format="webdataset"), tmp_path / "cache")
+    with monkeypatch.context() as patched:
+
+        def refused(file: LocalFile) -> Any:
+            raise OSError(errno.EIO, "Input/output error")
+
+        patched.setattr(LocalFile, "open", refused)
+        with pytest.raises(InputError, match=r"many.tar: can't be read: Input/output error$"):
+            ShardIndex.open(DataSource(path=str(tmp_path / "many.tar"), format="webdataset"), tmp_path / "cache")
     with pytest.raises(InputError, match="no file that ends in"):
         (tmp_path / "empty").mkdir()
         ShardIndex.open(DataSource(path=str(tmp_path / "empty"), format="webdataset"), tmp_path / "cache")

@@ -34,6 +34,7 @@ _FORMAT_VERSION = 2
 _MAX_OPEN_SHARDS = 64
 _MEMBERS_AT_ONCE = 1000
 """Whose headers are read between two signs of life."""
+_MOST_EXTENSIONS = 1 << 16
 _MEMBER = np.dtype([("offset", "<i8"), ("size", "<i8"), ("extension", "<u2")])
 
 
@@ -229,6 +230,11 @@ def _index_shard(shard: DataFile, columns: _Columns, digest: Any, at_work: AtWor
         if extension in present:
             raise InputError(f"{shard.where}: {key}: has two members .{extension}; a sample has one of each extension")
         present.add(extension)
+        if len(columns.extension_numbers) >= _MOST_EXTENSIONS and extension not in columns.extension_numbers:
+            raise InputError(
+                f"{shard.where}: {key}: has .{extension}, and {_MOST_EXTENSIONS} other extensions come before: a key"
+                " ends at a name's first dot, so name samples without others (img_0001.jpg)"
+            )
         columns.offsets.append(member.offset_data)
         columns.sizes.append(member.size)
         columns.extensions.append(columns.extension_numbers.setdefault(extension, len(columns.extension_numbers)))
@@ -275,3 +281,5 @@ def _members(shard: DataFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
         packed = shard.where.endswith((".gz", ".tgz", ".zst", ".bz2"))
         hint = "samples are read at random, so shards must not be compressed: unpack it once" if packed else str(error)
         raise InputError(f"{shard.where}: is not a plain tar file ({hint})") from None
+    except OSError as error:
+        raise InputError(f"{shard.where}: can't be read: {error.strerror or error}") from None

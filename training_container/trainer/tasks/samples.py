@@ -25,6 +25,7 @@ from trainyard.spec.job import DataSource
 
 _LOOKED_AT_FIRST = 32
 """Samples that are read before the model is built: a wrong data set is wrong in its first ones."""
+_NUM_SHOWN = 8
 
 
 class SampleTable(ABC):
@@ -53,9 +54,10 @@ class SampleTable(ABC):
         self._lock = Lock()
         found = {extension for index in self._indices for extension in index.extensions}
         if not found & set(IMAGE_EXTENSIONS):
+            more = f" and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
             raise InputError(
                 f"{where}: no member of the shards is an image ({', '.join(IMAGE_EXTENSIONS)}), they hold:"
-                f" {', '.join(sorted(found)) or 'nothing'}"
+                f" {', '.join(sorted(found)[:_NUM_SHOWN]) or 'nothing'}{more}"
             )
 
     def __len__(self) -> int:
