@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainer.data.bad_records import BadRecordError
 from trainer.data.chat import ChatTemplate
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.strategies import check_supported
 from trainer.tasks import task_of
 from trainer.tasks.vision_language import Conversations, ImageTokens, VisionLanguage
-from trainer_testing.image_shards import SIZE, captioned, image_job, write_shards
+from trainer_testing.image_shards import SIZE, captioned, classified, image_job, write_shards
 from trainer_testing.pool import run_pooled
 from trainer_testing.task_worker import TaskRequest, run
 from trainer_testing.text_job import rows_of
@@ -252,6 +252,64 @@ def test_the_mark_becomes_as_many_tokens_as_the_tower_gives(tmp_path: Path) -> N
     for other in ([1, 7], [7, 8, 7, 8], [7]):
         with pytest.raises(BadRecordError, match="times <image>"):
             image.expanded(np.array(other), np.zeros(len(other), dtype=bool))
+
+
+def like_qwens(folder: Path) -> Path:
+    """A tokenizer that cuts texts as Qwen2's and Llama 3's do, and like theirs has no token <image>."""
+    words = r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["<image> of <image>>\n what>\n is an image"] * 50, trainer)
+    joined = tokenizer.encode("at <image>\nis").tokens[-4:]
+    assert joined == ["\u0120<", "image", ">\u010a", "is"], "on both sides"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_the_mark_is_found_where_a_tokenizer_joins_it_to_what_lies_beside(tmp_path: Path) -> None:
+    colours = list(classified(16, seed=1))
+    said = [
+        {"question": "is what?", "answer": "an image"},
+        {"question": "what of <image>\nis an", "answer": "image"},
+        {"caption": "image"},
+    ]
+    samples = [{"png": one["png"], "json": json.dumps(text).encode()} for text in said for one in colours]
+    write_shards(tmp_path / "train", iter(samples))
+    folder = like_qwens(tmp_path / "tokenizer")
+    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    job = vlm_job(tmp_path, data={"tokenizer": str(folder), "validation": [], "shuffle": False})
+    resolved = resolve(parse(JobSpec, job, "job"), world_size=1)
+    task = task_of(resolved)
+    data = task.build_data(resolved, data_parallel_rank=0, data_parallel_size=1, cache_dir=tmp_path / "cache")
+    config = task.build_model(resolved).config
+    assert config.text_config.vocab_size == plain.get_vocab_size() + 1 == config.image_token_id + 1
+    rows = [ids for _ in range(3) for batch in data.train.next_step() for ids in batch.input_ids]
+    data.close()
+    texts = [tuple(plain.decode(part, skip_special_tokens=False) for part in cut(row.tolist(), config)) for row in rows]
+    end = "<|endoftext|>"
+    expected = [("", f"\nis what?\nan image{end}"), ("what of ", f"\nis an\nimage{end}"), ("", f"image{end}")]
+    assert [(before, after.rstrip("!")) for before, after in texts[::16]] == expected
+
+
+def cut(ids: list[int], config: Any) -> tuple[list[int], list[int]]:
+    """What lies before and after the image's tokens, up to the padding."""
+    first, count = ids.index(config.image_token_id), ids.count(config.image_token_id)
+    assert ids[first : first + count] == [config.image_token_id] * count
+    rest = ids[first + count :]
+    return ids[:first], rest[: rest.index(0) + 1]  # 0 is the end of a document here, and the padding
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Text -> token ids: a `tokenizer.json`, or plain bytes where a job names no tokenizer."""
 
+import copy
 import hashlib
 import json
 from bisect import bisect_right
@@ -142,6 +143,22 @@ class JsonTokenizer:
         return [
             (own, self._anchors(text, own, encoding)) for text, own, encoding in zip(texts, ids, encodings, strict=True)
         ]
+
+    def with_token(self, text: str) -> "JsonTokenizer":
+        """One for which `text` is a token wherever it stands: what lies on both sides is cut and merged by itself. A
+        text that the vocabulary lacks gets an id behind it, which `vocab_size` doesn't count."""
+        from tokenizers import AddedToken, Tokenizer
+
+        if text in self._dividers.values():
+            return self
+        changed = copy.copy(self)
+        changed._tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        changed._tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        if text not in known and changed._tokenizer.token_to_id(text) in known.values():
+            return self  # the library counts tokens where their numbers have gaps: it is another one's
+        changed._dividers = _dividers(changed._tokenizer.get_added_tokens_decoder())
+        return changed
 
     def _anchors(self, text: str, ids: TokenIds, encoding: Any) -> Anchors:
         found = []

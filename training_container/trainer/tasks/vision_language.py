@@ -22,7 +22,7 @@ from trainer.data.bad_records import BadRecordError
 from trainer.data.chat import ChatTemplate, chat_template_of
 from trainer.data.documents import DocumentEncoder, encoder_of
 from trainer.data.readers import Record
-from trainer.data.tokenizer import TextTokenizer, tokenizer_file_of, tokenizer_of
+from trainer.data.tokenizer import JsonTokenizer, TextTokenizer, tokenizer_file_of, tokenizer_of
 from trainer.losses.token_loss import next_token_loss_sum
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES
@@ -243,7 +243,7 @@ class VisionLanguage(Task):
         self, job: ResolvedJob, *, data_parallel_rank: int, data_parallel_size: int, cache_dir: Path
     ) -> JobData:
         """See Task."""
-        spec, config, tokenizer = job.spec, _config(job), tokenizer_of(job.spec)
+        spec, config, tokenizer = job.spec, _config(job), _with_mark(tokenizer_of(job.spec))
         known = Preprocessing.of(job, model_size=config.vision_config.image_size)
         conversations = Conversations(tokenizer, chat_template_of(spec.data.chat_template, tokenizer_file_of(spec)))
         mark = tokenizer.encode_batch([IMAGE_MARK])[0].astype(np.int64)
@@ -299,6 +299,12 @@ class VisionLanguage(Task):
         images = torch.zeros((1, 3, size, size), dtype=_type_of(model), device=device)
         logits: torch.Tensor = forward(input_ids=ids, pixel_values=images, use_cache=False).logits
         return logits.float().sum()
+
+
+def _with_mark(tokenizer: TextTokenizer) -> TextTokenizer:
+    """One for which IMAGE_MARK is a token, as a LLaVA's own has it: others join its last character with the line end
+    that follows (Qwen2's, Llama 3's), or its first with the blank before. Bytes join nothing."""
+    return tokenizer.with_token(IMAGE_MARK) if isinstance(tokenizer, JsonTokenizer) else tokenizer
 
 
 def num_image_tokens(config: PretrainedConfig) -> int:
