@@ -5,13 +5,16 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from trainer.checkpoint import Checkpointer
+from trainer.observe.left_out import LeftOutBatches
 from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
 from trainer.observe.step_clock import PHASES, StepClock
+from trainer.runtime import Runtime
 
 
 def row(step: int, attempt: int = 1, **changes: Any) -> Row:
@@ -205,6 +208,19 @@ def test_what_a_full_disk_does_not_let_be_rewritten_waits_too(tmp_path: Path, di
     assert [one["step"] for one in log.rows()] == [1, 2]
 
 
+def test_a_batch_is_left_out_though_the_disk_has_no_room_to_note_it(
+    tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left_out = LeftOutBatches(tmp_path, cast(Runtime, SimpleNamespace(is_first=True, world_size=1)))
+    disk.is_full = True
+    left_out.add(step=2, anomaly="loss is nan", data={"sequences_consumed": 8}, checkpoint_step=0)
+    assert capsys.readouterr().out == f"{left_out.path}: not written, its disk is full\n"
+    assert left_out.num_since(0, {"sequences_consumed": 16}) == 1 and not list(tmp_path.iterdir())
+    disk.is_full = False
+    left_out.add(step=3, anomaly="loss is nan", data={"sequences_consumed": 16}, checkpoint_step=0)
+    assert [json.loads(line)["first_sequence"] for line in left_out.path.read_text().splitlines()] == [8, 16]
+
+
 def test_another_error_than_a_full_disk_is_an_error(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError):
@@ -224,6 +240,10 @@ def test_a_resume_truncates_and_counts_attempts(tmp_path: Path) -> None:
     log.attempts_path.unlink()
     log.append(row(4, attempt=3))
     assert log.begin_attempt(resumed_step=3) == 4, "rows tell, where the counter was lost"
+    log.append(row(4, attempt=4))
+    for torn in ("", "{}", "[4]", '{"attempts": null}'):
+        log.attempts_path.write_text(torn)
+        assert log.begin_attempt(resumed_step=4) == 5, "or the power went before it was on the disk"
 
 
 def test_a_resume_that_drops_nothing_leaves_the_file_as_it_is(tmp_path: Path) -> None:

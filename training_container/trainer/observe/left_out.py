@@ -12,7 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.data.stream import BatchStream
+from trainer.observe.metrics import replace_all
 from trainer.runtime import Runtime
+from trainer.speech import say
 from trainyard.errors import JobFailedError
 
 LEFT_OUT_FILE = "left_out_batches.jsonl"
@@ -48,11 +50,10 @@ class LeftOutBatches:
             "at": time.time(),
         }
         self._rows.append(row)
-        if self._runtime.is_first:
-            # Whole or not at all, whenever the process is killed.
-            partial = self.path.with_name(f"{self.path.name}.partial")
-            partial.write_text("".join(json.dumps(one) + "\n" for one in self._rows), encoding="utf-8")
-            partial.replace(self.path)
+        content = "".join(json.dumps(one) + "\n" for one in self._rows)
+        if self._runtime.is_first and not replace_all(self.path, content):
+            # This start passes over it all the same; a later one would learn from it, and come back here.
+            say(f"{self.path}: not written, its disk is full")
 
     def _is_last(self, data: dict[str, Any]) -> bool:
         return bool(self._rows) and self._rows[-1]["first_sequence"] == data["sequences_consumed"]

@@ -1,5 +1,6 @@
 """metrics.jsonl: one row an optimizer step, and what a resume keeps of it."""
 
+import contextlib
 import json
 import math
 import os
@@ -107,7 +108,9 @@ class MetricsLog:
         rows = self.rows() if rows is None else rows
         seen = [int(row["attempt"]) for row in rows]
         if self.attempts_path.exists():
-            seen.append(int(json.loads(self.attempts_path.read_text(encoding="utf-8"))["attempts"]))
+            # Empty where a machine's power went before it was on the disk: the rows tell of attempts too.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                seen.append(int(json.loads(self.attempts_path.read_text(encoding="utf-8"))["attempts"]))
         attempt = max(seen, default=0) + 1
         self.drop_after(resumed_step, rows)
         # Where there is no room for it, the rows still tell of every attempt that made one.
