@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -768,26 +769,49 @@ def test_the_file_systems_own_figures_decide(tenant: TenantContract, run: Any, d
         Name="/trainyard/test/acme/contract", Value=text, Type="String", Overwrite=True
     )
 
-    def publish(free_share: float) -> None:
-        data = {"MetricName": "FreeDataStorageCapacity", "Value": free_share * 1200 * 2**30, "Unit": "Bytes"}
+    def publish(metric: str, value: float, minutes_ago: float) -> None:
+        data = {"MetricName": metric, "Value": value, "Unit": "Bytes"}
+        data["Timestamp"] = datetime.now(UTC) - timedelta(minutes=minutes_ago)
         dimensions = [{"Name": "FileSystemId", "Value": made}]
         deployed.client("cloudwatch").put_metric_data(
             Namespace="AWS/FSx", MetricData=[data | {"Dimensions": dimensions}]
         )
 
+    capacity, most_in_five_minutes = 1200 * 2**30, 300 * 125 * 1200 / 1024 * 1e6
     _, document, _ = run("fsx_full_or_slow", "--tenant", "acme")
     assert document["findings"][0]["kind"] == "unknown", "no figure is no good news"
-    publish(0.5)
-    assert run("fsx_full_or_slow", "--tenant", "acme")[0] == 0
+    publish("FreeDataStorageCapacity", 0.5 * capacity, 6)
+    # One of several storage targets has told of the newest minute so far: their sum is not the file system's.
+    publish("FreeDataStorageCapacity", 0.01 * capacity, 0)
+    publish("DataReadBytes", 0.5 * most_in_five_minutes, 6)
+    publish("DataWriteBytes", 0.2 * most_in_five_minutes, 6)
+    code, document, _ = run("fsx_full_or_slow", "--tenant", "acme")
+    assert (code, [one["kind"] for one in document["findings"]]) == (0, ["clear", "clear"]), document
+    assert [one["then"] for one in document["findings"]] == [[], []], "where nothing is wrong nothing is to be done"
+
+    publish("DataWriteBytes", 0.25 * most_in_five_minutes, 6)
+    publish("DataReadBytes", 0.01 * most_in_five_minutes, 0)
+    code, document, _ = run("fsx_full_or_slow", "--tenant", "acme")
+    assert (code, document["findings"][1]["kind"]) == (1, "fault"), document
+    publish("FreeDataStorageCapacity", 0.05 * capacity, 5)
+    code, document, _ = run("fsx_full_or_slow", "--tenant", "acme")
+    assert (code, document["findings"][0]["kind"]) == (1, "fault")
+    then = document["findings"][0]["then"]
+    assert [words.split()[1] for words in then[:2]] == ["df", "find"], "which target, and what to remove"
+    assert shlex.split(then[2], comments=True)[:3] == ["trainyard", "tenant", "show"] and " acme " in then[2]
 
 
 def test_full_and_busy_file_systems_are_told_apart() -> None:
     gib = 2**30
-    kinds = lambda free, moved: [one.kind for one in fsx_full_or_slow._judged("fs-1", 1200.0, 125.0, free, moved)]  # noqa: E731
-    assert kinds(0.09 * 1200 * gib, []) == ["fault"] and kinds(0.5 * 1200 * gib, []) == ["clear"]
+
+    def kinds(free: float | None, moved: float | None) -> list[str]:
+        found = fsx_full_or_slow._judged("fs-1", 1200.0, 125.0, free, moved, "trainyard tenant show test acme")
+        return [one.kind for one in found]
+
+    assert kinds(0.09 * 1200 * gib, None) == ["fault"] and kinds(0.5 * 1200 * gib, None) == ["clear"]
     provisioned = 125 * 1200 / 1024 * 1e6
-    assert kinds(None, [0.95 * provisioned * 300]) == ["unknown", "fault"]
-    assert kinds(0.5 * 1200 * gib, [0.3 * provisioned * 300, 0.3 * provisioned * 300]) == ["clear", "clear"]
+    assert kinds(None, 0.95 * provisioned * 300) == ["unknown", "fault"]
+    assert kinds(0.5 * 1200 * gib, 0.6 * provisioned * 300) == ["clear", "clear"]
 
 
 def test_a_warm_up_reads_every_byte_and_says_how_far_it_is(tmp_path: Path, run: Any) -> None:

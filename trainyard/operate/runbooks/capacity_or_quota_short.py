@@ -1,5 +1,6 @@
 """A job does not start: AWS has no machine, or a limit is reached."""
 
+from trainyard.launch.record import CREATED
 from trainyard.operate.runbooks.diagnosis import (
     clear_or_unknown,
     fault,
@@ -10,7 +11,7 @@ from trainyard.operate.runbooks.diagnosis import (
     shown,
     there,
 )
-from trainyard.operate.runbooks.evidence import Evidence
+from trainyard.operate.runbooks.evidence import WAITING, Evidence
 from trainyard.operate.runbooks.framework import Finding
 
 
@@ -18,9 +19,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     """Capacity (AWS has none) or quota (somebody may raise it): they need different people."""
     hits = own_hits(evidence, "capacity", "quota")
     if not hits:
-        told = clear_or_unknown(evidence, "neither capacity nor a quota is short", "lines")
+        told = _waits(evidence) if evidence.is_waiting else _has_machines(evidence)
         return [told, *over(evidence, "capacity", "quota"), *others(evidence, "capacity", "quota")]
-    job = job_words(evidence)
     decided = evidence.decisive
     if decided is not None and decided.name == "quota-of-tenant":
         then = [
@@ -38,14 +38,57 @@ def diagnose(evidence: Evidence) -> list[Finding]:
             " --desired-value N",
         ]
         return [fault(evidence, "a quota is short", shown(hits), then)]
+    return [fault(evidence, "AWS has no capacity", shown(hits), _elsewhere(evidence))]
+
+
+def _elsewhere(evidence: Evidence) -> list[str]:
+    """What a job can do that gets no machines; one that still waits is stopped first."""
+    job = job_words(evidence)
+    stopped = f"trainyard stop {job} --wait && " if evidence.is_waiting else ""
     fewer = [str(one.num_hosts) for one in evidence.record.smaller] if evidence.record else []
-    then = [f"trainyard resume {job} --set compute.instance_count={count}   # laid out already" for count in fewer[:1]]
+    then = [
+        f"{stopped}trainyard resume {job} --set compute.instance_count={count}   # laid out already"
+        for count in fewer[:1]
+    ]
     if evidence.num_hosts > 1 and not fewer:
         half = evidence.num_hosts // 2
-        then.append(f"trainyard resume {job} --set compute.instance_count={half} --set parallelism=auto")
-    then += [
-        f"trainyard resume {job} --set compute.spot=false   # if it asks for spot capacity",
-        f"trainyard resume {job}   # later; recovery.max_resumes does it by itself",
-        "trainyard plan JOB.yaml --search   # other machines that would do",
-    ]
-    return [fault(evidence, "AWS has no capacity", shown(hits), then)]
+        then.append(f"{stopped}trainyard resume {job} --set compute.instance_count={half} --set parallelism=auto")
+    then.append(f"{stopped}trainyard resume {job} --set compute.spot=false   # if it asks for spot capacity")
+    if not stopped:
+        then.append(f"trainyard resume {job}   # later; recovery.max_resumes does it by itself")
+    return [*then, "trainyard plan JOB.yaml --search   # other machines that would do"]
+
+
+def _waits(evidence: Evidence) -> Finding:
+    """A job that waits isn't refused: its state, and for how long, is all that AWS tells."""
+    seconds, most = evidence.waited_seconds, evidence.most_waited_seconds
+    state = ": ".join(word for word in (evidence.state, evidence.note) if word)
+    if evidence.state == CREATED:
+        words = "it isn't submitted: it waits for its launcher, not for machines"
+        return Finding("unknown", words, (state,), (f"trainyard status {job_words(evidence)}",))
+    if seconds is None:
+        return Finding("unknown", "it waits for machines, and since when isn't known", (state,))
+    words = f"it has waited for machines for {seconds / 60:.0f} minutes, and still waits"
+    if seconds <= most:
+        return Finding("clear", f"{words}: its tenant's jobs may for {most / 60:.0f}", (state,))
+    held = f"{there(evidence, 'trainyard', 'jobs')}   # which of the tenant's jobs hold machines"
+    return fault(evidence, words, (state,), (held, *_elsewhere(evidence)))
+
+
+def _has_machines(evidence: Evidence) -> Finding:
+    """The alarm on waits rings when they are over: how long it was is still to be told."""
+    told = clear_or_unknown(evidence, "neither capacity nor a quota is short", "lines")
+    seconds = evidence.waited_seconds
+    if told.kind != "clear" or seconds is None or seconds <= evidence.most_waited_seconds:
+        return told
+    words = f"{told.words}; it had its machines after {seconds / 60:.0f} minutes"
+    return Finding("clear", words, _states(evidence), (f"trainyard status {job_words(evidence)}",))
+
+
+def _states(evidence: Evidence) -> tuple[str, ...]:
+    """Of the newest attempt's wait."""
+    record = evidence.record
+    if record is None:
+        return ()
+    mine = [one for one in record.states if one.attempt == record.attempt.number and one.state in WAITING]
+    return tuple(f"{one.at} {one.state}{f': {one.note}' if one.note else ''}" for one in mine)

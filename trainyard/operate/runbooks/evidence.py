@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,26 @@ from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, looked_th
 from trainyard.launch.compare import compare
 from trainyard.launch.goodput import jsonl_rows
 from trainyard.launch.place import Place
-from trainyard.launch.record import JobRecord
-from trainyard.operate.course import newest_rows, own_folder
+from trainyard.launch.queue_backend import QUEUED
+from trainyard.launch.record import CREATED, SUBMITTED, JobRecord
+from trainyard.operate.course import newest_rows, own_folder, row_of_line
 from trainyard.operate.runbooks.figures import LEAST_SHARE_OF_PLAN
 from trainyard.operate.runbooks.framework import keep
 from trainyard.operate.runbooks.log_lines import Hit, decisive, judged
 from trainyard.spec.job import RecoverySpec
+from trainyard.spec.meters import OBJECTIVES
 from trainyard.spec.platform import TenantSpec
 
 MOST_LINES = 200_000
 """Newest lines that are read: about 50 MB; what decides is at the end."""
 BESIDE = ("recovery.jsonl", "left_out_batches.jsonl")
+WAITING = frozenset(
+    {CREATED, SUBMITTED, QUEUED, "Pending", "Starting", "LaunchingMLInstances", "PreparingTrainingStack", "Interrupted"}
+)
+"""States of a job that has no machines yet, or none any more."""
+TIMED = frozenset({"sagemaker", "kubernetes"})
+"""Backends that say when a line was written; the others' lines have the time at which they were read."""
+_EVERYBODYS = {one.name: one.limit for one in OBJECTIVES}
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,17 @@ class Evidence:
     """The share of the plan's speed that the tenant's jobs are promised."""
     silent_seconds: float | None = None
     """Since the newest sign of a step, of a job that runs; None where that can't be told."""
+    told_step: int = 0
+    """The newest step of which a line tells: of a job on AWS newer than `rows`, which come with its checkpoints."""
+    unsaved_seconds: float | None = None
+    """Of a job that runs: since its newest committed checkpoint's step, or since its first step without one, by the
+    times of its lines; None where they have none. It is the age that the alarm sees."""
+    most_unsaved_seconds: float = _EVERYBODYS["checkpoint-age"]
+    """How old the tenant's jobs' newest checkpoints may be: beyond, the alarm rings."""
+    waited_seconds: float | None = None
+    """Of the newest attempt, from its submission until it had its machines, or until now."""
+    most_waited_seconds: float = _EVERYBODYS["queue"]
+    """How long the tenant's jobs may wait for machines: beyond, the alarm rings."""
     instance_type: str = ""
     num_hosts: int = 1
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +92,11 @@ class Evidence:
     def is_running(self) -> bool:
         """Whether the job's ranks should be making steps."""
         return self.state in ("Training", "Stopping", "Uploading")
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the job has no machines: not yet, or not any more."""
+        return self.state in WAITING
 
     @property
     def all_lines(self) -> tuple[str, ...]:
@@ -129,22 +155,31 @@ def gather(
     current = watch.status(place.store, place.backend, job_id)
     record = current.record
     missing: dict[str, str] = {}
-    lines, newest_step_at = _lines(place, record, missing)
-    rows = _rows(place, record, missing)
+    lines = _lines(place, record, missing)
+    times = _step_times(record, lines)
+    if current.state == "Training" and record.backend not in TIMED and own_folder(place, record) is None:
+        missing["times"] = f"lines of {record.backend} don't say when they were written"
+    rows, saved = _rows(place, record, missing), _checkpoints(place, record, missing)
     seen = current.observation
+    limits = _limits((tenants or {}).get(record.resolved.spec.tenant or ""))
     evidence = Evidence(
         subject=job_id,
-        lines=(*lines, *extra),
+        lines=(*(f"{line.host} {line.text}" for line in lines), *extra),
         rows=tuple(rows),
         record=record,
         state=current.state,
         note=seen.note if seen else "",
         failure=record.attempt.failure,
         recoveries=tuple(_beside(place, record, "recovery.jsonl")),
-        checkpoints=tuple(_checkpoints(place, record, missing)),
+        checkpoints=tuple(saved),
         planned=_planned(record, place, missing),
-        least_of_plan=_least_of_plan((tenants or {}).get(record.resolved.spec.tenant or "")),
-        silent_seconds=_silent_seconds(place, record, current.state, newest_step_at),
+        least_of_plan=limits["throughput"],
+        silent_seconds=_silent_seconds(place, record, current.state, max(times.values(), default=None)),
+        told_step=max(_steps_of(lines), default=0),
+        unsaved_seconds=_unsaved_seconds(current.state, saved, times) if "checkpoints" not in missing else None,
+        most_unsaved_seconds=limits["checkpoint-age"],
+        waited_seconds=_waited_seconds(record),
+        most_waited_seconds=limits["queue"],
         instance_type=record.resolved.spec.compute.instance_type or "",
         num_hosts=record.resolved.num_hosts,
         missing=missing,
@@ -154,9 +189,9 @@ def gather(
     return evidence
 
 
-def _least_of_plan(tenant: TenantSpec | None) -> float:
-    objectives = tenant.objectives.applied() if tenant else ()
-    return next((one.limit for one in objectives if one.name == "throughput"), LEAST_SHARE_OF_PLAN)
+def _limits(tenant: TenantSpec | None) -> dict[str, float]:
+    """By objective: the tenant's own limits, and everybody's where it states none."""
+    return _EVERYBODYS | {one.name: one.limit for one in (tenant.objectives.applied() if tenant else ())}
 
 
 def _file_lines(path: Path) -> list[str]:
@@ -166,19 +201,51 @@ def _file_lines(path: Path) -> list[str]:
         raise InputError(f"--log {path}: can't be read ({error.strerror}); give a file of lines") from None
 
 
-def _lines(place: Place, record: JobRecord, missing: dict[str, str]) -> tuple[list[str], float | None]:
-    """The job's lines, and when (seconds since the epoch) the newest that tells of a step was written."""
+def _lines(place: Place, record: JobRecord, missing: dict[str, str]) -> list[LogLine]:
+    """The newest of the job's lines, by time where their backend knows it."""
     cursor, read = LogCursor(), list[LogLine]()
     try:
         while True:
             read += place.backend.read_logs(record, cursor)
+            if record.backend in TIMED:
+                # Of long logs each look brings a part of every host's: theirs are in order, all looks' together aren't.
+                read.sort(key=lambda line: line.at_ms)
             del read[:-MOST_LINES]
             if not cursor.more:
                 break
     except TrainyardError as error:
         missing["lines"] = str(error)
-    steps = [line.at_ms / 1000 for line in read if line.text.startswith("step=")]
-    return [f"{line.host} {line.text}" for line in read], steps[-1] if steps else None
+    return read
+
+
+def _steps_of(lines: Sequence[LogLine]) -> list[int]:
+    found = (row_of_line(line.text) for line in lines if line.text.startswith("step="))
+    return [int(row["step"]) for row in found if row is not None]
+
+
+def _step_times(record: JobRecord, lines: Sequence[LogLine]) -> dict[int, float]:
+    """Step -> when it was last made, seconds since the epoch; empty where lines have no times of their own."""
+    told = [line for line in lines if line.text.startswith("step=")] if record.backend in TIMED else []
+    return {step: line.at_ms / 1000 for line in told for step in _steps_of([line])}
+
+
+def _unsaved_seconds(state: str, saved: Sequence[Checkpoint], times: Mapping[int, float]) -> float | None:
+    if state != "Training" or not times:
+        return None
+    newest = max((one.step for one in saved if one.committed), default=0)
+    # A resumed job's checkpoint is of an earlier attempt, whose lines are not these: since its own first step.
+    return max(0.0, time.time() - times.get(newest, min(times.values())))
+
+
+def _waited_seconds(record: JobRecord) -> float | None:
+    """Of the newest attempt up to its first state with machines, or to now."""
+    mine = [change for change in record.states if change.attempt == record.attempt.number]
+    begins = [datetime.fromisoformat(change.at) for change in mine if change.state != CREATED]
+    has_them = [datetime.fromisoformat(change.at) for change in mine if change.state not in WAITING]
+    if not begins:
+        return None
+    until = min(has_them) if has_them else datetime.now(begins[0].tzinfo)
+    return max(0.0, (until - min(begins)).total_seconds())
 
 
 def _rows(place: Place, record: JobRecord, missing: dict[str, str]) -> list[dict[str, Any]]:
@@ -243,7 +310,8 @@ def _keep(evidence: Evidence, place: Place, folder: Path) -> None:
     keep(folder, "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in evidence.rows))
     keep(folder, "record.json", record.model_dump(mode="json"))
     keep(folder, "checkpoints.json", [one.as_json() for one in evidence.checkpoints])
-    about = {name: getattr(evidence, name) for name in ("state", "note", "failure", "silent_seconds", "planned")}
+    told = ("state", "note", "failure", "silent_seconds", "unsaved_seconds", "waited_seconds", "planned")
+    about = {name: getattr(evidence, name) for name in told}
     keep(folder, "job.json", {**about, "missing": dict(evidence.missing)})
     output = own_folder(place, record)
     for name in BESIDE:

@@ -1,6 +1,7 @@
 """The Lustre file system is full, or jobs wait for its data; and how files are brought in before a job needs them."""
 
 import argparse
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -25,9 +26,14 @@ FULL_FRACTION = 0.1
 BUSY_FRACTION = 0.9
 """Of the provisioned throughput: more is waited for."""
 PERIOD_SECONDS = 300
+LATEST_SECONDS = 180
+"""CloudWatch has a minute's figures by then. Before, some storage targets' are missing, and a sum is too small."""
+PERIODS = 3
 BLOCK_BYTES = 8 << 20
 SAY_SECONDS = 5.0
 WORKERS = 8
+TARGETS = "lfs df -h /fsx   # on a machine that has it (a job's): one target may be full alone"
+OLD_FILES = "lfs find /fsx --mtime +30 --type f   # on a machine that has it: what nobody has changed for a month"
 GIB = 2**30
 
 
@@ -37,8 +43,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     hits = own_hits(evidence, "fsx_full")
     if hits:
         then = (
-            "lfs df -h /fsx   # on a machine that has it: one target may be full alone",
-            "lfs find /fsx --mtime +30 --type f   # what nobody has changed for a month",
+            TARGETS,
+            OLD_FILES,
             f"trainyard resume {job}   # when there is room again",
         )
         return [fault(evidence, "the file system takes no more bytes", shown(hits), then)]
@@ -58,8 +64,9 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     return [clear_or_unknown(evidence, told, "lines"), *over(evidence, "fsx_full"), *others(evidence, "fsx_full")]
 
 
-def metered(account: Account, contract: TenantContract, folder: Path) -> list[Finding]:
-    """What CloudWatch and FSx say of the tenant's file system: free space, and throughput against the provisioned."""
+def metered(account: Account, contract: TenantContract, folder: Path, *, environment: str) -> list[Finding]:
+    """What CloudWatch and FSx say of the tenant's file system: free space, and throughput against the provisioned.
+    `environment`: as commands are told it."""
     identity = contract.file_system.id
     with aws_errors("describing", f"file system {identity}"):
         described = account.client("fsx").describe_file_systems(FileSystemIds=[identity])["FileSystems"][0]
@@ -67,47 +74,59 @@ def metered(account: Account, contract: TenantContract, folder: Path) -> list[Fi
     per_tib = float((described.get("LustreConfiguration") or {}).get("PerUnitStorageThroughput") or 0)
     cloudwatch = account.client("cloudwatch")
 
-    def total(metric: str, statistic: str) -> float | None:
-        """Newest period: the sum over all storage targets."""
-        now = datetime.now(UTC)
+    until = datetime.now(UTC).replace(second=0, microsecond=0) - timedelta(seconds=LATEST_SECONDS)
+
+    begin = until - timedelta(seconds=PERIODS * PERIOD_SECONDS)
+
+    def sums(metric: str, period: int) -> dict[int, float]:
+        """The sum over all storage targets, by the number of the period: whole ones that have all their figures."""
         with aws_errors("reading", f"metric {metric} of {identity}"):
             answer = cloudwatch.get_metric_statistics(
                 Namespace="AWS/FSx",
                 MetricName=metric,
                 Dimensions=[{"Name": "FileSystemId", "Value": identity}],
-                StartTime=now - timedelta(seconds=4 * PERIOD_SECONDS),
-                EndTime=now + timedelta(seconds=60),
-                # Free space is published per target each minute: a longer sum would add minutes together.
-                Period=60 if metric == "FreeDataStorageCapacity" else PERIOD_SECONDS,
-                Statistics=[statistic],
+                StartTime=begin,
+                EndTime=until,
+                Period=period,
+                Statistics=["Sum"],
             )
-        points = sorted(answer["Datapoints"], key=lambda point: point["Timestamp"])
-        return float(points[-1][statistic]) if points else None
+        return {int((one["Timestamp"] - begin).total_seconds() // period): one["Sum"] for one in answer["Datapoints"]}
 
-    free = total("FreeDataStorageCapacity", "Sum")
-    moved = [total(name, "Sum") for name in ("DataReadBytes", "DataWriteBytes")]
-    figures = {"capacity_gib": capacity_gib, "mb_per_s_per_tib": per_tib, "free_bytes": free, "moved_bytes": moved}
+    # Free space is published per target each minute: a longer sum would add minutes together.
+    left = sums("FreeDataStorageCapacity", 60)
+    free = left[max(left)] if left else None
+    moved: dict[int, float] = {}
+    for name in ("DataReadBytes", "DataWriteBytes"):
+        for number, value in sums(name, PERIOD_SECONDS).items():
+            moved[number] = moved.get(number, 0.0) + value
+    busiest = max(moved.values(), default=None)
+    figures = {"capacity_gib": capacity_gib, "mb_per_s_per_tib": per_tib, "free_bytes": free, "moved_bytes": busiest}
     keep(folder, "file_system.json", {**figures, "described": described})
-    return _judged(identity, capacity_gib, per_tib, free, [value for value in moved if value is not None])
+    shows = f"trainyard tenant show {shlex.join((environment, contract.tenant))}"
+    return _judged(identity, capacity_gib, per_tib, free, busiest, shows)
 
 
 def _judged(
-    identity: str, capacity_gib: float, per_tib: float, free: float | None, moved: list[float]
+    identity: str, capacity_gib: float, per_tib: float, free: float | None, moved: float | None, shows: str
 ) -> list[Finding]:
+    """`moved`: of the busiest five minutes. `shows`: the command that tells of the tenant."""
     findings = []
     if free is None:
-        findings.append(Finding("unknown", f"CloudWatch has no free space of {identity} in the last 20 minutes"))
+        lately = (PERIODS * PERIOD_SECONDS + LATEST_SECONDS) // 60
+        findings.append(Finding("unknown", f"CloudWatch has no free space of {identity} in the last {lately} minutes"))
     else:
         share = free / (capacity_gib * GIB)
         words = f"{100 * share:.1f}% of {capacity_gib:.0f} GiB are free"
-        full = share < FULL_FRACTION
-        then = ("lfs df -h /fsx", "trainyard tenant show ENV TENANT   # file_system.storage_gib can be raised in place")
-        findings.append(Finding("fault" if full else "clear", words, (f"FreeDataStorageCapacity of {identity}",), then))
-    if moved and per_tib:
-        rate, most = sum(moved) / PERIOD_SECONDS / 1e6, per_tib * capacity_gib / 1024
-        words = f"{rate:.0f} MB/s of {most:.0f} MB/s provisioned over five minutes"
-        busy = rate > BUSY_FRACTION * most
-        findings.append(Finding("fault" if busy else "clear", words, (f"DataReadBytes, DataWriteBytes of {identity}",)))
+        decided = (f"FreeDataStorageCapacity of {identity}",)
+        raised = f"{shows}   # file_system.storage_gib can be raised in place"
+        full = Finding("fault", words, decided, (TARGETS, OLD_FILES, raised))
+        findings.append(full if share < FULL_FRACTION else Finding("clear", words, decided))
+    if moved is not None and per_tib:
+        rate, most = moved / PERIOD_SECONDS / 1e6, per_tib * capacity_gib / 1024
+        words = f"{rate:.0f} MB/s of {most:.0f} MB/s provisioned in the busiest five minutes"
+        decided = (f"DataReadBytes, DataWriteBytes of {identity}",)
+        busy = Finding("fault", words, decided, (f"{shows}   # file_system.throughput_mb_per_s_per_tib",))
+        findings.append(busy if rate > BUSY_FRACTION * most else Finding("clear", words, decided))
     return findings
 
 
@@ -180,7 +199,9 @@ def run(context: Context) -> None:
     if tenant:
         try:
             access = context.tenant(tenant)
-            context.report.findings += metered(access.account, access.contract, context.report.folder)
+            context.report.findings += metered(
+                access.account, access.contract, context.report.folder, environment=context.environment_words
+            )
         except InputError:
             raise  # no such tenant: nothing that could be answered another time
         except TrainyardError as error:

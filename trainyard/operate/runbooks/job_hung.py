@@ -26,4 +26,4 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         limit = f"the newest step is {silent:.0f} s old; the job's limit is {evidence.hang_seconds:.0f} s"
         return [fault(evidence, words, (limit,), (f"trainyard logs {job} | tail -50", *again))]
     told = "steps are made" if evidence.is_running and silent is not None else "no rank stood still"
-    return [clear_or_unknown(evidence, told, "lines"), *over(evidence, "hung"), *found]
+    return [clear_or_unknown(evidence, told, "lines", "times"), *over(evidence, "hung"), *found]

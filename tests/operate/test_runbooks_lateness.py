@@ -1,0 +1,167 @@
+"""What an alarm saw is what its runbook finds, of a job on AWS too: how old the newest checkpoint is, how long a job
+has waited. Its figures come with its checkpoints, so that only its lines and its record tell."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from runbook_testing import evidence_of, record_of, rows_of
+
+from trainyard.launch.backend import LogCursor, LogLine, Observation
+from trainyard.launch.checkpoints import Checkpoint
+from trainyard.launch.place import Place
+from trainyard.launch.record import FolderRecordStore, JobRecord, StateChange
+from trainyard.operate.runbooks import evidence as looked
+from trainyard.operate.runbooks.capacity_or_quota_short import diagnose as capacity
+from trainyard.operate.runbooks.checkpoint_stale_or_corrupt import diagnose as checkpoint
+from trainyard.operate.runbooks.evidence import Evidence, gather
+from trainyard.operate.runbooks.job_hung import diagnose as hung
+from trainyard.spec.base import parse
+from trainyard.spec.objectives import ObjectivesSpec
+
+NOT_COMMITTED = "checkpoint step=20 not committed: can't upload s3://x/y: AccessDenied; training goes on"
+
+
+class Lines:
+    """A backend that has a job's lines, in as many looks as they are cut into."""
+
+    def __init__(self, *looks: Sequence[LogLine], state: str = "Training") -> None:
+        self._looks, self._state = list(looks), state
+
+    def observe(self, record: JobRecord) -> Observation:
+        """As SageMaker's."""
+        return Observation(self._state, "", "", ())
+
+    def read_logs(self, record: JobRecord, cursor: LogCursor) -> list[LogLine]:
+        """The next look's."""
+        found = list(self._looks.pop(0))
+        cursor.more = bool(self._looks)
+        return found
+
+
+def line(step: int, seconds_ago: float, host: str = "algo-1") -> LogLine:
+    text = f"step={step} loss=2.0 learning_rate=0.001 grad_norm=1.0 tokens=1024 step_seconds=1.0"
+    return LogLine(host, text, int(1000 * (time.time() - seconds_ago)))
+
+
+def gathered(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Lines,
+    saved: Sequence[int] = (),
+    record: JobRecord | None = None,
+) -> Evidence:
+    """Of a job without figures; `saved`: steps of its checkpoints."""
+    given = record or record_of()
+    store = FolderRecordStore(folder)
+    store.create(given)
+    found = [Checkpoint(step, f"s3://x/step-{step}/", 3, 100, committed=True) for step in saved]
+    monkeypatch.setattr(looked, "_checkpoints", lambda *_: found)
+    monkeypatch.setattr(looked, "_rows", lambda *_: [])
+    monkeypatch.setattr(looked, "_planned", lambda *_: {})
+    return gather(Place(store, backend), given.job_id, [], folder / "evidence")  # type: ignore[arg-type]
+
+
+def test_a_job_on_aws_whose_saves_fail_is_stale_by_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [line(step, 3000 - 60 * step) for step in range(1, 46)]
+    failed = LogLine("algo-1", NOT_COMMITTED, lines[20].at_ms)
+    evidence = gathered(tmp_path, monkeypatch, Lines([*lines[:20], failed, *lines[20:]]), saved=(5,))
+    assert evidence.told_step == 45 and evidence.unsaved_seconds == pytest.approx(2700, abs=30)
+    (stale,) = [one for one in checkpoint(evidence) if one.kind == "fault"]
+    assert "the tenant's may be 1200 s old" in stale.words
+    assert "40 steps (27" in stale.decided_by[0] and "of step 5" in stale.decided_by[0]
+    assert any("not committed" in words for words in stale.decided_by), "and why"
+
+
+def test_without_any_checkpoint_the_age_is_since_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evidence = gathered(tmp_path, monkeypatch, Lines([line(1, 1500), line(3, 5)]))
+    assert evidence.unsaved_seconds == pytest.approx(1500, abs=30)
+    (stale,) = checkpoint(evidence)
+    assert stale.kind == "fault" and "and no commit" in stale.decided_by[0]
+
+
+def test_an_interval_that_is_longer_than_what_is_promised_is_named(record: JobRecord) -> None:
+    slowly = record.resolved.spec.checkpoint.model_copy(update={"every_steps": None, "every_minutes": 60.0})
+    spec = record.resolved.spec.model_copy(update={"checkpoint": slowly})
+    rare = record.model_copy(update={"resolved": record.resolved.model_copy(update={"spec": spec})})
+    late = evidence_of(rare, (), rows_of(60), state="Training", unsaved_seconds=1900.0)
+    (stale,) = checkpoint(late)
+    assert stale.kind == "fault" and any("checkpoint.every_minutes=10" in command for command in stale.then)
+    assert [one.kind for one in checkpoint(replace(late, most_unsaved_seconds=7200.0))] == ["clear"]
+
+
+def test_saves_beside_fast_steps_may_be_a_little_behind(record: JobRecord) -> None:
+    behind = evidence_of(record, (), rows_of(60), state="Training", told_step=80, unsaved_seconds=9.0)
+    (told,) = checkpoint(behind)
+    assert told.kind == "clear" and "9 s since" in told.words
+    assert checkpoint(replace(behind, unsaved_seconds=90.0))[0].kind == "fault"
+
+
+def test_lines_of_long_logs_are_in_the_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, rest = [line(1, 90), line(1, 10, "algo-2")], [line(2, 50)]
+    evidence = gathered(tmp_path, monkeypatch, Lines(first, rest))
+    assert [words.split()[0] for words in evidence.lines] == ["algo-1", "algo-1", "algo-2"]
+
+
+def test_where_lines_have_no_times_nobody_says_that_steps_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: JobRecord
+) -> None:
+    """A backend that stamps lines as it reads them makes each step look new."""
+    elsewhere = record.model_copy(update={"backend": "slurm"})
+    evidence = gathered(tmp_path, monkeypatch, Lines([line(1, 0)]), record=elsewhere)
+    assert (evidence.silent_seconds, evidence.unsaved_seconds) == (None, None)
+    (told, *_) = hung(evidence)
+    assert told.kind == "unknown" and "slurm" in told.words
+
+
+@pytest.fixture
+def record() -> JobRecord:
+    return record_of()
+
+
+def waiting(record: JobRecord, state: str, minutes: float, *after: str) -> JobRecord:
+    """A job that came into `state` so long ago, and into the others just now."""
+    ago = (datetime.now(UTC) - timedelta(minutes=minutes)).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    states = [StateChange(state="Submitted", at=ago), StateChange(state=state, at=ago, note="no machine yet")]
+    states += [StateChange(state=name, at=now) for name in after]
+    return record.model_copy(update={"states": (*record.states, *states)})
+
+
+@pytest.mark.parametrize("state", ["Pending", "Starting", "Queued", "Interrupted"])
+def test_a_job_that_still_waits_is_short_of_machines(
+    state: str, record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evidence = gathered(tmp_path, monkeypatch, Lines([], state=state), record=waiting(record, state, 75))
+    (told, *_) = capacity(evidence)
+    assert told.kind == "fault" and "75 minutes" in told.words, told
+    assert any(command.startswith("trainyard jobs") for command in told.then)
+    resumes = [command for command in told.then if "trainyard resume" in command]
+    assert resumes and all(command.startswith("trainyard stop") for command in resumes), "it goes on: stop it first"
+    (patient, *_) = capacity(replace(evidence, most_waited_seconds=14400.0))
+    assert patient.kind == "clear" and "240" in patient.words
+
+
+def test_a_wait_that_is_over_is_told_with_its_length(
+    record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = waiting(record, "Pending", 75, "Downloading", "Training")
+    (told, *_) = capacity(gathered(tmp_path, monkeypatch, Lines([line(1, 5)]), record=over))
+    assert told.kind == "clear" and "after 75 minutes" in told.words
+    assert any("Pending: no machine yet" in words for words in told.decided_by)
+
+
+def test_the_limits_are_the_tenants_own() -> None:
+    own = parse(ObjectivesSpec, {"queue": {"most_seconds": 60}, "checkpoint_age": {"most_seconds": 30}}, "objectives")
+
+    class Tenant:
+        objectives = own
+
+    limits = looked._limits(Tenant())  # type: ignore[arg-type]
+    assert (limits["queue"], limits["checkpoint-age"], limits["throughput"]) == (60, 30, 0.85)
+    assert looked._limits(None)["queue"] == 3600
