@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from trainyard.errors import TrainyardError
 from trainyard.launch.aws import ERROR_PAGE, aws_errors, is_missing
+from trainyard.launch.contract import how_to_deploy
 from trainyard.launch.session import Account
 from trainyard.spec.platform import EnvironmentSpec, TenantContract
 
@@ -64,7 +65,10 @@ def of_environment(account: Account, environment: EnvironmentSpec) -> Iterator[C
 
 def bootstrap(account: Account, environment: EnvironmentSpec) -> Check:
     """Whether the account and region can be deployed to by the CDK, and by this one."""
-    mend = f"cdk bootstrap aws://{environment.account}/{environment.region}"
+    # The CLI synthesizes in a checkout whatever it bootstraps.
+    there = f"aws://{environment.account}/{environment.region}"
+    mend = f"cdk bootstrap {there} -c environment=environments/{environment.name}.yaml"
+    mend = how_to_deploy(environment) if environment.emulated else mend
     ssm = account.client("ssm")
     try:
         version = int(ssm.get_parameter(Name=BOOTSTRAP_VERSION)["Parameter"]["Value"])
@@ -162,13 +166,14 @@ def quotas(account: Account, environment: EnvironmentSpec) -> Iterator[Check]:
         yield answer
         return
     for kind, wanted in sorted(environment.max_instances.items()):
-        yield _quota(f"quota {kind}", known.get(f"{kind} for training job usage"), wanted, "fail", "max_instances")
+        found = known.get(f"{kind} for training job usage")
+        yield _quota(f"quota {kind}", found, wanted, "fail", "max_instances", environment.region)
         # Any job may ask for spot: what is too low there ends such jobs alone.
         spot = known.get(f"{kind} for spot training job usage")
-        yield _quota(f"spot quota {kind}", spot, wanted, "warn", "max_instances")
+        yield _quota(f"spot quota {kind}", spot, wanted, "warn", "max_instances", environment.region)
     for kind, wanted in sorted(_in_warm_pools(environment).items()):
         warm = known.get(f"{kind} for training warm pool usage")
-        yield _quota(f"warm pool quota {kind}", warm, wanted, "warn", "warm_pool_minutes")
+        yield _quota(f"warm pool quota {kind}", warm, wanted, "warn", "warm_pool_minutes", environment.region)
 
 
 def _in_warm_pools(environment: EnvironmentSpec) -> dict[str, int]:
@@ -180,7 +185,7 @@ def _in_warm_pools(environment: EnvironmentSpec) -> dict[str, int]:
     return found
 
 
-def _quota(name: str, found: tuple[float, str] | None, wanted: int, level: Level, setting: str) -> Check:
+def _quota(name: str, found: tuple[float, str] | None, wanted: int, level: Level, setting: str, region: str) -> Check:
     """`found`: its value and code; `level`: what a quota that is too low is; `setting`: what `wanted` comes from."""
     if found is None:
         return Check(name, "warn", "not known: SageMaker names no such quota", "look it up in Service Quotas")
@@ -189,7 +194,7 @@ def _quota(name: str, found: tuple[float, str] | None, wanted: int, level: Level
         return Check(name, "pass", f"{value:g}, of which tenants may hold {wanted}")
     mend = (
         "aws service-quotas request-service-quota-increase --service-code sagemaker "
-        f"--quota-code {code} --desired-value {wanted}, or lower {setting}"
+        f"--quota-code {code} --desired-value {wanted} --region {region}, or lower {setting}"
     )
     return Check(name, level, f"{value:g}, and tenants may hold {wanted} together ({setting})", mend)
 
@@ -249,7 +254,7 @@ def published(account: Account, contract: TenantContract, image: str) -> Check:
         found = []
     if not found:
         gone = f"{digest[:19]} is not in repository {repository}"
-        return Check(name, "fail", gone, "publish it: scripts/publish_image")
+        return Check(name, "fail", gone, f"publish one: scripts/publish_image environments/{contract.environment}.yaml")
     return Check(name, "pass", f"{digest[:19]}, pushed {found[0].get('imagePushedAt', 'some day')}")
 
 
