@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks.checkpoint_s3 [--mib 256] [--rounds 5] [--out FILE]
 
-Contenders take turns, so that a neighbour's load falls on all alike. Two endpoints, each a process of its own: `moto`,
-what the emulator's S3 is made of, and `sink`, which takes bytes and keeps none, and gives one file's out of its memory,
-so that the client is what is measured. On the way back the others write a file (to /dev/shm where there is one), and
-ours, as a restore does, fills memory and hashes every block.
+Contenders take turns, another one beginning each round, so that a neighbour's load falls on all alike. Two endpoints,
+each a process of its own: `moto`, what the emulator's S3 is made of, and `sink`, which takes bytes and keeps none, and
+gives one file's out of its memory, so that the client is what is measured. On the way back the others write a file (to
+/dev/shm where there is one), and ours, as a restore does, fills memory and hashes every block.
 Printed are ratios to boto3's transfers and to s5cmd's: wall time (> 1 is faster), and the client's processor seconds
 per GiB, which training loses. Goal: 0.8 of s5cmd's speed; exit code 1 when it is missed. A contender that is not
 installed is said to be absent. awscrt, s3torchconnector and s5cmd are no dependencies of the project:
@@ -365,10 +365,12 @@ def _in_turns(makers: dict[str, tuple[Callable[[], Download], str]], num_rounds:
         except Exception as error:  # a contender that fails is a result too
             transfers.pop(name, None)
             figures[name] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    for _ in range(num_rounds):
-        for name, transfer in transfers.items():
+    names = list(transfers)
+    for number in range(num_rounds):
+        first = number % max(1, len(names))
+        for name in names[first:] + names[:first]:
             started, cpu = time.perf_counter(), _cpu_seconds()
-            transfer("shard")
+            transfers[name]("shard")
             figures[name]["seconds"].append(time.perf_counter() - started)
             figures[name]["cpu_seconds"].append(_cpu_seconds() - cpu)
     return figures

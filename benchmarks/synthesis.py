@@ -61,7 +61,7 @@ def main() -> int:
     print(f"{arguments.tenants} tenants, {len(templates)} stacks, {sum(sizes.values())} resources")
     print(f"synthesis {checks} the checks: {seconds:.1f} s on {os.cpu_count()} cores ({cpu_seconds:.1f} s of CPU)")
     print(f"largest stack: {largest}, {size} resources (limit here {MAX_RESOURCES})")
-    return 0 if size < MAX_RESOURCES else 1
+    return 0 if size <= MAX_RESOURCES else 1
 
 
 if __name__ == "__main__":

@@ -83,3 +83,21 @@ def test_a_transfer_that_failed_meets_no_goal(
         told = bench["summary"]({name: whole[name] if "seconds" in one else one for name, one in figures.items()}, 1024)
         assert bench["meets_goal"](told) == is_met
         assert ("speed_to_boto3" in told["ours"]) == ("seconds" in ours and "seconds" in boto3)
+
+
+def test_another_client_begins_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    bench = runpy.run_path(str(BENCHMARKS / "checkpoint_s3.py"))
+    order: list[str] = []
+
+    def maker(name: str) -> tuple[Any, str]:
+        def make() -> Any:
+            if name == "absent":
+                raise ImportError(name)
+            return lambda _: order.append(name)
+
+        return make, "torch"
+
+    figures = bench["_in_turns"]({name: maker(name) for name in ("a", "absent", "b", "c")}, 3)
+    assert order == [*"abc", *"abc", *"bca", *"cab"], "one turn each that isn't counted, then the rounds"
+    assert [len(figures[name]["seconds"]) for name in "abc"] == [3, 3, 3] and "absent" in figures["absent"]
