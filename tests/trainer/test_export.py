@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer.checkpoint.base_model import base_model_digest
 from trainer.checkpoint.destination import LocalDestination
 from trainer.export import Export, export
+from trainer.export_merged import merged_groups
+from trainer.export_weights import Described, write_shards
 from trainer.models.build import build_model
 from trainer.models.described import describe_model
 from trainer_testing.checkpoints import save_checkpoint
@@ -30,7 +32,7 @@ from trainyard.cli.app import run
 from trainyard.cli.exporting import run_export
 from trainyard.errors import InputError, JobFailedError
 from trainyard.planner import resolve
-from trainyard.spec.job import load_job
+from trainyard.spec.job import AdapterSpec, load_job
 
 TOKENS = torch.arange(8)[None]
 
@@ -148,6 +150,32 @@ def test_types_average_and_tokenizer(tmp_path: Path) -> None:
         export(Export(str(tmp_path / "nothing"), tmp_path / "other"))
 
 
+def test_the_tokenizer_of_an_export_is_one_and_the_jobs(tmp_path: Path) -> None:
+    """data.tokenizer may be a file of any name, beside another's tokenizer.json, and model.source have a third."""
+    saved_model(tmp_path / "job", "Llama")
+    for folder, files in {
+        "own": ("32k.json", "tokenizer.json", "tokenizer_config.json"),
+        "base": ("tokenizer.json", "tokenizer_config.json", "merges.txt", "preprocessor_config.json"),
+        "older": ("tokenizer.model",),
+    }.items():
+        (tmp_path / folder).mkdir()
+        for name in files:
+            (tmp_path / folder / name).write_text(f"{folder} {name}")
+
+    def exported(tokenizer: str, *beside: str) -> dict[str, str]:
+        to = tmp_path / f"{tokenizer.replace('/', '-')}-{len(beside)}"
+        asked = Export(str(tmp_path / "job"), to, beside=tuple(str(tmp_path / place) for place in (tokenizer, *beside)))
+        return {name: (to / name).read_text() for name in export(asked)["beside"]}
+
+    pictures = {"preprocessor_config.json": "base preprocessor_config.json"}
+    own = {"tokenizer.json": "own 32k.json", "tokenizer_config.json": "own tokenizer_config.json"}
+    assert exported("own/32k.json", "base") == own | pictures
+    assert exported("older", "base") == {"tokenizer.model": "older tokenizer.model"} | pictures
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same/tokenizer.json").write_text("base tokenizer.json")
+    assert set(exported("same", "base")) == {"tokenizer.json", "tokenizer_config.json", "merges.txt", *pictures}
+
+
 @pytest.mark.parametrize("family", ["Llama", "GPT-2, tied"])
 def test_a_merged_adapter_is_the_model_that_was_trained(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -172,6 +200,39 @@ def test_a_merged_adapter_is_the_model_that_was_trained(tmp_path: Path, family: 
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"--base .*: is no model's folder on this machine"):
         export(Export(str(tmp_path / "job"), tmp_path / "other", merge=True, base=tmp_path / "empty"))
+
+
+def test_a_base_is_merged_as_transformers_reads_it(tmp_path: Path) -> None:
+    """Beside its weights there may be the same ones in half precision, or shards of an earlier save."""
+    base = tmp_path / "base"
+    base.mkdir()
+    trained = {f"a.lora_{letter}.default.weight": torch.ones(4, 4) for letter in "AB"}
+    described = [Described(name, (4, 4), torch.float32) for name in trained]
+
+    def merged() -> dict[str, torch.Tensor]:
+        settings = AdapterSpec(kind="lora", rank=4, alpha=4)
+        groups = merged_groups(base, settings, {"model_type": "llama"}, described, trained.__getitem__)
+        write_shards(tmp_path, groups, stem="model", max_shard_bytes=1 << 20)
+        return load_file(tmp_path / "model.safetensors")
+
+    shards = {1: "a.weight", 2: "b.weight"}
+    for number, name in shards.items():
+        save_file({name: torch.eye(4)}, base / f"model-0000{number}-of-00002.safetensors")
+    assert set(merged()) == set(shards.values()), "without an index all of them"
+    save_file({"a.weight": torch.zeros(4, 4)}, base / "model-00001-of-00003.safetensors")
+    index = {"weight_map": {name: f"model-0000{number}-of-00002.safetensors" for number, name in shards.items()}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(merged()["a.weight"], torch.eye(4) + 4)
+    save_file({"a.weight": torch.eye(4) * 2}, base / "model.safetensors")
+    save_file({"a.weight": torch.eye(4).half()}, base / "model.fp16.safetensors")
+    assert torch.equal(merged()["a.weight"], torch.eye(4) * 2 + 4)
+    save_file({"a.weight": torch.eye(4).to(torch.float8_e4m3fn)}, base / "model.safetensors")
+    with pytest.raises(InputError, match=r"model.safetensors: a.weight is stored as F8_E4M3, which no merge takes"):
+        merged()
+    (base / "model.safetensors").unlink()
+    (base / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(InputError, match=r"index.json: is no index of weights"):
+        merged()
 
 
 def test_only_weights_are_read_and_an_altered_one_is_not_written(

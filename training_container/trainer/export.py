@@ -60,10 +60,10 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
 )
-"""What transformers' tokenizers and processors read; those that are there are copied."""
+"""What transformers' tokenizers read; those that are there are copied, of one tokenizer."""
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""What its processors of images read."""
 _GENERATION_CONFIG = "generation_config.json"
 LISTING = "export.json"
 """Of an export in S3: its files with their sizes and SHA-256, written last. Without it the export is not whole."""
@@ -357,11 +357,8 @@ def _copy_beside(asked: Export, extra: dict[str, Any], folder: Path) -> list[str
     further = () if asked.tokenizer is not None else asked.beside
     places = [place for place in (asked.tokenizer or extra.get("tokenizer"), source, *further) if place]
     copied = []
-    for name in _TOKENIZER_FILES:
-        for place in places:
-            if _copy_small(place, name, folder):
-                copied.append(name)
-                break
+    for names, of in ((_TOKENIZER_FILES, _of_one_tokenizer(places)), (_PROCESSOR_FILES, places)):
+        copied += [name for name in names if any(_copy_small(place, name, folder) for place in of)]
     if asked.tokenizer is not None and not copied:
         raise InputError(f"--tokenizer {asked.tokenizer}: no file of a tokenizer is there")
     if any(_copy_small(place, _GENERATION_CONFIG, folder) for place in (source, *asked.beside) if place):
@@ -369,19 +366,31 @@ def _copy_beside(asked: Export, extra: dict[str, Any], folder: Path) -> list[str
     return copied
 
 
+def _of_one_tokenizer(places: Sequence[str]) -> list[str]:
+    """The first place that has files of a tokenizer, and those that have the same: with another's settings beside it,
+    it would read texts otherwise than in training."""
+    there = [place for place in places if any(_small(place, name) is not None for name in _TOKENIZER_FILES)]
+    return [place for place in there if _small(place, "tokenizer.json") == _small(there[0], "tokenizer.json")]
+
+
 def _copy_small(place: str, name: str, folder: Path) -> bool:
-    """Copy a file of that name from a folder or an s3:// prefix (or a file itself); whether it was there."""
+    """Copy a file of that name from a place, see `_small`; whether it was there."""
+    content = _small(place, name)
+    if content is not None:
+        (folder / name).write_bytes(content)
+    return content is not None
+
+
+def _small(place: str, name: str) -> bytes | None:
+    """A file of that name in a folder or under an s3:// prefix; None where it isn't there. A place may be the
+    tokenizer.json itself (data.tokenizer), whatever its name, which the others lie beside."""
     root, _, tail = place.rpartition("/")
-    if tail.endswith(".json") and not Path(place).is_dir():  # data.tokenizer may be the file itself
-        if tail != name and name == "tokenizer.json":
-            tail = ""
-        place = root or "."
+    if Path(place).is_file() or (tail.endswith(".json") and not Path(place).is_dir()):
+        place, name = root or ".", tail if name == "tokenizer.json" else name
     try:
-        content = open_destination(place).get_bytes(name)
+        return open_destination(place).get_bytes(name)
     except (MissingFileError, DestinationError, InputError):
-        return False  # nothing of the weights hangs on it: the result says what came along
-    (folder / name).write_bytes(content)
-    return True
+        return None  # nothing of the weights hangs on it: the result says what came along
 
 
 def _place(text: str) -> Path | str:

@@ -1,5 +1,6 @@
 """An adapter put into its base model, file by file as the base model's tensors are read: W + alpha / rank * B A."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,11 +33,11 @@ def merged_groups(
     adapted = {tensor.name.removesuffix(_FIRST) for tensor in tensors if tensor.name.endswith(_FIRST)}
     add = partial(_added, read, adapter.alpha / adapter.rank, config.get("model_type") in _TRANSPOSED)
     groups, found = [], set()
-    for path in sorted(base.glob("model*.safetensors")):
+    for path in _files(base):
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
                 stored = file.get_slice(name)
-                described = Described(name, tuple(stored.get_shape()), _TYPES[stored.get_dtype()])
+                described = Described(name, tuple(stored.get_shape()), _type_of(path, name, stored.get_dtype()))
                 module = name.removesuffix(".weight")
                 if module in adapted:
                     found.add(module)
@@ -50,6 +51,27 @@ def merged_groups(
             f"--merge: {base} has no {lost[0]}.weight, which was adapted: another model's, or packed layers"
         )
     return groups
+
+
+def _files(base: Path) -> list[Path]:
+    """The base model's weights, of those beside each other (model.fp16.safetensors, shards of an earlier save) the
+    ones that transformers reads, and so the trainer."""
+    single, index = base / "model.safetensors", base / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(base.glob("model*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [base / str(name) for name in sorted(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"--merge: {index}: is no index of weights ({error!r})") from None
+
+
+def _type_of(path: Path, name: str, stored: str) -> torch.dtype:
+    if stored not in _TYPES:
+        raise InputError(f"--merge: {path}: {name} is stored as {stored}, which no merge takes; give the base in bf16")
+    return _TYPES[stored]
 
 
 def _plain(path: Path, name: str) -> dict[str, torch.Tensor]:
