@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,28 @@ def test_a_job_id_is_taken_once(store: RecordStore, make_record: MakeRecord) -> 
     with pytest.raises(InputError, match="exists already"):
         store.create(first.with_state("Completed"))
     assert store.read(JOB_ID).record == first
+
+
+def test_a_write_whose_answer_was_lost_is_no_conflict(aws: Account, make_record: MakeRecord) -> None:
+    """The SDK sends it again, and S3 refuses that for what the first one wrote."""
+    s3 = aws.client("s3")
+    s3.create_bucket(Bucket="records")
+
+    class Twice:
+        exceptions = s3.exceptions
+        get_object = s3.get_object
+
+        def put_object(self, **request: Any) -> Any:
+            s3.put_object(**request)
+            return s3.put_object(**request)
+
+    store = S3RecordStore(Twice(), "records")
+    stored = store.create(make_record(JOB_ID))
+    assert store.read(JOB_ID) == stored
+    changed = update(store, JOB_ID, lambda record: record.with_state("Training"))
+    assert changed.record.state == "Training" and store.read(JOB_ID) == changed
+    with pytest.raises(RecordConflictError):
+        store.replace(stored, stored.record.with_state("Stopped"))
 
 
 def test_the_slower_of_two_writers_is_told(store: RecordStore, make_record: MakeRecord) -> None:

@@ -225,9 +225,12 @@ class S3RecordStore:
                     Bucket=self._bucket, Key=key, Body=body, ContentType="application/json", **condition
                 )
             except self._s3.exceptions.ClientError as error:
-                if is_conflict(error):
+                if not is_conflict(error):
+                    raise
+                # The SDK repeats a request whose answer was lost, and then meets what it wrote itself.
+                answer = self._s3.get_object(Bucket=self._bucket, Key=key)
+                if answer["Body"].read() != body:
                     raise conflict from None
-                raise
         return StoredRecord(record, str(answer["ETag"]))
 
     def read(self, job_id: str) -> StoredRecord:
