@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from launch_testing import job_content
 
-from trainyard.errors import InputError
+from trainyard.errors import InputError, JobFailedError
 from trainyard.kept_room import keep_room
 from trainyard.launch import launch_here, local_backend, local_supervisor, watch
 from trainyard.launch.local_backend import LocalBackend, is_running
@@ -157,6 +157,34 @@ def test_a_stopped_job_has_saved_and_resumes(place: Path, tmp_path: Path) -> Non
     wait_until(lambda: watch.status(store, backend, record.job_id).finished)
     assert watch.status(store, backend, record.job_id).state == "Completed"
     assert "resumed step=1" in log.read_text()
+
+
+def test_a_resume_waits_for_the_end_of_the_supervisor_before(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has told how its attempt ended, and holds its lock a moment longer: nothing was started, and nobody told."""
+    record = launch_here(local_spec(tmp_path, "stopping"), place)
+    store, backend = FolderRecordStore(place), LocalBackend(place)
+    directory = place / record.job_id
+    wait_until(lambda: (directory / "log.txt").exists() and "step=1" in (directory / "log.txt").read_text())
+    watch.stop(store, backend, record.job_id)
+    wait_until(lambda: not is_running(directory))
+    with (directory / "running.lock").open("a") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert watch.status(store, backend, record.job_id).state == "Stopped"
+        resumed = pool.submit(watch.resume, store, backend, record.job_id)
+        wait_until(lambda: store.read(record.job_id).record.attempt.number == 2)
+        assert not resumed.done()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert resumed.result(20).attempt.number == 2
+    wait_until(lambda: watch.status(store, backend, record.job_id).finished)
+    assert watch.status(store, backend, record.job_id).state == "Completed"
+    third = store.read(record.job_id).record.with_next_attempt()
+    monkeypatch.setattr(local_backend, "START_SECONDS", 0.2)
+    with (directory / "running.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(JobFailedError, match="the supervisor of an attempt before still runs"):
+            backend.submit(third, lambda _: None)
 
 
 def test_a_killed_supervisor_is_noticed_and_resumes(place: Path, tmp_path: Path) -> None:

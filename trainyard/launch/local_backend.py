@@ -46,8 +46,7 @@ class LocalBackend:
         with (directory / "submit.lock").open("a") as lock:
             # Of two that submit one attempt at once, the second waits, and finds it started.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            started = _read(directory / "process.json")
-            if is_running(directory) or (started is not None and started.get("attempt") == record.attempt.number):
+            if _was_started(directory, record):
                 return
             count = record.resolved.world_size
             say(f"starting {count} {'process' if count == 1 else 'processes'} on this machine")
@@ -136,6 +135,25 @@ class LocalBackend:
         cursor.positions["log.txt"] = str(offset + len(whole))
         now_ms = int(time.time() * 1000)
         return [LogLine("local", line, now_ms) for line in whole.decode("utf-8", "replace").splitlines()]
+
+
+def _was_started(directory: Path, record: JobRecord) -> bool:
+    """Whether the newest attempt has a supervisor, or had one. The one before it lives on for a moment after it has
+    written how it ended, and whose start was interrupted may not have written that it began."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        is_held = is_running(directory)  # asked before the file is read, which the supervisor writes while it holds it
+        started = _read(directory / "process.json")
+        if started is not None and started.get("attempt") == record.attempt.number:
+            return True
+        if not is_held:
+            return False
+        if time.monotonic() > deadline:
+            raise JobFailedError(
+                f"job {record.job_id}: the supervisor of an attempt before still runs after {START_SECONDS:.0f} s; see "
+                f"{directory / 'supervisor.log'}, then resume again"
+            )
+        time.sleep(0.05)
 
 
 def is_running(directory: Path) -> bool:
