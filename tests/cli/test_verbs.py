@@ -85,6 +85,35 @@ def test_launch_status_jobs_checkpoints(
     assert "torn" in output_of(["checkpoints", job_id, "-e", where], capsys)
 
 
+def test_a_tenant_that_cannot_be_opened_hides_no_job_of_another(
+    job_path: str, environment_path: Path, deployed: Account, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not deployed yet, or not this person's: who has one tenant of a company's many got no list at all."""
+    where = str(environment_path)
+    job_id = launch_json(job_path, where, capsys)["job_id"]
+    assert run(["jobs", "-e", where, "--json"]) == 0
+    said = capsys.readouterr()
+    assert [job["job_id"] for job in json.loads(said.out)] == [job_id]
+    (line,) = said.err.strip().splitlines()
+    assert line.startswith("warning: tenant globex is left out: SSM parameter /trainyard/test/globex/contract doesn't")
+    assert run(["jobs", "-e", where, "-t", "globex"]) == 3
+    deployed.client("ssm").delete_parameter(Name="/trainyard/test/acme/contract")
+    assert run(["jobs", "-e", where]) == 3, "none can be opened"
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 2 and "warning" not in said.err
+
+
+@pytest.mark.parametrize("backend", ["local", "slurm", "kubernetes", "ray"])
+@pytest.mark.parametrize("setting", ["keep_alive_minutes=30", "training_plan=plan-a"])
+def test_what_sagemaker_alone_has_stays_there_when_a_job_is_moved(job_path: str, backend: str, setting: str) -> None:
+    settings = ["compute.spot=false", "compute.max_wait_hours=null", f"compute.{setting}"]
+    moved = jobs.load_for_backend(Path(job_path), settings, backend).compute
+    assert (moved.backend, moved.keep_alive_minutes, moved.training_plan) == (backend, None, None)
+    for same in (None, "sagemaker"):
+        kept = jobs.load_for_backend(Path(job_path), settings, same).compute
+        assert (kept.keep_alive_minutes, kept.training_plan) in ((30, None), (None, "plan-a"))
+
+
 def test_launch_says_on_how_many_instances_an_elastic_job_may_go_on(
     job_path: str, environment_path: Path, deployed: Account, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,8 @@ def load_for_backend(path: Path, overrides: list[str], backend: str | None) -> "
     moved = list(overrides)
     if backend is not None:
         moved.append(f"compute.backend={backend}")
+    if backend not in (None, "sagemaker"):
+        moved += ["compute.keep_alive_minutes=null", "compute.training_plan=null"]  # machines of SageMaker's
     if backend == "local":
         # This machine has neither the type nor the number of the hosts that the file names.
         moved += ["compute.instance_type=null", "compute.instance_count=1", "compute.spot=false"]
@@ -331,16 +333,16 @@ def jobs(
 
     Example: trainyard jobs --tenant acme
     """
-    from trainyard.launch.place import environment_file, local_place, open_tenant
+    from trainyard.launch.place import environment_file, local_place
     from trainyard.spec.platform import load_environment
 
+    closed: list[str] = []
     with console(stderr=True).status("asking"):
         if local:
             places = [local_place()]
         else:
             spec = load_environment(environment_file(environment))
-            tenants = [tenant] if tenant else sorted(spec.tenants)
-            places = [open_tenant(spec, name, "--tenant").place for name in tenants]
+            places, closed = _opened(spec, [tenant] if tenant else sorted(spec.tenants))
         read, unread = _newest(places, limit)
         records = [record for record, _ in read]
         states = {record.job_id: record.state for record in records}
@@ -350,15 +352,33 @@ def jobs(
             found, silent = _states_now(place, [record for record, owner in read if owner is place])
             states |= found
             unasked += silent
-    for line in [*unread, *unasked]:
+    for line in [*closed, *unread, *unasked]:
         print(f"warning: {line}", file=sys.stderr)
     if as_json:
         print_json([summary(record, state=states[record.job_id]) for record in records])
         return
     from trainyard.cli.tables import jobs_table
 
-    if records or not unread:
+    if records or not (unread or closed):
         console().print(jobs_table(records, states) if records else "no jobs yet: trainyard launch JOB.yaml")
+
+
+def _opened(spec: "EnvironmentSpec", tenants: "Sequence[str]") -> "tuple[list[Place], list[str]]":
+    """Those tenants' places, and a line on each that can't be opened: it isn't deployed yet, or whoever asks may not
+    act as its launcher, which keeps nobody from the list of the others. TrainyardError where none can be."""
+    from trainyard.launch.place import open_tenant
+
+    places: list[Place] = []
+    closed: list[str] = []
+    for name in tenants:
+        try:
+            places.append(open_tenant(spec, name, "--tenant").place)
+        except TrainyardError as error:
+            closed.append(f"tenant {name} is left out: {error}")
+            refusal = error
+    if not places:
+        raise refusal
+    return places, closed
 
 
 def _newest(places: "Sequence[Place]", limit: int) -> "tuple[list[tuple[JobRecord, Place]], list[str]]":
