@@ -276,6 +276,9 @@ class OptimizerSpec(SpecModel):
     average_decay: Share | None = None
     """Keeps a running average of the weights beside them, which each step moves by 1 - this; null: none. It lies in the
     checkpoints, and `trainyard export --average` writes it out; validation judges the weights themselves."""
+    router_bias_rate: float | None = Field(default=None, gt=0)
+    """DeepSeek-V3: by how much each step moves the bias by which routers choose experts, against each expert's load
+    over the whole batch (0.001 in its report, 0 at the end); null: it stays as it is. One small message a step more."""
 
     @model_validator(mode="after")
     def _momentum(self) -> Self:

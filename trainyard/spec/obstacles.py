@@ -16,6 +16,7 @@ from trainyard.spec.model_types import CAUSAL_LM_TYPES, LINEAR_LAYERS
 from trainyard.spec.support import (
     ATTENTION_LAYERS,
     DOCUMENT_FAMILIES,
+    ROUTER_BIAS_FAMILIES,
     ROUTER_FAMILIES,
     ModelFacts,
     context_obstacle,
@@ -67,6 +68,8 @@ def job_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
     if job.training.optimizer.kind == "adamw_8bit" and job.training.precision == "fp64":
         yield "training.optimizer.kind: adamw_8bit is of no use in fp64; use adamw"
     yield from _best_obstacles(job)
+    if job.training.optimizer.router_bias_rate is not None:
+        yield from _router_bias_obstacles(job, model)
     if job.task != "causal_lm":
         return
     yield from _type_obstacles(job)
@@ -269,6 +272,21 @@ def _target_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
             f"model.adapter.targets: {', '.join(missing)}: no linear layer that can be adapted has this name in"
             f" {model.model_type}; it has {', '.join(sorted(known))}"
         )
+
+
+def _router_bias_obstacles(job: JobSpec, model: ModelFacts) -> Iterator[str]:
+    name = f"training.optimizer.router_bias_rate: {job.training.optimizer.router_bias_rate:g}"
+    is_other = model.model_type is not None and model.model_type not in ROUTER_BIAS_FAMILIES
+    if job.task != "causal_lm" or is_other:
+        what = f"task {job.task}" if job.task != "causal_lm" else model.model_type
+        yield (
+            f"{name} is for routers with a bias of their own, which are verified in"
+            f" {', '.join(sorted(ROUTER_BIAS_FAMILIES))}, not in {what}; leave it out"
+        )
+    if job.model.adapter is not None:
+        yield f"{name}: an adapter leaves the model's routers as they are; leave it out, or train without an adapter"
+    if job.training.compile:
+        yield f"{name} is not implemented with training.compile: true; set compile to false, or leave it out"
 
 
 def _fp8_obstacles(model: ModelFacts) -> Iterator[str]:

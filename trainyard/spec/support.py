@@ -70,6 +70,9 @@ ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 ROUTER_FAMILIES = frozenset({"mixtral", "qwen3_moe"})
 """Model types whose router logits are tested; each gives one (tokens, experts) tensor a layer."""
 
+ROUTER_BIAS_FAMILIES = frozenset({"deepseek_v3"})
+"""Model types whose routers choose by a bias that no gradient reaches, tested with optimizer.router_bias_rate."""
+
 _ENCODERS = (
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
     *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),

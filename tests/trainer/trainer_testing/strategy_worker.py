@@ -161,7 +161,7 @@ def weights_error(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tens
     worst = torch.zeros((), dtype=torch.float64)
     for name in sorted(set(ours) & set(reference)):
         wanted, tensor = reference[name], ours[name]
-        scale = wanted.double().norm()
+        scale = wanted.double().norm() or 1.0  # of what is all zeros, as a buffer may be: the difference itself
         if isinstance(tensor, FlatShard):
             tensor, wanted = tensor.local, wanted.flatten()[tensor.start : tensor.start + tensor.local.numel()]
         elif isinstance(tensor, DTensor):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from trainer.losses import linear as linear_loss
 from trainer.models import rotary
 from trainer.models.attention import attention_of
+from trainer.optimizers import router_bias
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.obstacles import loss_obstacle
@@ -65,6 +66,8 @@ def choices_of(model: nn.Module, job: ResolvedJob, plan: LossPlan, device: torch
     if job.spec.task != "causal_lm":
         return chosen
     assert isinstance(model, PreTrainedModel)
+    if (bias := router_bias.described(model, job)) is not None:
+        chosen["router"] = bias
     return {"loss": str(plan), "attention": attention_of(model, job, device), **chosen}
 
 

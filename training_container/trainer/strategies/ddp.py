@@ -66,6 +66,8 @@ class ReplicatedStrategy(TorchStrategy):
                 loss = self._task.probe_loss(self._model, self._forward, self._device)
             torch.autograd.backward(loss)
         self._forget_gradients()
+        if self._router_bias is not None:
+            self._router_bias.forget()
 
     def _forget_gradients(self) -> None:
         """Where gradients are views of DDP's buckets they stay so: made anew, those of accumulated micro-batches would

@@ -24,6 +24,7 @@ from trainer.optimizers.build import (
     set_moments,
 )
 from trainer.optimizers.loss_scaling import LossScaler
+from trainer.optimizers.router_bias import RouterBias
 from trainer.runtime import Runtime
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
 from trainer.strategies.compiled import compile_blocks
@@ -61,6 +62,7 @@ class TorchStrategy(Strategy):
             install_loss_head(part, self._loss_plan)
         self._optimizer = build_optimizer(self._model, job)
         self._parameters = list(self._model.parameters())
+        self._router_bias = RouterBias.of(self._parts(), getattr(model, "config", None), job, self._device)
         self.choices["optimizer"] = describe(self._optimizer)
 
     def _place(self, model: nn.Module) -> nn.Module:
@@ -120,6 +122,8 @@ class TorchStrategy(Strategy):
                 torch._foreach_mul_(gradients, factor)
             set_learning_rate(self._optimizer, learning_rate)
             self._optimizer.step()
+        if self._router_bias is not None:
+            self._router_bias.end_step(was_applied=was_applied)
         self._forget_gradients()
         return OptimizerStep(grad_norm=grad_norm, was_applied=was_applied)
 

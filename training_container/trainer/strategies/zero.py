@@ -22,6 +22,7 @@ from trainer.models.build import transformer_blocks
 from trainer.models.deferred_weights import fill, fill_parameters, source_of
 from trainer.optimizers.build import build_adamw, clip_factor, global_grad_norm, local_gradients, set_learning_rate
 from trainer.optimizers.loss_scaling import deepspeed_scaler_state, restore_deepspeed_scaler
+from trainer.optimizers.router_bias import RouterBias
 from trainer.runtime import Runtime
 from trainer.strategies import deepspeed_settings
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
@@ -73,6 +74,7 @@ class ZeroStrategy(Strategy):
         self._model: nn.Module = self._engine.module
         self._names = {getattr(each, "ds_id", None): name for name, each in self._model.named_parameters()}
         install_loss_head(self._model, plan)
+        self._router_bias = RouterBias.of([self._model], getattr(model, "config", None), job, self._device)
         self._create_moments()
 
     def forward_backward(self, batches: Sequence[Batch], num_global_targets: int, clock: Clock) -> torch.Tensor:
@@ -100,7 +102,10 @@ class ZeroStrategy(Strategy):
         self._engine.step()
         if self._stage > 0:
             grad_norm = float(self._engine.get_global_grad_norm())
-        return OptimizerStep(grad_norm=grad_norm, was_applied=not getattr(self._engine.optimizer, "overflow", False))
+        was_applied = not getattr(self._engine.optimizer, "overflow", False)
+        if self._router_bias is not None:
+            self._router_bias.end_step(was_applied=was_applied)
+        return OptimizerStep(grad_norm=grad_norm, was_applied=was_applied)
 
     def _clip_whole_gradients(self) -> float:
         gradients = local_gradients(self._model.parameters())
