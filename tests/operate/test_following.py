@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -25,7 +25,7 @@ from trainyard.launch.local_backend import LocalBackend
 from trainyard.launch.place import Place
 from trainyard.launch.record import FolderRecordStore, JobRecord
 from trainyard.launch.session import Account
-from trainyard.operate import following
+from trainyard.operate import following, wandb_tracking
 from trainyard.operate.following import MOST_FAILURES, check_tracking, follow, is_wanted, trackers_of
 from trainyard.operate.tracking import Server, Tracked
 from trainyard.operate.wandb_tracking import VERSION, WandbTracker
@@ -307,3 +307,54 @@ def test_wandbs_own_errors_are_a_line(kept: Callable[..., JobRecord], monkeypatc
     monkeypatch.setattr(tracker, "_opened", refuse)
     with pytest.raises(JobFailedError, match="project x: api_key not configured"):
         tracker.tell(kept("Training"), None)
+
+
+class PlayedRun:
+    """A run of W&B's client, whose server has the rows before `step`."""
+
+    url = "https://wandb.example/run"
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.summary: dict[str, str] = {}
+        self.told: list[int] = []
+
+    def log(self, row: dict[str, float], *, step: int) -> None:
+        self.told.append(step)
+        self.step = step
+
+    def finish(self, exit_code: int) -> None:
+        """Nothing is left to send."""
+
+
+@pytest.mark.parametrize(("mode", "again"), [("online", [3, 4]), ("offline", [4])])
+def test_what_never_reached_wandbs_server_is_told_again(
+    kept: Callable[..., JobRecord], monkeypatch: pytest.MonkeyPatch, mode: Literal["online", "offline"], again: list[int]
+) -> None:
+    """Its client sends behind: a machine that went away had told the client of steps that nobody else knows."""
+    made = kept("Training")
+    folder = Path(made.checkpoint_destination)
+    folder.mkdir()
+
+    def write(num: int) -> None:
+        rows = [{"step": step, "attempt": 1, "loss": 5.0, "step_seconds": 2.0} for step in range(1, num + 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def tracker(run: PlayedRun) -> WandbTracker:
+        found = WandbTracker(WandbSpec(project="x", mode=mode))
+        monkeypatch.setattr(found, "_opened", lambda *_: run)
+        monkeypatch.setattr(found, "_put_files", lambda *_: None)
+        return found
+
+    monkeypatch.setattr(wandb_tracking, "check_wandb", lambda _: None)
+    first = PlayedRun(step=0)
+    teller = tracker(first)
+    for num in (2, 3, 3):
+        write(num)
+        teller.tell(made, None)
+    assert first.told == [1, 2, 3], "each once"
+    write(4)
+    # Of these three the server has two; offline a new run knows of none.
+    second = PlayedRun(step=3 if mode == "online" else 0)
+    assert tracker(second).tell(made, None).num_steps == len(again)
+    assert second.told == again

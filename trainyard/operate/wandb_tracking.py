@@ -4,6 +4,7 @@ The client sends from the machine that launched the job; nothing is in the train
 """
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from trainyard.errors import InputError, JobFailedError
@@ -35,6 +36,8 @@ class WandbTracker:
         check_wandb(spec)
         self._spec = spec
         self._run: Any = None
+        self._last_step = 0
+        """The newest that this run has been told."""
 
     def tell(self, record: JobRecord, s3: Any) -> Tracked:
         """New steps, state and files; JobFailedError where the client or its server refuses."""
@@ -44,14 +47,15 @@ class WandbTracker:
         try:
             is_first = self._run is None
             run = self._run = self._run or self._opened(record, str(folder))
-            # An offline run knows nothing of the ones before it.
-            last = max(int(marker.read_text()) if marker.exists() else 0, int(run.step) - 1)
-            rows = [row for row in metrics_rows(record, s3) if row.get("step", 0) > last]
+            if is_first:
+                self._last_step = self._told_before(run, marker)
+            rows = [row for row in metrics_rows(record, s3) if row.get("step", 0) > self._last_step]
             for row in rows:
                 told = {meter.name: value for meter in METERS if (value := meter.read(row)) is not None}
                 run.log({name: value for name, value in told.items() if name != "step"}, step=int(row["step"]))
             if rows:
-                marker.write_text(str(rows[-1]["step"]))
+                self._last_step = int(rows[-1]["step"])
+                marker.write_text(str(self._last_step))
             for name, text in tags_of(record).items():
                 run.summary[name] = text
             # Each is a version of its own there: what was asked at the beginning, and how it went at the end.
@@ -60,6 +64,13 @@ class WandbTracker:
         except Exception as error:
             raise JobFailedError(f"Weights & Biases, project {self._spec.project}: {error}") from None
         return Tracked(record.job_id, str(run.url or folder), len(rows))
+
+    def _told_before(self, run: Any, marker: Path) -> int:
+        """The newest step that a run before this one was told. An offline one knows nothing of those before it; of one
+        online the server knows what has come: the client sends behind, and may be gone before it has."""
+        if self._spec.mode == "offline" and marker.exists():
+            return int(marker.read_text())
+        return int(run.step) - 1
 
     def close(self, record: JobRecord) -> None:
         """End the run: failed where the job did."""
