@@ -3,10 +3,12 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from contenders import Contender, Shape, all_contenders, job_of, model_of, run_trainer, trainer_arguments, whole_weights
@@ -85,11 +87,16 @@ def _worst_difference(start: torch.Tensor, contenders: Sequence[Contender]) -> f
 
 PACKED_LENGTH = 256
 PACKED_ROWS = 8
-NUM_TEXTS = 4096
+PADDED_BATCHES = 3
+"""Of `PACKED_ROWS` texts in one of Trainer's optimizer steps: about the useful tokens of one of ours (2,048), so that
+neither has more optimizer steps for them."""
+NUM_TEXTS = 171 * PACKED_ROWS * PADDED_BATCHES
+"""Whole optimizer steps of Trainer's, in every pass over the texts."""
 
 
 def _packing(request: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     """Texts whose lengths are log-normal, as instruction data's are; ours packed, Trainer padded to a batch's longest.
+    An optimizer step of either has about as many useful tokens.
 
     Useful tokens of a step are labels that count: a text of n tokens, n - 1 of them; what a text's first token would
     be predicted from is another text, so it counts for neither.
@@ -108,6 +115,7 @@ def _packing(request: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     job = job_of(shape, tokens=data, num_steps=num_steps, world_size=1)
     bodies = {"ours": _packed(job, runtime, folder), "trainer": _padded(shape, job, texts, folder)}
     counts: dict[str, list[int]] = {name: [] for name in bodies}
+    batches = {"ours": 1, "trainer": PADDED_BATCHES}
     loops = [
         Paused(name, lambda finished, body=body, seen=counts[name]: body(finished, seen), num_threads=1)
         for name, body in bodies.items()
@@ -115,16 +123,22 @@ def _packing(request: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     for loop in loops:
         loop.advance(WARM_UP_STEPS)
         loop.forget()
-    for seen in counts.values():
-        seen.clear()
     take_turns(loops, rounds, block)
     rates = {}
     for loop in loops:
-        useful = np.asarray(counts[loop.name][: rounds * block]).reshape(-1, block).sum(axis=1)
+        useful = useful_of_turns(counts[loop.name], batches[loop.name], rounds, block)
         rates[loop.name] = list(useful / np.asarray(loop.step_seconds).reshape(-1, block).sum(axis=1))
     shares = {"mean_length": float(lengths.mean()), "median_length": float(np.median(lengths))}
     settings = {"rows": PACKED_ROWS, "sequence_length": PACKED_LENGTH, "distribution": "log-normal, sigma 0.8"}
+    settings |= {"padded_batches_a_step": PADDED_BATCHES}
     return {"useful_tokens_per_second": rates, "texts": shares | settings}
+
+
+def useful_of_turns(seen: Sequence[int], batches_a_step: int, rounds: int, block: int) -> npt.NDArray[np.int64]:
+    """Useful tokens of each measured turn. `seen`: of every batch since the first of the warm-up, in order; how many
+    batches a loop has looked at tells nothing of how many it has trained on, as Trainer's loader is one ahead."""
+    first, last = (batches_a_step * steps for steps in (WARM_UP_STEPS, WARM_UP_STEPS + rounds * block))
+    return np.asarray(seen[first:last]).reshape(rounds, -1).sum(axis=1)
 
 
 Counted = Callable[[Callable[[], None], list[int]], None]
@@ -168,6 +182,7 @@ def _padded(shape: Shape, job: ResolvedJob, texts: Sequence[Any], folder: Path) 
             seen.append(sum(len(row) - 1 for row in rows))
             return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
-        run_trainer(model, trainer_arguments(shape, job, folder), list(texts), finished_step, collate)
+        arguments = trainer_arguments(replace(shape, num_micro_batches=PADDED_BATCHES), job, folder)
+        run_trainer(model, arguments, list(texts), finished_step, collate)
 
     return body

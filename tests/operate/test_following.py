@@ -329,7 +329,10 @@ class PlayedRun:
 
 @pytest.mark.parametrize(("mode", "again"), [("online", [3, 4]), ("offline", [4])])
 def test_what_never_reached_wandbs_server_is_told_again(
-    kept: Callable[..., JobRecord], monkeypatch: pytest.MonkeyPatch, mode: Literal["online", "offline"], again: list[int]
+    kept: Callable[..., JobRecord],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Literal["online", "offline"],
+    again: list[int],
 ) -> None:
     """Its client sends behind: a machine that went away had told the client of steps that nobody else knows."""
     made = kept("Training")

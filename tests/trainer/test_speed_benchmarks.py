@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import trainer_cpu  # noqa: E402
+import trainer_cpu_rank  # noqa: E402
 import trainer_gpu  # noqa: E402
 from model_flops import flops_per_token  # noqa: E402
 
@@ -81,6 +82,14 @@ def test_cpu_ratios_are_taken_turn_by_turn() -> None:
 def test_cpu_goals_that_are_met_are_not_missed() -> None:
     repeat = cpu_repeat(ours=[1.0, 1.0], bare=[0.985, 0.985], trainer=[1.0, 1.0])
     assert trainer_cpu.summary("1 x ddp", 1, [repeat], block=2)["missed_goals"] == []
+
+
+def test_useful_tokens_are_those_of_the_steps_that_were_timed() -> None:
+    """Three steps of warm-up, two turns of two; a batch of a step more that the loader had read is left out."""
+    ours = [7, 7, 7, 1, 2, 3, 4, 5]
+    assert trainer_cpu_rank.useful_of_turns(ours, 1, rounds=2, block=2).tolist() == [3, 7]
+    padded = [batch for step in ours for batch in (step, 10 * step)] + [99]
+    assert trainer_cpu_rank.useful_of_turns(padded, 2, rounds=2, block=2).tolist() == [33, 77]
 
 
 @pytest.mark.slow
