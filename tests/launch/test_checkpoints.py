@@ -11,12 +11,13 @@ from typing import Any
 
 import boto3
 import pytest
+import urllib3
 from boto3.exceptions import S3UploadFailedError
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, IncompleteReadError, ResponseStreamingError
 from moto import mock_aws
 
 from trainyard.errors import AwsRefusedError, InputError, JobFailedError
-from trainyard.launch import checkpoints
+from trainyard.launch import checkpoint_files, checkpoints
 from trainyard.launch.checkpoint_files import open_files
 from trainyard.spec.retention import BestSpec, Retention
 
@@ -297,6 +298,49 @@ def test_copy_is_whole_or_not_there(tmp_path: Path, s3: Any, source: str, target
     assert steps(checkpoints.list_checkpoints(to, s3)) == [10], "nothing is left of a copy that failed"
     with pytest.raises(InputError, match="is where the checkpoints are"):
         checkpoints.copy(origin, s3, found[:1], origin)
+
+
+@pytest.mark.parametrize("error", [ResponseStreamingError, IncompleteReadError, urllib3.exceptions.SSLError])
+def test_an_answer_that_breaks_off_is_read_on(s3: Any, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    """A copy of hours went again for one connection that was lost."""
+    content = bytes(range(250)) * 4
+    s3.put_object(Bucket="one", Key="a/shard", Body=content)
+    errors = {"error": "reset", "actual_bytes": 1, "expected_bytes": 2}
+    honest, most = s3.get_object, [2]
+    asked: list[str] = []
+    waited: list[float] = []
+
+    class Body:
+        def __init__(self, body: Any) -> None:
+            self.body = body
+
+        def iter_chunks(self, size: int) -> Iterator[bytes]:
+            for number, block in enumerate(self.body.iter_chunks(size)):
+                if number == most[0]:
+                    raise error("reset") if error is urllib3.exceptions.SSLError else error(**errors)
+                yield block
+
+    def get_object(**request: Any) -> Any:
+        asked.append(request.get("Range", ""))
+        answer = honest(**request)
+        return {**answer, "Body": Body(answer["Body"])}
+
+    monkeypatch.setattr(s3, "get_object", get_object)
+    monkeypatch.setattr(checkpoint_files, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr("trainyard.launch.checkpoint_files.time.sleep", waited.append)
+    files = checkpoint_files.open_files("s3://one/a", s3)
+    assert b"".join(files.blocks("shard")) == content
+    assert asked == ["", *(f"bytes={start}-" for start in (200, 400, 600, 800))] and max(waited) == 1
+    most[0] = 0
+    with pytest.raises(AwsRefusedError, match=r"^reading s3://one/a/shard: "):
+        list(files.blocks("shard"))
+    assert asked[5:] == ["", *["bytes=0-"] * 5], "not for ever"
+    most[0] = 1
+    blocks = files.blocks("shard")
+    next(blocks)
+    s3.put_object(Bucket="one", Key="a/shard", Body=content[::-1])
+    with pytest.raises(AwsRefusedError, match="PreconditionFailed"):
+        next(blocks)
 
 
 def test_a_copy_that_s3_refuses_in_the_middle_leaves_nothing(

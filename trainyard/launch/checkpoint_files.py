@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ FOLDER = "checkpoints"
 """Below a root: each checkpoint is a folder in it."""
 
 _BLOCK_BYTES = 8 << 20
+_MOST_BREAKS = 5
+"""So often in a row an answer may break off before its first block is whole."""
 
 
 class Files(Protocol):
@@ -168,9 +171,28 @@ class _S3Files:
             return body
 
     def blocks(self, name: str) -> Iterator[bytes]:
+        from botocore.exceptions import HTTPClientError, IncompleteReadError
+        from urllib3.exceptions import HTTPError
+
+        where = {"Bucket": self._bucket, "Key": self._key(name)}
         with aws_errors("reading", f"{self.root}/{name}"):
-            body = self._s3.get_object(Bucket=self._bucket, Key=self._key(name))["Body"]
-            yield from body.iter_chunks(_BLOCK_BYTES)
+            answer = self._s3.get_object(**where)
+            size, same, num_read, num_breaks = answer["ContentLength"], answer["ETag"], 0, 0
+            while True:
+                try:
+                    for block in answer["Body"].iter_chunks(_BLOCK_BYTES):
+                        num_read, num_breaks = num_read + len(block), 0
+                        yield block
+                    return
+                except (HTTPClientError, IncompleteReadError, HTTPError):
+                    num_breaks += 1
+                    if num_breaks > _MOST_BREAKS:
+                        raise
+                if num_read >= size:  # it broke at its very end
+                    return
+                # The SDK repeats requests and no answers that broke off; in hours of reading one does.
+                time.sleep(num_breaks)
+                answer = self._s3.get_object(**where, Range=f"bytes={num_read}-", IfMatch=same)
 
     def write(self, name: str, content: bytes) -> None:
         with aws_errors("writing", f"{self.root}/{name}"):
