@@ -278,7 +278,7 @@ def test_what_is_converted_and_what_not_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp.gate", "mlp.gate.base_layer", "block_sparse_moe.router", "mlp.experts.3.up_proj"]
+    "name", ["mlp.gate", "mlp.gate.base_layer", "block_sparse_moe.router", "mlp.gate.wg", "mlp.experts.3.up_proj"]
 )
 def test_what_routes_and_what_is_routed_keeps_its_precision(name: str) -> None:
     layer = torch.nn.Linear(32, 32)

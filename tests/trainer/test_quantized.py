@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from trainer.export import Export, export
-from trainer.models.build import build_model, outline_model
+from trainer.models.build import build_model, outline_model, transformer_blocks
 from trainer.models.deferred_weights import StoredWeights, fill, source_of
 from trainer.models.described import describe_model
 from trainer.models.quantized import (
@@ -20,6 +20,7 @@ from trainer.models.quantized import (
     quantize,
     quantize_blocks,
 )
+from trainer.models.routers import is_router
 from trainer_testing.checkpoints import save_checkpoint
 from trainer_testing.support_table import save_sources
 from trainer_testing.support_table import source_of as folder_of
@@ -138,6 +139,46 @@ def test_blocks_are_quantized_and_the_rest_is_not(tmp_path: Path) -> None:
     outline = outline_model(qlora_job(tmp_path, "Llama"), vocab_size=VOCAB_SIZE)
     assert source_of(outline) is not None
     assert all(parameter.is_meta for parameter in outline.parameters())
+
+
+_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_ROUTED = _TINY | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+_LINEAR_ATTENTION = {"layer_types": ("linear_attention", "full_attention"), "linear_num_value_heads": 2} | {
+    **{"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16}
+}
+ODD_FAMILIES: dict[str, dict[str, Any]] = {
+    "convolutions without a bias": _TINY | _LINEAR_ATTENTION | {"model_type": "qwen3_5_text", "num_key_value_heads": 2},
+    "multiplies weights itself": _TINY | {"model_type": "mamba", "state_size": 4},
+    "a linear layer that is a router": _ROUTED | {"model_type": "phimoe"},
+    "experts that are called otherwise": _ROUTED | {"model_type": "llama4_text", "head_dim": 16, "pad_token_id": 0},
+    "each kind of expert a module": _ROUTED | {"model_type": "jetmoe", "kv_channels": 16},
+    "a router of its own name": _ROUTED
+    | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "head_dim": 16, "pad_token_id": 0},
+    "a class of its own for linear layers": _TINY | {"model_type": "falcon"},
+}
+
+
+@pytest.mark.parametrize("settings", ODD_FAMILIES.values(), ids=ODD_FAMILIES)
+def test_families_that_are_built_otherwise_compute_with_what_was_stored(settings: dict[str, Any]) -> None:
+    job = tiny_job("single", 1, model=settings | {"vocab_size": VOCAB_SIZE}, document_masks=False)
+    outline = outline_model(job, vocab_size=VOCAB_SIZE).eval().requires_grad_(False)
+    quantize_blocks(outline, transformer_blocks(outline))
+    stored = fill(outline, device=torch.device("cpu"))
+    plain = build_model(job, vocab_size=VOCAB_SIZE).eval().requires_grad_(False)
+    parts, num_stored = dict(stored.named_parameters()), 0
+    for name, weight in plain.named_parameters():
+        own = parts.get(name)
+        if own is not None:
+            assert torch.equal(own, weight), name
+            continue
+        assert not is_router(name)
+        prefix = f"{name.removesuffix('.weight')}." if f"{name.removesuffix('.weight')}.codes" in parts else f"{name}_"
+        weight.data = dequantize(*(parts[f"{prefix}{part}"] for part in PARTS), torch.float32)
+        num_stored += 1
+    assert num_stored > 2 * len(transformer_blocks(plain))
+    tokens = torch.arange(24)[None]
+    ours, expected = (model(input_ids=tokens, use_cache=False).logits for model in (stored, plain))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_of_an_odd_length_are_refused() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainer.models.build import transformer_blocks
+from trainer.models.routers import is_router
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.obstacles import FP8_MULTIPLE
@@ -22,9 +23,6 @@ EMULATE = False
 
 CAPABILITY = (8, 9)
 """The first GPUs with 8-bit units: Ada; then Hopper."""
-
-_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Last parts of names of layers that choose experts: a rounding there sends a token elsewhere."""
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -115,10 +113,9 @@ def _adapts(name: str) -> bool:
 
 def _obstacle(name: str, layer: Any) -> str | None:
     """Why a linear layer, of this name in its block, keeps its bf16 product; None: it doesn't."""
-    *path, last = name.removesuffix(".base_layer").split(".")
-    if last in _ROUTERS:
+    if is_router(name):
         return "they choose experts"
-    if "experts" in path:
+    if "experts" in name.removesuffix(".base_layer").split(".")[:-1]:
         return "their number of tokens differs from step to step"
     if layer.in_features % FP8_MULTIPLE or layer.out_features % FP8_MULTIPLE:
         return f"their sizes are no multiples of {FP8_MULTIPLE}"

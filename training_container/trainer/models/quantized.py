@@ -12,7 +12,7 @@ bitsandbytes has kernels for the same 16 values, but keeps them in tensors that 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from trainer.models.deferred_weights import WeightSource, source_of
+from trainer.models.routers import is_router
 from trainer.models.sharded_source import Index
 from trainer.optimizers.build import local_tensor
 from trainyard.errors import InputError
@@ -122,6 +123,7 @@ class QuantizedLinear(nn.Module):
         self.is_transposed = isinstance(linear, Conv1D)
         weight = linear.weight.T if self.is_transposed else linear.weight
         self.out_features, self.in_features = int(weight.size(0)), int(weight.size(1))
+        self._dtype = weight.dtype
         for name, parameter in zip(PARTS, _empty_parts(weight.shape), strict=True):
             self.register_parameter(name, parameter)
         self.bias = linear.bias
@@ -129,6 +131,13 @@ class QuantizedLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
         return self.product(hidden, self.bias)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix, read anew, in the type that it came in: for models that multiply it themselves (Mamba)."""
+        codes, scales, ranges = (local_tensor(part) for part in (self.codes, self.scales, self.ranges))
+        weight = dequantize(codes, scales, ranges, self._dtype)
+        return weight.T if self.is_transposed else weight
 
     def product(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`hidden` times this rank's part of the matrix, plus `bias`."""
@@ -158,7 +167,10 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedExperts:
-    """Stands in for the forward of a module of packed experts (experts, out, in), all of them stored in 4 bits."""
+    """Stands in for the forward of a module of packed experts (experts, out, in), all of them stored in 4 bits.
+
+    What it is called with is the module's own affair: mostly hidden states, the chosen experts and their weights.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         """`module`'s weights become `<name>_codes`, `_scales` and `_ranges`, each again one slice an expert."""
@@ -172,12 +184,13 @@ class QuantizedExperts:
                 module.register_parameter(f"{name}_{part}", parameter)
         module.forward = self.forward
 
-    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the module's own. Runs once more in the backward pass: the read weights would be kept for it else."""
-        result: torch.Tensor = checkpoint(self._run, hidden, chosen, weights, use_reentrant=False)
+        result: torch.Tensor = checkpoint(self._run, *args, use_reentrant=False, **kwargs)
         return result
 
-    def _run(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         stored = self._module._parameters
         read = {}
         for name in self._names:
@@ -186,7 +199,7 @@ class QuantizedExperts:
             read[name] = dequantize(codes, scales, ranges, hidden.dtype)
         self._module.__dict__.update(read)
         try:
-            result: torch.Tensor = self._forward(hidden, chosen, weights)
+            result: torch.Tensor = self._forward(*args, **kwargs)
         finally:
             for name in read:
                 del self._module.__dict__[name]
@@ -242,21 +255,21 @@ class QuantizedWeights:
 def quantize_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Stores every linear layer and all packed experts of `blocks` (outlined: on meta) in 4 bits, in place.
 
-    Embeddings, norms, routers, the head and adapters stay as they are.
+    Embeddings, norms, convolutions, routers, the head and adapters stay as they are.
     """
     names = {module: name for name, module in model.named_modules()}
     originals: dict[str, _Original] = {}
     for parent in [module for block in blocks for module in block.modules()]:
         for child_name, child in list(parent.named_children()):
             is_adapter = isinstance(parent, nn.ModuleDict)  # peft's lora_A and lora_B
-            if isinstance(child, nn.Linear | Conv1D) and not is_adapter:
+            if _multiplies(child) and not is_adapter and not is_router(names[child]):
                 layer = QuantizedLinear(child)
                 setattr(parent, child_name, layer)
                 for number, part in enumerate(PARTS):
                     original = _Original(f"{names[child]}.weight", number, layer.in_features, layer.is_transposed)
                     originals[f"{names[child]}.{part}"] = original
-        weights = dict(parent.named_parameters(recurse=False))
-        if weights and all(weight.ndim == 3 and weight.is_floating_point() for weight in weights.values()):
+        if _holds_experts(names[parent], parent):
+            weights = dict(parent.named_parameters(recurse=False))
             QuantizedExperts(parent)
             for name, weight in weights.items():
                 whole_name = f"{names[parent]}.{name}"
@@ -265,3 +278,24 @@ def quantize_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     source = source_of(model)
     assert source is not None, "quantized while it is an outline"
     model._weight_source = QuantizedWeights(source, originals)  # type: ignore[assignment]  # no module
+
+
+_SAME_PRODUCT = frozenset({"FalconLinear"})
+"""Classes with a forward pass of their own that gives what nn.Linear's does. Others' are more than a product (routers
+that choose, layers in groups): they stay as they are."""
+
+
+def _multiplies(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
+    """Whether a module is a linear layer, and computes what one computes."""
+    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_plain or isinstance(module, Conv1D) or type(module).__name__ in _SAME_PRODUCT
+
+
+def _holds_experts(name: str, module: nn.Module) -> bool:
+    """Whether all of a module's weights are packed: of three dimensions, of which the first counts experts. A
+    convolution's are of three as well."""
+    weights = list(module.parameters(recurse=False))
+    if not weights or not all(weight.ndim == 3 and weight.is_floating_point() for weight in weights):
+        return False
+    number = getattr(module, "num_experts", None)
+    return name.endswith("experts") or all(weight.size(0) == number for weight in weights)
