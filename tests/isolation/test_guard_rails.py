@@ -276,6 +276,19 @@ def test_the_same_cases_go_to_aws_in_requests_that_its_model_takes(
     assert [answer.case for answer in answers if not answer.agrees] == [cases[1]]
 
 
+def test_aws_is_told_what_numbers_and_truths_are(deployment: tuple[Deployment, Account], cases: list[RailCase]) -> None:
+    """Of each key that is stated, by the operators that the policies put it to."""
+    from trainyard.operate.guard_rails import TYPES
+
+    documents = [part for case in cases for some in case.policies(deployment[0]) for part in some]
+    conditions = [item.get("Condition", {}) for document in documents for item in document["Statement"]]
+    used = {(key, operator) for condition in conditions for operator in condition for key in condition[operator]}
+    words = {"Numeric": "numeric", "Bool": "boolean"}
+    wanted = {key: kind for key, operator in used for word, kind in words.items() if operator.startswith(word)}
+    stated = {key for case in cases for key in case.stated}
+    assert {key: kind for key, kind in wanted.items() if key in stated}.items() <= TYPES.items()
+
+
 def test_an_environment_of_one_tenant_has_no_other_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from trainyard.operate.guard_rails import main
 

@@ -155,7 +155,14 @@ def test_a_line_is_a_row_as_the_file_has_it() -> None:
         "validation_loss": 2.25,
         "validation_perplexity": None,
     }
-    for other in ("validation step=7 set=code loss=1.0", "checkpoint step=7 committed", "a step=1", "step=x"):
+    for other in (
+        "validation step=7 set=code loss=1.0",
+        "checkpoint step=7 committed",
+        "a step=1",
+        "step=x",
+        "step=nan",
+        "step=inf",
+    ):
         assert row_of_line(other) is None
 
 

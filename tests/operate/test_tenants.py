@@ -332,6 +332,54 @@ def test_a_link_goes_before_its_file_system() -> None:
     assert set(leftovers._DELETE) == survey.HELD_TYPES
 
 
+@pytest.mark.parametrize("status", ["DELETE_IN_PROGRESS", "UPDATE_COMPLETE", ""])
+def test_a_stack_that_is_being_deleted_already_is_waited_for(status: str) -> None:
+    """A removal that was interrupted is finished by the same command. In that state CloudFormation lets nobody change
+    a stack's protection, and one that is gone since the plan was made it doesn't know at all."""
+    import boto3
+    from botocore.stub import Stubber
+
+    client = boto3.client("cloudformation", region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+    account: Any = types.SimpleNamespace(client=lambda _: client)
+
+    def told(state: str) -> dict[str, Any]:
+        return {"Stacks": [{"StackName": "s", "StackId": "arn:s", "StackStatus": state, "CreationTime": NOW}]}
+
+    with Stubber(client) as stub:
+        if not status:
+            stub.add_client_error("describe_stacks", "ValidationError", "Stack with id s does not exist")
+        else:
+            stub.add_response("describe_stacks", told(status), {"StackName": "s"})
+            if status != "DELETE_IN_PROGRESS":
+                options = {"StackName": "s", "EnableTerminationProtection": False}
+                stub.add_response("update_termination_protection", {}, options)
+                stub.add_response("delete_stack", {}, {"StackName": "s"})
+            stub.add_response("describe_stacks", told("DELETE_COMPLETE"), {"StackName": "arn:s"})
+        removal._delete_stack(account, "s", lambda _: None)
+        stub.assert_no_pending_responses()
+
+
+def test_a_role_that_the_broker_removes_at_the_same_time_ends_no_removal() -> None:
+    """Its own sweep goes on until its stack goes."""
+    import boto3
+    from botocore.stub import Stubber
+
+    iam = boto3.client("iam", region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+    account: Any = types.SimpleNamespace(client=lambda _: iam)
+    role = {"Path": "/p/", "RoleId": "AROA0123456789012345", "Arn": "arn:aws:iam::123456789012:role/x"}
+    roles = [{**role, "RoleName": f"acme-{number}", "CreateDate": NOW} for number in (1, 2, 3)]
+    with Stubber(iam) as stub:
+        stub.add_response("list_roles", {"Roles": roles})
+        stub.add_client_error("list_role_policies", "NoSuchEntity")
+        stub.add_response("list_role_policies", {"PolicyNames": ["own"]}, {"RoleName": "acme-2"})
+        stub.add_client_error("delete_role_policy", "NoSuchEntity")
+        stub.add_response("delete_role", {}, {"RoleName": "acme-2"})
+        stub.add_response("list_role_policies", {"PolicyNames": []}, {"RoleName": "acme-3"})
+        stub.add_client_error("delete_role", "NoSuchEntity")
+        assert leftovers.delete_job_roles(account, "local", "acme") == ["acme-2"]
+        stub.assert_no_pending_responses()
+
+
 def test_the_log_groups_that_hyperpod_made_go_with_their_tenant_and_no_others() -> None:
     """By the name that the policies let the machines write to."""
     import boto3

@@ -36,8 +36,8 @@ def deploy(
 ) -> None:
     """Deploy an environment's stacks; refused where that would replace or drop a bucket, key, file system or network.
 
-    Exit code 2 and one line name what would be lost. A real account must be bootstrapped once: `cdk bootstrap -c
-    environment=PATH`.
+    Exit code 2 and one line name what would be lost. A real account must be bootstrapped once:
+    cdk bootstrap -c environment=PATH
 
     Example: trainyard deploy environments/staging.yaml --check
     """

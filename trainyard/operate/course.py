@@ -55,7 +55,7 @@ def row_of_line(text: str) -> Row | None:
         except ValueError:
             if name == "set":
                 return None
-    if "step" not in found:
+    if not math.isfinite(found.get("step", math.nan)):
         return None
     found["step"] = int(found["step"])
     found |= {name: None for name, value in found.items() if isinstance(value, float) and not math.isfinite(value)}

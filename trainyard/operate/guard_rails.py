@@ -21,7 +21,12 @@ from trainyard.launch.place import environment_file
 from trainyard.launch.session import checkout_root
 from trainyard.spec.platform import load_environment
 
-TYPES = {"sagemaker:MaxRuntimeInSeconds": "numeric", "sagemaker:EnableRemoteDebug": "boolean"}
+TYPES = {
+    "sagemaker:EnableRemoteDebug": "boolean",
+    "sagemaker:KeepAlivePeriod": "numeric",
+    "sagemaker:MaxRuntimeInSeconds": "numeric",
+    "ssm:SessionDocumentAccessCheck": "boolean",
+}
 """Condition keys that are no strings, in SimulateCustomPolicy's words."""
 
 

@@ -1,5 +1,6 @@
 """What of a tenant still exists, asked of each service, and how one thing that its stack left behind is deleted."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -195,14 +196,23 @@ def job_roles(account: Account, environment: str, tenant: str) -> list[str]:
 
 def delete_job_roles(account: Account, environment: str, tenant: str) -> list[str]:
     """Delete the roles of single jobs that are left; their names. They hold the tenant's boundary: its stack can't go
-    before them."""
+    before them. The tenant's broker still looks for such roles by itself: what it has removed is none of these."""
     iam, names = account.client("iam"), job_roles(account, environment, tenant)
     with aws_errors("deleting", f"roles of {tenant}'s jobs"):
-        for name in names:
-            for policy in iam.list_role_policies(RoleName=name)["PolicyNames"]:
+        return [name for name in names if _delete_role(iam, name)]
+
+
+def _delete_role(iam: Any, name: str) -> bool:
+    """False where somebody else has."""
+    missing = iam.exceptions.NoSuchEntityException
+    try:
+        for policy in iam.list_role_policies(RoleName=name)["PolicyNames"]:
+            with contextlib.suppress(missing):
                 iam.delete_role_policy(RoleName=name, PolicyName=policy)
-            iam.delete_role(RoleName=name)
-    return names
+        iam.delete_role(RoleName=name)
+    except missing:
+        return False
+    return True
 
 
 def running_jobs(account: Account, environment: EnvironmentSpec, tenant: str) -> Unfinished:

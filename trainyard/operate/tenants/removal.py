@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainyard.errors import AwsRefusedError, InputError, TrainyardError
-from trainyard.launch.aws import aws_errors
+from trainyard.launch.aws import aws_errors, error_code
 from trainyard.launch.contract import read_contract
 from trainyard.launch.session import Account, assume
 from trainyard.operate.deploy import tenant_stacks
@@ -300,9 +300,17 @@ def _empty(account: Account, planned: Plan, report: Report, say: Say) -> None:
 def _delete_stack(account: Account, name: str, say: Say) -> None:
     cloudformation = account.client("cloudformation")
     with aws_errors("deleting", f"stack {name}", "look at its events in CloudFormation, and repeat the command"):
-        stack_id = cloudformation.describe_stacks(StackName=name)["Stacks"][0]["StackId"]
-        cloudformation.update_termination_protection(StackName=name, EnableTerminationProtection=False)
-        cloudformation.delete_stack(StackName=name)
+        try:
+            found = cloudformation.describe_stacks(StackName=name)["Stacks"][0]
+        except cloudformation.exceptions.ClientError as error:
+            if error_code(error) != "ValidationError":  # CloudFormation's word for "no such stack"
+                raise
+            return  # it went since the plan was made
+        stack_id = found["StackId"]
+        # An interrupted removal's own deletion goes on: in that state AWS lets nobody change the protection.
+        if found["StackStatus"] != "DELETE_IN_PROGRESS":
+            cloudformation.update_termination_protection(StackName=name, EnableTerminationProtection=False)
+            cloudformation.delete_stack(StackName=name)
         end, pause = time.monotonic() + STACK_SECONDS, 0.2
         while (status := _status(cloudformation, stack_id)) == "DELETE_IN_PROGRESS":
             say(f"deleting stack {name}")
