@@ -637,6 +637,21 @@ def test_a_proposal_that_is_no_job_is_refused_and_told_and_the_search_goes_on(be
     assert [one.state for one in go_on(runner).run(machines.tick).lines] == ["Completed", "Refused", "Completed"]
 
 
+def test_a_search_that_learns_is_told_of_no_trial_before_its_end(begun: Any) -> None:
+    """A loss of the tenth step would stand beside others' last ones, as a bad setting's."""
+    runner, machines = begun(parallel=2, stop_rule="none")
+    search = learning(runner, "1e-3", "2e-3", "3e-3")
+
+    def tick() -> None:
+        machines.tick()
+        if len(machines.running) == 2:
+            machines.ended[next(iter(machines.running))] = "Stopped"
+
+    assert [one.state for one in runner.run(tick).lines] == ["Stopped", "Completed", "Completed"]
+    first, second = search.told[-1]
+    assert first is not None and second is None, "the first had ended, the second ran"
+
+
 def test_more_money_lets_a_search_that_learns_go_on(begun: Any) -> None:
     runner, machines = begun(parallel=1, stop_rule="none", max_cost_usd=6.0, planned_usd=1.0)
     learning(runner, "1e-3", "2e-3", "3e-3")

@@ -56,7 +56,7 @@ def propose(
 ) -> Trial:
     """The trial after those, with its plan. Where its settings are no job's: InputError, or if not `strict` a refused
     trial, which a search that learns is told of as one that diverged: else it would propose the same for ever."""
-    told = [Told(one.overrides, math.inf if one.diverged or one.state == REFUSED else one.value) for one in before]
+    told = [Told(one.overrides, _value_told(one)) for one in before]
     number = len(before) + 1
     overrides = search.propose(number - 1, told)
     name = trial_name(job_name, token, number)
@@ -67,6 +67,13 @@ def propose(
             raise
         return Trial(number=number, name=name, overrides=overrides, state=REFUSED, why=str(error))
     return Trial(number=number, name=name, overrides=overrides, planned_usd=planned)
+
+
+def _value_told(trial: Trial) -> float | None:
+    """What a search hears of a trial: nothing while it may still become better."""
+    if trial.diverged or trial.state == REFUSED:
+        return math.inf
+    return trial.value if trial.is_over else None
 
 
 def first_trials(search: Search, launcher: Launcher, token: str, job_name: str) -> tuple[Trial, ...]:
