@@ -241,3 +241,26 @@ def test_a_course_counts_samples_whatever_the_batches_were(tmp_path: Path, lengt
     # An odd number of halves: the last step of the whole batch reads on, and the rate stays at its end.
     whole.resumed(5, 4 * BATCH + BATCH // 2)
     assert whole.num_steps == 5 + 8 and whole.learning_rate(13) == whole.learning_rate(13 + 1)
+
+
+@pytest.mark.parametrize("kind", ["linear", "wsd", "cosine"])
+def test_a_base_batch_scales_the_rate_with_every_resume_and_the_schedule_stands_where_the_samples_do(
+    tmp_path: Path, kind: str
+) -> None:
+    """Two hosts; one from step 5 on; both again from step 9 on, when as much was read as in 7 steps of both."""
+    job, settings = elastic_job(tmp_path, "adapt", "training.base_batch_size=16", f"training.schedule.kind={kind}")
+    spec = load_job(job, [*settings, "training.schedule.warmup_steps=3"])
+    whole, half, again = (
+        Course(one, sequences_per_epoch=64)
+        for one in (resolve(spec), on_hosts(spec, 1, processes_per_host=1), on_hosts(spec, 2, processes_per_host=1))
+    )
+    peak = spec.training.learning_rate * BATCH / 16
+    assert max(whole.learning_rate(step) for step in range(1, STEPS + 1)) == pytest.approx(peak)
+    half.resumed(5, 5 * BATCH)
+    for step in (7, 9):
+        stated = 5 + (step - 5) // 2
+        assert half.learning_rate(step) == pytest.approx(whole.learning_rate(stated) / 2, rel=1e-12)
+    again.resumed(9, 7 * BATCH)
+    assert again.num_steps == 9 + STEPS - 7
+    for step in range(10, again.num_steps + 1):
+        assert again.learning_rate(step) == pytest.approx(whole.learning_rate(step - 2), rel=1e-12)
