@@ -259,6 +259,26 @@ def test_two_numbers_and_a_colon_are_no_number_in_base_sixty(tmp_path: Path) -> 
     assert load_job(tmp_path / "job.yaml", ["compute.max_hours=2.5", "training.steps=0x10"]).training.steps == 16
 
 
+def test_an_entry_of_a_list_is_overridden_by_the_name_that_messages_give_it(tmp_path: Path) -> None:
+    """The list became a mapping, and what was refused was that it is no list."""
+    path = tmp_path / "job.yaml"
+    sources = [{"path": name, "format": "text"} for name in ("a", "b")]
+    path.write_text(yaml.safe_dump(changed(JOB, "data.train", sources)))
+    overrides = ["data.train.1.path=c", "data.train.0.format=jsonl", "training.optimizer.betas=[0.8, 0.9]"]
+    job = load_job(path, [*overrides, "training.optimizer.betas.0=0.7"])
+    assert [(source.path, source.format) for source in job.data.train] == [("a", "jsonl"), ("c", "text")]
+    assert job.training.optimizer.betas == (0.7, 0.9)
+    for override in ("data.train.2.path=c", "data.train.path=c", "data.train.-1.path=c"):
+        with pytest.raises(
+            InputError, match=rf"^--set {override}: data\.train is a list and has entries 0 to 1; name "
+        ):
+            load_job(path, [override])
+    with pytest.raises(InputError, match=r"data\.validation is a list and has no entry"):
+        load_job(path, ["data.validation=[]", "data.validation.0=x"])
+    with pytest.raises(InputError, match=r"data\.train\.1\.formt: unknown key"):
+        load_job(path, ["data.train.1.formt=text"])
+
+
 def test_a_folder_in_the_files_place_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"can't be read: Is a directory$"):
         load_job(tmp_path)

@@ -228,24 +228,39 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(content: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`content` with each `section.key=value` set; values are read as YAML, so 20 is a number and [a, b] a list."""
+    """`content` with each `section.key=value` set; values are read as YAML, so 20 is a number and [a, b] a list. An
+    entry of a list is named by its place, `data.train.0.path=text`, as messages name it."""
     changed: dict[str, Any] = _deep_copy(content)
     for override in overrides:
         dotted, separator, value = override.partition("=")
         if not separator or not dotted:
             raise InputError(f"--set {override}: must look like section.key=value, e.g. training.steps=20")
-        *parents, key = dotted.split(".")
-        target = changed
-        for parent in parents:
-            child = target.get(parent)
-            if not isinstance(child, dict):
-                child = target[parent] = {}
-            target = child
         try:
-            target[key] = _parsed(value)
+            read = _parsed(value)
         except (InputError, yaml.YAMLError) as error:
             raise InputError(f"--set {override}: {value!r} is not a valid YAML value: {_problem(error)}") from None
+        *parents, key = dotted.split(".")
+        target: Any = changed
+        for number, parent in enumerate(parents):
+            place = _place_in(target, parent, ".".join(parents[:number]), override)
+            child = target[place] if isinstance(target, list) else target.get(place)
+            if not isinstance(child, dict | list):
+                child = target[place] = {}
+            target = child
+        target[_place_in(target, key, ".".join(parents), override)] = read
     return changed
+
+
+def _place_in(target: dict[str, Any] | list[Any], part: str, where: str, override: str) -> Any:
+    """`part` of a dotted name as the key, or the index, of what stands there."""
+    if isinstance(target, dict):
+        return part
+    if part.isdecimal() and int(part) < len(target):
+        return int(part)
+    entries = f"has entries 0 to {len(target) - 1}" if target else "has no entry"
+    raise InputError(
+        f"--set {override}: {where} is a list and {entries}; name one, {where}.0, or give the whole list, {where}=[...]"
+    )
 
 
 def _deep_copy(value: Any) -> Any:
