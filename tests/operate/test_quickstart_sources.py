@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from trainyard.errors import InputError
 from trainyard.operate.quickstart import __main__ as command
 from trainyard.operate.quickstart import report as reporting
-from trainyard.operate.quickstart.flow import SOURCES, sources_digest
+from trainyard.operate.quickstart.flow import SOURCES, load_inputs, sources_digest
 from trainyard.operate.quickstart.options import Options
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +100,17 @@ def test_what_to_look_at_next_is_looked_for_where_the_job_is(tmp_path: Path, nam
     shown = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     (line,) = [line.strip("│ ").rpartition("│")[2].strip() for line in shown if "trainyard status" in line]
     assert line == f".venv/bin/trainyard status acme-tiny-1 {words.format(tmp_path / name)}".strip()
+
+
+@pytest.mark.parametrize(("spot", "told"), [("true", ""), ("false", "compute.spot must be true")])
+def test_a_job_whose_machines_nobody_takes_back_is_no_quickstarts(tmp_path: Path, spot: str, told: str) -> None:
+    """It was said when the job had run, minutes later."""
+    text = (ROOT / "jobs/quickstart.yaml").read_text(encoding="utf-8")
+    assert text.count("  spot: true") == 1
+    (tmp_path / "job.yaml").write_text(text.replace("  spot: true", f"  spot: {spot}"), encoding="utf-8")
+    options = replace(_options(tmp_path), environment=ROOT / "environments/local.yaml")
+    with pytest.raises(InputError, match=told) if told else nullcontext():
+        load_inputs(options)
 
 
 def test_every_source_is_there() -> None:

@@ -97,6 +97,8 @@ def load_inputs(options: Options) -> tuple[EnvironmentSpec, JobSpec]:
     check_tenant(environment, job.tenant, str(options.job))
     if len(environment.tenants) < 2:
         raise InputError(f"{options.environment}: has one tenant; isolation needs a second one to try the doors")
+    if not job.compute.spot:
+        raise InputError(f"{options.job}: compute.spot must be true: capacity on demand is not reclaimed")
     every, steps = job.checkpoint.every_steps, job.training.steps
     if not isinstance(every, int) or steps is None or every < 4 or steps < 3 * every:
         raise InputError(
