@@ -155,6 +155,16 @@ def split_of(layout: ParallelismSpec) -> int:
     return layout.tensor * layout.pipeline * layout.context
 
 
+def complexity_of(layout: ParallelismSpec) -> tuple[int, int, bool]:
+    """By which of two layouts the simpler one is told: how many kinds of splitting it has, over how many ranks, and
+    whether a further library does it."""
+    degrees = (layout.tensor, layout.pipeline, layout.context, layout.expert)
+    kinds = sum(degree > 1 for degree in degrees)
+    kinds += layout.pipeline > 1 and layout.pipeline_schedule != "1f1b"
+    kinds += layout.data_shard > 1 and layout.data_replicate > 1
+    return kinds, split_of(layout) * layout.expert, layout.engine != "torch"
+
+
 def offloading_layouts(job: JobSpec, machines: Machines, rules: Rules) -> list[ParallelismSpec]:
     """DeepSpeed with its optimizer, and its weights too, in the host's memory: for what fits in no other way."""
     world = machines.world_size

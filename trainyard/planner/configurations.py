@@ -3,6 +3,7 @@
 import dataclasses
 
 from trainyard.hardware import Instance
+from trainyard.planner.candidates import complexity_of
 from trainyard.planner.communication import fabric_of
 from trainyard.planner.constants import GIB
 from trainyard.planner.formulas import Formulas
@@ -20,6 +21,9 @@ DATA = "data"
 
 SAME_SPEED = 0.02
 """Step times closer than this are no reason to prefer one."""
+
+NO_GAIN = 0.01
+"""A layout that a search estimates to be faster by less than this is not taken, if it is more complicated."""
 
 
 def configuration(
@@ -137,6 +141,8 @@ def verdict_of(item: Configuration, chosen: Configuration) -> str:
         return does_not_fit(item)
     assert item.time is not None and chosen.time is not None
     ratio = item.time.step_seconds / chosen.time.step_seconds
+    if -NO_GAIN <= ratio - 1 < 0 and complexity_of(item.parallelism) > complexity_of(chosen.parallelism):
+        return f"{1 - ratio:.1%} faster by this estimate, which can't tell so little; more complicated than the chosen"
     if abs(ratio - 1) < SAME_SPEED:
         return "as fast by this estimate, with another split"
     if ratio >= 1:

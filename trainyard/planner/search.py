@@ -10,9 +10,17 @@ from dataclasses import dataclass, field
 
 from trainyard.errors import InputError
 from trainyard.hardware import DEFAULT_REGION, Instance, PriceBook, instance, instance_types
-from trainyard.planner.candidates import Rules, layouts, obstacle_of_all, offloading_layouts, powers, split_of
+from trainyard.planner.candidates import (
+    Rules,
+    complexity_of,
+    layouts,
+    obstacle_of_all,
+    offloading_layouts,
+    powers,
+    split_of,
+)
 from trainyard.planner.communication import fabric_of
-from trainyard.planner.configurations import configuration, does_not_fit, fits_both, host_of, verdict_of
+from trainyard.planner.configurations import NO_GAIN, configuration, does_not_fit, fits_both, host_of, verdict_of
 from trainyard.planner.facts import check_job
 from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.layout import Layout, Recompute
@@ -459,20 +467,30 @@ class _Searched:
 
 
 def _fastest_to_run(fitting: Sequence[_Fitting], moved: Moved | None) -> _Fitting:
-    """The fastest; of a moved job the fastest that the command starts as it was priced. InputError: none."""
-    refusal = None
-    for item in sorted(fitting, key=lambda one: one.seconds):
-        if moved is None:
-            return item
-        layout = item.layout
-        try:
-            runs = resolve(moved.with_layout(_layout_words(item.parallelism, layout.micro_batch, layout.recompute)))
-        except InputError as error:
-            refusal = refusal or error
-            continue
-        if runs.gradient_accumulation_steps == layout.num_micro_batches:
-            return item
-    raise refusal or InputError(f"{moved.own.name if moved else ''}: no layout runs as it was priced")
+    """The simplest of those that the estimate can't tell from the fastest; of a moved job all of them such that the
+    command starts it as it was priced. InputError: none."""
+    refusals: list[InputError] = []
+    by_time = sorted(fitting, key=lambda one: one.seconds)
+    first = next((item for item in by_time if _starts(item, moved, refusals)), None)
+    if first is None:
+        name = moved.own.name if moved else ""
+        raise refusals[0] if refusals else InputError(f"{name}: no layout runs as it was priced")
+    near = [item for item in by_time if first.seconds <= item.seconds <= first.seconds * (1 + NO_GAIN)]
+    near.sort(key=lambda item: (complexity_of(item.parallelism), item.seconds))
+    return next(item for item in near if item is first or _starts(item, moved, refusals))
+
+
+def _starts(item: _Fitting, moved: Moved | None, refusals: list[InputError]) -> bool:
+    """Whether the command starts a moved job with the micro-batches that were priced; why not is added."""
+    if moved is None:
+        return True
+    layout = item.layout
+    try:
+        runs = resolve(moved.with_layout(_layout_words(item.parallelism, layout.micro_batch, layout.recompute)))
+    except InputError as error:
+        refusals.append(error)
+        return False
+    return runs.gradient_accumulation_steps == layout.num_micro_batches
 
 
 def _ranked(options: Sequence[Option], limit: float, budget: float | None) -> list[Option]:
