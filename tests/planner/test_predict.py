@@ -256,6 +256,26 @@ def test_the_network_is_read_from_words(text: str, gb_per_second: float) -> None
     assert understand({**LLAMA, "interconnect": text}).links.node_gb_per_second == gb_per_second
 
 
+@pytest.mark.parametrize(
+    ("gpu", "per_node", "gb_per_second"),
+    [
+        ("H200", 8, 400),
+        ("H200", 4, 200),
+        ("H200", 1, 50),
+        ("A100", 4, 100),
+        # A card at least, which parts without NVLink share, and the first nodes with it.
+        ("V100", 4, 12.5),
+        ("V100", 16, 25),
+        ("L4", 4, 12.5),
+    ],
+)
+@pytest.mark.parametrize("words", ["InfiniBand", ""])
+def test_a_node_has_as_many_cards_as_gpus(gpu: str, per_node: int, gb_per_second: float, words: str) -> None:
+    """Four H200 a node had eight cards, and what crosses the network took half of its time."""
+    asked = {**LLAMA, "gpu": gpu, "gpus": 64, "gpus_per_node": per_node, "interconnect": words}
+    assert understand(asked).links.node_gb_per_second == gb_per_second
+
+
 def test_a_rack_of_nvlink_is_one_node() -> None:
     assert understand({**LLAMA, "gpu": "GB200", "interconnect": "NVL72"}).links.gpus_per_node == 72
 

@@ -12,7 +12,7 @@ from trainyard.hardware import gpu
 from trainyard.planner import predict
 from trainyard.planner.communication import EFA, Fabric, all_gather_seconds, all_reduce_seconds, group
 from trainyard.planner.families import shape_of_known
-from trainyard.planner.layout import Engine, Layout, Precision, Recompute
+from trainyard.planner.layout import Engine, Layout, Library, Precision, Recompute, ZeroSizes
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import StageParams, stage_params, stages
@@ -330,6 +330,43 @@ def test_updated_parameters_come_back_behind_the_forward_pass() -> None:
     # Far below either pass's rate, halving the bandwidth adds the whole traffic once more.
     assert exposed(0.5) - exposed(1.0) == pytest.approx(exposed(1.0) + once.forward + once.backward, rel=1e-3)
     assert exposed(1e6) == 0
+
+
+@pytest.mark.parametrize("library", ["", "trainyard"])
+def test_deepspeeds_stage_2_reduces_each_micro_batch(library: Library) -> None:
+    """It keeps no whole gradients to add micro-batches up in; stage 1 does, and sends them once. They were counted once
+    for both."""
+    shape, device, share = shape_of_known("llama-2-7b"), gpu("H100"), 0.1
+    still = dataclasses.replace(DEFAULT_CONSTANTS, data_exposed=share, data_overlap=1.0, jitter_per_doubling=0.0)
+    layout = Layout(engine="deepspeed", library=library, shard_degree=8, data_parallel=8, year=2025.0)
+
+    def exposed(stage: int, count: int, *, overlaps: bool = True) -> float:
+        there = dataclasses.replace(
+            layout, zero_stage=stage, num_micro_batches=count, zero_sizes=ZeroSizes(overlaps=overlaps)
+        )
+        return step_time(shape, there, device, LINKS, still).data_communication
+
+    gradients, weights = _replica_seconds(shape, dataclasses.replace(layout, zero_stage=2), LINKS)
+    for count in (1, 4, 16):
+        assert exposed(2, count) == pytest.approx(share * (count * gradients + weights), rel=1e-6)
+        # Nothing hides what is waited for.
+        assert exposed(2, count, overlaps=False) == pytest.approx(count * gradients + share * weights, rel=1e-6)
+    assert exposed(1, 16) == exposed(1, 1)
+
+
+def test_buckets_of_many_owners_go_to_all_ranks() -> None:
+    """Our own trainer has DeepSpeed sum them on all, with twice the bytes, where one bucket is of more than 8 ranks."""
+    shape = shape_of_known("llama-2-7b")
+    members = Layout(engine="deepspeed", library="trainyard", zero_stage=2)
+
+    def sent(ranks: int, bucket: int | None = None) -> float:
+        layout = dataclasses.replace(members, shard_degree=ranks, data_parallel=ranks, zero_sizes=ZeroSizes(bucket))
+        return _replica_seconds(shape, layout, LINKS)[0]
+
+    few, many = (all_gather_seconds(4 * shape.params, group(ranks, 1, 8), LINKS) for ranks in (64, 512))
+    assert sent(64) == pytest.approx(few, rel=1e-5)
+    assert sent(512) == pytest.approx(all_reduce_seconds(4 * shape.params, group(512, 1, 8), LINKS), rel=1e-5)
+    assert sent(512) > 1.5 * sent(512, bucket=1_000_000) == pytest.approx(1.5 * many, rel=1e-5)
 
 
 def test_before_2023_gradients_and_parameters_stand_alone() -> None:

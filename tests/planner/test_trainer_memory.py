@@ -2,18 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
+from trainyard.planner import plan
 from trainyard.planner.adapters import adapter_params
 from trainyard.planner.families import shape_of_known
 from trainyard.planner.formulas import formulas_of
-from trainyard.planner.layout import Layout, Precision, Schedule
-from trainyard.planner.memory import lora_params, memory, rank_memory
+from trainyard.planner.layout import Layout, Precision, Schedule, ZeroSizes
+from trainyard.planner.memory import _engine_buffers, lora_params, memory, rank_memory
+from trainyard.planner.reading import layout_of
 from trainyard.planner.shapes import ModelShape
-from trainyard.planner.stages import Stage
-from trainyard.spec.job import JobSpec
+from trainyard.planner.stages import Stage, stage_params, stages
+from trainyard.spec.job import JobSpec, ParallelismSpec
 
 Place = Literal["none", "cpu", "nvme"]
 
@@ -86,6 +88,50 @@ def test_deepspeeds_state_by_stage(
     use = memory(SHAPE, layout)
     kept = (use.parameters, use.gradients, use.optimizer)
     assert [part / SHAPE.params for part in kept] == pytest.approx([weights, gradients, optimizer])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "expected"),
+    [
+        # 131 million elements of the embedding: two buckets of bf16, and one flattened and made fp32.
+        ({"zero_stage": 2}, {}, 32000 * 4096 * (2 * 2 + 2 + 4)),
+        ({"zero_stage": 2}, {"overlaps": False}, 32000 * 4096 * (2 + 2 + 4)),
+        ({"zero_stage": 2}, {"bucket": 10**6}, 10**6 * (2 * 2 + 2 + 4)),
+        # Sums as wide as the weights are added up beside what a micro-batch sends.
+        ({"zero_stage": 2, "precision": "fp32"}, {"bucket": 10**6}, 10**6 * (2 * 4 + 4) + 4 * 6738415616 / 8),
+        ({"zero_stage": 2, "precision": "fp32", "num_micro_batches": 1}, {"bucket": 10**6}, 10**6 * (2 * 4 + 4)),
+        # Whole gradients are moved into the buckets, and a rank's part is copied from there.
+        ({"zero_stage": 1}, {"bucket": 10**6}, 10**6 * (2 + 4) + 2 * 6738415616 / 8),
+        # A bucket in fp32, flattened; weights up to the limit, and the one in use.
+        ({"zero_stage": 3}, {}, 32000 * 4096 * (4 + 4 + 2) + 2 * 10**9),
+        ({"zero_stage": 3}, {"live": 10**12}, 32000 * 4096 * (4 + 4) + 2 * 6738415616),
+        ({"zero_stage": 3}, {"prefetch": 0}, 32000 * 4096 * (4 + 4 + 2) + 10**9),
+    ],
+)
+def test_deepspeeds_buffers_by_stage_and_stated_sizes(
+    changes: dict[str, Any], sizes: dict[str, Any], expected: float
+) -> None:
+    """By hand, of a Llama 2 7B; `tests/trainer/test_deepspeed_memory.py` measures the same in real ranks."""
+    shape = shape_of_known("llama-2-7b")
+    assert shape.params == 6738415616
+    layout = dataclasses.replace(DEEPSPEED, **changes, zero_sizes=ZeroSizes(**sizes))
+    (stage,) = stages(shape, layout)
+    assert _engine_buffers(shape, layout, stage, stage_params(shape, layout, stage)) == pytest.approx(expected)
+
+
+def test_a_job_states_deepspeeds_sizes(job: Callable[..., JobSpec]) -> None:
+    """They changed nothing of the plan: a job with small buckets was planned with DeepSpeed's defaults."""
+    zero = {"reduce_bucket_elements": 10**6, "prefetch_elements": 0, "max_live_elements": 10**7, "overlap": False}
+    layout = {"engine": "deepspeed", "data_replicate": 8, "zero_stage": 3}
+    stated, chosen = (
+        plan(job(compute={"instance_count": 1}, parallelism=layout | {"zero": sizes})).chosen.memory
+        for sizes in (zero, {})
+    )
+    assert stated.buffers_gib < chosen.buffers_gib
+    asked = job(compute={"instance_count": 1}, parallelism=layout | {"zero": zero})
+    assert isinstance(asked.parallelism, ParallelismSpec)
+    read = layout_of(asked, asked.parallelism, micro_batch=1, num_micro_batches=1, recompute="none")
+    assert read.zero_sizes == ZeroSizes(bucket=10**6, prefetch=0, live=10**7, overlaps=False)
 
 
 def test_deepspeeds_stage_0_in_bf16_is_what_ddp_is() -> None:

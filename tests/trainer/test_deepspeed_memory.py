@@ -1,12 +1,30 @@
 """What DeepSpeed keeps, by the tensors that live in its ranks, against the planner's formulas: 2 of the 4 bytes of its
 gradients in bf16 were missing, and with offload they were counted where they aren't."""
 
-import pytest
-from trainer_testing.memory_worker import Case, measure
+from dataclasses import replace
+from typing import Any
 
+import pytest
+from trainer.models.build import outline_model
+from trainer.strategies import deepspeed_settings
+from trainer.strategies.deepspeed_settings import configuration
+from trainer_testing.families import FAMILIES
+from trainer_testing.memory_worker import MODEL, Case, measure
+from trainer_testing.tiny import tiny_job
+
+from trainyard.planner.deepspeed_buffers import (
+    BUCKET_ELEMENTS,
+    LIVE_ELEMENTS,
+    MOST_OWNERS,
+    bucket_elements,
+    buffer_bytes,
+    sums_on_all,
+)
+from trainyard.planner.families import shape_from_config
 from trainyard.planner.host_memory import host_memory
 from trainyard.planner.layout import Layout
-from trainyard.planner.memory import trained_state
+from trainyard.planner.memory import state_bytes, trained_state
+from trainyard.planner.reading import zero_sizes_of
 from trainyard.planner.stages import StageParams
 
 pytestmark = pytest.mark.slow
@@ -29,6 +47,22 @@ CASES = [
     *(Case("zero0", precision) for precision in ("bf16", "fp32")),
 ]
 
+SMALL: dict[str, Any] = {
+    "persistence_threshold_elements": 0,
+    "reduce_bucket_elements": 420_000,
+    "max_live_elements": 1_050_000,
+    "overlap": True,
+}
+"""Buckets of a tenth of the model, as those of a large one are; a quarter of the weights is gathered at a time."""
+IN_BUCKETS = [
+    Case(f"zero{stage}", precision, {"zero": SMALL | {"overlap": overlap}}, at_messages=True)
+    for stage, precision, overlap in (
+        *((stage, precision, True) for precision in ("bf16", "fp32") for stage in (1, 2, 3)),
+        (2, "bf16", False),
+    )
+]
+CASES = [*IN_BUCKETS, *CASES]
+
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, float]]:
@@ -36,6 +70,7 @@ def measured() -> dict[str, dict[str, float]]:
 
 
 def _layout(case: Case) -> Layout:
+    asked = tiny_job(case.strategy, WORLD, parallelism=case.parallelism).parallelism
     return Layout(
         engine="deepspeed",
         library="trainyard",
@@ -44,10 +79,12 @@ def _layout(case: Case) -> Layout:
         data_parallel=WORLD,
         precision=case.precision,  # type: ignore[arg-type]
         offload=case.parallelism.get("offload", "none"),
+        num_micro_batches=2,
+        zero_sizes=zero_sizes_of(asked),
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in IN_BUCKETS], ids=str)
 def test_a_step_leaves_what_the_formulas_say(measured: dict[str, dict[str, float]], case: Case) -> None:
     found, layout = measured[str(case)], _layout(case)
     weights, gradients, optimizer = trained_state(StageParams(1.0, 0.0), layout)
@@ -66,3 +103,52 @@ def test_a_step_leaves_what_the_formulas_say(measured: dict[str, dict[str, float
         beside = found["summed"] - found["bucket"] - found["on_device"] - weights
         host = host_memory(1.0, 1.0, layout, WORLD, asynchronous_saves=False)
         assert 0.6 < beside / (host.offloaded / WORLD) < 1, "DeepSpeed's own estimate has room for buffers"
+
+
+@pytest.mark.parametrize("case", IN_BUCKETS, ids=str)
+def test_gradients_on_their_way_take_what_the_formulas_say(measured: dict[str, dict[str, float]], case: Case) -> None:
+    """DeepSpeed's default buckets of 5e8 elements were counted, which the trainer doesn't have, and no copies."""
+    shape, layout = shape_from_config(MODEL), _layout(case)
+    each, params = state_bytes(layout), StageParams(shape.params, 0.0)
+    if layout.zero_stage == 3:
+        # Where what comes back soon is kept, all of this small model would be.
+        layout = replace(layout, zero_sizes=replace(layout.zero_sizes, live=shape.params))
+    buffers = buffer_bytes(shape, layout, shape.params, weight_bytes=each.parameter, gradient_bytes=each.gradient)
+    expected = (sum(trained_state(params, layout)) + buffers) / shape.params
+    assert measured[str(case)]["most"] == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("model", "zero"),
+    [
+        (MODEL, {}),
+        (MODEL, {"reduce_bucket_elements": 7}),
+        (FAMILIES["Mixtral"], {}),
+        # One matrix has more than a bucket would otherwise.
+        (MODEL | {"num_hidden_layers": 1, "vocab_size": 1_000_000}, {}),
+        (MODEL | {"hidden_size": 4096, "intermediate_size": 11008}, {}),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [2, 64])
+def test_the_trainer_and_the_planner_choose_the_same_buckets(
+    model: dict[str, Any], zero: dict[str, Any], num_ranks: int
+) -> None:
+    layout = {"engine": "deepspeed", "data_replicate": num_ranks, "zero_stage": 2, "zero": zero}
+    job = tiny_job("", num_ranks, model=model, parallelism=layout, micro_batch_size=1, global_batch_size=num_ranks)
+    sizes = [parameter.numel() for parameter in outline_model(job, vocab_size=model["vocab_size"]).parameters()]
+    chosen = configuration(job, sizes, device_type="cuda")["zero_optimization"]
+    shape = shape_from_config(model)
+    ours = Layout(
+        engine="deepspeed",
+        library="trainyard",
+        zero_stage=2,
+        data_parallel=num_ranks,
+        zero_sizes=zero_sizes_of(job.parallelism),
+    )
+    assert chosen["reduce_bucket_size"] == bucket_elements(shape, ours)
+    assert chosen["use_multi_rank_bucket_allreduce"] == sums_on_all(shape, ours)
+    assert (BUCKET_ELEMENTS, LIVE_ELEMENTS, MOST_OWNERS) == (
+        deepspeed_settings.MAX_BUCKET_ELEMENTS,
+        deepspeed_settings.MAX_LIVE_ELEMENTS,
+        deepspeed_settings.MAX_OWNERS,
+    )

@@ -22,6 +22,20 @@ weights, gradients and moments all have the training precision."""
 
 
 @dataclass(frozen=True)
+class ZeroSizes:
+    """What a job of our own trainer states of DeepSpeed's messages, in elements; None: what the trainer chooses."""
+
+    bucket: int | None = None
+    """Gradients that are reduced at once."""
+    prefetch: int | None = None
+    """Stage 3: weights that are gathered ahead of their use."""
+    live: int | None = None
+    """Stage 3: gathered weights beyond which none is asked for ahead."""
+    overlaps: bool = True
+    """Gradients travel behind the backward pass."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """Degrees, batch and numerics. Sequences in batches, elements elsewhere."""
 
@@ -62,6 +76,7 @@ class Layout:
     """Where optimizer state lives."""
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
     """ZeRO-3: where a rank's part of the weights lives between uses."""
+    zero_sizes: ZeroSizes = ZeroSizes()
     flash_attention: bool = True
     fp32_softmax: bool = False
     """Attention is written out (eager), and keeps the fp32 result of its softmax too."""
@@ -139,6 +154,11 @@ class Layout:
         """Our own trainer's ZeRO stage 0 in bf16: fp32 weights, cast product by product, as under DDP."""
         ours = self.engine == "deepspeed" and self.library == "trainyard"
         return ours and self.zero_stage == 0 and self.precision == "bf16"
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether gradients travel after each micro-batch: DeepSpeed's stage 2 keeps no whole ones to sum them in."""
+        return self.engine == "deepspeed" and self.zero_stage == 2
 
     @property
     def keeps_rest_in_fp32(self) -> bool:

@@ -17,6 +17,7 @@ from trainyard.planner.activations import (
 )
 from trainyard.planner.adapters import adapter_params
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB, MemoryConstants
+from trainyard.planner.deepspeed_buffers import buffer_bytes, update_bytes
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_at, stage_params, stages
@@ -190,7 +191,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
         moving = replace(
             worst,
             activations=worst.activations + encoder_bytes(shape, layout, constants) * stage.embedding * stage.in_flight,
-            buffers=worst.buffers + _engine_buffers(layout, params),
+            buffers=worst.buffers + _engine_buffers(shape, layout, stage, params),
         )
         return Memory(
             parameters=parameters,
@@ -200,6 +201,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
             logits=moving.loss,
             buffers=moving.buffers,
             workspace=workspace_bytes(layout, experts=shape.moe_layers > 0),
+            step_temporary=_engine_update(shape, layout, stage, params),
             moving_error=constants.moving_error,
         )
     logits = logits_bytes(shape, layout, constants) if stage.head else 0.0
@@ -363,13 +365,23 @@ def _stage_activations(
     return held + max(rebuilt - logits, 0.0) + edges * (stage.embedding * stage.in_flight + stage.head)
 
 
-def _engine_buffers(layout: Layout, params: StageParams) -> float:
+def _engine_buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> float:
     """DeepSpeed's own, whatever the model does."""
-    if layout.engine != "deepspeed" or layout.method != "full" or not layout.zero_stage:
+    if layout.engine != "deepspeed" or not layout.zero_stage:
         return 0.0
-    if layout.zero_stage == 3:
-        return min(DEEPSPEED_SUB_GROUP, params.total) * 8
-    return 2 * min(DEEPSPEED_BUCKET_ELEMENTS, params.total) * state_bytes(layout).parameter
+    trained, each = _trained(shape, layout, stage, params), state_bytes(layout)
+    return buffer_bytes(shape, layout, trained, weight_bytes=each.parameter, gradient_bytes=each.gradient)
+
+
+def _engine_update(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> float:
+    """What DeepSpeed's update makes."""
+    if layout.engine != "deepspeed":
+        return 0.0
+    return update_bytes(shape, layout, _trained(shape, layout, stage, params), state_bytes(layout).gradient)
+
+
+def _trained(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams) -> float:
+    return params.total if layout.method == "full" else lora_params(shape, layout, stage)
 
 
 def _buffers(shape: ModelShape, layout: Layout, stage: Stage, params: StageParams, logits: float) -> float:

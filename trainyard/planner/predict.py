@@ -795,8 +795,8 @@ def _links(fields: _Fields, device: Gpu, gpus: int) -> Fabric:
     usual = NODE_GB_PER_SECOND.get(
         device.name, DEFAULT_NODE_GB_PER_SECOND if device.nvlink else SLOW_NODE_GB_PER_SECOND
     )
-    # Nodes of other sizes have as many cards a GPU: a rack of NVLink has 72 of them.
-    usual *= max(1.0, per_node / 8)
+    # Nodes of other sizes have as many cards a GPU (a rack of NVLink has 72 of them, a node of four GPUs four), or one.
+    usual = max(SLOW_NODE_GB_PER_SECOND, usual * per_node / 8)
     network = EFA if re.search(r"\befa", lowered) else INFINIBAND
     return fabric(device, per_node, _stated_gb_per_second(text, per_node) or usual, network)
 

@@ -17,7 +17,7 @@ from trainyard.planner.families import (
     shape_from_source,
     with_positions,
 )
-from trainyard.planner.layout import Layout, Recompute
+from trainyard.planner.layout import Layout, Recompute, ZeroSizes
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec, ParallelismSpec
 
@@ -245,6 +245,7 @@ def layout_of(
         library="trainyard",
         offload=parallelism.offload,
         offload_parameters=parallelism.zero.offload_parameters,
+        zero_sizes=zero_sizes_of(parallelism),
         flash_attention=not is_eager,
         hopper_attention=job.model.attention == "flash_attention_3",
         fp32_softmax=is_eager and model_type_of(job) != "gpt2",  # by transformers' modeling files
@@ -252,6 +253,17 @@ def layout_of(
         optimizer=job.training.optimizer.kind,
         keeps_average=job.training.optimizer.average_decay is not None,
         loss_chunk_tokens=_loss_chunk_tokens(job, parallelism),
+    )
+
+
+def zero_sizes_of(parallelism: ParallelismSpec) -> ZeroSizes:
+    """What the job states of them; `overlap: auto` is so on GPUs."""
+    zero = parallelism.zero
+    return ZeroSizes(
+        bucket=None if zero.reduce_bucket_elements == "auto" else zero.reduce_bucket_elements,
+        prefetch=None if zero.prefetch_elements == "auto" else zero.prefetch_elements,
+        live=None if zero.max_live_elements == "auto" else zero.max_live_elements,
+        overlaps=zero.overlap == "auto" or zero.overlap,
     )
 
 

@@ -25,6 +25,7 @@ from trainyard.planner.communication import (
     group,
     send_seconds,
 )
+from trainyard.planner.deepspeed_buffers import sums_on_all
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES, state_bytes
 from trainyard.planner.shapes import ModelShape
@@ -58,13 +59,13 @@ class Constants:
     ceiling_ampere: float = 0.717
     ceiling_hopper: float = 0.702
     ceiling_blackwell: float = 0.5
-    ceiling_hopper_torch: float = 0.574
+    ceiling_hopper_torch: float = 0.575
     """Of products that aren't Transformer Engine's."""
     fp8_ceiling_hopper: float = 0.75
     """The same for FP8, of its own peak."""
     fp8_ceiling_blackwell: float = 0.8
     fp4_ceiling: float = 0.8
-    half_waves: float = 0.191
+    half_waves: float = 0.192
     """Waves of tiles that a product loses at its end and beginning."""
     half_depth: float = 172.0
     """Length of a product's sum at which it reaches half of its speed."""
@@ -93,27 +94,27 @@ class Constants:
     """What the host needs to launch a layer's kernels, in either direction: a small layer can't be faster."""
     launch_moe_seconds: float = 4820e-6
     """The same for a layer of routed experts, with its waits for the numbers of tokens."""
-    launch_exposed: float = 0.269
+    launch_exposed: float = 0.27
     """Share of that which stands alone beside the device's own work, in either direction: the host, waiting for
     numbers that the device computes, launches nothing ahead, and the device has nothing to do until it does."""
-    moe_passes: float = 4.12
+    moe_passes: float = 4.13
     """Reads and writes of every expert's copy of a token: permuting, weighting, gathering back. In 2026."""
     moe_gain_per_year: float = 0.202
     """Natural logarithm by which that, and the launching, has fallen a year."""
     imbalance: float = 1.25
     """The fullest rank's share of tokens over the mean."""
-    tensor_exposed_megatron: float = 0.472
+    tensor_exposed_megatron: float = 0.471
     """Share of tensor-parallel communication that stands alone."""
     tensor_exposed_torch: float = 1.2
     """The same factor in torch's; above one, as its collectives are slower than the model of them."""
-    expert_exposed: float = 0.346
+    expert_exposed: float = 0.347
     send_exposed: float = 0.293
     """Share of an interleaved pipeline's sends that stands alone while it is full."""
     data_overlap: float = 1.0
     """Share of backward time behind which gradient and parameter traffic hides."""
     data_exposed: float = 0.0527
     """Share of what travels once a step that never hides."""
-    sharding_exposed: float = 0.223
+    sharding_exposed: float = 0.229
     """The same of ZeRO-3's traffic, which is under way in every layer: NCCL's kernels take 16 to 32 of a GPU's
     processors, and of its memory's bandwidth, from the products that they run beside."""
     unaligned_speed: float = 0.528
@@ -232,9 +233,11 @@ def step_time(
         sharding = _beyond(slowest.sharding, hides * slowest.compute, constants.sharding_exposed) * count
     once = slowest.sharding if layout.gathers_once else 0.0
     gradients, parameters = _replica_seconds(shape, layout, links)
-    # Replicated gradients travel once a step, behind the backward pass of the last micro-batch; what is updated comes
-    # back behind the forward pass of the first.
-    exposed = _beyond(gradients + once, hides * slowest.backward, constants.data_exposed)
+    # Replicated gradients travel once a step, behind the backward pass of the last micro-batch (or of each one); what
+    # is updated comes back behind the forward pass of the first.
+    behind = hides * slowest.backward if layout.zero_sizes.overlaps else 0.0
+    exposed = _beyond(gradients + once, behind, constants.data_exposed)
+    exposed *= count if layout.reduces_each_micro_batch else 1
     exposed += _beyond(parameters, hides * slowest.forward, constants.data_exposed)
     tensor, expert = slowest.tensor * count, slowest.expert * count
     rhythm = slowest.occupied + sharding / count
@@ -751,7 +754,7 @@ def _sharded(params: StageParams, layout: Layout, links: Fabric) -> Iterator[tup
 
 
 def _replica_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> tuple[float, float]:
-    """Traffic once a step, of gradients and of updated parameters: DDP, ZeRO-1/2, replicas of FSDP groups.
+    """Traffic of gradients and of updated parameters, once a step: DDP, ZeRO-1/2, replicas of FSDP groups.
 
     Experts are replicated over fewer ranks than the rest.
     """
@@ -773,7 +776,9 @@ def _replica_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> tuple[
     ):
         members = group(max(1, count), stride, links.gpus_per_node)
         if layout.zero_stage:
-            reduced += all_gather_seconds(size * gradient, members, links)
+            to_all = layout.engine == "deepspeed" and layout.library == "trainyard" and sums_on_all(shape, layout)
+            reduce = all_reduce_seconds if to_all else all_gather_seconds
+            reduced += reduce(size * gradient, members, links)
             gathered += all_gather_seconds(size * parameter, members, links)
         else:
             reduced += all_reduce_seconds(size * gradient, members, links)

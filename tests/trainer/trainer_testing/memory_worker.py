@@ -7,12 +7,16 @@ the device's: what DeepSpeed offloads is counted too.
 import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.leaving import leave
 from trainer.models.build import outline_model
 from trainer.runtime import Runtime, distributed_runtime
@@ -47,20 +51,23 @@ class Case:
     strategy: str
     precision: str
     parallelism: dict[str, Any] = field(default_factory=dict)
+    at_messages: bool = False
 
 
 def measure(cases: Sequence[Case], world_size: int = 2) -> list[dict[str, float]]:
     """Of each case, bytes a parameter on the first rank: `summed` when a step's backward passes are done, `resting`
     when it has been taken; `bucket`: those of them that hold gradients on their way; `on_device`: sums that are made on
-    the device by name. `is_on_host`: 1 where stage 3 makes its own in the host's memory."""
+    the device by name; `most`: at any message of any rank's, with `at_messages`. `is_on_host`: 1 where
+    stage 3 makes its own in the host's memory."""
     asked = json.dumps([asdict(case) for case in cases])
     output = run_pooled(world_size, "trainer_testing.memory_worker", asked, timeout_seconds=300)[0]
     return [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
 
 
-def living() -> dict[int, int]:
-    """Address -> bytes of the storages of all tensors."""
-    gc.collect()
+def living(*, collects: bool = True) -> dict[int, int]:
+    """Address -> bytes of the storages of all tensors; `collects`: those that wait for Python to let go are gone."""
+    if collects:
+        gc.collect()
     found: dict[int, int] = {}
     for item in gc.get_objects():
         # Others than tensors may not even say of what class they are.
@@ -72,6 +79,22 @@ def living() -> dict[int, int]:
     return found
 
 
+class AtMessages(TorchDispatchMode):
+    """The most that is there at any message of torch.distributed."""
+
+    def __init__(self, new_bytes: Callable[[], int]) -> None:
+        super().__init__()
+        self._new_bytes = new_bytes
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Passes the operation on."""
+        result = func(*args, **(kwargs or {}))
+        if func.name().startswith("c10d::"):
+            self.most = max(self.most, self._new_bytes())
+        return result
+
+
 def run(case: Case, runtime: Runtime) -> dict[str, float]:
     """The case's bytes a parameter, of the second step."""
     job = tiny_job(
@@ -79,17 +102,23 @@ def run(case: Case, runtime: Runtime) -> dict[str, float]:
     )
     before = living()
 
-    def new_bytes() -> int:
-        return sum(size for address, size in living().items() if address not in before)
+    def new_bytes(*, collects: bool = True) -> int:
+        return sum(size for address, size in living(collects=collects).items() if address not in before)
 
     model = outline_model(job, vocab_size=VOCAB_SIZE)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     strategy = build_strategy(job, model=model, runtime=runtime)
-    tokens = torch.randint(0, VOCAB_SIZE, (job.micro_batch_size, SEQUENCE_LENGTH))
+    # Of two tokens no activation is as large as what is counted; between steps there is none.
+    tokens = torch.randint(0, VOCAB_SIZE, (1, 2) if case.at_messages else (job.micro_batch_size, SEQUENCE_LENGTH))
     batches = [TinyBatch(tokens, tokens)] * job.gradient_accumulation_steps
     found = {}
-    for _ in range(2):
-        strategy.forward_backward(batches, tokens.numel(), no_clock)
+    for step in range(2):
+        # Messages are many: only where somebody asks what lies there then, without what the step before has left.
+        gc.collect()
+        seen = AtMessages(partial(new_bytes, collects=False))
+        with seen if step and case.at_messages else nullcontext():
+            strategy.forward_backward(batches, tokens.numel(), no_clock)
+        found["most"] = _worst(seen.most)
         found["summed"] = new_bytes()
         found["on_device"] = _on_device(strategy)
         strategy.optimizer_step(1e-3)
@@ -105,6 +134,13 @@ def run(case: Case, runtime: Runtime) -> dict[str, float]:
     return {name: value / num_params for name, value in found.items()} | {"is_on_host": float(is_on_host)}
 
 
+def _worst(value: int) -> int:
+    """Of all ranks."""
+    held = torch.tensor([value])
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return int(held)
+
+
 def _on_device(strategy: Any) -> int:
     """Of stage 2, where they have another type than the weights: wherever the optimizer's state is."""
     optimizer = strategy._engine.optimizer
@@ -115,6 +151,9 @@ def _on_device(strategy: Any) -> int:
 
 def main(cases: Sequence[Case]) -> None:
     """Every case, in one process group."""
+    # What was there before no case has made, and a search for tensors need not pass it.
+    gc.collect()
+    gc.freeze()
     with distributed_runtime(cpu_threads=1) as runtime:
         for case in cases:
             found = run(case, runtime)

@@ -1,0 +1,98 @@
+"""What our own trainer's DeepSpeed (0.19) holds beside state and activations: the buckets that gradients leave in, and
+what stage 3 has gathered.
+
+Sizes are the trainer's (`training_container/trainer/strategies/deepspeed_settings.py`), which the planner can't import;
+`tests/trainer/test_deepspeed_memory.py` holds both together, and the bytes against a real step of two ranks.
+"""
+
+import math
+
+from trainyard.planner.layout import Layout
+from trainyard.planner.shapes import ModelShape
+
+BUCKET_ELEMENTS = 100_000_000
+"""Gradients in one message, unless a single weight has more."""
+
+MOST_OWNERS = 8
+"""Ranks that a bucket of stages 1 and 2 is reduced to one by one; for more it is summed on all of them."""
+
+SUB_GROUP_ELEMENTS = 1e9
+"""Of a rank's part, what stage 3 updates at a time."""
+
+LIVE_ELEMENTS = 1_000_000_000
+"""Gathered weights beyond which stage 3 asks for none ahead."""
+
+REUSE_ELEMENTS = 1e9
+"""Stage 3 keeps a gathered weight that is used again before so many others are."""
+
+SENT_BYTES = 4.0
+"""Gradients travel in fp32."""
+
+
+def largest_weight(shape: ModelShape) -> float:
+    """Elements of the largest single parameter; a layer's experts are one in transformers."""
+    experts = shape.experts * (2 if shape.gated_mlp else 1) * shape.moe_ffn * (shape.latent or shape.hidden)
+    return max(shape.hidden * max(shape.vocab, shape.ffn, shape.query_dim), experts if shape.moe_layers else 0)
+
+
+def bucket_elements(shape: ModelShape, layout: Layout) -> float:
+    """Elements of a bucket of gradients, trained or not."""
+    if layout.zero_sizes.bucket is not None:
+        return layout.zero_sizes.bucket
+    return max(largest_weight(shape), min(shape.params, BUCKET_ELEMENTS))
+
+
+def sums_on_all(shape: ModelShape, layout: Layout) -> bool:
+    """Whether stages 1 and 2 send all gradients to all ranks (an all-reduce), not each to the one that has its part."""
+    bucket = min(bucket_elements(shape, layout), shape.params)
+    ranks = layout.data_parallel
+    return min(ranks, 1 + math.ceil(bucket * ranks / shape.params)) > MOST_OWNERS
+
+
+def buffer_bytes(
+    shape: ModelShape, layout: Layout, trained: float, *, weight_bytes: float, gradient_bytes: float
+) -> float:
+    """Bytes while a backward pass sends gradients, of which `trained` elements come to be.
+
+    Stages 1 and 2 fill one bucket while the other one is sent: what is a rank's, flattened once more, and made fp32.
+    Stage 1 has whole gradients, which are counted, and moves them into the buckets; its own part is copied from there.
+    So does stage 2, which adds the copy up afterwards, unless its sums are wider than the weights. Stage 3 has an fp32
+    bucket, and flattens it, or puts gathered weights in their places.
+    """
+    bucket, own = bucket_elements(shape, layout), trained / layout.shard_degree
+    if layout.zero_stage == 3:
+        ahead = _ahead(layout, bucket)
+        sent = max(SENT_BYTES * min(bucket, trained), weight_bytes * min(ahead, shape.params))
+        return SENT_BYTES * bucket + weight_bytes * _gathered(shape, layout, bucket) + sent
+    sent = min(bucket, trained if sums_on_all(shape, layout) else own)
+    sent *= weight_bytes + (SENT_BYTES if weight_bytes < SENT_BYTES else 0.0)
+    buckets = (2 if layout.zero_sizes.overlaps else 1) * weight_bytes * bucket
+    copied = own * weight_bytes
+    if layout.zero_stage == 1:
+        return max(buckets, sent + copied)
+    return buckets + sent + copied * (gradient_bytes <= weight_bytes and layout.num_micro_batches > 1)
+
+
+def _ahead(layout: Layout, bucket: float) -> float:
+    """Elements of weights that stage 3 asks for at once, ahead of their use."""
+    if layout.zero_sizes.prefetch is not None:
+        return layout.zero_sizes.prefetch
+    return 0.0 if layout.offload_parameters == "nvme" else bucket
+
+
+def _gathered(shape: ModelShape, layout: Layout, bucket: float) -> float:
+    """Elements of weights that stage 3 has gathered, at most: it asks ahead at every module, up to a limit. Where it
+    doesn't, those that come again soon on the way back; and the one in use."""
+    stated = layout.zero_sizes.live
+    most = max(bucket, LIVE_ELEMENTS) if stated is None else float(stated)
+    soon = most if _ahead(layout, bucket) else REUSE_ELEMENTS / 2
+    return min(shape.params, soon + largest_weight(shape))
+
+
+def update_bytes(shape: ModelShape, layout: Layout, trained: float, gradient_bytes: float) -> float:
+    """Bytes of stage 3's update, when no activation is there: its bucket, and a sub-group's gradients made flat, and
+    fp32."""
+    if layout.zero_stage < 3 or layout.offload != "none":
+        return 0.0
+    flat = gradient_bytes + (SENT_BYTES if gradient_bytes < SENT_BYTES else 0.0)
+    return SENT_BYTES * bucket_elements(shape, layout) + flat * min(SUB_GROUP_ELEMENTS, trained / layout.shard_degree)
