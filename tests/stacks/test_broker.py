@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from moto.events.models import EventPattern
 
+from stacks.constructs import broker
 from trainyard.emulator.functions.events import input_of
+from trainyard.functions import broker_ledger, broker_roles
 
 QUEUE = "arn:aws:batch:us-east-1:777788889999:job-queue/trainyard-production-p5-4xlarge-0"
 
@@ -99,4 +101,10 @@ def test_the_alarm_on_its_errors_says_all_that_they_may_mean(
     lines = {said(resources).partition(": ")[2] for resources in stacks.values()}
     assert len(lines) == 1 and "not submitted, or roles of jobs that are over still stand" in lines.pop()
     plain = templates["production"]["trainyard-production-perception-training"]["Resources"]
-    assert said(plain).endswith("the broker failed, so that a job was not submitted; its log says why.")
+    assert "the broker failed, so that a job was not submitted; its log says why:" in said(plain)
+
+
+def test_a_call_that_looks_as_long_as_it_may_has_time_to_wait_for_a_role() -> None:
+    """The function's end at any moment would leave its promise, and a person without an answer."""
+    waits = max((broker_roles.TRIES - 1) * broker_roles.TRY_SECONDS, broker_roles.SETTLE_SECONDS)
+    assert broker_ledger.PATIENCE_SECONDS + waits <= broker.TIME_LIMIT.to_seconds() - 10
