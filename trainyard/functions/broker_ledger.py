@@ -30,8 +30,8 @@ PREPAID = 0.0
 BATCH = 50
 """Jobs that are looked at between two writes of the ledger: so many are looked at again where a call breaks off."""
 PATIENCE_SECONDS = 60.0
-"""How long one call looks at jobs: by so much less than it may take (stacks/constructs/broker.py) as a new role can need
-until SageMaker sees it. A call that is ended before it submits leaves a promise without a job."""
+"""How long one call looks at jobs: by so much less than it may take (stacks/constructs/broker.py) as a new role can
+need until SageMaker sees it. A call that is ended before it submits leaves a promise without a job."""
 UNSEEN_SECONDS = 900
 """How long a promise stands for a job that SageMaker doesn't show: longer than a submission takes."""
 SAME = ("type", "count", "seconds", "usd_per_hour", "gpus", "queue")
