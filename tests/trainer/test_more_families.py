@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from trainer.models import build
+from trainer.models.attention import choose_attention, describe_attention
 from trainer.models.build import build_model
-from trainer.models.configuration import _changes_anything, check_names
+from trainer.models.configuration import _changes_anything, check_names, configuration_of
+from trainer.models.facts import facts_of
 from trainer.strategies import check_supported
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.support_table import UNTABLED
@@ -65,6 +67,27 @@ def test_a_family_whose_weights_come_of_each_other_is_built() -> None:
     assert len(decays) == 2
     for weight in decays:
         torch.testing.assert_close(weight.detach().exp(), torch.arange(1.0, 5.0).expand(48, 4))
+
+
+@pytest.mark.parametrize("family", sorted({"blt", "dots3_note", "gemma3n_text", "gemma4_text"} & {*CONFIG_MAPPING}))
+def test_a_family_whose_layers_differ_in_size_is_judged(family: str) -> None:
+    """Its configuration has a list where others have a number, or none that may be asked for."""
+    job = tiny_job("single", 1, model={"model_type": family, "vocab_size": VOCAB_SIZE}, document_masks=False)
+    check_supported(job, device_type="cpu")
+    config = configuration_of(job)
+    assert config is not None
+    choice = choose_attention(job, config, device_type="cpu")
+    told = describe_attention(choice, job, config, torch.device("cpu"))
+    assert told.startswith("sdpa" if choice.implementation == "sdpa" else "eager"), told
+    assert all(isinstance(size, int) for size in (facts_of(job).split_sizes | facts_of(job).row_widths).values())
+
+
+def test_a_family_with_heads_of_two_sizes_is_trained() -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": VOCAB_SIZE}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 8}
+    settings = _OTHERS | sizes | layers | {"model_type": "gemma4_text", "vocab_size": VOCAB_SIZE}
+    (seen,) = run(1, [RunRequest("single", last_step=STEPS, job={"model": settings, "document_masks": False})], 300)
+    assert seen["loss"][-1] < seen["loss"][0] and all(seen["applied"])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_3_available
 
-from trainer.models.configuration import configuration_of
+from trainer.models.configuration import configuration_of, differs_by_layer, size_of
 from trainyard.errors import InputError
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.obstacles import separates_documents
@@ -153,8 +153,9 @@ def _varlen_obstacle(job: ResolvedJob, config: PretrainedConfig, device_type: st
     obstacle = _machine_obstacle(device_type) or _model_obstacle(job, config)
     if obstacle is not None:
         return obstacle
-    dtype = HALF_TYPES[job.spec.training.precision]
-    return varlen_flaw(_ATTENTION.kernel, head_size=_head_size(config), dtype=dtype, device=torch.device(device_type))
+    dtype, head_size = HALF_TYPES[job.spec.training.precision], _head_size(config)
+    assert head_size is not None, "an obstacle of the model's"
+    return varlen_flaw(_ATTENTION.kernel, head_size=head_size, dtype=dtype, device=torch.device(device_type))
 
 
 def _machine_obstacle(device_type: str) -> str | None:
@@ -183,7 +184,8 @@ def _hides_window(job: ResolvedJob, config: PretrainedConfig) -> bool:
 
 
 def _model_obstacle(job: ResolvedJob, config: PretrainedConfig) -> str | None:
-    if _head_size(config) > MAX_HEAD_SIZE or getattr(config, "kv_lora_rank", None):
+    head_size = _head_size(config)
+    if head_size is None or head_size > MAX_HEAD_SIZE or size_of(config, "kv_lora_rank"):
         return f"{config.model_type}'s heads are too large for torch's kernel, or of two sizes"
     if getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0):
         return "torch's kernel for it has no dropout"
@@ -196,8 +198,12 @@ def _model_obstacle(job: ResolvedJob, config: PretrainedConfig) -> str | None:
     return None
 
 
-def _head_size(config: PretrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _head_size(config: PretrainedConfig) -> int | None:
+    """None where layers have heads of different sizes (Gemma 4), or several models lie below (BLT)."""
+    heads = size_of(config, "num_attention_heads")
+    if heads is None or differs_by_layer(config, "head_dim"):
+        return None
+    return size_of(config, "head_dim") or int(config.hidden_size // heads)
 
 
 def varlen_operations() -> tuple[Any, ...]:
@@ -232,8 +238,10 @@ def _mask_reason(job: ResolvedJob, config: PretrainedConfig) -> str:
 
 def _sdpa_kernel(config: PretrainedConfig, *, has_mask: bool, precision: str, device: torch.device) -> str:
     """What torch's own choice is for tensors like the model's: flash, efficient, cudnn or math."""
-    types = HALF_TYPES | {"fp64": torch.float64}
-    shape = (1, config.num_attention_heads, _PROBED_TOKENS, _head_size(config))
+    types, head_size = HALF_TYPES | {"fp64": torch.float64}, _head_size(config)
+    if head_size is None:
+        return "each layer's own"
+    shape = (1, config.num_attention_heads, _PROBED_TOKENS, head_size)
     dtype = types.get(precision, torch.float32)
     query = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
     mask = torch.ones((1, 1, _PROBED_TOKENS, _PROBED_TOKENS), dtype=torch.bool, device=device) if has_mask else None

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.models import rotary
 from trainer.models.adapters import add_adapter
 from trainer.models.attention import HALF_TYPES, attach, choose_attention, varlen_operations
-from trainer.models.configuration import configuration_in, states_positions
+from trainer.models.configuration import configuration_in, size_of, states_positions
 from trainer.models.deferred_weights import defer, fill, outline, source_of
 from trainer.models.quantized import quantize_blocks
 from trainer.models.sharded_source import LOADING_ERRORS, load, to_trained_type
@@ -129,9 +129,9 @@ def _check_fits(job: ResolvedJob, model: PreTrainedModel, vocab_size: int) -> No
             f" {positions} positions (max_position_embeddings; GPT-2's n_positions): shorten the"
             " sequence, or state more of them for a model that is trained from its configuration"
         )
-    heads, shared = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    heads, shared = (size_of(config, f"num_{name}_heads") for name in ("attention", "key_value"))
     # Latent attention (DeepSeek) makes keys and values of every head, whatever this says: 128 unless it is stated.
-    is_shared = getattr(config, "kv_lora_rank", None) is None
+    is_shared = size_of(config, "kv_lora_rank") is None
     has_groups = is_shared and any(hasattr(module, "num_key_value_groups") for module in model.modules())
     if has_groups and isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise InputError(

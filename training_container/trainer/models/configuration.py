@@ -135,6 +135,20 @@ def _names_anywhere() -> frozenset[str]:
     return frozenset(found)
 
 
+def differs_by_layer(config: PretrainedConfig, name: str) -> bool:
+    """Whether each layer has a value of its own: a list (Gemma 3n's intermediate_size), or what transformers gives of
+    one layer alone (Gemma 4's head_dim), and raises RuntimeError for where all are asked."""
+    try:
+        return isinstance(getattr(config, name, None), list | tuple)
+    except RuntimeError:
+        return True
+
+
+def size_of(config: PretrainedConfig, name: str) -> int | None:
+    """A size that all layers have; None where there is none."""
+    return None if differs_by_layer(config, name) else getattr(config, name, None)
+
+
 def states_positions(config: PretrainedConfig, stated: Mapping[str, Any]) -> bool:
     """Whether what a job states of its model's configuration says how many positions it has, by any of their names."""
     return "max_position_embeddings" in stated or config.attribute_map.get("max_position_embeddings") in stated

@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from trainer.models.configuration import configuration_of, states_positions
+from trainer.models.configuration import configuration_of, differs_by_layer, size_of, states_positions
 from trainyard.spec.job import ResolvedJob
 from trainyard.spec.support import ModelFacts, causal_if
 
@@ -28,9 +28,7 @@ def facts_of(job: ResolvedJob) -> ModelFacts:
         balances_router=bool(getattr(config, "output_router_logits", False)),
         router_noise=float(getattr(config, "router_jitter_noise", None) or 0.0),
         norms_heads=bool(getattr(config, "use_qk_norm", False)),
-        has_query_latent=getattr(config, "q_lora_rank", None) is not None
-        if getattr(config, "kv_lora_rank", None)
-        else None,
+        has_query_latent=size_of(config, "q_lora_rank") is not None if size_of(config, "kv_lora_rank") else None,
         causal_if=causal_if(config.model_type, lambda name: getattr(config, name, None)),
     )
 
@@ -43,31 +41,32 @@ def num_experts_of(config: PretrainedConfig) -> int:
 
 def _split_sizes(config: PretrainedConfig) -> dict[str, int]:
     """What tensor parallelism divides; experts go to ranks whole, but for those that all tokens share."""
-    heads = getattr(config, "num_attention_heads", None)
+    heads = size_of(config, "num_attention_heads")
     sizes = {
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "intermediate_size": getattr(config, "intermediate_size", None),
-        "moe_intermediate_size": _shared_width(config) and getattr(config, "moe_intermediate_size", None),
+        "num_key_value_heads": size_of(config, "num_key_value_heads") or heads,
+        "intermediate_size": size_of(config, "intermediate_size"),
+        "moe_intermediate_size": _shared_width(config) and size_of(config, "moe_intermediate_size"),
     }
     return {name: size for name, size in sizes.items() if size}
 
 
 def _row_widths(config: PretrainedConfig) -> dict[str, int]:
     """What goes into row-wise matrices, which are cut where a block of 4-bit weights ends."""
-    heads = getattr(config, "num_attention_heads", None)
+    heads = size_of(config, "num_attention_heads")
     if not heads:
         return {}
-    head_size = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
-    head_size = head_size or config.hidden_size // heads
+    head_size = size_of(config, "v_head_dim") or size_of(config, "head_dim") or config.hidden_size // heads
     # GPT-2 calls it n_inner, and means four times its hidden size where that is null.
-    feed_forward = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    feed_forward = size_of(config, "intermediate_size") or size_of(config, "n_inner")
     widths = {
         "heads": heads * head_size,
         "intermediate_size": feed_forward or 4 * config.hidden_size,
         "shared experts": _shared_width(config),
     }
-    return {name: int(width) for name, width in widths.items() if width}
+    unknown = {"heads": "head_dim", "intermediate_size": "intermediate_size"}
+    unknown = {name: field for name, field in unknown.items() if differs_by_layer(config, field)}
+    return {name: int(width) for name, width in widths.items() if width and name not in unknown}
 
 
 def _shared_width(config: PretrainedConfig) -> int:
