@@ -9,6 +9,7 @@ from typing import Any
 import boto3
 import pytest
 import torch
+from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import ClientError
 from botocore.response import StreamingBody
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -216,3 +217,15 @@ def test_a_key_out_of_service_is_not_asked_again(code: str) -> None:
     with pytest.raises(destination.DestinationError) as caught, destination.s3_errors("can't write it"):
         raise ClientError(answer, "PutObject")
     assert caught.value.is_refusal
+
+
+def test_why_an_upload_failed_is_said_however_long_the_names_are() -> None:
+    """The SDK tells of an upload by two paths, and of the cause after them: what was cut off there was the cause, and
+    with it that another try is in vain."""
+    paths = f"/opt/ml/{'x' * 200}/shard-0 to {BUCKET}/jobs/{'y' * 200}/shard-0"
+    refused = "An error occurred (AccessDenied) when calling the PutObject operation: Access Denied"
+    with pytest.raises(destination.DestinationError) as caught, destination.s3_errors("can't upload s3://x/shard-0"):
+        raise S3UploadFailedError(f"Failed to upload {paths}: {refused}")
+    assert str(caught.value) == f"can't upload s3://x/shard-0: {refused}" and caught.value.permanent
+    with pytest.raises(destination.DestinationError, match=": a broken pipe"), destination.s3_errors("can't upload x"):
+        raise S3UploadFailedError("Failed to upload a to b: a broken pipe")

@@ -462,8 +462,9 @@ def s3_errors(what: str) -> Iterator[None]:
             raise MissingFileError(f"{what}: no such object") from error
         raise DestinationError(f"{what}: {code}", permanent=code in _PERMANENT_S3_CODES) from error
     except (BotoCoreError, Boto3Error, HTTPError) as error:  # of TLS amid an answer the SDK wraps nothing
-        text = " ".join(str(error).split())[:300]
-        # upload_file wraps the service's answer in text alone.
+        whole = " ".join(str(error).split())
+        # upload_file wraps the service's answer in text alone, behind two long paths: `what` has them already.
+        text = whole[max(0, whole.find("An error occurred (")) :][:300]
         # Where there are none at all; who can't be asked for them now may answer later.
         has_none = isinstance(error, (NoCredentialsError, PartialCredentialsError))
         permanent = any(f"({code})" in text for code in _PERMANENT_S3_CODES) or has_none
