@@ -190,3 +190,27 @@ def test_network_cards_are_summed_without_loopback(tmp_path: Path) -> None:
     count(0, 0)  # a card was reset
     assert use.rates() == (0.0, 0.0)
     assert NetworkUse(proc_net=tmp_path / "none", infiniband=tmp_path / "none").counted() == (0, 0)
+
+
+def test_alarms_hear_of_each_period_of_a_job_whose_steps_are_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fifty steps of a minute are most of an hour: of five-minute periods without a sample an alarm says that all is
+    well, and a burn rate of nine bad ones in an hour would never be seen."""
+    clock = {"now": 1000.0}
+    monkeypatch.setattr(exposition_module.time, "monotonic", lambda: clock["now"])
+    exposition = Exposition(tmp_path, tenant="acme", job="tiny", embeds_metrics=True, every_steps=50)
+    heard: list[int] = []
+    for step in range(1, 61):
+        clock["now"] += 60.0
+        slow = {"observed": {"throughput": {"of_plan": 0.5}}} if step in (1, 50) else {}
+        exposition.publish({"step": step, **slow, LIVE: {"goodput": 0.1, "checkpoint_age_seconds": 60.0 * step}})
+        said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        heard += [step] * len(said)
+        for line in said:
+            assert (line["ThroughputOfPlan"], line["Goodput"]) == (0.5, 0.1), "of the last observed window, too"
+            assert line["CheckpointAgeSeconds"] == 60.0 * step, "and what is new as it is now"
+    periods = {step * 60 // (60 * PERIOD_MINUTES) for step in heard}
+    assert periods >= set(range(12)), heard
+    assert len(heard) <= 17, "and not of each step"
+    exposition.close()

@@ -762,8 +762,9 @@ class MetersSpec(SpecModel):
     """The first host serves http://HOST:PORT/metrics, to whom its security groups admit; null: only the file
     metrics.prom in the output folder, for node_exporter's textfile collector."""
     cloudwatch: bool = True
-    """On SageMaker: a line of CloudWatch's embedded metrics every training.observe_every_steps steps and at saves and
-    validations. CloudWatch bills each metric of each job's name for the hours in which it gets values."""
+    """On SageMaker: a line of CloudWatch's embedded metrics every training.observe_every_steps steps, at saves and
+    validations, and where steps are long every four minutes. CloudWatch bills each metric of each job's name for the
+    hours in which it gets values."""
 
 
 class JobSpec(SpecModel):

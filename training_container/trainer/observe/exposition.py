@@ -55,6 +55,7 @@ class Exposition:
         """Oldest first: what happened within the period."""
         self._embeds_metrics, self._every_steps = embeds_metrics, every_steps
         self._written_at = float("-inf")
+        self._embedded_at = time.monotonic()
         self._lock = threading.Lock()
         self._end: threading.Timer | None = None
         self._has_complained = False
@@ -76,8 +77,12 @@ class Exposition:
                 self._text = prometheus_text(self._values, self._labels)
             if events or now - self._written_at >= LEAST_SECONDS:
                 self._write()
-        if self._embeds_metrics and (row["step"] % self._every_steps == 0 or events or _RARE & row.keys()):
-            say(embedded(found, self._labels, at_milliseconds=int(1000 * time.time())))
+        is_late = now - self._embedded_at >= EMBEDDED_SECONDS
+        if self._embeds_metrics and (row["step"] % self._every_steps == 0 or events or _RARE & row.keys() or is_late):
+            self._embedded_at = now
+            # What is observed of long steps is rare: the newest still holds, and a period without counts as a good one.
+            kept = {meter: self._values[meter] for meter in _OF_TENANTS if meter in self._values}
+            say(embedded(kept | found, self._labels, at_milliseconds=int(1000 * time.time())))
 
     def _show_events(self) -> None:
         """Of one meter the longest, as CloudWatch's Maximum: a good start must not hide the bad one before it."""
@@ -143,7 +148,10 @@ class Exposition:
 EVENT_SECONDS = 60.0 * PERIOD_MINUTES
 """How long Prometheus can see an event: of its rules' looks, which are a period apart, one sees it, and no second one
 (where scrapes divide the period evenly; else now and then none or two do)."""
+EMBEDDED_SECONDS = 0.8 * EVENT_SECONDS
+"""CloudWatch is told at least so often, where steps are not longer: alarms count the periods of which they hear."""
 _EVENTS = frozenset(meter for meter in METERS if meter.is_event)
+_OF_TENANTS = [meter for meter in METERS if meter.per_tenant and not meter.is_event]
 
 _RARE = frozenset({"observed", "checkpoint", "validation_loss"})
 """Keys of few rows, whose figures would be missed."""
