@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from launch_testing import IMAGE, JOB_ID, contract_content
 
 from trainyard.emulator.training.tree import failure_reason
@@ -222,6 +223,43 @@ def test_nothing_is_resumed_that_did_not_ask_for_it(aws: Account, store: S3Recor
     store.replace(stored, stored.record.model_copy(update={"resolved": resolved}))
     cloud = Aws(aws.client("s3"))
     assert cloud.resume(1) == {"left": "recovery.max_resumes is 0"} and not cloud.asked
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("NoSuchKey", "The specified key does not exist."),
+        # S3's answer to who may read the object but not list the bucket, as this function.
+        ("AccessDenied", "User: x is not authorized to perform: s3:ListBucket on resource: arn:aws:s3:::acme-data"),
+    ],
+)
+def test_a_job_that_trainyard_did_not_launch_is_left_and_rings_nobody(
+    aws: Account, store: S3RecordStore, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    """Its name begins with the tenant's, so that the rule tells of it; an error would ring three times."""
+    cloud = Aws(aws.client("s3"))
+
+    def refuse(**_: str) -> None:
+        raise ClientError({"Error": {"Code": code, "Message": message}}, "GetObject")
+
+    monkeypatch.setattr(cloud.s3, "get_object", refuse)
+    assert "no job record" in cloud.resume(1)["left"] and not cloud.asked
+    code, message = "AccessDenied", "no identity-based policy allows the kms:Decrypt action"
+    with pytest.raises(ClientError):
+        cloud.resume(1)
+
+
+def test_the_log_names_the_job_before_anything_can_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def away(*_: Any) -> dict[str, Any]:
+        raise ClientError({"Error": {"Code": "SlowDown", "Message": "Please reduce your request rate."}}, "GetObject")
+
+    monkeypatch.setenv("RESUMER", "{}")
+    monkeypatch.setattr(job_resumer, "resume", away)
+    with pytest.raises(ClientError):
+        job_resumer.handler({"job": JOB_ID}, None)
+    assert JOB_ID in capsys.readouterr().out
 
 
 def test_of_two_resumers_one_wins(aws: Account, store: S3RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,20 @@ def test_a_job_is_stopped_though_nobody_can_count_it(watched: Watched, event: di
     assert job_guard.handler(event, None) and watched.did[1:] == ["counted JobViolations-local 1"]
 
 
+def test_a_job_that_could_not_be_looked_at_is_named_in_the_log(
+    watched: Watched, event: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The alarm sends its reader there for the name, and what SageMaker says of too many calls has none."""
+
+    def throttled(**_: Any) -> dict[str, Any]:
+        raise ClientError({"Error": {"Code": "ThrottlingException", "Message": "Rate exceeded"}}, "DescribeTrainingJob")
+
+    monkeypatch.setattr(watched, "describe_training_job", throttled)
+    with pytest.raises(ClientError):
+        job_guard.handler(event, None)
+    assert event["job"] in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("status", ["Stopping", "Stopped", "Completed", "Failed"])
 def test_a_job_that_has_ended_needs_no_stop(watched: Watched, event: dict[str, Any], status: str) -> None:
     watched.job["TrainingJobStatus"] = status

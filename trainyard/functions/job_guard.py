@@ -1,11 +1,11 @@
-"""Lambda: re-checks a training job that has started, and stops one that breaks its tenant's rules."""
+"""Lambda: re-checks a job that has started, and stops one that breaks its tenant's rules."""
 
 from collections.abc import Iterable
 from typing import Any
 
 
 def violations(job: dict[str, Any], rules: dict[str, Any]) -> list[str]:
-    """What is wrong with `job`, DescribeTrainingJob's answer."""
+    """What is wrong with `job`, as it is described."""
     resources, network = job.get("ResourceConfig") or {}, job.get("VpcConfig") or {}
     groups = [resources, *(resources.get("InstanceGroups") or [])]
     kinds = [group["InstanceType"] for group in groups if group.get("InstanceType")]
@@ -58,6 +58,7 @@ def handler(event: dict[str, Any], context: object) -> list[str]:
     import boto3
 
     sagemaker, name, rules = boto3.client("sagemaker"), event["job"], event["rules"]
+    print(f"job {name}")
     found = violations(sagemaker.describe_training_job(TrainingJobName=name), rules)
     if found:
         print(f"stopping {name}: {'; '.join(found)}")

@@ -132,6 +132,16 @@ def asked_attempt(number: int, states: Any) -> int:
     return next((one for one in range(number, 1, -1) if one not in mine), 1)
 
 
+class _NoRecordError(Exception):
+    """Whoever launched the training job, trainyard did not: it asks nobody to be resumed."""
+
+
+def _is_missing(error: dict[str, Any]) -> bool:
+    """Who may not list a bucket isn't told that an object is missing: S3 says which right it would take to know."""
+    is_hidden = error["Code"] == "AccessDenied" and "s3:ListBucket" in str(error.get("Message"))
+    return is_hidden or error["Code"] in ("NoSuchKey", "404")
+
+
 class Records:
     """The tenant's job records."""
 
@@ -140,7 +150,12 @@ class Records:
 
     def read(self, job_id: str) -> tuple[dict[str, Any], str]:
         """The record, and its version."""
-        found = self._s3.get_object(Bucket=self._bucket, Key=f"jobs/{job_id}/record.json")
+        try:
+            found = self._s3.get_object(Bucket=self._bucket, Key=f"jobs/{job_id}/record.json")
+        except self._s3.exceptions.ClientError as error:
+            if _is_missing(error.response["Error"]):
+                raise _NoRecordError(job_id) from error
+            raise
         return json.load(found["Body"]), found["ETag"]
 
     def replace(self, record: dict[str, Any], version: str) -> bool:
@@ -183,7 +198,10 @@ def resume(name: str, places: dict[str, str], client: Any) -> dict[str, Any]:
     """
     job_id = _SUFFIX.sub("", name)
     records = Records(client("s3"), places["data"])
-    record, no = _next_attempt(name, job_id, records, places["checkpoints"], client)
+    try:
+        record, no = _next_attempt(name, job_id, records, places["checkpoints"], client)
+    except _NoRecordError:
+        return {"left": "it has no job record: trainyard didn't launch it"}
     if no:
         return {"left": no}
     asked = json.dumps({"job_id": job_id}).encode()
@@ -227,6 +245,7 @@ def _client(service: str) -> Any:
 
 def handler(event: dict[str, Any], context: object) -> dict[str, Any]:
     """`event`: {"job": name of a training job that has failed}. After an error Lambda asks twice more."""
+    print(f"job {event['job']}")  # first: an error of AWS's need not name it, and its reader resumes it by hand
     answer = {"job": event["job"], **resume(event["job"], json.loads(os.environ["RESUMER"]), _client)}
     print(json.dumps(answer))
     return answer
