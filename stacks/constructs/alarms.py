@@ -137,7 +137,8 @@ class TenantAlarms(Construct):
             "StorageAlmostFull",
             alarm_description=(
                 f"File system of tenant {tenant.name}: under {FULL_FRACTION:.0%} free. What to remove: "
-                f"scripts/runbooks/fsx_full_or_slow --tenant {tenant.name}, docs/runbooks/fsx_full_or_slow.md"
+                f"scripts/runbooks/fsx_full_or_slow --tenant {tenant.name} --environment {tenant.environment.name},"
+                " docs/runbooks/fsx_full_or_slow.md"
             ),
             metric=self.metric_free_storage(file_system),
             threshold=int(total_bytes * FULL_FRACTION),

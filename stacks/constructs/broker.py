@@ -79,7 +79,10 @@ class Broker(Construct):
             "Failed",
             metric=self.function.metric_errors(period=PERIOD),
             topic=topic,
-            description=f"Tenant {tenant.name}: the broker failed, so that {_not_done(tenant)}; its log says why.",
+            description=(
+                f"Tenant {tenant.name}: the broker failed, so that {_not_done(tenant)}; its log says why: "
+                "docs/runbooks/README.md."
+            ),
         )
         if tenant.isolates_jobs:
             self._remove_roles(tenant)

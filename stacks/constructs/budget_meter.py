@@ -95,7 +95,9 @@ class BudgetMeter(Construct):
         )
         missing, tell = cloudwatch.TreatMissingData, partial(ring, self, topic=topic)
 
-        def said(text: str, then: str = "trainyard cost tells by whom") -> str:
+        costs = f"trainyard cost --environment {self._tenant.environment.name} --by job"
+
+        def said(text: str, then: str = f"{costs} tells by whom: docs/runbooks/README.md") -> str:
             return f"Tenant {self._tenant.name}: {text}. {then}."
 
         logs = "docs/runbooks/README.md says where its log is, and what then"
@@ -120,11 +122,12 @@ class BudgetMeter(Construct):
 
     def _alarm_of_waits(self, topic: sns.ITopic) -> None:
         """A job tells of its wait once that is over; this rings while it lasts."""
+        where = f"--environment {self._tenant.environment.name}"
         (queue,) = (one for one in self._tenant.spec.objectives.applied() if one.name == "queue")
         text = (
             f"Tenant {self._tenant.name}: a job has waited over {queue.limit / 60:g} minutes for machines, and still"
-            " waits. trainyard jobs lists it; scripts/runbooks/capacity_or_quota_short JOB,"
-            " docs/runbooks/capacity_or_quota_short.md"
+            f" waits. trainyard jobs --tenant {self._tenant.name} {where} lists it;"
+            f" scripts/runbooks/capacity_or_quota_short JOB {where}, docs/runbooks/capacity_or_quota_short.md"
         )
         metric = self._metric("LongestWaitSeconds", "Maximum")
         ring(self, "Waiting", metric=metric, topic=topic, description=text, threshold=queue.limit)

@@ -43,7 +43,8 @@ class TenantObjectives(Construct):
                 f"Tenant {tenant.name}, {objective.name}: {bad} of the last {num_periods} periods of {PERIOD_MINUTES}"
                 f" minutes were bad, {burn.rate_at_alarm(objective):.1f} times what {100 * objective.target:.12g}% of a"
                 " month allows;"
-                f" {objective.advice}"
+                f" {objective.advice_at(tenant.environment.name)}. Which job:"
+                f" trainyard jobs --tenant {tenant.name} --environment {tenant.environment.name}"
             ),
             metric=cloudwatch.Metric(
                 namespace=NAMESPACE,

@@ -79,7 +79,8 @@ class JobResumer(Construct):
             metric=self.function.metric_errors(period=PERIOD),
             topic=topic,
             description=(
-                f"Tenant {tenant.name}: a failed training job asks to be resumed and could not be; the function's log "
-                "says why, `trainyard resume` does it by hand."
+                f"Tenant {tenant.name}: a failed training job could not be resumed, if it asks for that. The log "
+                "of the function names it and says why; by hand it is done by "
+                f"trainyard resume JOB --environment {tenant.environment.name}: docs/runbooks/README.md."
             ),
         )

@@ -260,6 +260,10 @@ class Objective:
         """`told`, with the limit in words."""
         return self.told.format(limit=_in_words(self.limit) if self.is_upper else f"{100 * self.limit:.12g} %")
 
+    def advice_at(self, environment: str) -> str:
+        """`advice`, with its commands as they are typed for a job of that environment."""
+        return self.advice.replace(" JOB", f" JOB --environment {environment}")
+
     @property
     def budget(self) -> float:
         """Share of periods that may be bad."""
