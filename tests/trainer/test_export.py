@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from trainer.checkpoint.base_model import base_model_digest
 from trainer.checkpoint.destination import LocalDestination
 from trainer.export import Export, export
@@ -174,6 +175,32 @@ def test_the_tokenizer_of_an_export_is_one_and_the_jobs(tmp_path: Path) -> None:
     (tmp_path / "same").mkdir()
     (tmp_path / "same/tokenizer.json").write_text("base tokenizer.json")
     assert set(exported("same", "base")) == {"tokenizer.json", "tokenizer_config.json", "merges.txt", *pictures}
+
+
+def test_a_chat_template_of_the_jobs_own_goes_along(tmp_path: Path) -> None:
+    """Asked by another one's prompts, the model would answer what it was not taught."""
+    from transformers import AutoTokenizer
+
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    (tmp_path / "base").mkdir()
+    words.save(str(tmp_path / "base/tokenizer.json"))
+    (tmp_path / "base/tokenizer_config.json").write_text(json.dumps({"chat_template": "theirs"}))
+    (tmp_path / "base/chat_template.jinja").write_text("older")
+    (tmp_path / "chat.jinja").write_text("ours: {{ messages[0].content }} \u00e9")
+    job = tiny_job("single", 1, model=FAMILIES["Llama"])
+    data = job.spec.data.model_copy(update={"chat_template": str(tmp_path / "chat.jinja")})
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    save_checkpoint(tmp_path / "job", tensors, describe_model(job.spec.model_copy(update={"data": data}), model))
+    (tmp_path / "chat.jinja").unlink()  # it was on the job's hosts
+    asked = Export(str(tmp_path / "job"), tmp_path / "hf", beside=(str(tmp_path / "base"),))
+    assert export(asked)["beside"] == ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    read = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    chat = [{"role": "user", "content": "hello"}]
+    assert read.apply_chat_template(chat, tokenize=False) == "ours: hello \u00e9"
+    stated = replace(asked, to=tmp_path / "stated", tokenizer=str(tmp_path / "base"))
+    export(stated)
+    assert (tmp_path / "stated/chat_template.jinja").read_text() == "older"
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-2, tied"])

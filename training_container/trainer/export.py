@@ -49,6 +49,8 @@ DEFAULT_SHARD_BYTES = 5 << 30
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MODEL, _OPTIMIZER, _AVERAGE = "model.", "optim.", ".average"
 """Names in a checkpoint: weights and buffers, and `optim.<name>.average` for the running average of a weight."""
+_CHAT_TEMPLATE = "chat_template.jinja"
+"""Which transformers takes before what tokenizer_config.json says."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -58,7 +60,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "chat_template.jinja",
+    _CHAT_TEMPLATE,
     "chat_template.json",
 )
 """What transformers' tokenizers read; those that are there are copied, of one tokenizer."""
@@ -359,6 +361,11 @@ def _copy_beside(asked: Export, extra: dict[str, Any], folder: Path) -> list[str
     copied = []
     for names, of in ((_TOKENIZER_FILES, _of_one_tokenizer(places)), (_PROCESSOR_FILES, places)):
         copied += [name for name in names if any(_copy_small(place, name, folder) for place in of)]
+    template = extra.get("chat_template")
+    if asked.tokenizer is None and isinstance(template, str):
+        # What the job's chats were rendered by comes before the tokenizer's own, of whichever file.
+        (folder / _CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+        copied = [*(name for name in copied if name != _CHAT_TEMPLATE), _CHAT_TEMPLATE]
     if asked.tokenizer is not None and not copied:
         raise InputError(f"--tokenizer {asked.tokenizer}: no file of a tokenizer is there")
     if any(_copy_small(place, _GENERATION_CONFIG, folder) for place in (source, *asked.beside) if place):

@@ -1,6 +1,7 @@
 """What a checkpoint says of its model, so that an export needs nothing else, whatever becomes of the job's file."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -16,4 +17,16 @@ def describe_model(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any]:
         "model_source": spec.model.source,
         "adapter": None if spec.model.adapter is None else spec.model.adapter.model_dump(mode="json"),
         "tokenizer": spec.data.tokenizer,
+        "chat_template": _stated_template(spec),
     }
+
+
+def _stated_template(spec: JobSpec) -> str | None:
+    """The text of data.chat_template, which no machine but the job's hosts may have; None where the tokenizer's own
+    renders."""
+    if spec.data.chat_template is None:
+        return None
+    try:
+        return Path(spec.data.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None  # of a task that reads no chats: the data has read the others' already
