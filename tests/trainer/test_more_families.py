@@ -60,6 +60,18 @@ def test_a_family_that_no_table_names_is_one_process_under_data_parallelism() ->
         assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}, engine
 
 
+def test_weights_that_no_gradient_reaches_do_not_stop_ddp() -> None:
+    """BART's decoder alone, whose cross attention has no encoder to look at."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.0}
+    job = {
+        "model": sizes | {"model_type": "bart", "vocab_size": VOCAB_SIZE, "pad_token_id": 0},
+        "document_masks": False,
+    }
+    (alone,) = run(1, [RunRequest("single", last_step=STEPS, job=job)], 300)
+    (cut,) = run(2, [RunRequest("ddp", last_step=STEPS, job=job)], 300)
+    assert worst_relative_error(cut, alone) <= TOLERANCE
+
+
 def test_a_family_whose_weights_come_of_each_other_is_built() -> None:
     job = tiny_job("single", 1, model=_OTHERS | {"model_type": "mamba", "state_size": 4})
     model = build_model(job, vocab_size=VOCAB_SIZE)

@@ -37,12 +37,17 @@ class ReplicatedStrategy(TorchStrategy):
             self._settle_buckets()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        if self.name == "single":
-            return model
+        return model if self.name == "single" else self._replicated(model, finds_unused=False)
+
+    def _replicated(self, model: nn.Module, *, finds_unused: bool) -> DistributedDataParallel:
         device_ids = [self._device.index] if self._device.type == "cuda" else None
         # Buffers are constants here (rotary frequencies), equal on every rank: nothing to broadcast at each step.
         wrapped = DistributedDataParallel(
-            model, device_ids=device_ids, gradient_as_bucket_view=True, **_NO_BUFFERS_BROADCAST
+            model,
+            device_ids=device_ids,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=finds_unused,
+            **_NO_BUFFERS_BROADCAST,
         )
         waits.log_every_step(wrapped)
         return wrapped
@@ -61,13 +66,24 @@ class ReplicatedStrategy(TorchStrategy):
         in which order a gradient's terms are added, so without this the first step after a resume could differ in
         the last bit from the same step of an uninterrupted run.
         """
-        for _ in range(2):  # the new buckets are built at the start of the second forward pass
-            with self._autocast():
-                loss = self._task.probe_loss(self._model, self._forward, self._device)
-            torch.autograd.backward(loss)
+        self._probe()
+        if any(parameter.grad is None for parameter in self._parameters if parameter.requires_grad):
+            # DDP would wait for those for ever (DeepSeek-V3.2's indexers, which only choose; cross attention without
+            # an encoder): another one, which looks for them in each pass.
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # what the first one sends
+            self._optimizer.zero_grad(set_to_none=True)
+            self._forward = self._replicated(self._model, finds_unused=True)
+            self._probe()
+        self._probe()  # the new buckets are built at the start of the second forward pass
         self._forget_gradients()
         if self._router_bias is not None:
             self._router_bias.forget()
+
+    def _probe(self) -> None:
+        with self._autocast():
+            loss = self._task.probe_loss(self._model, self._forward, self._device)
+        torch.autograd.backward(loss)
 
     def _forget_gradients(self) -> None:
         """Where gradients are views of DDP's buckets they stay so: made anew, those of accumulated micro-batches would
