@@ -2,10 +2,10 @@
 
 Verified with torch 2.11.0 and transformers 5.17.0 (which takes huggingface-hub below 2) together in front of the pinned
 ones on PYTHONPATH, with what lean_imports leaves out: the whole table of parity with its golden losses, fp8, adapters
-(QLoRA under FSDP2 and spread experts too), the families that no table names; and before it products, families,
-optimizers, losses, compiled blocks, images, checkpoints, dry runs, collectives and the command itself (tests/trainer,
-but for full and slow cases), and the GPU benchmark's --tiny. torch 2.11 lacks a kernel: there packed documents take
-SDPA and a mask on GPUs, and that is said.
+(QLoRA under FSDP2 and spread experts too), the families that no table names, dropout under every layout, routers'
+biases, exports; and before it products, families, optimizers, losses, compiled blocks, images, checkpoints, dry runs,
+collectives and the command itself (tests/trainer, but for full and slow cases), and the GPU benchmark's --tiny. torch
+2.11 lacks a kernel: there packed documents take SDPA and a mask on GPUs, and that is said.
 What stood in the way were parts that differ between versions of transformers, which this holds out, and the places that
 say so where they are met (`strategies/mesh.py`, `pipeline.py`, `tensor_parallel.py`, `models/attention.py` and
 `build.py`).
