@@ -315,7 +315,12 @@ def test_muon_takes_the_blocks_matrices_alone() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "wanted"),
-    [("adamw", "AdamW (torch's fused kernel)"), ("adamw_8bit", "AdamW in 8 bits ("), ("muon", "Muon (one matrix")],
+    [
+        ("adamw", "AdamW (torch's fused kernel)"),
+        ("adamw_8bit", "AdamW in 8 bits ("),
+        ("muon", "Muon (one matrix"),
+        ("sgd", "SGD (torch's own)"),
+    ],
 )
 def test_what_runs_is_said(kind: str, wanted: str) -> None:
     job = tiny_job("single", 1, optimizer={"kind": kind}, model=FAMILIES["Llama"])

@@ -97,6 +97,8 @@ def describe(optimizer: torch.optim.Optimizer) -> str:
         return f"AdamW ({kernel})"
     if isinstance(optimizer, AdamW8bit):
         return f"AdamW in 8 bits ({optimizer.state_bytes()} bytes of averages on the first rank)"
+    if isinstance(optimizer, Momentum):
+        return "SGD (torch's own)"
     return f"{type(optimizer).__name__} (one matrix at a time)"
 
 
