@@ -75,8 +75,7 @@ def test_a_write_whose_answer_was_lost_is_no_conflict(aws: Account, make_record:
     s3.create_bucket(Bucket="records")
 
     class Twice:
-        exceptions = s3.exceptions
-        get_object = s3.get_object
+        exceptions, get_object, head_object = s3.exceptions, s3.get_object, s3.head_object
 
         def put_object(self, **request: Any) -> Any:
             s3.put_object(**request)
@@ -89,6 +88,17 @@ def test_a_write_whose_answer_was_lost_is_no_conflict(aws: Account, make_record:
     assert changed.record.state == "Training" and store.read(JOB_ID) == changed
     with pytest.raises(RecordConflictError):
         store.replace(stored, stored.record.with_state("Stopped"))
+
+
+def test_two_who_write_the_same_are_two(store: RecordStore, make_record: MakeRecord) -> None:
+    """Records tell time by the second: two resumes may be alike, and one alone may submit."""
+    stored = store.create(make_record(JOB_ID))
+    changed = stored.record.with_state("Training")
+    store.replace(stored, changed)
+    with pytest.raises(RecordConflictError):
+        store.replace(stored, changed)
+    with pytest.raises(InputError, match="exists already"):
+        store.create(make_record(JOB_ID))
 
 
 def test_the_slower_of_two_writers_is_told(store: RecordStore, make_record: MakeRecord) -> None:

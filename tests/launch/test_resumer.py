@@ -411,3 +411,22 @@ def test_a_host_that_was_killed_beside_one_that_saved_is_resumed_within_a_bound_
 )
 def test_hosts_that_the_kernel_kills_for_memory_are_not_resumed(reason: str) -> None:
     assert job_resumer.cause({"TrainingJobStatus": "Failed", "FailureReason": reason}) is None
+
+
+def test_a_write_whose_answer_was_lost_is_the_resumers_own(aws: Account) -> None:
+    """The SDK sends it again, and S3 refuses that for what the first one wrote; another's like it is another's."""
+    s3 = aws.client("s3")
+    s3.create_bucket(Bucket=DATA)
+    key = f"jobs/{JOB_ID}/record.json"
+
+    class Twice:
+        exceptions, get_object, head_object = s3.exceptions, s3.get_object, s3.head_object
+
+        def put_object(self, **request: Any) -> Any:
+            s3.put_object(**request)
+            return s3.put_object(**request)
+
+    version = s3.put_object(Bucket=DATA, Key=key, Body=b"{}")["ETag"]
+    record = {"job_id": JOB_ID, "attempts": []}
+    assert job_resumer.Records(Twice(), DATA).replace(record, version)
+    assert not job_resumer.Records(s3, DATA).replace(record, version)

@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import re
+import uuid
 from typing import Any
 
 HOST_MEMORY = (
@@ -161,12 +162,14 @@ class Records:
     def replace(self, record: dict[str, Any], version: str) -> bool:
         """Write it over that version; False where somebody else wrote since."""
         key, body = f"jobs/{record['job_id']}/record.json", json.dumps(record, indent=1).encode()
+        writer = {"writer": uuid.uuid4().hex}
         try:
-            self._s3.put_object(Bucket=self._bucket, Key=key, Body=body, IfMatch=version)
+            self._s3.put_object(Bucket=self._bucket, Key=key, Body=body, IfMatch=version, Metadata=writer)
         except self._s3.exceptions.ClientError as error:
-            if error.response["Error"]["Code"] in _CONFLICTS:
-                return False
-            raise
+            if error.response["Error"]["Code"] not in _CONFLICTS:
+                raise
+            # The SDK repeats a request whose answer was lost, and then meets what it wrote itself.
+            return bool(self._s3.head_object(Bucket=self._bucket, Key=key)["Metadata"] == writer)
         return True
 
     def confirm(self, job_id: str, number: int) -> None:
