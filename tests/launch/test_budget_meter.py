@@ -9,13 +9,17 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
+import botocore.session
 import pytest
 from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainyard.cli import live_view
 from trainyard.functions import budget_meter
-from trainyard.functions.job_meter import Use, month_of, uses_of
+from trainyard.functions.job_meter import WITHOUT_MACHINES, Use, month_of, uses_of
+from trainyard.launch.spending import BILLED_STATES
+from trainyard.operate.runbooks import evidence
 
 KIND = "ml.p5.4xlarge"
 RATES = {KIND: {"on_demand": Decimal("6.88"), "spot": Decimal("2.5")}}
@@ -75,11 +79,23 @@ def test_what_was_interrupted_holds_no_machines_until_it_has_some_again() -> Non
     started = [change("Starting", 6, 4.5), change("Downloading", 4.5, 4), change("Training", 4, 3)]
     waits = [*started, change("Interrupted", 3)]
     runs = [*started, change("Interrupted", 3, 2), change("Starting", 2, 1), change("Downloading", 1)]
-    for changes, held in ((started, 5), (waits, 2), (runs, 3)):
+    sought = [change("LaunchingMLInstances", 2, 1.5), change("PreparingTrainingStack", 1.5, 1), change("Training", 1)]
+    relaunched = [*started, change("Interrupted", 3, 2), *sought]
+    for changes, held in ((started, 5), (waits, 2), (runs, 3), (relaunched, 3)):
         told = {"TrainingJobStatus": "InProgress", "SecondaryStatusTransitions": changes}
         running = used(job(EnableManagedSpotTraining=True, **told))
         assert (running.held_seconds, running.billed_seconds) == (held * 3600, held * 3600)
     assert used(job(SecondaryStatusTransitions=runs)).held_seconds == 3600, "of an ended one SageMaker tells it"
+
+
+def test_each_of_sagemakers_words_for_a_job_is_known_as_with_machines_or_without() -> None:
+    """One list for those who bill, who watch and who look for what is wrong; of a new word somebody must decide."""
+    service = botocore.session.get_session().get_service_model("sagemaker")
+    ended = {"Completed", "Failed", "Stopped", "MaxRuntimeExceeded", "MaxWaitTimeExceeded"}
+    assert set(service.shape_for("SecondaryStatus").enum) == WITHOUT_MACHINES | BILLED_STATES | ended
+    assert not WITHOUT_MACHINES & BILLED_STATES
+    assert not evidence.WAITING & BILLED_STATES
+    assert evidence.WAITING >= WITHOUT_MACHINES and live_view.WAITING >= evidence.WAITING
 
 
 def test_a_job_that_is_being_deleted_has_ended() -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from trainyard.cli.seen import Seen
 from trainyard.cli.tables import state_text
+from trainyard.functions.job_meter import WITHOUT_MACHINES
 from trainyard.launch.queue_backend import QUEUED
 from trainyard.launch.record import CREATED, SUBMITTED
 from trainyard.launch.spending import spent
@@ -21,8 +22,8 @@ from trainyard.launch.watch import Status
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
-WAITING = frozenset({CREATED, SUBMITTED, QUEUED, "Pending", "Starting", "Interrupted", "Restarting"})
-"""States in which a person wants to know for what."""
+WAITING = WITHOUT_MACHINES | {CREATED, SUBMITTED, QUEUED, "Restarting"}
+"""States in which a person wants to know for what; one that restarts has its machines."""
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:

@@ -18,8 +18,8 @@ ENDED = ("Completed", "Failed", "Stopped", "Deleting")
 """SageMaker's statuses of a job that has ended; one that is deleted is no more after the last."""
 OVER = ("Terminated", "Reused")
 """States of a warm pool that no longer waits."""
-_WITHOUT_MACHINES = ("Interrupted", "Starting", "Pending")
-"""Secondary statuses that follow each other from the loss of a spot job's machines until it has others."""
+WITHOUT_MACHINES = frozenset({"Pending", "Starting", "LaunchingMLInstances", "PreparingTrainingStack", "Interrupted"})
+"""Secondary statuses of a job that has no machines yet, or none any more: nobody is billed then."""
 
 Rates = Mapping[str, Mapping[str, Decimal]]
 """USD an instance-hour: instance type -> way to buy (on_demand, spot, training_plan) -> price, where known."""
@@ -124,7 +124,7 @@ def interrupted_seconds(job: Mapping[str, Any], since: datetime.datetime, until:
     """For how long between two moments a job was without the machines that spot capacity took: it isn't billed then."""
     lost, total = False, datetime.timedelta(0)
     for change in job.get("SecondaryStatusTransitions") or []:
-        lost = change["Status"] == "Interrupted" or (lost and change["Status"] in _WITHOUT_MACHINES)
+        lost = change["Status"] == "Interrupted" or (lost and change["Status"] in WITHOUT_MACHINES)
         if lost:
             span = min(change.get("EndTime") or until, until) - max(change["StartTime"], since)
             total += max(span, datetime.timedelta(0))

@@ -14,7 +14,7 @@ from trainyard.launch.record import JobRecord, StateChange
 BILLED_STATES = frozenset(
     {"Downloading", "DownloadingTrainingImage", "Training", "Uploading", "Stopping", "Restarting", "Updating"}
 )
-"""SageMaker's words for a job that has its machines; while it starts or waits for spot capacity nobody is billed."""
+"""SageMaker's words for a job that has its machines; of those without nobody is billed (job_meter.WITHOUT_MACHINES)."""
 CENT = Decimal("0.01")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import InputError, TrainyardError
+from trainyard.functions.job_meter import WITHOUT_MACHINES
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine
 from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, looked_through, refuse_unreadable
@@ -34,9 +35,7 @@ from trainyard.spec.platform import TenantSpec
 MOST_LINES = 200_000
 """Newest lines that are read: about 50 MB; what decides is at the end."""
 BESIDE = ("recovery.jsonl", "left_out_batches.jsonl")
-WAITING = frozenset(
-    {CREATED, SUBMITTED, QUEUED, "Pending", "Starting", "LaunchingMLInstances", "PreparingTrainingStack", "Interrupted"}
-)
+WAITING = WITHOUT_MACHINES | {CREATED, SUBMITTED, QUEUED}
 """States of a job that has no machines yet, or none any more."""
 TIMED = frozenset({"sagemaker", "kubernetes"})
 """Backends that say when a line was written; the others' lines have the time at which they were read."""
