@@ -88,6 +88,31 @@ def test_what_was_interrupted_holds_no_machines_until_it_has_some_again() -> Non
     assert used(job(SecondaryStatusTransitions=runs)).held_seconds == 3600, "of an ended one SageMaker tells it"
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_an_interruption_lowers_the_month_that_it_fell_into(is_running: bool) -> None:
+    """Over the first of a month, and by the day: a job's time falls where it had machines."""
+    now, first = NOON, MARCH[0]
+    began, day = first - timedelta(days=12), timedelta(days=1)
+
+    def held(*lost: datetime) -> list[Decimal]:
+        gone = [{"Status": "Interrupted", "StartTime": lost[0]}]
+        if len(lost) > 1:
+            gone = [{**gone[0], "EndTime": lost[1]}, {"Status": "Training", "StartTime": lost[1]}]
+        changes = [{"Status": "Training", "StartTime": began, "EndTime": lost[0]}, *gone]
+        seconds = round((now - began - ((lost[1:] or (now,))[0] - lost[0])).total_seconds())
+        told = {"TrainingJobStatus": "InProgress" if is_running else "Stopped", "TrainingEndTime": now}
+        told |= {"TrainingTimeInSeconds": seconds, "BillableTimeInSeconds": seconds}
+        one = used(job(began=began, EnableManagedSpotTraining=True, SecondaryStatusTransitions=changes, **told))
+        days = [one.instance_seconds(began + n * day, began + (n + 1) * day) / 7200 for n in range(28)]
+        month = one.instance_seconds(*MARCH) / 7200
+        assert one.usd(*MARCH, Decimal(3600)) == 7200 * month
+        return [month, days[1], days[11], days[13]]
+
+    assert held(first - 10 * day, first) == [14 * 24 + 12, 24, 0, 24], "since the 1st it has all its machines"
+    assert held(first) == [0, 24, 24, 0], "it holds none of this month"
+    assert held(first - day, first + day) == [13 * 24 + 12, 24, 0, 24]
+
+
 def test_each_of_sagemakers_words_for_a_job_is_known_as_with_machines_or_without() -> None:
     """One list for those who bill, who watch and who look for what is wrong; of a new word somebody must decide."""
     service = botocore.session.get_session().get_service_model("sagemaker")

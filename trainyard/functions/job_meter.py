@@ -24,6 +24,8 @@ WITHOUT_MACHINES = frozenset({"Pending", "Starting", "LaunchingMLInstances", "Pr
 Rates = Mapping[str, Mapping[str, Decimal]]
 """USD an instance-hour: instance type -> way to buy (on_demand, spot, training_plan) -> price, where known."""
 
+Span = tuple[datetime.datetime, datetime.datetime]
+
 
 @dataclass(frozen=True)
 class Use:
@@ -44,6 +46,8 @@ class Use:
     """As many; of a spot job that has ended less what spot saved, as SageMaker tells it (BillableTimeInSeconds): times
     the on-demand price that is its bill."""
     is_running: bool
+    without: tuple[Span, ...] = ()
+    """When between the two it was without machines, in order: what it took falls into the rest."""
 
     @property
     def priced_as(self) -> str:
@@ -77,10 +81,15 @@ class Use:
         return (self.count * seconds * self._share_until(moment) * per_second).quantize(MICRO, ROUND_HALF_EVEN)
 
     def _share_until(self, moment: datetime.datetime) -> Decimal:
-        whole = _seconds(self.until - self.began)
+        whole = self._with_machines_until(self.until)
         if whole <= 0:
             return Decimal(1 if moment > self.began else 0)
-        return min(max(_seconds(moment - self.began), Decimal(0)), whole) / whole
+        return self._with_machines_until(moment) / whole
+
+    def _with_machines_until(self, moment: datetime.datetime) -> Decimal:
+        nothing, at = datetime.timedelta(0), min(moment, self.until)
+        gone = sum((max(min(other, at) - one, nothing) for one, other in self.without), nothing)
+        return _seconds(max(at - self.began - gone, nothing))
 
 
 def uses_of(job: Mapping[str, Any], now: datetime.datetime) -> list[Use]:
@@ -91,6 +100,7 @@ def uses_of(job: Mapping[str, Any], now: datetime.datetime) -> list[Use]:
         return []
     until = now if is_running else job.get("TrainingEndTime") or now
     waited = interrupted_seconds(job, began, until) if is_running else 0
+    without = tuple(interruptions(job, began, until))
     wall = max(0, round((until - began).total_seconds()) - waited)
     resources = job.get("ResourceConfig") or {}
     pool = _kept_warm(job, now - until)
@@ -107,6 +117,7 @@ def uses_of(job: Mapping[str, Any], now: datetime.datetime) -> list[Use]:
             held_seconds=held + pool,
             billed_seconds=(wall if is_running else int(job.get("BillableTimeInSeconds", held))) + pool,
             is_running=is_running,
+            without=without,
         )
         for group in resources.get("InstanceGroups") or [resources]
     ]
@@ -120,15 +131,21 @@ def waiting_seconds(job: Mapping[str, Any], now: datetime.datetime) -> float:
     return 0.0 if created is None else max(0.0, (now - created).total_seconds())
 
 
-def interrupted_seconds(job: Mapping[str, Any], since: datetime.datetime, until: datetime.datetime) -> int:
-    """For how long between two moments a job was without the machines that spot capacity took: it isn't billed then."""
-    lost, total = False, datetime.timedelta(0)
+def interruptions(job: Mapping[str, Any], since: datetime.datetime, until: datetime.datetime) -> list[Span]:
+    """When between two moments a job was without the machines that spot capacity took: it isn't billed then."""
+    lost, found = False, []
     for change in job.get("SecondaryStatusTransitions") or []:
         lost = change["Status"] == "Interrupted" or (lost and change["Status"] in WITHOUT_MACHINES)
         if lost:
-            span = min(change.get("EndTime") or until, until) - max(change["StartTime"], since)
-            total += max(span, datetime.timedelta(0))
-    return round(total.total_seconds())
+            one, other = max(change["StartTime"], since), min(change.get("EndTime") or until, until)
+            found += [(one, other)] if one < other else []
+    return found
+
+
+def interrupted_seconds(job: Mapping[str, Any], since: datetime.datetime, until: datetime.datetime) -> int:
+    """For how long in all that was."""
+    spans = (other - one for one, other in interruptions(job, since, until))
+    return round(sum(spans, datetime.timedelta(0)).total_seconds())
 
 
 def described(sagemaker: Any, name: str) -> dict[str, Any] | None:
