@@ -85,6 +85,38 @@ def test_without_any_checkpoint_the_age_is_since_the_first_step(
     assert stale.kind == "fault" and "and no commit" in stale.decided_by[0]
 
 
+def test_a_checkpoint_of_a_step_after_the_lines_is_as_old_as_the_newest_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines are read before checkpoints are looked for, and of a long log that takes a while."""
+    lines = [line(step, 36000 - 720 * step) for step in range(1, 50)]
+    evidence = gathered(tmp_path, monkeypatch, Lines(lines), saved=(25, 50))
+    assert evidence.unsaved_seconds == pytest.approx(720, abs=30)
+    assert [one.kind for one in checkpoint(evidence)] == ["clear"]
+
+
+def test_a_job_that_came_back_from_a_reclaim_is_as_old_as_its_first_step_since(
+    record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its training job, and so its lines of before, stay: five hours without machines are no checkpoint's age."""
+    history = {"Submitted": 400, "Training": 397, "Interrupted": 300, "Starting": 2, "Downloading": 1.5}
+    came_back = through(record, {**history, "Training again": 1})
+    before = [line(step, 60 * 300 + 10 * (64 - step)) for step in range(1, 64)]
+    evidence = gathered(tmp_path, monkeypatch, Lines([*before, line(51, 20)]), (50,), came_back)
+    assert evidence.unsaved_seconds == pytest.approx(20, abs=5) and evidence.told_step == 51
+    assert [one.kind for one in checkpoint(evidence)] == ["clear"]
+
+
+def test_a_job_that_came_back_and_makes_its_first_step_is_not_silent_since_the_reclaim(
+    record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = {"Submitted": 400, "Training": 397, "Interrupted": 300, "Starting": 2, "Training again": 1}
+    before = [line(step, 60 * 300 + 10 * (64 - step)) for step in range(1, 64)]
+    evidence = gathered(tmp_path, monkeypatch, Lines(before), (50,), through(record, history))
+    assert (evidence.silent_seconds, evidence.unsaved_seconds, evidence.told_step) == (None, None, 0)
+    assert {one.kind for one in (*hung(evidence), *checkpoint(evidence))} == {"clear"}
+
+
 def test_an_interval_that_is_longer_than_what_is_promised_is_named(record: JobRecord) -> None:
     slowly = record.resolved.spec.checkpoint.model_copy(update={"every_steps": None, "every_minutes": 60.0})
     spec = record.resolved.spec.model_copy(update={"checkpoint": slowly})
@@ -124,6 +156,16 @@ def record() -> JobRecord:
     return record_of()
 
 
+def through(record: JobRecord, minutes_ago: dict[str, float]) -> JobRecord:
+    """A job that came into each state so long ago; ` again` makes a second one of a name."""
+    now = datetime.now(UTC)
+    states = [
+        StateChange(state=state.removesuffix(" again"), at=(now - timedelta(minutes=ago)).isoformat(timespec="seconds"))
+        for state, ago in minutes_ago.items()
+    ]
+    return record.model_copy(update={"states": (*record.states, *states)})
+
+
 def waiting(record: JobRecord, state: str, minutes: float, *after: str) -> JobRecord:
     """A job that came into `state` so long ago, and into the others just now."""
     ago = (datetime.now(UTC) - timedelta(minutes=minutes)).isoformat(timespec="seconds")
@@ -133,7 +175,7 @@ def waiting(record: JobRecord, state: str, minutes: float, *after: str) -> JobRe
     return record.model_copy(update={"states": (*record.states, *states)})
 
 
-@pytest.mark.parametrize("state", ["Pending", "Starting", "Queued", "Interrupted"])
+@pytest.mark.parametrize("state", ["Pending", "Starting", "Queued"])
 def test_a_job_that_still_waits_is_short_of_machines(
     state: str, record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +187,38 @@ def test_a_job_that_still_waits_is_short_of_machines(
     assert resumes and all(command.startswith("trainyard stop") for command in resumes), "it goes on: stop it first"
     (patient, *_) = capacity(replace(evidence, most_waited_seconds=14400.0))
     assert patient.kind == "clear" and "240" in patient.words
+
+
+@pytest.mark.parametrize(
+    "since",
+    [
+        {"Interrupted": 300},
+        {"Interrupted": 300, "Starting": 200, "Pending": 100},
+        # Out of its training queue's turn: the try has ended, and nobody looked until now.
+        {"Stopping": 300, "Stopped": 299, "Queued": 0},
+    ],
+    ids=["reclaimed", "reclaimed and asking", "out of its turn"],
+)
+def test_a_job_whose_machines_were_taken_waits_since_then(
+    since: dict[str, float], record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = through(record, {"Submitted": 399, "Pending": 399, "Downloading": 398, "Training": 397, **since})
+    evidence = gathered(tmp_path, monkeypatch, Lines([line(1, 60 * 390)], state=list(since)[-1]), record=taken)
+    (told, *_) = capacity(evidence)
+    assert told.kind == "fault" and "300 minutes, and still waits" in told.words, told
+
+
+@pytest.mark.parametrize("end", ["Stopping", "Stopped", "Failed"])
+@pytest.mark.parametrize(("minutes", "kind"), [(398, "fault"), (10, "clear")])
+def test_a_job_that_ended_in_its_wait_had_no_machines(
+    end: str, minutes: float, kind: str, record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has it any by a finer word for its end (a spot job's longest wait)."""
+    finer = {"MaxWaitTimeExceeded": 0.0} if end == "Stopped" else {}
+    never = through(record, {"Submitted": minutes, "Pending": minutes - 1, **finer, end: 0})
+    (told, *_) = capacity(gathered(tmp_path, monkeypatch, Lines([], state=end), record=never))
+    assert told.kind == kind and f"ended after {minutes} minutes without having had any machine" in told.words, told
+    assert any("Pending" in words for words in told.decided_by) and any(end in words for words in told.decided_by)
 
 
 def test_a_wait_that_is_over_is_told_with_its_length(

@@ -79,10 +79,23 @@ def _has_machines(evidence: Evidence) -> Finding:
     """The alarm on waits rings when they are over: how long it was is still to be told."""
     told = clear_or_unknown(evidence, "neither capacity nor a quota is short", "lines")
     seconds = evidence.waited_seconds
+    if not evidence.has_had_machines and evidence.record is not None and seconds is not None:
+        return _never_had_any(evidence, seconds)
     if told.kind != "clear" or seconds is None or seconds <= evidence.most_waited_seconds:
         return told
     words = f"{told.words}; it had its machines after {seconds / 60:.0f} minutes"
     return Finding("clear", words, _states(evidence), (f"trainyard status {job_words(evidence)}",))
+
+
+def _never_had_any(evidence: Evidence, seconds: float) -> Finding:
+    """Its wait ended with the job: nobody says that machines would have come."""
+    words = f"it ended after {seconds / 60:.0f} minutes without having had any machine"
+    decided_by = (*_states(evidence), ": ".join(word for word in (evidence.state, evidence.note) if word))
+    if seconds <= evidence.most_waited_seconds:
+        most = f"its tenant's jobs may wait for {evidence.most_waited_seconds / 60:.0f}"
+        return Finding("clear", f"{words}: {most}", decided_by)
+    held = f"{there(evidence, 'trainyard', 'jobs')}   # which of the tenant's jobs hold machines"
+    return fault(evidence, words, decided_by, (held, *_elsewhere(evidence)))
 
 
 def _states(evidence: Evidence) -> tuple[str, ...]:

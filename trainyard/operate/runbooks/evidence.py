@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trainyard.launch.compare import compare
 from trainyard.launch.goodput import jsonl_rows
 from trainyard.launch.place import Place
 from trainyard.launch.queue_backend import QUEUED
-from trainyard.launch.record import CREATED, SUBMITTED, JobRecord
+from trainyard.launch.record import CREATED, SUBMITTED, TERMINAL_STATES, JobRecord, StateChange
 from trainyard.operate.course import newest_rows, own_folder, row_of_line
 from trainyard.operate.runbooks.figures import LEAST_SHARE_OF_PLAN
 from trainyard.operate.runbooks.framework import keep
@@ -37,6 +37,8 @@ MOST_LINES = 200_000
 BESIDE = ("recovery.jsonl", "left_out_batches.jsonl")
 WAITING = WITHOUT_MACHINES | {CREATED, SUBMITTED, QUEUED}
 """States of a job that has no machines yet, or none any more."""
+_ENDING = TERMINAL_STATES | {"Stopping", "MaxWaitTimeExceeded", "MaxRuntimeExceeded"}
+"""States in which a job ends: one that only waited comes into them too, and has no machines by that."""
 TIMED = frozenset({"sagemaker", "kubernetes"})
 """Backends that say when a line was written; the others' lines have the time at which they were read."""
 _EVERYBODYS = {one.name: one.limit for one in OBJECTIVES}
@@ -77,7 +79,10 @@ class Evidence:
     most_unsaved_seconds: float = _EVERYBODYS["checkpoint-age"]
     """How old the tenant's jobs' newest checkpoints may be: beyond, the alarm rings."""
     waited_seconds: float | None = None
-    """Of the newest attempt, from its submission until it had its machines, or until now."""
+    """Of the newest attempt, from its submission until it had its machines, or ended without; of one that waits, until
+    now, and where machines were taken from it, since then."""
+    has_had_machines: bool = True
+    """Whether the newest attempt ever had machines, as far as its record and its lines tell."""
     most_waited_seconds: float = _EVERYBODYS["queue"]
     """How long the tenant's jobs may wait for machines: beyond, the alarm rings."""
     instance_type: str = ""
@@ -156,6 +161,7 @@ def gather(
     missing: dict[str, str] = {}
     lines = _lines(place, record, missing)
     times = _step_times(record, lines)
+    changes = _changes(record)
     if current.state == "Training" and record.backend not in TIMED and own_folder(place, record) is None:
         missing["times"] = f"lines of {record.backend} don't say when they were written"
     rows, saved = _rows(place, record, missing), _checkpoints(place, record, missing)
@@ -174,10 +180,11 @@ def gather(
         planned=_planned(record, place, missing),
         least_of_plan=limits["throughput"],
         silent_seconds=_silent_seconds(place, record, current.state, max(times.values(), default=None)),
-        told_step=max(_steps_of(lines), default=0),
+        told_step=max(times if record.backend in TIMED else _steps_of(lines), default=0),
         unsaved_seconds=_unsaved_seconds(current.state, saved, times) if "checkpoints" not in missing else None,
         most_unsaved_seconds=limits["checkpoint-age"],
-        waited_seconds=_waited_seconds(record),
+        waited_seconds=_waited_seconds(changes, current.state),
+        has_had_machines=bool(lines or "lines" in missing or current.state == "Completed" or _with_machines(changes)),
         most_waited_seconds=limits["queue"],
         instance_type=record.resolved.spec.compute.instance_type or "",
         num_hosts=record.resolved.num_hosts,
@@ -223,28 +230,53 @@ def _steps_of(lines: Sequence[LogLine]) -> list[int]:
 
 
 def _step_times(record: JobRecord, lines: Sequence[LogLine]) -> dict[int, float]:
-    """Step -> when it was last made, seconds since the epoch; empty where lines have no times of their own."""
-    told = [line for line in lines if line.text.startswith("step=")] if record.backend in TIMED else []
+    """Step -> when it was last made, seconds since the epoch; empty where lines have no times of their own.
+
+    Those since the job last waited for machines: what spot capacity took keeps its name, and so its streams.
+    """
+    if record.backend not in TIMED:
+        return {}
+    began = max((_moment(change).timestamp() for change in _changes(record) if change.state in WAITING), default=0.0)
+    told = [line for line in lines if line.text.startswith("step=") and line.at_ms / 1000 >= began]
     return {step: line.at_ms / 1000 for line in told for step in _steps_of([line])}
 
 
 def _unsaved_seconds(state: str, saved: Sequence[Checkpoint], times: Mapping[int, float]) -> float | None:
     if state != "Training" or not times:
         return None
-    newest = max((one.step for one in saved if one.committed), default=0)
-    # A resumed job's checkpoint is of an earlier attempt, whose lines are not these: since its own first step.
-    return max(0.0, time.time() - times.get(newest, min(times.values())))
+    newest = max((one.step for one in saved if one.is_good), default=0)
+    # Of a step after the newest line it was saved since that: checkpoints are looked for after the lines were read. A
+    # resumed job's is of before its lines: since its own first step.
+    made = [step for step in times if step <= newest]
+    return max(0.0, time.time() - times[max(made) if made else min(times)])
 
 
-def _waited_seconds(record: JobRecord) -> float | None:
-    """Of the newest attempt up to its first state with machines, or to now."""
-    mine = [change for change in record.states if change.attempt == record.attempt.number]
-    begins = [datetime.fromisoformat(change.at) for change in mine if change.state != CREATED]
-    has_them = [datetime.fromisoformat(change.at) for change in mine if change.state not in WAITING]
-    if not begins:
+def _changes(record: JobRecord) -> list[StateChange]:
+    """Of the newest attempt, since it was submitted."""
+    return [one for one in record.states if one.attempt == record.attempt.number and one.state != CREATED]
+
+
+def _moment(change: StateChange) -> datetime:
+    return datetime.fromisoformat(change.at)
+
+
+def _with_machines(changes: Sequence[StateChange]) -> list[datetime]:
+    """When it came into states in which a job has machines."""
+    return [_moment(one) for one in changes if one.state not in WAITING and one.state not in _ENDING]
+
+
+def _waited_seconds(changes: Sequence[StateChange], state: str) -> float | None:
+    """Up to its first state with machines, its end without, or now; of one that waits, since the last with machines."""
+    if not changes:
         return None
-    until = min(has_them) if has_them else datetime.now(begins[0].tzinfo)
-    return max(0.0, (until - min(begins)).total_seconds())
+    had, now = _with_machines(changes), datetime.now(UTC)
+    without = [_moment(one) for one in changes if one.state in WAITING or one.state in _ENDING]
+    if state in WAITING:
+        begins = min((at for at in without if not had or at >= max(had)), default=now)
+        return max(0.0, (now - begins).total_seconds())
+    ended = [_moment(one) for one in changes if one.state in _ENDING]
+    until = min(had or ended, default=now)
+    return max(0.0, (until - min(map(_moment, changes))).total_seconds())
 
 
 def _rows(place: Place, record: JobRecord, missing: dict[str, str]) -> list[dict[str, Any]]:
@@ -309,8 +341,8 @@ def _keep(evidence: Evidence, place: Place, folder: Path) -> None:
     keep(folder, "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in evidence.rows))
     keep(folder, "record.json", record.model_dump(mode="json"))
     keep(folder, "checkpoints.json", [one.as_json() for one in evidence.checkpoints])
-    told = ("state", "note", "failure", "silent_seconds", "unsaved_seconds", "waited_seconds", "planned")
-    about = {name: getattr(evidence, name) for name in told}
+    told = ("state", "note", "failure", "silent_seconds", "unsaved_seconds", "waited_seconds", "has_had_machines")
+    about = {name: getattr(evidence, name) for name in (*told, "planned")}
     keep(folder, "job.json", {**about, "missing": dict(evidence.missing)})
     output = own_folder(place, record)
     for name in BESIDE:
