@@ -50,8 +50,11 @@ def test_the_file_has_the_newest_value_of_each_meter(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_start_is_told_once_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_is_told_once_and_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One slow start must not make every later period a bad one."""
+    monkeypatch.setattr(exposition_module.time, "time", lambda: 1_000_000.0)  # no period begins
     exposition = Exposition(tmp_path, tenant="acme", job="tiny", embeds_metrics=True, every_steps=10)
 
     def seen(step: int, seconds: float | None) -> bool:
@@ -143,7 +146,10 @@ def test_what_meters_cannot_have_ends_no_job(tmp_path: Path, capsys: pytest.Capt
     assert [line for line in said if "can't be written" in line] == [said[1]], "once is enough"
 
 
-def test_cloudwatch_gets_lines_when_somebody_would_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cloudwatch_gets_lines_when_somebody_would_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposition_module.time, "time", lambda: 1_000_000.0)  # no period begins
     exposition = Exposition(tmp_path, tenant="acme", job="tiny", embeds_metrics=True, every_steps=10)
     exposition.publish({"step": 9, "loss": 3.0})
     exposition.publish({"step": 11, "loss": 3.0, "checkpoint": {"save_seconds": 4.0}})
@@ -192,25 +198,27 @@ def test_network_cards_are_summed_without_loopback(tmp_path: Path) -> None:
     assert NetworkUse(proc_net=tmp_path / "none", infiniband=tmp_path / "none").counted() == (0, 0)
 
 
+@pytest.mark.parametrize("step_seconds", [7, 60, 150, 170, 200, 239, 299])
 def test_alarms_hear_of_each_period_of_a_job_whose_steps_are_long(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    step_seconds: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fifty steps of a minute are most of an hour: of five-minute periods without a sample an alarm says that all is
     well, and a burn rate of nine bad ones in an hour would never be seen."""
-    clock = {"now": 1000.0}
+    clock = {"now": 1_000_000.0}
     monkeypatch.setattr(exposition_module.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(exposition_module.time, "time", lambda: clock["now"])
     exposition = Exposition(tmp_path, tenant="acme", job="tiny", embeds_metrics=True, every_steps=50)
-    heard: list[int] = []
-    for step in range(1, 61):
-        clock["now"] += 60.0
+    period, heard, num_lines, num_steps = 60 * PERIOD_MINUTES, set(), 0, 7200 // step_seconds
+    for step in range(1, num_steps + 1):
+        clock["now"] += step_seconds
         slow = {"observed": {"throughput": {"of_plan": 0.5}}} if step in (1, 50) else {}
         exposition.publish({"step": step, **slow, LIVE: {"goodput": 0.1, "checkpoint_age_seconds": 60.0 * step}})
-        said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        heard += [step] * len(said)
-        for line in said:
+        for line in (json.loads(line) for line in capsys.readouterr().out.splitlines()):
+            num_lines += 1
+            heard.add(line["_aws"]["Timestamp"] // (1000 * period))
             assert (line["ThroughputOfPlan"], line["Goodput"]) == (0.5, 0.1), "of the last observed window, too"
             assert line["CheckpointAgeSeconds"] == 60.0 * step, "and what is new as it is now"
-    periods = {step * 60 // (60 * PERIOD_MINUTES) for step in heard}
-    assert periods >= set(range(12)), heard
-    assert len(heard) <= 17, "and not of each step"
+    first, last = (int((1_000_000 + seconds) // period) for seconds in (step_seconds, num_steps * step_seconds))
+    assert heard == set(range(first, last + 1)) and len(heard) >= 24
+    assert num_lines <= len(heard) + num_steps // 50 + 1, "and not of each step"
     exposition.close()

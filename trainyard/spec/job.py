@@ -763,7 +763,7 @@ class MetersSpec(SpecModel):
     metrics.prom in the output folder, for node_exporter's textfile collector."""
     cloudwatch: bool = True
     """On SageMaker: a line of CloudWatch's embedded metrics every training.observe_every_steps steps, at saves and
-    validations, and where steps are long every four minutes. CloudWatch bills each metric of each job's name for the
+    validations, and of the first step of each five minutes. CloudWatch bills each metric of each job's name for the
     hours in which it gets values."""
 
 

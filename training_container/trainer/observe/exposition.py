@@ -46,7 +46,8 @@ class Exposition:
     ) -> None:
         """`job`: the spec's name, not an id: each id would be a new series to keep and to pay.
 
-        `embeds_metrics`: lines for CloudWatch, every `every_steps` and when a row has rare figures.
+        `embeds_metrics`: lines for CloudWatch, every `every_steps`, when a row has rare figures, and of the first row
+        of each of CloudWatch's periods, as alarms count the periods of which they hear.
         """
         self._path = output_dir / PROMETHEUS_FILE
         self._labels = {"tenant": tenant, "training_job": job}
@@ -55,7 +56,7 @@ class Exposition:
         """Oldest first: what happened within the period."""
         self._embeds_metrics, self._every_steps = embeds_metrics, every_steps
         self._written_at = float("-inf")
-        self._embedded_at = time.monotonic()
+        self._embedded_period = _period_of(time.time())
         self._lock = threading.Lock()
         self._end: threading.Timer | None = None
         self._has_complained = False
@@ -77,12 +78,13 @@ class Exposition:
                 self._text = prometheus_text(self._values, self._labels)
             if events or now - self._written_at >= LEAST_SECONDS:
                 self._write()
-        is_late = now - self._embedded_at >= EMBEDDED_SECONDS
-        if self._embeds_metrics and (row["step"] % self._every_steps == 0 or events or _RARE & row.keys() or is_late):
-            self._embedded_at = now
+        wall = time.time()
+        is_first = _period_of(wall) != self._embedded_period
+        if self._embeds_metrics and (row["step"] % self._every_steps == 0 or events or _RARE & row.keys() or is_first):
+            self._embedded_period = _period_of(wall)
             # What is observed of long steps is rare: the newest still holds, and a period without counts as a good one.
             kept = {meter: self._values[meter] for meter in _OF_TENANTS if meter in self._values}
-            say(embedded(kept | found, self._labels, at_milliseconds=int(1000 * time.time())))
+            say(embedded(kept | found, self._labels, at_milliseconds=int(1000 * wall)))
 
     def _show_events(self) -> None:
         """Of one meter the longest, as CloudWatch's Maximum: a good start must not hide the bad one before it."""
@@ -148,13 +150,16 @@ class Exposition:
 EVENT_SECONDS = 60.0 * PERIOD_MINUTES
 """How long Prometheus can see an event: of its rules' looks, which are a period apart, one sees it, and no second one
 (where scrapes divide the period evenly; else now and then none or two do)."""
-EMBEDDED_SECONDS = 0.8 * EVENT_SECONDS
-"""CloudWatch is told at least so often, where steps are not longer: alarms count the periods of which they hear."""
 _EVENTS = frozenset(meter for meter in METERS if meter.is_event)
 _OF_TENANTS = [meter for meter in METERS if meter.per_tenant and not meter.is_event]
 
 _RARE = frozenset({"observed", "checkpoint", "validation_loss"})
 """Keys of few rows, whose figures would be missed."""
+
+
+def _period_of(wall_seconds: float) -> int:
+    """Number of the alarms' period, which begins where CloudWatch's does: at the hour, and every five minutes."""
+    return int(wall_seconds // (60 * PERIOD_MINUTES))
 
 
 def prometheus_text(values: Mapping[Meter, float], labels: Mapping[str, str]) -> str:
