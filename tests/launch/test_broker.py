@@ -509,6 +509,33 @@ def test_with_stop_a_spot_job_spends_nothing_while_its_machines_are_gone(
     assert "5,010.00 of" in ask()["refused"], "11 hours of it"
 
 
+@pytest.mark.parametrize("when_spent", ["finish", "stop"])
+def test_what_was_interrupted_before_the_month_was_no_runtime(
+    when_spent: str,
+    ask: Any,
+    record: JobRecord,
+    sagemaker: Jobs,
+    deployed: Account,
+    contract: TenantContract,
+    mid_month: datetime.datetime,
+) -> None:
+    """It may run for 28 days, and was without machines for nearly as long before the first: most of it is to come."""
+    _retell(deployed, contract, when_spent=when_spent)
+    first = month_of(mid_month)[0]
+    began, lost = first - datetime.timedelta(days=30), first - datetime.timedelta(days=28)
+    sagemaker.add("acme-spot", 1, hours=28 * 24)
+    changes = [
+        {"Status": "Interrupted", "StartTime": lost, "EndTime": first},
+        {"Status": "Training", "StartTime": first},
+    ]
+    job = sagemaker.jobs["acme-spot"]
+    job |= {"CreationTime": began, "TrainingStartTime": began, "EnableManagedSpotTraining": True}
+    job["SecondaryStatusTransitions"] = changes
+    sagemaker.add("acme-ended", 1, billed=round(2121 / PRICE * 3600))
+    told = {"stop": "5,001.00 of", "finish": "2,121.00 are spent and 3,744.00 could go to jobs that run"}
+    assert told[when_spent] in ask()["refused"], "20 days of this month; 26 that it may still run"
+
+
 def test_a_type_without_a_price_is_let_through_and_said_to_be_uncapped(
     ask: Any, record: JobRecord, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

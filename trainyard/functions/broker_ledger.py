@@ -202,8 +202,9 @@ class Ledger:
         started, resources = job.get("TrainingStartTime"), job.get("ResourceConfig") or {}
         longest = job["StoppingCondition"].get("MaxRuntimeInSeconds", 86_400)
         longest += resources.get("KeepAlivePeriodInSeconds") or 0
-        # What it ran before the month is that month's.
-        longest = max(0, longest - max(0, round((first - (started or self._now)).total_seconds())))
+        if started and started < first:  # what it ran before the month is that month's
+            ran = round((first - started).total_seconds()) - interrupted_seconds(job, started, first)
+            longest = max(0, longest - ran)
         entry = self.entry(resources.get("InstanceType", ""), resources.get("InstanceCount", 0), longest)
         entry["at"] = max(job["CreationTime"], first).timestamp()
         entry["started"] = max(started, first).timestamp() if started else None
