@@ -35,12 +35,13 @@ class Aws:
         self.s3, self.status, self.reason = s3, "Failed", reason
         self.answer: dict[str, Any] = {"submitted": "yes"}
         self.asked: list[str] = []
+        self.environment: dict[str, str] = {}
 
     def __call__(self, service: str) -> Any:
         return self.s3 if service == "s3" else self
 
-    def describe_training_job(self, **_: str) -> dict[str, str]:
-        return {"TrainingJobStatus": self.status, "FailureReason": self.reason}
+    def describe_training_job(self, **_: str) -> dict[str, Any]:
+        return {"TrainingJobStatus": self.status, "FailureReason": self.reason, "Environment": self.environment}
 
     def invoke(self, *, FunctionName: str, Payload: bytes) -> dict[str, Any]:
         assert FunctionName == "the-broker"
@@ -244,6 +245,10 @@ def test_a_job_that_trainyard_did_not_launch_is_left_and_rings_nobody(
 
     monkeypatch.setattr(cloud.s3, "get_object", refuse)
     assert "no job record" in cloud.resume(1)["left"] and not cloud.asked
+    cloud.environment = {"TRAINYARD_JOB_ID": JOB_ID}
+    for number in (1, 2):
+        with pytest.raises(RuntimeError, match=f"{JOB_ID}.*launched it, and its record is not in {DATA}"):
+            cloud.resume(number)
     code, message = "AccessDenied", "no identity-based policy allows the kms:Decrypt action"
     with pytest.raises(ClientError):
         cloud.resume(1)

@@ -134,7 +134,7 @@ def asked_attempt(number: int, states: Any) -> int:
 
 
 class _NoRecordError(Exception):
-    """Whoever launched the training job, trainyard did not: it asks nobody to be resumed."""
+    """There is no record of the job: trainyard did not launch it, or the record is gone."""
 
 
 def _is_missing(error: dict[str, Any]) -> bool:
@@ -203,7 +203,11 @@ def resume(name: str, places: dict[str, str], client: Any) -> dict[str, Any]:
     records = Records(client("s3"), places["data"])
     try:
         record, no = _next_attempt(name, job_id, records, places["checkpoints"], client)
-    except _NoRecordError:
+    except _NoRecordError as error:
+        # What the broker submits says whose it is: then the record is gone, or looked for in the wrong bucket.
+        job = client("sagemaker").describe_training_job(TrainingJobName=name)
+        if (job.get("Environment") or {}).get("TRAINYARD_JOB_ID") == job_id:
+            raise RuntimeError(f"{name}: trainyard launched it, and its record is not in {places['data']}") from error
         return {"left": "it has no job record: trainyard didn't launch it"}
     if no:
         return {"left": no}
