@@ -95,7 +95,7 @@ class BudgetMeter(Construct):
         )
         missing, tell = cloudwatch.TreatMissingData, partial(ring, self, topic=topic)
 
-        costs = f"trainyard cost --environment {self._tenant.environment.name} --by job"
+        costs = f"trainyard cost --environment {self._tenant.environment.name} --tenant {self._tenant.name} --by job"
 
         def said(text: str, then: str = f"{costs} tells by whom: docs/runbooks/README.md") -> str:
             return f"Tenant {self._tenant.name}: {text}. {then}."
