@@ -106,6 +106,11 @@ def test_deepspeeds_state_by_stage(
         ({"zero_stage": 3}, {}, 32000 * 4096 * (4 + 4 + 2) + 2 * 10**9),
         ({"zero_stage": 3}, {"live": 10**12}, 32000 * 4096 * (4 + 4) + 2 * 6738415616),
         ({"zero_stage": 3}, {"prefetch": 0}, 32000 * 4096 * (4 + 4 + 2) + 10**9),
+        # The limit is of what is asked ahead: what comes again within 1e9 elements stays.
+        ({"zero_stage": 3}, {"live": 10**6}, 32000 * 4096 * (4 + 4 + 2) + 10**9),
+        ({"zero_stage": 3}, {"live": 10**6, "reuse": 2 * 10**7}, 32000 * 4096 * (4 + 4 + 2) + 2 * 10**7),
+        ({"zero_stage": 3}, {"live": 10**6, "reuse": 0}, 32000 * 4096 * (4 + 4 + 2) + 2 * 10**6),
+        ({"zero_stage": 3, "offload_parameters": "nvme"}, {}, 32000 * 4096 * (4 + 4 + 2)),
     ],
 )
 def test_deepspeeds_buffers_by_stage_and_stated_sizes(
@@ -122,7 +127,8 @@ def test_deepspeeds_buffers_by_stage_and_stated_sizes(
 def test_a_job_states_deepspeeds_sizes(job: Callable[..., JobSpec]) -> None:
     """They changed nothing of the plan: a job with small buckets was planned with DeepSpeed's defaults."""
     zero = {"reduce_bucket_elements": 10**6, "prefetch_elements": 0, "max_live_elements": 10**7, "overlap": False}
-    layout = {"engine": "deepspeed", "data_replicate": 8, "zero_stage": 3}
+    own = {"zero_optimization": {"stage3_max_reuse_distance": 10**8}}
+    layout = {"engine": "deepspeed", "data_replicate": 8, "zero_stage": 3, "deepspeed": own}
     stated, chosen = (
         plan(job(compute={"instance_count": 1}, parallelism=layout | {"zero": sizes})).chosen.memory
         for sizes in (zero, {})
@@ -131,7 +137,7 @@ def test_a_job_states_deepspeeds_sizes(job: Callable[..., JobSpec]) -> None:
     asked = job(compute={"instance_count": 1}, parallelism=layout | {"zero": zero})
     assert isinstance(asked.parallelism, ParallelismSpec)
     read = layout_of(asked, asked.parallelism, micro_batch=1, num_micro_batches=1, recompute="none")
-    assert read.zero_sizes == ZeroSizes(bucket=10**6, prefetch=0, live=10**7, overlaps=False)
+    assert read.zero_sizes == ZeroSizes(bucket=10**6, prefetch=0, live=10**7, reuse=1e8, overlaps=False)
 
 
 def test_deepspeeds_stage_0_in_bf16_is_what_ddp_is() -> None:

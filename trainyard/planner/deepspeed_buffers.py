@@ -81,12 +81,19 @@ def _ahead(layout: Layout, bucket: float) -> float:
 
 
 def _gathered(shape: ModelShape, layout: Layout, bucket: float) -> float:
-    """Elements of weights that stage 3 has gathered, at most: it asks ahead at every module, up to a limit. Where it
-    doesn't, those that come again soon on the way back; and the one in use."""
+    """Elements of weights that stage 3 has gathered, at most: it asks ahead at every module, up to a limit. Whatever
+    that is, those stay that come again soon on the way back; and there is the one in use."""
     stated = layout.zero_sizes.live
     most = max(bucket, LIVE_ELEMENTS) if stated is None else float(stated)
-    soon = most if _ahead(layout, bucket) else REUSE_ELEMENTS / 2
+    soon = max(most if _ahead(layout, bucket) else 0.0, _reuse(layout) / 2)
     return min(shape.params, soon + largest_weight(shape))
+
+
+def _reuse(layout: Layout) -> float:
+    """Elements between two uses of a weight up to which it is kept: there and back are twice those behind it."""
+    if layout.zero_sizes.reuse is not None:
+        return layout.zero_sizes.reuse
+    return 0.0 if layout.offload_parameters == "nvme" else REUSE_ELEMENTS
 
 
 def update_bytes(shape: ModelShape, layout: Layout, trained: float, gradient_bytes: float) -> float:

@@ -31,6 +31,8 @@ class ZeroSizes:
     """Stage 3: weights that are gathered ahead of their use."""
     live: int | None = None
     """Stage 3: gathered weights beyond which none is asked for ahead."""
+    reuse: float | None = None
+    """Stage 3: a gathered weight that is used again before so many others are is kept; DeepSpeed's own field."""
     overlaps: bool = True
     """Gradients travel behind the backward pass."""
 

@@ -3,6 +3,7 @@
 import math
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from trainyard.errors import InputError
 from trainyard.hardware import Instance, instance, instance_types
@@ -257,14 +258,26 @@ def layout_of(
 
 
 def zero_sizes_of(parallelism: ParallelismSpec) -> ZeroSizes:
-    """What the job states of them; `overlap: auto` is so on GPUs."""
-    zero = parallelism.zero
+    """What the job states of them, in DeepSpeed's own words too; `overlap: auto` is so on GPUs."""
+    zero, own = parallelism.zero, _own_zero(parallelism)
+    reuse = own.get("stage3_max_reuse_distance")
     return ZeroSizes(
         bucket=None if zero.reduce_bucket_elements == "auto" else zero.reduce_bucket_elements,
         prefetch=None if zero.prefetch_elements == "auto" else zero.prefetch_elements,
         live=None if zero.max_live_elements == "auto" else zero.max_live_elements,
+        reuse=float(reuse) if _is_number(reuse) else None,
         overlaps=zero.overlap == "auto" or zero.overlap,
     )
+
+
+def _own_zero(parallelism: ParallelismSpec) -> dict[str, Any]:
+    """The job's own section of DeepSpeed's JSON. The trainer alone checks its values: what is none is passed over."""
+    section = parallelism.deepspeed.get("zero_optimization")
+    return section if isinstance(section, dict) else {}
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_eager(job: JobSpec) -> bool:
