@@ -102,6 +102,26 @@ def test_a_whole_section_keeps_what_a_resume_keeps(job: JobSpec, resolved: Resol
         revised(before, ["checkpoint=null"], None)
 
 
+@pytest.mark.parametrize(
+    ("written", "sent"), [(None, "s3://acme-checkpoints/jobs/one"), ("runs/one", "/home/ada/runs/one")]
+)
+def test_a_whole_section_may_state_the_jobs_own_place(
+    written: str | None, sent: str, job: JobSpec, resolved: ResolvedJob
+) -> None:
+    """It was held against both spellings of the place, as written and as sent, so that none was taken."""
+    here = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"destination": written})})
+    there = resolved.spec.model_copy(
+        update={"checkpoint": resolved.spec.checkpoint.model_copy(update={"destination": sent})}
+    )
+    before = record_of(here, resolved.model_copy(update={"spec": there}))
+    for stated in (written or "null", sent):
+        after = revised(before, [f"checkpoint={{keep_last: 9, destination: {stated}}}"], None)
+        assert (after.spec.checkpoint.destination, after.resolved.spec.checkpoint.destination) == (written, sent)
+        assert after.spec.checkpoint.keep_last == after.resolved.spec.checkpoint.keep_last == 9
+    with pytest.raises(InputError, match="a resume keeps the job's data"):
+        revised(before, ["checkpoint={destination: s3://acme-checkpoints/jobs/two}"], None)
+
+
 def test_nothing_asked_for_changes_nothing() -> None:
     assert reviser([], None) is None
 

@@ -57,9 +57,8 @@ def revised(
     if num_processes is not None and record.backend != "local":
         raise InputError("--processes is for jobs on this machine; on SageMaker each GPU has its process")
     where = f"--set for job {record.job_id}"
-    spec, absolute = (
-        parse(JobSpec, _with_overrides(given, overrides), where) for given in (record.spec, record.resolved.spec)
-    )
+    both = (record.spec, record.resolved.spec)
+    spec, absolute = (parse(JobSpec, _with_overrides(given, overrides, both), where) for given in both)
     if record.backend == "local":
         _check_same_machine(record.spec, spec)
         # Compute says nothing about this machine: as many as before, unless a stated layout asks for its own.
@@ -79,18 +78,21 @@ def revised(
     )
 
 
-def _with_overrides(given: JobSpec, overrides: Sequence[str]) -> dict[str, Any]:
+def _with_overrides(given: JobSpec, overrides: Sequence[str], both: Sequence[JobSpec]) -> dict[str, Any]:
     """The job's content with those set. A whole section, `checkpoint={keep_last: 9}`, replaces all that stands in it
-    but for what a resume keeps; InputError where it states that otherwise."""
+    but for what a resume keeps; InputError where it states that otherwise. `both`: the job as written and as sent, one
+    of which is `given`: what is kept may be stated as either has it, and stays in each as it is."""
     content = before = given.model_dump(mode="json")
+    known = [one.model_dump(mode="json") for one in both]
     for override in overrides:
         content = apply_overrides(content, [override])
         for section, name in (field.split(".") for field in _FIXED_FIELDS):
             inside = content[section]
             if not isinstance(inside, dict):
                 continue  # which is refused for what it is
-            if inside.setdefault(name, before[section][name]) != before[section][name]:
+            if name in inside and inside[name] not in [one[section][name] for one in known]:
                 raise _another_run(override)
+            inside[name] = before[section][name]
     return content
 
 
