@@ -279,6 +279,36 @@ def test_a_state_is_recorded_once_whatever_the_time_zone_it_was_looked_at_from(s
     assert [change.state for change in states] == ["Created", "Submitted", "Starting", "Training"]
 
 
+def recorded(store: FolderRecordStore, *states: StateChange) -> JobRecord:
+    """The job's record, with that as all that has become of it."""
+    return store.read(JOB_ID).record.model_copy(update={"states": states})
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        Observation("Stopped", ended_at=transition("Stopped", 20).at),
+        Observation("Stopped", transitions=(transition("Training", 10), transition("Stopped", 20))),
+    ],
+)
+def test_an_end_stands_no_earlier_than_what_came_before_it(ended: Observation, store: FolderRecordStore) -> None:
+    """Of objects that are gone Kubernetes knows when the stop was asked for, and its jobs fail before their pods have
+    saved: an end of before made the time of the save less than none."""
+    before = recorded(store, transition("Training", 10), transition("Stopping", 30))
+    after = watch.merged(before, ended)
+    assert after.states == (*before.states, transition("Stopped", 30))
+    assert watch.merged(after, ended).states == after.states, "told again it is no second end"
+    nothing_since = recorded(store, transition("Training", 10))
+    assert watch.merged(nothing_since, ended).states[1:] == (transition("Stopped", 20),)
+
+
+def test_an_end_that_was_none_is_told_again_and_stays_where_it_was(store: FolderRecordStore) -> None:
+    """A job that is requeued goes on in the same attempt; the end of before is no new one."""
+    states = (transition("Training", 10), transition("Failed", 20), transition("Training", 30))
+    record = recorded(store, *states)
+    assert watch.merged(record, Observation("Training", transitions=states)).states == states
+
+
 def test_a_place_that_is_gone_is_left_by_force_only(store: FolderRecordStore) -> None:
     backend = AwayBackend({0, 1, 2}, TRAINING)
     with pytest.raises(AwayError, match=r"^does not answer$"):

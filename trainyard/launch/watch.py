@@ -1,7 +1,7 @@
 """Looking after a job that was launched: refresh, wait, stop, resume; all on the record and its backend."""
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -19,7 +19,15 @@ from trainyard.launch.backend import (
 )
 from trainyard.launch.launcher import submit_attempt
 from trainyard.launch.ray_jobs import is_tunnel
-from trainyard.launch.record import CREATED, JobRecord, RecordConflictError, RecordStore, StateChange, update
+from trainyard.launch.record import (
+    CREATED,
+    TERMINAL_STATES,
+    JobRecord,
+    RecordConflictError,
+    RecordStore,
+    StateChange,
+    update,
+)
 
 POLL_SECONDS = 1.0
 """Between two looks at a job: DescribeTrainingJob allows far more, and nobody stares at a still screen."""
@@ -73,12 +81,37 @@ def merged(record: JobRecord, observation: Observation) -> JobRecord:
     """The record with what the backend says about its newest attempt; the same record where that is nothing new."""
     # By the moment and not its spelling: records of before hold a state once for each time zone it was looked at from.
     once: dict[tuple[int, str, datetime], StateChange] = {}
-    for change in (*record.states, *observation.transitions):
-        once.setdefault((change.attempt, change.state, datetime.fromisoformat(change.at)), change)
+    for change in record.states:
+        once.setdefault(_moment(change), change)
+    for told in observation.transitions:
+        attempt, state, at = _moment(told)
+        if state not in TERMINAL_STATES:
+            once.setdefault((attempt, state, at), told)
+        elif not any((attempt, state) == known[:2] and at <= known[2] for known in once):
+            change = _not_before(once.values(), told)
+            once[_moment(change)] = change
     current = record if len(once) == len(record.states) else record.model_copy(update={"states": tuple(once.values())})
     # The status may be ahead of the transitions, or be coarser than they are (Stopped over MaxRuntimeExceeded).
-    current = current.with_state(observation.state, note=observation.note, at=observation.ended_at or None)
+    end = observation.ended_at or None
+    if end:
+        now = StateChange(state=observation.state, at=end, attempt=record.attempt.number)
+        end = _not_before(current.states, now).at
+    current = current.with_state(observation.state, note=observation.note, at=end)
     return current.with_attempt(reclaims=observation.reclaims, failure=observation.failure)
+
+
+def _moment(change: StateChange) -> tuple[int, str, datetime]:
+    return change.attempt, change.state, datetime.fromisoformat(change.at)
+
+
+def _not_before(states: Iterable[StateChange], end: StateChange) -> StateChange:
+    """`end`, no earlier than what is known of its attempt: some backends know no better end than when a stop was asked
+    for, or what a job's controller decided before its hosts had saved."""
+    moments = [datetime.fromisoformat(one.at) for one in states if one.attempt == end.attempt]
+    latest = max(moments, default=datetime.fromisoformat(end.at))
+    if latest <= datetime.fromisoformat(end.at):
+        return end
+    return end.model_copy(update={"at": latest.isoformat(timespec="seconds")})
 
 
 def status(store: RecordStore, backend: Backend, job_id: str, *, options: str = "") -> Status:
