@@ -19,7 +19,7 @@ from trainyard.cli.app import run
 from trainyard.cli.checkpoints import destination_of
 from trainyard.cli.live import follow
 from trainyard.cli.seen import Seen
-from trainyard.errors import InputError, JobFailedError
+from trainyard.errors import AwsAwayError, InputError, JobFailedError
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine, Observation
 from trainyard.launch.place import place_of
@@ -101,17 +101,46 @@ def test_a_tenant_that_cannot_be_opened_hides_no_job_of_another(
     assert run(["jobs", "-e", where]) == 3, "none can be opened"
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 2 and "warning" not in said.err
+    of_globex, of_both = said.err.splitlines()
+    assert "tenant globex: " not in of_globex and "acme" not in of_globex, "who asks for one hears of that one"
+    assert "no tenant can be opened: tenant acme: SSM parameter /trainyard/test/acme/contract doesn't" in of_both
+    assert "; tenant globex: SSM parameter /trainyard/test/globex/contract doesn't" in of_both
+
+
+def test_what_hinders_all_tenants_is_told_once(
+    environment_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AwsAwayError("AWS can't be reached")
+
+    monkeypatch.setattr("trainyard.launch.place.open_tenant", refuse)
+    assert run(["jobs", "-e", str(environment_path)]) == 3
+    assert capsys.readouterr().err.count("AWS can't be reached") == 1
 
 
 @pytest.mark.parametrize("backend", ["local", "slurm", "kubernetes", "ray"])
-@pytest.mark.parametrize("setting", ["keep_alive_minutes=30", "training_plan=plan-a"])
-def test_what_sagemaker_alone_has_stays_there_when_a_job_is_moved(job_path: str, backend: str, setting: str) -> None:
-    settings = ["compute.spot=false", "compute.max_wait_hours=null", f"compute.{setting}"]
-    moved = jobs.load_for_backend(Path(job_path), settings, backend).compute
-    assert (moved.backend, moved.keep_alive_minutes, moved.training_plan) == (backend, None, None)
+@pytest.mark.parametrize(("setting", "value"), [("keep_alive_minutes", 30), ("training_plan", "plan-a")])
+def test_what_sagemaker_alone_has_stays_there_when_a_job_is_moved(
+    job_path: str, tmp_path: Path, backend: str, setting: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What its file states, and a line says so; who sets it for this launch is refused, as it was dropped unheard."""
+    content = yaml.safe_load(Path(job_path).read_text())
+    plain = {name: stated for name, stated in content["compute"].items() if name not in ("spot", "max_wait_hours")}
+    path, other = tmp_path / "moved.yaml", tmp_path / "other.yaml"
+    path.write_text(yaml.safe_dump(content | {"compute": plain | {setting: value}}))
+    other.write_text(yaml.safe_dump(content | {"compute": plain}))
+    moved = jobs.load_for_backend(path, [], backend).compute
+    assert (moved.backend, getattr(moved, setting)) == (backend, None)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told == f"note: {path}: compute.{setting} left out: SageMaker alone has it, and the job goes to {backend}"
+    for file in (path, other):
+        with pytest.raises(InputError, match=f"{setting} is SageMaker's: needs backend: sagemaker"):
+            jobs.load_for_backend(file, [f"compute.{setting}={value}"], backend)
+    capsys.readouterr()
+    jobs.load_for_backend(other, [], backend)
     for same in (None, "sagemaker"):
-        kept = jobs.load_for_backend(Path(job_path), settings, same).compute
-        assert (kept.keep_alive_minutes, kept.training_plan) in ((30, None), (None, "plan-a"))
+        assert getattr(jobs.load_for_backend(path, [], same).compute, setting) == value
+    assert capsys.readouterr().err == "", "nothing was left out"
 
 
 def test_launch_says_on_how_many_instances_an_elastic_job_may_go_on(

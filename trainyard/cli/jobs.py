@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,20 +91,38 @@ def require_completed(place: "Place", record: "JobRecord", options: str = "") ->
     raise JobFailedError(f"job {record.job_id}: {record.state}: {record.attempt.failure or 'see its logs'}{after}")
 
 
-def load_for_backend(path: Path, overrides: list[str], backend: str | None) -> "JobSpec":
-    """The job of a file, moved to another backend where one is asked for."""
+def _say_note(words: str) -> None:
+    print(f"note: {words}", file=sys.stderr)
+
+
+def load_for_backend(
+    path: Path, overrides: list[str], backend: str | None, *, say: Callable[[str], None] = _say_note
+) -> "JobSpec":
+    """The job of a file, moved to another backend where one is asked for; `say` is told what stays behind."""
     from trainyard.spec.job import load_job
 
-    moved = list(overrides)
+    # Before what a person sets, which is kept, or refused: nobody asks for a thing in order not to have it.
+    moved = [] if backend in (None, "sagemaker") else _left_on_sagemaker(path, str(backend), say)
+    moved += overrides
     if backend is not None:
         moved.append(f"compute.backend={backend}")
-    if backend not in (None, "sagemaker"):
-        moved += ["compute.keep_alive_minutes=null", "compute.training_plan=null"]  # machines of SageMaker's
     if backend == "local":
         # This machine has neither the type nor the number of the hosts that the file names.
         moved += ["compute.instance_type=null", "compute.instance_count=1", "compute.spot=false"]
         moved += ["compute.max_wait_hours=null", "compute.queue=null", "recovery.elastic=null"]
     return load_job(path, moved)
+
+
+def _left_on_sagemaker(path: Path, backend: str, say: Callable[[str], None]) -> list[str]:
+    """Overrides that take out what the file states of SageMaker's own machines."""
+    from trainyard.spec.base import read_yaml
+
+    compute = read_yaml(path).get("compute")
+    stated = compute if isinstance(compute, dict) else {}
+    names = [f"compute.{name}" for name in ("keep_alive_minutes", "training_plan") if stated.get(name) is not None]
+    if names:
+        say(f"{path}: {' and '.join(names)} left out: SageMaker alone has it, and the job goes to {backend}")
+    return [f"{name}=null" for name in names]
 
 
 def launch_job(spec: "JobSpec", environment: str, *, processes: int | None, force: bool) -> "tuple[Place, JobRecord]":
@@ -369,16 +387,28 @@ def _opened(spec: "EnvironmentSpec", tenants: "Sequence[str]") -> "tuple[list[Pl
     from trainyard.launch.place import open_tenant
 
     places: list[Place] = []
-    closed: list[str] = []
+    refusals: dict[str, TrainyardError] = {}
     for name in tenants:
         try:
             places.append(open_tenant(spec, name, "--tenant").place)
         except TrainyardError as error:
-            closed.append(f"tenant {name} is left out: {error}")
-            refusal = error
+            refusals[name] = error
     if not places:
-        raise refusal
-    return places, closed
+        raise _none_opened(refusals)
+    return places, [f"tenant {name} is left out: {error}" for name, error in refusals.items()]
+
+
+def _none_opened(refusals: "Mapping[str, TrainyardError]") -> TrainyardError:
+    """What to raise where all tenants that were asked for refused: with every reason, each told once."""
+    told: dict[str, list[str]] = {}
+    for name, error in refusals.items():
+        told.setdefault(str(error), []).append(name)
+    first = next(iter(refusals.values()))
+    if len(told) == 1:
+        return first
+    kind = type(first) if len({type(error) for error in refusals.values()}) == 1 else TrainyardError
+    whose = {reason: f"tenant{'s' * (len(names) > 1)} {', '.join(names)}" for reason, names in told.items()}
+    return kind("no tenant can be opened: " + "; ".join(f"{who}: {reason}" for reason, who in whose.items()))
 
 
 def _newest(places: "Sequence[Place]", limit: int) -> "tuple[list[tuple[JobRecord, Place]], list[str]]":

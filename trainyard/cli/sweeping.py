@@ -238,7 +238,9 @@ class VerbLauncher:
     def load(self, name: str, overrides: Sequence[str]) -> "JobSpec":
         """See operate.sweep.runner.Launcher; an empty name leaves the job's own."""
         named = [f"name={name}"] if name else []
-        spec = load_for_backend(self._job_file, [*self._record.overrides, *overrides, *named], self._record.backend)
+        given = [*self._record.overrides, *overrides, *named]
+        # What stays behind was said of the job as the sweep began.
+        spec = load_for_backend(self._job_file, given, self._record.backend, say=lambda _: None)
         if spec.tracking.experiment is not None:
             return spec
         # Trials are there to be compared: one experiment for all of them, not one for each name.
