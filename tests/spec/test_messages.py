@@ -1,6 +1,7 @@
 """Bad input gets one line: what is wrong, where, what is allowed, how to mend it."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,28 @@ def test_a_number_may_be_written_as_json_writes_it(tmp_path: Path) -> None:
             load_job(tmp_path / "job.yaml", ["training.tokens=null", f"{field}={value}"])
 
 
+def test_a_number_that_is_too_large_is_refused_where_anything_may_stand(tmp_path: Path) -> None:
+    """It became a text, or infinite, in a model's configuration, and the job ended at its start."""
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
+    for number in ("2e400", "-2.5e+400"):
+        told = rf"number is too large: at most 1\.79e308; write it in quotes .*\(given: {re.escape(number)}\)"
+        for field, value in (
+            ("model.config.b", f"model={{config: {{model_type: llama, b: {number}}}}}"),
+            ("model.config.b.1.c", f"model={{config: {{model_type: llama, b: [1, {{c: {number}}}]}}}}"),
+            (
+                "parallelism.deepspeed.zero_optimization.sub_group_size",
+                f"parallelism={{engine: deepspeed, deepspeed: {{zero_optimization: {{sub_group_size: {number}}}}}}}",
+            ),
+        ):
+            with pytest.raises(InputError, match=rf"job\.yaml: {re.escape(field)}: {told}$"):
+                load_job(tmp_path / "job.yaml", [value])
+    # Mamba 2 has an infinite limit; and a text is what stands in quotes.
+    config = "model={config: {model_type: mamba2, time_step_limit: [0.0, .inf], b: '2e400', c: 1.0e+300}}"
+    loaded = load_job(tmp_path / "job.yaml", [config]).model.config
+    assert loaded is not None
+    assert (loaded["time_step_limit"], loaded["b"], loaded["c"]) == ([0.0, float("inf")], "2e400", 1e300)
+
+
 def test_two_numbers_and_a_colon_are_no_number_in_base_sixty(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
     for field, value in (
@@ -268,12 +291,18 @@ def test_an_entry_of_a_list_is_overridden_by_the_name_that_messages_give_it(tmp_
     job = load_job(path, [*overrides, "training.optimizer.betas.0=0.7"])
     assert [(source.path, source.format) for source in job.data.train] == [("a", "jsonl"), ("c", "text")]
     assert job.training.optimizer.betas == (0.7, 0.9)
-    for override in ("data.train.2.path=c", "data.train.path=c", "data.train.-1.path=c"):
+    # One setting has one name: no 00, and no digits of another script.
+    for part in ("2.", "", "-1.", "00.", "\u0660.", "9" * 5000 + "."):
         with pytest.raises(
-            InputError, match=rf"^--set {override}: data\.train is a list and has entries 0 to 1; name "
+            InputError,
+            match=rf"^--set data.train.{part}path=c: data\.train is a list and has entries 0 to 1; "
+            r"name one, data\.train\.0\.path, or give the whole list, data\.train=\[\.\.\.\]$",
         ):
-            load_job(path, [override])
-    with pytest.raises(InputError, match=r"data\.validation is a list and has no entry"):
+            load_job(path, [f"data.train.{part}path=c"])
+    one = "training.optimizer.betas"
+    with pytest.raises(InputError, match=rf"{one} is a list and has one entry, 0; name one, {one}\.0, or"):
+        load_job(path, [f"{one}=[0.8]", f"{one}.1=3"])
+    with pytest.raises(InputError, match=r"data\.validation is a list and has no entry; give the whole list, "):
         load_job(path, ["data.validation=[]", "data.validation.0=x"])
     with pytest.raises(InputError, match=r"data\.train\.1\.formt: unknown key"):
         load_job(path, ["data.train.1.formt=text"])

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from trainyard.errors import InputError
 
@@ -32,7 +33,7 @@ class SpecModel(BaseModel):
         if not isinstance(content, dict):
             return content
         places = _places(cls)
-        return {key: _as_meant(value, places.get(key)) for key, value in content.items()}
+        return {key: _as_meant(value, places.get(key), (key,)) for key, value in content.items()}
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,31 @@ class Exponent(str):
     __slots__ = ()
 
 
-def _as_meant(value: Any, place: _Place | None) -> Any:
+def _as_meant(value: Any, place: _Place | None, names: tuple[Any, ...]) -> Any:
     """`value`, with truth values as text wherever a number is expected (pydantic then refuses them), and numbers with
-    an exponent as numbers."""
+    an exponent as numbers. `names`: where it stands in the model."""
     if place is None:
         return value
     if isinstance(value, bool):
         return str(value).lower() if place.is_number else value
     if isinstance(value, Exponent):
-        is_meant = place.is_anything or (place.is_number and not place.is_text)
-        return float(value) if is_meant and math.isfinite(float(value)) else str(value)
+        return _number(value, place, names)
     inside = place if place.is_anything else place.inside
     if isinstance(value, dict):
-        return {key: _as_meant(item, inside) for key, item in value.items()}
+        return {key: _as_meant(item, inside, (*names, key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_meant(item, inside) for item in value]
+        return [_as_meant(item, inside, (*names, number)) for number, item in enumerate(value)]
     return value
+
+
+def _number(value: Exponent, place: _Place, names: tuple[Any, ...]) -> float | str:
+    is_meant = place.is_anything or (place.is_number and not place.is_text)
+    if is_meant and math.isfinite(float(value)):
+        return float(value)
+    if place.is_anything:  # where nobody else would refuse the text
+        words = f"number is too large: at most 1.79e308; write it in quotes if it is a text (given: {value})"
+        raise PydanticCustomError("too_large", words, {"inside": names})
+    return str(value)
 
 
 @cache
@@ -167,7 +177,12 @@ _Loader.add_constructor("tag:trainyard,2026:exponent", _exponent)
 def _in_base_ten(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
     if ":" in node.value:
         return node.value
-    return loader.construct_yaml_int(node) if node.tag.endswith(":int") else loader.construct_yaml_float(node)
+    if node.tag.endswith(":int"):
+        return loader.construct_yaml_int(node)
+    value = loader.construct_yaml_float(node)
+    # 2.0e+400 is no .inf, which is a number that some models' configurations have.
+    is_too_large = math.isinf(value) and any(map(str.isdecimal, node.value))
+    return Exponent(node.value.replace("_", "")) if is_too_large else value
 
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
@@ -255,12 +270,21 @@ def _place_in(target: dict[str, Any] | list[Any], part: str, where: str, overrid
     """`part` of a dotted name as the key, or the index, of what stands there."""
     if isinstance(target, dict):
         return part
-    if part.isdecimal() and int(part) < len(target):
+    # One name for each: no 00, and no digits of another script.
+    if re.fullmatch("0|[1-9][0-9]{0,8}", part) and int(part) < len(target):
         return int(part)
-    entries = f"has entries 0 to {len(target) - 1}" if target else "has no entry"
-    raise InputError(
-        f"--set {override}: {where} is a list and {entries}; name one, {where}.0, or give the whole list, {where}=[...]"
-    )
+    count = len(target)
+    entries = f"entries 0 to {count - 1}" if count > 1 else "one entry, 0" if count else "no entry"
+    name = f"name one, {_with_index(target, part, where, override)}, or " if target else ""
+    raise InputError(f"--set {override}: {where} is a list and has {entries}; {name}give the whole list, {where}=[...]")
+
+
+def _with_index(target: list[Any], part: str, where: str, override: str) -> str:
+    """The name that `override` sets, with the first entry's index in it."""
+    rest = override.partition("=")[0].removeprefix(f"{where}.").split(".")
+    if part.lstrip("-").isdecimal():
+        rest = rest[1:]
+    return ".".join([where, "0", *(rest if isinstance(target[0], dict | list) else [])])
 
 
 def _deep_copy(value: Any) -> Any:
@@ -305,6 +329,7 @@ def _describe(model: type[BaseModel], problem: Any) -> str:
     if raw[-1:] == ("[key]",):  # pydantic's way to say that the name is meant, not what stands under it
         raw = (*raw[:-2], "[key]")
     location = [part for part in raw if not (isinstance(part, str) and _is_union_branch(part))]
+    location += problem.get("ctx", {}).get("inside", ())
     field = ".".join(map(str, location)).replace(".[key]", ": the name") or "(whole file)"
     if problem["type"] == "extra_forbidden":
         allowed = _fields_at(model, location[:-1])
