@@ -509,6 +509,63 @@ def test_with_stop_a_spot_job_spends_nothing_while_its_machines_are_gone(
     assert "5,010.00 of" in ask()["refused"], "11 hours of it"
 
 
+def test_spot_jobs_are_looked_at_again_with_stop_alone_last_and_as_time_allows(
+    deployed: Account, sagemaker: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many run: one that is known refuses nobody, and one that waits still changes nothing in the ledger."""
+    now = datetime.datetime.now(datetime.UTC)
+    hour = datetime.timedelta(hours=1)
+    began = month_of(now)[0] - hour
+    gone = [{"Status": "Interrupted", "StartTime": began}]
+    for name in ("acme-a", "acme-b"):
+        sagemaker.add(name, 1)
+        told = {"TrainingStartTime": began, "EnableManagedSpotTraining": True}
+        sagemaker.jobs[name] |= told | ({"SecondaryStatusTransitions": gone} if name == "acme-b" else {})
+    writes: list[str] = []
+
+    def submit(follows_spot: bool) -> list[str]:
+        sagemaker.described.clear()
+        ledger = _ledger(deployed, sagemaker)
+        ledger._follows_spot = follows_spot
+        write = ledger._write
+        monkeypatch.setattr(ledger, "_write", lambda jobs, etag: (writes.append(etag), write(jobs, etag))[1])
+        with pytest.raises(broker_rules.Refused):
+            ledger.promise("acme-new", ledger.entry("ml.p5.4xlarge", 1, 60), _refuse)
+        return list(sagemaker.described)
+
+    submit(False)
+    assert submit(False) == [], "at its longest it counts all the same"
+    assert len(writes) == 1
+    sagemaker.add("acme-z", 1, billed=60)
+    assert submit(True) == ["acme-z", "acme-b", "acme-a"], "what the ledger lacks, what waited, what ran"
+    assert submit(True) == ["acme-b", "acme-a"]
+    assert len(writes) == 2, "nothing has changed, though time went on"
+    monkeypatch.setattr(broker_ledger, "PATIENCE_SECONDS", -1.0)
+    assert submit(True) == []
+
+
+def test_a_ledgers_write_whose_answer_was_lost_ends_well(deployed: Account, sagemaker: Jobs) -> None:
+    """The SDK sends it again, and S3 refuses that for what the first one wrote."""
+    ledger = _ledger(deployed, sagemaker)
+    s3 = ledger._s3
+    lost = ["promise"]
+
+    class Twice:
+        exceptions, get_object = s3.exceptions, s3.get_object
+
+        def put_object(self, **request: Any) -> Any:
+            answer = s3.put_object(**request)
+            return s3.put_object(**request) if lost and lost.pop(0) else answer
+
+    ledger._s3 = Twice()
+    entry = ledger.entry("ml.p5.4xlarge", 1, 60)
+    ledger.promise("acme-a", entry, lambda jobs, held: None)
+    assert _kept(deployed) == {"acme-a": entry} and not lost
+    lost.append("release")
+    ledger.release("acme-a", entry)
+    assert _kept(deployed) == {} and not lost
+
+
 @pytest.mark.parametrize("when_spent", ["finish", "stop"])
 def test_what_was_interrupted_before_the_month_was_no_runtime(
     when_spent: str,

@@ -92,7 +92,7 @@ def _submit(job_id: Any) -> dict[str, Any]:
         batch = boto3.client("batch")
         queued = QueueLedger(s3, sagemaker, batch=batch, **kept)
         return queue_up(job, contract, request, batch=batch, ledger=queued, longest_seconds=longest, prepare=make_role)
-    ledger = Ledger(s3, sagemaker, **kept)
+    ledger = Ledger(s3, sagemaker, **kept, follows_spot=contract.get("when_spent") == "stop")
     entry = ledger.entry(compute["instance_type"], job["num_hosts"], longest)
     entry |= {"usd_per_hour": PREPAID} if compute.get("training_plan") else {}
     warnings: list[str] = []

@@ -18,6 +18,7 @@ from trainyard.functions.job_meter import (
     OVER,
     described,
     interrupted_seconds,
+    interruptions,
     is_settled,
     month_of,
     uses_of,
@@ -57,10 +58,13 @@ class Ledger:
         prices: Mapping[str, float],
         gpus: Mapping[str, int],
         now: datetime.datetime,
+        follows_spot: bool = False,
     ) -> None:
+        """`follows_spot`: look at spot jobs again while they run, which counts where `when_spent` is `stop`."""
         self._s3, self._sagemaker, self._bucket, self._now = s3, sagemaker, bucket, now
         self._prices, self._gpus = prices, gpus
         self._until = time.monotonic() + PATIENCE_SECONDS
+        self._spot_until, self._follows_spot = self._until - PATIENCE_SECONDS / 2, follows_spot
         self._contains = f"{tenant}-"
         self._prefixes: tuple[str, ...] = (self._contains,)
         self.month = f"{now:%Y-%m}"
@@ -68,7 +72,8 @@ class Ledger:
 
     def entry(self, kind: str, count: int, seconds: int) -> dict[str, Any]:
         """A job as the ledger holds it: `seconds` at its longest, `started` (epoch) once it has machines, with spot for
-        how many seconds it was `interrupted` since, `billed` and `held` once it has ended."""
+        how many seconds it was `interrupted` since and, without machines, when it `lost` them (so that an entry stays
+        as it is until that changes), `billed` and `held` once it has ended."""
         rates = {"usd_per_hour": self._prices.get(kind), "gpus": self._gpus.get(kind, 0)}
         times = {"at": self.now_seconds, "started": None, "billed": None}
         return {"type": kind, "count": count, "seconds": seconds, **rates, **times}
@@ -164,16 +169,28 @@ class Ledger:
         alive = {name for status in RUNS for name in self._listed(StatusEquals=status)}
         for name in sorted({*self._of_the_month(), *alive, *jobs}):
             # Each job is described once as it runs: what was promised under its name may have been another's; and until
-            # then, as it has no machines and no beginning. A spot job each time, as it may be without machines again.
-            # One that has ended is done with when its machines are kept warm no more.
+            # then, as it has no machines and no beginning. One that has ended is done with when its machines are kept
+            # warm no more.
             known = jobs.get(name, {})
             has_ended = known.get("billed") is not None and not known.get("warm")
-            has_begun = known.get("started") is not None and "interrupted" not in known
-            if has_ended or (name in alive and has_begun):
+            if has_ended or (name in alive and known.get("started") is not None):
                 continue
             found = self._describe(name)
             is_lapsed = name in jobs and self.now_seconds - jobs[name]["at"] > UNSEEN_SECONDS
             if found is not None or is_lapsed:
+                yield name, found
+        if self._follows_spot:
+            yield from self._spot_again(jobs, alive)
+
+    def _spot_again(self, jobs: Jobs, alive: set[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """What runs on spot may have lost its machines, or have others. Those that were without come first: they count
+        nothing. As many as there is time for, others at each call; the rest counts as it was last seen."""
+        spot = [name for name in alive if "interrupted" in jobs.get(name, {})]
+        for name in sorted(spot, key=lambda name: ("lost" not in jobs[name], random.random())):
+            if time.monotonic() > self._spot_until:
+                return
+            found = self._describe(name)
+            if found is not None:
                 yield name, found
 
     def _holders(self, jobs: Jobs) -> list[dict[str, Any]]:
@@ -209,7 +226,7 @@ class Ledger:
         entry["at"] = max(job["CreationTime"], first).timestamp()
         entry["started"] = max(started, first).timestamp() if started else None
         if started and job.get("EnableManagedSpotTraining"):
-            entry["interrupted"] = interrupted_seconds(job, max(started, first), self._now)
+            entry |= self._interrupted(job, max(started, first))
         if resources.get("TrainingPlanArn"):
             entry["usd_per_hour"] = PREPAID
         if job["TrainingJobStatus"] in ENDED:
@@ -221,6 +238,13 @@ class Ledger:
             entry["billed"] = round(share * (billed + warm))
             entry |= {} if is_settled(job) else {"warm": True}
         return entry
+
+    def _interrupted(self, job: Mapping[str, Any], since: datetime.datetime) -> dict[str, Any]:
+        spans = interruptions(job, since, self._now)
+        if not spans or spans[-1][1] < self._now:
+            return {"interrupted": interrupted_seconds(job, since, self._now)}
+        lost = spans[-1][0]
+        return {"interrupted": interrupted_seconds(job, since, lost), "lost": lost.timestamp()}
 
 
 def _kept_warm(job: Mapping[str, Any]) -> int:

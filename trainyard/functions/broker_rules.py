@@ -328,7 +328,8 @@ def _elapsed(job: Mapping[str, Any], now_seconds: float) -> float:
     started = job.get("started")
     if started is None or "queue" in job:
         return 0.0
-    return float(min(max(0.0, now_seconds - started - job.get("interrupted", 0)), job["seconds"]))
+    without = job.get("interrupted", 0) + now_seconds - job.get("lost", now_seconds)
+    return float(min(max(0.0, now_seconds - started - without), job["seconds"]))
 
 
 def remarks(entry: Mapping[str, Any], warnings: list[str]) -> dict[str, str]:
