@@ -178,8 +178,8 @@ def test_a_job_that_waits_in_a_queue_keeps_it_and_is_counted_once(
     assert running() == ["acme-d", "acme-a", "acme-b"]
     names = [{"TrainingJobName": one} for one in ("AWSBatchacme-b-1", "acme-direct", "globex-x")]
 
-    def listed(*, NameContains: str, StatusEquals: str) -> list[dict[str, Any]]:
-        assert NameContains == "acme-"
+    def listed(*, NameContains: str, StatusEquals: str, PaginationConfig: dict[str, int]) -> list[dict[str, Any]]:
+        assert NameContains == "acme-" and PaginationConfig == {"PageSize": 100}, "ten a page where none is named"
         return [{"TrainingJobSummaries": names if StatusEquals == "InProgress" else []}]
 
     clients["sagemaker"] = SimpleNamespace(get_paginator=lambda _: SimpleNamespace(paginate=listed))

@@ -239,7 +239,7 @@ def _training_jobs(account: Account, tenant: str) -> list[str]:
             job["TrainingJobName"]
             for status in ("InProgress", "Stopping")
             for page in sagemaker.get_paginator("list_training_jobs").paginate(
-                NameContains=f"{tenant}-", StatusEquals=status
+                NameContains=f"{tenant}-", StatusEquals=status, PaginationConfig={"PageSize": 100}
             )
             for job in page["TrainingJobSummaries"]
             if job["TrainingJobName"].startswith(_job_prefixes(tenant))
