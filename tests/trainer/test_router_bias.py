@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from trainer.losses.head import choices_of, plan_loss
 from trainer.models.build import build_model
-from trainer.optimizers.router_bias import BUFFER, RouterBias, routers_of
+from trainer.optimizers.router_bias import BUFFER, RouterBias, described, routers_of
 from trainer.strategies import check_supported
 from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
@@ -185,6 +185,20 @@ def test_what_becomes_of_it_is_said(rate: float | None, words: str) -> None:
         model = build_model(job, vocab_size=VOCAB_SIZE)
         told = choices_of(model, job, plan_loss(model, job), torch.device("cpu")).get("router")
         assert (told is not None and words in told) if is_said else told is None
+
+
+def test_the_start_advises_nothing_that_is_refused() -> None:
+    """Thirty families have such a bias, and neither moving it nor an auxiliary loss was tried in all."""
+    settings = {name: value for name, value in MODEL.items() if not name.endswith("lora_rank")}
+    job = tiny_job("single", 1, model=settings | {"model_type": "glm4_moe", "head_dim": 16})
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    told = described(model, job)
+    assert told is not None and "stays as it is" in told and "router_bias_rate" not in told, told
+    assert told.endswith("no way to move it is verified in glm4_moe")
+    stated = job.spec.model.config
+    assert stated is not None
+    with pytest.raises(InputError, match="not in glm4_moe"):
+        check_supported(tiny_job("single", 1, model=stated, optimizer={"router_bias_rate": RATE}), device_type="cpu")
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def _is_random(function: Any) -> bool:
 
 @contextmanager
 def _constructed_on_meta(recorder: "_Recorder") -> Iterator[None]:
-    """Inside, each parameter goes to meta as soon as its module has it; buffers, which are constants, stay."""
+    """Inside, each parameter goes to meta as soon as its module has it; buffers, which begin as constants, stay."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

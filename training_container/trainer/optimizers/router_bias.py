@@ -20,6 +20,7 @@ from torch import nn
 
 from trainer.models.facts import num_experts_of
 from trainyard.spec.job import ResolvedJob
+from trainyard.spec.support import ROUTER_BIAS_FAMILIES
 
 BUFFER = "e_score_correction_bias"
 """transformers' name of it, in every version that this trainer runs with."""
@@ -35,12 +36,19 @@ def described(model: nn.Module, job: ResolvedJob) -> str | None:
     if job.spec.model.adapter is not None or not routers_of(model):
         return None
     rate = job.spec.training.optimizer.router_bias_rate
-    if rate is None:
+    if rate is not None:
+        return f"{BUFFER} moves by {rate:g} a step against each expert's load"
+    # No auxiliary loss is on beside it: none is verified in such a family (ROUTER_FAMILIES), others are refused.
+    config: Any = model.config
+    if config.model_type not in ROUTER_BIAS_FAMILIES:
         return (
-            f"{BUFFER} stays as it is, and nothing else keeps the experts' loads even: set"
-            " training.optimizer.router_bias_rate (0.001 in DeepSeek-V3's report) where the model is trained for long"
+            f"{BUFFER} stays as it is, and nothing else keeps the experts' loads even: no way to move it is verified"
+            f" in {config.model_type}"
         )
-    return f"{BUFFER} moves by {rate:g} a step against each expert's load"
+    return (
+        f"{BUFFER} stays as it is, and nothing else keeps the experts' loads even: set"
+        " training.optimizer.router_bias_rate (0.001 in DeepSeek-V3's report) where the model is trained for long"
+    )
 
 
 class RouterBias:

@@ -41,7 +41,8 @@ class ReplicatedStrategy(TorchStrategy):
 
     def _replicated(self, model: nn.Module, *, finds_unused: bool) -> DistributedDataParallel:
         device_ids = [self._device.index] if self._device.type == "cuda" else None
-        # Buffers are constants here (rotary frequencies), equal on every rank: nothing to broadcast at each step.
+        # Buffers are constants here (rotary frequencies), or moved alike on every rank (RouterBias): nothing to
+        # broadcast at each step.
         wrapped = DistributedDataParallel(
             model,
             device_ids=device_ids,
