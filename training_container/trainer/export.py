@@ -361,13 +361,14 @@ def _copy_beside(asked: Export, extra: dict[str, Any], folder: Path) -> list[str
     copied = []
     for names, of in ((_TOKENIZER_FILES, _of_one_tokenizer(places)), (_PROCESSOR_FILES, places)):
         copied += [name for name in names if any(_copy_small(place, name, folder) for place in of)]
-    template = extra.get("chat_template")
-    if asked.tokenizer is None and isinstance(template, str):
-        # What the job's chats were rendered by comes before the tokenizer's own, of whichever file.
-        (folder / _CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-        copied = [*(name for name in copied if name != _CHAT_TEMPLATE), _CHAT_TEMPLATE]
     if asked.tokenizer is not None and not copied:
         raise InputError(f"--tokenizer {asked.tokenizer}: no file of a tokenizer is there")
+    template = extra.get("chat_template")
+    if isinstance(template, str):
+        # What the job's chats were rendered by comes before the tokenizer's own, of whichever file, and of whichever
+        # place: the model was taught no other prompts.
+        (folder / _CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+        copied = [*(name for name in copied if name != _CHAT_TEMPLATE), _CHAT_TEMPLATE]
     if any(_copy_small(place, _GENERATION_CONFIG, folder) for place in (source, *asked.beside) if place):
         copied.append(_GENERATION_CONFIG)
     return copied
