@@ -354,6 +354,20 @@ def test_deepspeeds_stage_2_reduces_each_micro_batch(library: Library) -> None:
     assert exposed(1, 16) == exposed(1, 1)
 
 
+def test_deepspeeds_stage_3_without_overlap_waits_for_all_that_it_sends() -> None:
+    """`parallelism.zero.overlap: false` changed nothing of a step."""
+    shape, still = shape_of_known("llama-2-7b"), dataclasses.replace(DEFAULT_CONSTANTS, jitter_per_doubling=0.0)
+    layout = Layout(engine="deepspeed", library="trainyard", zero_stage=3, shard_degree=8, data_parallel=8)
+
+    def exposed(share: float, *, overlaps: bool) -> float:
+        there = dataclasses.replace(layout, num_micro_batches=4, zero_sizes=ZeroSizes(overlaps=overlaps))
+        constants = dataclasses.replace(still, sharding_exposed=share)
+        return step_time(shape, there, gpu("H100"), LINKS, constants).data_communication
+
+    assert exposed(1.0, overlaps=True) > 2 * exposed(0.1, overlaps=True)
+    assert exposed(0.1, overlaps=False) == pytest.approx(exposed(1.0, overlaps=True)) != 0
+
+
 def test_buckets_of_many_owners_go_to_all_ranks() -> None:
     """Our own trainer has DeepSpeed sum them on all, with twice the bytes, where one bucket is of more than 8 ranks."""
     shape = shape_of_known("llama-2-7b")

@@ -230,7 +230,10 @@ def step_time(
     hides = _data_overlap(layout, constants)
     sharding = 0.0
     if not layout.gathers_once:
-        sharding = _beyond(slowest.sharding, hides * slowest.compute, constants.sharding_exposed) * count
+        # Without overlap, DeepSpeed's gatherings and reductions lie on the stream that computes.
+        waits = layout.engine == "deepspeed" and not layout.zero_sizes.overlaps
+        beside = 0.0 if waits else hides * slowest.compute
+        sharding = _beyond(slowest.sharding, beside, constants.sharding_exposed) * count
     once = slowest.sharding if layout.gathers_once else 0.0
     gradients, parameters = _replica_seconds(shape, layout, links)
     # Replicated gradients travel once a step, behind the backward pass of the last micro-batch (or of each one); what
