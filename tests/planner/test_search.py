@@ -20,7 +20,7 @@ from trainyard.planner.results import Option, Search
 from trainyard.planner.scaling import scaling
 from trainyard.planner.search import _fastest_to_run, _Fitting, fastest, front_of
 from trainyard.spec.base import apply_overrides, parse
-from trainyard.spec.job import JobSpec, ParallelismSpec
+from trainyard.spec.job import BudgetSpec, JobSpec, ParallelismSpec
 
 MakeJob = Callable[..., JobSpec]
 EVERY = ("tensor", "pipeline", "context", "expert")
@@ -262,6 +262,33 @@ def test_a_more_complicated_layout_is_taken_for_a_gain_alone(
     monkeypatch.setattr(room, "_starts", lambda item, *_: item.parallelism != plain)
     near = [index for index in (1, 2) if seconds[index] <= min(seconds[1:]) * (1 + NO_GAIN)]
     assert _fastest_to_run(found, None) is found[near[0]]
+
+
+@pytest.mark.parametrize("asked", ["hours", "dollars"])
+def test_where_the_simplest_breaks_a_limit_that_the_fastest_keeps_the_fastest_is_taken(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Machines that keep to it were refused for a layout slower by less than an estimate can tell."""
+    room = sys.modules["trainyard.planner.search"]  # its name in the package is the function's
+    # Wider, so that here too a simpler one is within it.
+    monkeypatch.setattr(room._fastest_to_run, "__defaults__", (0.5,))
+    spec = job(training={"steps": 1000})
+    alone: dict[str, Any] = {"instances": ["p5.48xlarge"], "max_nodes": 1}
+
+    def taken(limit: float, budget: float) -> Option:
+        limited = spec.model_copy(update={"budget": BudgetSpec(max_usd=budget)})
+        found = search(limited, deadline_hours=limit, **alone)
+        return max(found.options, key=lambda item: item.instance_count)
+
+    simple = taken(500.0, 1e9)
+    assert simple.expected_hours is not None and simple.usd is not None
+    less = 1 - 1e-6
+    hours, usd = (less * simple.expected_hours, 1e9) if asked == "hours" else (500.0, less * simple.usd)
+    faster = taken(hours, usd)
+    assert faster.chosen and faster.expected_hours is not None and faster.expected_hours < simple.expected_hours
+    assert faster.configuration.parallelism != simple.configuration.parallelism
+    # Where neither keeps to it, the simplest stands.
+    assert taken(hours / 100, 1e9).configuration.parallelism == simple.configuration.parallelism
 
 
 def test_kinds_of_splitting_count_before_ranks() -> None:

@@ -87,12 +87,12 @@ def search(
     types, left_out = _types(job, instances, region, book)
     on_plan = job.compute.training_plan is not None and types == [_own_type(job)]
     most = max_nodes or _most_machines(job, on_plan=on_plan)
-    looked = _Searched(formulas=formulas, region=region, book=book)
+    limit = deadline_hours or job.compute.max_hours
+    budget = job.budget.max_usd if job.budget else None
+    looked = _Searched(formulas=formulas, region=region, book=book, limit=limit, budget=budget)
     options = [option for item in _places(job, types, most) if (option := looked.moved_option(stated, *item))]
     if not options:
         raise InputError(looked.why_nothing(job, most))
-    limit = deadline_hours or job.compute.max_hours
-    budget = job.budget.max_usd if job.budget else None
     ranked = _ranked(options, limit, budget)
     chosen = next((item for item in ranked if item.chosen), None)
     notes = looked.notes_of_missing([*asked_types(instances), _own_type(job)], most)
@@ -262,6 +262,9 @@ class _Searched:
     formulas: Formulas
     region: str
     book: PriceBook
+    limit: float = math.inf
+    """Hours allowed."""
+    budget: float | None = None
     num_layouts: int = 0
     num_estimates: int = 0
     refusals: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -327,10 +330,22 @@ class _Searched:
         name = str(job.compute.instance_type)
         self._found[name, machines.num_hosts] = _Machine(job, machines, fitting, too_large, moved)
         if fitting:
-            return self._priced(job, machines, _fastest_to_run(fitting, moved))
+            return self._within(job, machines, fitting, moved)
         nearest = min(too_large, key=lambda item: self._use(item[1]).needed)
         item = configuration(job, nearest[0], nearest[1], machines, self.formulas)
         return self._option(job, machines, item.model_copy(update={"verdict": does_not_fit(item)}))
+
+    def _within(self, job: JobSpec, machines: Machines, fitting: Sequence[_Fitting], moved: Moved | None) -> Option:
+        """The simplest that is as fast as any, but where it breaks a limit that the fastest keeps."""
+        simplest = _fastest_to_run(fitting, moved)
+        option = self._priced(job, machines, simplest)
+        if _obstacle(option, self.limit, self.budget) is None:
+            return option
+        first = _fastest_to_run(fitting, moved, gain=0.0)
+        if first is simplest:
+            return option
+        faster = self._priced(job, machines, first)
+        return option if _obstacle(faster, self.limit, self.budget) else faster
 
     def moved_of(self, chosen: Option) -> Moved:
         """How the job comes to the chosen machines."""
@@ -466,7 +481,7 @@ class _Searched:
         )
 
 
-def _fastest_to_run(fitting: Sequence[_Fitting], moved: Moved | None) -> _Fitting:
+def _fastest_to_run(fitting: Sequence[_Fitting], moved: Moved | None, gain: float = NO_GAIN) -> _Fitting:
     """The simplest of those that the estimate can't tell from the fastest; of a moved job all of them such that the
     command starts it as it was priced. InputError: none."""
     refusals: list[InputError] = []
@@ -475,7 +490,7 @@ def _fastest_to_run(fitting: Sequence[_Fitting], moved: Moved | None) -> _Fittin
     if first is None:
         name = moved.own.name if moved else ""
         raise refusals[0] if refusals else InputError(f"{name}: no layout runs as it was priced")
-    near = [item for item in by_time if first.seconds <= item.seconds <= first.seconds * (1 + NO_GAIN)]
+    near = [item for item in by_time if first.seconds <= item.seconds <= first.seconds * (1 + gain)]
     near.sort(key=lambda item: (complexity_of(item.parallelism), item.seconds))
     return next(item for item in near if item is first or _starts(item, moved, refusals))
 
