@@ -15,11 +15,9 @@ from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainyard.cli import live_view
 from trainyard.functions import budget_meter
 from trainyard.functions.job_meter import WITHOUT_MACHINES, Use, month_of, uses_of
-from trainyard.launch.spending import BILLED_STATES
-from trainyard.operate.runbooks import evidence
+from trainyard.launch.spending import BILLED_STATES, WAITING
 
 KIND = "ml.p5.4xlarge"
 RATES = {KIND: {"on_demand": Decimal("6.88"), "spot": Decimal("2.5")}}
@@ -119,8 +117,7 @@ def test_each_of_sagemakers_words_for_a_job_is_known_as_with_machines_or_without
     ended = {"Completed", "Failed", "Stopped", "MaxRuntimeExceeded", "MaxWaitTimeExceeded"}
     assert set(service.shape_for("SecondaryStatus").enum) == WITHOUT_MACHINES | BILLED_STATES | ended
     assert not WITHOUT_MACHINES & BILLED_STATES
-    assert not evidence.WAITING & BILLED_STATES
-    assert evidence.WAITING >= WITHOUT_MACHINES and live_view.WAITING >= evidence.WAITING
+    assert not WAITING & BILLED_STATES and WAITING >= WITHOUT_MACHINES
 
 
 def test_a_job_that_is_being_deleted_has_ended() -> None:

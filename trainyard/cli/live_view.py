@@ -14,15 +14,12 @@ from rich.text import Text
 
 from trainyard.cli.seen import Seen
 from trainyard.cli.tables import state_text
-from trainyard.functions.job_meter import WITHOUT_MACHINES
-from trainyard.launch.queue_backend import QUEUED
-from trainyard.launch.record import CREATED, SUBMITTED
-from trainyard.launch.spending import spent
+from trainyard.launch.spending import WAITING, spent
 from trainyard.launch.watch import Status
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
-WAITING = WITHOUT_MACHINES | {CREATED, SUBMITTED, QUEUED, "Restarting"}
+_ASKED_FOR = WAITING | {"Restarting"}
 """States in which a person wants to know for what; one that restarts has its machines."""
 
 
@@ -78,7 +75,7 @@ def view(current: Status, seen: Seen, *, now: datetime | None = None) -> Group:
 
 def waits_for(current: Status) -> str:
     """What a job that doesn't run waits for, in its backend's words; empty where it runs or has ended."""
-    if current.state not in WAITING:
+    if current.state not in _ASKED_FOR:
         return ""
     return current.observation.note if current.observation and current.observation.note else current.advice
 

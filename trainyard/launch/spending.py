@@ -9,12 +9,16 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
-from trainyard.launch.record import JobRecord, StateChange
+from trainyard.functions.job_meter import WITHOUT_MACHINES
+from trainyard.launch.queue_backend import QUEUED
+from trainyard.launch.record import CREATED, SUBMITTED, JobRecord, StateChange
 
 BILLED_STATES = frozenset(
     {"Downloading", "DownloadingTrainingImage", "Training", "Uploading", "Stopping", "Restarting", "Updating"}
 )
-"""SageMaker's words for a job that has its machines; of those without nobody is billed (job_meter.WITHOUT_MACHINES)."""
+"""SageMaker's words for a job that has its machines; of those without nobody is billed."""
+WAITING = WITHOUT_MACHINES | {CREATED, SUBMITTED, QUEUED}
+"""States of a job that has no machines yet, or none any more."""
 CENT = Decimal("0.01")
 
 

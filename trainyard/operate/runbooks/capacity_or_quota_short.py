@@ -1,6 +1,7 @@
 """A job does not start: AWS has no machine, or a limit is reached."""
 
 from trainyard.launch.record import CREATED
+from trainyard.launch.spending import WAITING
 from trainyard.operate.runbooks.diagnosis import (
     clear_or_unknown,
     fault,
@@ -11,7 +12,7 @@ from trainyard.operate.runbooks.diagnosis import (
     shown,
     there,
 )
-from trainyard.operate.runbooks.evidence import WAITING, Evidence
+from trainyard.operate.runbooks.evidence import Evidence
 from trainyard.operate.runbooks.framework import Finding
 
 

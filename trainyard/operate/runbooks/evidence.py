@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import InputError, TrainyardError
-from trainyard.functions.job_meter import WITHOUT_MACHINES
 from trainyard.launch import watch
 from trainyard.launch.backend import LogCursor, LogLine
 from trainyard.launch.checkpoints import Checkpoint, list_checkpoints, looked_through, refuse_unreadable
 from trainyard.launch.compare import compare
 from trainyard.launch.goodput import jsonl_rows
 from trainyard.launch.place import Place
-from trainyard.launch.queue_backend import QUEUED
-from trainyard.launch.record import CREATED, SUBMITTED, TERMINAL_STATES, JobRecord, StateChange
+from trainyard.launch.record import CREATED, TERMINAL_STATES, JobRecord, StateChange
+from trainyard.launch.spending import WAITING
 from trainyard.operate.course import newest_rows, own_folder, row_of_line
 from trainyard.operate.runbooks.figures import LEAST_SHARE_OF_PLAN
 from trainyard.operate.runbooks.framework import keep
@@ -35,8 +34,6 @@ from trainyard.spec.platform import TenantSpec
 MOST_LINES = 200_000
 """Newest lines that are read: about 50 MB; what decides is at the end."""
 BESIDE = ("recovery.jsonl", "left_out_batches.jsonl")
-WAITING = WITHOUT_MACHINES | {CREATED, SUBMITTED, QUEUED}
-"""States of a job that has no machines yet, or none any more."""
 _ENDING = TERMINAL_STATES | {"Stopping", "MaxWaitTimeExceeded", "MaxRuntimeExceeded"}
 """States in which a job ends: one that only waited comes into them too, and has no machines by that."""
 TIMED = frozenset({"sagemaker", "kubernetes"})
