@@ -204,3 +204,21 @@ def test_gpus_of_slurm_that_are_not_the_machines_are_told(job: MakeJob, backend:
     assert any(note.startswith(words) for note in found.notes) is told
     assert any(note.startswith(words) for note in warned_by_plan(found, asked)) is told
     assert found.num_gpus == plan(job()).num_gpus
+
+
+def test_what_the_plan_does_not_know_of_deepspeed_is_told(job: MakeJob) -> None:
+    def told(stage: int = 3, **more: object) -> list[str]:
+        split = {"engine": "deepspeed", "zero_stage": stage, "data_replicate": 128, **more}
+        return [note for note in plan(job(parallelism=split)).notes if "parallelism." in note]
+
+    assert told() == told(deepspeed={"zero_optimization": {"stage3_max_reuse_distance": 10}}) == []
+    whole = {"persistence_threshold_elements": 1_000_000}
+    assert told(zero=whole) == [
+        "parallelism.zero.persistence_threshold_elements: weights of fewer than 1,000,000 elements stay whole on every "
+        "GPU, which is not in the memory"
+    ]
+    assert told(2, zero=whole) == []
+    own = {"zero_optimization": {"sub_group_size": 10}, "wall_clock_breakdown": True}
+    assert told(deepspeed=own) == [
+        "parallelism.deepspeed: not in memory or time: zero_optimization.sub_group_size, wall_clock_breakdown"
+    ]

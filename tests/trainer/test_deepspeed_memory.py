@@ -140,6 +140,8 @@ def test_the_trainer_and_the_planner_choose_the_same_buckets(
     job = tiny_job("", num_ranks, model=model, parallelism=layout, micro_batch_size=1, global_batch_size=num_ranks)
     sizes = [parameter.numel() for parameter in outline_model(job, vocab_size=model["vocab_size"]).parameters()]
     chosen = configuration(job, sizes, device_type="cuda")["zero_optimization"]
+    # As with adapters: few of the weights have gradients, all of which one bucket holds.
+    few = configuration(job, sizes, num_trained=1000, device_type="cuda")["zero_optimization"]
     shape = shape_from_config(model)
     ours = Layout(
         engine="deepspeed",
@@ -149,7 +151,8 @@ def test_the_trainer_and_the_planner_choose_the_same_buckets(
         zero_sizes=zero_sizes_of(job.parallelism),
     )
     assert chosen["reduce_bucket_size"] == bucket_elements(shape, ours)
-    assert chosen["use_multi_rank_bucket_allreduce"] == sums_on_all(shape, ours)
+    assert chosen["use_multi_rank_bucket_allreduce"] == sums_on_all(shape, ours, shape.params)
+    assert few["use_multi_rank_bucket_allreduce"] == sums_on_all(shape, ours, 1000)
     assert (BUCKET_ELEMENTS, LIVE_ELEMENTS, MOST_OWNERS) == (
         deepspeed_settings.MAX_BUCKET_ELEMENTS,
         deepspeed_settings.MAX_LIVE_ELEMENTS,

@@ -42,11 +42,12 @@ def bucket_elements(shape: ModelShape, layout: Layout) -> float:
     return max(largest_weight(shape), min(shape.params, BUCKET_ELEMENTS))
 
 
-def sums_on_all(shape: ModelShape, layout: Layout) -> bool:
-    """Whether stages 1 and 2 send all gradients to all ranks (an all-reduce), not each to the one that has its part."""
-    bucket = min(bucket_elements(shape, layout), shape.params)
+def sums_on_all(shape: ModelShape, layout: Layout, trained: float) -> bool:
+    """Whether stages 1 and 2 send the gradients of `trained` elements to all ranks (an all-reduce), not each to the one
+    that has its part."""
+    bucket = min(bucket_elements(shape, layout), trained)
     ranks = layout.data_parallel
-    return min(ranks, 1 + math.ceil(bucket * ranks / shape.params)) > MOST_OWNERS
+    return min(ranks, 1 + math.ceil(bucket * ranks / trained)) > MOST_OWNERS
 
 
 def buffer_bytes(
@@ -64,7 +65,7 @@ def buffer_bytes(
         ahead = _ahead(layout, bucket)
         sent = max(SENT_BYTES * min(bucket, trained), weight_bytes * min(ahead, shape.params))
         return SENT_BYTES * bucket + weight_bytes * _gathered(shape, layout, bucket) + sent
-    sent = min(bucket, trained if sums_on_all(shape, layout) else own)
+    sent = min(bucket, trained if sums_on_all(shape, layout, trained) else own)
     sent *= weight_bytes + (SENT_BYTES if weight_bytes < SENT_BYTES else 0.0)
     buckets = (2 if layout.zero_sizes.overlaps else 1) * weight_bytes * bucket
     copied = own * weight_bytes

@@ -18,7 +18,7 @@ from trainyard.planner.money import (
     unpriced,
     unpriced_storage,
 )
-from trainyard.planner.reading import Machines, layout_of, machines_of, warned_of_slurm
+from trainyard.planner.reading import Machines, layout_of, machines_of, unread_keys, warned_of_slurm
 from trainyard.planner.resolve import (
     data_parallel_layouts,
     levels,
@@ -167,6 +167,7 @@ def _notes(
     if chosen.time is not None:
         notes += _loading(job, machines, chosen, chosen.time)
         notes.append("start-up (machines, image, data) is not in the hours and dollars")
+    notes += _notes_of_deepspeed(chosen.parallelism)
     if checkpoint is not None and job.compute.spot:
         notes.append(
             f"spot: one reclaim in {SPOT_HOURS_BETWEEN_RECLAIMS:g} h is assumed, nobody publishes a rate; waiting for "
@@ -177,6 +178,22 @@ def _notes(
             f"recovery: {checkpoint.recovery_seconds:.0f} s from a failure to the next step, beyond the objective of "
             f"{RECOVERY_OBJECTIVE_SECONDS:.0f}"
         )
+    return notes
+
+
+def _notes_of_deepspeed(parallelism: ParallelismSpec) -> list[str]:
+    """What the job states of it that changes memory or time, and isn't in the plan."""
+    if parallelism.engine != "deepspeed":
+        return []
+    zero, notes = parallelism.zero, []
+    is_whole = zero.persistence_threshold_elements > type(zero)().persistence_threshold_elements
+    if parallelism.zero_stage == 3 and is_whole:
+        notes.append(
+            f"parallelism.zero.persistence_threshold_elements: weights of fewer than "
+            f"{zero.persistence_threshold_elements:,} elements stay whole on every GPU, which is not in the memory"
+        )
+    if unread := unread_keys(parallelism):
+        notes.append(f"parallelism.deepspeed: not in memory or time: {', '.join(unread)}")
     return notes
 
 

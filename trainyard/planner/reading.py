@@ -270,6 +270,16 @@ def zero_sizes_of(parallelism: ParallelismSpec) -> ZeroSizes:
     )
 
 
+def unread_keys(parallelism: ParallelismSpec) -> list[str]:
+    """What the job states in DeepSpeed's own words and the plan doesn't read, as section.key."""
+    stated = [
+        f"{section}.{key}" if isinstance(content, dict) else section
+        for section, content in parallelism.deepspeed.items()
+        for key in (content if isinstance(content, dict) else [section])
+    ]
+    return [key for key in stated if key != "zero_optimization.stage3_max_reuse_distance"]
+
+
 def _own_zero(parallelism: ParallelismSpec) -> dict[str, Any]:
     """The job's own section of DeepSpeed's JSON. The trainer alone checks its values: what is none is passed over."""
     section = parallelism.deepspeed.get("zero_optimization")

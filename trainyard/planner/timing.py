@@ -779,7 +779,11 @@ def _replica_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> tuple[
     ):
         members = group(max(1, count), stride, links.gpus_per_node)
         if layout.zero_stage:
-            to_all = layout.engine == "deepspeed" and layout.library == "trainyard" and sums_on_all(shape, layout)
+            to_all = (
+                layout.engine == "deepspeed"
+                and layout.library == "trainyard"
+                and sums_on_all(shape, layout, shape.params)
+            )
             reduce = all_reduce_seconds if to_all else all_gather_seconds
             reduced += reduce(size * gradient, members, links)
             gathered += all_gather_seconds(size * parameter, members, links)
