@@ -7,7 +7,8 @@ def flops_per_token(shape: dict[str, Any], sequence_length: int, *, method: str)
     """Model FLOPs a trained token, without recomputation, in both conventions in use.
 
     full: 6 N + 12 L H S, N without the input embedding (torchtitan's); causal: half of the attention scores (NeMo's).
-    LoRA leaves out a third: frozen weights have no gradients of their own.
+    LoRA leaves out a third, as NeMo publishes it: of attention too, which has no frozen weights, so that a job's own
+    figures are more (3% for an 8B at 4096).
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     inner = shape["head_dim"] * shape["num_attention_heads"]

@@ -24,6 +24,7 @@ from typing import Any
 
 from planner_cross_validation import Case, held_out
 from planner_fit import TimeCase, constants_table, fit, left_out, without_each
+from planner_picking import Measured, layout_of_row, picking, told_apart
 
 from trainyard.errors import InputError
 from trainyard.hardware import gpu, instance
@@ -321,9 +322,10 @@ def _family_fields(row: Row, *, inferred: bool) -> dict[str, Any]:
         # T5-base: 12 layers of 512 positions that 12 layers of 128 attend to.
         return {"layers": 12, "seq": 128, "encoder_layers": 12, "encoder_seq": 512, "cross_attention": True}
     if family == "multimodal-llava":
-        # A vision transformer of the language model's own sizes: 576 patches and a class token, put before the text.
+        # A vision transformer of the language model's own sizes: 576 patches and a class token. They stand for a token
+        # that pretrain_vlm.py puts before the text, so that nothing of that is lost.
         tokens = 577
-        layers, seq = whole(row["layers"]), (whole(row["seq"]) or 1024) + tokens - 1
+        layers, seq = whole(row["layers"]), (whole(row["seq"]) or 1024) + tokens
         return {"seq": seq, "encoder_layers": layers, "encoder_seq": tokens}
     if family == "bert":
         # Its pooler, for the guess whether sentences follow each other, and its head's transform.
@@ -344,6 +346,9 @@ def _family_fields(row: Row, *, inferred: bool) -> dict[str, Any]:
 
 def _argument_fields(row: Row) -> dict[str, Any]:
     """What single cases have beside, by their names: latent attention, layers spread with embedding and loss."""
+    if "deepseek_proxy" in row["case"]:
+        # Its file: one dense layer and one of experts with a shared one, on one pipeline rank, no further token.
+        return {"mla": True, "shared_ffn": 1024, "dense_layers": 1, "vocab": 50304}
     if row["mla"] == "True":
         # Their configuration files: one dense layer, four virtual stages a rank, a shared expert, one further token.
         chunks = None if "offloading" in row["case"] else 4
@@ -601,26 +606,28 @@ SAME_JOB = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "global_batch")
 """Columns of vtrain_*.csv that say which job a row's layout is of."""
 
 
-def picking(scores: Iterable[Score], rows: list[Row], name: str) -> str:
-    """What it costs to run the layout that is predicted fastest, among the measured ones of the same job."""
-    jobs: dict[tuple[str, ...], list[Score]] = {}
-    for score in scores:
-        if score.file == name and score.predicted is not None:
-            jobs.setdefault(tuple(rows[score.row][field] for field in SAME_JOB), []).append(score)
-    wrong = statistics.fmean(error(score) for members in jobs.values() for score in members) if jobs else math.nan
-    lost = []
-    for members in jobs.values():
-        picked = min(members, key=lambda score: score.predicted or math.inf)
-        if len(members) > 1:
-            lost.append(picked.measured / min(score.measured for score in members) - 1)
-    if not lost:
-        return f"{name}: no job with more than one layout"
-    middle, mean, good = statistics.median(lost), statistics.fmean(lost), sum(one <= 0.03 for one in lost) / len(lost)
-    return (
-        f"{name}: picking the layout that is predicted fastest, {len(lost)} jobs: {middle:.1%} slower than the best "
-        f"measured one (median), {mean:.1%} (mean), {max(lost):.1%} (worst); at most 3% slower in {good:.0%}; "
-        f"mean error of a time {wrong:.1%}"
-    )
+def same_jobs(scores: Iterable[Score], rows: list[Row], name: str) -> list[Measured]:
+    """Of one of vTrain's files, what was measured and predicted, by job and layout."""
+    return [
+        Measured(
+            tuple(rows[score.row][field] for field in SAME_JOB),
+            layout_of_row(rows[score.row]),
+            score.measured,
+            score.predicted,
+        )
+        for score in scores
+        if score.file == name and score.predicted is not None
+    ]
+
+
+def picking_lines(scores: Iterable[Score], folder: Path) -> Iterator[str]:
+    """What picking a layout loses, and how near estimates may lie to tell two apart; with the mean error of a time."""
+    held = list(scores)
+    for name in ("vtrain_single", "vtrain_multi"):
+        if found := same_jobs(held, _rows(folder, name), name):
+            mean = statistics.fmean(error(score) for score in held if score.file == name)
+            yield f"{picking(found, name)}; mean error of a time {mean:.1%}"
+            yield from told_apart(found, name)
 
 
 MEMORY_GRIDS = {
@@ -666,7 +673,10 @@ def memory_cases(folder: Path) -> list[Case[MemoryConstants]]:
 
 
 def held_needs(folder: Path) -> Iterator[str]:
-    """How many measured peaks the predicted need holds, and how many the estimate and its margin alone."""
+    """How many measured peaks the predicted need holds, and how many the estimate and its margin alone.
+
+    A row that is refused has neither, and is counted as not held.
+    """
     for name, metric in (("megatron_ci_memory", "mem_max_allocated_bytes_final"), ("finetune_memory", "peak_memory")):
         found = []
         for row in _rows(folder, name):
@@ -674,7 +684,11 @@ def held_needs(folder: Path) -> Iterator[str]:
             if measured is None:
                 continue
             fields = megatron_fields(row) if name == "megatron_ci_memory" else finetune_fields(row)
-            question = understand(fields)
+            try:
+                question = understand(fields)
+            except InputError:
+                found.append((False, False))
+                continue
             use = memory(question.shape, question.layout)
             if name == "finetune_memory":
                 gpus = whole(row["gpus"]) or 1
@@ -767,9 +781,7 @@ def cross_validated_time(folder: Path) -> Iterator[str]:
     yield "step time and throughput, fitted without the source that is scored"
     held = [score for score, _ in unseen]
     yield from report(held)
-    for name in ("vtrain_single", "vtrain_multi"):
-        if any(score.file == name for score in held):
-            yield picking(held, _rows(folder, name), name)
+    yield from picking_lines(held, folder)
     if rows := _rows(folder, "train_rows"):
         yield from by_kind(held, rows)
     yield "\n" + coverage("sources known", pairs)
@@ -845,9 +857,7 @@ def main() -> int:
     if rows := _rows(arguments.rows, "megatron_ci_memory"):
         print("\n".join([*megatron_alone(rows, "megatron_ci_memory"), *far_off(scores, rows, "megatron_ci_memory")]))
     print("\n".join(held_needs(arguments.rows)))
-    for name in ("vtrain_single", "vtrain_multi"):
-        if rows := _rows(arguments.rows, name):
-            print(picking(scores, rows, name))
+    print("\n".join(picking_lines(scores, arguments.rows)))
     if arguments.cross_validate:
         for part in PARTS:
             print("\n" + "\n".join(part(arguments.rows)))

@@ -1,7 +1,7 @@
 """How far the planner's closed forms and the dry run's traces lie apart: the example jobs, and a few layers of others.
 
-    python benchmarks/planner_dry_run.py [NAME ...]      trace these (default: all, 7 to 30 minutes of a core) and print
-    python benchmarks/planner_dry_run.py --write         put the table of all into docs/planner.md, between its marks
+    python benchmarks/planner_dry_run.py [NAME ...]           trace these (default: all, 7 to 30 minutes of a core)
+    python benchmarks/planner_dry_run.py [NAME ...] --write   put their rows into docs/planner.md, between its marks
 
 Needs the trainer's torch (scripts/setup), no GPU. tests/trainer/test_dry_run_agreement.py holds the limits.
 """
@@ -279,6 +279,21 @@ def table(names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def merged(there: str, written: str) -> str:
+    """The page's table with the rows that were written now in their places; what has no place yet comes last.
+
+    Rows of no case that is left are dropped.
+    """
+    rows = {_name(line): line for line in [*there.splitlines(), *written.splitlines()] if line.startswith("|")}
+    order = [*rows][:2] + [case.words for case in CASES.values() if case.words in rows]
+    return "\n".join(rows[name] for name in order)
+
+
+def _name(line: str) -> str:
+    """A row's first cell."""
+    return line.split("|")[1].strip()
+
+
 def _cell(traced: int | None, planned: float) -> str:
     if traced is None:
         return "not traced"
@@ -299,7 +314,8 @@ def main() -> None:
         print(written)
         return
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    there, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{merged(there, written)}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

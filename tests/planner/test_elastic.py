@@ -52,6 +52,15 @@ def test_fewer_instances_accumulate_more_and_keep_batch_steps_and_rate() -> None
         on_hosts(job(), 3)
 
 
+def test_of_what_was_started_on_each_host_all_count() -> None:
+    """Where it isn't the type's number of GPUs: processes of a cluster's task, or of one machine's emulated hosts."""
+    for num_hosts, each in ((2, 2), (1, 4), (2, 1), (4, 4)):
+        part = on_hosts(job(), num_hosts, processes_per_host=each)
+        assert (part.num_hosts, part.processes_per_host) == (num_hosts, each)
+        assert part.parallelism.world_size == part.world_size == num_hosts * each
+        assert part.gradient_accumulation_steps * part.micro_batch_size * num_hosts * each == 16
+
+
 @pytest.mark.parametrize(
     ("training", "rate"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from trainyard.errors import InputError
 from trainyard.planner import predict
-from trainyard.planner.activations import layer_activation_bytes, logits_bytes, pipeline_buffer_bytes
+from trainyard.planner.activations import encoder_bytes, layer_activation_bytes, logits_bytes, pipeline_buffer_bytes
 from trainyard.planner.constants import DEFAULT_MEMORY, MIB
 from trainyard.planner.families import shape_from_config
 from trainyard.planner.layout import Layout
@@ -230,6 +230,32 @@ def test_an_encoder_is_counted_once_and_attended_to_by_every_layer() -> None:
     plain, longer = (memory(shape, MEGATRON).activations for shape in (alone, before))
     # Activations grow with tokens: an encoder of half of the positions keeps half of as many layers.
     assert longer - plain == pytest.approx(12 * layer_activation_bytes(alone, MEGATRON, "none") / 2, rel=0.01)
+
+
+def test_a_softmax_that_no_fused_kernel_takes_keeps_its_fp32_result() -> None:
+    whole = understand({**CI_ROW, "attention": "unfused", "micro_batch": 4})
+    fused = dataclasses.replace(whole.layout, flash_attention=True)
+
+    def scores(tokens: int, **changes: Any) -> float:
+        """Bytes kept of one score, dropped scores aside."""
+        layouts = [dataclasses.replace(one, sequence_length=tokens, **changes) for one in (whole.layout, fused)]
+        written, kernel = (layer_activation_bytes(whole.shape, layout, "none") for layout in layouts)
+        return (written - kernel) / (layouts[0].micro_batch * whole.shape.heads * tokens**2)
+
+    even, odd = (scores(tokens, dropout=False) for tokens in (1024, 1601))
+    assert (even, odd) == (2, 2 + 4)
+    # Heads of all sequences are a multiple of four as well: a rank that has two of the eight, of one, keeps more.
+    assert scores(1024, dropout=False, micro_batch=1) == 2
+    assert scores(1024, dropout=False, micro_batch=1, tensor=4) == (2 + 4) / 4
+
+
+def test_an_images_patches_are_cut_by_tensor_parallelism_alone() -> None:
+    shape = understand({**CI_ROW, "encoder_layers": 12, "encoder_seq": 577}).shape
+    layout = dataclasses.replace(MEGATRON, tensor=4, sequence_parallel=True)
+    alone, split = (encoder_bytes(shape, dataclasses.replace(layout, context=degree)) for degree in (1, 2))
+    assert alone == split
+    # Two norms of a layer have an input and an output each, whole.
+    assert alone > 12 * 4 * 577 * shape.hidden * 2 * layout.micro_batch
 
 
 def test_a_pattern_makes_a_hybrid() -> None:

@@ -100,6 +100,29 @@ def test_what_the_machines_can_keep_stays(job: MakeJob) -> None:
     assert moved.note() is None
 
 
+@pytest.mark.parametrize(
+    ("where", "dropped"),
+    [
+        (("p5.48xlarge", 4), set()),
+        (("p5.48xlarge", 1), {"across"}),
+        # Of links that are others both say nothing, though there are GPUs and hosts to measure.
+        (("p4d.24xlarge", 4), {"across", "host"}),
+        (("p5.4xlarge", 4), {"across", "host"}),
+    ],
+)
+def test_a_floor_stays_with_the_links_that_it_is_of(job: MakeJob, where: tuple[str, int], dropped: set[str]) -> None:
+    spec = job(compute={"instance_count": 4}, preflight={"host_gb_per_second": 300, "across_gb_per_second": 40})
+    moved = moved_to(spec, f"ml.{where[0]}", where[1])
+    kept = {name for name in ("host", "across") if getattr(moved.job.preflight, f"{name}_gb_per_second") is not None}
+    assert kept == {"host", "across"} - dropped
+
+
+def test_more_machines_than_a_training_plan_holds_are_not_bought_with_it(job: MakeJob) -> None:
+    spec = job(compute={"training_plan": "my-p5-plan", "instance_count": 2}, model=SMALL)
+    for count, plan_name in ((1, "my-p5-plan"), (2, "my-p5-plan"), (3, None)):
+        assert moved_to(spec, "ml.p5.48xlarge", count).job.compute.training_plan == plan_name
+
+
 def test_a_machine_on_which_the_job_cannot_be_is_left_out_with_its_reason(job: MakeJob) -> None:
     spec = job(training={"precision": "fp8"})
     both = search(spec, instances=["p4d.24xlarge", "p5.48xlarge"], max_nodes=1, deadline_hours=600)

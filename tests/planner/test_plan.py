@@ -150,6 +150,17 @@ def test_mfu_is_model_flops_over_the_peak(job: MakeJob) -> None:
     )
 
 
+def test_an_adapters_step_makes_no_gradients_of_frozen_weights(job: MakeJob) -> None:
+    """Of their three products two are left, forward and back; attention's own have all."""
+    adapter = {"kind": "lora", "rank": 8, "targets": ["q_proj"]}
+    time = plan(job(model={"source": "llama-2-7b", "adapter": adapter})).chosen.time
+    assert time is not None
+    per_token = 4 * (6.738e9 - 32000 * 4096) + 12 * 32 * 4096 * 4096
+    assert time.mfu == pytest.approx(
+        per_token * time.tokens_per_second / (128 * gpu("H100").bf16_tflops * 1e12), rel=1e-3
+    )
+
+
 def test_a_plan_survives_json(job: MakeJob) -> None:
     found = plan(job())
     assert Plan.model_validate_json(found.model_dump_json()) == found
@@ -207,18 +218,13 @@ def test_gpus_of_slurm_that_are_not_the_machines_are_told(job: MakeJob, backend:
 
 
 def test_what_the_plan_does_not_know_of_deepspeed_is_told(job: MakeJob) -> None:
-    def told(stage: int = 3, **more: object) -> list[str]:
-        split = {"engine": "deepspeed", "zero_stage": stage, "data_replicate": 128, **more}
+    def told(**more: object) -> list[str]:
+        split = {"engine": "deepspeed", "zero_stage": 3, "data_replicate": 128, **more}
         return [note for note in plan(job(parallelism=split)).notes if "parallelism." in note]
 
-    assert told() == told(deepspeed={"zero_optimization": {"stage3_max_reuse_distance": 10}}) == []
-    whole = {"persistence_threshold_elements": 1_000_000}
-    assert told(zero=whole) == [
-        "parallelism.zero.persistence_threshold_elements: weights of fewer than 1,000,000 elements stay whole on every "
-        "GPU, which is not in the memory"
-    ]
-    assert told(2, zero=whole) == []
-    own = {"zero_optimization": {"sub_group_size": 10}, "wall_clock_breakdown": True}
+    read = {"stage3_max_reuse_distance": 10, "sub_group_size": 10, "reduce_scatter": False}
+    assert told() == told(deepspeed={"zero_optimization": read}) == []
+    own = {"zero_optimization": {"contiguous_gradients": False}, "wall_clock_breakdown": True}
     assert told(deepspeed=own) == [
-        "parallelism.deepspeed: not in memory or time: zero_optimization.sub_group_size, wall_clock_breakdown"
+        "parallelism.deepspeed: not in memory or time: zero_optimization.contiguous_gradients, wall_clock_breakdown"
     ]

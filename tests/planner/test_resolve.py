@@ -32,6 +32,23 @@ def test_hosts_and_ranks_come_from_the_machines(job: MakeJob) -> None:
     assert (resolved.num_hosts, resolved.processes_per_host, resolved.world_size) == (16, 8, 128)
 
 
+def test_documents_kept_apart_by_flash_attention_3_come_one_sequence_at_a_time(job: MakeJob) -> None:
+    """It keeps no more apart; whoever doesn't ask it to gets what fits."""
+    found = {
+        (attention, is_apart): resolve(
+            job(
+                model={"source": "llama-3.2-1b", "attention": attention},
+                data={"sequence_length": 512, "packing": True, "document_masks": is_apart},
+            )
+        )
+        for attention in ("auto", "flash_attention_3")
+        for is_apart in (False, True)
+    }
+    sizes = {case: one.micro_batch_size for case, one in found.items()}
+    assert sizes.pop(("flash_attention_3", True)) == 1
+    assert set(sizes.values()) == {4} and all(one.parallelism.world_size == 128 for one in found.values())
+
+
 def test_a_small_model_is_only_replicated(job: MakeJob) -> None:
     resolved = resolve(job(model={"source": "gpt2"}, data={"sequence_length": 1024}))
     assert resolved.parallelism == ParallelismSpec(data_replicate=128)

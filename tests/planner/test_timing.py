@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from trainyard.errors import InputError
 from trainyard.hardware import gpu
 from trainyard.planner import predict
 from trainyard.planner.communication import EFA, Fabric, all_gather_seconds, all_reduce_seconds, group
-from trainyard.planner.families import shape_of_known
+from trainyard.planner.families import shape_from_config, shape_of_known
 from trainyard.planner.layout import Engine, Layout, Library, Precision, Recompute, ZeroSizes
 from trainyard.planner.predict import understand
 from trainyard.planner.shapes import ModelShape
@@ -26,6 +27,7 @@ from trainyard.planner.timing import (
     bubble_passes,
     matmul_ceiling_tflops,
     step_time,
+    waited_share,
 )
 
 LINKS = Fabric(8, 450, 400, EFA)
@@ -188,6 +190,26 @@ def test_selective_recomputation_charges_products_only_where_they_are_not_kept()
     assert 0 < kept.recompute < 0.2 * kept.forward < halved.recompute
 
 
+def test_selective_recomputation_runs_attention_that_drops_again() -> None:
+    shape, device = shape_of_known("llama-2-7b"), gpu("H100")
+    drops = dataclasses.replace(shape, attention_dropout=True)
+    ours = dataclasses.replace(DENSE, engine="torch", library="trainyard", recompute="selective")
+    more = [step_time(one, ours, device, LINKS).recompute for one in (drops, shape)]
+    whole = [
+        step_time(one, dataclasses.replace(ours, recompute="full"), device, LINKS).recompute for one in (drops, shape)
+    ]
+    assert more[1] < more[0] < whole[0] == whole[1]
+    # Written out, attention is products, which are kept.
+    eager = [
+        step_time(one, dataclasses.replace(ours, flash_attention=False), device, LINKS).recompute
+        for one in (drops, shape)
+    ]
+    assert eager[0] == eager[1]
+    assert shape_from_config({"model_type": "llama", "attention_dropout": 0.1}).attention_dropout
+    assert not shape_from_config({"model_type": "llama"}).attention_dropout
+    assert shape_from_config({"model_type": "gpt2"}).attention_dropout
+
+
 def test_context_parallelism_pays_for_its_keys_and_values_where_the_network_is_slow() -> None:
     split = dataclasses.replace(DENSE, context=16, sequence_length=32768, micro_batch=1)
     shape, device = shape_of_known("llama-2-7b"), gpu("H100")
@@ -347,11 +369,39 @@ def test_deepspeeds_stage_2_reduces_each_micro_batch(library: Library) -> None:
         return step_time(shape, there, device, LINKS, still).data_communication
 
     gradients, weights = _replica_seconds(shape, dataclasses.replace(layout, zero_stage=2), LINKS)
+    # Of what our own trainer's send to a part's owner alone, some is waited for; the rest hides but for a share.
+    waited = waited_share(shape, dataclasses.replace(layout, zero_stage=2))
+    assert (waited > 0.05) == bool(library)
     for count in (1, 4, 16):
-        assert exposed(2, count) == pytest.approx(share * (count * gradients + weights), rel=1e-6)
+        alone = waited + share * (1 - waited)
+        assert exposed(2, count) == pytest.approx(count * gradients * alone + share * weights, rel=1e-6)
         # Nothing hides what is waited for.
         assert exposed(2, count, overlaps=False) == pytest.approx(count * gradients + share * weights, rel=1e-6)
     assert exposed(1, 16) == exposed(1, 1)
+
+
+BY_OWNERS = Layout(engine="deepspeed", library="trainyard", zero_stage=2)
+
+
+@pytest.mark.parametrize(("ranks", "thousandths"), [(8, 50), (8, 125), (8, 500), (4, 1000), (6, 700), (1, 1000)])
+def test_of_a_buckets_messages_to_owners_the_last_alone_has_a_backward_pass_beside_it(
+    ranks: int, thousandths: int
+) -> None:
+    """All of them were taken to hide, though the host waits for the GPU before each. Here buckets begin everywhere."""
+    shape = shape_of_known("llama-2-7b")
+    own, bucket = shape.params / ranks, shape.params * thousandths // 1000
+    layout = dataclasses.replace(BY_OWNERS, data_parallel=ranks, shard_degree=ranks, zero_sizes=ZeroSizes(bucket))
+    last = [min(bucket, (start + bucket) % own or own) for start in (own * part / 997 for part in range(997))]
+    share = 0.0 if ranks == 1 else 1 - statistics.fmean(last) / bucket
+    assert waited_share(shape, layout) == pytest.approx(share, abs=2e-3)
+
+
+def test_where_a_bucket_goes_to_all_ranks_nothing_of_it_is_waited_for() -> None:
+    layout, shape = dataclasses.replace(BY_OWNERS, data_parallel=64, shard_degree=64), shape_of_known("llama-2-7b")
+    assert waited_share(shape, layout) > 0.5
+    assert waited_share(shape, dataclasses.replace(layout, data_parallel=512, shard_degree=512)) == 0
+    # As DeepSpeed comes it sends all buckets to all ranks.
+    assert waited_share(shape, dataclasses.replace(layout, library="")) == 0
 
 
 def test_deepspeeds_stage_3_without_overlap_waits_for_all_that_it_sends() -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from trainyard.planner import plan
 from trainyard.planner.adapters import adapter_params
+from trainyard.planner.deepspeed_buffers import update_bytes
+from trainyard.planner.deepspeed_weights import whole_elements
 from trainyard.planner.families import shape_of_known
 from trainyard.planner.formulas import formulas_of
 from trainyard.planner.layout import Layout, Precision, Schedule, ZeroSizes
@@ -84,7 +86,9 @@ def test_deepspeeds_state_by_stage(
     stage: int, precision: Precision, offload: Place, weights: float, gradients: float, optimizer: float
 ) -> None:
     """Bytes a parameter, which `tests/trainer/test_deepspeed_memory.py` holds against DeepSpeed's own tensors."""
-    layout = dataclasses.replace(DEEPSPEED, zero_stage=stage, precision=precision, offload=offload)
+    layout = dataclasses.replace(
+        DEEPSPEED, zero_stage=stage, precision=precision, offload=offload, zero_sizes=ZeroSizes(persistence=0)
+    )
     use = memory(SHAPE, layout)
     kept = (use.parameters, use.gradients, use.optimizer)
     assert [part / SHAPE.params for part in kept] == pytest.approx([weights, gradients, optimizer])
@@ -102,9 +106,18 @@ def test_deepspeeds_state_by_stage(
         ({"zero_stage": 2, "precision": "fp32", "num_micro_batches": 1}, {"bucket": 10**6}, 10**6 * (2 * 4 + 4)),
         # Whole gradients are moved into the buckets, and a rank's part is copied from there.
         ({"zero_stage": 1}, {"bucket": 10**6}, 10**6 * (2 + 4) + 2 * 6738415616 / 8),
+        ({"zero_stage": 1, "num_micro_batches": 1}, {"bucket": 10**6}, 10**6 * (2 * 2 + 2 + 4)),
+        # Summed on all ranks, a bucket is flattened as long as it is, and no longer than a rank's part otherwise.
+        ({"zero_stage": 2}, {"sums_on_all": True}, 32000 * 4096 * (2 * 2 + 2 + 4)),
+        (
+            {"zero_stage": 2, "shard_degree": 64},
+            {"sums_on_all": False},
+            32000 * 4096 * 2 * 2 + 6738415616 / 64 * (2 + 4),
+        ),
         # A bucket in fp32, flattened; weights up to the limit, and the one in use.
         ({"zero_stage": 3}, {}, 32000 * 4096 * (4 + 4 + 2) + 2 * 10**9),
-        ({"zero_stage": 3}, {"live": 10**12}, 32000 * 4096 * (4 + 4) + 2 * 6738415616),
+        # All but the norms, which are there all along.
+        ({"zero_stage": 3}, {"live": 10**12}, 32000 * 4096 * (4 + 4) + 2 * (6738415616 - 65 * 4096)),
         ({"zero_stage": 3}, {"prefetch": 0}, 32000 * 4096 * (4 + 4 + 2) + 10**9),
         # The limit is of what is asked ahead: what comes again within 1e9 elements stays.
         ({"zero_stage": 3}, {"live": 10**6}, 32000 * 4096 * (4 + 4 + 2) + 10**9),
@@ -124,10 +137,67 @@ def test_deepspeeds_buffers_by_stage_and_stated_sizes(
     assert _engine_buffers(shape, layout, stage, stage_params(shape, layout, stage)) == pytest.approx(expected)
 
 
+def test_what_stage_1_makes_in_one_micro_batch_is_never_there_whole() -> None:
+    shape = shape_of_known("llama-2-7b")
+
+    def gradients(**changes: Any) -> float:
+        return memory(shape, dataclasses.replace(DEEPSPEED, zero_stage=1, **changes)).gradients
+
+    whole = 2 * shape.params
+    assert gradients(num_micro_batches=1) == pytest.approx(whole / 8, rel=1e-6)
+    assert gradients(num_micro_batches=2) == pytest.approx(whole, rel=1e-6)
+    # Without overlap nothing leaves before all are there.
+    assert gradients(num_micro_batches=1, zero_sizes=ZeroSizes(overlaps=False)) == pytest.approx(whole, rel=1e-6)
+    assert gradients(num_micro_batches=1, library="") == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "in_all", "elements"),
+    [
+        ("llama-2-7b", 0, None, 0),
+        # Norms, which are vectors: two a layer, and the last one.
+        ("llama-2-7b", 100_000, None, 65 * 4096),
+        # Attention's four squares too.
+        ("llama-2-7b", 4096**2, None, 65 * 4096 + 32 * 4 * 4096**2),
+        ("llama-2-7b", 4096**2 - 1, None, 65 * 4096),
+        ("llama-2-7b", 10**12, None, 6738415616),
+        ("llama-2-7b", 10**12, 10**9, 10**9),
+        # A bias beside each norm; queries, keys and values are one weight; 1,024 positions. Biases of products aside.
+        ("gpt2-xl", 1600**2, None, 97 * 1600 + 97 * 1600 + 48 * 1600**2 + 1024 * 1600),
+        # Router and norms; a layer's experts are two weights.
+        ("mixtral-8x7b", 100_000, None, 65 * 4096 + 32 * 8 * 4096),
+        ("mixtral-8x7b", 8 * 14336 * 4096, None, 46702792704 - 32 * 2 * 8 * 14336 * 4096),
+        # Each product of the latents by itself, and experts: all there is.
+        ("deepseek-v2-lite", 10**12, None, 15706484224 - 27 * 512),
+    ],
+)
+def test_small_weights_stay_whole_under_stage_3(name: str, most: int, in_all: int | None, elements: int) -> None:
+    shape, sizes = shape_of_known(name), ZeroSizes(persistence=most, persistent_in_all=in_all)
+    layout = dataclasses.replace(DEEPSPEED, zero_stage=3, zero_sizes=sizes)
+    split = dataclasses.replace(layout, zero_sizes=ZeroSizes(persistence=0))
+    assert whole_elements(shape, layout) == elements
+    assert memory(shape, layout).parameters - memory(shape, split).parameters == pytest.approx(2 * elements)
+    # What stays whole isn't gathered as well.
+    both = [memory(shape, one) for one in (layout, split)]
+    assert both[0].parameters + both[0].buffers <= 2 * shape.params * (1 + 1 / 8) + both[1].buffers
+    for other in ({"zero_stage": 2}, {"shard_degree": 1, "data_parallel": 1}, {"library": ""}):
+        assert whole_elements(shape, dataclasses.replace(layout, **other)) == 0
+
+
+def test_a_stated_sub_group_is_what_stage_3_updates_at_a_time() -> None:
+    shape = shape_of_known("llama-2-7b")
+    layout = dataclasses.replace(DEEPSPEED, zero_stage=3)
+    sub_groups = [dataclasses.replace(layout, zero_sizes=ZeroSizes(sub_group=size)) for size in (10**8, None, 10**12)]
+    own = shape.params / 8
+    flat = [update_bytes(shape, one, shape.params, 4.0) - 4 * 32000 * 4096 for one in sub_groups]
+    assert flat == pytest.approx([4 * 10**8, 4 * own, 4 * own])
+
+
 def test_a_job_states_deepspeeds_sizes(job: Callable[..., JobSpec]) -> None:
     """They changed nothing of the plan: a job with small buckets was planned with DeepSpeed's defaults."""
     zero = {"reduce_bucket_elements": 10**6, "prefetch_elements": 0, "max_live_elements": 10**7, "overlap": False}
-    own = {"zero_optimization": {"stage3_max_reuse_distance": 10**8}}
+    names = {"stage3_max_reuse_distance": 10**8, "sub_group_size": 10**7, "model_persistence_threshold": 10**9}
+    own = {"zero_optimization": names}
     layout = {"engine": "deepspeed", "data_replicate": 8, "zero_stage": 3, "deepspeed": own}
     stated, chosen = (
         plan(job(compute={"instance_count": 1}, parallelism=layout | {"zero": sizes})).chosen.memory
@@ -137,7 +207,8 @@ def test_a_job_states_deepspeeds_sizes(job: Callable[..., JobSpec]) -> None:
     asked = job(compute={"instance_count": 1}, parallelism=layout | {"zero": zero})
     assert isinstance(asked.parallelism, ParallelismSpec)
     read = layout_of(asked, asked.parallelism, micro_batch=1, num_micro_batches=1, recompute="none")
-    assert read.zero_sizes == ZeroSizes(bucket=10**6, prefetch=0, live=10**7, reuse=1e8, overlaps=False)
+    rest = {"persistence": 100_000, "persistent_in_all": 10**9, "sub_group": 1e7}
+    assert read.zero_sizes == ZeroSizes(bucket=10**6, prefetch=0, live=10**7, reuse=1e8, overlaps=False, **rest)
 
 
 def test_deepspeeds_stage_0_in_bf16_is_what_ddp_is() -> None:
@@ -153,7 +224,7 @@ def test_a_405b_with_all_on_disk_fits_the_gpus_that_hold_its_activations() -> No
         DEEPSPEED, zero_stage=3, offload="nvme", offload_parameters="nvme", recompute="full", num_micro_batches=1
     )
     use = memory(shape, away)
-    assert use.state == 0
+    assert use.state == 2 * (2 * 126 + 1) * 16384, "norms stay"
     assert use.needed < 79 * 2**30
 
 

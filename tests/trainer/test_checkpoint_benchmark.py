@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,30 @@ def test_the_disk_is_asked_for_as_many_bytes_as_a_restore_reads(
     disk.save(tmp_path / "disk")
     assert (tmp_path / "disk/rank-0").stat().st_size == num_bytes
     disk.restore(tmp_path / "disk")
+
+
+def test_training_beside_several_saves_is_held_against_training_between_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two saves of two steps each, in which a step takes two seconds and then four, and one of a second otherwise."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    found = runpy.run_path(str(BENCHMARKS / "checkpoint.py"))
+    clock, durations = [0.0], [4.0, 4.0, 2.0, 2.0]
+    left: list[float] = []
+
+    class Saving:
+        def save(self, folder: Path) -> object:
+            left.extend((durations.pop(), durations.pop()))
+            return found["Pending"](lambda: None, lambda: not left)
+
+    def step() -> None:
+        clock[0] += left.pop() if left else 1.0
+
+    measure = found["_training_speed"]
+    monkeypatch.setitem(measure.__globals__, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert measure(Saving(), tmp_path, step, 2) == pytest.approx(1 / 3)
+    assert not durations, "both saves were made"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from trainer.models import build
 from trainer_testing.tiny import GLOBAL_BATCH, MODEL, tiny_job
 
 from trainyard.planner import resolve
+from trainyard.planner.families import shape_from_config
 from trainyard.planner.layout import Layout, Recompute
 from trainyard.planner.timing import _gathers
+from trainyard.planner.trainer_layers import TrainerLayers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +49,20 @@ GEMMA_2 = {
 @cache
 def _agreement(name: str) -> Any:
     return CASES.agreement(CASES.CASES[name])
+
+
+def test_some_cases_rows_are_written_among_the_others() -> None:
+    """--write of one case left the table with its row alone."""
+    page = CASES.PAGE.read_text(encoding="utf-8").split(CASES.BEGIN)[1].split(CASES.END)[0]
+    assert CASES.merged(page, "").splitlines() == page.strip().splitlines()
+    head = page.strip().splitlines()[:2]
+    named = CASES.CASES["ddp"].words
+    written = "\n".join([*head, f"| {named} | now |", "| of no case | now |"])
+    merged = CASES.merged(page, written).splitlines()
+    changed = [line for line in merged if line not in page]
+    assert changed == [f"| {named} | now |"] and len(merged) == len(page.strip().splitlines())
+    first = next(line for line in page.splitlines() if line.startswith(f"| {named} |"))
+    assert CASES.merged(page.replace(first + "\n", ""), written).splitlines() == merged
 
 
 @pytest.mark.parametrize(
@@ -259,3 +275,27 @@ def test_selective_recomputation_keeps_no_blocks_last_product(monkeypatch: pytes
     monkeypatch.setattr(build, "_mark_last_product", lambda _: None)
     one_product = 2048 * 4096 * 2
     assert activations() - ours >= 2 * one_product
+
+
+def test_selective_recomputation_keeps_no_attention_that_drops() -> None:
+    """The plan counted it as kept, which the trainer's selection runs again."""
+    sizes = MODEL | {"num_hidden_layers": 8, "head_dim": 128}
+
+    def activations(share: float) -> tuple[float, float]:
+        model = sizes | {"attention_dropout": share}
+        job = tiny_job("single", 1, model=model, activation_checkpointing="selective", precision="bf16")
+        layout = Layout(
+            library="trainyard",
+            micro_batch=job.micro_batch_size,
+            sequence_length=24,
+            precision="bf16",
+            recompute="selective",
+        )
+        found = trace(job, 0)["memory_bytes"]
+        # Most is there when the last layer is whole again, and the others keep what they keep.
+        planned = TrainerLayers(shape_from_config(model), layout).kept_bytes * 7
+        return planned, sum(found[name] for name in OF_THE_MODEL)
+
+    (kept, traced_kept), (dropped, traced_dropped) = activations(0.0), activations(0.1)
+    assert kept - dropped == pytest.approx(traced_kept - traced_dropped, rel=0.01)
+    assert kept - dropped > 0.1 * kept

@@ -15,6 +15,10 @@ TORCHTUNE_CHUNKS, TORCHTUNE_CHUNKS_SINCE = 8, 2024.6
 """torchtune's recipes since its release 0.3 take the logits' loss in so many parts, each in fp32 alone."""
 
 
+ROWS_OF_FUSED_SOFTMAX = 4
+"""Of Megatron's and Transformer Engine's fused softmax: what it takes is a multiple of this."""
+
+
 def layer_activation_bytes(
     shape: ModelShape, layout: Layout, recompute: str, constants: MemoryConstants = DEFAULT_MEMORY
 ) -> float:
@@ -61,6 +65,8 @@ def _attention_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float
     matrix = 0.0
     if not layout.flash_attention and recompute == "none":
         seen = layout.sequence_length + (shape.encoder_tokens if shape.cross_attention else 0)
+        if layout.engine == "megatron" and not _softmax_is_fused(shape, layout):
+            layout = dataclasses.replace(layout, fp32_softmax=True)
         matrix = _score_bytes(layout, element) * shape.heads * seen / layout.tensor
     if shape.cross_attention:
         width += 2 * shape.query_dim
@@ -68,6 +74,16 @@ def _attention_bytes(shape: ModelShape, layout: Layout, recompute: str) -> float
         # Queries and keys are rotated in fp32, out of place.
         width += 2 * (shape.query_dim + shape.kv_dim)
     return tokens * (element * width / layout.tensor + statistics + matrix)
+
+
+def _softmax_is_fused(shape: ModelShape, layout: Layout) -> bool:
+    """Whether Megatron's softmax of attention scores is one kernel, which keeps its result alone. It takes sequences,
+    and heads of all sequences together, in multiples of four; others go through torch's in fp32.
+
+    (`is_kernel_available` in megatron/core/fusions/fused_softmax.py, and Transformer Engine's.)
+    """
+    batches = layout.micro_batch * shape.heads // layout.tensor
+    return layout.sequence_length % ROWS_OF_FUSED_SOFTMAX == 0 and batches % ROWS_OF_FUSED_SOFTMAX == 0
 
 
 def _score_bytes(layout: Layout, element: int) -> float:
@@ -203,6 +219,9 @@ def encoder_bytes(shape: ModelShape, layout: Layout, constants: MemoryConstants 
         return 0.0
     alone = dataclasses.replace(shape, encoder_layers=0, cross_attention=False, experts=0, norms_per_layer=2)
     there = dataclasses.replace(layout, sequence_length=shape.encoder_tokens)
+    if layout.engine == "megatron" and not shape.cross_attention:
+        # Megatron's LLaVA: an image's patches are cut neither by context nor by sequence parallelism.
+        there = dataclasses.replace(there, context=1, sequence_parallel=False)
     layers = shape.encoder_layers * layer_activation_bytes(alone, there, layout.recompute, constants)
     if not shape.cross_attention or layout.recompute == "full":
         return layers

@@ -7,6 +7,7 @@ Sizes are the trainer's (`training_container/trainer/strategies/deepspeed_settin
 
 import math
 
+from trainyard.planner.deepspeed_weights import whole_elements
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 
@@ -45,6 +46,8 @@ def bucket_elements(shape: ModelShape, layout: Layout) -> float:
 def sums_on_all(shape: ModelShape, layout: Layout, trained: float) -> bool:
     """Whether stages 1 and 2 send the gradients of `trained` elements to all ranks (an all-reduce), not each to the one
     that has its part."""
+    if layout.zero_sizes.sums_on_all is not None:
+        return layout.zero_sizes.sums_on_all
     bucket = min(bucket_elements(shape, layout), trained)
     ranks = layout.data_parallel
     return min(ranks, 1 + math.ceil(bucket * ranks / trained)) > MOST_OWNERS
@@ -57,8 +60,9 @@ def buffer_bytes(
 
     Stages 1 and 2 fill one bucket while the other one is sent: what is a rank's, flattened once more, and made fp32.
     Stage 1 has whole gradients, which are counted, and moves them into the buckets; its own part is copied from there.
-    So does stage 2, which adds the copy up afterwards, unless its sums are wider than the weights. Stage 3 has an fp32
-    bucket, and flattens it, or puts gathered weights in their places.
+    Of one micro-batch there are none, and what is counted is that copy (`sends_gradients_as_made`). Stage 2 adds such
+    a copy up afterwards, unless its sums are wider than the weights. Stage 3 has an fp32 bucket, and flattens it, or
+    puts gathered weights in their places.
     """
     bucket, own = bucket_elements(shape, layout), trained / layout.shard_degree
     if layout.zero_stage == 3:
@@ -69,7 +73,7 @@ def buffer_bytes(
     sent *= weight_bytes + (SENT_BYTES if weight_bytes < SENT_BYTES else 0.0)
     buckets = (2 if layout.zero_sizes.overlaps else 1) * weight_bytes * bucket
     copied = own * weight_bytes
-    if layout.zero_stage == 1:
+    if layout.zero_stage == 1 and not layout.sends_gradients_as_made:
         return max(buckets, sent + copied)
     return buckets + sent + copied * (gradient_bytes <= weight_bytes and layout.num_micro_batches > 1)
 
@@ -87,7 +91,7 @@ def _gathered(shape: ModelShape, layout: Layout, bucket: float) -> float:
     stated = layout.zero_sizes.live
     most = max(bucket, LIVE_ELEMENTS) if stated is None else float(stated)
     soon = max(most if _ahead(layout, bucket) else 0.0, _reuse(layout) / 2)
-    return min(shape.params, soon + largest_weight(shape))
+    return min(shape.params - whole_elements(shape, layout), soon + largest_weight(shape))
 
 
 def _reuse(layout: Layout) -> float:
@@ -103,4 +107,5 @@ def update_bytes(shape: ModelShape, layout: Layout, trained: float, gradient_byt
     if layout.zero_stage < 3 or layout.offload != "none":
         return 0.0
     flat = gradient_bytes + (SENT_BYTES if gradient_bytes < SENT_BYTES else 0.0)
-    return SENT_BYTES * bucket_elements(shape, layout) + flat * min(SUB_GROUP_ELEMENTS, trained / layout.shard_degree)
+    sub_group = SUB_GROUP_ELEMENTS if layout.zero_sizes.sub_group is None else layout.zero_sizes.sub_group
+    return SENT_BYTES * bucket_elements(shape, layout) + flat * min(sub_group, trained / layout.shard_degree)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainyard.errors import InputError
-from trainyard.planner.families import listed, own_config_from_source
+from trainyard.planner.config_values import listed
+from trainyard.planner.families import own_config_from_source
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.job import JobSpec
 from trainyard.spec.model_types import position_names

@@ -7,64 +7,17 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainyard.errors import InputError
+from trainyard.planner.config_values import Config, NotCoveredError, common_sizes, listed, number
+from trainyard.planner.expert_families import EXPERT_READERS
 from trainyard.planner.kinds import EXPERTS, is_plain
 from trainyard.planner.known_models import KNOWN_CONFIGS, STAND_INS
 from trainyard.planner.shapes import ModelShape
 from trainyard.spec.model_types import position_names
-
-Config = Mapping[str, Any]
-
-
-class NotCoveredError(InputError):
-    """A model that there may well be, and that no formula here describes."""
-
-
-def _number(config: Config, default: int | None, *names: str) -> int:
-    """The first of `names` in the configuration, else the family's default."""
-    for name in names:
-        value = config.get(name)
-        if value is not None:
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InputError(f"model.config.{name}: must be a whole number of at least 0 (given: {value!r})")
-            return value
-    if default is None:
-        raise InputError(f"model.config: {names[0]} is missing")
-    return default
-
-
-def listed(config: Config, name: str) -> list[Any] | None:
-    """What a configuration lists under that name; None where it says nothing."""
-    found = config.get(name)
-    if found is not None and not isinstance(found, list | tuple):
-        raise InputError(f"model.config.{name}: must be a list (given: {found!r})")
-    return None if found is None else list(found)
-
-
-def _common(config: Config, defaults: Mapping[str, int]) -> dict[str, Any]:
-    """Sizes that the Llama-like families name alike."""
-    hidden = _number(config, defaults["hidden_size"], "hidden_size")
-    heads = _number(config, defaults["num_attention_heads"], "num_attention_heads")
-    stated = "num_key_value_heads" in config and config["num_key_value_heads"] is None
-    kv_default = heads if stated else defaults.get("num_key_value_heads", heads)
-    if heads < 1 or hidden < 1:
-        raise InputError("model.config: hidden_size and num_attention_heads must be at least 1")
-    head_dim = _number(config, defaults.get("head_dim", hidden // heads), "head_dim")
-    return {
-        "layers": _number(config, defaults["num_hidden_layers"], "num_hidden_layers"),
-        "hidden": hidden,
-        "ffn": _number(config, defaults["intermediate_size"], "intermediate_size"),
-        "heads": heads,
-        "kv_heads": _number(config, kv_default, "num_key_value_heads"),
-        "head_dim": head_dim,
-        "vocab": _number(config, defaults["vocab_size"], "vocab_size"),
-        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
-    }
-
 
 LLAMA_DEFAULTS = {
     "hidden_size": 4096,
@@ -78,20 +31,23 @@ LLAMA_DEFAULTS = {
 def _llama(config: Config) -> ModelShape:
     bias = bool(config.get("attention_bias", False))
     return ModelShape(
-        **_common(config, LLAMA_DEFAULTS), qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias", False))
+        **common_sizes(config, LLAMA_DEFAULTS),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
     )
 
 
 def _mistral(config: Config) -> ModelShape:
-    return ModelShape(**_common(config, {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8}))
+    return ModelShape(**common_sizes(config, {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8}))
 
 
 def _mixtral(config: Config) -> ModelShape:
-    sizes = _common(config, {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8})
+    sizes = common_sizes(config, {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8})
     return ModelShape(
         **sizes,
-        experts=_number(config, 8, "num_local_experts"),
-        experts_per_token=_number(config, 2, "num_experts_per_tok"),
+        experts=number(config, 8, "num_local_experts"),
+        experts_per_token=number(config, 2, "num_experts_per_tok"),
         moe_ffn=sizes["ffn"],
     )
 
@@ -107,19 +63,19 @@ QWEN_DEFAULTS = {
 
 
 def _qwen2(config: Config) -> ModelShape:
-    return ModelShape(**_common(config, QWEN_DEFAULTS), qkv_bias=True)
+    return ModelShape(**common_sizes(config, QWEN_DEFAULTS), qkv_bias=True)
 
 
 def _qwen3(config: Config) -> ModelShape:
     bias = bool(config.get("attention_bias", False))
-    sizes = _common(config, {**QWEN_DEFAULTS, "head_dim": 128})
+    sizes = common_sizes(config, {**QWEN_DEFAULTS, "head_dim": 128})
     return ModelShape(**sizes, qkv_bias=bias, output_bias=bias, qk_norm_per_head=True)
 
 
 def _dense_layers(config: Config, layers: int) -> int:
     """Layers of a Qwen MoE model without routed experts."""
     named = listed(config, "mlp_only_layers") or []
-    step = _number(config, 1, "decoder_sparse_step")
+    step = number(config, 1, "decoder_sparse_step")
     return sum(index in named or step == 0 or (index + 1) % step != 0 for index in range(layers))
 
 
@@ -130,16 +86,16 @@ def _qwen3_moe(config: Config) -> ModelShape:
         "num_hidden_layers": 24,
         "intermediate_size": 6144,
     }
-    sizes = _common(config, defaults)
+    sizes = common_sizes(config, defaults)
     bias = bool(config.get("attention_bias", False))
     return ModelShape(
         **sizes,
         qkv_bias=bias,
         output_bias=bias,
         qk_norm_per_head=True,
-        experts=_number(config, 128, "num_experts", "num_local_experts"),
-        experts_per_token=_number(config, 8, "num_experts_per_tok"),
-        moe_ffn=_number(config, 768, "moe_intermediate_size"),
+        experts=number(config, 128, "num_experts", "num_local_experts"),
+        experts_per_token=number(config, 8, "num_experts_per_tok"),
+        moe_ffn=number(config, 768, "moe_intermediate_size"),
         dense_layers=_dense_layers(config, sizes["layers"]),
     )
 
@@ -152,15 +108,16 @@ def _qwen2_moe(config: Config) -> ModelShape:
         "num_hidden_layers": 24,
         "intermediate_size": 5632,
     }
-    sizes = _common(config, defaults)
+    sizes = common_sizes(config, defaults)
     return ModelShape(
         **sizes,
         qkv_bias=bool(config.get("qkv_bias", True)),
-        experts=_number(config, 60, "num_experts", "num_local_experts"),
-        experts_per_token=_number(config, 4, "num_experts_per_tok"),
-        moe_ffn=_number(config, 1408, "moe_intermediate_size"),
-        shared_ffn=_number(config, 5632, "shared_expert_intermediate_size"),
+        experts=number(config, 60, "num_experts", "num_local_experts"),
+        experts_per_token=number(config, 4, "num_experts_per_tok"),
+        moe_ffn=number(config, 1408, "moe_intermediate_size"),
+        shared_ffn=number(config, 5632, "shared_expert_intermediate_size"),
         shared_gate=True,
+        shared_first=True,
         dense_layers=_dense_layers(config, sizes["layers"]),
     )
 
@@ -176,7 +133,9 @@ def _gemma(config: Config) -> ModelShape:
         "head_dim": 256,
     }
     bias = bool(config.get("attention_bias", False))
-    return ModelShape(**_common({"tie_word_embeddings": True, **config}, defaults), qkv_bias=bias, output_bias=bias)
+    return ModelShape(
+        **common_sizes({"tie_word_embeddings": True, **config}, defaults), qkv_bias=bias, output_bias=bias
+    )
 
 
 def _gemma2(config: Config) -> ModelShape:
@@ -190,7 +149,7 @@ def _gemma2(config: Config) -> ModelShape:
         "head_dim": 256,
     }
     bias = bool(config.get("attention_bias", False))
-    sizes = _common({"tie_word_embeddings": True, **config}, defaults)
+    sizes = common_sizes({"tie_word_embeddings": True, **config}, defaults)
     return ModelShape(
         **sizes, qkv_bias=bias, output_bias=bias, norms_per_layer=4, has_capped_scores=caps_scores(config)
     )
@@ -204,7 +163,7 @@ def caps_scores(config: Config) -> bool:
 
 def _phi3(config: Config) -> ModelShape:
     defaults = LLAMA_DEFAULTS | {"hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064}
-    return ModelShape(**_common(config, defaults), fused_qkv=True)
+    return ModelShape(**common_sizes(config, defaults), fused_qkv=True)
 
 
 LEARNED_POSITIONS = {"gpt2": 1024, "opt": 2048}
@@ -212,23 +171,23 @@ LEARNED_POSITIONS = {"gpt2": 1024, "opt": 2048}
 
 
 def _gpt2(config: Config) -> ModelShape:
-    hidden = _number(config, 768, "n_embd", "hidden_size")
-    heads = _number(config, 12, "n_head", "num_attention_heads")
+    hidden = number(config, 768, "n_embd", "hidden_size")
+    heads = number(config, 12, "n_head", "num_attention_heads")
     return ModelShape(
-        layers=_number(config, 12, "n_layer", "num_hidden_layers"),
+        layers=number(config, 12, "n_layer", "num_hidden_layers"),
         hidden=hidden,
-        ffn=_number(config, 4 * hidden, "n_inner"),
+        ffn=number(config, 4 * hidden, "n_inner"),
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // max(heads, 1),
-        vocab=_number(config, 50257, "vocab_size"),
+        vocab=number(config, 50257, "vocab_size"),
         gated_mlp=False,
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
         norm="layer",
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        learned_positions=_number(config, LEARNED_POSITIONS["gpt2"], *position_names("gpt2")),
+        learned_positions=number(config, LEARNED_POSITIONS["gpt2"], *position_names("gpt2")),
         fused_qkv=True,
         # gelu_new is written out in transformers: input, its half, the tanh, and one more than it.
         activation_tensors=4 if config.get("activation_function", "gelu_new") == "gelu_new" else 1,
@@ -245,7 +204,7 @@ def _gpt_neox(config: Config) -> ModelShape:
         "vocab_size": 50432,
     }
     bias = bool(config.get("attention_bias", True))
-    sizes = _common({**config, "num_key_value_heads": None}, defaults)
+    sizes = common_sizes({**config, "num_key_value_heads": None}, defaults)
     return ModelShape(
         **sizes,
         gated_mlp=False,
@@ -260,18 +219,18 @@ def _gpt_neox(config: Config) -> ModelShape:
 
 
 def _opt(config: Config) -> ModelShape:
-    hidden = _number(config, 768, "hidden_size")
-    if _number(config, hidden, "word_embed_proj_dim") != hidden:
+    hidden = number(config, 768, "hidden_size")
+    if number(config, hidden, "word_embed_proj_dim") != hidden:
         raise NotCoveredError("model.config: an OPT whose word_embed_proj_dim differs from hidden_size is not covered")
-    heads = _number(config, 12, "num_attention_heads")
+    heads = number(config, 12, "num_attention_heads")
     return ModelShape(
-        layers=_number(config, 12, "num_hidden_layers"),
+        layers=number(config, 12, "num_hidden_layers"),
         hidden=hidden,
-        ffn=_number(config, 3072, "ffn_dim"),
+        ffn=number(config, 3072, "ffn_dim"),
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // max(heads, 1),
-        vocab=_number(config, 50272, "vocab_size"),
+        vocab=number(config, 50272, "vocab_size"),
         gated_mlp=False,
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
         norm="layer",
@@ -279,7 +238,7 @@ def _opt(config: Config) -> ModelShape:
         output_bias=True,
         mlp_bias=True,
         # OPT's position table starts at an offset of 2.
-        learned_positions=_number(config, LEARNED_POSITIONS["opt"], *position_names("opt")) + 2,
+        learned_positions=number(config, LEARNED_POSITIONS["opt"], *position_names("opt")) + 2,
     )
 
 
@@ -314,23 +273,23 @@ DEEPSEEK_DEFAULTS = {
 def _deepseek(config: Config) -> ModelShape:
     """DeepSeek V2 and V3 (and Kimi K2, of V3's kind): latent attention, shared experts, a few dense layers first."""
     defaults = DEEPSEEK_DEFAULTS[str(config.get("model_type"))]
-    sizes = _common({**config, "num_key_value_heads": None}, defaults)
-    expert = _number(config, defaults["moe_intermediate_size"], "moe_intermediate_size")
-    key, value = _number(config, 128, "qk_nope_head_dim"), _number(config, 128, "v_head_dim")
+    sizes = common_sizes({**config, "num_key_value_heads": None}, defaults)
+    expert = number(config, defaults["moe_intermediate_size"], "moe_intermediate_size")
+    key, value = number(config, 128, "qk_nope_head_dim"), number(config, 128, "v_head_dim")
     if value < 1:
         raise InputError(f"model.config.v_head_dim: must be at least 1 (given: {value})")
     return ModelShape(
         **{**sizes, "head_dim": key},
         value_head_dim=0 if value == key else value,
-        experts=_number(config, defaults["n_routed_experts"], "n_routed_experts"),
-        experts_per_token=_number(config, defaults["num_experts_per_tok"], "num_experts_per_tok"),
+        experts=number(config, defaults["n_routed_experts"], "n_routed_experts"),
+        experts_per_token=number(config, defaults["num_experts_per_tok"], "num_experts_per_tok"),
         moe_ffn=expert,
-        shared_ffn=expert * _number(config, defaults["n_shared_experts"], "n_shared_experts"),
-        dense_layers=min(_number(config, defaults["first_k_dense_replace"], "first_k_dense_replace"), sizes["layers"]),
+        shared_ffn=expert * number(config, defaults["n_shared_experts"], "n_shared_experts"),
+        dense_layers=min(number(config, defaults["first_k_dense_replace"], "first_k_dense_replace"), sizes["layers"]),
         # DeepSeek-V2-Lite says null: its queries have no bottleneck.
-        q_lora_rank=0 if config.get("q_lora_rank", 1536) is None else _number(config, 1536, "q_lora_rank"),
-        kv_lora_rank=_number(config, 512, "kv_lora_rank"),
-        rope_dim=_number(config, 64, "qk_rope_head_dim"),
+        q_lora_rank=0 if config.get("q_lora_rank", 1536) is None else number(config, 1536, "q_lora_rank"),
+        kv_lora_rank=number(config, 512, "kv_lora_rank"),
+        rope_dim=number(config, 64, "qk_rope_head_dim"),
         wide_router=True,
     )
 
@@ -345,16 +304,16 @@ def _gpt_oss(config: Config) -> ModelShape:
         "vocab_size": 201088,
         "head_dim": 64,
     }
-    sizes = _common(config, defaults)
+    sizes = common_sizes(config, defaults)
     return ModelShape(
         **sizes,
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        experts=_number(config, 128, "num_local_experts"),
-        experts_per_token=_number(config, 4, "num_experts_per_tok"),
+        experts=number(config, 128, "num_local_experts"),
+        experts_per_token=number(config, 4, "num_experts_per_tok"),
         moe_ffn=sizes["ffn"],
-        attention_window=_number(config, 128, "sliding_window"),
+        attention_window=number(config, 128, "sliding_window"),
         attention_sinks=True,
     )
 
@@ -396,24 +355,24 @@ def _nemotron_h(config: Config) -> ModelShape:
         "vocab_size": 131072,
         "head_dim": 128,
     }
-    sizes = _common(config, defaults)
+    sizes = common_sizes(config, defaults)
     routed = "E" in pattern
     return ModelShape(
         **{**sizes, "layers": len(pattern)},
         gated_mlp=False,
         norms_per_layer=1,
-        experts=_number(config, 8, "n_routed_experts") if routed else 0,
-        experts_per_token=_number(config, 2, "num_experts_per_tok") if routed else 0,
-        moe_ffn=_number(config, 7688, "moe_intermediate_size") if routed else 0,
-        shared_ffn=_number(config, 7688, "moe_shared_expert_intermediate_size") if routed else 0,
+        experts=number(config, 8, "n_routed_experts") if routed else 0,
+        experts_per_token=number(config, 2, "num_experts_per_tok") if routed else 0,
+        moe_ffn=number(config, 7688, "moe_intermediate_size") if routed else 0,
+        shared_ffn=number(config, 7688, "moe_shared_expert_intermediate_size") if routed else 0,
         dense_layers=pattern.count("-"),
         mamba_layers=pattern.count("M"),
         attention_layers=pattern.count("*"),
-        mamba_heads=_number(config, 128, "mamba_num_heads"),
-        mamba_head_dim=_number(config, 64, "mamba_head_dim"),
-        mamba_state=_number(config, 128, "ssm_state_size"),
-        mamba_groups=_number(config, 8, "n_groups"),
-        latent=_number(config, 0, "moe_latent_size"),
+        mamba_heads=number(config, 128, "mamba_num_heads"),
+        mamba_head_dim=number(config, 64, "mamba_head_dim"),
+        mamba_state=number(config, 128, "ssm_state_size"),
+        mamba_groups=number(config, 8, "n_groups"),
+        latent=number(config, 0, "moe_latent_size"),
     )
 
 
@@ -435,6 +394,7 @@ FAMILIES: dict[str, Callable[[Config], ModelShape]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    **EXPERT_READERS,
 }
 """model_type to reader; parameter counts are tested against transformers."""
 
@@ -450,7 +410,14 @@ def shape_from_config(config: Config) -> ModelShape:
         raise NotCoveredError(
             f"model.config.model_type {model_type!r}: its sizes can't be planned{hint} (known: {', '.join(FAMILIES)})"
         )
-    return checked(reader(config))
+    return replace(checked(reader(config)), attention_dropout=_drops_attention(config))
+
+
+def _drops_attention(config: Config) -> bool:
+    """Whether the model drops scores in training; GPT-2 does where nobody says otherwise."""
+    if config.get("model_type") == "gpt2":
+        return bool(config.get("attn_pdrop", 0.1))
+    return bool(config.get("attention_dropout", 0.0))
 
 
 def with_positions(config: Config, sequence_length: int) -> Config:

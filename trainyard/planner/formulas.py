@@ -74,7 +74,7 @@ def _language(job: JobSpec) -> Formulas:
         saved=saved_of(job, saved_params(job, shape), ends=_ends(job, shape)),
         unit="tokens",
         units_per_sample=length,
-        flops_per_sample=shape.flops_per_token(length) * length * (1.0 if job.model.adapter is None else 2 / 3),
+        flops_per_sample=shape.flops_per_token(length, is_frozen=job.model.adapter is not None) * length,
         memory=lambda layout: memory(shape, layout),
         rank_memory=lambda layout, place: rank_memory(shape, layout, place),
         step=lambda layout, device, links: step_time(shape, layout, device, links),

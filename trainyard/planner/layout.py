@@ -35,6 +35,14 @@ class ZeroSizes:
     """Stage 3: a gathered weight that is used again before so many others are is kept; DeepSpeed's own field."""
     overlaps: bool = True
     """Gradients travel behind the backward pass."""
+    persistence: int = 100_000
+    """Stage 3: weights of at most so many elements stay whole on every rank."""
+    persistent_in_all: int | None = None
+    """Stage 3: the most that these may be together; DeepSpeed's own field."""
+    sub_group: float | None = None
+    """Stage 3: of a rank's part, what is updated at a time; DeepSpeed's own field."""
+    sums_on_all: bool | None = None
+    """Stages 1 and 2: a bucket is summed on all ranks, whoever has its parts; by DeepSpeed's own fields."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,13 @@ class Layout:
     def reduces_each_micro_batch(self) -> bool:
         """Whether gradients travel after each micro-batch: DeepSpeed's stage 2 keeps no whole ones to sum them in."""
         return self.engine == "deepspeed" and self.zero_stage == 2
+
+    @property
+    def sends_gradients_as_made(self) -> bool:
+        """Our own trainer's ZeRO stage 1, of a step's one micro-batch: gradients move into the buckets one by
+        one, and are never there whole. Without overlap nothing is sent before all are there."""
+        ours = self.engine == "deepspeed" and self.library == "trainyard" and self.zero_stage == 1
+        return ours and self.num_micro_batches == 1 and self.zero_sizes.overlaps
 
     @property
     def keeps_rest_in_fp32(self) -> bool:

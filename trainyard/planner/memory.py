@@ -18,6 +18,7 @@ from trainyard.planner.activations import (
 from trainyard.planner.adapters import adapter_params
 from trainyard.planner.constants import DEFAULT_MEMORY, GIB, MIB, MemoryConstants
 from trainyard.planner.deepspeed_buffers import buffer_bytes, update_bytes
+from trainyard.planner.deepspeed_weights import whole_elements
 from trainyard.planner.layout import Layout
 from trainyard.planner.shapes import ModelShape
 from trainyard.planner.stages import Stage, StageParams, stage_at, stage_params, stages
@@ -194,7 +195,7 @@ def _stage_memory(shape: ModelShape, layout: Layout, stage: Stage, constants: Me
             buffers=worst.buffers + _engine_buffers(shape, layout, stage, params),
         )
         return Memory(
-            parameters=parameters,
+            parameters=parameters + state_bytes(layout).parameter * whole_elements(shape, layout),
             gradients=gradients,
             optimizer=optimizer,
             activations=moving.activations,
@@ -270,7 +271,7 @@ def trained_state(params: StageParams, layout: Layout) -> tuple[float, float, fl
     weights = each.parameter if layout.offload_parameters == "none" else 0.0
     gradient = 0.0 if _offloads_gradients(layout) else each.gradient - _main_gradient_bytes(layout) / 2
     optimizer = each.optimizer if layout.offload == "none" else 0.0
-    parts = ((weights, 3), (gradient, 2), (optimizer, 1))
+    parts = ((weights, 3), (gradient, 1 if layout.sends_gradients_as_made else 2), (optimizer, 1))
     sizes = [bytes_ * _held(params, layout, needed_stage) for bytes_, needed_stage in parts]
     return sizes[0], sizes[1], sizes[2]
 

@@ -185,16 +185,8 @@ def _notes_of_deepspeed(parallelism: ParallelismSpec) -> list[str]:
     """What the job states of it that changes memory or time, and isn't in the plan."""
     if parallelism.engine != "deepspeed":
         return []
-    zero, notes = parallelism.zero, []
-    is_whole = zero.persistence_threshold_elements > type(zero)().persistence_threshold_elements
-    if parallelism.zero_stage == 3 and is_whole:
-        notes.append(
-            f"parallelism.zero.persistence_threshold_elements: weights of fewer than "
-            f"{zero.persistence_threshold_elements:,} elements stay whole on every GPU, which is not in the memory"
-        )
-    if unread := unread_keys(parallelism):
-        notes.append(f"parallelism.deepspeed: not in memory or time: {', '.join(unread)}")
-    return notes
+    unread = unread_keys(parallelism)
+    return [f"parallelism.deepspeed: not in memory or time: {', '.join(unread)}"] if unread else []
 
 
 def _notes_of_storage(job: JobSpec, cost: Cost | None, region: str, book: PriceBook) -> list[str]:

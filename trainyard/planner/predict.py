@@ -183,7 +183,8 @@ def predict(content: Mapping[str, Any], constants: Constants = DEFAULT_CONSTANTS
     rate = tokens / time.total / layout.world_size
     flops = shape.flops_per_token(layout.sequence_length, causal=question.causal_flops) * rate
     if layout.method != "full":
-        # Frozen weights have no gradients of their own: two thirds of the work.
+        # As the pages count to which this is compared (NeMo's): two thirds of all, attention too, which has no weights
+        # and is whole in a job's own figures (ModelShape.flops_per_token). 3% less for an 8B at 4096.
         flops *= 2 / 3
     spread = time_spread(shape, layout, question.device)
     ignored = sorted((set(content) - KNOWN_FIELDS) | _without_effect(content, question))

@@ -1,16 +1,16 @@
 """What a job spec means to the formulas: its model's shape, its machines, and its layout for given choices."""
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from trainyard.errors import InputError
 from trainyard.hardware import Instance, instance, instance_types
+from trainyard.planner.config_values import Config, NotCoveredError
 from trainyard.planner.constants import has_hopper_workspaces
 from trainyard.planner.families import (
-    Config,
-    NotCoveredError,
     caps_scores,
     config_from_source,
     own_config_from_source,
@@ -257,17 +257,39 @@ def layout_of(
     )
 
 
+_SIZES_OF_STAGE_3 = ("max_reuse_distance", "model_persistence_threshold", "sub_group_size")
+"""Of zero_optimization, with `stage3_` before it or without."""
+
+_READ_KEYS = {
+    *(prefix + name for prefix in ("", "stage3_") for name in _SIZES_OF_STAGE_3),
+    "reduce_scatter",
+    "use_multi_rank_bucket_allreduce",
+}
+
+
 def zero_sizes_of(parallelism: ParallelismSpec) -> ZeroSizes:
     """What the job states of them, in DeepSpeed's own words too; `overlap: auto` is so on GPUs."""
     zero, own = parallelism.zero, _own_zero(parallelism)
-    reuse = own.get("stage3_max_reuse_distance")
+    reuse, in_all, sub_group = (own.get(f"stage3_{name}", own.get(name)) for name in _SIZES_OF_STAGE_3)
     return ZeroSizes(
         bucket=None if zero.reduce_bucket_elements == "auto" else zero.reduce_bucket_elements,
         prefetch=None if zero.prefetch_elements == "auto" else zero.prefetch_elements,
         live=None if zero.max_live_elements == "auto" else zero.max_live_elements,
         reuse=float(reuse) if _is_number(reuse) else None,
         overlaps=zero.overlap == "auto" or zero.overlap,
+        persistence=zero.persistence_threshold_elements,
+        persistent_in_all=int(in_all) if _is_number(in_all) else None,
+        sub_group=float(sub_group) if _is_number(sub_group) else None,
+        sums_on_all=_sums_on_all(own),
     )
+
+
+def _sums_on_all(own: Mapping[str, Any]) -> bool | None:
+    """Without `reduce_scatter` DeepSpeed looks at no owner; else the other field says what the trainer would choose."""
+    if own.get("reduce_scatter") is False:
+        return True
+    stated = own.get("use_multi_rank_bucket_allreduce")
+    return stated if isinstance(stated, bool) else None
 
 
 def unread_keys(parallelism: ParallelismSpec) -> list[str]:
@@ -277,7 +299,7 @@ def unread_keys(parallelism: ParallelismSpec) -> list[str]:
         for section, content in parallelism.deepspeed.items()
         for key in (content if isinstance(content, dict) else [section])
     ]
-    return [key for key in stated if key != "zero_optimization.stage3_max_reuse_distance"]
+    return [key for key in stated if key.removeprefix("zero_optimization.") not in _READ_KEYS]
 
 
 def _own_zero(parallelism: ParallelismSpec) -> dict[str, Any]:

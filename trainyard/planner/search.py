@@ -12,7 +12,6 @@ from trainyard.errors import InputError
 from trainyard.hardware import DEFAULT_REGION, Instance, PriceBook, instance, instance_types
 from trainyard.planner.candidates import (
     Rules,
-    complexity_of,
     layouts,
     obstacle_of_all,
     offloading_layouts,
@@ -20,7 +19,15 @@ from trainyard.planner.candidates import (
     split_of,
 )
 from trainyard.planner.communication import fabric_of
-from trainyard.planner.configurations import NO_GAIN, configuration, does_not_fit, fits_both, host_of, verdict_of
+from trainyard.planner.configurations import (
+    SAME_SPEED,
+    as_fast_simplest_first,
+    configuration,
+    does_not_fit,
+    fits_both,
+    host_of,
+    verdict_of,
+)
 from trainyard.planner.facts import check_job
 from trainyard.planner.formulas import Formulas, formulas_of
 from trainyard.planner.layout import Layout, Recompute
@@ -481,7 +488,7 @@ class _Searched:
         )
 
 
-def _fastest_to_run(fitting: Sequence[_Fitting], moved: Moved | None, gain: float = NO_GAIN) -> _Fitting:
+def _fastest_to_run(fitting: Sequence[_Fitting], moved: Moved | None, gain: float = SAME_SPEED) -> _Fitting:
     """The simplest of those that the estimate can't tell from the fastest; of a moved job all of them such that the
     command starts it as it was priced. InputError: none."""
     refusals: list[InputError] = []
@@ -490,8 +497,8 @@ def _fastest_to_run(fitting: Sequence[_Fitting], moved: Moved | None, gain: floa
     if first is None:
         name = moved.own.name if moved else ""
         raise refusals[0] if refusals else InputError(f"{name}: no layout runs as it was priced")
-    near = [item for item in by_time if first.seconds <= item.seconds <= first.seconds * (1 + gain)]
-    near.sort(key=lambda item: (complexity_of(item.parallelism), item.seconds))
+    slower = by_time[by_time.index(first) :]
+    near = as_fast_simplest_first(slower, lambda item: item.seconds, lambda item: item.parallelism, gain)
     return next(item for item in near if item is first or _starts(item, moved, refusals))
 
 

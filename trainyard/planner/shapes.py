@@ -29,14 +29,20 @@ class ModelShape:
     """Width of the always-active shared expert; 0: none."""
     shared_gate: bool = False
     """The shared expert's output is scaled by a gate of `hidden` parameters."""
+    shared_first: bool = False
+    """The shared expert runs before the routed ones, so that theirs is differentiated while its own is all there."""
     wide_router: bool = False
     """The router reads its tokens in float32, and keeps that copy."""
+    router_bias: bool = False
+    """The router chooses by a bias that is a parameter, which no gradient reaches."""
     dense_layers: int = 0
     """Of a MoE model, the layers with an ordinary feed-forward block."""
     norm: Literal["rms", "layer"] = "rms"
     norms_per_layer: int = 2
     qk_norm_per_head: bool = False
     """A norm of head_dim on queries and keys."""
+    qk_norm_whole: bool = False
+    """A norm on all heads' queries, and one on all heads' keys."""
     fused_qkv: bool = False
     """Queries, keys and values come from one matrix."""
     parallel_residual: bool = False
@@ -45,6 +51,8 @@ class ModelShape:
     """Of a block that is not gated, what its activation function keeps: one, or more where it is written out."""
     dropout: bool = False
     """Attention and feed-forward block end in dropout when trained."""
+    attention_dropout: bool = False
+    """Attention drops some of its scores when trained."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -160,7 +168,8 @@ class ModelShape:
     def _plain_attention_params(self) -> int:
         weights = self.hidden * (self.query_dim + 2 * self.kv_dim) + self.query_dim * self.hidden
         biases = (self.query_dim + 2 * self.kv_dim) * self.qkv_bias + self.hidden * self.output_bias
-        return weights + biases + 2 * self.head_dim * self.qk_norm_per_head + self.heads * self.attention_sinks
+        norms = 2 * self.head_dim * self.qk_norm_per_head + (self.query_dim + self.kv_dim) * self.qk_norm_whole
+        return weights + biases + norms + self.heads * self.attention_sinks
 
     @cached_property
     def encoder_params(self) -> int:
@@ -203,7 +212,7 @@ class ModelShape:
     def moe_dense_params(self) -> int:
         """A MoE layer's router and shared expert: what expert parallelism does not split."""
         shared = self.mlp_params(self.shared_ffn) if self.shared_ffn else 0
-        router = (self.hidden + self.mlp_bias) * self.experts
+        router = (self.hidden + self.mlp_bias + self.router_bias) * self.experts
         return router + shared + self.hidden * self.shared_gate + 2 * self.hidden * self.latent
 
     def layer_params(self, *, moe: bool) -> int:
@@ -257,18 +266,21 @@ class ModelShape:
         """Weights that a token is multiplied with, the output projection included even where tied, the look-up not."""
         return self.active_params - self.embedding_params + (self.vocab * self.hidden if self.tied_embeddings else 0)
 
-    def flops_per_token(self, sequence_length: int, *, causal: bool = False) -> float:
+    def flops_per_token(self, sequence_length: int, *, causal: bool = False, is_frozen: bool = False) -> float:
         """Forward and backward FLOPs per token: 6 a weight, plus attention's 12 x layers x query_dim x S.
 
         The convention of PaLM (arXiv:2204.02311, appendix B); `causal` counts half of the attention scores. Mamba's
         scan adds 6 multiply-adds (18 with the backward pass) for each inner element and state dimension, roughly.
+        `is_frozen`: under an adapter weights have no gradient of their own, 4 each; scores and scans have no weights,
+        and gradients pass through them whole.
         """
         attention = 12.0 * self.num_attentions * self.score_dim * self.mean_span(sequence_length)
         # An encoder sees its own tokens; each further token predicted passes through the head again.
         encoder = self.encoder_params * (self.encoder_tokens / sequence_length - 1)
         heads = self.mtp_layers * self.vocab * self.hidden
         scan = 18.0 * self.mamba_layers * self.mamba_inner * self.mamba_state
-        return 6.0 * (self.matmul_params + encoder + heads) + attention * (0.5 if causal else 1.0) + scan
+        weights = (4.0 if is_frozen else 6.0) * (self.matmul_params + encoder + heads)
+        return weights + attention * (0.5 if causal else 1.0) + scan
 
     def mean_span(self, sequence_length: float) -> float:
         """Positions that a token attends to, the mean over layers, causality not counted."""

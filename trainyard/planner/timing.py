@@ -25,7 +25,7 @@ from trainyard.planner.communication import (
     group,
     send_seconds,
 )
-from trainyard.planner.deepspeed_buffers import sums_on_all
+from trainyard.planner.deepspeed_buffers import bucket_elements, sums_on_all
 from trainyard.planner.layout import Layout
 from trainyard.planner.memory import QLORA_BYTES, state_bytes
 from trainyard.planner.shapes import ModelShape
@@ -234,14 +234,7 @@ def step_time(
         waits = layout.engine == "deepspeed" and not layout.zero_sizes.overlaps
         beside = 0.0 if waits else hides * slowest.compute
         sharding = _beyond(slowest.sharding, beside, constants.sharding_exposed) * count
-    once = slowest.sharding if layout.gathers_once else 0.0
-    gradients, parameters = _replica_seconds(shape, layout, links)
-    # Replicated gradients travel once a step, behind the backward pass of the last micro-batch (or of each one); what
-    # is updated comes back behind the forward pass of the first.
-    behind = hides * slowest.backward if layout.zero_sizes.overlaps else 0.0
-    exposed = _beyond(gradients + once, behind, constants.data_exposed)
-    exposed *= count if layout.reduces_each_micro_batch else 1
-    exposed += _beyond(parameters, hides * slowest.forward, constants.data_exposed)
+    exposed = _once_a_step(shape, layout, links, constants, slowest)
     tensor, expert = slowest.tensor * count, slowest.expert * count
     rhythm = slowest.occupied + sharding / count
     # A pipeline fills and drains through the other stages, of which most have no head.
@@ -261,6 +254,43 @@ def step_time(
         bubble=bubble,
         optimizer=_optimizer_seconds(shape, layout, device, constants),
     )
+
+
+def _once_a_step(shape: ModelShape, layout: Layout, links: Fabric, constants: Constants, slowest: _Pass) -> float:
+    """Of replicated gradients and updated parameters, what stands alone.
+
+    They travel once a step, behind the backward pass of the last micro-batch (or of each one); what is updated comes
+    back behind the forward pass of the first.
+    """
+    hides = _data_overlap(layout, constants)
+    gradients, parameters = _replica_seconds(shape, layout, links)
+    once = slowest.sharding if layout.gathers_once else 0.0
+    behind = hides * slowest.backward if layout.zero_sizes.overlaps else 0.0
+    waited = gradients * waited_share(shape, layout)
+    exposed = waited + _beyond(gradients - waited + once, behind, constants.data_exposed)
+    exposed *= layout.num_micro_batches if layout.reduces_each_micro_batch else 1
+    return exposed + _beyond(parameters, hides * slowest.forward, constants.data_exposed)
+
+
+def waited_share(shape: ModelShape, layout: Layout) -> float:
+    """Of the gradients that our trainer's DeepSpeed sends in stages 1 and 2, the share that no backward pass hides.
+
+    Where each part goes to its owner alone, DeepSpeed has the host wait for the GPU before every message
+    (`allreduce_and_copy`), and nothing is launched until it goes on: of a bucket's messages only the last one has
+    backward kernels beside it. A bucket begins anywhere in a rank's part: if it is longer than one, its last piece is
+    half a part in the mean; a shorter one crosses into the next as often as it goes into a part, in the middle.
+    """
+    trained = shape.params
+    if layout.data_parallel == 1 or not _by_owners(layout) or sums_on_all(shape, layout, trained):
+        return 0.0
+    bucket, own = min(bucket_elements(shape, layout), trained), trained / layout.data_parallel
+    return bucket / own / 2 if bucket < own else 1 - own / bucket / 2
+
+
+def _by_owners(layout: Layout) -> bool:
+    """Our own trainer's DeepSpeed sends each part of a bucket to the rank that has it, unless these are many; as it
+    comes it sends all to all."""
+    return layout.engine == "deepspeed" and layout.library == "trainyard" and layout.zero_stage in (1, 2)
 
 
 def _data_overlap(layout: Layout, constants: Constants) -> float:
@@ -455,8 +485,11 @@ class _Rank:
         if self.layout.recompute == "none":
             return 0.0
         if self._has_torchs_checkpoints:
-            # All that is element-wise; torchtitan's selection by operator also computes half of the products again.
-            return work.elementwise + (0.4 * work.products if self.layout.saves_every_second_product else 0.0)
+            # All that is element-wise; torchtitan's selection by operator also computes half of the products again, and
+            # our own trainer's the attention that drops scores, which has to draw the same numbers once more.
+            drops = self.layout.library == "trainyard" and self.shape.attention_dropout
+            again = work.elementwise + work.scores * (drops and self.layout.flash_attention)
+            return again + (0.4 * work.products if self.layout.saves_every_second_product else 0.0)
         # Megatron's: the core of attention, which fused kernels compute again anyway.
         return 0.1 * work.scores if self.layout.flash_attention else work.scores
 
@@ -779,11 +812,7 @@ def _replica_seconds(shape: ModelShape, layout: Layout, links: Fabric) -> tuple[
     ):
         members = group(max(1, count), stride, links.gpus_per_node)
         if layout.zero_stage:
-            to_all = (
-                layout.engine == "deepspeed"
-                and layout.library == "trainyard"
-                and sums_on_all(shape, layout, shape.params)
-            )
+            to_all = _by_owners(layout) and sums_on_all(shape, layout, shape.params)
             reduce = all_reduce_seconds if to_all else all_gather_seconds
             reduced += reduce(size * gradient, members, links)
             gathered += all_gather_seconds(size * parameter, members, links)

@@ -172,7 +172,7 @@ class TrainerLayers:
             width += query * (not self.is_frozen or self._adapts(ATTENTION_OUTPUTS))
         else:
             width = 2.0 * query + 2.0 * key
-        if shape.qk_norm_per_head:
+        if shape.qk_norm_per_head or shape.qk_norm_whole:
             width += (query + key) * (2.0 if self.is_frozen else 3.0)
         statistics = 4.0 * shape.heads
         scores = 0.0
@@ -310,10 +310,12 @@ class TrainerLayers:
             qkv += (shape.q_lora_rank + shape.kv_lora_rank + shape.rope_dim) * layout.tensor
         else:
             qkv = shape.query_dim + 2 * shape.kv_dim
-        split = qkv + shape.value_dim + width * (2 if shape.gated_mlp else 1)
+        # A kernel that drops scores is run again, with the same numbers: its result isn't kept.
+        is_kept = not (shape.attention_dropout and layout.flash_attention)
+        split = qkv + shape.value_dim * is_kept + width * (2 if shape.gated_mlp else 1)
         each = self.tokens / layout.tensor
         # Where the feed-forward block is routed experts alone, a layer's last product is attention's.
-        return each * (self.element * split + 4 * shape.heads) + self.whole_hidden_bytes * (width > 0)
+        return each * (self.element * split + 4 * shape.heads * is_kept) + self.whole_hidden_bytes * (width > 0)
 
     # The ends.
 

@@ -188,7 +188,8 @@ class _Step:
         # The product that read the chosen tokens has given its gradients: both are there, with what came to it.
         left = whole - layers.experts_bytes - layers.shared_bytes
         read = (0.0 if layers.is_frozen else layers.rows_bytes) / (self._layout.tensor if layers.is_spread else 1)
-        in_block = left + 2 * layers.expert_product_bytes + layers.rows_bytes + read + above
+        beside = layers.shared_bytes if self._shape.shared_first else 0.0
+        in_block = left + beside + 2 * layers.expert_product_bytes + layers.rows_bytes + read + above
         made = self._experts
         yield self._moment(others + in_block, self._weights_and_gradients(number, made, before), made, gradients)
         if not self._layout.flash_attention:

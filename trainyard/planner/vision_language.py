@@ -213,7 +213,7 @@ def vision_language_step(
 def vision_language_flops_per_sample(
     shape: VisionLanguageShape, sequence_length: int, *, frozen: bool, adapted: bool
 ) -> float:
-    """Forward and backward of a sample: a frozen tower's forward pass alone, adapters' two thirds."""
-    language = shape.language.flops_per_token(sequence_length) * sequence_length * (2 / 3 if adapted else 1.0)
+    """Forward and backward of a sample: a frozen tower's forward pass alone, no gradients of adapted weights."""
+    language = shape.language.flops_per_token(sequence_length, is_frozen=adapted) * sequence_length
     tower = 6.0 * shape.tower.encoder_params * shape.image_tokens * (1 / 3 if frozen else 1.0)
     return language + tower

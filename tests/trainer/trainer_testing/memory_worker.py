@@ -24,7 +24,7 @@ from trainer.strategies import build_strategy
 
 from trainer_testing.pool import run_pooled
 from trainer_testing.strategy_worker import no_clock
-from trainer_testing.tiny import SEQUENCE_LENGTH, TinyBatch, tiny_job
+from trainer_testing.tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, TinyBatch, tiny_job
 
 MARK = "RESULT "
 VOCAB_SIZE = 64
@@ -52,6 +52,7 @@ class Case:
     precision: str
     parallelism: dict[str, Any] = field(default_factory=dict)
     at_messages: bool = False
+    micro_batches: int = 2
 
 
 def measure(cases: Sequence[Case], world_size: int = 2) -> list[dict[str, float]]:
@@ -98,7 +99,12 @@ class AtMessages(TorchDispatchMode):
 def run(case: Case, runtime: Runtime) -> dict[str, float]:
     """The case's bytes a parameter, of the second step."""
     job = tiny_job(
-        case.strategy, runtime.world_size, model=MODEL, parallelism=case.parallelism, precision=case.precision
+        case.strategy,
+        runtime.world_size,
+        model=MODEL,
+        parallelism=case.parallelism,
+        micro_batch_size=GLOBAL_BATCH // runtime.world_size // case.micro_batches,
+        precision=case.precision,
     )
     before = living()
 

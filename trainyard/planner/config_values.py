@@ -1,0 +1,57 @@
+"""What a Hugging Face configuration says of a model's sizes, read one value at a time.
+
+Families' readers are made of these; whatever stands there instead of a size is one line.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainyard.errors import InputError
+
+Config = Mapping[str, Any]
+
+
+class NotCoveredError(InputError):
+    """A model that there may well be, and that no formula here describes."""
+
+
+def number(config: Config, default: int | None, *names: str) -> int:
+    """The first of `names` in the configuration, else the family's default."""
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InputError(f"model.config.{name}: must be a whole number of at least 0 (given: {value!r})")
+            return value
+    if default is None:
+        raise InputError(f"model.config: {names[0]} is missing")
+    return default
+
+
+def listed(config: Config, name: str) -> list[Any] | None:
+    """What a configuration lists under that name; None where it says nothing."""
+    found = config.get(name)
+    if found is not None and not isinstance(found, list | tuple):
+        raise InputError(f"model.config.{name}: must be a list (given: {found!r})")
+    return None if found is None else list(found)
+
+
+def common_sizes(config: Config, defaults: Mapping[str, int]) -> dict[str, Any]:
+    """Sizes that the Llama-like families name alike, as `ModelShape` calls them."""
+    hidden = number(config, defaults["hidden_size"], "hidden_size")
+    heads = number(config, defaults["num_attention_heads"], "num_attention_heads")
+    stated = "num_key_value_heads" in config and config["num_key_value_heads"] is None
+    kv_default = heads if stated else defaults.get("num_key_value_heads", heads)
+    if heads < 1 or hidden < 1:
+        raise InputError("model.config: hidden_size and num_attention_heads must be at least 1")
+    head_dim = number(config, defaults.get("head_dim", hidden // heads), "head_dim")
+    return {
+        "layers": number(config, defaults["num_hidden_layers"], "num_hidden_layers"),
+        "hidden": hidden,
+        "ffn": number(config, defaults["intermediate_size"], "intermediate_size"),
+        "heads": heads,
+        "kv_heads": number(config, kv_default, "num_key_value_heads"),
+        "head_dim": head_dim,
+        "vocab": number(config, defaults["vocab_size"], "vocab_size"),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
