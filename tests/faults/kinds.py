@@ -52,7 +52,9 @@ KINDS = (
     Kind("kill_host", (*_HOSTS, "cloud", "slurm"), moments=_ANY_TIME, is_outside=True),
     Kind("freeze_host", ("two_hosts", "slurm"), is_outside=True),
     Kind("partition", ("two_hosts",), is_outside=True),
-    Kind("disk_full", (*_HOSTS, "desk", "slurm"), "goes_on", moments=("step", "save"), is_outside=True),
+    Kind(
+        "disk_full", (*_HOSTS, "desk", "slurm"), "goes_on", moments=("step", "save"), is_outside=True, hold_seconds=0.5
+    ),
     *(
         Kind(name, (*_HOSTS, "cloud", "slurm"), is_outside=True, is_damage=True, is_punctual=True)
         for name in ("shard_deleted", "shard_truncated", "shard_flipped", "marker_corrupted", "manifest_missing")
@@ -92,6 +94,7 @@ _FAULTS_UNTIL_ANOTHER = 2
 """After so many more there is a second good checkpoint again."""
 _FIRST_STEP = 5
 """The first checkpoint is of step 3."""
+_STEPS_AFTER = 7
 _FIRST_DAMAGED_STEP = 7
 """There are two checkpoints, of steps 3 and 6: one to spoil and one to go back to."""
 
@@ -203,8 +206,12 @@ def _may_be_met_restoring(before: Fault | None, kind: Kind) -> bool:
 
 
 def num_steps(num_faults: int) -> int:
-    """Of a job in which so many faults happen."""
-    return _FIRST_STEP + _STEPS_APART * num_faults + 3
+    """Of a job in which so many faults happen.
+
+    A fault that comes some moments after the last step of its turn, in which a quick job does four steps, still has a
+    save before it that isn't the one of the job's last step: that one waits until nobody acts any more.
+    """
+    return _FIRST_STEP + _STEPS_APART * num_faults + _STEPS_AFTER
 
 
 def _order(draw: random.Random, kind: Kind, moment: str, first_step: int) -> dict[str, Any]:

@@ -63,6 +63,19 @@ def test_without_auto_the_minutes_are_the_interval() -> None:
     assert Interval(CheckpointSpec(every_steps=5, every_minutes=None), hours_between_failures=None).seconds is None
 
 
+def test_a_save_that_begins_changes_no_interval_that_is_measured_or_stated() -> None:
+    measured = Interval(CheckpointSpec(every_steps="auto", every_minutes=None), hours_between_failures=10.0)
+    measured.began()
+    measured.measured(save_seconds=1.0, stall_seconds=2.0)
+    best = measured.seconds
+    assert best is not None and best > 120.0
+    by_steps = Interval(CheckpointSpec(every_steps=5, every_minutes=None), hours_between_failures=10.0)
+    by_minutes = Interval(CheckpointSpec(every_minutes=3.0), hours_between_failures=10.0)
+    for interval, seconds in ((measured, best), (by_steps, None), (by_minutes, 180.0)):
+        interval.began()
+        assert interval.seconds == seconds
+
+
 def test_auto_measures_with_the_first_save_and_then_waits(tmp_path: Path) -> None:
     job = write_job(tmp_path, "single", steps=8)
     settings = ("--set", "checkpoint.every_steps=auto", "--set", "checkpoint.every_minutes=600")

@@ -1,5 +1,6 @@
 """Data: formats, the token cache, one global order for any number of ranks, packing, resume, validation."""
 
+import codecs
 import errno
 import gzip
 import json
@@ -18,12 +19,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from trainer.data import IGNORED_LABEL, BatchStream, JobData, TextData, build_data
+from trainer.data import IGNORED_LABEL, BatchStream, JobData, TextData, build_data, token_units
 from trainer.data import readers as readers_module
 from trainer.data.files import LocalFile, local_files
 from trainer.data.stream import Permutation, SequenceTable
 from trainer.data.token_cache import TokenCache, entropy_nats, open_token_cache
-from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer
+from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer, json_object
 
 from trainyard.errors import InputError
 from trainyard.spec.job import DataSource, JobSpec, ModelSpec, ParallelismSpec, ResolvedJob
@@ -145,6 +146,22 @@ def test_the_permutation_never_changes() -> None:
 GOLDEN_ORDER = [1, 2, 5, 4, 9, 8, 6, 7, 3, 0]
 
 
+@pytest.mark.parametrize(
+    ("size", "seed", "epoch", "expected"),
+    [
+        (10, 1234, 1, [3, 9, 1, 6]),
+        (10, 1234, 2, [6, 3, 0, 9]),
+        (1_000, 0, 3, [232, 774, 110, 4]),
+        (1_024, 7, 1, [756, 1019, 52, 1010]),
+        (100_003, 2**63 + 5, 0, [17334, 3655, 61137, 57878]),
+        (5_000_000_000, 1234, 7, [4413041782, 3314437049, 4416762012, 3204918816]),
+    ],
+)
+def test_nor_do_those_of_later_epochs_and_of_large_sets(size: int, seed: int, epoch: int, expected: list[int]) -> None:
+    """A job that is resumed in its third epoch goes on in that one's order."""
+    assert Permutation(size, seed, epoch)(np.asarray([0, 1, 2, size - 1], dtype=np.int64)).tolist() == expected
+
+
 def test_the_permutation_mixes() -> None:
     size = 20_000
     shuffled = Permutation(size, 7, 0)(np.arange(size, dtype=np.int64))
@@ -199,7 +216,7 @@ def test_other_data_is_refused_but_another_place_is_not(tmp_path: Path) -> None:
     build(resolved({"train": [source(moved)]}), tmp_path).train.load_state_dict(state)
     (moved / "part-1.jsonl").write_text(path.read_text().replace("AAAAA", "AAAAB", 1))
     changed = build(resolved({"train": [source(moved)]}), tmp_path).train
-    with pytest.raises(InputError, match=r"dataset_digest was .* the data or the tokenizer changed"):
+    with pytest.raises(InputError, match=r"dataset_digest was .* the data, the tokenizer or what the image takes for text changed"):
         changed.load_state_dict(state)
 
 
@@ -321,6 +338,27 @@ def test_text_jsonl_gzip_and_parquet_hold_the_same(tmp_path: Path) -> None:
     assert decoded(tmp_path, source(tmp_path / "a.jsonl.gz", text_field="body")) == expected
     assert decoded(tmp_path, source(tmp_path / "a.parquet", "parquet", text_field="body")) == expected
     assert decoded(tmp_path, source(folder, "text"), source(folder, "text")) == expected * 2
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Windows' editors begin files with one: it would be learnt as three bytes, or a token, that nobody wrote."""
+    text = "é\ufeff one"  # within a text it is one's own
+    (tmp_path / "marked.txt").write_bytes(codecs.BOM_UTF8 + text.encode())
+    (tmp_path / "marked.jsonl").write_bytes(codecs.BOM_UTF8 + json.dumps({"text": text}).encode() + b"\n")
+    for name, kind in (("marked.txt", "text"), ("marked.jsonl", "jsonl")):
+        assert decoded(tmp_path, source(tmp_path / name, kind)) == [*text.encode(), 256]
+    (tmp_path / "tokenizer_config.json").write_bytes(codecs.BOM_UTF8 + b'{"eos_token": "x"}')
+    assert json_object(tmp_path / "tokenizer_config.json") == {"eos_token": "x"}
+
+
+def test_tokens_of_an_earlier_reader_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of before a mark was no text would keep it, and a resume on another machine would have other tokens."""
+    (tmp_path / "marked.txt").write_bytes(codecs.BOM_UTF8 + b"one")
+    with monkeypatch.context() as before:
+        before.setattr(token_units, "_READERS", {})
+        before.setattr(readers_module, "_text_records", lambda _: iter([readers_module.Record(0, "\ufeffone")]))
+        assert decoded(tmp_path, source(tmp_path / "marked.txt", "text")) == [*"\ufeffone".encode(), 256]
+    assert decoded(tmp_path, source(tmp_path / "marked.txt", "text")) == [*b"one", 256]
 
 
 def test_a_large_text_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

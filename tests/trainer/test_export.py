@@ -115,6 +115,20 @@ def test_what_transformers_keeps_in_float32_is_exported_so(tmp_path: Path) -> No
     assert torch.equal(read.get_buffer(bias), model.get_buffer(bias))
 
 
+def test_a_type_without_place_for_a_value_is_refused_by_the_weights_name(tmp_path: Path) -> None:
+    job = tiny_job("single", 1, model=FAMILIES["Llama"])
+    model = build_model(job, vocab_size=VOCAB_SIZE)
+    model.get_parameter("lm_head.weight").data[3, 5] = -70000.0
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    save_checkpoint(tmp_path / "job", tensors, describe_model(job.spec, model))
+    with pytest.raises(
+        InputError, match=r"^--dtype float16: lm_head\.weight has values up to 70000, and float16 ends at"
+    ):
+        export(Export(str(tmp_path / "job"), tmp_path / "half", dtype=torch.float16))
+    assert not (tmp_path / "half").exists()
+    export(Export(str(tmp_path / "job"), tmp_path / "hf", dtype=torch.bfloat16))
+
+
 def test_types_average_and_tokenizer(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

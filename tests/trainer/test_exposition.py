@@ -1,6 +1,8 @@
 """A job's meters, as Prometheus and CloudWatch read them."""
 
+import errno
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +28,12 @@ ROW: dict[str, Any] = {
     "observed": {"stragglers": [{"rank": 3}], "throughput": {"of_plan": 0.9, "mfu_causal": None}},
     LIVE: {"checkpoint_age_seconds": 12.0, "goodput": 0.75, "start_seconds": None},
 }
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has it, and not only its kernel."""
+    with socket.socket(socket.AF_INET6) as own:
+        return own.connect_ex(("::1", free_port())) == errno.ECONNREFUSED
 
 
 def read(text: str) -> dict[str, float]:
@@ -114,6 +122,34 @@ def test_of_two_events_each_is_seen_for_its_own_period_and_the_longer_is_not_hid
     assert shown() == {}
 
 
+def test_a_job_that_stands_still_tells_how_old_its_checkpoint_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its watchdog off (hang_seconds: null) nothing else rings: a period without figures is a good one."""
+    clock = [1_000_000.0]
+    monkeypatch.setattr(exposition_module, "AGE_SECONDS", 0.05)
+    monkeypatch.setattr(exposition_module.time, "time", lambda: clock[0])
+    exposition = Exposition(tmp_path, tenant="acme", job="tiny", embeds_metrics=True)
+    exposition.publish({"step": 50, LIVE: {"checkpoint_age_seconds": 1100.0, "goodput": 0.9}})
+    capsys.readouterr()
+    said: list[dict[str, Any]] = []
+    for period in (1, 2):
+        clock[0] += 60 * PERIOD_MINUTES
+        deadline = time.monotonic() + 60
+        while len(said) < period:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            said += [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.keys() - {"_aws", "Tenant", "Job"} for line in said] == [{"CheckpointAgeSeconds"}] * 2, "and no more"
+    first, second = (line["CheckpointAgeSeconds"] for line in said)
+    assert 1100.0 < first < second
+    shown = read((tmp_path / PROMETHEUS_FILE).read_text())
+    assert shown["trainyard_checkpoint_age_seconds"] >= second and shown["trainyard_goodput"] == 0.9
+    exposition.publish({"step": 51, LIVE: {"checkpoint_age_seconds": 3.0}})
+    exposition.close()
+    assert read((tmp_path / PROMETHEUS_FILE).read_text())["trainyard_checkpoint_age_seconds"] == 3.0
+
+
 def test_labels_are_escaped() -> None:
     text = prometheus_text({BY_NAME["step"]: 1.0}, {"tenant": 'a"b\\c\nd'})
     assert text.splitlines()[2] == 'trainyard_step{tenant="a\\"b\\\\c\\nd"} 1.0'
@@ -124,6 +160,9 @@ def test_a_port_serves_what_the_file_has(tmp_path: Path) -> None:
     exposition = Exposition(tmp_path, tenant="acme", job="tiny", port=port)
     exposition.publish(ROW)
     exposition.publish(ROW | {"step": 51})
+    if has_ipv6():
+        with urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=60) as answer:
+            assert "trainyard_" in answer.read().decode(), "of a cluster that has IPv6 alone"
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         assert read(answer.read().decode())["trainyard_step"] == 51.0

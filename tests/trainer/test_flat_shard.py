@@ -45,6 +45,18 @@ def test_a_checkpoint_cut_one_way_is_read_cut_another_way(tmp_path: Path) -> Non
     assert torch.equal(read, whole)
 
 
+def test_what_is_copied_to_another_type_or_into_another_shard_is_the_same_part() -> None:
+    """As a save copies it to the host, and as the next save uses that copy's memory again."""
+    shard = FlatShard(torch.arange(4.0), (2, 3), 1)
+    wide = shard.to(torch.float64)
+    assert isinstance(wide, FlatShard) and wide.dtype == wide.local.dtype == torch.float64
+    assert (wide.start, tuple(wide.shape), wide.boxes) == (1, (2, 3), shard.boxes)
+    shard.local += 5
+    assert wide.local.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert wide.copy_(shard) is wide
+    assert wide.local.tolist() == [5.0, 6.0, 7.0, 8.0]
+
+
 def test_a_copy_is_apart_and_arithmetic_is_refused() -> None:
     shard = FlatShard(torch.arange(4.0), (2, 3), 1)
     copy = shard.clone()

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from test_entrypoint import failure, opt_ml, running, wait_for
-from trainer.host.hosts import LOST_HOST, Judge, ManyHosts, Stop
+from trainer.host.hosts import LOST_HOST, Judge, ManyHosts, Stop, _connect
 from trainer.host.recovery import Ending, Restart, RestartPolicy
 from trainer_testing.distributed import free_port
 
+from trainyard.errors import JobFailedError
 from trainyard.spec.job import RecoverySpec
 
 HOSTS = ("algo-1", "algo-2", "algo-3")
@@ -32,11 +34,12 @@ def until(is_so: Callable[[], bool]) -> None:
 class Job:
     """The judge of three hosts, and those of them that come."""
 
-    def __init__(self, stack: ExitStack, arrival_seconds: float = 600) -> None:
+    def __init__(self, stack: ExitStack, arrival_seconds: float = 600, tell_seconds: float = 60) -> None:
         self._port = free_port()
         self._stack = stack
         policy = RestartPolicy(RecoverySpec(max_restarts=3))
-        self.judge = Judge(HOSTS, "127.0.0.1", self._port, policy, arrival_seconds=arrival_seconds)
+        times = {"arrival_seconds": arrival_seconds, "tell_seconds": tell_seconds}
+        self.judge = Judge(HOSTS, "127.0.0.1", self._port, policy, **times)
         stack.callback(self.judge.close)
 
     def come(self, host: str) -> ManyHosts:
@@ -67,6 +70,33 @@ def test_a_host_that_never_comes_is_lost_once_the_others_have_failed(stack: Exit
     assert isinstance(order, Ending) and order.reason.startswith(NOT_COME.format(0))
     assert LOST_HOST.match(order.reason), "who starts jobs again knows it by these words"
     assert first.conclude(MISSED) == order
+
+
+def test_a_host_that_is_missed_is_named_long_before_it_is_given_up(
+    stack: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def told(words: str) -> bool:
+        said.extend(capsys.readouterr().out.splitlines())
+        return any(words in line for line in said)
+
+    job = Job(stack, tell_seconds=0.3)
+    job.come("algo-1")
+    until(lambda: told("2 of 3 not here after 0 s: algo-2, algo-3; does its machine run"))
+    job.come("algo-3")
+    until(lambda: told("1 of 3 not here after 1 s: algo-2; does"))
+    assert not job.judge._is_over and not job.judge._endings, "it may yet come"
+    job.come("algo-2")
+    until(lambda: not any("tell_of_missing" in thread.name for thread in threading.enumerate()))
+
+
+def test_a_first_host_that_is_missed_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    with pytest.raises(JobFailedError):
+        _connect("127.0.0.1", port, 0.5, tell_seconds=0.1)
+    said = capsys.readouterr().out
+    assert f"the first host (127.0.0.1 port {port}) does not answer after 0 s: Connection refused; does" in said
 
 
 def test_who_fails_early_waits_for_the_hosts_that_may_yet_come(stack: ExitStack) -> None:

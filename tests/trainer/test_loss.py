@@ -1,5 +1,6 @@
 """Cross-entropy without logits: the same loss and gradients, in every model's own head, and never a whole sequence."""
 
+import math
 from typing import Any
 
 import pytest
@@ -78,6 +79,32 @@ def test_low_precision_is_as_near_to_float64_as_with_whole_logits(dtype: torch.d
         errors.append(float((head.weight.grad.double() - exact_head.grad).norm() / exact_head.grad.norm()))
     # A chunk's part of the weight gradient is rounded before it is added, in float32, to the others.
     assert errors[0] < 2 * errors[1] < 0.02
+
+
+@pytest.mark.parametrize("num_positions", [5, 30], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.usefixtures("small_chunks")
+def test_fp16_gradients_are_no_larger_on_their_way_than_scaled(num_positions: int, is_autocast: bool) -> None:
+    """Infinite before the scale is applied, no smaller scale would mend them: every step would be left out."""
+    hidden = torch.full((num_positions, 8), 60000.0, dtype=torch.float16, requires_grad=True)
+    weight = nn.Parameter(torch.zeros(21, 8, dtype=torch.float32 if is_autocast else torch.float16))
+    with torch.autocast("cpu", dtype=torch.float16, enabled=is_autocast):
+        loss = linear_loss_sum(hidden, weight, None, torch.zeros(num_positions, dtype=torch.int64))
+    (loss / num_positions).backward()
+    expected = torch.full((21, 8), 60000.0 / 21)
+    expected[0] -= 60000.0
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=2e-3, atol=0)
+
+
+def test_fp16_scaled_up_shows_what_is_smaller_than_its_smallest_number() -> None:
+    """exp(-20) is 2e-9, and fp16 has nothing between 0 and 6e-8; so is what the scale is for in a loss of logits."""
+    hidden = torch.ones(1, 1, dtype=torch.float16, requires_grad=True)
+    weight = nn.Parameter(torch.tensor([[0.0], [-20.0]], dtype=torch.float16))
+    (linear_loss_sum(hidden, weight, None, torch.tensor([0])) * 2.0**16).backward()
+    assert weight.grad is not None
+    # The right token's is what float32 leaves of one less one.
+    assert float(weight.grad[1]) == pytest.approx(2.0**16 * math.exp(-20), rel=2e-3)
 
 
 def test_dividing_by_the_number_of_targets_shifts_no_gradient() -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def test_torchrun_trains_and_writes_what_the_contract_says(tmp_path: Path) -> No
     assert {key: result[key] for key in expected} == expected
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("step=")] == [f"step={s}" for s in range(1, 7)]
-    assert any(line.startswith("checkpoint step=4 committed uri=") for line in lines)
+    (committed,) = (line for line in lines if line.startswith("checkpoint step=4 committed uri="))
+    assert datetime.fromisoformat(committed.rpartition(" at=")[2]).tzinfo is not None, "which a log alone doesn't say"
     assert any(line.startswith("validation step=6 loss=") for line in lines)
     assert [row["step"] for row in rows if "validation_loss" in row] == [6]
     assert [row["step"] for row in rows if "validation_sets" in row] == [2, 4, 6]
@@ -105,6 +107,7 @@ def test_a_resolved_job_runs_without_a_launcher_and_a_finished_one_does_nothing(
 
 ON_A_FULL_DISK = """
 import errno, sys
+from datetime import datetime
 from pathlib import Path
 from trainer.__main__ import main
 
@@ -121,6 +124,17 @@ Path.open = opened
 sys.exit(main(sys.argv[1:]))
 """
 """A trainer whose second row finds no room before that step's checkpoint is there, and its result none at all."""
+
+
+def test_a_job_that_is_to_end_before_its_checkpoint_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    said, rows = run_trainer(1, write_job(tmp_path, "single", steps=3), out)
+    assert "nothing is trained" not in said
+    said, again = run_trainer(1, write_job(tmp_path, "single", steps=3), out)
+    assert again == rows and "nothing is trained" not in said, "a job that is done is no odd one"
+    said, again = run_trainer(1, write_job(tmp_path, "single", steps=2), out)
+    assert again == rows
+    assert "warning: the job ends at step 2, and its checkpoint is of step 3: nothing is trained; " in said
 
 
 def test_a_disk_that_is_full_for_a_while_costs_neither_rows_nor_the_job(tmp_path: Path) -> None:
@@ -145,7 +159,7 @@ def test_a_diverged_job_fails_in_one_line_and_keeps_its_checkpoint(tmp_path: Pat
     job = write_job(tmp_path, "single", steps=12, learning_rate=1e30, gradient_clip=None)
     output, _ = run_trainer(1, job, tmp_path / "out", expected_code=1)
     assert "training diverged; lower training.learning_rate" in output
-    assert "; the newest checkpoint is of step " in output
+    assert "; there is no checkpoint yet" in output and "of step 0" not in output
     assert "Traceback" not in output
     assert not (tmp_path / "out" / "result.json").exists()
 

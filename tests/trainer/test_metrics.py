@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from trainer.checkpoint import Checkpointer
+from trainer.observe import waits
 from trainer.observe.left_out import LeftOutBatches
 from trainer.observe.metrics import ATTEMPTS_FILE, METRICS_FILE, MetricsLog, Row
 from trainer.observe.step_clock import PHASES, StepClock
@@ -74,6 +75,64 @@ def test_phases_sum_to_the_step_and_validation_is_no_part_of_it(time: Time) -> N
     seconds, breakdown = clock.finish_row()
     assert breakdown == dict.fromkeys(PHASES, 0.0) | {"backward": 1.0, "other": 2.0}
     assert seconds == 3.0
+
+
+class Event:
+    """A CUDA event on that time, which it tells in milliseconds."""
+
+    def __init__(self, time: Time) -> None:
+        self._time, self.at = time, math.nan
+
+    def record(self) -> None:
+        self.at = self._time.seconds
+
+    def synchronize(self) -> None:
+        assert not math.isnan(self.at)
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_wait_for_other_ranks_is_communication_but_in_a_save_and_in_validation(
+    time: Time, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr("trainer.observe.step_clock._event", lambda: Event(time))
+    clock = StepClock(torch.device(device), world_size=2)
+    with clock("forward"):
+        time.sleep(2.0)
+        with clock.waiting():
+            time.sleep(1.0)
+    with clock("backward"):
+        time.sleep(4.0)
+    clock.waited(0.5)  # in the backward pass, as its own hooks saw
+    with clock("data"):
+        time.sleep(0.25)
+        with clock.waiting():
+            time.sleep(0.125)
+    with clock.waiting():
+        time.sleep(8.0)
+    with clock("checkpoint"), clock.waiting():
+        time.sleep(16.0)
+    with clock.excluded(), clock.waiting():
+        time.sleep(100.0)
+    time.sleep(32.0)
+    seconds, breakdown = clock.finish_row()
+    found = {"data": 0.25, "forward": 2.0, "backward": 3.5, "communication": 9.625, "checkpoint": 16.0, "other": 32.0}
+    assert breakdown == dict.fromkeys(PHASES, 0.0) | found
+    assert seconds == sum(found.values())
+    assert clock.finish_row() == (0.0, dict.fromkeys(PHASES, 0.0)), "the next row begins with nothing"
+    waits.listen(None)
+
+
+@pytest.mark.parametrize(("world_size", "is_listening"), [(1, False), (2, True)])
+def test_of_one_rank_nobody_watches_for_waits(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, is_listening: bool
+) -> None:
+    told: list[StepClock | None] = []
+    monkeypatch.setattr(waits, "listen", told.append)
+    clock = StepClock(torch.device("cpu"), world_size=world_size)
+    assert told == [clock if is_listening else None]
 
 
 def test_a_checkpoint_after_a_row_is_in_the_next_row(time: Time) -> None:

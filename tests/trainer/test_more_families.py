@@ -1,7 +1,10 @@
 """Families that the parity suite doesn't hold: cut by tensor parallelism as one process computes, built, or refused."""
 
 import errno
+import json
 import os
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from trainer.models.build import build_model
 from trainer.models.configuration import _changes_anything, check_names, configuration_of
 from trainer.models.facts import facts_of
 from trainer.strategies import check_supported
+from trainer_testing.pool import run_pooled
 from trainer_testing.strategy_worker import RunRequest, run, worst_relative_error
 from trainer_testing.support_table import UNTABLED
 from trainer_testing.tiny import VOCAB_SIZE, tiny_job
@@ -60,13 +64,67 @@ def test_a_family_that_no_table_names_is_one_process_under_data_parallelism() ->
         assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}, engine
 
 
+_WITH_KEYS = _OTHERS | {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+_TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": VOCAB_SIZE}
+_ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+IN_FOUR_BITS: dict[str, dict[str, Any]] = {
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 64},
+    "qwen3_next": _ROUTED
+    | {"num_experts": 4, "shared_expert_intermediate_size": 64, "linear_num_value_heads": 2, "linear_num_key_heads": 2}
+    | {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "gemma3n_text": _TWO_KINDS
+    | {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.0], "num_kv_shared_layers": 0}
+    | {"hidden_size_per_layer_input": 64, "laurel_rank": 8, "altup_num_inputs": 2},
+    "gemma4_text": _TWO_KINDS | {"hidden_size_per_layer_input": 64, "global_head_dim": 32},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": _ROUTED | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
+"""Beside those of the support table (DeepSeek among them): what these are built of has no like there."""
+
+
+@pytest.mark.slow
+def test_families_in_four_bits_are_one_process_under_data_parallelism(tmp_path: Path) -> None:
+    jobs = []
+    for name, own in IN_FOUR_BITS.items():
+        model = _WITH_KEYS | {"hidden_size": 64, "intermediate_size": 64} | own | {"model_type": name}
+        built = build_model(tiny_job("single", 1, model=model, document_masks=False), vocab_size=VOCAB_SIZE)
+        built.save_pretrained(tmp_path / name)
+        adapter = {"kind": "qlora", "rank": 4, "targets": ["q_proj", "v_proj"]}
+        jobs.append({"source": str(tmp_path / name), "adapter": adapter, "document_masks": False})
+    alone = run(1, [RunRequest("single", last_step=STEPS, job=job) for job in jobs], 600)
+    for engine in ("ddp", "fsdp"):
+        results = run(2, [RunRequest(engine, last_step=STEPS, job=job) for job in jobs], 600)
+        errors = {name: worst_relative_error(*pair) for name, *pair in zip(IN_FOUR_BITS, results, alone, strict=True)}
+        assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}, engine
+    with pytest.raises(InputError, match="qlora is not implemented with engine: deepspeed"):
+        check_supported(tiny_job("zero2", 2, **jobs[0]), device_type="cpu")
+
+
+_BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.0}
+UNREACHED: dict[str, Any] = {
+    "model": _BART | {"model_type": "bart", "vocab_size": VOCAB_SIZE, "pad_token_id": 0},
+    "document_masks": False,
+}
+"""BART's decoder alone, whose cross attention has no encoder to look at."""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("weight_decay", [0.1, 0.0])
+def test_zero_says_that_decay_pulls_on_weights_without_a_gradient(stage: int, weight_decay: float) -> None:
+    """torch leaves them out; DeepSpeed gives each weight of its flat ones a gradient, of zeros."""
+    job = UNREACHED | {"optimizer": {"weight_decay": weight_decay}}
+    asked = json.dumps([asdict(RunRequest(f"zero{stage}", last_step=2, job=job))])
+    said = "".join(run_pooled(2, "trainer_testing.strategy_worker", asked, timeout_seconds=300))
+    if weight_decay:
+        told = r"warning: zero\d: no gradient reached (\d+) of \d+ weights .*encoder_attn\.k_proj\.weight, \.\.\.\)"
+        (count,) = re.findall(told, said)
+        assert int(count) == 2 * 10, "four matrices with their biases, and a norm's two, in each of two layers"
+    else:
+        assert "no gradient reached" not in said
+
+
 def test_weights_that_no_gradient_reaches_do_not_stop_ddp() -> None:
-    """BART's decoder alone, whose cross attention has no encoder to look at."""
-    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.0}
-    job = {
-        "model": sizes | {"model_type": "bart", "vocab_size": VOCAB_SIZE, "pad_token_id": 0},
-        "document_masks": False,
-    }
+    job = UNREACHED
     (alone,) = run(1, [RunRequest("single", last_step=STEPS, job=job)], 300)
     (cut,) = run(2, [RunRequest("ddp", last_step=STEPS, job=job)], 300)
     assert worst_relative_error(cut, alone) <= TOLERANCE

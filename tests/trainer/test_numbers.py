@@ -46,8 +46,14 @@ def test_the_last_step_has_the_final_fraction(kind: str) -> None:
     assert values[1:] == sorted(values[1:], reverse=True)
 
 
-def test_cosine_is_half_way_at_half_time_and_linear_is_a_line() -> None:
-    assert rates(kind="cosine")[4] == pytest.approx(0.5)
+def test_cosine_falls_slowly_fast_and_slowly_and_linear_is_a_line() -> None:
+    # Half a turn in twelve steps: the cosines of 15, 30, 45 ... degrees, from 1 to -1.
+    turned = {0: 1.0, 2: math.sqrt(3) / 2, 3: math.sqrt(0.5), 4: 0.5, 6: 0.0, 8: -0.5, 9: -math.sqrt(0.5), 12: -1.0}
+    for fraction in (0.0, 0.1):
+        # Three steps of warm-up, the third at the peak.
+        found = rates(15, kind="cosine", warmup_steps=3, final_fraction=fraction)[2:]
+        for place, cosine in turned.items():
+            assert found[place] == pytest.approx(fraction + (1 - fraction) * (1 + cosine) / 2, abs=1e-12)
     assert rates(kind="linear") == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
 
 
@@ -110,6 +116,17 @@ def test_the_fp16_scale_halves_on_overflow_and_grows_after_many_good_steps() -> 
     resumed = LossScaler.for_precision("fp16")
     resumed.restore(scaler.state())
     assert resumed == scaler
+
+
+def test_the_fp16_scale_grows_after_good_steps_in_a_row_alone_and_never_falls_below_one() -> None:
+    scaler = LossScaler.for_precision("fp16")
+    assert all(scaler.accepts(1.0) for _ in range(GROWTH_INTERVAL_STEPS - 1))
+    assert not scaler.accepts(math.inf) and scaler.scale == INITIAL_SCALE / 2
+    assert all(scaler.accepts(1.0) for _ in range(GROWTH_INTERVAL_STEPS - 1))
+    assert scaler.scale == INITIAL_SCALE / 2, "those before the overflow count no more"
+    assert scaler.accepts(1.0) and scaler.scale == INITIAL_SCALE
+    assert not any(scaler.accepts(math.inf) for _ in range(40))
+    assert scaler.scale == 1.0
 
 
 def test_other_precisions_are_never_scaled() -> None:

@@ -18,7 +18,8 @@ from trainer.tasks.image_classification import ImageBatch
 from trainer.tasks.images import Pixels
 
 from trainyard.planner import resolve
-from trainyard.spec.job import JobSpec
+from trainyard.planner.formulas import formulas_of
+from trainyard.spec.job import JobSpec, load_job
 
 MIB = 2.0**20
 
@@ -204,6 +205,17 @@ def test_what_is_expected_of_llama_8b_on_an_h100() -> None:
     on_cpu = expected_of(resolve(job_of(LLAMA_8B), world_size=1), None)
     assert (on_cpu.peak_flops, on_cpu.planned_bytes) == (None, None)
     assert on_cpu.full_flops_per_token == expected.full_flops_per_token
+
+
+def test_an_adapters_attention_counts_in_full() -> None:
+    """Frozen weights have no gradient of their own; scores have no weights, and theirs are needed below."""
+    spec = load_job(Path(__file__).parents[2] / "jobs" / "llama-8b-lora.yaml")
+    length = spec.data.sequence_length
+    weights, scores = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256, 32 * 4096 * length
+    expected = expected_of(resolve(spec, world_size=1), None)
+    assert expected.full_flops_per_token == pytest.approx(4 * weights + 12 * scores, rel=1e-3)
+    assert expected.causal_flops_per_token == pytest.approx(4 * weights + 6 * scores, rel=1e-3)
+    assert formulas_of(spec).flops_per_sample == pytest.approx(length * (4 * weights + 12 * scores), rel=1e-3)
 
 
 def test_nothing_is_expected_where_there_is_no_formula() -> None:

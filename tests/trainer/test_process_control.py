@@ -3,10 +3,14 @@
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from torch.distributed import HashStore
 from trainer.rendezvous import arrive, open_store
+from trainer.runtime import Runtime
 from trainer_testing.distributed import free_port
 from trainer_testing.pool import run_pooled
 
@@ -40,6 +44,18 @@ def test_who_is_late_is_waited_for() -> None:
         assert not first.done()
         threads.submit(arrive, store, 1, 2, patience_seconds=60).result(timeout=300)
         first.result(timeout=300)
+
+
+def test_the_first_rank_keeps_the_store_until_all_that_fail_have_asked() -> None:
+    """Gone sooner, the others would print thirty lines of torch's on a lost connection, and the same words again."""
+    store, group = HashStore(), SimpleNamespace()
+    ranks = [Runtime(rank, 2, rank, torch.device("cpu"), cast(Any, group), store=store) for rank in range(2)]
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(ranks[0].is_first_to_say, "what all fail of")
+        time.sleep(0.3)
+        assert not first.done()
+        assert not ranks[1].is_first_to_say("what all fail of"), "the others wait for nobody"
+        assert first.result(timeout=300)
 
 
 def test_a_first_host_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

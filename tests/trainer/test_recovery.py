@@ -135,8 +135,8 @@ def test_an_error_that_comes_back_at_the_same_step_ends_the_job_with_a_diagnosis
     codes, output, (tree,) = run(tmp_path, job, [{"rank": 0, "step": 4, "kind": "raise", "always": True}])
     assert codes == [1], output[-6000:]
     assert (tree / "output/failure").read_text().splitlines()[0] == (
-        "rank 0 on algo-1: ValueError: injected; twice in a row at step 4 with the same error,"
-        " so another restart can't help: mend it, then `trainyard resume`"
+        "rank 0 on algo-1: ValueError: injected; twice in a row after step 3 with the same error,"
+        " so another restart can't help: mend it, then `trainyard resume`; other settings of training need a launch"
     )
     assert output.count("recovery restart=1 last_step=3") == 1
 

@@ -63,6 +63,19 @@ def test_a_trainer_that_tells_nothing_leaves_the_whole(tmp_path: Path) -> None:
     assert "load_seconds" not in row
 
 
+def test_goodput_so_far_is_of_all_time_since_the_jobs_first_start(tmp_path: Path) -> None:
+    """Lost steps and saves are none of it, and what came before a restart is in both."""
+    GoodputLog(tmp_path).begin([], attempt=1, resumed_step=0, seconds={"process": 1000.0})
+    again = GoodputLog(tmp_path)
+    rows = [{"step": step, "step_seconds": 100.0, "breakdown": {"checkpoint": 25.0}} for step in range(1, 6)]
+    again.begin(rows, attempt=2, resumed_step=3, seconds={"process": 200.0})
+    assert again.share() == pytest.approx(3 * 75 / 1000, rel=0.03)
+    again.step(rows[3])
+    assert again.share() == pytest.approx(4 * 75 / 1000, rel=0.03)
+    again.went_back(rows[:4], 2)
+    assert again.share() == pytest.approx(2 * 75 / 1000, rel=0.03)
+
+
 def test_steps_that_are_made_again_are_lost_and_saves_are_no_steps(tmp_path: Path) -> None:
     account = GoodputLog(tmp_path)
     rows = [{"step": step, "step_seconds": 1.0, "breakdown": {"checkpoint": 0.25}} for step in range(1, 6)]

@@ -80,7 +80,7 @@ def test_the_same_error_at_the_same_step_is_the_programs(step: int) -> None:
     assert isinstance(judge(raised(step)), Restart)
     # Ranks and rows differ from one time to the next: numbers are no other words.
     ended = judge(raised(step, "ValueError: row 9 is broken"))
-    where = f"at step {step + 1}" if step else "before the first step"
+    where = f"after step {step}" if step else "before the first step is made"
     assert isinstance(ended, Ending), "it would come back for ever"
     assert f"; twice in a row {where} with the same error, so another restart can't help" in ended.reason
 
@@ -89,7 +89,7 @@ def test_three_failures_at_one_step_are_enough_whatever_they_say() -> None:
     judge = policy(max_restarts=9)
     assert isinstance(judge(died(6)), Restart) and isinstance(judge(raised(6)), Restart)
     ended = judge(raised(6, "OSError: the disk is gone"))
-    assert isinstance(ended, Ending) and "three times in a row at step 7" in ended.reason
+    assert isinstance(ended, Ending) and "three times in a row after step 6" in ended.reason
 
 
 def test_progress_is_no_loop() -> None:

@@ -19,8 +19,10 @@ from trainer_testing.families import FAMILIES
 from trainer_testing.strategy_worker import Result, RunRequest, run, worst_relative_error
 from trainer_testing.support_table import save_sources, source_of
 from trainer_testing.tiny import VOCAB_SIZE, global_batch, tiny_job
+from transformers import CONFIG_MAPPING
 
 from trainyard.errors import InputError
+from trainyard.spec.support import ROUTER_BIAS_FAMILIES
 
 RATE = 0.004
 SAVED_AT, LAST = 3, 6
@@ -155,6 +157,75 @@ def test_without_a_rate_it_stays_what_the_models_files_have(tmp_path: Path) -> N
     check([request(name, LAYOUTS[name], anew, tmp_path, load=str(tmp_path / name), **half) for name in chosen], 2, ones)
 
 
+_SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2} | {
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},
+    **{"max_position_embeddings": 64, "tie_word_embeddings": False, "attention_dropout": 0.0},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+_GROUPS = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1} | {
+    "n_group": 2,
+    "topk_group": 1,
+}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8} | {
+    "num_key_value_heads": 4
+}
+_INDEXED = _GROUPS | _LATENT | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "axk1": _GROUPS | _LATENT | {"head_dim": 8},
+    "deepseek_v32": _INDEXED,
+    "dots1": _GROUPS,
+    "exaone_moe": _ONE_GROUP | {"num_experts": NUM_EXPERTS, "first_k_dense_replace": 1, "num_shared_experts": 1},
+    "glm4_moe": _GROUPS,
+    "glm4_moe_lite": _GROUPS | _LATENT,
+    "glm_moe_dsa": _INDEXED,
+    "hy_v3": {"num_experts": NUM_EXPERTS, "num_shared_experts": 1, "first_k_dense_replace": 1},
+    "mimo_v2_flash": _GROUPS
+    | _ONE_GROUP
+    | {"v_head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
+    | {"swa_v_head_dim": 16, "layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]},
+    "minimax_m2": {"num_local_experts": NUM_EXPERTS},
+    "solar_open": _GROUPS,
+}
+"""Those beside DeepSeek-V3: most have its router, MiniMax-M2's and Hunyuan 3's are handed the bias by their block."""
+
+
+@pytest.mark.parametrize(
+    "families",
+    [
+        pytest.param(("glm4_moe", "minimax_m2"), id="both kinds"),
+        pytest.param(tuple(ROUTERS), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_routers_of_other_families_are_moved_alike(families: tuple[str, ...], tmp_path: Path) -> None:
+    known = [name for name in families if name in CONFIG_MAPPING]  # an older transformers has not all of them
+    models = [_SIZES | ROUTERS[name] | {"model_type": name} for name in known]
+    jobs = [{"model": model, "steps": LAST, "document_masks": False} for model in models]
+    moved = [job | {"optimizer": {"router_bias_rate": RATE}} for job in jobs]
+    files = [str(tmp_path / name) for name in known]
+    one = [
+        RunRequest("single", last_step=4, job=job, keep_weights=file) for job, file in zip(moved, files, strict=True)
+    ]
+    ones, frozen = run(1, one), run(1, [RunRequest("single", last_step=4, job=job) for job in jobs])
+    for name, file, result, other in zip(known, files, ones, frozen, strict=True):
+        found = biases(torch.load(file))
+        assert found and all(values.numel() == NUM_EXPERTS for values in found.values()), name
+        assert max(float(values.abs().max()) for values in found.values()) > 1.5 * RATE, (
+            name,
+            "none moved twice alike",
+        )
+        assert worst_relative_error(other, result) > 1e-5, (name, "no token went elsewhere")
+    for engine in ("ddp", "fsdp", "zero3"):
+        asked = [RunRequest(engine, last_step=4, job=job, weights=file) for job, file in zip(moved, files, strict=True)]
+        for name, result, reference in zip(known, run(2, asked), ones, strict=True):
+            assert worst_relative_error(result, reference) < 1e-5, (name, engine)
+            assert result["weights_error"] < 1e-2, (name, engine)
+
+
+def test_every_family_that_is_let_in_is_held_to_one_process() -> None:
+    assert {*ROUTERS, "deepseek_v3"} == ROUTER_BIAS_FAMILIES
+
+
 def test_a_step_that_is_not_applied_moves_nothing_and_counts_for_no_other() -> None:
     model = build_model(tiny_job("single", 1, **MOVED), vocab_size=VOCAB_SIZE).train()
     bias = RouterBias([model], rate=RATE, size=(4, NUM_EXPERTS), device=torch.device("cpu"), world_size=1)
@@ -187,24 +258,31 @@ def test_what_becomes_of_it_is_said(rate: float | None, words: str) -> None:
         assert (told is not None and words in told) if is_said else told is None
 
 
-def test_the_start_advises_nothing_that_is_refused() -> None:
-    """Thirty families have such a bias, and neither moving it nor an auxiliary loss was tried in all."""
-    settings = {name: value for name, value in MODEL.items() if not name.endswith("lora_rank")}
-    job = tiny_job("single", 1, model=settings | {"model_type": "glm4_moe", "head_dim": 16})
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("longcat_flash", _LATENT | {"n_routed_experts": 8, "zero_expert_num": 2, "moe_topk": 2, "num_layers": 2}),
+        ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1}),
+    ],
+    ids=["experts that compute nothing", "a weight, no buffer"],
+)
+def test_the_start_advises_nothing_that_is_refused(family: str, own: dict[str, Any]) -> None:
+    """More families have such a bias, and neither moving it nor an auxiliary loss was tried in all."""
+    settings = {name: value for name, value in _SIZES.items() if name != "head_dim"} | own | {"model_type": family}
+    job = tiny_job("single", 1, model=settings, document_masks=False)
     model = build_model(job, vocab_size=VOCAB_SIZE)
     told = described(model, job)
     assert told is not None and "stays as it is" in told and "router_bias_rate" not in told, told
-    assert told.endswith("no way to move it is verified in glm4_moe")
-    stated = job.spec.model.config
-    assert stated is not None
-    with pytest.raises(InputError, match="not in glm4_moe"):
-        check_supported(tiny_job("single", 1, model=stated, optimizer={"router_bias_rate": RATE}), device_type="cpu")
+    assert told.endswith(f"no way to move it is verified in {family}")
+    moved = tiny_job("single", 1, model=settings, document_masks=False, optimizer={"router_bias_rate": RATE})
+    with pytest.raises(InputError, match=f"not in {family}"):
+        check_supported(moved, device_type="cpu")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": FAMILIES["Mixtral"]}, r"router_bias_rate: 0\.004 is for routers .* deepseek_v3, not in mixtral"),
+        ({"model": FAMILIES["Mixtral"]}, r"router_bias_rate: 0\.004 is for routers .* deepseek_v3, .* not in mixtral"),
         ({"compile": True}, r"router_bias_rate: 0\.004 is not implemented with training\.compile"),
         ({"adapter": {"kind": "lora", "targets": ["o_proj"]}}, r"an adapter leaves the model's routers as they are"),
     ],

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_entrypoint import job as resolved_job
 from torch.distributed import HashStore
 from trainer import speech
@@ -126,8 +127,9 @@ def test_what_is_no_text_is_said_to_somebodys_own_stream(monkeypatch: pytest.Mon
 
 
 def test_what_is_no_text_is_said_once_a_host() -> None:
-    rank: Any = SimpleNamespace(store=HashStore())
-    assert [Runtime.is_first_to_say(rank, NO_TEXT) for _ in range(2)] == [True, False]
+    group: Any = SimpleNamespace()
+    rank = Runtime(0, 1, 0, torch.device("cpu"), group, store=HashStore())
+    assert [rank.is_first_to_say(NO_TEXT) for _ in range(2)] == [True, False]
 
 
 def test_a_word_without_room_and_without_a_full_disk_is_told_all_the_same(tmp_path: Path) -> None:

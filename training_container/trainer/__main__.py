@@ -159,10 +159,10 @@ def expected_of(job: ResolvedJob, device_name: str | None) -> Expected:
         if instance is not None and instance.gpu is not None:
             seconds = step_time(shape, layout, instance.gpu, fabric_of(instance)).total
             speed = job.spec.global_batch_size * job.spec.data.sequence_length / seconds
-    length, share = job.spec.data.sequence_length, 1.0 if job.spec.model.adapter is None else 2 / 3
+    length, is_frozen = job.spec.data.sequence_length, job.spec.model.adapter is not None
     return Expected(
-        full_flops_per_token=share * shape.flops_per_token(length),
-        causal_flops_per_token=share * shape.flops_per_token(length, causal=True),
+        full_flops_per_token=shape.flops_per_token(length, is_frozen=is_frozen),
+        causal_flops_per_token=shape.flops_per_token(length, causal=True, is_frozen=is_frozen),
         peak_flops=peak,
         planned_bytes=planned,
         planned_tokens_per_second=speed,

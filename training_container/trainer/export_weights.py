@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from trainyard.errors import InputError
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -124,13 +126,27 @@ def _values(groups: Sequence[Group]) -> Iterator[memoryview]:
     for group in groups:
         made = group.make()
         for tensor in group.tensors:
-            values = made[tensor.name].to(tensor.dtype).contiguous()
+            values = _typed(made[tensor.name], tensor).contiguous()
             assert tuple(values.shape) == tensor.shape, tensor.name
             # A tensor without dimensions has no view as bytes of its own.
             content: Any = values.reshape(-1).view(torch.uint8).numpy()
             yield memoryview(content)
             del values, content
         del made
+
+
+def _typed(values: torch.Tensor, tensor: Described) -> torch.Tensor:
+    """In the type that it is written in; InputError where that has no place for a value: it would become infinite."""
+    typed = values.to(tensor.dtype)
+    if typed.dtype != values.dtype and typed.is_floating_point() and bool((typed.isinf() & values.isfinite()).any()):
+        name = str(tensor.dtype).removeprefix("torch.")
+        largest = float(values[values.isfinite()].abs().max())
+        raise InputError(
+            f"--dtype {name}: {tensor.name} has values up to {largest:g}, and {name} ends at"
+            f" {torch.finfo(tensor.dtype).max:g}: they would be infinite; use float32"
+            + (" or bfloat16" if tensor.dtype == torch.float16 else "")
+        )
+    return typed
 
 
 def _write_index(path: Path, names: Sequence[str], shards: Sequence[Sequence[Described]]) -> None:

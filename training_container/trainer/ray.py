@@ -5,13 +5,14 @@
 TRAINYARD_JOB holds the job (base64 of gzip of a JSON object: file name to content), TRAINYARD_GPUS_PER_HOST what each
 host asks Ray for. DIRECTORY is a folder on every machine, shared or not. What happens is told in lines
 `trainyard event JSON`, the last of which is the outcome; what the hosts say is in their actors' logs. SIGTERM, and the
-end of compute.max_hours, have all ranks save.
+end of compute.max_hours, which count while it has machines, have all ranks save.
 
 Ray places, and knows of machines that are lost; rendezvous, restarts of ranks and checkpoints are the trainer's own, as
 everywhere. Exit codes are `trainer.entrypoint`'s. Imports no torch.
 """
 
 import base64
+import contextlib
 import gzip
 import importlib
 import json
@@ -19,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Any
@@ -48,8 +49,21 @@ class Told:
     """Whether, and why, the job is to save and end."""
 
     def __init__(self, max_hours: float) -> None:
-        self._deadline = time.monotonic() + 3600 * max_hours
+        """`max_hours`: with machines; waiting for them, at first or after a loss, costs nobody anything."""
+        self._seconds_left = 3600 * max_hours
+        self._began: float | None = None
+        """When the start that has its machines now got them (monotonic)."""
         self._was_signalled = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While the job has its machines."""
+        self._began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds_left -= time.monotonic() - self._began
+            self._began = None
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
         """SIGTERM."""
@@ -60,7 +74,8 @@ class Told:
         """ "" while nobody has told it."""
         if self._was_signalled:
             return "stopped"
-        return "its time limit came" if time.monotonic() > self._deadline else ""
+        ran = 0.0 if self._began is None else time.monotonic() - self._began
+        return "its time limit came" if ran >= self._seconds_left else ""
 
 
 class Start:
@@ -167,7 +182,8 @@ def _run(ray: Any, job: ResolvedJob, files: Mapping[str, str], told: Told, direc
             if not start.wait_for_machines(told):
                 event("Stopped", f"{told.why} before it had its machines")
                 return RESUME_EXIT_CODE
-            endings = start.run(files, told, number)
+            with told.running():
+                endings = start.run(files, told, number)
         finally:
             start.close()
         if told.why:

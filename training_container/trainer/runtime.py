@@ -16,6 +16,9 @@ from torch._C._distributed_c10d import Store
 from trainer.rendezvous import arrive, join, limit_collectives, open_store, part_in_order
 from trainyard.spec.job import RecoverySpec
 
+_PARTING_SECONDS = 2.0
+"""How long the first rank, at its own failure, waits for others that fail of the same."""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -51,9 +54,20 @@ class Runtime:
             return True
         key = hashlib.sha256(f"{socket.gethostname()} {words}".encode(errors="backslashreplace")).hexdigest()
         try:
-            return int(self.store.add(f"said/{key}", 1)) == 1
+            is_first = int(self.store.add(f"said/{key}", 1)) == 1
+            self._wait_for_who_asks(self.store)
+            return is_first
         except dist.DistError:
             return True
+
+    def _wait_for_who_asks(self, store: Store) -> None:
+        """The first rank has the store in its process: gone before the others have asked, each would print torch's own
+        thirty lines on a lost connection, and say the words again. They fail at the same moment, or wait elsewhere."""
+        num_asked = int(store.add("asked", 1))
+        deadline = time.monotonic() + _PARTING_SECONDS
+        while self.is_first and num_asked < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_asked = int(store.add("asked", 0))
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value summed over all ranks, in float64."""

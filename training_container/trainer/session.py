@@ -231,6 +231,11 @@ class Session:
         self._left_out.read()
         if info is not None and self._runtime.is_first:
             say(f"resumed step={self.step} uri={info.uri}")
+            if self.step > self.num_steps:
+                say(
+                    f"warning: the job ends at step {self.num_steps}, and its checkpoint is of step {self.step}:"
+                    " nothing is trained; for a model of fewer steps start anew with another checkpoint.destination"
+                )
             if (difference := told_difference(info.manifest.extra, self._provenance, step=self.step)) is not None:
                 say(difference)
         return int(self._runtime.sum_over_ranks(attempt)[0])
@@ -386,8 +391,9 @@ class Session:
         try:
             self.anomalies.check(step, loss, update, told.own_loss_sum)
         except JobFailedError as error:
-            saved = self._checkpointer.last_committed_step or 0
-            raise JobFailedError(f"{error}; the newest checkpoint is of step {saved}") from None
+            saved = self._checkpointer.last_committed_step
+            newest = "there is no checkpoint yet" if saved is None else f"the newest checkpoint is of step {saved}"
+            raise JobFailedError(f"{error}; {newest}") from None
         self._profile_votes = totals[2 : 2 + profiling.NUM_VOTES]
         return loss, self.stop_flag.decision(step, totals[2 + profiling.NUM_VOTES : -2])
 

@@ -48,6 +48,8 @@ from trainer_testing.faulty_entrypoint import FOLDER_VARIABLE, S3_SECONDS_VARIAB
 
 SLOW_STEPS, SLOW_SECONDS = 4, 0.4
 _LONGEST_HOLD_SECONDS = 120.0
+_STEPS_LEFT_TO_MEET = 5
+"""Before the last step one of them saves, as every third does."""
 _LONGEST_RESTORE_SECONDS = 10.0
 
 
@@ -75,7 +77,7 @@ class Faults:
 
         def next_batch(session: Session) -> GlobalBatch:
             self._stop_flag = session.stop_flag
-            self._hold(is_last=session.step + 1 == session.num_steps)
+            self._hold(num_left=session.num_steps - session.step)
             self._await_checkpoint(session)
             self._at("step", session.step + 1)
             if self._slow_steps:
@@ -188,10 +190,15 @@ class Faults:
             time.sleep(0.02)
         told.touch()
 
-    def _hold(self, *, is_last: bool) -> None:
-        """Slow steps while a fault that takes a while goes on; no last step before all that has begun is over."""
+    def _hold(self, *, num_left: int) -> None:
+        """Slow steps while a fault that takes a while goes on; no last step before all that has begun is over.
+
+        Nor the last few before it has come: on a busy machine that may be many quick steps late, and then no save is
+        left for it to meet.
+        """
+        is_last = num_left == 1
         coming = [number for number in self._begun if not self._faults[number].get("always")]
-        while is_last and not all(map(self._is_done, coming)):
+        while num_left <= _STEPS_LEFT_TO_MEET and not all(map(self._is_done, coming)):
             time.sleep(0.01)
         for number, fault in enumerate(self._faults):
             if not fault.get("holds"):

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -359,7 +359,7 @@ class Checkpointer:
         if self._group.rank == 0:
             self._report(
                 f"checkpoint step={save.step} committed uri={self._destination.uri}/{step_folder(save.step)} "
-                f"seconds={self.last_save_seconds:.3f}"
+                f"seconds={self.last_save_seconds:.3f} at={datetime.now(UTC).isoformat(timespec='seconds')}"
             )
             self._delivery.prune(save.step)
 

@@ -244,7 +244,7 @@ def chat_template_of(stated: str | None, tokenizer_file: Path | None) -> ChatTem
 
 def _read_template(path: Path, field: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise InputError(f"{field}{path}: can't be read: {reason}; give a local Jinja file") from None

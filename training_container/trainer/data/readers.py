@@ -264,7 +264,7 @@ def _plain(file: BinaryIO, name: str) -> Any:
 
 def _text_records(file: DataFile) -> Iterator[Record]:
     try:
-        with file.open() as raw, io.TextIOWrapper(_plain(raw, file.where), encoding="utf-8", newline="") as handle:
+        with file.open() as raw, io.TextIOWrapper(_plain(raw, file.where), encoding="utf-8-sig", newline="") as handle:
             block, number = _read_block(handle), 0
             while block:
                 following = _read_block(handle)

@@ -380,8 +380,8 @@ class BatchStream:
             "sequence_length": "data.sequence_length or data.packing",
             "seed": "training.seed",
             "shuffle": "data.shuffle",
-            "num_sequences": "data.packing, the data or the tokenizer",
-            "dataset_digest": "the data or the tokenizer",
+            "num_sequences": "data.packing, the data, the tokenizer or what the image takes for text",
+            "dataset_digest": "the data, the tokenizer or what the image takes for text",
         }
         for field, cause in causes.items():
             if state.get(field) != now[field]:

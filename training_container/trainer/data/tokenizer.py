@@ -194,7 +194,7 @@ def json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: can't be read as JSON ({error})") from None
     return content if isinstance(content, dict) else {}

@@ -19,14 +19,19 @@ from dataclasses import asdict
 from typing import Any, Literal, Protocol
 
 from trainer.host.recovery import Ending, Restart, RestartPolicy, cause
+from trainer.speech import say
 from trainyard.errors import JobFailedError
 
 SILENCE_SECONDS = 30.0
 """A host that said nothing for so long is lost."""
 LOST_HOST = re.compile(r"^(the first )?host \S+ is gone")
 """How the reason begins of an ending that is another host's loss: the program is sound."""
+TELL_SECONDS = 60.0
+"""A host that is missed for so long is named, and again each time that it has been missed for twice as long."""
 _PINGS = 6
-"""So many fall into that time."""
+"""So many fall into SILENCE_SECONDS."""
+_MOST_NAMES = 8
+"""Of missing hosts in a line."""
 
 Stop = Literal["failed", "hang", "told", "lost"]
 """Why this host's ranks are to stop: one failed or hangs elsewhere, a host was told to stop, or a host is gone."""
@@ -113,12 +118,17 @@ class Judge:
         *,
         arrival_seconds: float,
         silence_seconds: float = SILENCE_SECONDS,
+        tell_seconds: float = TELL_SECONDS,
     ) -> None:
-        """`arrival_seconds`: a host that has not come by then is lost, once those that have can't go on without it."""
+        """`arrival_seconds`: a host that has not come by then is lost, once those that have can't go on without it.
+        `tell_seconds`: after so long the log has who is missed; nobody is given up by that."""
+        self._closed = threading.Event()
         self._arrival_seconds = arrival_seconds
         self._silence_seconds = silence_seconds
         self._start = secrets.token_hex(8)
         self._hosts = frozenset(hosts)
+        self._order = list(hosts)
+        self._came: set[str] = set()
         self._policy = policy
         self._lock = threading.Lock()
         self._connections: dict[str, _Connection] = {}
@@ -136,6 +146,7 @@ class Judge:
                 f"port {port} of {address}, on which the hosts agree, can't be opened: {error.strerror}"
             ) from None
         threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._tell_of_missing, args=(tell_seconds,), daemon=True).start()
         self._timer = threading.Timer(arrival_seconds, self._on_late)
         self._timer.daemon = True
         self._timer.start()
@@ -144,6 +155,22 @@ class Judge:
         with self._lock:
             self._is_late = True
             self._go_on()
+
+    def _tell_of_missing(self, seconds: float) -> None:
+        """In the log of the first host: torchrun, which waits for the same hosts, says nothing for 15 minutes."""
+        waited, missed = 0.0, self._hosts
+        while not self._closed.wait(seconds - waited):
+            waited, seconds = seconds, 2 * seconds
+            with self._lock:
+                missed = self._hosts - set(self._came)
+            if not missed:
+                return
+            names = sorted(missed, key=self._order.index)
+            shown = [*names[:_MOST_NAMES], *([f"{len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else [])]
+            say(
+                f"hosts: {len(missed)} of {len(self._hosts)} not here after {waited:.0f} s: {', '.join(shown)};"
+                " does its machine run, and what does its own log say?"
+            )
 
     def _accept(self) -> None:
         while True:
@@ -163,6 +190,7 @@ class Judge:
                 connection.close()
                 return
             self._connections[host] = connection
+            self._came.add(host)
             connection.send({"start": self._start})
             if self._stop is not None:
                 connection.send({"stop": self._stop})
@@ -225,6 +253,7 @@ class Judge:
 
     def close(self) -> None:
         """Stop listening."""
+        self._closed.set()
         self._timer.cancel()
         self._listener.close()
 
@@ -311,8 +340,9 @@ class ManyHosts:
         self._connection.close()
 
 
-def _connect(address: str, port: int, patience_seconds: float) -> socket.socket:
-    deadline = time.monotonic() + patience_seconds
+def _connect(address: str, port: int, patience_seconds: float, tell_seconds: float = TELL_SECONDS) -> socket.socket:
+    began = time.monotonic()
+    deadline = began + patience_seconds
     while True:
         try:
             return socket.create_connection((address, port), timeout=SILENCE_SECONDS)
@@ -322,6 +352,12 @@ def _connect(address: str, port: int, patience_seconds: float) -> socket.socket:
                     f"the first host ({address} port {port}) does not answer after {patience_seconds:.0f} s:"
                     f" {error.strerror or error}; does the security group let itself in?"
                 ) from None
+            if (waited := time.monotonic() - began) > tell_seconds:
+                tell_seconds *= 2
+                say(
+                    f"hosts: the first host ({address} port {port}) does not answer after {waited:.0f} s:"
+                    f" {error.strerror or error}; does its machine run, and what does its own log say?"
+                )
         time.sleep(0.25)
 
 

@@ -138,13 +138,17 @@ class RestartPolicy:
 
     def _crash_loop(self) -> str:
         last = self._in_a_row[-1]
-        where = f"at step {last.step + 1}" if last.step else "before the first step"
+        # Not "at step 3" after step 2: a step's loss is judged once it is made, so that the reason may name step 2.
+        where = f"after step {last.step}" if last.step else "before the first step is made"
         same = 0
         for earlier in reversed(self._in_a_row):
             if not earlier.has_spoken or _without_numbers(earlier.reason) != _without_numbers(last.reason):
                 break
             same += 1
-        advice = "so another restart can't help: mend it, then `trainyard resume`"
+        # A resume keeps `training`: where that is at fault (a rate too high), only another job has another one.
+        advice = (
+            "so another restart can't help: mend it, then `trainyard resume`; other settings of training need a launch"
+        )
         if same >= _REPEATS_OF_WORDS:
             return f"{_times(same)} in a row {where} with the same error, {advice}"
         if len(self._in_a_row) >= _REPEATS_OF_STEP:

@@ -26,6 +26,13 @@ from trainer.losses.token_loss import IGNORED_LABEL
 CHUNK_TOKENS = 1024
 """Positions whose logits exist at one time: half a GiB of float32 with a vocabulary of 128k."""
 
+_FP16_UNIT = 2.0**15
+"""In fp16 a logit's gradient, which lies between -1 and 1, is kept as so many times itself.
+
+Its gradients are computed before the loss's scale is known, so that the scale can't keep them in fp16's range: a sum
+over positions may be beyond 65504 whatever the scale, and the chance of a rare token is below the smallest number.
+Larger by a power of two it loses nothing, and what is summed is summed in float32 until the scale has been applied."""
+
 
 @dataclass(frozen=True)
 class VocabularyShard:
@@ -77,7 +84,10 @@ class _LinearLoss(torch.autograd.Function):
         wants_gradients: bool,
     ) -> torch.Tensor:
         needed = [wants_gradients and needs for needs in ctx.needs_input_grad[:3]]
-        sums = _Sums(hidden, weight, bias, needed, is_one_chunk=hidden.size(0) <= CHUNK_TOKENS)
+        ctx.unit = _FP16_UNIT if dtype == torch.float16 else 1.0
+        sums = _Sums(
+            hidden, weight, bias, needed, is_one_chunk=hidden.size(0) <= CHUNK_TOKENS, in_fp16=dtype == torch.float16
+        )
         cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         for rows in _chunks(hidden.size(0)):
             part = hidden[rows].to(dtype)
@@ -85,8 +95,8 @@ class _LinearLoss(torch.autograd.Function):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             sums.loss += _to_gradient(logits, targets[rows], shard)
             if any(needed):
-                sums.add(rows, logits.to(dtype), part, cast_weight)
-        ctx.gradients, ctx.shard = sums.gradients(), shard
+                sums.add(rows, (logits.mul_(ctx.unit) if ctx.unit != 1 else logits).to(dtype), part, cast_weight)
+        ctx.gradients, ctx.shard, ctx.types = sums.gradients(), shard, sums.types
         return sums.loss
 
     @staticmethod
@@ -99,8 +109,11 @@ class _LinearLoss(torch.autograd.Function):
             dist.all_reduce(hidden, group=ctx.shard.group)
         # In the type of the loss: rounded to the gradient's, which may be bf16, the one factor of a step would shift
         # every gradient by up to 0.4 %.
-        factor = scale.reshape(1)
-        scaled = [None if gradient is None else gradient.mul_(factor) for gradient in found]
+        factor = scale.reshape(1) / ctx.unit
+        scaled = [
+            None if gradient is None else gradient.mul_(factor).to(dtype)
+            for gradient, dtype in zip(found, ctx.types, strict=True)
+        ]
         return (*scaled, None, None, None, None)
 
 
@@ -115,10 +128,14 @@ class _Sums:
         needed: list[bool],
         *,
         is_one_chunk: bool,
+        in_fp16: bool,
     ) -> None:
         self.loss = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        self._types = [hidden.dtype, weight.dtype, None if bias is None else bias.dtype]
-        self._hidden = torch.empty_like(hidden) if needed[0] else None
+        self.types = [hidden.dtype, weight.dtype, None if bias is None else bias.dtype]
+        self._in_fp16 = in_fp16
+        self._hidden = (
+            torch.empty_like(hidden, dtype=self.loss.dtype if in_fp16 else hidden.dtype) if needed[0] else None
+        )
         self._weight = None if is_one_chunk or not needed[1] else torch.zeros_like(weight, dtype=self.loss.dtype)
         self._bias = bias.new_zeros(bias.shape, dtype=self.loss.dtype) if bias is not None and needed[2] else None
         self._needs_weight = needed[1]
@@ -126,22 +143,34 @@ class _Sums:
     def add(self, rows: slice, logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """One chunk's, given the gradient of its logits."""
         if self._hidden is not None:
-            self._hidden[rows] = logits @ weight
+            self._hidden[rows] = _product(logits, weight)
         if self._bias is not None:
             self._bias += logits.sum(dim=0, dtype=self._bias.dtype)
         if not self._needs_weight:
             return
         if self._weight is None:
-            self._weight = logits.T @ hidden
+            self._weight = _product(logits.T, hidden)
         elif self._weight.dtype == logits.dtype:
             self._weight.addmm_(logits.T, hidden)
         else:
-            self._weight += logits.T @ hidden
+            self._weight += _product(logits.T, hidden)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Of hidden states, weight and bias, each in its own type."""
-        found = (self._hidden, self._weight, self._bias)
-        return [None if value is None else value.to(dtype) for value, dtype in zip(found, self._types, strict=True)]
+        """Of hidden states, weight and bias, each in its own type; in fp16 not before they are scaled."""
+        found = [self._hidden, self._weight, self._bias]
+        if self._in_fp16:
+            return found
+        return [None if value is None else value.to(dtype) for value, dtype in zip(found, self.types, strict=True)]
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right; of factors in fp16 in float32, as it is added up anyway: see _FP16_UNIT."""
+    if left.dtype != torch.float16:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    with torch.autocast(left.device.type, enabled=False):  # which would make them fp16 again
+        return left.float() @ right.float()  # torch has no product with another type on CPU
 
 
 def _chunks(num_rows: int) -> Iterator[slice]:

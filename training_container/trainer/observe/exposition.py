@@ -5,7 +5,9 @@ http://HOST:PORT/metrics where the job states a port. CloudWatch: a line of JSON
 into metrics by itself; a job that runs elsewhere writes none.
 """
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.speech import say
-from trainyard.spec.meters import METERS, NAMESPACE, PERIOD_MINUTES, Meter
+from trainyard.spec.meters import BY_NAME, METERS, NAMESPACE, PERIOD_MINUTES, Meter
 
 PROMETHEUS_FILE = "metrics.prom"
 LEAST_SECONDS = 10.0
@@ -60,8 +62,12 @@ class Exposition:
         self._lock = threading.Lock()
         self._end: threading.Timer | None = None
         self._has_complained = False
+        self._told_at = time.monotonic()
+        self._aged_period = self._embedded_period
+        self._closed = threading.Event()
         self._text = ""
         self._server = None if port is None else _serve(port, lambda: self._text)
+        threading.Thread(target=self._grow_old, name="meters-age", daemon=True).start()
 
     def publish(self, row: Mapping[str, Any]) -> None:
         """Takes a step's row over, with `live` beside its own keys."""
@@ -70,6 +76,7 @@ class Exposition:
         events = [_Event(meter, value, now + EVENT_SECONDS) for meter, value in found.items() if meter.is_event]
         with self._lock:
             self._values |= found
+            self._told_at = now
             if events:
                 self._events += events
                 self._show_events()
@@ -100,6 +107,22 @@ class Exposition:
             self._end.daemon = True
             self._end.start()
 
+    def _grow_old(self) -> None:
+        """A job that stands still publishes no row, and what isn't told rings nobody: the age of its newest checkpoint
+        is told on. One that was committed since the last step counts from the next."""
+        while not self._closed.wait(AGE_SECONDS):
+            with self._lock:
+                age, silent = self._values.get(_AGE), time.monotonic() - self._told_at
+                if age is None or silent < AGE_SECONDS:
+                    continue
+                older = {**self._values, _AGE: age + silent}
+                self._text = prometheus_text(older, self._labels)
+                self._write_text()
+            period = _period_of(time.time())
+            if self._embeds_metrics and period not in (self._aged_period, self._embedded_period):
+                self._aged_period = period
+                say(embedded({_AGE: age + silent}, self._labels, at_milliseconds=int(1000 * time.time())))
+
     def _end_old(self) -> None:
         with self._lock:
             self._end, now = None, time.monotonic()
@@ -124,6 +147,9 @@ class Exposition:
 
     def _write(self) -> None:
         self._text = prometheus_text(self._values, self._labels)
+        self._write_text()
+
+    def _write_text(self) -> None:
         self._written_at = time.monotonic()
         partial = self._path.with_name(self._path.name + ".partial")
         try:
@@ -138,6 +164,7 @@ class Exposition:
 
     def close(self) -> None:
         """The last values, but for events, then nothing more."""
+        self._closed.set()
         with self._lock:
             if self._end is not None:
                 self._end.cancel()
@@ -150,6 +177,9 @@ class Exposition:
 EVENT_SECONDS = 60.0 * PERIOD_MINUTES
 """How long Prometheus can see an event: of its rules' looks, which are a period apart, one sees it, and no second one
 (where scrapes divide the period evenly; else now and then none or two do)."""
+AGE_SECONDS = 60.0
+"""So long after a row the newest checkpoint's age is told without one, and each time it has passed again."""
+_AGE = BY_NAME["checkpoint_age_seconds"]
 _EVENTS = frozenset(meter for meter in METERS if meter.is_event)
 _OF_TENANTS = [meter for meter in METERS if meter.per_tenant and not meter.is_event]
 
@@ -215,10 +245,20 @@ def _serve(port: int, text: Callable[[], str]) -> ThreadingHTTPServer | None:
             """A scrape every few seconds is no news."""
 
     try:
-        server = ThreadingHTTPServer(("", port), Handler)
+        listener = _listener(port)
     except OSError as error:
         say(f"meters: nothing listens at port {port} (meters.prometheus_port): {error.strerror}")
         return None
+    server = ThreadingHTTPServer(("", port), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="meters", daemon=True).start()
     return server
+
+
+def _listener(port: int) -> socket.socket:
+    """On all addresses of both families; of IPv4 alone where the machine has no IPv6, or has it switched off."""
+    with contextlib.suppress(OSError, ValueError):
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))

@@ -9,7 +9,8 @@ class Expected:
 
     full_flops_per_token: float | None = None
     """6 FLOPs a weight and 12 x layers x width x sequence length for attention: PaLM (arXiv:2204.02311, appendix B),
-    torchtitan and llm-foundry. An adapter's frozen weights have no gradient: two thirds."""
+    torchtitan and llm-foundry. An adapter's frozen weights have no gradient, 4 FLOPs each; attention's scores have no
+    weights, and count in full."""
     causal_flops_per_token: float | None = None
     """The same with half of the attention scores, which a causal mask needs: NeMo. Up to 12% less."""
     peak_flops: float | None = None

@@ -1,4 +1,4 @@
-"""The router's bias of DeepSeek-V3, moved against each expert's load: balance without an auxiliary loss.
+"""The router's bias of DeepSeek-V3 and families like it, moved against experts' loads: balance without auxiliary loss.
 
 The bias is added to experts' scores where they are chosen and nowhere else, so that no gradient reaches it. Instead,
 after each optimizer step (DeepSeek-V3, arXiv:2412.19437, 2.1.2; Wang et al., arXiv:2408.15664, algorithm 1),
@@ -33,7 +33,9 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def described(model: nn.Module, job: ResolvedJob) -> str | None:
     """What becomes of the bias, in a line; None where there is none, or an adapter leaves all routers as they are."""
-    if job.spec.model.adapter is not None or not routers_of(model):
+    # Of ERNIE 4.5 and Laguna it is a frozen weight, which engines shard as such and this trainer doesn't move.
+    is_there = routers_of(model) or any(name.endswith(f".{BUFFER}") for name, _ in model.named_parameters())
+    if job.spec.model.adapter is not None or not is_there:
         return None
     rate = job.spec.training.optimizer.router_bias_rate
     if rate is not None:
@@ -49,6 +51,11 @@ def described(model: nn.Module, job: ResolvedJob) -> str | None:
         f"{BUFFER} stays as it is, and nothing else keeps the experts' loads even: set"
         " training.optimizer.router_bias_rate (0.001 in DeepSeek-V3's report) where the model is trained for long"
     )
+
+
+def _chooser(owner: nn.Module) -> nn.Module:
+    """The module that says third what was chosen: the bias's own, or the router that is handed it (MiniMax-M2)."""
+    return owner._modules.get("gate") or owner
 
 
 class RouterBias:
@@ -71,7 +78,7 @@ class RouterBias:
                 layer = int(number[1])
                 self._routers[layer] = router
                 self._loads[layer] = torch.zeros(size[1], dtype=torch.int64, device=device)
-                router.register_forward_hook(self._counter(layer))
+                _chooser(router).register_forward_hook(self._counter(layer))
 
     @classmethod
     def of(cls, parts: Sequence[nn.Module], config: Any, job: ResolvedJob, device: torch.device) -> "RouterBias | None":

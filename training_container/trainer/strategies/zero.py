@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from trainer.losses.head import choices_of, plan_loss
 from trainer.losses.head import install as install_loss_head
@@ -24,6 +26,7 @@ from trainer.optimizers.build import build_adamw, clip_factor, global_grad_norm,
 from trainer.optimizers.loss_scaling import deepspeed_scaler_state, restore_deepspeed_scaler
 from trainer.optimizers.router_bias import RouterBias
 from trainer.runtime import Runtime
+from trainer.speech import say
 from trainer.strategies import deepspeed_settings
 from trainer.strategies.base import Batch, Clock, OptimizerStep, Strategy
 from trainer.strategies.deepspeed_import import load_deepspeed
@@ -75,6 +78,9 @@ class ZeroStrategy(Strategy):
         self._names = {getattr(each, "ds_id", None): name for name, each in self._model.named_parameters()}
         install_loss_head(self._model, plan)
         self._router_bias = RouterBias.of([self._model], getattr(model, "config", None), job, self._device)
+        self._reached: set[str] | None = set()
+        """Weights that a gradient has reached; None once it was said which none did."""
+        self._watches = [self._watched(name, each) for name, each in self._model.named_parameters()]
         self._create_moments()
 
     def forward_backward(self, batches: Sequence[Batch], num_global_targets: int, clock: Clock) -> torch.Tensor:
@@ -89,7 +95,41 @@ class ZeroStrategy(Strategy):
             with clock("backward"):
                 self._engine.backward(loss * scale, scale_wrt_gas=False)
             loss_sum += loss.detach().double()
+        self._tell_of_unreached()
         return loss_sum
+
+    def _watched(self, name: str, parameter: nn.Parameter) -> RemovableHandle | None:
+        if not parameter.requires_grad:
+            return None
+
+        def note(_: torch.Tensor) -> None:
+            assert self._reached is not None
+            self._reached.add(name)
+
+        watch: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        return watch
+
+    def _tell_of_unreached(self) -> None:
+        """Says once, after the first step, what differs from one process: with DeepSpeed all weights have a gradient,
+        zero where none came, and AdamW's decay pulls on them all the same; torch leaves out what has none."""
+        if self._reached is None:
+            return
+        reached, self._reached = self._reached, None
+        names = [name for name, watch in zip(self._shapes, self._watches, strict=True) if watch is not None]
+        for watch in self._watches:
+            if watch is not None:
+                watch.remove()
+        self._watches = []
+        found = torch.tensor([name in reached for name in names], dtype=torch.float32, device=self._device)
+        if self.data_parallel_size > 1 and names:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        unreached = [name for name, value in zip(names, found.tolist(), strict=True) if not value]
+        if unreached and self.data_parallel_rank == 0 and self._job.spec.training.optimizer.weight_decay:
+            say(
+                f"warning: {self.name}: no gradient reached {len(unreached)} of {len(names)} weights in the first step"
+                f" ({unreached[0]}, ...): training.optimizer.weight_decay shrinks them all the same, as it would not in"
+                " one process or with engine: torch; set it to 0 where they matter to you"
+            )
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
         return self._task.loss_sum(self._engine, batch, self._device)
